@@ -1,0 +1,87 @@
+"""What happened in a step: frozen records, the same on every rank, built from the telemetry of all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
+
+Phase = Literal["outside", "data", "forward", "backward"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank's part in one step.
+
+    ``outside_s`` is time between two ``step()`` blocks that was not spent on data: the optimizer, evaluation,
+    checkpoints. ``data_s`` runs from the end of the optimizer's step to the first forward pass. ``compute_s`` counts as
+    the deadline does, from entering ``step()`` to the end of the rank's own work (NaN: it never entered). ``wait_s`` is
+    how long the rank stood idle for the slowest one. ``stages`` holds the share of each stage that the rank computed,
+    and ``reach`` the share of the whole model: 0.5 means that half of the gradient elements came from this rank's own
+    backward pass. ``cause`` says what a late rank was doing. ``overrun_s`` is time that it went on with earlier steps
+    after these had been merged without it.
+    """
+
+    rank: int
+    outside_s: float
+    data_s: float
+    forward_s: float
+    backward_s: float
+    wait_s: float
+    compute_s: float
+    reach: float
+    stages: tuple[float, ...]
+    late: bool = False
+    stood_in: bool = False
+    cause: Phase | None = None
+    overrun_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """One stage after the merge: ``weight`` is the sum over ranks, ``world_size`` when every rank computed all of it."""
+
+    name: str
+    numel: int
+    weight: float
+    estimated: bool
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One merged step: ``seconds`` from the end of the merge before; ``deadline_s`` is infinite where there was none."""
+
+    step: int
+    seconds: float
+    deadline_s: float
+    ranks: tuple[RankReport, ...]
+    stages: tuple[StageReport, ...]
+    scalars: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def dropped_share(self) -> float:
+        """Share of all gradient elements, over ranks, that nobody's backward pass delivered in time: 0 to 1."""
+        return 1.0 - sum(rank.reach for rank in self.ranks) / len(self.ranks)
+
+    @property
+    def late_ranks(self) -> tuple[int, ...]:
+        """Ranks that were late in this step."""
+        return tuple(rank.rank for rank in self.ranks if rank.late)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain JSON values; numbers that are not finite become ``None``."""
+        plain: dict[str, Any] = _finite(asdict(self))
+        return plain
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with every float that JSON cannot hold replaced by ``None``, recursively."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value

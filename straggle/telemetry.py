@@ -1,0 +1,121 @@
+"""What each rank tells the others with every merge: one row of float64 numbers, gathered by every rank.
+
+A row holds the fixed fields of `Row`, then per stage the share computed and the weight estimated, then the user's scalars
+as (hash of the name, value) pairs, so that ranks need not agree on names or their order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from straggle.report import PHASES, Phase, RankReport, StageReport, StepReport
+from straggle.stages import StagePlan
+
+MAX_SCALARS = 16
+_TIMES = tuple(f"{phase}_s" for phase in PHASES)
+_FIELDS = (*_TIMES, "compute_s", "busy_s", "overrun_s", "late", "stood_in", "cause", "failed")
+_COLUMN = {name: column for column, name in enumerate(_FIELDS)}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rank's telemetry for one step; times in seconds, ``cause`` an index into ``PHASES`` or -1."""
+
+    times: Mapping[Phase, float]
+    compute_s: float
+    busy_s: float
+    overrun_s: float = 0.0
+    late: bool = False
+    stood_in: bool = False
+    cause: int = -1
+    failed: bool = False
+    computed: tuple[float, ...] = ()
+    estimated: tuple[float, ...] = ()
+    scalars: Mapping[str, float] = field(default_factory=dict)
+
+    def encode(self) -> Tensor:
+        """The row as a float64 tensor of `row_length` elements."""
+        fixed = [self.times[phase] for phase in PHASES]
+        fixed += [self.compute_s, self.busy_s, self.overrun_s]
+        fixed += [float(self.late), float(self.stood_in), float(self.cause), float(self.failed)]
+        pairs = [number for name, value in self.scalars.items() for number in (name_hash(name), value)]
+        pairs += [0.0] * (2 * MAX_SCALARS - len(pairs))
+        return torch.tensor([*fixed, *self.computed, *self.estimated, *pairs], dtype=torch.float64)
+
+
+def row_length(num_stages: int) -> int:
+    """Elements of an encoded row."""
+    return len(_FIELDS) + 2 * num_stages + 2 * MAX_SCALARS
+
+
+def name_hash(name: str) -> float:
+    """A number for a scalar's name, exact in float64 and never 0, which marks an empty slot."""
+    return float(int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") + 1)
+
+
+class Table:
+    """The rows of all ranks for one step: a float64 matrix of shape (ranks, `row_length`)."""
+
+    def __init__(self, rows: Tensor, num_stages: int) -> None:
+        self._rows = rows
+        self._num_stages = num_stages
+
+    def compute_s(self) -> Tensor:
+        """Seconds from entering ``step()`` to the end of each rank's own work, shape (ranks,); NaN: never entered."""
+        return self._rows[:, _COLUMN["compute_s"]].clone()
+
+    def finished(self) -> Tensor:
+        """Which ranks finished all of their own work, shape (ranks,), bool."""
+        return self._rows[:, _COLUMN["late"]] == 0
+
+    def failed_ranks(self) -> list[int]:
+        """Ranks whose own code raised an error in this step."""
+        failed: list[int] = self._rows[:, _COLUMN["failed"]].nonzero().flatten().tolist()
+        return failed
+
+    def report(self, step: int, seconds: float, deadline_s: float, plan: StagePlan, names: Iterable[str]) -> StepReport:
+        """The step's report; ``names`` are the scalars that this rank knows by name."""
+        rows = self._rows.tolist()
+        slowest = max(row[_COLUMN["busy_s"]] for row in rows)
+        ranks = tuple(self._rank_report(rank, row, slowest, plan) for rank, row in enumerate(rows))
+        return StepReport(step, seconds, deadline_s, ranks, self._stage_reports(rows, plan), self._scalars(rows, names))
+
+    def _rank_report(self, rank: int, row: list[float], slowest: float, plan: StagePlan) -> RankReport:
+        computed = tuple(row[len(_FIELDS) : len(_FIELDS) + self._num_stages])
+        reach = sum(share * stage.numel for share, stage in zip(computed, plan.stages, strict=True)) / plan.numel
+        cause = int(row[_COLUMN["cause"]])
+        return RankReport(
+            rank=rank,
+            **{name: row[_COLUMN[name]] for name in (*_TIMES, "compute_s", "overrun_s")},
+            wait_s=slowest - row[_COLUMN["busy_s"]],
+            reach=reach,
+            stages=computed,
+            late=bool(row[_COLUMN["late"]]),
+            stood_in=bool(row[_COLUMN["stood_in"]]),
+            cause=PHASES[cause] if cause >= 0 else None,
+        )
+
+    def _stage_reports(self, rows: list[list[float]], plan: StagePlan) -> tuple[StageReport, ...]:
+        first = len(_FIELDS)
+        reports = []
+        for index, stage in enumerate(plan.stages):
+            computed = sum(row[first + index] for row in rows)
+            estimated = sum(row[first + self._num_stages + index] for row in rows)
+            reports.append(StageReport(stage.name, stage.numel, computed + estimated, estimated > 0))
+        return tuple(reports)
+
+    def _scalars(self, rows: list[list[float]], names: Iterable[str]) -> dict[str, float]:
+        known = {name_hash(name): name for name in names}
+        values: dict[str, list[float]] = {}
+        first = len(_FIELDS) + 2 * self._num_stages
+        for row in rows:
+            for key, value in zip(row[first::2], row[first + 1 :: 2], strict=True):
+                if key in known:
+                    values.setdefault(known[key], []).append(value)
+        return {name: math.fsum(seen) / len(seen) for name, seen in values.items()}
