@@ -1,0 +1,169 @@
+"""What stands in for a missing gradient: a late rank's own contribution, or the gradient that nobody computed."""
+
+from __future__ import annotations
+
+from abc import ABC
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A substitute gradient, shaped as its parameter, and its weight relative to a computed gradient's 1."""
+
+    gradient: Tensor
+    weight: float
+
+
+class Estimator(ABC):  # noqa: B024
+    """Stands in for gradients that were not computed. Every method may be left out.
+
+    ``gradient`` is always that of a whole step (all of its micro-batches); its tensor is only lent: copy what you keep.
+    """
+
+    watches_own: ClassVar[bool] = False  # true: `observe` is also shown this rank's own gradients
+
+    @property
+    def memory(self) -> dict[nn.Parameter, Tensor]:
+        """What it keeps from step to step, one tensor for each parameter: the state that a checkpoint saves."""
+        return {}
+
+    def contribution(self, parameter: nn.Parameter) -> Estimate | None:  # noqa: ARG002
+        """What this late rank puts in for a parameter that it did not reach; ``None``: nothing, its peers' mean stands."""
+        return None
+
+    def substitute(self, parameter: nn.Parameter) -> Tensor | None:  # noqa: ARG002
+        """The gradient of a parameter that nobody contributed; only from state that is equal on all ranks."""
+        return None
+
+    def observe(self, parameter: nn.Parameter, gradient: Tensor, *, merged: bool) -> None:  # noqa: B027
+        """See a gradient as this rank computed it (``merged=False``) or as the merge of all ranks made it."""
+
+
+@final
+class Abstain(Estimator):
+    """Nothing stands in: the mean over the ranks that computed a gradient is used as it is.
+
+    A parameter that nobody computed keeps ``grad = None``, and the optimizer leaves it and its state alone.
+    """
+
+
+@final
+class Zero(Estimator):
+    """A zero gradient with full weight: what systems do that fill with zeros and divide by the number of ranks."""
+
+    def contribution(self, parameter: nn.Parameter) -> Estimate | None:
+        return Estimate(torch.zeros_like(parameter), 1.0)
+
+
+class _Remembering(Estimator):
+    """Keeps one tensor for each parameter."""
+
+    def __init__(self, weight: float) -> None:
+        if not 0 <= weight <= 1:
+            raise ValueError(f"weight={weight}: relative to a computed gradient's weight of 1, so from 0 to 1")
+        self.weight = weight
+        self._memory: dict[nn.Parameter, Tensor] = {}
+
+    @property
+    def memory(self) -> dict[nn.Parameter, Tensor]:
+        return self._memory
+
+    def contribution(self, parameter: nn.Parameter) -> Estimate | None:
+        kept = self._memory.get(parameter)
+        return None if kept is None else Estimate(kept, self.weight)
+
+    def _keep(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        if parameter in self._memory:
+            self._memory[parameter].copy_(gradient)
+        else:
+            self._memory[parameter] = gradient.detach().clone()
+
+
+@final
+class LastOwn(_Remembering):
+    """The gradient that this rank computed when it last reached the parameter; it is never a substitute for everyone."""
+
+    watches_own = True
+
+    def __init__(self, weight: float = 0.5) -> None:
+        super().__init__(weight)
+
+    def observe(self, parameter: nn.Parameter, gradient: Tensor, *, merged: bool) -> None:
+        if not merged:
+            self._keep(parameter, gradient)
+
+
+@final
+class LastMerged(_Remembering):
+    """The gradient that the last merge gave, as eager-SGD's stale gradients (PPoPP 2020, section 4) but global."""
+
+    def __init__(self, weight: float = 0.5) -> None:
+        super().__init__(weight)
+
+    def substitute(self, parameter: nn.Parameter) -> Tensor | None:
+        return self._memory.get(parameter)
+
+    def observe(self, parameter: nn.Parameter, gradient: Tensor, *, merged: bool) -> None:
+        if merged:
+            self._keep(parameter, gradient)
+
+
+@final
+class MovingAverage(_Remembering):
+    """``average = decay * average + (1 - decay) * merged``, starting from the first merged gradient."""
+
+    def __init__(self, decay: float = 0.9, weight: float = 0.5) -> None:
+        super().__init__(weight)
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay={decay}: must be at least 0 and below 1, such as 0.9")
+        self.decay = decay
+
+    def substitute(self, parameter: nn.Parameter) -> Tensor | None:
+        return self._memory.get(parameter)
+
+    def observe(self, parameter: nn.Parameter, gradient: Tensor, *, merged: bool) -> None:
+        if not merged:
+            return
+        if parameter in self._memory:
+            self._memory[parameter].lerp_(gradient, 1 - self.decay)
+        else:
+            self._keep(parameter, gradient)
+
+
+@final
+class OptimizerMomentum(Estimator):
+    """The optimizer's own running mean of the gradient, so it needs no memory of its own.
+
+    Adam's first moment with its bias removed, ``exp_avg / (1 - beta1^step)`` (Kingma and Ba 2015, section 3), and SGD's
+    momentum buffer scaled to a mean, ``(1 - momentum) / (1 - dampening) * buffer``. Nothing before the first update.
+    Raises ``ValueError`` for an optimizer without momentum.
+    """
+
+    def __init__(self, optimizer: Optimizer, weight: float = 0.5) -> None:
+        if not 0 <= weight <= 1:
+            raise ValueError(f"weight={weight}: relative to a computed gradient's weight of 1, so from 0 to 1")
+        if not all("betas" in group or group.get("momentum", 0) > 0 for group in optimizer.param_groups):
+            raise ValueError(f"{type(optimizer).__name__} keeps no momentum: use Adam, AdamW or SGD(momentum=...)")
+        self.optimizer = optimizer
+        self.weight = weight
+        self._group = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+
+    def contribution(self, parameter: nn.Parameter) -> Estimate | None:
+        mean = self.substitute(parameter)
+        return None if mean is None else Estimate(mean, self.weight)
+
+    def substitute(self, parameter: nn.Parameter) -> Tensor | None:
+        state = self.optimizer.state.get(parameter, {})
+        group = self._group.get(parameter, {})
+        if (moment := state.get("exp_avg")) is not None:
+            mean: Tensor = moment / (1 - group["betas"][0] ** float(state["step"]))
+            return mean
+        if (buffer := state.get("momentum_buffer")) is not None:
+            scaled: Tensor = buffer * ((1 - group["momentum"]) / (1 - group.get("dampening", 0)))
+            return scaled
+        return None
