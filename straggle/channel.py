@@ -1,0 +1,122 @@
+"""How the ranks of one model talk: process groups and a corner of the job's store that belong to straggle alone.
+
+Nothing here interleaves with the collectives of the user's own process groups.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_SLICE = timedelta(seconds=1)
+
+
+class PeerFailed(RuntimeError):
+    """A rank ended in an error or could not be reached; says which one, in which step and stage."""
+
+
+class Channel:
+    """Two process groups (gradients; telemetry, always on the CPU by gloo) and a store, for one wrapped model.
+
+    Raises ``RuntimeError`` where there is no process group.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None, *, give_up_s: float) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                "straggle needs a process group: launch with torchrun and call torch.distributed.init_process_group() "
+                "before StagedDataParallel(model)"
+            )
+        parent = process_group or dist.group.WORLD
+        ranks = dist.get_process_group_ranks(parent)
+        timeout = timedelta(seconds=give_up_s)
+        self.give_up_s = give_up_s
+        self.rank = dist.get_rank(parent)
+        self.world_size = len(ranks)
+        backend = dist.get_backend(parent)
+        self.gradients = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
+        self.telemetry = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+        store = dist.distributed_c10d._get_default_store()
+        prefix = f"straggle/{self.gradients.group_name}"
+        # each thread gets a connection of its own: a client serves one request at a time
+        self._store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
+        self._evidence = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
+
+    # -- all ranks together
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's ``value``."""
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.telemetry)
+        return values
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrite ``tensor`` with rank 0's."""
+        dist.broadcast(tensor, group=self.gradients, group_src=0)
+
+    def broadcast_order(self, order: Tensor) -> Tensor:
+        """Rank 0's ``order`` (int64)."""
+        dist.broadcast(order, group=self.telemetry, group_src=0)
+        return order
+
+    def gather_rows(self, row: Tensor) -> tuple[Tensor, dist.Work]:
+        """Start to gather one row from each rank into a matrix."""
+        rows = torch.empty(self.world_size, row.numel(), dtype=row.dtype)
+        return rows, dist.all_gather(list(rows.unbind()), row, group=self.telemetry, async_op=True)
+
+    # -- evidence that peers wait
+
+    def post_finished(self, step: int) -> None:
+        """Tell that this rank has finished its own work for ``step``."""
+        self._evidence.add(f"finished/{step}", 1)
+        if self.rank == 0 and step >= 32:  # no rank asks for steps that far back
+            self._evidence.delete_key(f"finished/{step - 32}")
+
+    def num_finished(self, step: int) -> int:
+        """How many ranks have finished their own work for ``step``."""
+        return int(self._evidence.add(f"finished/{step}", 0))
+
+    # -- failures
+
+    def post_failure(self, message: str) -> None:
+        """Leave word of this rank's failure for its peers."""
+        self._store.set(f"failure/{self.rank}", message)
+        self._store.add("failures", 1)
+
+    def wait(self, work: dist.Work, what: str, give_up_s: float | None = None) -> None:
+        """Wait for a collective; raises `PeerFailed` when a peer failed or ``give_up_s`` is over."""
+        give_up_at = time.monotonic() + (give_up_s or self.give_up_s)
+        while True:
+            try:
+                work.wait(_SLICE)
+                return
+            except RuntimeError as error:
+                if work.is_completed() or time.monotonic() > give_up_at:
+                    raise PeerFailed(self.explain(what)) from error
+            if self._failures():
+                raise PeerFailed(self.explain(what))
+
+    def explain(self, what: str, patience_s: float = 2.0) -> str:
+        """Why ``what`` failed: the failures that ranks left word of, or else the ranks that no longer answer."""
+        until = time.monotonic() + patience_s
+        try:
+            self._store.set(f"survivor/{self.rank}", "")
+            while not (failures := self._failures()):
+                missing = [rank for rank in range(self.world_size) if not self._store.check([f"survivor/{rank}"])]
+                if not missing or time.monotonic() > until:
+                    return f"{what}: no answer from ranks {missing}" if missing else f"{what}: connection lost"
+                time.sleep(0.05)
+        except RuntimeError as error:  # the store died with its host
+            return f"{what}: the job's store does not answer either ({error})"
+        return f"{what}: " + "; ".join(failures)
+
+    def _failures(self) -> list[str]:
+        if self._store.add("failures", 0) == 0:
+            return []
+        keys = [f"failure/{rank}" for rank in range(self.world_size)]
+        return [self._store.get(key).decode() for key in keys if self._store.check([key])]

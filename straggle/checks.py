@@ -1,0 +1,43 @@
+"""What a module must be for its gradients to be merged in stages; every refusal says what to do instead."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
+
+from straggle.channel import Channel
+from straggle.stages import trainable
+
+
+def check_module(module: nn.Module) -> None:
+    """Raise ``ValueError`` for a module that cannot be trained in stages."""
+    kind = type(module).__name__
+    parameters = trainable(module)
+    if not parameters:
+        raise ValueError(f"{kind} has no parameter with requires_grad=True: there is nothing to train or merge")
+    for name, parameter in parameters:
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(f"parameter {name} is not initialized: run one forward pass of the lazy module first")
+        if isinstance(parameter, DTensor):
+            raise ValueError(f"parameter {name} is sharded (DTensor): wrap the module before it is sharded")
+    for name, child in module.named_modules():
+        if isinstance(child, nn.SyncBatchNorm):
+            raise ValueError(
+                f"{name} is a SyncBatchNorm: its collectives in the forward pass would hang when a late rank stops; use "
+                "BatchNorm or GroupNorm"
+            )
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
+            raise ValueError(f"{name} has sparse gradients, which have no place in flat buffers: set sparse=False")
+
+
+def check_same_on_all_ranks(module: nn.Module, channel: Channel) -> None:
+    """Raise ``ValueError``, on every rank, naming the first parameter that is not the same everywhere."""
+    mine = [(name, tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
+    everyone = channel.gather_objects(mine)
+    for rank, theirs in enumerate(everyone):
+        for position in range(max(len(everyone[0]), len(theirs))):
+            ours = everyone[0][position] if position < len(everyone[0]) else "nothing"
+            other = theirs[position] if position < len(theirs) else "nothing"
+            if ours != other:
+                raise ValueError(f"the model differs between ranks: rank 0 has {ours} where rank {rank} has {other}")
