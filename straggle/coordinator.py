@@ -1,0 +1,414 @@
+"""Merges the contributions of all ranks, one round per step, whichever thread speaks for this rank.
+
+Every rank issues the same collectives in the same order: the stages of step 0, its telemetry, the stages of step 1, ...
+The training thread issues them as its gradients are finished. When it is stuck, its stand-in (a second thread) issues
+what is left with weight 0, and the merged steps wait in a ring until the training thread comes to take them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from straggle.backward import Stopwatch
+from straggle.buffers import FULL, Share, StageBuffers
+from straggle.channel import Channel, PeerFailed
+from straggle.deadline import Deadline, HistoryWindow, Patience
+from straggle.estimators import Estimator
+from straggle.report import PHASES
+from straggle.stages import StagePlan
+from straggle.telemetry import Row, Table
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Round:
+    """One step on its way through the merge. ``passes`` counts, per parameter, the micro-batches whose gradient is in."""
+
+    step: int
+    buffers: StageBuffers
+    passes: list[int]
+    missing: list[int]  # per stage, parameters that are not complete
+    issued: int = 0  # stages whose merge has begun
+    closed: bool = False  # all collectives are issued
+    stood_in: bool = False
+    works: list[tuple[dist.Work, str]] = field(default_factory=list)
+    rows: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class MergedStep:
+    """A step that all ranks have merged, waiting for this rank to apply it."""
+
+    step: int
+    plan: StagePlan
+    buffers: StageBuffers
+    table: Table
+    seconds: float
+    deadline_s: float
+    merged_at: float
+    stood_in: bool
+
+
+class Coordinator:
+    """The rounds, the collectives, the stand-in and the ring of one wrapped model."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        plan: StagePlan,
+        channel: Channel,
+        *,
+        deadline: Deadline,
+        estimator: Estimator,
+        patience: Patience,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._parameters = parameters
+        self._channel = channel
+        self._policy = deadline
+        self._estimator = estimator
+        self._patience = patience
+        self._quorum = patience.quorum_of(channel.world_size)
+        self._clock = clock
+        self.stopwatch = Stopwatch(clock)
+        self._lock = threading.Lock()
+        self._step_merged = threading.Condition(self._lock)
+        self._stand_in_wakes = threading.Condition(self._lock)
+        self.learn(plan)
+        # the round that is being merged, by whichever thread
+        self._merging = 0
+        self._round: _Round | None = None
+        self._merged_at = clock()
+        self._times_at_merge = self.stopwatch.read()
+        self._window = HistoryWindow(deadline.window, channel.world_size)
+        self._deadline_s = math.inf  # of the step that is being merged; the first waits for everyone
+        # the training thread
+        self._training = 0  # its step: the one that it is in, or will enter next
+        self._entered_at: float | None = None
+        self._took_at = -math.inf
+        self._num_microbatches = 1
+        self._overrun_s = 0.0
+        self._failed = False
+        # between both
+        self._ring: dict[int, MergedStep] = {}
+        self._stop_step = -1  # the training thread is to leave every step up to this one
+        self._unposted: list[int] = []
+        self._error: BaseException | None = None
+        self._closing = False
+        self._stand_in: threading.Thread | None = None
+
+    # -- the training thread
+
+    @property
+    def step(self) -> int:
+        """The step that the training thread is in or will enter next."""
+        return self._training
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the training thread is to leave its step: it is late, or it was spoken for."""
+        return self._stop_step >= self._training or self._merging > self._training
+
+    def learn(self, plan: StagePlan) -> None:
+        """Use this plan from here on; between two steps, on all ranks alike, before `start`."""
+        self.plan = plan
+        self._stage_of = plan.stage_of()
+        self._numel = [parameter.numel() for parameter in self._parameters]
+        self._held: StageBuffers | None = None  # whose views are p.grad
+        self._spare: StageBuffers | None = None
+
+    def start(self) -> None:
+        """Start the stand-in: from now on this rank can be late."""
+        self._stand_in = threading.Thread(target=self._stand_in_loop, name="straggle-stand-in", daemon=True)
+        self._stand_in.start()
+
+    def close(self) -> None:
+        """End the stand-in."""
+        with self._lock:
+            self._closing = True
+            self._stand_in_wakes.notify_all()
+        if self._stand_in is not None:
+            self._stand_in.join(timeout=5)
+
+    def enter(self, num_microbatches: int) -> None:
+        """The training thread enters its step; the buffers that the gradients of the step before lie in are free again."""
+        with self._lock:
+            self._entered_at = self._clock()
+            self._num_microbatches = num_microbatches
+            if self._held is not None:
+                self._spare = self._spare or self._held  # a second spare is memory that only a stuck rank needs
+                self._held = None
+
+    def stop(self) -> None:
+        """Ask the training thread to leave its step; from any thread."""
+        self._stop_step = max(self._stop_step, self._training)
+
+    def offer(self, index: int, gradient: Tensor) -> None:
+        """Take parameter ``index``'s gradient of one backward pass; begin the merge of its stage when that is complete.
+
+        The gradient of a step that was merged without it is discarded.
+        Raises ``RuntimeError`` for more backward passes than ``num_microbatches``.
+        """
+        with self._lock:
+            if self._merging > self._training or (current := self._open_round()).closed:
+                return
+            stage, passes = self._stage_of[index], current.passes[index]
+            if passes == self._num_microbatches:
+                raise RuntimeError(self._too_many(stage))
+            current.buffers.put(index, gradient, add=passes > 0)
+            current.passes[index] = passes + 1
+            if passes + 1 < self._num_microbatches:
+                return
+            if self._estimator.watches_own:
+                self._estimator.observe(self._parameters[index], current.buffers.read(index), merged=False)
+            current.missing[stage] -= 1
+            while current.issued < len(current.missing) and current.missing[current.issued] == 0:
+                self._issue(current, dict.fromkeys(self.plan.stages[current.issued].parameters, FULL))
+
+    def finish(self, *, truncated: bool, scalars: Mapping[str, float]) -> MergedStep:
+        """The training thread's work for its step is over: merge the rest, wait for the peers, and take the result.
+
+        Raises `PeerFailed` when a rank failed in this step or cannot be reached.
+        """
+        with self._lock:
+            mine = self._merging == self._training and not (current := self._open_round()).closed
+            if mine:
+                self._close_own(current, truncated=truncated, scalars=scalars)
+                if self._deadline_s < math.inf:
+                    self._unposted.append(current.step)
+                    self._stand_in_wakes.notify()
+            self.stopwatch.enter("outside")
+        if mine:
+            self._complete(current)
+        return self._take()
+
+    def fail(self, error: BaseException) -> None:
+        """The user's code raised in this step: tell the peers and let them finish it, so that none waits for a timeout."""
+        what = f"rank {self._channel.rank} raised in step {self._training}, {self.stopwatch.phase}: {error!r}"
+        self._failed = True
+        try:
+            self._channel.post_failure(what)
+            with self._lock:
+                if self._merging != self._training or (current := self._open_round()).closed:
+                    return  # the stand-in tells with its next round
+                self._close_abstaining(current)
+            self._complete(current, give_up_s=5.0)
+        except RuntimeError as problem:  # a peer is gone too, but the user's own error matters more
+            _log.warning("could not tell the peers of this failure: %s", problem)
+
+    def _take(self) -> MergedStep:
+        """Wait until the training thread's step is merged; the training thread goes on to the next."""
+        with self._lock:
+            while self._training not in self._ring:
+                if self._error is not None:
+                    raise self._error
+                self._step_merged.wait()
+            merged = self._ring.pop(self._training)
+            now = self._clock()
+            if merged.stood_in:
+                self._overrun_s += now - max(merged.merged_at, self._took_at)
+            self._took_at = now
+            self._held = merged.buffers
+            self._training += 1
+            self._entered_at = None
+            if merged.stood_in:
+                self._stand_in_wakes.notify()  # it may have stopped at max_lag
+        if failed := [rank for rank in merged.table.failed_ranks() if rank != self._channel.rank]:
+            raise PeerFailed(
+                self._channel.explain(f"rank {self._channel.rank}, step {merged.step}: ranks {failed} failed")
+            )
+        return merged
+
+    def _too_many(self, stage: int) -> str:
+        return (
+            f"rank {self._channel.rank}, step {self._training}, stage {self.plan.stages[stage].name}: a gradient came after "
+            f"{self._num_microbatches} backward passes; for more of them, several losses included, write "
+            "model.step(num_microbatches=<number of backward passes>)"
+        )
+
+    # -- what both threads do, with the lock held
+
+    def _open_round(self) -> _Round:
+        if self._round is None:
+            buffers = self._spare or StageBuffers(self.plan, self._parameters, self._channel.world_size)
+            self._spare = None
+            missing = [len(stage.parameters) for stage in self.plan.stages]
+            self._round = _Round(self._merging, buffers, [0] * len(self._parameters), missing)
+        return self._round
+
+    def _close_own(self, current: _Round, *, truncated: bool, scalars: Mapping[str, float]) -> None:
+        """Issue what is left of the training thread's own step."""
+        computed = self._computed(current, truncated=truncated)
+        estimated = self._estimate(current, computed) if truncated else {}
+        self._issue_rest(current, computed, estimated)
+        self._send_row(current, computed, estimated, scalars)
+
+    def _close_abstaining(self, current: _Round) -> None:
+        """Issue what is left of a step for a training thread that cannot: what it finished counts, the rest has weight 0."""
+        current.stood_in = True
+        computed = [passes / self._num_microbatches for passes in current.passes]
+        self._issue_rest(current, computed, {})
+        self._send_row(current, computed, {}, {})
+        self._stop_step = max(self._stop_step, current.step)
+
+    def _computed(self, current: _Round, *, truncated: bool) -> list[float]:
+        """For each parameter, the share of this step's micro-batches that its gradient holds."""
+        passes = current.passes
+        if not any(passes):
+            return [0.0] * len(passes)
+        if not truncated or not any(current.missing):
+            return [1.0] * len(passes)  # where the graph did not use a parameter, its gradient is a computed zero
+        done = max(passes) - (self.stopwatch.phase == "backward")
+        return [max(count, done) / self._num_microbatches for count in passes]
+
+    def _estimate(self, current: _Round, computed: Sequence[float]) -> dict[int, float]:
+        """Put the estimator's contribution in for what this late rank did not reach; gives the weights used."""
+        weights = {}
+        for index, share in enumerate(computed):
+            estimate = self._estimator.contribution(self._parameters[index]) if share < 1 else None
+            if estimate is not None and estimate.weight > 0:
+                weights[index] = estimate.weight * (1 - share)
+                current.buffers.put(index, estimate.gradient, add=current.passes[index] > 0, weight=weights[index])
+        return weights
+
+    def _issue_rest(self, current: _Round, computed: Sequence[float], estimated: Mapping[int, float]) -> None:
+        for stage in self.plan.stages[current.issued :]:
+            share = {
+                index: Share(
+                    computed[index] + estimated.get(index, 0.0), current.passes[index] > 0 or index in estimated
+                )
+                for index in stage.parameters
+            }
+            self._issue(current, share)
+
+    def _issue(self, current: _Round, share: Mapping[int, Share]) -> None:
+        """Begin the merge of the next stage."""
+        works = current.buffers.all_reduce(current.issued, share, self._channel.gradients)
+        current.works += [(work, self.plan.stages[current.issued].name) for work in works]
+        current.issued += 1
+
+    def _send_row(
+        self, current: _Round, computed: Sequence[float], estimated: Mapping[int, float], scalars: Mapping[str, float]
+    ) -> None:
+        """Close the round with this rank's telemetry."""
+        now, times = self._clock(), self.stopwatch.read()
+        in_step = self._entered_at is not None and self._training == current.step
+        late = min(computed) < 1
+        row = Row(
+            times={phase: times[phase] - self._times_at_merge[phase] for phase in PHASES},
+            compute_s=now - self._entered_at if in_step and self._entered_at is not None else math.nan,
+            busy_s=now - self._merged_at,
+            overrun_s=self._overrun_s,
+            late=late,
+            stood_in=current.stood_in,
+            cause=PHASES.index(self.stopwatch.phase) if late else -1,
+            failed=self._failed,
+            computed=self._by_stage(computed),
+            estimated=self._by_stage([estimated.get(index, 0.0) for index in range(len(computed))]),
+            scalars=scalars,
+        )
+        self._overrun_s = 0.0
+        current.rows, work = self._channel.gather_rows(row.encode())
+        current.works.append((work, "telemetry"))
+        current.closed = True
+
+    def _by_stage(self, shares: Sequence[float]) -> tuple[float, ...]:
+        if (lowest := min(shares)) == max(shares):
+            return (lowest,) * len(self.plan.stages)
+        return tuple(sum(shares[i] * self._numel[i] for i in s.parameters) / s.numel for s in self.plan.stages)
+
+    # -- what both threads do without it
+
+    def _complete(self, current: _Round, give_up_s: float | None = None) -> None:
+        """Wait for the merge of a closed round and publish it."""
+        for work, name in current.works:
+            self._channel.wait(work, f"rank {self._channel.rank}, step {current.step}, stage {name}", give_up_s)
+        assert current.rows is not None
+        table = Table(current.rows, len(self.plan.stages))
+        with self._lock:
+            now = self._clock()
+            self._ring[current.step] = MergedStep(
+                step=current.step,
+                plan=self.plan,
+                buffers=current.buffers,
+                table=table,
+                seconds=now - self._merged_at,
+                deadline_s=self._deadline_s,
+                merged_at=now,
+                stood_in=current.stood_in,
+            )
+            waited_for_all = self._deadline_s == math.inf
+            self._deadline_s = self._policy.decide(self._window.append(table.compute_s(), table.finished()))
+            self._merging += 1
+            self._round = None
+            self._merged_at, self._times_at_merge = now, self.stopwatch.read()
+            self._step_merged.notify_all()
+            if waited_for_all and self._deadline_s < math.inf:
+                self._stand_in_wakes.notify()
+
+    # -- the stand-in
+
+    def _stand_in_loop(self) -> None:
+        try:
+            while not self._closing:
+                self._stand_in_once()
+        except BaseException as error:
+            with self._lock:
+                self._error = error
+                self._stop_step = self._merging
+                self._step_merged.notify_all()
+
+    def _stand_in_once(self) -> None:
+        """Post what the training thread finished; then watch the running step, and stop or speak for a late rank."""
+        with self._lock:
+            posts, self._unposted = self._unposted, []
+        for step in posts:
+            self._channel.post_finished(step)
+        with self._lock:
+            step, (stop_at, _) = self._merging, self._limits()
+            if self._unposted or self._closing or self._sleep_until(stop_at):
+                return
+        waited_for = self._channel.num_finished(step) >= self._quorum
+        with self._lock:
+            stop_at, speak_at = self._limits()
+            if step != self._merging or self._clock() < stop_at:
+                return
+            if not waited_for:
+                asked_for_s = self._clock() - max(stop_at, self._merged_at)
+                self._stand_in_wakes.wait(0.002 + 0.05 * min(asked_for_s, 1.0))  # asks less often as time goes by
+                return
+            if self._entered_at is not None:
+                self._stop_step = max(self._stop_step, step)
+            if self._sleep_until(speak_at):
+                return
+            current = self._open_round()
+            self._close_abstaining(current)
+        self._complete(current)
+
+    def _sleep_until(self, moment: float) -> bool:
+        """Sleep, without the lock, until ``moment`` or until woken; false where it is already over."""
+        remaining = moment - self._clock()
+        if remaining <= 0:
+            return False
+        self._stand_in_wakes.wait(None if remaining == math.inf else remaining)
+        return True
+
+    def _limits(self) -> tuple[float, float]:
+        """When the training thread is to stop, and when it is spoken for, in seconds of the clock, if a quorum waits."""
+        lag = self._merging - self._training
+        if self._round is not None and self._round.closed:  # nothing can be late before the next deadline is over
+            next_stop_at = self._clock() + self._deadline_s
+            return next_stop_at, next_stop_at
+        if lag > 0:  # still stuck in an earlier step
+            return (-math.inf, -math.inf) if lag < self._patience.max_lag else (math.inf, math.inf)
+        stop_at = self._deadline_s + (self._merged_at if self._entered_at is None else self._entered_at)
+        return stop_at, stop_at + self._patience.grace_s if self._patience.max_lag > 0 else math.inf
