@@ -1,0 +1,52 @@
+"""Synchronous data-parallel training that does not wait for its slowest worker.
+
+model = straggle.StagedDataParallel(model, deadline=straggle.QuantileDeadline(0.5, slack=1.2))  # was: DDP(model)
+
+for x, y in loader:
+    with model.step():  # new
+        loss = criterion(model(x), y)
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+from straggle.backward import DeadlineReached
+from straggle.channel import PeerFailed
+from straggle.deadline import Deadline, FixedDeadline, History, Patience, QuantileDeadline
+from straggle.estimators import (
+    Abstain,
+    Estimate,
+    Estimator,
+    LastMerged,
+    LastOwn,
+    MovingAverage,
+    OptimizerMomentum,
+    Zero,
+)
+from straggle.parallel import StagedDataParallel, Step
+from straggle.report import RankReport, StageReport, StepReport
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Abstain",
+    "Deadline",
+    "DeadlineReached",
+    "Estimate",
+    "Estimator",
+    "FixedDeadline",
+    "History",
+    "LastMerged",
+    "LastOwn",
+    "MovingAverage",
+    "OptimizerMomentum",
+    "Patience",
+    "PeerFailed",
+    "QuantileDeadline",
+    "RankReport",
+    "StageReport",
+    "StagedDataParallel",
+    "Step",
+    "StepReport",
+    "Zero",
+]

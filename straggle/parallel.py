@@ -1,0 +1,249 @@
+"""`StagedDataParallel`: data parallelism in which a late rank hands in what it has and the group moves on."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from straggle.backward import DeadlineReached, StagedBackward, tensors_in
+from straggle.channel import Channel
+from straggle.checks import check_module, check_same_on_all_ranks
+from straggle.coordinator import Coordinator, MergedStep
+from straggle.deadline import Deadline, Patience, as_deadline
+from straggle.estimators import Abstain, Estimator
+from straggle.report import StepReport
+from straggle.stages import plan_stages, trainable
+from straggle.telemetry import MAX_SCALARS
+
+
+class StagedDataParallel(nn.Module):
+    """Replaces ``DistributedDataParallel``; see the module `straggle` for the loop.
+
+    ``stages``: how the gradients are divided (`plan_stages`). ``deadline``: a `Deadline`, a number of seconds, or
+    ``None`` to wait for everyone, as DDP does. ``estimator``: what stands in for missing gradients (default: nothing).
+    ``patience``: how a late rank is treated. Parameters and buffers are overwritten with rank 0's.
+
+    Raises ``RuntimeError`` without a process group, and ``ValueError`` for modules that cannot be trained so: without
+    trainable parameters, with sparse gradients, ``SyncBatchNorm`` or sharded parameters, or not the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        stages: int | Sequence[str] | None = None,
+        deadline: Deadline | float | None = None,
+        estimator: Estimator | None = None,
+        patience: Patience | None = None,
+    ) -> None:
+        super().__init__()
+        check_module(module)
+        patience = patience or Patience()
+        self.module = module
+        self.estimator = estimator or Abstain()
+        self.last_report: StepReport | None = None
+        self._stages = stages
+        self._parameters_list = [parameter for _, parameter in trainable(module)]
+        self._channel = Channel(process_group, give_up_s=patience.give_up_s)
+        check_same_on_all_ranks(module, self._channel)
+        for tensor in (*module.parameters(), *module.buffers()):
+            self._channel.broadcast(tensor.detach())
+        self._coordinator = Coordinator(
+            self._parameters_list,
+            plan_stages(module, stages),
+            self._channel,
+            deadline=as_deadline(deadline),
+            estimator=self.estimator,
+            patience=patience,
+        )
+        self._backward = StagedBackward(module, self._parameters_list, self)
+        self._backward.check_at([stage.entry for stage in self._coordinator.plan.stages])
+        self._step: Step | None = None
+        self._order: list[int] = []  # in which the first step finishes gradients
+        self._scalar_names: set[str] = set()
+        self._optimizer_hooks = _watch_optimizers(self)
+        self._finalizer = weakref.finalize(self, _close, self._coordinator, self._backward, self._optimizer_hooks)
+
+    # -- what users call
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward pass; inside of ``step()`` it ends with `DeadlineReached` when this rank is late."""
+        stopwatch = self._coordinator.stopwatch
+        if self._step is None:  # an evaluation between two steps
+            stopwatch.enter("outside")
+            return self.module(*args, **kwargs)
+        stopwatch.enter("forward")
+        self.check()
+        output = self.module(*args, **kwargs)
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: stopwatch.enter("backward"))  # type: ignore[no-untyped-call]
+        return output
+
+    def step(self, num_microbatches: int = 1) -> Step:
+        """One optimizer step: ``with model.step(): ...``; ``num_microbatches`` is the number of backward passes in it."""
+        if num_microbatches < 1:
+            raise ValueError(f"num_microbatches={num_microbatches}: a step has at least one backward pass")
+        return Step(self, num_microbatches)
+
+    def close(self) -> None:
+        """Remove all hooks and end the stand-in; the module stays usable by itself."""
+        self._finalizer()
+
+    # -- what the hooks call
+
+    def gradient(self, index: int, gradient: Tensor) -> None:
+        """Parameter ``index`` has its gradient: hand it to the merge, and stop if this rank is late."""
+        if self._step is None:
+            raise RuntimeError(
+                "backward outside of a step: write `with model.step():` around the forward and backward pass"
+            )
+        if gradient.layout != torch.strided:
+            raise ValueError(
+                f"parameter {self._name(index)} has a gradient of layout {gradient.layout}: use dense gradients"
+            )
+        self._coordinator.stopwatch.gradient_finished()
+        if self._coordinator.step == 0:
+            self._order.append(index)
+        self._coordinator.offer(index, gradient)
+        self.check()
+
+    def check(self) -> None:
+        """Leave the step if this rank is late in it."""
+        if self._step is not None and self._coordinator.stop_requested:
+            raise DeadlineReached
+
+    # -- entering and leaving a step
+
+    def _enter(self, step: Step) -> None:
+        if self._step is not None:
+            raise RuntimeError(f"step {self._coordinator.step} is still open: a step() cannot be nested in another")
+        # gradients that the user kept are added to the merged ones, as with DDP; the buffers they lie in are used again
+        step.kept = {i: p.grad.clone() for i, p in enumerate(self._parameters_list) if p.grad is not None}
+        for index in step.kept:
+            self._parameters_list[index].grad = None
+        self._step = step
+        self._coordinator.stopwatch.enter("data")
+        self._coordinator.enter(step.num_microbatches)
+
+    def _leave(self, step: Step, error: BaseException | None) -> bool:
+        """Merge, and put the merged gradients in place; true where the error was only the deadline."""
+        truncated = isinstance(error, DeadlineReached)
+        try:
+            if error is not None and not truncated:
+                self._coordinator.fail(error)
+                return False
+            merged = self._coordinator.finish(truncated=truncated, scalars=step.scalars)
+        finally:
+            self._step = None
+        self._put_in_place(merged, step.kept)
+        self._scalar_names |= step.scalars.keys()
+        self.last_report = merged.table.report(
+            merged.step, merged.seconds, merged.deadline_s, merged.plan, self._scalar_names
+        )
+        if merged.step == 0:
+            self._learn_order()
+        return truncated
+
+    def _put_in_place(self, merged: MergedStep, kept: Mapping[int, Tensor]) -> None:
+        """Give every parameter its merged gradient: the same on every rank."""
+        for index, share in enumerate(merged.buffers.settle()):
+            parameter, gradient = self._parameters_list[index], merged.buffers.views[index]
+            if share.weight > 0:
+                parameter.grad = gradient if share.present else None
+            else:  # nobody has anything
+                substitute = self.estimator.substitute(parameter)
+                parameter.grad = gradient.copy_(substitute) if substitute is not None else None
+            if share.weight > 0 and share.present:
+                self.estimator.observe(parameter, gradient, merged=True)
+            if index in kept:
+                parameter.grad = kept[index] if parameter.grad is None else parameter.grad.add_(kept[index])
+
+    def _learn_order(self) -> None:
+        """Plan the stages anew, in the order in which rank 0 finished the gradients of the first step."""
+        seen = list(dict.fromkeys(reversed(self._order)))[
+            ::-1
+        ]  # a parameter is finished when it is so for the last time
+        missing = set(range(len(self._parameters_list))) - set(seen)
+        order = torch.tensor(seen + sorted(missing, reverse=True))
+        order = self._channel.broadcast_order(order)
+        plan = plan_stages(self.module, self._stages, order.tolist())
+        self._backward.check_at([stage.entry for stage in plan.stages])
+        self._coordinator.learn(plan)
+        self._coordinator.start()
+
+    def _name(self, index: int) -> str:
+        return trainable(self.module)[index][0]
+
+
+class Step:
+    """One optimizer step, as a context manager: leaving it merges the gradients of all ranks."""
+
+    def __init__(self, model: StagedDataParallel, num_microbatches: int) -> None:
+        self._model = model
+        self.num_microbatches = num_microbatches
+        self.scalars: dict[str, float] = {}
+        self.kept: dict[int, Tensor] = {}
+
+    def __enter__(self) -> Step:
+        self._model._enter(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        return self._model._leave(self, error)
+
+    def log(self, **scalars: float | Tensor) -> None:
+        """Scalars that ride along with the merge; `StepReport.scalars` has their means over the ranks that gave them."""
+        self.scalars.update(
+            {name: float(value.detach() if isinstance(value, Tensor) else value) for name, value in scalars.items()}
+        )
+        if len(self.scalars) > MAX_SCALARS:
+            raise ValueError(f"{len(self.scalars)} scalars in one step: at most {MAX_SCALARS}")
+
+    def stop(self) -> None:
+        """Stop this rank's forward or backward pass at its next stage, as if its deadline were over; from any thread."""
+        self._model._coordinator.stop()
+
+
+def _watch_optimizers(model: StagedDataParallel) -> list[RemovableHandle]:
+    """Tell optimizer time from data time, and refuse an optimizer step that would find no gradients."""
+    reference = weakref.ref(model)
+    parameters = {id(parameter) for parameter in model._parameters_list}
+
+    def ours(optimizer: Optimizer) -> StagedDataParallel | None:
+        owner = reference()
+        first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+        return owner if id(first) in parameters else None
+
+    def before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        owner = ours(optimizer)
+        if owner is not None and owner._step is not None:
+            raise RuntimeError(
+                "optimizer.step() inside of `with model.step()`: the gradients are merged when the block ends, so step after it"
+            )
+
+    def after(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        owner = ours(optimizer)
+        if owner is not None:
+            owner._coordinator.stopwatch.enter("data")
+
+    return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+
+
+def _close(coordinator: Coordinator, backward: StagedBackward, hooks: Sequence[RemovableHandle]) -> None:
+    coordinator.close()
+    backward.close()
+    for hook in hooks:
+        hook.remove()
