@@ -1,0 +1,9 @@
+"""The models and data that the commands train."""
+
+from straggle.workloads.digits import Digits
+from straggle.workloads.shard import Shard
+from straggle.workloads.synthetic import Synthetic
+from straggle.workloads.text import Text
+from straggle.workloads.workload import Workload
+
+__all__ = ["Digits", "Shard", "Synthetic", "Text", "Workload"]
