@@ -1,4 +1,4 @@
-"""Flat buffers that hold one step's gradients and their weights, ready for allreduce.
+"""Flat buffers that hold one step's gradients, their weights and the telemetry, ready for allreduce.
 
 A contribution is scaled by ``1 / world_size`` as it is copied in, as DDP does, so that after the allreduce
 ``merged = sum(w * g) / sum(w) = buffer * (world_size / sum(w))``, which is the buffer itself when nobody is late.
@@ -14,27 +14,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from straggle.stages import StagePlan
+from straggle.telemetry import row_length
 
 _ALIGN = 16  # elements: each gradient starts on a cache line
-
-
-@dataclass(frozen=True)
-class _Flat:
-    """The gradients of one stage that share a dtype and a device; ``tail`` holds their weights and presence flags.
-
-    The tail is fp32 or finer. It is the end of the gradients' own buffer where that is, so that both travel in one message.
-    """
-
-    parameters: tuple[int, ...]
-    tail: Tensor
-    messages: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Share:
     """What is in the buffer for one parameter: a weight, and whether a gradient or an estimate is there.
 
-    After the merge the sum over ranks. Weight without presence is a parameter that the graph did not use: a zero gradient.
+    After the merge, the sum over ranks. Weight without presence: the graph did not use the parameter, a zero gradient.
     """
 
     weight: float
@@ -42,43 +31,68 @@ class Share:
 
 
 FULL = Share(1.0, True)
-UNUSED = Share(1.0, False)
 NOTHING = Share(0.0, False)
 
 
+@dataclass(frozen=True)
+class _Flat:
+    """The gradients of one bucket that share a dtype and a device; ``tail`` holds their weights and presence flags.
+
+    The tail is fp32 or finer. It lies at the end of the gradients' buffer where that is, and travels in one message.
+    """
+
+    parameters: tuple[int, ...]
+    tail: Tensor
+    messages: tuple[Tensor, ...]
+
+
 class StageBuffers:
-    """One step's gradients of all stages. Not thread-safe: the coordinator's lock guards it."""
+    """One step's gradients of all stages. Not thread-safe: the coordinator's lock guards it.
+
+    ``views`` holds one gradient for each parameter, and ``rows`` a row of telemetry for each rank, which goes with the
+    last bucket.
+    """
 
     def __init__(self, plan: StagePlan, parameters: Sequence[nn.Parameter], world_size: int) -> None:
         self._world_size = world_size
         self.views: list[Tensor] = [torch.empty(0)] * len(parameters)
-        self._stages = [self._allocate(stage.parameters, parameters) for stage in plan.stages]
+        self.rows = torch.empty(0)
+        buckets = [[index for stage in bucket for index in stage.parameters] for bucket in plan.buckets()]
+        rows = world_size * row_length(len(plan.stages))
+        self._buckets = [
+            self._allocate(bucket, parameters, rows if bucket is buckets[-1] else 0) for bucket in buckets
+        ]
+        self.rows = self.rows.view(world_size, -1)
 
     def put(self, index: int, gradient: Tensor, *, add: bool, weight: float = 1.0) -> None:
         """Write ``weight * gradient`` of parameter ``index``, or add it to what is there."""
         scale = weight / self._world_size
-        view = self.views[index]
         if add:
-            view.add_(gradient, alpha=scale)
+            self.views[index].add_(gradient, alpha=scale)
         else:
-            torch.mul(gradient.detach(), scale, out=view)
+            torch.mul(gradient.detach(), scale, out=self.views[index])
 
     def read(self, index: int) -> Tensor:
         """A copy of this rank's gradient of parameter ``index`` as it was put in."""
         return self.views[index] * self._world_size
 
-    def all_reduce(self, stage: int, share: Mapping[int, Share], group: dist.ProcessGroup) -> list[dist.Work]:
-        """Start the merge of a stage with this rank's ``share`` of each of its parameters."""
+    def tell(self, rank: int, row: Tensor) -> None:
+        """This rank's telemetry, before the last bucket goes."""
+        self.rows.zero_()
+        self.rows[rank] = row
+
+    def all_reduce(self, bucket: int, shares: Mapping[int, Share], group: dist.ProcessGroup) -> list[dist.Work]:
+        """Start the merge of a bucket; a parameter not in ``shares`` has its whole gradient in the buffer."""
         works = []
-        for flat in self._stages[stage]:
-            shares = [share[index] for index in flat.parameters]
-            if all(one is FULL for one in shares):
+        for flat in self._buckets[bucket]:
+            if shares.keys().isdisjoint(flat.parameters):
                 flat.tail.fill_(1.0)
             else:
-                tail = [one.weight for one in shares] + [float(one.present) for one in shares]
+                own = [shares.get(index, FULL) for index in flat.parameters]
+                tail = [share.weight for share in own] + [float(share.present) for share in own]
                 flat.tail.copy_(torch.tensor(tail, dtype=flat.tail.dtype), non_blocking=True)
-                for index in flat.parameters:
-                    if not share[index].present:
+                for index, share in zip(flat.parameters, own, strict=True):
+                    if not share.present:
                         self.views[index].zero_()
             works += [dist.all_reduce(message, group=group, async_op=True) for message in flat.messages]
         return works
@@ -86,41 +100,42 @@ class StageBuffers:
     def settle(self) -> list[Share]:
         """After all merges: scale each gradient to the weighted mean, in place, and tell what is in it."""
         merged = [NOTHING] * len(self.views)
-        for flat in (flat for stage in self._stages for flat in stage):
-            weights = flat.tail.tolist()
-            count = len(flat.parameters)
-            for position, index in enumerate(flat.parameters):
-                weight = weights[position]
-                merged[index] = Share(weight, weights[count + position] > 0)
-                if weight > 0 and weight != self._world_size:
-                    self.views[index].mul_(self._world_size / weight)
+        everyone = Share(float(self._world_size), True)
+        for flat in (flat for bucket in self._buckets for flat in bucket):
+            tail, count = flat.tail.tolist(), len(flat.parameters)
+            for index, weight, present in zip(flat.parameters, tail[:count], tail[count:], strict=True):
+                if weight == self._world_size and present:
+                    merged[index] = everyone
+                else:
+                    merged[index] = Share(weight, present > 0)
+                    if weight > 0:
+                        self.views[index].mul_(self._world_size / weight)
         return merged
 
-    def _allocate(self, indices: Sequence[int], parameters: Sequence[nn.Parameter]) -> list[_Flat]:
+    def _allocate(self, indices: Sequence[int], parameters: Sequence[nn.Parameter], num_rows: int) -> list[_Flat]:
         alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index in indices:
             alike.setdefault((parameters[index].dtype, parameters[index].device), []).append(index)
         flats = []
-        for (dtype, device), members in alike.items():
+        for position, ((dtype, device), members) in enumerate(alike.items()):
             starts, end = [], 0
             for index in members:
                 starts.append(end)
                 end += -(-parameters[index].numel() // _ALIGN) * _ALIGN
-            precise = dtype in (torch.float32, torch.float64)
-            data = torch.zeros(end + (2 * len(members) if precise else 0), dtype=dtype, device=device)
-            tail = data[end:] if precise else torch.zeros(2 * len(members), device=device)
-            messages = (data,) if precise else (data, tail)
+            exact = dtype in (torch.float32, torch.float64)
+            extra = [2 * len(members), num_rows if position == len(alike) - 1 else 0]
+            data = torch.zeros(end + (sum(extra) if exact else 0), dtype=dtype, device=device)
+            numbers = data[end:] if exact else torch.zeros(sum(extra), device=device)
             for index, start in zip(members, starts, strict=True):
                 self.views[index] = _view(data, start, parameters[index])
-            flats.append(_Flat(tuple(members), tail, messages))
+            flats.append(_Flat(tuple(members), numbers[: extra[0]], (data,) if exact else (data, numbers)))
+            self.rows = numbers[extra[0] :]
         return flats
 
 
 def _view(data: Tensor, start: int, parameter: nn.Parameter) -> Tensor:
     """A gradient's place in the buffer, in the memory format of its parameter."""
-    for layout in (torch.channels_last, torch.channels_last_3d):
-        if parameter.dim() == (4 if layout is torch.channels_last else 5) and parameter.is_contiguous(
-            memory_format=layout
-        ):
+    for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if parameter.dim() == dims and parameter.is_contiguous(memory_format=layout):
             return data.as_strided(parameter.size(), parameter.stride(), start)
     return data[start : start + parameter.numel()].view(parameter.shape)

@@ -9,7 +9,6 @@ import time
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,7 +20,7 @@ class PeerFailed(RuntimeError):
 
 
 class Channel:
-    """Two process groups (gradients; telemetry, always on the CPU by gloo) and a store, for one wrapped model.
+    """Two process groups (gradients; control, always on the CPU by gloo) and a store, for one wrapped model.
 
     Raises ``RuntimeError`` where there is no process group.
     """
@@ -40,7 +39,7 @@ class Channel:
         self.world_size = len(ranks)
         backend = dist.get_backend(parent)
         self.gradients = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
-        self.telemetry = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+        self.control = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
         store = dist.distributed_c10d._get_default_store()
         prefix = f"straggle/{self.gradients.group_name}"
         # each thread gets a connection of its own: a client serves one request at a time
@@ -52,7 +51,7 @@ class Channel:
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's ``value``."""
         values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.telemetry)
+        dist.all_gather_object(values, value, group=self.control)
         return values
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -61,13 +60,8 @@ class Channel:
 
     def broadcast_order(self, order: Tensor) -> Tensor:
         """Rank 0's ``order`` (int64)."""
-        dist.broadcast(order, group=self.telemetry, group_src=0)
+        dist.broadcast(order, group=self.control, group_src=0)
         return order
-
-    def gather_rows(self, row: Tensor) -> tuple[Tensor, dist.Work]:
-        """Start to gather one row from each rank into a matrix."""
-        rows = torch.empty(self.world_size, row.numel(), dtype=row.dtype)
-        return rows, dist.all_gather(list(rows.unbind()), row, group=self.telemetry, async_op=True)
 
     # -- evidence that peers wait
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from straggle.backward import Stopwatch
-from straggle.buffers import FULL, Share, StageBuffers
+from straggle.buffers import Share, StageBuffers
 from straggle.channel import Channel, PeerFailed
 from straggle.deadline import Deadline, HistoryWindow, Patience
 from straggle.estimators import Estimator
@@ -36,12 +36,11 @@ class _Round:
     step: int
     buffers: StageBuffers
     passes: list[int]
-    missing: list[int]  # per stage, parameters that are not complete
-    issued: int = 0  # stages whose merge has begun
+    missing: list[int]  # per bucket, parameters that are not complete
+    issued: int = 0  # buckets whose merge has begun
     closed: bool = False  # all collectives are issued
     stood_in: bool = False
     works: list[tuple[dist.Work, str]] = field(default_factory=list)
-    rows: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,8 @@ class Coordinator:
     def learn(self, plan: StagePlan) -> None:
         """Use this plan from here on; between two steps, on all ranks alike, before `start`."""
         self.plan = plan
-        self._stage_of = plan.stage_of()
+        self._buckets = plan.buckets()
+        self._bucket_of = {i: b for b, stages in enumerate(self._buckets) for stage in stages for i in stage.parameters}
         self._numel = [parameter.numel() for parameter in self._parameters]
         self._held: StageBuffers | None = None  # whose views are p.grad
         self._spare: StageBuffers | None = None
@@ -153,7 +153,7 @@ class Coordinator:
         self._stop_step = max(self._stop_step, self._training)
 
     def offer(self, index: int, gradient: Tensor) -> None:
-        """Take parameter ``index``'s gradient of one backward pass; begin the merge of its stage when that is complete.
+        """Take parameter ``index``'s gradient of one backward pass; begin the merge of its bucket when that is complete.
 
         The gradient of a step that was merged without it is discarded.
         Raises ``RuntimeError`` for more backward passes than ``num_microbatches``.
@@ -161,18 +161,19 @@ class Coordinator:
         with self._lock:
             if self._merging > self._training or (current := self._open_round()).closed:
                 return
-            stage, passes = self._stage_of[index], current.passes[index]
+            passes = current.passes[index]
             if passes == self._num_microbatches:
-                raise RuntimeError(self._too_many(stage))
+                raise RuntimeError(self._too_many(index))
             current.buffers.put(index, gradient, add=passes > 0)
             current.passes[index] = passes + 1
             if passes + 1 < self._num_microbatches:
                 return
             if self._estimator.watches_own:
                 self._estimator.observe(self._parameters[index], current.buffers.read(index), merged=False)
-            current.missing[stage] -= 1
-            while current.issued < len(current.missing) and current.missing[current.issued] == 0:
-                self._issue(current, dict.fromkeys(self.plan.stages[current.issued].parameters, FULL))
+            current.missing[self._bucket_of[index]] -= 1
+            # the last bucket waits for the end of the step, because the telemetry goes with it
+            while current.issued < len(current.missing) - 1 and current.missing[current.issued] == 0:
+                self._issue(current, {})
 
     def finish(self, *, truncated: bool, scalars: Mapping[str, float]) -> MergedStep:
         """The training thread's work for its step is over: merge the rest, wait for the peers, and take the result.
@@ -228,9 +229,10 @@ class Coordinator:
             )
         return merged
 
-    def _too_many(self, stage: int) -> str:
+    def _too_many(self, index: int) -> str:
+        stage = next(stage.name for stage in self.plan.stages if index in stage.parameters)
         return (
-            f"rank {self._channel.rank}, step {self._training}, stage {self.plan.stages[stage].name}: a gradient came after "
+            f"rank {self._channel.rank}, step {self._training}, stage {stage}: a gradient came after "
             f"{self._num_microbatches} backward passes; for more of them, several losses included, write "
             "model.step(num_microbatches=<number of backward passes>)"
         )
@@ -241,7 +243,7 @@ class Coordinator:
         if self._round is None:
             buffers = self._spare or StageBuffers(self.plan, self._parameters, self._channel.world_size)
             self._spare = None
-            missing = [len(stage.parameters) for stage in self.plan.stages]
+            missing = [sum(len(stage.parameters) for stage in bucket) for bucket in self._buckets]
             self._round = _Round(self._merging, buffers, [0] * len(self._parameters), missing)
         return self._round
 
@@ -249,15 +251,13 @@ class Coordinator:
         """Issue what is left of the training thread's own step."""
         computed = self._computed(current, truncated=truncated)
         estimated = self._estimate(current, computed) if truncated else {}
-        self._issue_rest(current, computed, estimated)
-        self._send_row(current, computed, estimated, scalars)
+        self._issue_rest(current, computed, estimated, scalars)
 
     def _close_abstaining(self, current: _Round) -> None:
         """Issue what is left of a step for a training thread that cannot: what it finished counts, the rest has weight 0."""
         current.stood_in = True
         computed = [passes / self._num_microbatches for passes in current.passes]
-        self._issue_rest(current, computed, {})
-        self._send_row(current, computed, {}, {})
+        self._issue_rest(current, computed, {}, {})
         self._stop_step = max(self._stop_step, current.step)
 
     def _computed(self, current: _Round, *, truncated: bool) -> list[float]:
@@ -280,34 +280,40 @@ class Coordinator:
                 current.buffers.put(index, estimate.gradient, add=current.passes[index] > 0, weight=weights[index])
         return weights
 
-    def _issue_rest(self, current: _Round, computed: Sequence[float], estimated: Mapping[int, float]) -> None:
-        for stage in self.plan.stages[current.issued :]:
-            share = {
-                index: Share(
-                    computed[index] + estimated.get(index, 0.0), current.passes[index] > 0 or index in estimated
-                )
-                for index in stage.parameters
-            }
-            self._issue(current, share)
-
-    def _issue(self, current: _Round, share: Mapping[int, Share]) -> None:
-        """Begin the merge of the next stage."""
-        works = current.buffers.all_reduce(current.issued, share, self._channel.gradients)
-        current.works += [(work, self.plan.stages[current.issued].name) for work in works]
-        current.issued += 1
-
-    def _send_row(
+    def _issue_rest(
         self, current: _Round, computed: Sequence[float], estimated: Mapping[int, float], scalars: Mapping[str, float]
     ) -> None:
-        """Close the round with this rank's telemetry."""
+        """Close the round: telemetry, and what each parameter that is not whole has in it."""
+        current.buffers.tell(self._channel.rank, self._row(current, computed, estimated, scalars).encode())
+        shares = {
+            index: Share(share + estimated.get(index, 0.0), current.passes[index] > 0 or index in estimated)
+            for index, share in enumerate(computed)
+            if current.passes[index] < self._num_microbatches
+        }
+        while current.issued < len(self._buckets):
+            self._issue(current, shares)
+        current.closed = True
+
+    def _issue(self, current: _Round, shares: Mapping[int, Share]) -> None:
+        """Begin the merge of the next bucket."""
+        works = current.buffers.all_reduce(current.issued, shares, self._channel.gradients)
+        name = ", ".join(stage.name for stage in self._buckets[current.issued])
+        current.works += [(work, name) for work in works]
+        current.issued += 1
+
+    def _row(
+        self, current: _Round, computed: Sequence[float], estimated: Mapping[int, float], scalars: Mapping[str, float]
+    ) -> Row:
+        """This rank's telemetry for the round."""
         now, times = self._clock(), self.stopwatch.read()
-        in_step = self._entered_at is not None and self._training == current.step
+        in_step = self._training == current.step and self._entered_at is not None
         late = min(computed) < 1
-        row = Row(
+        overrun_s, self._overrun_s = self._overrun_s, 0.0
+        return Row(
             times={phase: times[phase] - self._times_at_merge[phase] for phase in PHASES},
             compute_s=now - self._entered_at if in_step and self._entered_at is not None else math.nan,
             busy_s=now - self._merged_at,
-            overrun_s=self._overrun_s,
+            overrun_s=overrun_s,
             late=late,
             stood_in=current.stood_in,
             cause=PHASES.index(self.stopwatch.phase) if late else -1,
@@ -316,10 +322,6 @@ class Coordinator:
             estimated=self._by_stage([estimated.get(index, 0.0) for index in range(len(computed))]),
             scalars=scalars,
         )
-        self._overrun_s = 0.0
-        current.rows, work = self._channel.gather_rows(row.encode())
-        current.works.append((work, "telemetry"))
-        current.closed = True
 
     def _by_stage(self, shares: Sequence[float]) -> tuple[float, ...]:
         if (lowest := min(shares)) == max(shares):
@@ -332,8 +334,7 @@ class Coordinator:
         """Wait for the merge of a closed round and publish it."""
         for work, name in current.works:
             self._channel.wait(work, f"rank {self._channel.rank}, step {current.step}, stage {name}", give_up_s)
-        assert current.rows is not None
-        table = Table(current.rows, len(self.plan.stages))
+        table = Table(current.buffers.rows.cpu().clone(), len(self.plan.stages))
         with self._lock:
             now = self._clock()
             self._ring[current.step] = MergedStep(

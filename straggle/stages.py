@@ -1,4 +1,4 @@
-"""Which parameters form which stage, in which order: contiguous runs of the order in which backward finishes gradients."""
+"""Which parameters form which stage: contiguous runs of the order in which backward finishes gradients."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from torch import nn
 
 STAGE_BYTES = 25 * 2**20  # DDP's bucket size
 MIN_STAGES = 8
+BUCKET_BYTES = 2**20  # below this, the latency of a message costs more than sending it early gains
 
 
 @dataclass(frozen=True)
 class Stage:
-    """Parameters (numbers into the model's list) merged by one allreduce; ``entry`` is the module that forward meets first."""
+    """Parameters (numbers into the model's list); ``entry`` is the module among theirs that the forward pass meets first."""
 
     name: str
     parameters: tuple[int, ...]
     numel: int
+    nbytes: int
     entry: str
 
 
@@ -29,15 +31,20 @@ class StagePlan:
 
     stages: tuple[Stage, ...]
 
+    def buckets(self) -> list[tuple[Stage, ...]]:
+        """Consecutive stages that are merged by one allreduce: stages below 1 MB share one."""
+        buckets: list[tuple[Stage, ...]] = []
+        for stage in self.stages:
+            if buckets and sum(other.nbytes for other in buckets[-1]) < BUCKET_BYTES:
+                buckets[-1] += (stage,)
+            else:
+                buckets.append((stage,))
+        return buckets
+
     @property
     def numel(self) -> int:
         """Gradient elements of the whole model."""
         return sum(stage.numel for stage in self.stages)
-
-    def stage_of(self) -> list[int]:
-        """For each parameter, the number of its stage."""
-        stage_of = {index: number for number, stage in enumerate(self.stages) for index in stage.parameters}
-        return [stage_of[index] for index in range(len(stage_of))]
 
 
 def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -128,4 +135,5 @@ def _stage(named: Sequence[tuple[str, nn.Parameter]], group: list[int]) -> Stage
     owners = list(dict.fromkeys(_owner(named[index][0]) for index in group))
     labels = [owner or named[group[0]][0] for owner in owners]
     name = labels[0] if len(labels) == 1 else f"{labels[0]}..{labels[-1]}"
-    return Stage(name, tuple(group), sum(named[index][1].numel() for index in group), owners[-1])
+    numel = sum(named[index][1].numel() for index in group)
+    return Stage(name, tuple(group), numel, sum(_nbytes(named, group)), owners[-1])

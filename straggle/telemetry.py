@@ -1,4 +1,4 @@
-"""What each rank tells the others with every merge: one row of float64 numbers, gathered by every rank.
+"""What each rank tells the others with every merge: one row of numbers, in its own slot, so that no message is added.
 
 A row holds the fixed fields of `Row`, then per stage the share computed and the weight estimated, then the user's scalars
 as (hash of the name, value) pairs, so that ranks need not agree on names or their order.
@@ -17,7 +17,7 @@ from torch import Tensor
 from straggle.report import PHASES, Phase, RankReport, StageReport, StepReport
 from straggle.stages import StagePlan
 
-MAX_SCALARS = 16
+MAX_SCALARS = 8
 _TIMES = tuple(f"{phase}_s" for phase in PHASES)
 _FIELDS = (*_TIMES, "compute_s", "busy_s", "overrun_s", "late", "stood_in", "cause", "failed")
 _COLUMN = {name: column for column, name in enumerate(_FIELDS)}
@@ -40,13 +40,13 @@ class Row:
     scalars: Mapping[str, float] = field(default_factory=dict)
 
     def encode(self) -> Tensor:
-        """The row as a float64 tensor of `row_length` elements."""
+        """The row as a tensor of `row_length` elements."""
         fixed = [self.times[phase] for phase in PHASES]
         fixed += [self.compute_s, self.busy_s, self.overrun_s]
         fixed += [float(self.late), float(self.stood_in), float(self.cause), float(self.failed)]
         pairs = [number for name, value in self.scalars.items() for number in (name_hash(name), value)]
         pairs += [0.0] * (2 * MAX_SCALARS - len(pairs))
-        return torch.tensor([*fixed, *self.computed, *self.estimated, *pairs], dtype=torch.float64)
+        return torch.tensor([*fixed, *self.computed, *self.estimated, *pairs])
 
 
 def row_length(num_stages: int) -> int:
@@ -55,12 +55,12 @@ def row_length(num_stages: int) -> int:
 
 
 def name_hash(name: str) -> float:
-    """A number for a scalar's name, exact in float64 and never 0, which marks an empty slot."""
-    return float(int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") + 1)
+    """A number for a scalar's name, exact in float32 and never 0, which marks an empty slot."""
+    return float(int.from_bytes(hashlib.sha256(name.encode()).digest()[:3], "big") | 1)
 
 
 class Table:
-    """The rows of all ranks for one step: a float64 matrix of shape (ranks, `row_length`)."""
+    """The rows of all ranks for one step: a matrix of shape (ranks, `row_length`)."""
 
     def __init__(self, rows: Tensor, num_stages: int) -> None:
         self._rows = rows
@@ -68,7 +68,7 @@ class Table:
 
     def compute_s(self) -> Tensor:
         """Seconds from entering ``step()`` to the end of each rank's own work, shape (ranks,); NaN: never entered."""
-        return self._rows[:, _COLUMN["compute_s"]].clone()
+        return self._rows[:, _COLUMN["compute_s"]]
 
     def finished(self) -> Tensor:
         """Which ranks finished all of their own work, shape (ranks,), bool."""
