@@ -20,7 +20,7 @@ from straggle.report import PHASES, Phase
 class DeadlineReached(BaseException):
     """Leaves the forward or backward pass of a late rank.
 
-    A ``BaseException``, as ``asyncio.CancelledError`` is, so that ``except Exception`` in a training loop cannot eat it.
+    A ``BaseException``, as ``asyncio.CancelledError`` is, so that a loop's ``except Exception`` cannot eat it.
     """
 
 

@@ -55,22 +55,22 @@ class StageBuffers:
 
     def __init__(self, plan: StagePlan, parameters: Sequence[nn.Parameter], world_size: int) -> None:
         self._world_size = world_size
+        self._scale = torch.tensor(1 / world_size)  # a tensor, because a number is made into one anew at each call
         self.views: list[Tensor] = [torch.empty(0)] * len(parameters)
         self.rows = torch.empty(0)
         buckets = [[index for stage in bucket for index in stage.parameters] for bucket in plan.buckets()]
         rows = world_size * row_length(len(plan.stages))
-        self._buckets = [
-            self._allocate(bucket, parameters, rows if bucket is buckets[-1] else 0) for bucket in buckets
-        ]
+        self._buckets = [self._allocate(bucket, parameters, rows if bucket is buckets[-1] else 0) for bucket in buckets]
         self.rows = self.rows.view(world_size, -1)
 
     def put(self, index: int, gradient: Tensor, *, add: bool, weight: float = 1.0) -> None:
         """Write ``weight * gradient`` of parameter ``index``, or add it to what is there."""
-        scale = weight / self._world_size
+        if gradient.requires_grad:  # backward(create_graph=True)
+            gradient = gradient.detach()
         if add:
-            self.views[index].add_(gradient, alpha=scale)
+            self.views[index].add_(gradient, alpha=weight / self._world_size)
         else:
-            torch.mul(gradient.detach(), scale, out=self.views[index])
+            torch.mul(gradient, self._scale if weight == 1.0 else weight / self._world_size, out=self.views[index])
 
     def read(self, index: int) -> Tensor:
         """A copy of this rank's gradient of parameter ``index`` as it was put in."""

@@ -24,8 +24,8 @@ def check_module(module: nn.Module) -> None:
     for name, child in module.named_modules():
         if isinstance(child, nn.SyncBatchNorm):
             raise ValueError(
-                f"{name} is a SyncBatchNorm: its collectives in the forward pass would hang when a late rank stops; use "
-                "BatchNorm or GroupNorm"
+                f"{name} is a SyncBatchNorm: its collectives in the forward pass would hang when a late rank stops; "
+                "use BatchNorm or GroupNorm"
             )
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
             raise ValueError(f"{name} has sparse gradients, which have no place in flat buffers: set sparse=False")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from straggle.backward import Stopwatch
 from straggle.buffers import Share, StageBuffers
 from straggle.channel import Channel, PeerFailed
-from straggle.deadline import Deadline, HistoryWindow, Patience
+from straggle.deadline import Deadline, History, HistoryWindow, Patience
 from straggle.estimators import Estimator
 from straggle.report import PHASES
 from straggle.stages import StagePlan
@@ -31,12 +31,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class _Round:
-    """One step on its way through the merge. ``passes`` counts, per parameter, the micro-batches whose gradient is in."""
+    """One step on its way through the merge; ``passes`` counts each parameter's micro-batches that are in."""
 
     step: int
     buffers: StageBuffers
     passes: list[int]
-    missing: list[int]  # per bucket, parameters that are not complete
+    missing: list[int]  # per stage, parameters that are not complete
+    stage_s: list[float]  # per stage, when it was complete, in seconds from entering the step
     issued: int = 0  # buckets whose merge has begun
     closed: bool = False  # all collectives are issued
     stood_in: bool = False
@@ -121,10 +122,23 @@ class Coordinator:
         """Use this plan from here on; between two steps, on all ranks alike, before `start`."""
         self.plan = plan
         self._buckets = plan.buckets()
-        self._bucket_of = {i: b for b, stages in enumerate(self._buckets) for stage in stages for i in stage.parameters}
+        self._bucket_ends = [sum(len(bucket) for bucket in self._buckets[: b + 1]) for b in range(len(self._buckets))]
+        self._stage_of = {index: number for number, stage in enumerate(plan.stages) for index in stage.parameters}
         self._numel = [parameter.numel() for parameter in self._parameters]
         self._held: StageBuffers | None = None  # whose views are p.grad
         self._spare: StageBuffers | None = None
+
+    @property
+    def history(self) -> History:
+        """What the deadline policy has seen, to be saved with a checkpoint."""
+        with self._lock:
+            return self._window.read()
+
+    def restore(self, history: History) -> None:
+        """Go on from the history of another run, with its step numbers; before the first step."""
+        with self._lock:
+            self._window.restore(history)
+            self._merging = self._training = history.num_steps
 
     def start(self) -> None:
         """Start the stand-in: from now on this rank can be late."""
@@ -140,7 +154,7 @@ class Coordinator:
             self._stand_in.join(timeout=5)
 
     def enter(self, num_microbatches: int) -> None:
-        """The training thread enters its step; the buffers that the gradients of the step before lie in are free again."""
+        """The training thread enters its step; the buffers with the gradients of the step before are free again."""
         with self._lock:
             self._entered_at = self._clock()
             self._num_microbatches = num_microbatches
@@ -153,7 +167,7 @@ class Coordinator:
         self._stop_step = max(self._stop_step, self._training)
 
     def offer(self, index: int, gradient: Tensor) -> None:
-        """Take parameter ``index``'s gradient of one backward pass; begin the merge of its bucket when that is complete.
+        """Take parameter ``index``'s gradient of one backward pass; merge its bucket once that is complete.
 
         The gradient of a step that was merged without it is discarded.
         Raises ``RuntimeError`` for more backward passes than ``num_microbatches``.
@@ -170,10 +184,16 @@ class Coordinator:
                 return
             if self._estimator.watches_own:
                 self._estimator.observe(self._parameters[index], current.buffers.read(index), merged=False)
-            current.missing[self._bucket_of[index]] -= 1
-            # the last bucket waits for the end of the step, because the telemetry goes with it
-            while current.issued < len(current.missing) - 1 and current.missing[current.issued] == 0:
-                self._issue(current, {})
+            self._parameter_complete(current, self._stage_of[index])
+
+    def _parameter_complete(self, current: _Round, stage: int) -> None:
+        current.missing[stage] -= 1
+        if current.missing[stage] > 0:
+            return
+        current.stage_s[stage] = self._clock() - (self._entered_at or 0.0)
+        # the last bucket waits for the end of the step, because the telemetry goes with it
+        while current.issued < len(self._buckets) - 1 and not any(current.missing[: self._bucket_ends[current.issued]]):
+            self._issue(current, {})
 
     def finish(self, *, truncated: bool, scalars: Mapping[str, float]) -> MergedStep:
         """The training thread's work for its step is over: merge the rest, wait for the peers, and take the result.
@@ -193,7 +213,7 @@ class Coordinator:
         return self._take()
 
     def fail(self, error: BaseException) -> None:
-        """The user's code raised in this step: tell the peers and let them finish it, so that none waits for a timeout."""
+        """The user's code raised in this step: tell the peers, and let them finish it, so that none waits."""
         what = f"rank {self._channel.rank} raised in step {self._training}, {self.stopwatch.phase}: {error!r}"
         self._failed = True
         try:
@@ -243,8 +263,10 @@ class Coordinator:
         if self._round is None:
             buffers = self._spare or StageBuffers(self.plan, self._parameters, self._channel.world_size)
             self._spare = None
-            missing = [sum(len(stage.parameters) for stage in bucket) for bucket in self._buckets]
-            self._round = _Round(self._merging, buffers, [0] * len(self._parameters), missing)
+            missing = [len(stage.parameters) for stage in self.plan.stages]
+            self._round = _Round(
+                self._merging, buffers, [0] * len(self._parameters), missing, [math.nan] * len(missing)
+            )
         return self._round
 
     def _close_own(self, current: _Round, *, truncated: bool, scalars: Mapping[str, float]) -> None:
@@ -254,7 +276,7 @@ class Coordinator:
         self._issue_rest(current, computed, estimated, scalars)
 
     def _close_abstaining(self, current: _Round) -> None:
-        """Issue what is left of a step for a training thread that cannot: what it finished counts, the rest has weight 0."""
+        """Issue the rest of a step for a training thread that cannot: what it finished counts, the rest has weight 0."""
         current.stood_in = True
         computed = [passes / self._num_microbatches for passes in current.passes]
         self._issue_rest(current, computed, {}, {})
@@ -320,6 +342,7 @@ class Coordinator:
             failed=self._failed,
             computed=self._by_stage(computed),
             estimated=self._by_stage([estimated.get(index, 0.0) for index in range(len(computed))]),
+            stage_s=tuple(current.stage_s),
             scalars=scalars,
         )
 
@@ -404,7 +427,7 @@ class Coordinator:
         return True
 
     def _limits(self) -> tuple[float, float]:
-        """When the training thread is to stop, and when it is spoken for, in seconds of the clock, if a quorum waits."""
+        """When the training thread is to stop and when it is spoken for, by the clock, if a quorum waits."""
         lag = self._merging - self._training
         if self._round is not None and self._round.closed:  # nothing can be late before the next deadline is over
             next_stop_at = self._clock() + self._deadline_s

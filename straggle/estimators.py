@@ -33,7 +33,7 @@ class Estimator(ABC):  # noqa: B024
         return {}
 
     def contribution(self, parameter: nn.Parameter) -> Estimate | None:  # noqa: ARG002
-        """What this late rank puts in for a parameter that it did not reach; ``None``: nothing, its peers' mean stands."""
+        """What this late rank puts in for a parameter that it did not reach; ``None``: the peers' mean stands."""
         return None
 
     def substitute(self, parameter: nn.Parameter) -> Tensor | None:  # noqa: ARG002
@@ -86,7 +86,7 @@ class _Remembering(Estimator):
 
 @final
 class LastOwn(_Remembering):
-    """The gradient that this rank computed when it last reached the parameter; it is never a substitute for everyone."""
+    """The gradient that this rank computed when it last reached the parameter; never a substitute for everyone."""
 
     watches_own = True
 

@@ -18,7 +18,7 @@ from straggle.backward import DeadlineReached, StagedBackward, tensors_in
 from straggle.channel import Channel
 from straggle.checks import check_module, check_same_on_all_ranks
 from straggle.coordinator import Coordinator, MergedStep
-from straggle.deadline import Deadline, Patience, as_deadline
+from straggle.deadline import Deadline, History, Patience, as_deadline
 from straggle.estimators import Abstain, Estimator
 from straggle.report import StepReport
 from straggle.stages import plan_stages, trainable
@@ -69,7 +69,7 @@ class StagedDataParallel(nn.Module):
         self._backward = StagedBackward(module, self._parameters_list, self)
         self._backward.check_at([stage.entry for stage in self._coordinator.plan.stages])
         self._step: Step | None = None
-        self._order: list[int] = []  # in which the first step finishes gradients
+        self._order: list[int] | None = []  # in which the first step finishes gradients, until it is learned
         self._scalar_names: set[str] = set()
         self._optimizer_hooks = _watch_optimizers(self)
         self._finalizer = weakref.finalize(self, _close, self._coordinator, self._backward, self._optimizer_hooks)
@@ -91,10 +91,21 @@ class StagedDataParallel(nn.Module):
         return output
 
     def step(self, num_microbatches: int = 1) -> Step:
-        """One optimizer step: ``with model.step(): ...``; ``num_microbatches`` is the number of backward passes in it."""
+        """One optimizer step, ``with model.step(): ...``; ``num_microbatches`` is how many backward passes it has."""
         if num_microbatches < 1:
             raise ValueError(f"num_microbatches={num_microbatches}: a step has at least one backward pass")
         return Step(self, num_microbatches)
+
+    @property
+    def history(self) -> History:
+        """What the deadline policy has seen: save it with a checkpoint, so that a resumed run decides alike."""
+        return self._coordinator.history
+
+    def restore(self, history: History) -> None:
+        """Go on from a saved history; before the first step, on all ranks alike."""
+        if self._order != []:
+            raise RuntimeError("restore() comes before the first step")
+        self._coordinator.restore(history)
 
     def close(self) -> None:
         """Remove all hooks and end the stand-in; the module stays usable by itself."""
@@ -113,7 +124,7 @@ class StagedDataParallel(nn.Module):
                 f"parameter {self._name(index)} has a gradient of layout {gradient.layout}: use dense gradients"
             )
         self._coordinator.stopwatch.gradient_finished()
-        if self._coordinator.step == 0:
+        if self._order is not None:
             self._order.append(index)
         self._coordinator.offer(index, gradient)
         self.check()
@@ -151,8 +162,9 @@ class StagedDataParallel(nn.Module):
         self.last_report = merged.table.report(
             merged.step, merged.seconds, merged.deadline_s, merged.plan, self._scalar_names
         )
-        if merged.step == 0:
-            self._learn_order()
+        if self._order is not None:
+            self._learn_order(self._order)
+            self._order = None
         return truncated
 
     def _put_in_place(self, merged: MergedStep, kept: Mapping[int, Tensor]) -> None:
@@ -169,14 +181,12 @@ class StagedDataParallel(nn.Module):
             if index in kept:
                 parameter.grad = kept[index] if parameter.grad is None else parameter.grad.add_(kept[index])
 
-    def _learn_order(self) -> None:
+    def _learn_order(self, finished: list[int]) -> None:
         """Plan the stages anew, in the order in which rank 0 finished the gradients of the first step."""
-        seen = list(dict.fromkeys(reversed(self._order)))[
-            ::-1
-        ]  # a parameter is finished when it is so for the last time
+        # of several backward passes the last one counts: a parameter is finished when it is so for the last time
+        seen = list(dict.fromkeys(reversed(finished)))[::-1]
         missing = set(range(len(self._parameters_list))) - set(seen)
-        order = torch.tensor(seen + sorted(missing, reverse=True))
-        order = self._channel.broadcast_order(order)
+        order = self._channel.broadcast_order(torch.tensor(seen + sorted(missing, reverse=True)))
         plan = plan_stages(self.module, self._stages, order.tolist())
         self._backward.check_at([stage.entry for stage in plan.stages])
         self._coordinator.learn(plan)
@@ -205,7 +215,7 @@ class Step:
         return self._model._leave(self, error)
 
     def log(self, **scalars: float | Tensor) -> None:
-        """Scalars that ride along with the merge; `StepReport.scalars` has their means over the ranks that gave them."""
+        """Scalars that ride along with the merge; `StepReport.scalars` has the means over ranks that gave them."""
         self.scalars.update(
             {name: float(value.detach() if isinstance(value, Tensor) else value) for name, value in scalars.items()}
         )
@@ -213,7 +223,7 @@ class Step:
             raise ValueError(f"{len(self.scalars)} scalars in one step: at most {MAX_SCALARS}")
 
     def stop(self) -> None:
-        """Stop this rank's forward or backward pass at its next stage, as if its deadline were over; from any thread."""
+        """Stop this rank's pass at its next stage, as if its deadline were over; from any thread."""
         self._model._coordinator.stop()
 
 
@@ -231,7 +241,7 @@ def _watch_optimizers(model: StagedDataParallel) -> list[RemovableHandle]:
         owner = ours(optimizer)
         if owner is not None and owner._step is not None:
             raise RuntimeError(
-                "optimizer.step() inside of `with model.step()`: the gradients are merged when the block ends, so step after it"
+                "optimizer.step() inside of `with model.step()`: the gradients are merged when the block ends; step after"
             )
 
     def after(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:

@@ -20,7 +20,7 @@ class RankReport:
     the deadline does, from entering ``step()`` to the end of the rank's own work (NaN: it never entered). ``wait_s`` is
     how long the rank stood idle for the slowest one. ``stages`` holds the share of each stage that the rank computed,
     and ``reach`` the share of the whole model: 0.5 means that half of the gradient elements came from this rank's own
-    backward pass. ``cause`` says what a late rank was doing. ``overrun_s`` is time that it went on with earlier steps
+    backward pass. ``stage_s`` says when, in seconds from entering ``step()``, each stage was whole (NaN: it never was). ``cause`` says what a late rank was doing. ``overrun_s`` is time that it went on with earlier steps
     after these had been merged without it.
     """
 
@@ -33,6 +33,7 @@ class RankReport:
     compute_s: float
     reach: float
     stages: tuple[float, ...]
+    stage_s: tuple[float, ...]
     late: bool = False
     stood_in: bool = False
     cause: Phase | None = None
@@ -41,7 +42,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class StageReport:
-    """One stage after the merge: ``weight`` is the sum over ranks, ``world_size`` when every rank computed all of it."""
+    """One stage after the merge: ``weight`` is the sum over ranks, ``world_size`` when all computed all of it."""
 
     name: str
     numel: int
@@ -51,7 +52,7 @@ class StageReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One merged step: ``seconds`` from the end of the merge before; ``deadline_s`` is infinite where there was none."""
+    """One merged step: ``seconds`` from the end of the merge before; ``deadline_s`` is infinite without one."""
 
     step: int
     seconds: float

@@ -16,7 +16,7 @@ BUCKET_BYTES = 2**20  # below this, the latency of a message costs more than sen
 
 @dataclass(frozen=True)
 class Stage:
-    """Parameters (numbers into the model's list); ``entry`` is the module among theirs that the forward pass meets first."""
+    """Parameters (numbers into the model's list); ``entry`` is their module that the forward pass meets first."""
 
     name: str
     parameters: tuple[int, ...]

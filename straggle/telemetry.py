@@ -1,7 +1,7 @@
 """What each rank tells the others with every merge: one row of numbers, in its own slot, so that no message is added.
 
-A row holds the fixed fields of `Row`, then per stage the share computed and the weight estimated, then the user's scalars
-as (hash of the name, value) pairs, so that ranks need not agree on names or their order.
+A row holds the fixed fields of `Row`, then three numbers for each stage, then the user's scalars as (hash of the name,
+value) pairs, so that ranks need not agree on names or their order.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Row:
     failed: bool = False
     computed: tuple[float, ...] = ()
     estimated: tuple[float, ...] = ()
+    stage_s: tuple[float, ...] = ()
     scalars: Mapping[str, float] = field(default_factory=dict)
 
     def encode(self) -> Tensor:
@@ -46,12 +47,12 @@ class Row:
         fixed += [float(self.late), float(self.stood_in), float(self.cause), float(self.failed)]
         pairs = [number for name, value in self.scalars.items() for number in (name_hash(name), value)]
         pairs += [0.0] * (2 * MAX_SCALARS - len(pairs))
-        return torch.tensor([*fixed, *self.computed, *self.estimated, *pairs])
+        return torch.tensor([*fixed, *self.computed, *self.estimated, *self.stage_s, *pairs])
 
 
 def row_length(num_stages: int) -> int:
     """Elements of an encoded row."""
-    return len(_FIELDS) + 2 * num_stages + 2 * MAX_SCALARS
+    return len(_FIELDS) + 3 * num_stages + 2 * MAX_SCALARS
 
 
 def name_hash(name: str) -> float:
@@ -87,7 +88,7 @@ class Table:
         return StepReport(step, seconds, deadline_s, ranks, self._stage_reports(rows, plan), self._scalars(rows, names))
 
     def _rank_report(self, rank: int, row: list[float], slowest: float, plan: StagePlan) -> RankReport:
-        computed = tuple(row[len(_FIELDS) : len(_FIELDS) + self._num_stages])
+        computed, _, stage_s = self._per_stage(row)
         reach = sum(share * stage.numel for share, stage in zip(computed, plan.stages, strict=True)) / plan.numel
         cause = int(row[_COLUMN["cause"]])
         return RankReport(
@@ -96,24 +97,31 @@ class Table:
             wait_s=slowest - row[_COLUMN["busy_s"]],
             reach=reach,
             stages=computed,
+            stage_s=stage_s,
             late=bool(row[_COLUMN["late"]]),
             stood_in=bool(row[_COLUMN["stood_in"]]),
             cause=PHASES[cause] if cause >= 0 else None,
         )
 
     def _stage_reports(self, rows: list[list[float]], plan: StagePlan) -> tuple[StageReport, ...]:
-        first = len(_FIELDS)
-        reports = []
-        for index, stage in enumerate(plan.stages):
-            computed = sum(row[first + index] for row in rows)
-            estimated = sum(row[first + self._num_stages + index] for row in rows)
-            reports.append(StageReport(stage.name, stage.numel, computed + estimated, estimated > 0))
-        return tuple(reports)
+        numbers = [self._per_stage(row) for row in rows]
+        computed = [sum(column) for column in zip(*(one[0] for one in numbers), strict=True)]
+        estimated = [sum(column) for column in zip(*(one[1] for one in numbers), strict=True)]
+        return tuple(
+            StageReport(stage.name, stage.numel, computed[index] + estimated[index], estimated[index] > 0)
+            for index, stage in enumerate(plan.stages)
+        )
+
+    def _per_stage(self, row: list[float]) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
+        """The shares computed, the weights estimated, and the times at which the stages were whole."""
+        first, length = len(_FIELDS), self._num_stages
+        computed, estimated, stage_s = (tuple(row[first + k * length : first + (k + 1) * length]) for k in range(3))
+        return computed, estimated, stage_s
 
     def _scalars(self, rows: list[list[float]], names: Iterable[str]) -> dict[str, float]:
         known = {name_hash(name): name for name in names}
         values: dict[str, list[float]] = {}
-        first = len(_FIELDS) + 2 * self._num_stages
+        first = len(_FIELDS) + 3 * self._num_stages
         for row in rows:
             for key, value in zip(row[first::2], row[first + 1 :: 2], strict=True):
                 if key in known:
