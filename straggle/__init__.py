@@ -12,7 +12,7 @@ for x, y in loader:
 
 from straggle.backward import DeadlineReached
 from straggle.channel import PeerFailed
-from straggle.deadline import Deadline, FixedDeadline, History, Patience, QuantileDeadline
+from straggle.deadline import Deadline, FixedDeadline, History, Patience, QuantileDeadline, WaitForAll
 from straggle.estimators import (
     Abstain,
     Estimate,
@@ -48,5 +48,6 @@ __all__ = [
     "StagedDataParallel",
     "Step",
     "StepReport",
+    "WaitForAll",
     "Zero",
 ]

@@ -276,7 +276,7 @@ class Coordinator:
         self._issue_rest(current, computed, estimated, scalars)
 
     def _close_abstaining(self, current: _Round) -> None:
-        """Issue the rest of a step for a training thread that cannot: what it finished counts, the rest has weight 0."""
+        """Issue the rest of a step for a training thread that cannot: what it finished counts, the rest does not."""
         current.stood_in = True
         computed = [passes / self._num_microbatches for passes in current.passes]
         self._issue_rest(current, computed, {}, {})

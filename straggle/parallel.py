@@ -241,7 +241,7 @@ def _watch_optimizers(model: StagedDataParallel) -> list[RemovableHandle]:
         owner = ours(optimizer)
         if owner is not None and owner._step is not None:
             raise RuntimeError(
-                "optimizer.step() inside of `with model.step()`: the gradients are merged when the block ends; step after"
+                "optimizer.step() inside of `with model.step()`: gradients are merged when it ends; step after it"
             )
 
     def after(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:

@@ -18,10 +18,13 @@ class RankReport:
     ``outside_s`` is time between two ``step()`` blocks that was not spent on data: the optimizer, evaluation,
     checkpoints. ``data_s`` runs from the end of the optimizer's step to the first forward pass. ``compute_s`` counts as
     the deadline does, from entering ``step()`` to the end of the rank's own work (NaN: it never entered). ``wait_s`` is
-    how long the rank stood idle for the slowest one. ``stages`` holds the share of each stage that the rank computed,
-    and ``reach`` the share of the whole model: 0.5 means that half of the gradient elements came from this rank's own
-    backward pass. ``stage_s`` says when, in seconds from entering ``step()``, each stage was whole (NaN: it never was). ``cause`` says what a late rank was doing. ``overrun_s`` is time that it went on with earlier steps
-    after these had been merged without it.
+    how long the rank stood idle for the slowest one. ``overrun_s`` is time that it went on with earlier steps after
+    these had been merged without it.
+
+    ``stages`` holds the share of each stage that the rank computed, and ``reach`` the share of the whole model: 0.5
+    means that half of the gradient elements came from this rank's own backward pass. ``stage_s`` says when, in seconds
+    from entering ``step()``, each stage was whole (NaN: it never was). ``cause`` says what a late rank was doing;
+    ``stood_in`` that it did not come to hand in its gradients itself.
     """
 
     rank: int

@@ -1,0 +1,115 @@
+"""Save and load what a run needs to go on: tensors as safetensors, numbers as JSON, no pickle.
+
+Model, optimizer, history and step number are the same on every rank and written by rank 0; each rank writes what only
+it knows: its random state and its estimator's memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from straggle.deadline import History
+from straggle.parallel import StagedDataParallel
+
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A directory with one run's state; every rank calls the same method together."""
+
+    directory: Path
+
+    def save(self, step: int, model: StagedDataParallel, optimizer: Optimizer) -> None:
+        """Write the state after ``step`` steps; the checkpoint before it stays whole until this one is."""
+        new = self.directory.with_suffix(".new")
+        new.mkdir(parents=True, exist_ok=True)
+        rank = dist.get_rank()
+        save_file({"random": torch.get_rng_state(), **_memory(model)}, new / f"rank{rank}.safetensors")
+        if rank == 0:
+            flat = get_optimizer_state_dict(model.module, optimizer, options=_FLAT)
+            numbers = {name: value for name, value in flat.items() if not isinstance(value, Tensor)}
+            save_file(_separate(model.module.state_dict()), new / "model.safetensors")
+            save_file(_separate(flat), new / "optimizer.safetensors")
+            save_file(_history_tensors(model.history), new / "history.safetensors")
+            (new / "state.json").write_text(json.dumps({"step": step, "optimizer": numbers}, indent=1))
+        dist.barrier()
+        if rank == 0:
+            _replace(self.directory, new)
+        dist.barrier()
+
+    def load(self, model: StagedDataParallel, optimizer: Optimizer) -> int:
+        """Put the saved state into place; gives the number of steps it was saved after.
+
+        Raises ``ValueError`` where there is no checkpoint.
+        """
+        state = self._state()
+        rank = dist.get_rank()
+        model.module.load_state_dict(load_file(self.directory / "model.safetensors"))
+        flat: dict[str, Any] = {**load_file(self.directory / "optimizer.safetensors"), **state["optimizer"]}
+        set_optimizer_state_dict(model.module, optimizer, flat, options=_FLAT)
+        history = load_file(self.directory / "history.safetensors")
+        model.restore(History(int(history["num_steps"]), history["compute_s"], history["finished"]))
+        own = self.directory / f"rank{rank}.safetensors"
+        if own.exists():  # more ranks than before: the new ones begin without a memory
+            tensors = load_file(own)
+            torch.set_rng_state(tensors.pop("random"))
+            parameters = dict(model.module.named_parameters())
+            model.estimator.memory.update({parameters[name]: tensor for name, tensor in tensors.items()})
+        return int(state["step"])
+
+    def _state(self) -> dict[str, Any]:
+        path = self.directory / "state.json"
+        if not path.exists():
+            raise ValueError(f"no checkpoint in {self.directory}: start without resume=true first")
+        state: dict[str, Any] = json.loads(path.read_text())
+        return state
+
+
+def _memory(model: StagedDataParallel) -> dict[str, Tensor]:
+    names = {parameter: name for name, parameter in model.module.named_parameters()}
+    return _separate({names[parameter]: tensor for parameter, tensor in model.estimator.memory.items()})
+
+
+def _separate(tensors: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors, each with memory of its own, as safetensors wants them (tied weights share theirs)."""
+    return {name: value.detach().cpu().clone() for name, value in tensors.items() if isinstance(value, Tensor)}
+
+
+def _history_tensors(history: History) -> dict[str, Tensor]:
+    return {
+        "num_steps": torch.tensor(history.num_steps),
+        "compute_s": history.compute_s.clone(),
+        "finished": history.finished.clone(),
+    }
+
+
+def _replace(directory: Path, new: Path) -> None:
+    old = directory.with_suffix(".old")
+    _remove(old)
+    if directory.exists():
+        os.replace(directory, old)
+    os.replace(new, directory)
+    _remove(old)
+
+
+def _remove(directory: Path) -> None:
+    if directory.exists():
+        for path in directory.iterdir():
+            path.unlink()
+        directory.rmdir()

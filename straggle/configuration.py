@@ -1,0 +1,119 @@
+"""The configuration of the commands: where it lies, and refusals that list what is valid.
+
+python -m straggle.configuration train steps=10 deadline=fixed     # exit status 2 and a message if something is wrong
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from hydra.utils import get_class, instantiate
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+GROUPS = ("workload", "deadline", "estimator", "faults", "optimizer")
+_AT_LEAST = {"steps": 1, "num_microbatches": 1, "batch_size": 1, "seed": 0, "block": 1, "checkpoint_every": 0}
+
+
+class ConfigurationError(ValueError):
+    """A key or value that the configuration does not have; the message lists the valid ones."""
+
+
+def config_dir() -> Path:
+    """``conf/`` of the checkout, or the copy that an installed wheel carries."""
+    package = Path(__file__).parent
+    return next(path for path in (package / "conf", package.parent / "conf") if path.is_dir())
+
+
+def load(name: str, overrides: Sequence[str]) -> DictConfig:
+    """The configuration ``name`` with ``overrides`` such as ``steps=10``; raises `ConfigurationError`."""
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        valid = compose(name)
+        try:
+            config = compose(name, list(overrides))
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigurationError(_explain(str(error), valid)) from None
+    check(config, valid)
+    return config
+
+
+def check(config: DictConfig, valid: DictConfig) -> None:
+    """Raise `ConfigurationError` for what hydra itself lets through: added keys and values out of range."""
+    if unknown := [str(key) for key in config if key not in valid]:
+        raise ConfigurationError(_explain(f"unknown key {', '.join(unknown)}", valid))
+    for key, least in _AT_LEAST.items():
+        value = config.get(key, least)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigurationError(f"{key}={value}: must be a whole number of at least {least}")
+    for group in ("workload", "deadline", "estimator", "optimizer", "patience"):
+        _check_arguments(group, config[group])
+    for name, fault in config.faults.items():
+        _check_arguments(f"faults.{name}", fault)
+    try:
+        for built in (config.deadline, config.patience, config.faults, config.workload):
+            instantiate(built)
+    except Exception as error:  # the constructor's own complaint, whatever it is
+        cause = error.__cause__ or error
+        raise ConfigurationError(str(cause)) from None
+
+
+def _check_arguments(key: str, config: Any) -> None:
+    """The class's constructor is the schema of its part of the configuration."""
+    if config is None:
+        return
+    if not isinstance(config, DictConfig) or "_target_" not in config:
+        raise ConfigurationError(f"{key}={config}: choose one of {', '.join(_options(key.partition('.')[0]))}")
+    try:
+        parameters = inspect.signature(get_class(config._target_)).parameters
+    except Exception as error:
+        raise ConfigurationError(f"{key}._target_={config._target_}: {error}") from None
+    own = {str(name) for name in config if not str(name).startswith("_")}
+    if unknown := sorted(own - parameters.keys()):
+        raise ConfigurationError(f"unknown key {key}.{unknown[0]}; {key} has {', '.join(parameters)}")
+
+
+def _explain(problem: str, valid: DictConfig) -> str:
+    plain = [str(key) for key in valid if key not in GROUPS]
+    groups = [f"  {group}={'|'.join(_options(group))}" for group in GROUPS]
+    return "\n".join(
+        [problem.strip(), f"valid keys: {', '.join(plain)}", "and groups, with keys of their own:", *groups]
+    )
+
+
+def _options(group: str) -> list[str]:
+    return sorted(path.stem for path in (config_dir() / group).glob("*.yaml"))
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """The configuration as ordinary dictionaries and lists, with everything resolved."""
+    container = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
+
+
+def stage_names(stages: int | ListConfig | None) -> int | list[str] | None:
+    """The key ``stages`` as the library takes it."""
+    return [str(name) for name in stages] if isinstance(stages, ListConfig) else stages
+
+
+def complain_and_exit(name: str, arguments: Sequence[str]) -> None:
+    """End the program, with a message from rank 0, if the command line is not valid; flags are left to hydra."""
+    if any(argument.startswith("-") for argument in arguments):
+        return
+    try:
+        load(name, arguments)
+    except ConfigurationError as error:
+        if os.environ.get("RANK", "0") == "0":
+            sys.stderr.write(f"{error}\n")
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    complain_and_exit(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,170 @@
+"""One model being trained by one method, on this rank: what `train` runs once and `compare` runs in turns."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from hydra.utils import get_class, instantiate
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from straggle.configuration import stage_names
+from straggle.faults import FaultInjector
+from straggle.parallel import StagedDataParallel
+from straggle.report import StepReport
+from straggle.workloads import Shard, Workload
+
+
+@contextmanager
+def process_group() -> Iterator[torch.device]:
+    """The job's process group, by torchrun's environment or alone; gives the device of this rank.
+
+    nccl where every rank of this machine has a GPU, gloo on the CPU otherwise.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ:
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+    else:
+        dist.init_process_group("nccl" if on_gpu else "gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+class Job(ABC):
+    """A model, its optimizer, its share of the data and its faults; built the same whatever the method."""
+
+    def __init__(self, config: DictConfig, workload: Workload, device: torch.device) -> None:
+        torch.manual_seed(config.seed)
+        self.workload = workload
+        self.num_microbatches: int = config.num_microbatches
+        self.module = workload.model().to(device)
+        self.optimizer: Optimizer = instantiate(config.optimizer, params=self.module.parameters(), _convert_="all")
+        self.losses: list[float] = []  # of this rank's steps; NaN where it was late before it knew
+        self._device = device
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        self._shard = Shard(
+            workload.num_samples, rank=rank, world_size=world_size, batch_size=config.batch_size, seed=config.seed
+        )
+        self._faults = FaultInjector(self.module, instantiate(config.faults), rank=rank, seed=config.seed)
+        self.model = self._wrap(config)
+
+    @abstractmethod
+    def _wrap(self, config: DictConfig) -> nn.Module:
+        """The module, made data-parallel by the method."""
+
+    @abstractmethod
+    def _passes(self, batches: list[tuple[Tensor, Tensor]]) -> None:
+        """Forward and backward over the step's micro-batches."""
+
+    def step(self, number: int) -> None:
+        """Train step ``number``."""
+        self._faults.step(number)
+        batches = [self._load(number * self.num_microbatches + position) for position in range(self.num_microbatches)]
+        self.losses.append(0.0)
+        self._passes(batches)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def evaluate(self) -> dict[str, float]:
+        """Scores on held-out data, by the plain module."""
+        return self.workload.evaluate(self.module)
+
+    def parameters_sha256(self) -> str:
+        """A fingerprint of all parameters: equal on two ranks if these are equal bit for bit."""
+        digest = hashlib.sha256()
+        for parameter in self.module.parameters():
+            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        self._faults.close()
+
+    def _load(self, position: int) -> tuple[Tensor, Tensor]:
+        x, y = self.workload.batch(self._shard.indices(position))
+        self._faults.data()
+        return x.to(self._device), y.to(self._device)
+
+    def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """This micro-batch's part of the step's mean loss."""
+        loss = self.workload.loss(self.model, batch) / self.num_microbatches
+        self.losses[-1] += loss.item()
+        return loss
+
+
+@final
+class StagedJob(Job):
+    """Training by `StagedDataParallel`."""
+
+    model: StagedDataParallel
+
+    def _wrap(self, config: DictConfig) -> StagedDataParallel:
+        wants_optimizer = "optimizer" in inspect.signature(get_class(config.estimator._target_)).parameters
+        return StagedDataParallel(
+            self.module,
+            stages=stage_names(config.stages),
+            deadline=instantiate(config.deadline),
+            estimator=instantiate(config.estimator, **({"optimizer": self.optimizer} if wants_optimizer else {})),
+            patience=instantiate(config.patience),
+        )
+
+    def _passes(self, batches: list[tuple[Tensor, Tensor]]) -> None:
+        done = 0
+        with self.model.step(num_microbatches=len(batches)) as step:
+            for batch in batches:
+                loss = self._loss(batch)
+                done += 1
+                step.log(loss=self.losses[-1] * len(batches) / done)
+                loss.backward()  # type: ignore[no-untyped-call]
+        if done < len(batches):
+            self.losses[-1] = self.losses[-1] * len(batches) / done if done else float("nan")
+
+    @property
+    def report(self) -> StepReport:
+        """What happened in the last step."""
+        assert self.model.last_report is not None
+        return self.model.last_report
+
+    def close(self) -> None:
+        super().close()
+        self.model.close()
+
+
+@final
+class DdpJob(Job):
+    """Training by torch's ``DistributedDataParallel``."""
+
+    model: DistributedDataParallel
+
+    def _wrap(self, config: DictConfig) -> DistributedDataParallel:  # noqa: ARG002
+        return DistributedDataParallel(self.module)
+
+    def _passes(self, batches: list[tuple[Tensor, Tensor]]) -> None:
+        with self.model.no_sync():
+            for batch in batches[:-1]:
+                self._loss(batch).backward()  # type: ignore[no-untyped-call]
+        self._loss(batches[-1]).backward()  # type: ignore[no-untyped-call]
+
+
+def gather(value: Any) -> list[Any]:
+    """Every rank's ``value``."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -1,0 +1,160 @@
+"""Train a workload with straggle, under faults, and say what not waiting was worth.
+
+torchrun --nproc-per-node 4 -m straggle.train                          # or ./launch.sh
+torchrun --nproc-per-node 4 -m straggle.train workload=digits faults=none steps=200
+torchrun --nproc-per-node 4 -m straggle.train resume=true steps=800
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import hydra
+import torch.distributed as dist
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from straggle.checkpoint import Checkpoint
+from straggle.configuration import complain_and_exit, config_dir
+from straggle.jobs import StagedJob, gather, process_group
+from straggle.report import StepReport
+from straggle.trace import TraceWriter
+from straggle.view import LiveView, print_table
+from straggle.whatif import WaitForAllPrediction
+
+
+def train(config: DictConfig) -> None:
+    """The whole run, on one rank."""
+    run_dir = Path(config.run_dir)
+    with process_group() as device:
+        job = StagedJob(config, instantiate(config.workload), device)
+        checkpoint = Checkpoint(run_dir / "checkpoint")
+        first_step = checkpoint.load(job.model, job.optimizer) if config.resume else 0
+        reports = _rank_zero(job, config, first_step) if dist.get_rank() == 0 else _other_rank(job, config, first_step)
+        dist.barrier()
+        checkpoint.save(config.steps, job.model, job.optimizer)
+        hashes = gather(job.parameters_sha256())
+        if dist.get_rank() == 0:
+            _finish(job, run_dir, reports, hashes)
+        job.close()
+
+
+def _rank_zero(job: StagedJob, config: DictConfig, first_step: int) -> list[StepReport]:
+    """Train, show and record."""
+    run_dir, reports = Path(config.run_dir), list[StepReport]()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
+    trace = TraceWriter(run_dir / "trace.jsonl", first_step=first_step)
+    with trace, LiveView(config.steps, first_step=first_step) as view:
+        for number in range(first_step, config.steps):
+            _step(job, config, number)
+            reports.append(job.report)
+            trace.write(job.report)
+            view.show(job.report)
+    return reports
+
+
+def _other_rank(job: StagedJob, config: DictConfig, first_step: int) -> list[StepReport]:
+    for number in range(first_step, config.steps):
+        _step(job, config, number)
+    return []
+
+
+def _step(job: StagedJob, config: DictConfig, number: int) -> None:
+    job.step(number)
+    if config.checkpoint_every and (number + 1) % config.checkpoint_every == 0 and number + 1 < config.steps:
+        dist.barrier()  # everybody comes here, so nobody is late
+        Checkpoint(Path(config.run_dir) / "checkpoint").save(number + 1, job.model, job.optimizer)
+
+
+def _finish(job: StagedJob, run_dir: Path, reports: list[StepReport], hashes: list[str]) -> None:
+    """Evaluate, write ``summary.json`` and print the table."""
+    if not reports:
+        sys.stdout.write("nothing left to train: the checkpoint has all steps already\n")
+        return
+    summary = summarize(reports, job.evaluate(), hashes)
+    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    _print(summary, run_dir)
+
+
+def summarize(reports: list[StepReport], scores: dict[str, float], hashes: list[str]) -> dict[str, Any]:
+    """The run in numbers; step times leave out the first tenth, in which caches and deadlines warm up."""
+    prediction = WaitForAllPrediction()
+    waited = [prediction.seconds(report) for report in reports]
+    start = min(len(reports) // 10, 10)
+    seconds = [report.seconds for report in reports[start:]]
+    ranks = range(len(hashes))
+    losses = [report.scalars["loss"] for report in reports[-20:] if "loss" in report.scalars]
+    return {
+        "steps": reports[-1].step + 1,
+        "step_seconds_median": median(seconds),
+        "step_seconds_mean": fmean(seconds),
+        "wait_for_all_seconds_median": median(waited[start:]),
+        "wait_for_all_seconds_mean": fmean(waited[start:]),
+        "dropped_share": fmean(report.dropped_share for report in reports),
+        "dropped_share_per_rank": [1 - fmean(report.ranks[rank].reach for report in reports) for rank in ranks],
+        "dropped_share_per_stage": {
+            stage.name: 1 - fmean(rank.stages[index] for report in reports[1:] for rank in report.ranks)
+            for index, stage in enumerate(reports[-1].stages)
+        }
+        if len(reports) > 1
+        else {},
+        "late_steps_per_rank": [sum(report.ranks[rank].late for report in reports) for rank in ranks],
+        "stood_in_steps_per_rank": [sum(report.ranks[rank].stood_in for report in reports) for rank in ranks],
+        "loss": fmean(losses) if losses else math.nan,
+        "validation_loss": scores["loss"],
+        **({"validation_accuracy": scores["accuracy"]} if "accuracy" in scores else {}),
+        "parameters_sha256": hashes,
+    }
+
+
+def _print(summary: dict[str, Any], run_dir: Path) -> None:
+    median_ms, waited_ms = (1e3 * summary[key] for key in ("step_seconds_median", "wait_for_all_seconds_median"))
+    mean_ms, waited_mean_ms = (1e3 * summary[key] for key in ("step_seconds_mean", "wait_for_all_seconds_mean"))
+    same = len(set(summary["parameters_sha256"])) == 1
+    rows = [
+        ("step time, median", f"{median_ms:.0f} ms", f"waiting for everyone: {waited_ms:.0f} ms"),
+        ("step time, mean", f"{mean_ms:.0f} ms", f"waiting for everyone: {waited_mean_ms:.0f} ms"),
+        ("gradients dropped", f"{summary['dropped_share']:.1%}", _shares("rank", summary["dropped_share_per_rank"])),
+        ("steps in which a rank was late", str(sum(summary["late_steps_per_rank"])), _counts(summary)),
+        ("training loss", f"{summary['loss']:.3f}", "mean of the last 20 steps"),
+        ("validation loss", f"{summary['validation_loss']:.3f}", _accuracy(summary)),
+        ("parameters on all ranks", "identical" if same else "DIFFERENT", summary["parameters_sha256"][0][:12]),
+    ]
+    print_table(f"{summary['steps']} steps", ("", "", ""), rows)
+    stages = [(name, f"{share:.1%}") for name, share in summary["dropped_share_per_stage"].items()]
+    print_table("dropped per stage, in the order of backward", ("stage", "dropped"), stages, {"files": run_dir})
+
+
+def _shares(name: str, shares: list[float]) -> str:
+    return ", ".join(f"{name} {index}: {share:.1%}" for index, share in enumerate(shares) if share > 0) or "nothing"
+
+
+def _counts(summary: dict[str, Any]) -> str:
+    counts = zip(summary["late_steps_per_rank"], summary["stood_in_steps_per_rank"], strict=True)
+    late = [f"rank {rank}: {late} ({stood_in} stood in)" for rank, (late, stood_in) in enumerate(counts) if late]
+    return ", ".join(late) or "nobody"
+
+
+def _accuracy(summary: dict[str, Any]) -> str:
+    return f"accuracy {summary['validation_accuracy']:.1%}" if "validation_accuracy" in summary else ""
+
+
+@hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="train")
+def _hydra(config: DictConfig) -> None:
+    train(config)
+
+
+def main() -> None:
+    """The command."""
+    complain_and_exit("train", sys.argv[1:])
+    _hydra()
+
+
+if __name__ == "__main__":
+    main()

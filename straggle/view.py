@@ -1,0 +1,72 @@
+"""What rank 0 shows while it trains: a live line in a terminal, plain lines elsewhere, and a table at the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from straggle.report import StepReport
+
+_LINES = 20  # plain lines in a whole run
+
+
+class LiveView:
+    """Follows the steps of a run."""
+
+    def __init__(self, steps: int, *, first_step: int = 0, console: Console | None = None) -> None:
+        self._console = console or Console()
+        self._steps = steps
+        self._progress = Progress(
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[line]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._progress.add_task("", total=steps, completed=first_step, line="")
+        self._late = 0
+
+    def show(self, report: StepReport) -> None:
+        """A step is over."""
+        self._late += bool(report.late_ranks)
+        line = self._line(report)
+        self._progress.update(self._task, completed=report.step + 1, line=line)
+        if not self._console.is_terminal and (report.step + 1) % max(1, self._steps // _LINES) == 0:
+            self._console.print(
+                f"step {report.step + 1:>{len(str(self._steps))}}/{self._steps}  {line}", highlight=False
+            )
+
+    def _line(self, report: StepReport) -> str:
+        deadline = "none" if math.isinf(report.deadline_s) else f"{report.deadline_s * 1e3:.0f} ms"
+        late = ",".join(str(rank) for rank in report.late_ranks) or "nobody"
+        loss = report.scalars.get("loss", math.nan)
+        return f"loss {loss:.3f}  step {report.seconds * 1e3:4.0f} ms  deadline {deadline}  late: {late}"
+
+    def __enter__(self) -> LiveView:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+
+def print_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], notes: Mapping[str, Any] | None = None
+) -> None:
+    """A table on standard output, with ``notes`` as lines below it."""
+    console = Console()
+    table = Table(*columns, title=title, title_justify="left", show_header=any(columns))
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    console.print(table)
+    for name, note in (notes or {}).items():
+        console.print(f"{name}: {note}", highlight=False, soft_wrap=True)

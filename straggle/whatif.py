@@ -1,0 +1,41 @@
+"""What would a step have cost if everybody had been waited for? Answered from the telemetry of the step itself.
+
+A late rank was stopped, so its whole time is unknown. It is taken as ``slowness * t``: ``t`` is the median time of the
+ranks that finished, and ``slowness`` how much later than they the late rank had its last whole stage.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import median
+
+from straggle.report import RankReport, StepReport
+
+
+class WaitForAllPrediction:
+    """Predicts, step after step, the seconds that waiting for everyone would have taken."""
+
+    def __init__(self) -> None:
+        self._slowness: dict[int, float] = {}  # 2.0: this rank takes twice as long as the median rank
+
+    def seconds(self, report: StepReport) -> float:
+        """The step's seconds with nobody stopped, plus what ranks still spent on steps merged without them."""
+        finished = [rank for rank in report.ranks if not rank.late]
+        entered = [rank.compute_s for rank in report.ranks if not math.isnan(rank.compute_s)]
+        overrun_s = max(rank.overrun_s for rank in report.ranks)
+        if not finished or len(finished) == len(report.ranks):
+            return report.seconds + overrun_s
+        typical_s = median(rank.compute_s for rank in finished)
+        stage_s = [median(column) for column in zip(*(rank.stage_s for rank in finished), strict=True)]
+        whole_s = [self._whole_s(rank, typical_s, stage_s) for rank in report.ranks]
+        return report.seconds + max(0.0, max(whole_s) - max(entered)) + overrun_s
+
+    def _whole_s(self, rank: RankReport, typical_s: float, stage_s: list[float]) -> float:
+        """Seconds that the rank takes, or would have taken, for all of its own work."""
+        if not rank.late:
+            return rank.compute_s
+        reached = [own / peers for own, peers in zip(rank.stage_s, stage_s, strict=True) if own > 0 and peers > 0]
+        if reached:
+            self._slowness[rank.rank] = reached[-1]
+        predicted_s = self._slowness.get(rank.rank, 1.0) * typical_s
+        return predicted_s if math.isnan(rank.compute_s) else max(predicted_s, rank.compute_s)
