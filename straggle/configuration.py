@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,7 +36,10 @@ def config_dir() -> Path:
 def load(name: str, overrides: Sequence[str]) -> DictConfig:
     """The configuration ``name`` with ``overrides`` such as ``steps=10``; raises `ConfigurationError`."""
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        valid = compose(name)
+        choices = [override for override in overrides if override.partition("=")[0] in GROUPS]
+        for choice in choices:
+            _check_choice(*choice.split("=", 1))
+        valid = compose(name, choices)
         try:
             config = compose(name, list(overrides))
         except (HydraException, OmegaConfBaseException) as error:
@@ -47,7 +51,7 @@ def load(name: str, overrides: Sequence[str]) -> DictConfig:
 def check(config: DictConfig, valid: DictConfig) -> None:
     """Raise `ConfigurationError` for what hydra itself lets through: added keys and values out of range."""
     if unknown := [str(key) for key in config if key not in valid]:
-        raise ConfigurationError(_explain(f"unknown key {', '.join(unknown)}", valid))
+        raise ConfigurationError(_unknown_key(unknown[0], valid))
     for key, least in _AT_LEAST.items():
         value = config.get(key, least)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -62,6 +66,11 @@ def check(config: DictConfig, valid: DictConfig) -> None:
     except Exception as error:  # the constructor's own complaint, whatever it is
         cause = error.__cause__ or error
         raise ConfigurationError(str(cause)) from None
+
+
+def _check_choice(group: str, option: str) -> None:
+    if option not in _options(group):
+        raise ConfigurationError(f"{group}={option}: choose one of {', '.join(_options(group))}")
 
 
 def _check_arguments(key: str, config: Any) -> None:
@@ -80,11 +89,19 @@ def _check_arguments(key: str, config: Any) -> None:
 
 
 def _explain(problem: str, valid: DictConfig) -> str:
-    plain = [str(key) for key in valid if key not in GROUPS]
+    """Hydra's complaint in one line, or what stands in place of an unknown key."""
+    found = re.match("Could not override '(.*)'", problem)
+    return _unknown_key(found[1], valid) if found else problem.strip().splitlines()[0]
+
+
+def _unknown_key(key: str, valid: DictConfig) -> str:
+    root, _, rest = key.partition(".")
+    if rest and root in valid and isinstance(valid[root], DictConfig):
+        return f"unknown key {key}; {root} has {', '.join(str(name) for name in valid[root] if name != '_target_')}"
+    plain = [str(name) for name in valid if name not in GROUPS]
     groups = [f"  {group}={'|'.join(_options(group))}" for group in GROUPS]
-    return "\n".join(
-        [problem.strip(), f"valid keys: {', '.join(plain)}", "and groups, with keys of their own:", *groups]
-    )
+    lines = [f"unknown key {key}; valid keys: {', '.join(plain)}", "and groups, with keys of their own:", *groups]
+    return "\n".join(lines)
 
 
 def _options(group: str) -> list[str]:
