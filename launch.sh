@@ -1,0 +1,84 @@
+#!/usr/bin/env bash
+# Set up on first use, then train on this machine or as one node of a cluster. ./launch.sh --help
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+venv=$here/.venv
+
+usage() {
+  cat <<'HELP'
+./launch.sh [key=value ...]           train: 4 workers, one of them slow, on real text (about a minute)
+./launch.sh compare [key=value ...]   the same job under DDP and under straggle, in turns
+./launch.sh test [pytest options]     run the tests that this machine can run
+./launch.sh COMMAND --help            the keys and their values
+
+Environment
+  WORKERS=4      workers on this machine (on a machine with GPUs: one for each)
+  PYTHON=python3 the interpreter that the virtual environment .venv is made with
+On a cluster, start it on every node; it takes torchrun's rendezvous from
+  NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT     one node is the master, or
+  NNODES, RDZV_ENDPOINT, RDZV_ID                  c10d rendezvous at host:port
+and under `srun` (one task a node) the same from Slurm's variables.
+HELP
+}
+
+# install EXTRA: the package with an extra, pinned, into .venv; does nothing if that is already there
+install() {
+  local stamp
+  stamp=$venv/.installed-$1-$(cat "$here/pyproject.toml" "$here/constraints.txt" | cksum | cut -d' ' -f1)
+  [ -e "$stamp" ] && return
+  if ! [ -x "$venv/bin/python" ]; then
+    echo "setting up $venv (once, about a minute)" >&2
+    "${PYTHON:-python3}" -m venv "$venv"
+  fi
+  # torch first and by itself: a range in another package then never fetches a second build of it
+  "$venv/bin/python" -m pip install --quiet --constraint "$here/constraints.txt" torch >&2
+  "$venv/bin/python" -m pip install --quiet --constraint "$here/constraints.txt" --editable "$here[$1]" >&2
+  touch "$stamp"
+}
+
+# torchrun's arguments: this machine alone, or this node of a cluster
+rendezvous() {
+  if [ -n "${SLURM_STEP_ID:-}" ] && [ -z "${NNODES:-}" ] && [ "${SLURM_NNODES:-1}" -gt 1 ]; then
+    NNODES=$SLURM_NNODES NODE_RANK=$SLURM_NODEID
+    MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}
+    MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
+  fi
+  if [ "${NNODES:-1}" = 1 ]; then
+    echo --standalone
+  elif [ -n "${RDZV_ENDPOINT:-}" ]; then
+    echo "--nnodes $NNODES --rdzv-backend c10d --rdzv-endpoint $RDZV_ENDPOINT --rdzv-id ${RDZV_ID:-straggle}"
+  else
+    : "${MASTER_ADDR:?NNODES=$NNODES needs MASTER_ADDR (the first node) or RDZV_ENDPOINT}" "${NODE_RANK:?0 on the master, then 1, 2, ...}"
+    echo "--nnodes $NNODES --node-rank $NODE_RANK --master-addr $MASTER_ADDR --master-port ${MASTER_PORT:-29500}"
+  fi
+}
+
+# run MODULE key=value ...: check the configuration once, then start the workers
+run() {
+  local name=$1 workers cores where
+  shift
+  install train
+  case " $* " in *" --"* | *" -h "*) exec "$venv/bin/python" -m "straggle.$name" "$@" ;; esac
+  "$venv/bin/python" -m straggle.configuration "$name" "$@"
+  workers=$( (nvidia-smi --list-gpus 2>/dev/null || true) | grep -c . || true)
+  workers=${WORKERS:-$((workers > 0 ? workers : 4))}
+  cores=$(getconf _NPROCESSORS_ONLN)
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > workers ? cores / workers : 1))}
+  where=$(rendezvous)
+  if [ "$where" = --standalone ] && [ -e /sys/class/net/lo ]; then
+    export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
+  fi
+  # shellcheck disable=SC2086  # several arguments on purpose
+  exec "$venv/bin/torchrun" $where --nproc-per-node "$workers" -m "straggle.$name" "$@"
+}
+
+case "${1:-}" in
+  -h | --help | help) usage ;;
+  test)
+    shift
+    install dev
+    cd "$here" && exec "$venv/bin/python" -m pytest "$@"
+    ;;
+  compare) shift && run compare "$@" ;;
+  *) run train "$@" ;;
+esac

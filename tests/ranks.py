@@ -1,0 +1,152 @@
+"""Runs a function on several ranks: real processes in a real gloo group, forked from a server that has torch loaded.
+
+A rank starts in about a tenth of a second. The test's own process hosts the store, as torchrun's agent does, so that
+the store outlives any rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import hashlib
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from straggle import StagedDataParallel
+
+_MODULES = [
+    "pytest",
+    "torch",
+    "torch._dynamo",  # which the first optimizer imports
+    "torch.distributed.tensor",
+    "torch.nn.parallel",
+    "torch.utils.checkpoint",
+    "sklearn.datasets",
+    "straggle",
+    "straggle.workloads",
+]
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(_MODULES)
+_FAREWELL_S = 5.0
+
+
+@dataclass(frozen=True)
+class Raised:
+    """How a rank ended that did not return: the exception's type and message; "Killed" where there was none."""
+
+    kind: str
+    message: str
+    trace: str = ""
+
+
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0, outcomes: bool = False
+) -> list[Any]:
+    """What ``function(rank, *args)`` returns on each rank; the function is one of a module.
+
+    A rank that has returned or raised stays alive until all have. An exception in a rank is raised here with its rank
+    and traceback, or with ``outcomes`` stands in its place as `Raised`. A rank that does not end in ``timeout_s``
+    fails the test, with the stacks of its threads.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    payload = pickle.dumps((function, args))
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = []
+        try:
+            for rank in range(world_size):
+                ours, theirs = _context.Pipe()
+                stacks = str(Path(folder, f"rank{rank}"))
+                target = (rank, world_size, store.port, payload, stacks, timeout_s)
+                process = _context.Process(target=_rank_main, args=(theirs, *target), daemon=True)
+                process.start()
+                theirs.close()
+                ranks.append((process, ours))
+            results = _collect([connection for _, connection in ranks], Path(folder), timeout_s, outcomes)
+        except BaseException:
+            for process, _ in ranks:
+                process.kill()
+            raise
+        finally:
+            for _, connection in ranks:
+                connection.close()  # lets the rank end
+            for process, _ in ranks:
+                process.join(_FAREWELL_S)
+                if process.is_alive():
+                    print(process.pid, Path(folder).exists() and [f.read_text() for f in Path(folder).iterdir()])  # DEBUG
+                    process.kill()
+                    process.join()
+    return results
+
+
+@contextlib.contextmanager
+def staged(module: nn.Module, **options: Any) -> Iterator[StagedDataParallel]:
+    """``StagedDataParallel(module, **options)``, closed at the end."""
+    model = StagedDataParallel(module, **options)
+    try:
+        yield model
+    finally:
+        model.close()
+
+
+def digest(tensors: Iterable[Tensor | None]) -> str:
+    """A hash of the exact values; a missing gradient has one too."""
+    content = hashlib.sha256()
+    for tensor in tensors:
+        content.update(b"none" if tensor is None else tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return content.hexdigest()
+
+
+def _collect(connections: list[Connection], folder: Path, timeout_s: float, outcomes: bool) -> list[Any]:
+    results: dict[int, Any] = {}
+    until = time.monotonic() + timeout_s + 1
+    while len(results) < len(connections) and (remaining := until - time.monotonic()) > 0:
+        for connection in wait([c for rank, c in enumerate(connections) if rank not in results], remaining):
+            rank = connections.index(connection)
+            try:
+                results[rank] = pickle.loads(connection.recv_bytes())
+            except (EOFError, ConnectionError):
+                results[rank] = Raised("Killed", "the process ended without a word")
+            if isinstance(results[rank], Raised) and not outcomes:
+                until = min(until, time.monotonic() + _FAREWELL_S)  # its peers may have more to say, or wait for it
+    if failures := [(rank, end) for rank, end in sorted(results.items()) if isinstance(end, Raised) and not outcomes]:
+        raise AssertionError("\n".join(f"rank {rank}: {end.kind}: {end.message}\n{end.trace}" for rank, end in failures))
+    if hanging := [rank for rank in range(len(connections)) if rank not in results]:
+        stacks = "\n".join(f"rank {rank}:\n{Path(folder, f'rank{rank}').read_text()}" for rank in hanging)
+        raise AssertionError(f"ranks {hanging} did not end within {timeout_s} s\n{stacks}")
+    return [results[rank] for rank in range(len(connections))]
+
+
+def _rank_main(
+    connection: Connection, rank: int, world_size: int, port: int, payload: bytes, stacks: str, timeout_s: float
+) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    with open(stacks, "w") as file:
+        faulthandler.dump_traceback_later(timeout_s, file=file)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        try:
+            function, args = pickle.loads(payload)
+            result: Any = function(rank, *args)
+        except BaseException as error:
+            result = Raised(type(error).__name__, str(error), traceback.format_exc())
+        connection.send_bytes(pickle.dumps(result))  # not send(), which shares the memory of tensors
+        with contextlib.suppress(EOFError, ConnectionError):
+            connection.recv_bytes()  # until all ranks have a result
+        if isinstance(result, Raised):
+            os._exit(1)  # threads may still wait for peers
+        dist.destroy_process_group()

@@ -1,0 +1,156 @@
+"""Ranks that cannot speak for themselves: the peers go on, and the rank catches up with identical parameters."""
+
+import random
+import time
+
+import pytest
+import torch
+from ranks import digest, run_ranks, staged
+from torch import nn
+from training import Signals, features, mlp, shared
+
+from straggle import FixedDeadline, LastMerged, Patience, stages
+
+PLACES = ["data", "forward", "backward", "optimizer"]
+
+
+class Stuck:
+    """Calls ``wait`` once, in the given place of the given step; make it before the module is wrapped."""
+
+    def __init__(self, module, place, at_step, wait):
+        self.place, self.at_step, self.wait = place, at_step, wait
+        self.step = 0
+        module[2].register_forward_pre_hook(lambda *_: self.reach("forward"))
+        module[2].weight.register_post_accumulate_grad_hook(lambda _: self.reach("backward"))
+
+    def reach(self, place):
+        if place == self.place and self.step == self.at_step:
+            self.at_step = -1
+            self.wait()
+
+
+def train(rank, place, at_step, until_step, num_steps, patience, bucket_bytes):
+    """The last rank is stuck from ``at_step`` until rank 0 has merged ``until_step``."""
+    stages.BUCKET_BYTES = bucket_bytes
+    module = mlp(seed=rank)
+    signals = Signals()
+    last = rank == torch.distributed.get_world_size() - 1
+    stuck = Stuck(module, place if last else None, at_step, lambda: signals.wait(f"merged {until_step}"))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    reports, num_updates = [], 0
+    with staged(module, deadline=FixedDeadline(0.2), patience=patience, estimator=LastMerged()) as model:
+        for number in range(num_steps):
+            stuck.step = number
+            stuck.reach("data")
+            with model.step():
+                model(features(rank, number)).square().mean().backward()
+            reports.append(model.last_report)
+            if rank == 0:
+                signals.send(f"merged {number}")
+            stuck.reach("optimizer")
+            optimizer.step()
+            optimizer.zero_grad()
+            num_updates += 1
+        return digest(module.parameters()), num_updates, reports
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, stages.BUCKET_BYTES], ids=["many messages", "one message"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_peers_go_on_while_a_rank_is_stuck_and_it_catches_up(world_size, place, bucket_bytes):
+    first = 4 if place == "optimizer" else 3  # the step that is merged without the rank
+    results = run_ranks(train, world_size, place, 3, 6, 12, Patience(grace_s=0.0), bucket_bytes)
+    assert len({parameters for parameters, _, _ in results}) == 1
+    assert {num_updates for _, num_updates, _ in results} == {12}
+    stood_in = [report.step for report in results[0][2] if report.ranks[-1].stood_in]
+    assert set(stood_in) >= set(range(first, 7))
+    for number in range(12):
+        assert len({shared(reports[number]) for _, _, reports in results}) == 1
+    report = results[0][2][first]
+    assert report.late_ranks == (world_size - 1,)
+    assert report.ranks[-1].cause in {"optimizer": ("data", "outside"), "data": ("data",)}.get(place, (place,))
+    assert (report.ranks[-1].reach > 0) == (place == "backward")
+
+
+def overtake(rank, max_lag):
+    """Rank 1 is stuck in step 2 while rank 0 goes as far as it can."""
+    module = mlp()
+    signals = Signals()
+    reports = []
+    with staged(module, deadline=FixedDeadline(0.1), patience=Patience(grace_s=0.0, max_lag=max_lag)) as model:
+        for number in range(8):
+            if (rank, number) == (1, 2):
+                signals.wait(f"before {2 + max_lag}")
+                time.sleep(0.5)  # would be enough for further steps
+                still_waiting = signals.absent(f"after {2 + max_lag}")
+            with model.step():
+                if rank == 0:
+                    signals.send(f"before {number}")
+                model(features(rank, number)).square().mean().backward()
+            if rank == 0:
+                signals.send(f"after {number}")
+            reports.append(model.last_report)
+        return [report.step for report in reports if report.ranks[1].stood_in], rank == 0 or still_waiting
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("max_lag", [0, 1, 3])
+def test_peers_wait_for_a_rank_beyond_max_lag(max_lag):
+    for stood_in, waited in run_ranks(overtake, 2, max_lag):
+        assert waited
+        assert stood_in[:max_lag] == list(range(2, 2 + max_lag))
+        assert 2 + max_lag not in stood_in[: max_lag + 1] or max_lag > 0
+
+
+class Sleepy(nn.Module):
+    """Sleeps in its backward pass when told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.sleep_s = 0.0
+
+    def forward(self, x):
+        if x.requires_grad:
+            x.register_hook(lambda _: time.sleep(self.sleep_s))
+        return x
+
+
+def chaos(rank, num_steps, seed):
+    """Random short sleeps in the data, the forward and backward pass and the optimizer."""
+    draw = random.Random(f"{seed} {rank}")
+    module = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), sleepy := Sleepy(), nn.Linear(16, 2))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    digests, reports = [], []
+    with staged(module, deadline=FixedDeadline(0.01), patience=Patience(grace_s=0.005), stages=2) as model:
+        for number in range(num_steps):
+            place = draw.choice(PLACES) if draw.random() < 0.15 else None
+            seconds = draw.choice([0.01, 0.03, 0.1])
+            if place == "data":
+                time.sleep(seconds)
+            sleepy.sleep_s = seconds if place == "backward" else 0.0
+            with model.step() as step:
+                if place == "forward":
+                    time.sleep(seconds)
+                loss = model(features(rank, number)).square().mean()
+                step.log(loss=loss)
+                loss.backward()
+            if place == "optimizer":
+                time.sleep(seconds)
+            optimizer.step()
+            optimizer.zero_grad()
+            digests.append(digest(module.parameters()))
+            reports.append(model.last_report)
+        return digests, reports
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("seed", range(3))
+def test_replicas_and_reports_stay_identical_under_chaos(world_size, seed):
+    results = run_ranks(chaos, world_size, 150, seed, timeout_s=120)
+    assert all(digests == results[0][0] for digests, _ in results)
+    for number in range(150):
+        assert len({shared(reports[number]) for _, reports in results}) == 1
+        assert results[0][1][number].step == number
+    assert any(rank.stood_in for report in results[0][1] for rank in report.ranks)
+    assert any(rank.late and not rank.stood_in for report in results[0][1] for rank in report.ranks)
