@@ -158,6 +158,8 @@ class Coordinator:
         with self._lock:
             self._entered_at = self._clock()
             self._num_microbatches = num_microbatches
+            if self._entered_at >= self._merged_at + self._deadline_s:
+                self._stand_in_wakes.notify()  # it sleeps until it would speak for a rank that has not entered
             if self._held is not None:
                 self._spare = self._spare or self._held  # a second spare is memory that only a stuck rank needs
                 self._held = None
@@ -404,7 +406,8 @@ class Coordinator:
         waited_for = self._channel.num_finished(step) >= self._quorum
         with self._lock:
             stop_at, speak_at = self._limits()
-            if step != self._merging or self._clock() < stop_at:
+            closed = self._round is not None and self._round.closed  # all is issued: there is nothing left to say
+            if step != self._merging or closed or self._clock() < stop_at:
                 return
             if not waited_for:
                 asked_for_s = self._clock() - max(stop_at, self._merged_at)

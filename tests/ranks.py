@@ -1,7 +1,7 @@
 """Runs a function on several ranks: real processes in a real gloo group, forked from a server that has torch loaded.
 
-A rank starts in about a tenth of a second. The test's own process hosts the store, as torchrun's agent does, so that
-the store outlives any rank.
+A rank starts in about a tenth of a second. The store is a file: it outlives any rank, as that of torchrun's agent does,
+and needs no name server, which a connection of ``TCPStore`` asks.
 """
 
 from __future__ import annotations
@@ -62,16 +62,14 @@ def run_ranks(
     and traceback, or with ``outcomes`` stands in its place as `Raised`. A rank that does not end in ``timeout_s``
     fails the test, with the stacks of its threads.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     payload = pickle.dumps((function, args))
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
         try:
             for rank in range(world_size):
                 ours, theirs = _context.Pipe()
-                stacks = str(Path(folder, f"rank{rank}"))
-                target = (rank, world_size, store.port, payload, stacks, timeout_s)
-                process = _context.Process(target=_rank_main, args=(theirs, *target), daemon=True)
+                target = (theirs, rank, world_size, folder, payload, timeout_s)
+                process = _context.Process(target=_rank_main, args=target, daemon=True)
                 process.start()
                 theirs.close()
                 ranks.append((process, ours))
@@ -86,7 +84,6 @@ def run_ranks(
             for process, _ in ranks:
                 process.join(_FAREWELL_S)
                 if process.is_alive():
-                    print(process.pid, Path(folder).exists() and [f.read_text() for f in Path(folder).iterdir()])  # DEBUG
                     process.kill()
                     process.join()
     return results
@@ -123,7 +120,9 @@ def _collect(connections: list[Connection], folder: Path, timeout_s: float, outc
             if isinstance(results[rank], Raised) and not outcomes:
                 until = min(until, time.monotonic() + _FAREWELL_S)  # its peers may have more to say, or wait for it
     if failures := [(rank, end) for rank, end in sorted(results.items()) if isinstance(end, Raised) and not outcomes]:
-        raise AssertionError("\n".join(f"rank {rank}: {end.kind}: {end.message}\n{end.trace}" for rank, end in failures))
+        raise AssertionError(
+            "\n".join(f"rank {rank}: {end.kind}: {end.message}\n{end.trace}" for rank, end in failures)
+        )
     if hanging := [rank for rank in range(len(connections)) if rank not in results]:
         stacks = "\n".join(f"rank {rank}:\n{Path(folder, f'rank{rank}').read_text()}" for rank in hanging)
         raise AssertionError(f"ranks {hanging} did not end within {timeout_s} s\n{stacks}")
@@ -131,13 +130,14 @@ def _collect(connections: list[Connection], folder: Path, timeout_s: float, outc
 
 
 def _rank_main(
-    connection: Connection, rank: int, world_size: int, port: int, payload: bytes, stacks: str, timeout_s: float
+    connection: Connection, rank: int, world_size: int, folder: str, payload: bytes, timeout_s: float
 ) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    with open(stacks, "w") as file:
+    with open(f"{folder}/rank{rank}", "w") as file:
         faulthandler.dump_traceback_later(timeout_s, file=file)
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=timeout_s))
+        store = dist.FileStore(f"{folder}/store")
+        store.set_timeout(timedelta(seconds=timeout_s))
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         try:
             function, args = pickle.loads(payload)

@@ -1,5 +1,7 @@
 """The weighted mean: which ranks it is over, and that it is the same on all of them."""
 
+import math
+
 import pytest
 import torch
 from ranks import digest, run_ranks, staged
@@ -51,7 +53,7 @@ def passes_of(stop, layer, num_microbatches):
 
 
 def expected_gradient(stops, layer, num_microbatches):
-    """``sum of S_r / sum of (c_r / n)``, where ``S_r`` sums the ``c_r`` micro-batches of rank ``r``; None without any."""
+    """``sum of S_r / sum of (c_r / n)``, where ``S_r`` sums the ``c_r`` micro-batches of rank ``r``; None for none."""
     passes = [passes_of(stop, layer, num_microbatches) for stop in stops]
     if not any(passes):
         return None
@@ -117,6 +119,8 @@ def test_report_tells_reach_weights_and_late_ranks_alike_on_every_rank(world_siz
         assert not any(stage.estimated for stage in report.stages)
         causes = [None if reach == 1 else "forward" if not reach else "backward" for reach in reaches]
         assert [rank.cause for rank in report.ranks] == causes
+        for rank, share in zip(report.ranks, shares, strict=True):
+            assert [math.isnan(seconds) for seconds in rank.stage_s] == [one < 1 for one in reversed(share)]
 
 
 def merge_rarely_used(rank, used_by, num_microbatches, stop):

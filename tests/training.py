@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -74,7 +74,7 @@ def mlp(seed: int = 0, width: int = 8, depth: int = 3) -> nn.Sequential:
     """A network of ``depth`` layers from 4 features to 2, the same for the same seed."""
     torch.manual_seed(seed)
     sizes = [4, *[width] * (depth - 1), 2]
-    layers = [module for i, o in zip(sizes, sizes[1:], strict=False) for module in (nn.Linear(i, o), nn.Tanh())]
+    layers = [module for i, o in pairwise(sizes) for module in (nn.Linear(i, o), nn.Tanh())]
     return nn.Sequential(*layers[:-1])
 
 
@@ -108,8 +108,8 @@ class Signals:
     def send(self, name: str) -> None:
         self._store.set(f"signal/{name}", "")
 
-    def wait(self, names: Sequence[str] | str) -> None:
-        self._store.wait([f"signal/{name}" for name in ([names] if isinstance(names, str) else names)])
+    def wait(self, name: str) -> None:
+        self._store.wait([f"signal/{name}"])
 
     def absent(self, name: str) -> bool:
         return not self._store.check([f"signal/{name}"])

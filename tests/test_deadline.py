@@ -1,0 +1,167 @@
+"""When a rank is late: policies on histories made by hand, and a user's own in training."""
+
+import math
+
+import pytest
+import torch
+from ranks import run_ranks, staged
+from training import features, mlp
+
+from straggle import Deadline, FixedDeadline, History, Patience, QuantileDeadline
+from straggle.deadline import HistoryWindow, WaitForAll, as_deadline
+
+NAN = math.nan
+
+
+def history(compute_s, num_steps=None, finished=None):
+    times = torch.tensor(compute_s, dtype=torch.float64)
+    done = torch.ones_like(times, dtype=torch.bool) if finished is None else torch.tensor(finished)
+    return History(len(times) if num_steps is None else num_steps, times, done)
+
+
+@pytest.mark.parametrize(("num_steps", "expected"), [(0, math.inf), (2, math.inf), (3, 0.5), (99, 0.5)])
+def test_fixed_deadline_is_its_budget_after_the_warmup(num_steps, expected):
+    assert FixedDeadline(0.5, warmup_steps=3).decide(history([[1.0, 2.0]], num_steps)) == expected
+
+
+@pytest.mark.parametrize(
+    ("q", "slack", "compute_s", "expected"),
+    [
+        (0.5, 1.0, [[1.0, 2.0], [3.0, 4.0]], 2.5),
+        (0.5, 1.2, [[1.0, 2.0], [3.0, 4.0]], 1.2 * 2.5),
+        (1.0, 2.0, [[1.0, 2.0, 8.0]], 16.0),
+        (0.0, 1.0, [[1.0, 2.0, 8.0]], 1.0),
+        (0.75, 1.0, [[1.0, 1.0, 1.0, 9.0]], 3.0),  # interpolated: the slow one of four sets in at 0.75
+        (0.5, 1.0, [[1.0, NAN, 3.0, NAN]], 2.0),  # a rank that never entered says nothing
+        (0.5, 1.0, [[NAN, NAN]], math.inf),
+    ],
+)
+def test_quantile_deadline_is_slack_times_the_quantile_of_all_times(q, slack, compute_s, expected):
+    policy = QuantileDeadline(q, slack, warmup_steps=1)
+    assert policy.decide(history(compute_s)) == pytest.approx(expected)
+
+
+def test_quantile_deadline_waits_for_everyone_in_the_warmup():
+    policy = QuantileDeadline(0.5, 1.0, window=2, warmup_steps=4)
+    assert [policy.decide(history([[1.0, 1.0]] * 2, steps)) for steps in (1, 3, 4)] == [math.inf, math.inf, 1.0]
+
+
+def test_quantile_deadline_that_is_too_tight_for_all_widens():
+    policy = QuantileDeadline(0.5, 1.5, window=1, warmup_steps=1)
+    deadline_s = 1.0
+    for _ in range(3):  # everyone is stopped at the deadline
+        deadline_s = policy.decide(history([[deadline_s] * 2], finished=[[False, False]]))
+    assert deadline_s == pytest.approx(1.5**3)
+
+
+def test_without_a_deadline_nobody_is_late():
+    assert WaitForAll().decide(history([[1.0]], 10**6)) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: FixedDeadline(0.0), "budget_s=0.0"),
+        (lambda: FixedDeadline(NAN), "budget_s=nan"),
+        (lambda: FixedDeadline(1.0, warmup_steps=-1), "warmup_steps=-1"),
+        (lambda: QuantileDeadline(1.1), "q=1.1"),
+        (lambda: QuantileDeadline(0.5, 0.9), "slack=0.9"),
+        (lambda: QuantileDeadline(0.5, window=0), "window=0"),
+        (lambda: QuantileDeadline(0.5, warmup_steps=0), "warmup_steps=0"),
+        (lambda: Patience(quorum=0), "quorum=0"),
+        (lambda: Patience(max_lag=-1), "max_lag=-1"),
+        (lambda: Patience(max_lag=1.5), "max_lag=1.5"),
+        (lambda: Patience(grace_s=-0.1), "grace_s=-0.1"),
+        (lambda: Patience(grace_s=NAN), "grace_s=nan"),
+        (lambda: Patience(give_up_s=math.inf), "give_up_s=inf"),
+        (lambda: Patience(give_up_s=0.5), "give_up_s=0.5"),
+        (lambda: Patience(quorum=5).quorum_of(4), "quorum=5: there are only 4 ranks"),
+    ],
+)
+def test_number_out_of_range_is_refused_with_its_value(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_quorum_is_half_of_the_ranks_but_at_least_one():
+    assert [Patience().quorum_of(size) for size in (1, 2, 3, 4, 5, 8)] == [1, 1, 1, 2, 2, 4]
+    assert Patience(quorum=3).quorum_of(4) == 3
+
+
+def test_deadline_is_a_policy_or_seconds_or_nothing():
+    policy = QuantileDeadline(0.5)
+    assert as_deadline(policy) is policy
+    assert isinstance(as_deadline(None), WaitForAll)
+    assert as_deadline(2).budget_s == 2.0
+
+
+@pytest.mark.parametrize("wrong", ["1", True, [1.0], FixedDeadline])
+def test_anything_else_is_no_deadline(wrong):
+    with pytest.raises(TypeError, match=r"give a straggle\.Deadline, a number of seconds, or None"):
+        as_deadline(wrong)
+
+
+def fill(window, count, start=0):
+    for step in range(start, start + count):
+        window.append(torch.tensor([step, 10.0 * step]), torch.tensor([True, step % 2 == 0]))
+    return window.read()
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 7])
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 10])
+def test_window_holds_the_last_steps_oldest_first(window, count):
+    seen = fill(HistoryWindow(window, 2), count)
+    steps = list(range(max(0, count - window), count))
+    assert seen.num_steps == count
+    assert seen.compute_s.tolist() == [[step, 10.0 * step] for step in steps]
+    assert seen.finished.tolist() == [[True, step % 2 == 0] for step in steps]
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 9])
+def test_restored_window_goes_on_as_one_that_never_stopped(count):
+    original, restored = HistoryWindow(3, 2), HistoryWindow(3, 2)
+    saved = fill(original, count)
+    restored.restore(History(saved.num_steps, saved.compute_s.clone(), saved.finished.clone()))
+    for window in (original, restored):
+        fill(window, 4, start=count)
+    assert restored.read().num_steps == original.read().num_steps == count + 4
+    assert torch.equal(restored.read().compute_s, original.read().compute_s)
+    assert torch.equal(restored.read().finished, original.read().finished)
+
+
+class Impatient(Deadline):
+    """A user's own policy: waits for everyone in the first two steps, and then for nobody."""
+
+    window = 3
+
+    def __init__(self):
+        self.seen = []
+
+    def decide(self, history):
+        self.seen.append((history.num_steps, history.compute_s.tolist(), history.finished.tolist()))
+        return 1e-6 if history.num_steps >= 2 else math.inf
+
+
+def work_until_late(rank):
+    """Rank 1 goes on with its forward pass in steps 2 and 3 until it is stopped."""
+    policy, late, deadlines = Impatient(), [], []
+    with staged(mlp(), deadline=policy, patience=Patience(grace_s=60.0)) as model:
+        for number in range(4):
+            with model.step():
+                while (rank, number) in ((1, 2), (1, 3)):
+                    model(features(rank, number))
+                model(features(rank, number)).sum().backward()
+            late.append(model.last_report.late_ranks)
+            deadlines.append(model.last_report.deadline_s)
+    return policy.seen, late, deadlines
+
+
+def test_users_own_policy_decides_alike_on_every_rank():
+    first, second = run_ranks(work_until_late, 2)
+    assert first == second
+    seen, late, deadlines = first
+    assert late == [(), (), (1,), (1,)]
+    assert deadlines == [math.inf, math.inf, 1e-6, 1e-6]
+    assert [num_steps for num_steps, _, _ in seen] == [1, 2, 3, 4]
+    assert [len(compute_s) for _, compute_s, _ in seen] == [1, 2, 3, 3]
+    assert seen[-1][2] == [[True, True], [True, False], [True, False]]
