@@ -132,6 +132,7 @@ class StagedDataParallel(nn.Module):
     def check(self) -> None:
         """Leave the step if this rank is late in it."""
         if self._step is not None and self._coordinator.stop_requested:
+            self._step.stopped = True
             raise DeadlineReached
 
     # -- entering and leaving a step
@@ -149,9 +150,11 @@ class StagedDataParallel(nn.Module):
 
     def _leave(self, step: Step, error: BaseException | None) -> bool:
         """Merge, and put the merged gradients in place; true where the error was only the deadline."""
-        truncated = isinstance(error, DeadlineReached)
+        only_late = isinstance(error, DeadlineReached)
+        # a loop that swallows even a BaseException comes here without one, and has not computed everything all the same
+        truncated = only_late or step.stopped
         try:
-            if error is not None and not truncated:
+            if error is not None and not only_late:
                 self._coordinator.fail(error)
                 return False
             merged = self._coordinator.finish(truncated=truncated, scalars=step.scalars)
@@ -165,7 +168,7 @@ class StagedDataParallel(nn.Module):
         if self._order is not None:
             self._learn_order(self._order)
             self._order = None
-        return truncated
+        return only_late
 
     def _put_in_place(self, merged: MergedStep, kept: Mapping[int, Tensor]) -> None:
         """Give every parameter its merged gradient: the same on every rank."""
@@ -202,6 +205,7 @@ class Step:
     def __init__(self, model: StagedDataParallel, num_microbatches: int) -> None:
         self._model = model
         self.num_microbatches = num_microbatches
+        self.stopped = False
         self.scalars: dict[str, float] = {}
         self.kept: dict[int, Tensor] = {}
 
