@@ -1,0 +1,259 @@
+"""What the documentation says is true of the code: blocks run, keys and fields exist, links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+
+import straggle
+from straggle.configuration import GROUPS, ConfigurationError, load
+
+ROOT = Path(__file__).parent.parent
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text()
+NUM_BATCHES = 3
+
+
+def blocks(language: str) -> list[Any]:
+    """All blocks of a language, each with a name that says where it is."""
+    return [
+        pytest.param(match[1], id=f"{page.name}:{page.read_text()[: match.start()].count(chr(10)) + 1}")
+        for page in PAGES
+        for match in re.finditer(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    ]
+
+
+def commands() -> list[Any]:
+    return [
+        pytest.param(shlex.split(line, comments=True), id=line)
+        for block in blocks("bash")
+        for line in block.values[0].splitlines()
+        if line and not line.startswith("#")
+    ]
+
+
+def documented(text: str) -> set[str]:
+    """Everything that is written as code, and of dotted names also the last part."""
+    return set(re.findall(r"`([^`\n]+)`", text))
+
+
+# -- blocks of Python
+
+
+def run_block(rank: int, block: str) -> tuple[int, list[bool]]:
+    """Runs a block as a reader would, in a program that has a model, data and an optimizer; what it left."""
+    torch.manual_seed(rank)
+    net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    names: dict[str, Any] = {
+        "straggle": straggle,
+        "torch": torch,
+        "model": net,
+        "loader": [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(NUM_BATCHES)],
+        "criterion": nn.functional.mse_loss,
+        "optimizer": torch.optim.AdamW(net.parameters()),
+    }
+    exec(compile(block, "block", "exec"), names)
+    model = names["model"]
+    model.close()
+    assert model.last_report is not None
+    changed = [not torch.equal(old, new) for old, new in zip(before, net.parameters(), strict=True)]
+    return model.last_report.step + 1, changed
+
+
+@pytest.mark.parametrize("block", blocks("python"))
+def test_python_block_trains_on_two_ranks(block: str) -> None:
+    assert run_ranks(run_block, 2, block) == [(NUM_BATCHES, [True] * 4)] * 2
+
+
+def test_readme_loop_is_the_one_in_the_package_docstring() -> None:
+    lines = (straggle.__doc__ or "").strip().splitlines()[2:]
+    assert "\n".join(lines) in "\n".join(block.values[0] for block in blocks("python"))
+
+
+# -- commands
+
+
+def check_command(words: list[str]) -> None:
+    """Raises what a wrong command line would meet, without starting it."""
+    while re.match(r"[A-Z_]+=", words[0]):
+        assert words[0].partition("=")[0] in re.findall(r"\w+", (ROOT / "launch.sh").read_text())
+        words = words[1:]
+    if words[0] == "srun":
+        words = words[next(i for i, word in enumerate(words) if not word.startswith("-") and i > 0) :]
+    program, arguments = words[0], words[1:]
+    if program == "./launch.sh":
+        assert os.access(ROOT / program, os.X_OK)
+        name = arguments[0] if arguments and "=" not in arguments[0] else "train"
+        if name == "test":
+            assert all((ROOT / word).exists() for word in arguments[1:] if word.endswith(".py"))
+        elif not name.startswith("-"):
+            load(name, arguments[name != "train" :])
+    elif "-m" in arguments:
+        module, keys = arguments[arguments.index("-m") + 1], arguments[arguments.index("-m") + 2 :]
+        assert find_spec(module), module
+        if module == "straggle.configuration":
+            load(keys[0], keys[1:])
+        else:
+            load(module.rpartition(".")[2], keys)
+    else:
+        script = next((word for word in arguments if word.endswith(".py")), program)
+        assert (ROOT / script).exists() or program.startswith(".venv/bin/"), script
+
+
+@pytest.mark.parametrize("words", commands())
+def test_command_exists_and_its_keys_are_valid(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    check_command(words)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "./launch.sh faults=slow",
+        "./launch.sh compare stepps=3",
+        "NODES=2 ./launch.sh",
+        "srun --nodes=2 ./launch.sh deadline.r=1",
+        "torchrun -m straggle.train workload.widht=8",
+        "torchrun examples/none.py",
+    ],
+)
+def test_command_check_refuses_what_does_not_exist(line: str) -> None:
+    with pytest.raises((AssertionError, ConfigurationError)):
+        check_command(shlex.split(line))
+
+
+# -- names
+
+
+def test_every_key_of_the_configuration_is_documented() -> None:
+    config = load("compare", [])
+    keys = {str(key) for key in config if key not in (*GROUPS, "patience", "hydra")}
+    keys |= {f"patience.{key}" for key in config.patience if key != "_target_"}
+    assert keys - documented(CONFIGURATION) == set()
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_option_of_a_group_is_documented_with_its_keys(group: str) -> None:
+    section = CONFIGURATION.partition(f"**`{group}`**")[2]
+    section = re.split(r"\n\*\*|\n## ", section)[0]
+    rows = {line.split("`")[1]: documented(line) for line in section.splitlines() if line.startswith("| `")}
+    options = {path.stem: load("train", [f"{group}={path.stem}"])[group] for path in (ROOT / "conf" / group).iterdir()}
+    assert rows.keys() == options.keys()
+    for option, config in options.items():
+        assert {str(key) for key in config} - {"_target_"} <= rows[option], option
+    default = next(row for row in section.splitlines() if "(default)" in row)
+    assert load("train", [])[group] == options[default.split("`")[1]]
+
+
+@pytest.mark.parametrize("record", [straggle.StepReport, straggle.RankReport, straggle.StageReport])
+def test_every_field_of_a_trace_is_documented(record: type) -> None:
+    trace = CONFIGURATION.partition("### `trace.jsonl`")[2].partition("### `compare.json`")[0]
+    assert {field.name for field in dataclasses.fields(record)} - documented(trace) == set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("command", "file"), [("train", "summary.json"), ("compare", "compare.json")])
+def test_file_of_a_run_has_the_documented_fields(command: str, file: str, tmp_path: Path) -> None:
+    keys = ["workload=digits", "steps=3", "faults=none", f"run_dir={tmp_path}"]
+    subprocess.run([sys.executable, "-m", f"straggle.{command}", *keys], cwd=tmp_path, env=environment(), check=True)
+    content = json.loads((tmp_path / file).read_text())
+    section = CONFIGURATION.partition(f"### `{file}`")[2].partition("\n### ")[0]
+    rows = [line.rpartition(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
+    for fields in content.values() if command == "compare" else [content]:
+        assert documented("\n".join(rows)) == set(fields)
+
+
+def test_every_name_of_the_package_in_the_pages_exists() -> None:
+    used = {name for page in PAGES for name in re.findall(r"\bstraggle\.([A-Z]\w+)", page.read_text())}
+    assert used
+    assert used <= set(straggle.__all__)
+
+
+def test_every_policy_is_in_the_readme() -> None:
+    policies = {
+        name
+        for name in straggle.__all__
+        if isinstance(kind := getattr(straggle, name), type)
+        and issubclass(kind, (straggle.Deadline, straggle.Estimator))
+        and kind not in (straggle.Deadline, straggle.Estimator)
+    }
+    assert {name for name in policies if f"`{name}(" not in (ROOT / "README.md").read_text()} == set()
+
+
+def test_modules_import_only_from_those_listed_above_them() -> None:
+    table = (ROOT / "docs" / "how-it-works.md").read_text().partition("## The modules")[2]
+    rows = [re.findall(r"straggle/(\w+)", line.split(" | ")[0]) for line in table.splitlines() if "`straggle/" in line]
+    order = {module: position for position, row in enumerate(rows) for module in row}
+    files = [path for path in (ROOT / "straggle").iterdir() if path.suffix == ".py" and path.stem != "__init__"]
+    folders = [path for path in (ROOT / "straggle").iterdir() if (path / "__init__.py").exists()]
+    assert {path.stem for path in files} | {path.name for path in folders} == order.keys()
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("straggle."):
+                other = (node.module or "").split(".")[1]
+                assert order[other] <= order[path.stem], f"{path.name} imports {other}"
+
+
+# -- links
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_lead_to_files(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    files = [target.partition("#")[0] for target in targets if not re.match(r"https?:|#", target)]
+    assert [file for file in files if not (page.parent / file).exists()] == []
+
+
+# -- examples
+
+
+def environment() -> dict[str, str]:
+    """One thread a process, and no rank of a job that the tests may run in."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    paths = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")]))
+    return {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths}
+
+
+def run_example(*command: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
+def test_example_runs_on_two_ranks_and_the_slow_one_is_late(example: Path) -> None:
+    printed = run_example("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(example))
+    assert "(1,)" in printed
+    assert "DIFFERENT" not in printed
+
+
+@pytest.mark.slow
+def test_ddp_loop_runs_as_a_single_process() -> None:
+    printed = run_example("examples/ddp_loop.py")
+    assert "step 50" in printed
+    assert "(0,)" not in printed
+
+
+def test_examples_name_the_command_that_runs_them() -> None:
+    assert EXAMPLES
+    for example in EXAMPLES:
+        assert f"examples/{example.name}" in (ast.get_docstring(ast.parse(example.read_text())) or ""), example

@@ -1,0 +1,68 @@
+"""A rank's time by phases, under a clock that only the test moves."""
+
+import pytest
+
+from straggle.backward import Stopwatch
+
+
+class FakeClock:
+    def __init__(self):
+        self.now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+@pytest.fixture
+def clock():
+    return FakeClock()
+
+
+@pytest.fixture
+def stopwatch(clock):
+    return Stopwatch(clock)
+
+
+def run(stopwatch, clock, *events):
+    """Seconds pass, phases begin, and "gradient" finishes one."""
+    for event in events:
+        if isinstance(event, float):
+            clock.now_s += event
+        elif event == "gradient":
+            stopwatch.gradient_finished()
+        else:
+            stopwatch.enter(event)
+    return stopwatch.read()
+
+
+def test_time_counts_for_the_phase_that_runs(stopwatch, clock):
+    seconds = run(stopwatch, clock, 1.0, "data", 2.0, "forward", 4.0, "backward", 8.0, "gradient", "outside", 16.0)
+    assert seconds == {"outside": 17.0, "data": 2.0, "forward": 4.0, "backward": 8.0}
+
+
+def test_reading_changes_nothing(stopwatch, clock):
+    run(stopwatch, clock, "forward", 1.0)
+    assert stopwatch.read() == stopwatch.read() == run(stopwatch, clock)
+    assert run(stopwatch, clock, 1.0)["forward"] == 2.0
+
+
+def test_backward_ends_with_its_last_gradient_and_the_rest_is_data(stopwatch, clock):
+    seconds = run(stopwatch, clock, "backward", 1.0, "gradient", 1.0, "gradient", 5.0, "forward", 3.0)
+    assert seconds == {"outside": 0.0, "data": 5.0, "forward": 3.0, "backward": 2.0}
+
+
+def test_gradient_without_a_sign_of_backward_begins_it(stopwatch, clock):
+    seconds = run(stopwatch, clock, "forward", 1.0, "gradient", 2.0, "gradient")
+    assert seconds["forward"] == 1.0
+    assert seconds["backward"] == 2.0
+    assert stopwatch.phase == "backward"
+
+
+def test_backward_that_finishes_no_gradient_has_its_own_time(stopwatch, clock):
+    seconds = run(stopwatch, clock, "forward", 1.0, "gradient", 1.0, "outside", 1.0, "backward", 4.0, "outside")
+    assert sum(seconds.values()) == 7.0
+
+
+def test_phases_sum_to_the_time_that_passed(stopwatch, clock):
+    events = ["data", 0.5, "forward", 0.25, "backward", 1.0, "gradient", 0.125, "forward", 0.25, "gradient", "outside"]
+    assert sum(run(stopwatch, clock, 2.0, *events).values()) == clock.now_s - 100.0
