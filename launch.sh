@@ -79,6 +79,6 @@ case "${1:-}" in
     install dev
     cd "$here" && exec "$venv/bin/python" -m pytest "$@"
     ;;
-  compare) shift && run compare "$@" ;;
+  compare | train) run "$@" ;;
   *) run train "$@" ;;
 esac

@@ -1,4 +1,7 @@
-"""What happened in a step: frozen records, the same on every rank, built from the telemetry of all ranks."""
+"""What happened in a step: frozen records, built from the telemetry of all ranks and so the same on every rank.
+
+Only ``seconds`` is by each rank's own clock, and ``scalars`` leaves out names that this rank has never logged.
+"""
 
 from __future__ import annotations
 
