@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _SLICE = timedelta(seconds=1)
+_POLL_S = 50e-6
 
 
 class PeerFailed(RuntimeError):
@@ -38,6 +39,7 @@ class Channel:
         self.rank = dist.get_rank(parent)
         self.world_size = len(ranks)
         backend = dist.get_backend(parent)
+        self._queued = backend != "gloo"  # collectives run on the device's own queue, not on the host
         self.gradients = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
         self.control = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
         store = dist.distributed_c10d._get_default_store()
@@ -85,15 +87,26 @@ class Channel:
     def wait(self, work: dist.Work, what: str, give_up_s: float | None = None) -> None:
         """Wait for a collective; raises `PeerFailed` when a peer failed or ``give_up_s`` is over."""
         give_up_at = time.monotonic() + (give_up_s or self.give_up_s)
-        while True:
-            try:
-                work.wait(_SLICE)
-                return
-            except RuntimeError as error:
-                if work.is_completed() or time.monotonic() > give_up_at:
-                    raise PeerFailed(self.explain(what)) from error
-            if self._failures():
+        while not self._ended(work, what):
+            if time.monotonic() > give_up_at or self._failures():
                 raise PeerFailed(self.explain(what))
+        if self._queued:
+            work.wait()  # makes this thread's stream wait, and raises what went wrong
+
+    def _ended(self, work: dist.Work, what: str) -> bool:
+        """Wait a second at the most for a collective to end."""
+        if self._queued:  # nccl would take the end of a short wait for a failure, and abort
+            until = time.monotonic() + _SLICE.total_seconds()
+            while not work.is_completed() and time.monotonic() < until:
+                time.sleep(_POLL_S)
+            return work.is_completed()
+        try:
+            work.wait(_SLICE)
+        except RuntimeError as error:
+            if work.is_completed():
+                raise PeerFailed(self.explain(what)) from error
+            return False
+        return True
 
     def explain(self, what: str, patience_s: float = 2.0) -> str:
         """Why ``what`` failed: the failures that ranks left word of, or else the ranks that no longer answer."""

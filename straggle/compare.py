@@ -11,7 +11,7 @@ import math
 import sys
 import time
 from pathlib import Path
-from statistics import fmean, median, quantiles
+from statistics import fmean, median, pstdev, quantiles
 from typing import Any
 
 import hydra
@@ -34,7 +34,7 @@ class Timed:
         self.job = job
         self.step_s: list[float] = []
         self.end_s: list[float] = []  # of each step, on this job's own clock
-        self._elapsed_s = 0.0
+        self.elapsed_s = 0.0
 
     def turn(self, first: int, steps: int) -> None:
         """Train some steps; whatever a rank still has to catch up with at the end of the turn counts too."""
@@ -44,24 +44,22 @@ class Timed:
             self.job.step(number)
             now = time.perf_counter()
             self.step_s.append(now - before)
-            self.end_s.append(self._elapsed_s + now - begin)
+            self.end_s.append(self.elapsed_s + now - begin)
             before = now
         dist.barrier()
-        self._elapsed_s += time.perf_counter() - begin
-        self.end_s[-1] = self._elapsed_s
+        self.elapsed_s += time.perf_counter() - begin
+        self.end_s[-1] = self.elapsed_s
 
-    def summary(self) -> dict[str, Any]:
-        """Everything but the time to a loss, which needs a target."""
-        steps = self.step_s[min(len(self.step_s) // 10, 10) :]
-        scores = self.job.evaluate()
+    def summary(self, steps: int) -> dict[str, float]:
+        """Times of the first ``steps``; medians leave out the first tenth, in which caches and deadlines warm up."""
+        whole = self.step_s[:steps]
+        steady = whole[min(len(whole) // 10, 10) :]
         return {
-            "step_seconds_median": median(steps),
-            "step_seconds_mean": self._elapsed_s / len(self.step_s),
-            "step_seconds_p95": quantiles(steps, n=20)[-1] if len(steps) > 1 else steps[0],
-            "step_seconds_stdev": (fmean(s * s for s in steps) - fmean(steps) ** 2) ** 0.5,
-            "seconds": self._elapsed_s,
-            "validation_loss": scores["loss"],
-            **({"validation_accuracy": scores["accuracy"]} if "accuracy" in scores else {}),
+            "step_seconds_median": median(steady),
+            "step_seconds_mean": self.end_s[steps - 1] / steps,
+            "step_seconds_p95": quantiles(steady, n=20)[-1] if len(steady) > 1 else steady[0],
+            "step_seconds_stdev": pstdev(steady),
+            "seconds": self.end_s[steps - 1],
         }
 
     def smooth_losses(self) -> list[float]:
@@ -95,25 +93,42 @@ def compare(config: DictConfig) -> None:
                 methods[name].turn(first, steps)
             times = "  ".join(f"{name} {1e3 * median(timed.step_s[-steps:]):.0f} ms" for name, timed in methods.items())
             console.print(f"step {first + steps}/{config.steps}  {times}", highlight=False)
-        losses = {name: timed.smooth_losses() for name, timed in methods.items()}
+        scores = {name: timed.job.evaluate() for name, timed in methods.items()}
+        losses = _train_on(methods, config.block)
         hashes = {name: gather(timed.job.parameters_sha256()) for name, timed in methods.items()}
         if dist.get_rank() == 0:
-            _finish(config, methods, losses, hashes)
+            _finish(config, methods, scores, losses, hashes)
         dist.barrier()
         for timed in methods.values():
             timed.job.close()
 
 
+def _train_on(methods: dict[str, Timed], block: int) -> dict[str, list[float]]:
+    """Let straggle use up DDP's seconds, or come to DDP's final loss; gives the running means of all losses."""
+    ddp, ours = methods["ddp"], methods["straggle"]
+    reference, losses = ddp.smooth_losses(), ours.smooth_losses()
+    while gather(ours.seconds_to(losses, reference[-1]) is None and ours.elapsed_s < ddp.elapsed_s)[0]:
+        ours.turn(len(ours.step_s), block)
+        losses = ours.smooth_losses()
+    return {"ddp": reference, "straggle": losses}
+
+
 def _finish(
-    config: DictConfig, methods: dict[str, Timed], losses: dict[str, list[float]], hashes: dict[str, list[str]]
+    config: DictConfig,
+    methods: dict[str, Timed],
+    scores: dict[str, dict[str, float]],
+    losses: dict[str, list[float]],
+    hashes: dict[str, list[str]],
 ) -> None:
     target = losses["ddp"][-1]
     results: dict[str, dict[str, Any]] = {}
     for name, timed in methods.items():
         seconds_to_loss = timed.seconds_to(losses[name], target)
         results[name] = {
-            **timed.summary(),
-            "loss": losses[name][-1],
+            **timed.summary(config.steps),
+            "validation_loss": scores[name]["loss"],
+            **({"validation_accuracy": scores[name]["accuracy"]} if "accuracy" in scores[name] else {}),
+            "loss": losses[name][config.steps - 1],
             "target_loss": target,
             "seconds_to_loss": seconds_to_loss,
             "parameters_sha256": hashes[name],

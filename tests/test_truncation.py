@@ -1,12 +1,15 @@
 """Stopping a pass is exact: what was finished is the full gradient bit for bit, and the rest was never touched."""
 
+import contextlib
+
 import pytest
 import torch
 from ranks import run_ranks, staged
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training import Stopper, features, grads, mlp
+from training import Chain, Stopper, features, grads, mlp
 
+from straggle import StepReport
 from straggle.workloads import Digits, Synthetic, Text
 
 
@@ -185,3 +188,22 @@ def train_truncated(rank, num_steps):
 
 def test_training_after_truncated_steps_equals_training_without_them():
     assert all(run_ranks(train_truncated, 1, 18)[0])
+
+
+def swallowing(rank: int) -> StepReport | None:
+    module = Chain(3)
+    stopper = Stopper(module)
+    with staged(module) as model:
+        for cut in (None, 1):
+            with model.step() as step:
+                stopper.arm(step, cut)
+                with contextlib.suppress(BaseException):
+                    model(1.0).backward()
+        assert [layer.weight.grad is None for layer in module.layers] == [True, True, False]
+        return model.last_report
+
+
+def test_loop_that_swallows_the_deadline_is_reported_late_all_the_same():
+    (report,) = run_ranks(swallowing, 1)
+    assert report.late_ranks == (0,)
+    assert report.ranks[0].reach == 4 / 9

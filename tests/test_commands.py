@@ -1,0 +1,197 @@
+"""The commands as a user starts them: real processes, real files."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from straggle import RankReport, StageReport, StepReport
+from straggle.configuration import ConfigurationError, load
+from straggle.trace import TraceWriter, read_trace
+from straggle.view import LiveView
+from straggle.whatif import WaitForAllPrediction
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def torchrun(world_size: int, module: str, *keys: str, folder: Path) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+    done = subprocess.run(
+        [*command, "-m", module, *keys], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def rank(number: int, compute_s: float, stage_s: tuple[float, ...], **rest: Any) -> RankReport:
+    whole = tuple(float(not math.isnan(at)) for at in stage_s)
+    return RankReport(number, 0.0, 0.0, 0.0, 0.0, 0.0, compute_s, sum(whole) / len(whole), whole, stage_s, **rest)
+
+
+def report(*ranks: RankReport, step: int = 0, seconds: float = 1.5) -> StepReport:
+    return StepReport(step, seconds, 1.2, ranks, (StageReport("head", 4, 2.0, False),), {"loss": 2.5})
+
+
+# -- what would waiting have cost
+
+
+def test_waiting_for_nobody_costs_nothing() -> None:
+    calm = report(rank(0, 1.0, (0.5, 1.0)), rank(1, 1.1, (0.5, 1.1)))
+    assert WaitForAllPrediction().seconds(calm) == 1.5
+
+
+def test_late_rank_would_have_taken_its_slowness_times_the_others_time() -> None:
+    late = rank(2, 1.2, (1.0, math.nan), late=True, cause="backward")  # had its first stage after twice the time
+    step = report(rank(0, 0.9, (0.5, 0.9)), rank(1, 0.9, (0.5, 0.9)), late)
+    assert WaitForAllPrediction().seconds(step) == pytest.approx(1.5 + (2 * 0.9 - 1.2))
+
+
+def test_rank_that_never_entered_is_taken_to_be_as_slow_as_before_and_its_overrun_counts() -> None:
+    prediction = WaitForAllPrediction()
+    peers = (rank(0, 1.0, (0.5, 1.0)), rank(1, 1.0, (0.5, 1.0)))
+    prediction.seconds(report(*peers, rank(2, 1.2, (1.5, math.nan), late=True)))
+    absent = rank(2, math.nan, (math.nan, math.nan), late=True, stood_in=True, overrun_s=0.25)
+    assert prediction.seconds(report(*peers, absent)) == pytest.approx(1.5 + (3 * 1.0 - 1.0) + 0.25)
+
+
+# -- the trace
+
+
+def test_trace_gives_back_what_was_written_and_goes_on_where_a_run_resumes(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "trace.jsonl"
+    with TraceWriter(path) as trace:
+        for step in range(4):
+            trace.write(report(rank(0, math.nan, (math.nan,)), step=step))
+    with TraceWriter(path, first_step=2) as trace:
+        trace.write(report(rank(0, 1.0, (1.0,)), step=2))
+    records = list(read_trace(path))
+    assert [record["step"] for record in records] == [0, 1, 2]
+    assert records[0]["ranks"][0]["compute_s"] is None  # JSON has no NaN
+    assert records[2]["ranks"][0]["compute_s"] == 1.0
+
+
+def test_trace_without_its_last_half_line_can_be_read_and_garbage_cannot(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1')
+    assert list(read_trace(path)) == [{"step": 0}]
+    path.write_text('{"step": 0}\nnonsense\n')
+    with pytest.raises(ValueError, match="not a trace"):
+        list(read_trace(path))
+
+
+# -- the view
+
+
+def test_view_prints_plain_lines_where_there_is_no_terminal() -> None:
+    console = Console(force_terminal=False, width=120, record=True)
+    with LiveView(20, console=console) as view:
+        view.show(report(rank(0, 1.0, (1.0,)), rank(1, 1.0, (math.nan,), late=True), step=0))
+    assert "loss 2.500  step 1500 ms  deadline 1200 ms  late: 1" in console.export_text()
+
+
+# -- the configuration
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["stepz=3"], "unknown key stepz; valid keys: steps, seed"),
+        (["deadline=soon"], "deadline=soon: choose one of fixed, none, quantile"),
+        (["deadline.budget_s=1"], "unknown key deadline.budget_s; deadline has q, slack, window, warmup_steps"),
+        (["+faults.slow.speed=1"], "unknown key faults.slow.speed; faults.slow has factor, ranks"),
+        (["steps=many"], "steps=many: must be a whole number of at least 1"),
+        (["deadline.q=1.5"], "q=1.5: a quantile lies between 0 and 1"),
+        (["workload.path=/nowhere"], "text path not found: /nowhere"),
+        (["patience=null"], "patience=None"),
+    ],
+)
+def test_wrong_key_or_value_is_refused_with_the_valid_ones(keys: list[str], message: str) -> None:
+    with pytest.raises(ConfigurationError) as error:
+        load("train", keys)
+    assert message in str(error.value)
+
+
+def test_wrong_key_ends_the_command_with_one_message_and_no_traceback() -> None:
+    command = [sys.executable, "-m", "straggle.train", "stepz=3"]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith("unknown key stepz")
+    assert "Traceback" not in done.stderr
+
+
+# -- whole runs
+
+
+@pytest.mark.slow
+def test_training_writes_its_files_and_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    keys = ("workload=digits", "faults=none", "deadline=none", "estimator=moving_average")
+    torchrun(2, "straggle.train", *keys, "steps=8", "run_dir=whole", folder=tmp_path)
+    torchrun(2, "straggle.train", *keys, "steps=5", "run_dir=parts", folder=tmp_path)
+    torchrun(2, "straggle.train", *keys, "steps=8", "run_dir=parts", "resume=true", folder=tmp_path)
+    whole, parts = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "parts"))
+    assert whole["parameters_sha256"] == parts["parameters_sha256"]
+    assert len(set(whole["parameters_sha256"])) == 1
+    assert [record["step"] for record in read_trace(tmp_path / "parts" / "trace.jsonl")] == list(range(8))
+    assert whole["dropped_share"] == 0.0
+    assert whole["late_steps_per_rank"] == [0, 0]
+    stable = "steps step_seconds_median step_seconds_mean wait_for_all_seconds_median loss validation_loss"
+    assert set(stable.split()) <= whole.keys()
+    files = {path.name for path in (tmp_path / "whole" / "checkpoint").iterdir()}
+    assert {"model.safetensors", "optimizer.safetensors", "history.safetensors", "state.json"} <= files
+    assert (tmp_path / "whole" / "config.yaml").exists()
+
+
+@pytest.mark.slow
+def test_slow_rank_is_late_and_the_replicas_stay_identical(tmp_path: Path) -> None:
+    keys = ("steps=14", "batch_size=4", "workload.depth=2", "faults.stall.step=8")
+    out = torchrun(4, "straggle.train", *keys, "run_dir=run", folder=tmp_path)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert len(summary["parameters_sha256"]) == 4
+    assert len(set(summary["parameters_sha256"])) == 1
+    assert summary["late_steps_per_rank"][3] > 0
+    assert summary["dropped_share_per_rank"][3] > 0
+    assert "waiting for everyone" in out
+
+
+@pytest.mark.slow
+def test_compare_trains_ddp_and_straggle_to_the_same_parameters_when_nobody_is_late(tmp_path: Path) -> None:
+    keys = ("workload=digits", "faults=none", "deadline=none", "steps=6", "block=2", "num_microbatches=2")
+    torchrun(2, "straggle.compare", *keys, "run_dir=run", folder=tmp_path)
+    results = json.loads((tmp_path / "run" / "compare.json").read_text())
+    stable = "step_seconds_median step_seconds_mean step_seconds_p95 validation_loss seconds_to_loss"
+    for method in ("ddp", "straggle"):
+        assert set(stable.split()) <= results[method].keys()
+    assert results["ddp"]["validation_loss"] == results["straggle"]["validation_loss"]
+    assert results["ddp"]["parameters_sha256"] == results["straggle"]["parameters_sha256"]
+
+
+@pytest.mark.slow
+def test_wheel_carries_the_configuration_and_the_command_runs_from_it(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
+    subprocess.run(build, check=True, timeout=240)
+    (wheel,) = tmp_path.glob("straggle-*.whl")
+    installed = tmp_path / "installed"
+    zipfile.ZipFile(wheel).extractall(installed)
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(installed)}
+    where = "import straggle.configuration as c; print(c.config_dir())"
+    found = subprocess.run([sys.executable, "-c", where], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert found.stdout.strip() == str(installed / "straggle" / "conf")
+    command = [sys.executable, "-m", "straggle.train", "workload=digits", "faults=none", "steps=2", "run_dir=run"]
+    subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=240)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
+
+
+def test_launch_help_names_its_commands() -> None:
+    done = subprocess.run([str(ROOT / "launch.sh"), "--help"], capture_output=True, text=True, timeout=30, check=True)
+    assert "./launch.sh compare" in done.stdout
+    assert "./launch.sh test" in done.stdout

@@ -1,0 +1,127 @@
+"""On a GPU: the same gradients as DDP, truncation out of the device's own backward thread, mixed precision."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks, staged
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from training import Stopper
+
+from straggle.workloads import Digits, Text, Workload
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(scope="module")
+def nccl() -> Iterator[None]:
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    yield
+    dist.destroy_process_group()
+
+
+def workload(name: str) -> Workload:
+    return {"text": Text, "digits": Digits}[name]()
+
+
+def batches(work: Workload, count: int) -> list[tuple[Tensor, Tensor]]:
+    pairs = [work.batch(torch.arange(8) + 8 * number) for number in range(count)]
+    return [(x.cuda(), y.cuda()) for x, y in pairs]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["text", "digits"])
+def test_training_equals_ddp_bit_for_bit_over_nccl(nccl: None, name: str, dtype: torch.dtype) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    work = workload(name)
+    torch.manual_seed(0)
+    ours = work.model().cuda()
+    theirs = copy.deepcopy(ours)
+    ddp = DistributedDataParallel(theirs)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in (ours, theirs)]
+    with staged(ours, deadline=60.0) as model:
+        for batch in batches(work, 4):
+            with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+                with model.step():
+                    work.loss(model, batch).backward()
+                work.loss(ddp, batch).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    for mine, reference in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, reference)
+
+
+def test_kept_gradients_of_a_truncated_backward_equal_the_full_ones_on_the_device(nccl: None) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    work = workload("text")
+    torch.manual_seed(0)
+    module = work.model().cuda()
+    (batch,) = batches(work, 1)
+    work.loss(module, batch).backward()
+    full = [parameter.grad.clone() for parameter in module.parameters()]
+    module.zero_grad()
+    stopper = Stopper(module)
+    with staged(module, deadline=60.0) as model:
+        for cut in (None, 1, len(full) // 2, len(full) - 1, None):
+            with model.step() as step:
+                stopper.arm(step, cut)
+                work.loss(model, batch).backward()
+            kept = [parameter.grad for parameter in module.parameters()]
+            assert sum(gradient is not None for gradient in kept) == (len(full) if cut is None else cut)
+            for gradient, expected in zip(kept, full, strict=True):
+                assert gradient is None or torch.equal(gradient, expected)
+            module.zero_grad()
+
+
+def memory_of_truncated_steps() -> tuple[int, int]:
+    work = workload("text")
+    module = work.model().cuda()
+    (batch,) = batches(work, 1)
+    stopper = Stopper(module)
+    allocated = []
+    with staged(module, deadline=60.0) as model:
+        for number in range(1000):
+            with model.step() as step:
+                stopper.arm(step, number % 70 + 1)
+                work.loss(model, batch).backward()
+            module.zero_grad()
+            if number in (10, 999):
+                allocated.append(torch.cuda.memory_allocated())
+    return allocated[0], allocated[1]
+
+
+@pytest.mark.slow
+def test_a_thousand_truncated_steps_leave_no_memory_behind(nccl: None) -> None:
+    early, late = memory_of_truncated_steps()
+    assert late == early
+
+
+def merge_on_one_device(rank: int) -> list[float]:
+    module = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)).cuda()
+    with torch.no_grad():
+        module[0].weight.fill_(2.0)
+        module[1].weight.fill_(3.0)
+    stopper = Stopper(module)
+    x = torch.full((1, 1), float(rank + 1), device="cuda")
+    with staged(module, deadline=60.0, stages=2) as model:
+        for cut in (None, 1 if rank == 1 else None):
+            with model.step() as step:
+                stopper.arm(step, cut)
+                model(x).sum().backward()
+        return [parameter.grad.item() for parameter in module.parameters()]
+
+
+def test_a_late_rank_is_left_out_of_the_mean_on_the_device() -> None:
+    # d/dw1 = w2 x = 3 x, d/dw2 = w1 x = 2 x; rank 1 (x = 2) is stopped after w2
+    for gradients in run_ranks(merge_on_one_device, 2):
+        assert gradients == [3.0, 2.0 * (1 + 2) / 2]
