@@ -51,7 +51,8 @@ class StagedDataParallel(nn.Module):
         patience = patience or Patience()
         self.module = module
         self.estimator = estimator or Abstain()
-        self.last_report: StepReport | None = None
+        self._last_merged: MergedStep | None = None
+        self._last_report: StepReport | None = None
         self._stages = stages
         self._parameters_list = [parameter for _, parameter in trainable(module)]
         self._channel = Channel(process_group, give_up_s=patience.give_up_s)
@@ -95,6 +96,15 @@ class StagedDataParallel(nn.Module):
         if num_microbatches < 1:
             raise ValueError(f"num_microbatches={num_microbatches}: a step has at least one backward pass")
         return Step(self, num_microbatches)
+
+    @property
+    def last_report(self) -> StepReport | None:
+        """What happened in the last step, on all ranks; ``None`` before the first. Built when it is asked for."""
+        if self._last_report is None and (merged := self._last_merged) is not None:
+            self._last_report = merged.table.report(
+                merged.step, merged.seconds, merged.deadline_s, merged.plan, self._scalar_names
+            )
+        return self._last_report
 
     @property
     def history(self) -> History:
@@ -162,9 +172,7 @@ class StagedDataParallel(nn.Module):
             self._step = None
         self._put_in_place(merged, step.kept)
         self._scalar_names |= step.scalars.keys()
-        self.last_report = merged.table.report(
-            merged.step, merged.seconds, merged.deadline_s, merged.plan, self._scalar_names
-        )
+        self._last_merged, self._last_report = merged, None
         if self._order is not None:
             self._learn_order(self._order)
             self._order = None
