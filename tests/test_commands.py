@@ -112,7 +112,6 @@ def test_view_prints_plain_lines_where_there_is_no_terminal() -> None:
         (["steps=many"], "steps=many: must be a whole number of at least 1"),
         (["deadline.q=1.5"], "q=1.5: a quantile lies between 0 and 1"),
         (["workload.path=/nowhere"], "text path not found: /nowhere"),
-        (["patience=null"], "patience=None"),
     ],
 )
 def test_wrong_key_or_value_is_refused_with_the_valid_ones(keys: list[str], message: str) -> None:

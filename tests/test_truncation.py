@@ -195,6 +195,7 @@ def swallowing(rank: int) -> StepReport | None:
     stopper = Stopper(module)
     with staged(module) as model:
         for cut in (None, 1):
+            module.zero_grad()
             with model.step() as step:
                 stopper.arm(step, cut)
                 with contextlib.suppress(BaseException):
