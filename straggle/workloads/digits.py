@@ -4,16 +4,16 @@ The data are the 1,797 images of 8 x 8 pixels that come with scikit-learn.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from straggle.workloads.workload import Batch, Workload, classification_loss, classification_scores, require_positive
+from straggle.workloads.workload import Batch, LabelledSamples, require_positive
 
 _NORM_GROUPS = 4
 _IMAGE_SIZE = 8
 _CLASSES = 10
 
 
-class Digits(Workload):
+class Digits(LabelledSamples):
     """Classification of digits by ``depth`` convolutions of ``channels`` channels; ``seed`` draws what is held out."""
 
     def __init__(self, *, channels: int = 16, depth: int = 6, validation_share: float = 0.2, seed: int = 0) -> None:
@@ -27,8 +27,8 @@ class Digits(Workload):
         x, y = _load()
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
         held_out = min(max(1, round(len(x) * validation_share)), len(x) - 1)
-        self._training = x[order[held_out:]], y[order[held_out:]]
-        self._validation = x[order[:held_out]], y[order[:held_out]]
+        held, rest = order[:held_out], order[held_out:]
+        super().__init__(training=(x[rest], y[rest]), validation=(x[held], y[held]))
 
     def model(self) -> nn.Module:
         blocks = [_block(self.channels if i else 1, self.channels) for i in range(self.depth)]
@@ -38,20 +38,6 @@ class Digits(Workload):
         model.add_module("flatten", nn.Flatten())
         model.add_module("head", nn.Linear(self.channels * (_IMAGE_SIZE // 2) ** 2, _CLASSES))
         return model
-
-    @property
-    def num_samples(self) -> int:
-        return len(self._training[0])
-
-    def batch(self, indices: Tensor) -> Batch:
-        x, y = self._training
-        return x[indices], y[indices]
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return classification_loss(model, batch)
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        return classification_scores(model, [self._validation])
 
 
 def _block(channels_in: int, channels_out: int) -> nn.Module:

@@ -6,13 +6,13 @@ The targets are those of a fixed random linear map, so that training can be seen
 import torch
 from torch import Tensor, nn
 
-from straggle.workloads.workload import Batch, Workload, classification_loss, classification_scores, require_positive
+from straggle.workloads.workload import LabelledSamples, require_positive
 
 _FEATURES = 32
 _NUM_VALIDATION = 512
 
 
-class Synthetic(Workload):
+class Synthetic(LabelledSamples):
     """``depth`` residual blocks with ``8 * width**2`` parameters each; the defaults make about 10 million."""
 
     def __init__(self, *, width: int = 320, depth: int = 12, classes: int = 10, num_samples: int = 8192) -> None:
@@ -26,8 +26,8 @@ class Synthetic(Workload):
         teacher = torch.randn(_FEATURES, classes, generator=generator)
         x = torch.randn(_NUM_VALIDATION + num_samples, _FEATURES, generator=generator)
         y = (x @ teacher).argmax(-1)
-        self._validation = x[:_NUM_VALIDATION], y[:_NUM_VALIDATION]
-        self._training = x[_NUM_VALIDATION:], y[_NUM_VALIDATION:]
+        held, rest = slice(_NUM_VALIDATION), slice(_NUM_VALIDATION, None)
+        super().__init__(training=(x[rest], y[rest]), validation=(x[held], y[held]))
 
     def model(self) -> nn.Module:
         blocks = [Block(self.width) for _ in range(self.depth)]
@@ -37,20 +37,6 @@ class Synthetic(Workload):
         model.add_module("norm", nn.LayerNorm(self.width))
         model.add_module("head", nn.Linear(self.width, self.classes))
         return model
-
-    @property
-    def num_samples(self) -> int:
-        return len(self._training[0])
-
-    def batch(self, indices: Tensor) -> Batch:
-        x, y = self._training
-        return x[indices], y[indices]
-
-    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        return classification_loss(model, batch)
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        return classification_scores(model, [self._validation])
 
 
 class Block(nn.Module):

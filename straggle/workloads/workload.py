@@ -38,6 +38,28 @@ class Workload(ABC):
         """Scores on held-out data: "loss", and "accuracy" from 0 to 1 where it means something."""
 
 
+class LabelledSamples(Workload):
+    """Classification of samples that lie in memory: ``training`` and ``validation`` are pairs of inputs and classes."""
+
+    def __init__(self, training: Batch, validation: Batch) -> None:
+        self._training = training
+        self._validation = validation
+
+    @property
+    def num_samples(self) -> int:
+        return len(self._training[0])
+
+    def batch(self, indices: Tensor) -> Batch:
+        x, y = self._training
+        return x[indices], y[indices]
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        return classification_loss(model, batch)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        return classification_scores(model, [self._validation])
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients; afterwards each module is back in the mode it had."""
