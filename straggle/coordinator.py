@@ -1,6 +1,6 @@
 """Merges the contributions of all ranks, one round per step, whichever thread speaks for this rank.
 
-Every rank issues the same collectives in the same order: the stages of step 0, its telemetry, the stages of step 1, ...
+Every rank issues the same collectives in the same order: the buckets of step 0, the buckets of step 1, and so on.
 The training thread issues them as its gradients are finished. When it is stuck, its stand-in (a second thread) issues
 what is left with weight 0, and the merged steps wait in a ring until the training thread comes to take them.
 """

@@ -64,9 +64,7 @@ class _Remembering(Estimator):
     """Keeps one tensor for each parameter."""
 
     def __init__(self, weight: float) -> None:
-        if not 0 <= weight <= 1:
-            raise ValueError(f"weight={weight}: relative to a computed gradient's weight of 1, so from 0 to 1")
-        self.weight = weight
+        self.weight = _checked(weight)
         self._memory: dict[nn.Parameter, Tensor] = {}
 
     @property
@@ -145,12 +143,10 @@ class OptimizerMomentum(Estimator):
     """
 
     def __init__(self, optimizer: Optimizer, weight: float = 0.5) -> None:
-        if not 0 <= weight <= 1:
-            raise ValueError(f"weight={weight}: relative to a computed gradient's weight of 1, so from 0 to 1")
         if not all("betas" in group or group.get("momentum", 0) > 0 for group in optimizer.param_groups):
             raise ValueError(f"{type(optimizer).__name__} keeps no momentum: use Adam, AdamW or SGD(momentum=...)")
         self.optimizer = optimizer
-        self.weight = weight
+        self.weight = _checked(weight)
         self._group = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
 
     def contribution(self, parameter: nn.Parameter) -> Estimate | None:
@@ -167,3 +163,9 @@ class OptimizerMomentum(Estimator):
             scaled: Tensor = buffer * ((1 - group["momentum"]) / (1 - group.get("dampening", 0)))
             return scaled
         return None
+
+
+def _checked(weight: float) -> float:
+    if not 0 <= weight <= 1:
+        raise ValueError(f"weight={weight}: relative to a computed gradient's weight of 1, so from 0 to 1")
+    return weight
