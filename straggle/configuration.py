@@ -18,6 +18,11 @@ from hydra.errors import HydraException
 from hydra.utils import get_class, instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from torch import nn
+from torch.optim import Optimizer
+
+from straggle.estimators import Estimator
+from straggle.stages import plan_stages
 
 GROUPS = ("workload", "deadline", "estimator", "faults", "optimizer")
 _AT_LEAST = {"steps": 1, "num_microbatches": 1, "batch_size": 1, "seed": 0, "block": 1, "checkpoint_every": 0}
@@ -36,6 +41,8 @@ def config_dir() -> Path:
 def load(name: str, overrides: Sequence[str]) -> DictConfig:
     """The configuration ``name`` with ``overrides`` such as ``steps=10``; raises `ConfigurationError`."""
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        if wrong := [override for override in overrides if "=" not in override and not override.startswith("~")]:
+            raise ConfigurationError(f"{wrong[0]!r} is no key=value, such as steps=10")
         choices = [override for override in overrides if override.partition("=")[0] in GROUPS]
         for choice in choices:
             _check_choice(*choice.split("=", 1))
@@ -60,12 +67,35 @@ def check(config: DictConfig, valid: DictConfig) -> None:
         _check_arguments(group, config[group])
     for name, fault in config.faults.items():
         _check_arguments(f"faults.{name}", fault)
+    if config.resume and not (Path(config.run_dir) / "checkpoint").is_dir():
+        raise ConfigurationError(f"resume=true: there is no checkpoint in run_dir={config.run_dir}")
     try:
-        for built in (config.deadline, config.patience, config.faults, config.workload):
-            instantiate(built)
+        _build_all(config)
     except Exception as error:  # the constructor's own complaint, whatever it is
         cause = error.__cause__ or error
         raise ConfigurationError(str(cause)) from None
+
+
+def _build_all(config: DictConfig) -> None:
+    """What each rank will build, once before there are ranks, so that a wrong value is told once."""
+    for part in (config.deadline, config.patience, config.faults):
+        instantiate(part)
+    model = instantiate(config.workload).model()
+    build_estimator(config, build_optimizer(config, model))
+    plan_stages(model, stage_names(config.stages))
+
+
+def build_optimizer(config: DictConfig, model: nn.Module) -> Optimizer:
+    """The optimizer over all parameters of ``model``."""
+    optimizer: Optimizer = instantiate(config.optimizer, params=model.parameters(), _convert_="all")
+    return optimizer
+
+
+def build_estimator(config: DictConfig, optimizer: Optimizer) -> Estimator:
+    """The estimator; one that takes an optimizer is given the run's own."""
+    wants_optimizer = "optimizer" in inspect.signature(get_class(config.estimator._target_)).parameters
+    estimator: Estimator = instantiate(config.estimator, **({"optimizer": optimizer} if wants_optimizer else {}))
+    return estimator
 
 
 def _check_choice(group: str, option: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
+import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -12,18 +12,19 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from hydra.utils import get_class, instantiate
+from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
-from straggle.configuration import stage_names
-from straggle.faults import FaultInjector
+from straggle.configuration import build_estimator, build_optimizer, stage_names
+from straggle.faults import Fault, FaultInjector
 from straggle.parallel import StagedDataParallel
 from straggle.report import StepReport
 from straggle.workloads import Shard, Workload
+
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -55,14 +56,17 @@ class Job(ABC):
         self.workload = workload
         self.num_microbatches: int = config.num_microbatches
         self.module = workload.model().to(device)
-        self.optimizer: Optimizer = instantiate(config.optimizer, params=self.module.parameters(), _convert_="all")
+        self.optimizer = build_optimizer(config, self.module)
         self.losses: list[float] = []  # of this rank's steps; NaN where it was late before it knew
         self._device = device
         rank, world_size = dist.get_rank(), dist.get_world_size()
         self._shard = Shard(
             workload.num_samples, rank=rank, world_size=world_size, batch_size=config.batch_size, seed=config.seed
         )
-        self._faults = FaultInjector(self.module, instantiate(config.faults), rank=rank, seed=config.seed)
+        faults: dict[str, Fault] = instantiate(config.faults)
+        if idle := [name for name, fault in faults.items() if not any(map(fault.affects, range(world_size)))]:
+            _log.log(logging.WARNING if rank == 0 else logging.DEBUG, "no rank of %d has faults %s", world_size, idle)
+        self._faults = FaultInjector(self.module, faults, rank=rank, seed=config.seed)
         self.model = self._wrap(config)
 
     @abstractmethod
@@ -116,12 +120,11 @@ class StagedJob(Job):
     model: StagedDataParallel
 
     def _wrap(self, config: DictConfig) -> StagedDataParallel:
-        wants_optimizer = "optimizer" in inspect.signature(get_class(config.estimator._target_)).parameters
         return StagedDataParallel(
             self.module,
             stages=stage_names(config.stages),
             deadline=instantiate(config.deadline),
-            estimator=instantiate(config.estimator, **({"optimizer": self.optimizer} if wants_optimizer else {})),
+            estimator=build_estimator(config, self.optimizer),
             patience=instantiate(config.patience),
         )
 

@@ -121,7 +121,7 @@ def _print(summary: dict[str, Any], run_dir: Path) -> None:
         ("step time, median", f"{median_ms:.0f} ms", f"waiting for everyone: {waited_ms:.0f} ms"),
         ("step time, mean", f"{mean_ms:.0f} ms", f"waiting for everyone: {waited_mean_ms:.0f} ms"),
         ("gradients dropped", f"{summary['dropped_share']:.1%}", _shares("rank", summary["dropped_share_per_rank"])),
-        ("steps in which a rank was late", str(sum(summary["late_steps_per_rank"])), _counts(summary)),
+        ("times that a rank was late", _late(summary), _counts(summary)),
         ("training loss", f"{summary['loss']:.3f}", "mean of the last 20 steps"),
         ("validation loss", f"{summary['validation_loss']:.3f}", _accuracy(summary)),
         ("parameters on all ranks", "identical" if same else "DIFFERENT", summary["parameters_sha256"][0][:12]),
@@ -133,6 +133,11 @@ def _print(summary: dict[str, Any], run_dir: Path) -> None:
 
 def _shares(name: str, shares: list[float]) -> str:
     return ", ".join(f"{name} {index}: {share:.1%}" for index, share in enumerate(shares) if share > 0) or "nothing"
+
+
+def _late(summary: dict[str, Any]) -> str:
+    late = summary["late_steps_per_rank"]
+    return f"{sum(late)} of {summary['steps'] * len(late)}"
 
 
 def _counts(summary: dict[str, Any]) -> str:

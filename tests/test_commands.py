@@ -112,6 +112,12 @@ def test_view_prints_plain_lines_where_there_is_no_terminal() -> None:
         (["steps=many"], "steps=many: must be a whole number of at least 1"),
         (["deadline.q=1.5"], "q=1.5: a quantile lies between 0 and 1"),
         (["workload.path=/nowhere"], "text path not found: /nowhere"),
+        (["tset"], "'tset' is no key=value"),
+        (["stages=200"], "stages=200: this model can be divided into 1 to"),
+        (["stages=[blocks.9]"], "stages not found in GPT: ['blocks.9']; it has embedding"),
+        (["estimator=last_own", "estimator.weight=2"], "weight=2: relative to a computed gradient's weight of 1"),
+        (["estimator=optimizer_momentum", "optimizer=sgd", "optimizer.momentum=0"], "SGD keeps no momentum"),
+        (["resume=true", "run_dir=/nowhere"], "resume=true: there is no checkpoint in run_dir=/nowhere"),
     ],
 )
 def test_wrong_key_or_value_is_refused_with_the_valid_ones(keys: list[str], message: str) -> None:
