@@ -24,16 +24,22 @@ from straggle.estimators import (
     Zero,
 )
 from straggle.parallel import StagedDataParallel, Step
-from straggle.report import RankReport, StageReport, StepReport
+from straggle.report import BackwardReport, RankReport, StageReport, StageTime, StepReport
+from straggle.staged import BackwardStep, FinishedStage, StagedBackward
+from straggle.stages import BalancedByTime
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Abstain",
+    "BackwardReport",
+    "BackwardStep",
+    "BalancedByTime",
     "Deadline",
     "DeadlineReached",
     "Estimate",
     "Estimator",
+    "FinishedStage",
     "FixedDeadline",
     "History",
     "LastMerged",
@@ -45,6 +51,8 @@ __all__ = [
     "QuantileDeadline",
     "RankReport",
     "StageReport",
+    "StageTime",
+    "StagedBackward",
     "StagedDataParallel",
     "Step",
     "StepReport",

@@ -1,4 +1,4 @@
-"""The hooks: see each gradient as backward finishes it, stop when late, and tell which phase takes the time.
+"""The hooks: see each gradient as backward finishes it, stop when late, and let go of what was not computed.
 
 Stopping is exact for any graph: autograd accumulates into a parameter only after every path into it has been summed, so
 what has arrived is the true gradient and what has not is untouched.
@@ -6,15 +6,15 @@ what has arrived is the true gradient and what has not is untouched.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-
-from straggle.report import PHASES, Phase
 
 
 class DeadlineReached(BaseException):
@@ -24,59 +24,21 @@ class DeadlineReached(BaseException):
     """
 
 
-class Stopwatch:
-    """Splits a rank's time into phases, of which one runs at a time. ``clock`` gives seconds."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._since = clock()
-        self._seconds: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
-        self._last_gradient_at = self._since
-        self.phase: Phase = "outside"
-
-    def enter(self, phase: Phase) -> None:
-        """End the running phase and start another."""
-        now = self._clock()
-        if self.phase == "backward" and phase != "backward":
-            # the pass ended with its last gradient; what came after it was the loop fetching data
-            self._credit("backward", self._last_gradient_at)
-            self._credit("data", now)
-        else:
-            self._credit(self.phase, now)
-        self.phase = phase
-
-    def gradient_finished(self) -> None:
-        """A gradient was finished just now."""
-        self._last_gradient_at = self._clock()
-        if self.phase != "backward":
-            self.enter("backward")
-
-    def read(self) -> dict[Phase, float]:
-        """Seconds in each phase so far, the running one included; safe from another thread."""
-        seconds = dict(self._seconds)
-        seconds[self.phase] += self._clock() - self._since
-        return seconds
-
-    def _credit(self, phase: Phase, until: float) -> None:
-        self._seconds[phase] += max(0.0, until - self._since)
-        self._since = max(self._since, until)
-
-
 class PassObserver(Protocol):
     """Who is told about a pass."""
 
-    def gradient(self, index: int, gradient: Tensor) -> None:
-        """Parameter ``index`` has its finished gradient for this backward pass; may raise `DeadlineReached`."""
+    def finished(self, index: int, parameter: Tensor) -> None:
+        """Parameter ``index`` has its gradient of this backward pass in ``p.grad``; may raise `DeadlineReached`.
+
+        Called for an undefined gradient too: ``p.grad`` is then as it was before.
+        """
 
     def check(self) -> None:
         """Between two stages: raise `DeadlineReached` to stop here."""
 
 
-class StagedBackward:
-    """Hooks on a module that report each finished gradient and check between stages whether to go on.
-
-    Each gradient is taken from ``p.grad`` as soon as it is there, which leaves ``p.grad`` as ``None``.
-    """
+class ParameterHooks:
+    """Hooks on a module that report each finished gradient, and check between stages whether to go on."""
 
     def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], observer: PassObserver) -> None:
         self._module = module
@@ -100,20 +62,29 @@ class StagedBackward:
             handle.remove()
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
-        observer = self._observer
-
-        def finished(parameter: Tensor) -> None:
-            gradient = parameter.grad
-            if gradient is None:  # the hook fires for an undefined gradient too
-                return
-            parameter.grad = None
-            observer.gradient(index, gradient)
-
-        return finished
+        return partial(self._observer.finished, index)
 
     def _before_forward(self, _module: nn.Module, _args: Any) -> None:
         if not torch.compiler.is_compiling():
             self._observer.check()
+
+
+def release_graph(error: BaseException, outputs: Iterable[weakref.ref[Tensor]]) -> None:
+    """Let go of the graph of the backward pass that ``error`` left, so that its activations are freed at once.
+
+    Otherwise the loop's own ``loss`` would hold what was not computed until the next forward pass is over. The roots
+    are found in the frame of ``torch.autograd.backward``; they and the ``outputs`` of the model that the pass went
+    through are detached in place, unless the pass was to retain its graph.
+    """
+    held = [tensor for output in outputs if (tensor := output()) is not None]
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is torch.autograd.backward.__code__:
+            if frame.f_locals.get("retain_graph") or frame.f_locals.get("create_graph"):
+                return
+            held += tensors_in(frame.f_locals.get("tensors"))
+    for tensor in held:
+        if tensor.grad_fn is not None and not tensor._is_view():
+            tensor.detach_()
 
 
 def tensors_in(value: Any) -> list[Tensor]:

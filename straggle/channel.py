@@ -60,10 +60,10 @@ class Channel:
         """Overwrite ``tensor`` with rank 0's."""
         dist.broadcast(tensor, group=self.gradients, group_src=0)
 
-    def broadcast_order(self, order: Tensor) -> Tensor:
-        """Rank 0's ``order`` (int64)."""
-        dist.broadcast(order, group=self.control, group_src=0)
-        return order
+    def of_rank0(self, numbers: Tensor) -> Tensor:
+        """Rank 0's ``numbers``, on the CPU; overwrites this rank's."""
+        dist.broadcast(numbers, group=self.control, group_src=0)
+        return numbers
 
     # -- evidence that peers wait
 

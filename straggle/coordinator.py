@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from straggle.backward import Stopwatch
 from straggle.buffers import Share, StageBuffers
 from straggle.channel import Channel, PeerFailed
+from straggle.clocks import Stopwatch
 from straggle.deadline import Deadline, History, HistoryWindow, Patience
 from straggle.estimators import Estimator
 from straggle.report import PHASES
@@ -168,34 +168,35 @@ class Coordinator:
         """Ask the training thread to leave its step; from any thread."""
         self._stop_step = max(self._stop_step, self._training)
 
-    def offer(self, index: int, gradient: Tensor) -> None:
+    def offer(self, index: int, gradient: Tensor) -> bool:
         """Take parameter ``index``'s gradient of one backward pass; merge its bucket once that is complete.
 
-        The gradient of a step that was merged without it is discarded.
+        True where it completes its stage. The gradient of a step that was merged without it is discarded.
         Raises ``RuntimeError`` for more backward passes than ``num_microbatches``.
         """
         with self._lock:
             if self._merging > self._training or (current := self._open_round()).closed:
-                return
+                return False
             passes = current.passes[index]
             if passes == self._num_microbatches:
                 raise RuntimeError(self._too_many(index))
             current.buffers.put(index, gradient, add=passes > 0)
             current.passes[index] = passes + 1
             if passes + 1 < self._num_microbatches:
-                return
+                return False
             if self._estimator.watches_own:
                 self._estimator.observe(self._parameters[index], current.buffers.read(index), merged=False)
-            self._parameter_complete(current, self._stage_of[index])
+            return self._parameter_complete(current, self._stage_of[index])
 
-    def _parameter_complete(self, current: _Round, stage: int) -> None:
+    def _parameter_complete(self, current: _Round, stage: int) -> bool:
         current.missing[stage] -= 1
         if current.missing[stage] > 0:
-            return
+            return False
         current.stage_s[stage] = self._clock() - (self._entered_at or 0.0)
         # the last bucket waits for the end of the step, because the telemetry goes with it
         while current.issued < len(self._buckets) - 1 and not any(current.missing[: self._bucket_ends[current.issued]]):
             self._issue(current, {})
+        return True
 
     def finish(self, *, truncated: bool, scalars: Mapping[str, float]) -> MergedStep:
         """The training thread's work for its step is over: merge the rest, wait for the peers, and take the result.

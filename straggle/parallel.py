@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -14,14 +15,15 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from straggle.backward import DeadlineReached, StagedBackward, tensors_in
+from straggle.backward import DeadlineReached, ParameterHooks, release_graph, tensors_in
 from straggle.channel import Channel
 from straggle.checks import check_module, check_same_on_all_ranks
+from straggle.clocks import FinishTimes, HostLimit
 from straggle.coordinator import Coordinator, MergedStep
 from straggle.deadline import Deadline, History, Patience, as_deadline
 from straggle.estimators import Abstain, Estimator
 from straggle.report import StepReport
-from straggle.stages import plan_stages, trainable
+from straggle.stages import BalancedByTime, learning_steps, plan_stages, trainable
 from straggle.telemetry import MAX_SCALARS
 
 
@@ -41,7 +43,7 @@ class StagedDataParallel(nn.Module):
         module: nn.Module,
         *,
         process_group: dist.ProcessGroup | None = None,
-        stages: int | Sequence[str] | None = None,
+        stages: int | Sequence[str] | BalancedByTime | None = None,
         deadline: Deadline | float | None = None,
         estimator: Estimator | None = None,
         patience: Patience | None = None,
@@ -67,13 +69,16 @@ class StagedDataParallel(nn.Module):
             estimator=self.estimator,
             patience=patience,
         )
-        self._backward = StagedBackward(module, self._parameters_list, self)
-        self._backward.check_at([stage.entry for stage in self._coordinator.plan.stages])
+        self._hooks = ParameterHooks(module, self._parameters_list, self)
+        self._hooks.check_at([stage.entry for stage in self._coordinator.plan.stages])
         self._step: Step | None = None
-        self._order: list[int] | None = []  # in which the first step finishes gradients, until it is learned
+        self._device = self._parameters_list[0].device
+        self._finish_times: FinishTimes | None = FinishTimes(self._device)  # until the stages are planned for good
+        self._num_watched = learning_steps(stages)
+        self._limit = HostLimit() if self._device.type == "cuda" and deadline is not None else None
         self._scalar_names: set[str] = set()
         self._optimizer_hooks = _watch_optimizers(self)
-        self._finalizer = weakref.finalize(self, _close, self._coordinator, self._backward, self._optimizer_hooks)
+        self._finalizer = weakref.finalize(self, _close, self._coordinator, self._hooks, self._optimizer_hooks)
 
     # -- what users call
 
@@ -88,7 +93,7 @@ class StagedDataParallel(nn.Module):
         output = self.module(*args, **kwargs)
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                tensor.register_hook(lambda _: stopwatch.enter("backward"))  # type: ignore[no-untyped-call]
+                tensor.register_hook(partial(self._backward_begins, weakref.ref(tensor)))  # type: ignore[no-untyped-call]
         return output
 
     def step(self, num_microbatches: int = 1) -> Step:
@@ -113,7 +118,7 @@ class StagedDataParallel(nn.Module):
 
     def restore(self, history: History) -> None:
         """Go on from a saved history; before the first step, on all ranks alike."""
-        if self._order != []:
+        if self._step is not None or self._last_merged is not None:
             raise RuntimeError("restore() comes before the first step")
         self._coordinator.restore(history)
 
@@ -123,8 +128,19 @@ class StagedDataParallel(nn.Module):
 
     # -- what the hooks call
 
-    def gradient(self, index: int, gradient: Tensor) -> None:
-        """Parameter ``index`` has its gradient: hand it to the merge, and stop if this rank is late."""
+    def _backward_begins(self, output: weakref.ref[Tensor], _gradient: Tensor) -> None:
+        self._coordinator.stopwatch.enter("backward")
+        if self._step is not None:
+            self._step.outputs.append(output)
+        if self._finish_times is not None:
+            self._finish_times.begin()
+
+    def finished(self, index: int, parameter: Tensor) -> None:
+        """A parameter has its gradient: take it, hand it to the merge, and stop if this rank is late."""
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        parameter.grad = None  # the copy in the buffer is the one that counts; freeing this one at once is fastest
         if self._step is None:
             raise RuntimeError(
                 "backward outside of a step: write `with model.step():` around the forward and backward pass"
@@ -134,9 +150,11 @@ class StagedDataParallel(nn.Module):
                 f"parameter {self._name(index)} has a gradient of layout {gradient.layout}: use dense gradients"
             )
         self._coordinator.stopwatch.gradient_finished()
-        if self._order is not None:
-            self._order.append(index)
-        self._coordinator.offer(index, gradient)
+        if self._finish_times is not None:
+            self._finish_times.finished(index)
+        stage_finished = self._coordinator.offer(index, gradient)
+        if stage_finished and self._limit is not None:
+            self._limit.stage_finished()
         self.check()
 
     def check(self) -> None:
@@ -170,12 +188,13 @@ class StagedDataParallel(nn.Module):
             merged = self._coordinator.finish(truncated=truncated, scalars=step.scalars)
         finally:
             self._step = None
+            if isinstance(error, DeadlineReached):
+                release_graph(error, step.outputs)
         self._put_in_place(merged, step.kept)
         self._scalar_names |= step.scalars.keys()
         self._last_merged, self._last_report = merged, None
-        if self._order is not None:
-            self._learn_order(self._order)
-            self._order = None
+        if self._finish_times is not None:
+            self._learn(self._finish_times)
         return only_late
 
     def _put_in_place(self, merged: MergedStep, kept: Mapping[int, Tensor]) -> None:
@@ -192,14 +211,18 @@ class StagedDataParallel(nn.Module):
             if index in kept:
                 parameter.grad = kept[index] if parameter.grad is None else parameter.grad.add_(kept[index])
 
-    def _learn_order(self, finished: list[int]) -> None:
-        """Plan the stages anew, in the order in which rank 0 finished the gradients of the first step."""
-        # of several backward passes the last one counts: a parameter is finished when it is so for the last time
-        seen = list(dict.fromkeys(reversed(finished)))[::-1]
-        missing = set(range(len(self._parameters_list))) - set(seen)
-        order = self._channel.broadcast_order(torch.tensor(seen + sorted(missing, reverse=True)))
-        plan = plan_stages(self.module, self._stages, order.tolist())
-        self._backward.check_at([stage.entry for stage in plan.stages])
+    def _learn(self, times: FinishTimes) -> None:
+        """After the first steps, plan the stages anew, as rank 0 finished the gradients of the last of these."""
+        self._num_watched -= 1
+        if self._num_watched > 0:
+            self._finish_times = FinishTimes(self._device)
+            return
+        self._finish_times = None
+        number = len(self._parameters_list)
+        learned = torch.tensor([times.order(number), times.seconds(number)], dtype=torch.float64)
+        order, seconds = self._channel.of_rank0(learned).tolist()
+        plan = plan_stages(self.module, self._stages, [int(index) for index in order], seconds)
+        self._hooks.check_at([stage.entry for stage in plan.stages])
         self._coordinator.learn(plan)
         self._coordinator.start()
 
@@ -216,6 +239,7 @@ class Step:
         self.stopped = False
         self.scalars: dict[str, float] = {}
         self.kept: dict[int, Tensor] = {}
+        self.outputs: list[weakref.ref[Tensor]] = []
 
     def __enter__(self) -> Step:
         self._model._enter(self)
@@ -264,8 +288,8 @@ def _watch_optimizers(model: StagedDataParallel) -> list[RemovableHandle]:
     return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 
 
-def _close(coordinator: Coordinator, backward: StagedBackward, hooks: Sequence[RemovableHandle]) -> None:
+def _close(coordinator: Coordinator, hooks: ParameterHooks, optimizer_hooks: Sequence[RemovableHandle]) -> None:
     coordinator.close()
-    backward.close()
-    for hook in hooks:
+    hooks.close()
+    for hook in optimizer_hooks:
         hook.remove()

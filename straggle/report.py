@@ -6,7 +6,7 @@ Only ``seconds`` is by each rank's own clock, and ``scalars`` leaves out names t
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
@@ -81,6 +81,57 @@ class StepReport:
         """The report as plain JSON values; numbers that are not finite become ``None``."""
         plain: dict[str, Any] = _finite(asdict(self))
         return plain
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """One stage of a step: its size, its backward seconds over all passes, and how many passes finished it."""
+
+    name: str
+    numel: int
+    nbytes: int
+    seconds: float
+    passes: int
+
+
+@dataclass(frozen=True)
+class BackwardReport:
+    """What a step's backward passes computed: ``stages`` in the order of the plan, which is backward's.
+
+    ``seconds`` is the sum over the stages: the first begins with the backward pass itself, or with the gradient's
+    arrival at the model's output where the pass was begun by ``loss.backward()``. ``passes`` says for each parameter
+    how many backward passes its gradient holds. ``truncated``: the step was left early; ``missing`` are then the
+    parameters that some pass did not come to, and empty otherwise.
+    """
+
+    stages: tuple[StageTime, ...]
+    passes: Mapping[str, int]
+    truncated: bool
+    missing: tuple[str, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of backward."""
+        return math.fsum(stage.seconds for stage in self.stages)
+
+    def __str__(self) -> str:
+        whole = self.seconds or math.nan
+        rows = [("stage", "parameters", "bytes", "ms", "share")]
+        rows += [
+            (s.name, f"{s.numel:,}", f"{s.nbytes:,}", f"{1000 * s.seconds:.2f}", f"{s.seconds / whole:.1%}")
+            for s in self.stages
+        ]
+        return text_table(rows)
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as lines of text, the first column aligned left and the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        for row in rows
+    ]
+    return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
 def _finite(value: Any) -> Any:

@@ -16,13 +16,27 @@ BUCKET_BYTES = 2**20  # below this, the latency of a message costs more than sen
 
 @dataclass(frozen=True)
 class Stage:
-    """Parameters (numbers into the model's list); ``entry`` is their module that the forward pass meets first."""
+    """Parameters (numbers into the model's list), and where they are.
+
+    ``entry`` is the module that the forward pass meets first, ``exit`` the one whose output is the stage's output.
+    """
 
     name: str
     parameters: tuple[int, ...]
     numel: int
     nbytes: int
     entry: str
+    exit: str
+
+
+@dataclass(frozen=True)
+class BalancedByTime:
+    """Stages that take about the same time in backward, as measured in the first steps, instead of about equal bytes.
+
+    ``num_stages``: how many; as many as there would be by size if it is ``None``.
+    """
+
+    num_stages: int | None = None
 
 
 @dataclass(frozen=True)
@@ -52,24 +66,38 @@ def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
 
 
+def learning_steps(stages: int | Sequence[str] | BalancedByTime | None) -> int:
+    """Whole steps to watch before the stages are planned for good: the first one's times are those of warming up."""
+    return 3 if isinstance(stages, BalancedByTime) else 1
+
+
 def plan_stages(
-    module: nn.Module, stages: int | Sequence[str] | None = None, order: Sequence[int] | None = None
+    module: nn.Module,
+    stages: int | Sequence[str] | BalancedByTime | None = None,
+    order: Sequence[int] | None = None,
+    seconds: Sequence[float] | None = None,
 ) -> StagePlan:
     """Divide the trainable parameters of ``module`` into stages.
 
-    ``order`` lists the parameters in the order in which backward finishes them (default: the module tree reversed).
-    ``stages`` is ``None`` (stages of about 25 MB, but not fewer than eight where the model allows), a number, or a list
-    of module names, each a stage of its own; parameters outside of them form further stages.
+    ``order`` lists the parameters in the order in which backward finishes them (default: the module tree reversed),
+    ``seconds`` how long each took. ``stages`` is ``None`` (stages of about 25 MB, but not fewer than eight where the
+    model allows), a number, `BalancedByTime`, or a list of module names, each a stage of its own; parameters outside of
+    them form further stages.
     Raises ``ValueError`` for names that the module does not have and for a number that it cannot be divided into.
     """
     named = trainable(module)
     order = list(reversed(range(len(named)))) if order is None else list(order)
-    if stages is None or isinstance(stages, int):
+    if stages is None or isinstance(stages, (int, BalancedByTime)):
+        number = stages.num_stages if isinstance(stages, BalancedByTime) else stages
         runs = [list(run) for _, run in groupby(order, key=lambda index: _owner(named[index][0]))]
-        groups = _balanced(runs, [sum(_nbytes(named, run)) for run in runs], _num_stages(named, runs, stages))
-    else:
-        groups = _by_module(module, named, order, list(stages))
-    return StagePlan(tuple(_stage(named, group) for group in groups))
+        sizes: list[float] = [sum(_nbytes(named, run)) for run in runs]
+        if isinstance(stages, BalancedByTime) and seconds is not None:
+            sizes = [sum(seconds[index] for index in run) for run in runs]
+        groups = _balanced(runs, sizes, _num_stages(named, runs, number))
+        return StagePlan(tuple(_stage(named, group) for group in groups))
+    return StagePlan(
+        tuple(_stage(named, group, name) for name, group in _by_module(module, named, order, list(stages)))
+    )
 
 
 def _owner(name: str) -> str:
@@ -89,16 +117,16 @@ def _num_stages(named: Sequence[tuple[str, nn.Parameter]], runs: list[list[int]]
     return stages
 
 
-def _balanced(runs: list[list[int]], nbytes: list[int], num_stages: int) -> list[list[int]]:
-    """Exactly ``num_stages`` contiguous groups of ``runs``, of about equal bytes."""
+def _balanced(runs: list[list[int]], sizes: Sequence[float], num_stages: int) -> list[list[int]]:
+    """Exactly ``num_stages`` contiguous groups of ``runs``, of about equal size (bytes or seconds)."""
     groups: list[list[int]] = []
-    remaining, position = sum(nbytes), 0
+    remaining, position = sum(sizes), 0
     for missing in range(num_stages, 0, -1):
-        target, size, group = remaining / missing, 0, list[int]()
+        target, size, group = remaining / missing, 0.0, list[int]()
         # leave at least one run to each stage that still comes
-        while position <= len(runs) - missing and (not group or missing == 1 or size + nbytes[position] / 2 <= target):
+        while position <= len(runs) - missing and (not group or missing == 1 or size + sizes[position] / 2 <= target):
             group += runs[position]
-            size += nbytes[position]
+            size += sizes[position]
             position += 1
         remaining -= size
         groups.append(group)
@@ -107,7 +135,8 @@ def _balanced(runs: list[list[int]], nbytes: list[int], num_stages: int) -> list
 
 def _by_module(
     module: nn.Module, named: Sequence[tuple[str, nn.Parameter]], order: Sequence[int], names: list[str]
-) -> list[list[int]]:
+) -> list[tuple[str | None, list[int]]]:
+    """The stages' parameters, each with the name that the user gave it, if any."""
     known = {prefix for name, _ in named for prefix in _prefixes(name)}
     wrong = [name for name in names if name not in known]
     if wrong:
@@ -122,7 +151,8 @@ def _by_module(
         else:
             groups.setdefault(position if name is None else name, []).append(index)
     finished = {index: position for position, index in enumerate(order)}
-    return sorted(groups.values(), key=lambda group: max(finished[index] for index in group))
+    stages = [(name if isinstance(name, str) else None, group) for name, group in groups.items()]
+    return sorted(stages, key=lambda stage: max(finished[index] for index in stage[1]))
 
 
 def _prefixes(name: str) -> list[str]:
@@ -131,9 +161,17 @@ def _prefixes(name: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
 
 
-def _stage(named: Sequence[tuple[str, nn.Parameter]], group: list[int]) -> Stage:
+def _stage(named: Sequence[tuple[str, nn.Parameter]], group: list[int], module: str | None = None) -> Stage:
+    """The stage of these parameters, which are all in ``module`` if one was named."""
     owners = list(dict.fromkeys(_owner(named[index][0]) for index in group))
     labels = [owner or named[group[0]][0] for owner in owners]
     name = labels[0] if len(labels) == 1 else f"{labels[0]}..{labels[-1]}"
     numel = sum(named[index][1].numel() for index in group)
-    return Stage(name, tuple(group), numel, sum(_nbytes(named, group)), owners[-1])
+    return Stage(
+        name=module or name,
+        parameters=tuple(group),
+        numel=numel,
+        nbytes=sum(_nbytes(named, group)),
+        entry=module or owners[-1],
+        exit=module or owners[0],
+    )

@@ -81,8 +81,8 @@ def test_named_modules_are_stages_and_the_rest_are_further_ones():
 def test_inner_name_takes_its_parameters_from_the_outer():
     module = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), nn.Linear(2, 2))
     plan = plan_stages(module, ["0", "0.1", "1"])
-    assert names_of(plan) == ["1", "0.1", "0.0"]
-    assert [stage.entry for stage in plan.stages] == ["1", "0.1", "0.0"]
+    assert names_of(plan) == ["1", "0.1", "0"]
+    assert [stage.entry for stage in plan.stages] == ["1", "0.1", "0"]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from straggle.backward import Stopwatch
+from straggle.clocks import Stopwatch
 
 
 class FakeClock:

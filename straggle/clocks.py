@@ -1,0 +1,132 @@
+"""Where the time goes: a rank's phases, and the stages of its backward passes, on the host or on a device's queue."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from straggle.report import PHASES, Phase
+
+
+class Stopwatch:
+    """Splits a rank's time into phases, of which one runs at a time. ``clock`` gives seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._since = clock()
+        self._seconds: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
+        self._last_gradient_at = self._since
+        self.phase: Phase = "outside"
+
+    def enter(self, phase: Phase) -> None:
+        """End the running phase and start another."""
+        now = self._clock()
+        if self.phase == "backward" and phase != "backward":
+            # the pass ended with its last gradient; what came after it was the loop fetching data
+            self._credit("backward", self._last_gradient_at)
+            self._credit("data", now)
+        else:
+            self._credit(self.phase, now)
+        self.phase = phase
+
+    def gradient_finished(self) -> None:
+        """A gradient was finished just now."""
+        self._last_gradient_at = self._clock()
+        if self.phase != "backward":
+            self.enter("backward")
+
+    def read(self) -> dict[Phase, float]:
+        """Seconds in each phase so far, the running one included; safe from another thread."""
+        seconds = dict(self._seconds)
+        seconds[self.phase] += self._clock() - self._since
+        return seconds
+
+    def _credit(self, phase: Phase, until: float) -> None:
+        self._seconds[phase] += max(0.0, until - self._since)
+        self._since = max(self._since, until)
+
+
+class Timeline:
+    """Moments of backward passes, by the host's clock or, on a CUDA device, by events on its queue.
+
+    Kernels are queued, so the host's time is not the device's. Nothing waits for the device before `seconds` is asked.
+    """
+
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.monotonic) -> None:
+        self._now: Callable[[], Any] = clock if device.type != "cuda" else _recorded_event
+        self._moments: list[tuple[int | None, Any]] = []
+
+    def begin(self) -> None:
+        """What comes until the first mark begins now."""
+        self._moments.append((None, self._now()))
+
+    def mark(self, key: int) -> None:
+        """What came since the last mark belongs to ``key``, a small number."""
+        self._moments.append((key, self._now()))
+
+    def keys(self) -> list[int]:
+        """The keys of all marks, in order."""
+        return [key for key, _ in self._moments if key is not None]
+
+    def seconds(self, num_keys: int) -> list[float]:
+        """Seconds that belong to each key from 0 to ``num_keys - 1``."""
+        total = [0.0] * num_keys
+        for (_, before), (key, moment) in pairwise(self._moments):
+            if key is not None:
+                total[key] += _seconds_between(before, moment)
+        return total
+
+
+def _recorded_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _seconds_between(before: Any, after: Any) -> float:
+    if isinstance(after, torch.cuda.Event):
+        after.synchronize()
+        return float(before.elapsed_time(after)) / 1000
+    return float(after - before)
+
+
+class FinishTimes:
+    """In which order the gradients of a step are finished, and how long each takes, to plan stages from."""
+
+    def __init__(self, device: torch.device, clock: Callable[[], float] = time.monotonic) -> None:
+        self._timeline = Timeline(device, clock)
+
+    def begin(self) -> None:
+        """A backward pass begins."""
+        self._timeline.begin()
+
+    def finished(self, index: int) -> None:
+        """Parameter ``index`` has its gradient."""
+        self._timeline.mark(index)
+
+    def order(self, num_parameters: int) -> list[int]:
+        """All parameters, as they were finished for the last time; those that never were come last."""
+        seen = list(dict.fromkeys(reversed(self._timeline.keys())))[::-1]
+        return seen + sorted(set(range(num_parameters)) - set(seen), reverse=True)
+
+    def seconds(self, num_parameters: int) -> list[float]:
+        """For each parameter the seconds since the one that was finished before it, over all passes."""
+        return self._timeline.seconds(num_parameters)
+
+
+class HostLimit:
+    """Keeps the host at most one stage ahead of a CUDA device: stopping what is queued already would save nothing."""
+
+    def __init__(self) -> None:
+        self._previous: torch.cuda.Event | None = None
+
+    def stage_finished(self) -> None:
+        """The kernels of a stage are queued: wait until those of the stage before are done."""
+        previous, self._previous = self._previous, torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._previous.record()
+        if previous is not None:
+            previous.synchronize()
