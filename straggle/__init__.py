@@ -23,6 +23,7 @@ from straggle.estimators import (
     OptimizerMomentum,
     Zero,
 )
+from straggle.measure import Reach, StageProfile, measure_stages
 from straggle.parallel import StagedDataParallel, Step
 from straggle.report import BackwardReport, RankReport, StageReport, StageTime, StepReport
 from straggle.staged import BackwardStep, FinishedStage, StagedBackward
@@ -50,6 +51,8 @@ __all__ = [
     "PeerFailed",
     "QuantileDeadline",
     "RankReport",
+    "Reach",
+    "StageProfile",
     "StageReport",
     "StageTime",
     "StagedBackward",
@@ -58,4 +61,5 @@ __all__ = [
     "StepReport",
     "WaitForAll",
     "Zero",
+    "measure_stages",
 ]

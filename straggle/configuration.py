@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from straggle.estimators import Estimator
-from straggle.stages import plan_stages
+from straggle.stages import BalancedByTime, plan_stages
 
 GROUPS = ("workload", "deadline", "estimator", "faults", "optimizer")
 _AT_LEAST = {"steps": 1, "num_microbatches": 1, "batch_size": 1, "seed": 0, "block": 1, "checkpoint_every": 0}
@@ -64,10 +64,10 @@ def check(config: DictConfig, valid: DictConfig) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigurationError(f"{key}={value}: must be a whole number of at least {least}")
     for group in ("workload", "deadline", "estimator", "optimizer", "patience"):
-        _check_arguments(group, config[group])
-    for name, fault in config.faults.items():
+        _check_arguments(group, config.get(group))
+    for name, fault in config.get("faults", {}).items():
         _check_arguments(f"faults.{name}", fault)
-    if config.resume and not (Path(config.run_dir) / "checkpoint").is_dir():
+    if config.get("resume") and not (Path(config.run_dir) / "checkpoint").is_dir():
         raise ConfigurationError(f"resume=true: there is no checkpoint in run_dir={config.run_dir}")
     try:
         _build_all(config)
@@ -78,11 +78,12 @@ def check(config: DictConfig, valid: DictConfig) -> None:
 
 def _build_all(config: DictConfig) -> None:
     """What each rank will build, once before there are ranks, so that a wrong value is told once."""
-    for part in (config.deadline, config.patience, config.faults):
-        instantiate(part)
+    for part in ("deadline", "patience", "faults"):
+        instantiate(config.get(part))
     model = instantiate(config.workload).model()
-    build_estimator(config, build_optimizer(config, model))
-    plan_stages(model, stage_names(config.stages))
+    if "optimizer" in config:
+        build_estimator(config, build_optimizer(config, model))
+    plan_stages(model, stages_of(config.stages))
 
 
 def build_optimizer(config: DictConfig, model: nn.Module) -> Optimizer:
@@ -129,7 +130,7 @@ def _unknown_key(key: str, valid: DictConfig) -> str:
     if rest and root in valid and isinstance(valid[root], DictConfig):
         return f"unknown key {key}; {root} has {', '.join(str(name) for name in valid[root] if name != '_target_')}"
     plain = [str(name) for name in valid if name not in GROUPS]
-    groups = [f"  {group}={'|'.join(_options(group))}" for group in GROUPS]
+    groups = [f"  {group}={'|'.join(_options(group))}" for group in GROUPS if group in valid]
     lines = [f"unknown key {key}; valid keys: {', '.join(plain)}", "and groups, with keys of their own:", *groups]
     return "\n".join(lines)
 
@@ -145,8 +146,11 @@ def plain(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in container.items()}
 
 
-def stage_names(stages: int | ListConfig | None) -> int | list[str] | None:
+def stages_of(stages: int | ListConfig | DictConfig | None) -> int | list[str] | BalancedByTime | None:
     """The key ``stages`` as the library takes it."""
+    if isinstance(stages, DictConfig):
+        by_time: BalancedByTime = instantiate(stages)
+        return by_time
     return [str(name) for name in stages] if isinstance(stages, ListConfig) else stages
 
 

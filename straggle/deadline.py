@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import final
+from typing import Literal, final, get_args
 
 import torch
 from torch import Tensor
+
+Granularity = Literal["stage", "microbatch"]
 
 
 @dataclass(frozen=True)
@@ -130,12 +132,17 @@ class Patience:
     that does not hand in its gradients within another ``grace_s`` seconds is spoken for by its stand-in. Up to
     ``max_lag`` merged steps wait for a rank that is stuck, each one copy of the gradients in memory; beyond that the
     peers wait. A collective that does not end within ``give_up_s`` seconds ends the job.
+
+    ``granularity`` is what a late rank drops: the stages that it has not finished ("stage"), or the micro-batches that
+    it has not begun ("microbatch", as DropCompute does; ``grace_s`` should then be a micro-batch's time, because a rank
+    that is spoken for hands in what it has of the running one).
     """
 
     quorum: int | None = None
     grace_s: float = 0.05
     max_lag: int = 8
     give_up_s: float = 300.0
+    granularity: Granularity = "stage"
 
     def __post_init__(self) -> None:
         if self.quorum is not None:
@@ -145,6 +152,7 @@ class Patience:
             raise ValueError(f"grace_s={self.grace_s}: seconds cannot be negative")
         if not 1 <= self.give_up_s < math.inf:
             raise ValueError(f"give_up_s={self.give_up_s}: must be a finite number of seconds, at least 1")
+        check_granularity(self.granularity)
 
     def quorum_of(self, world_size: int) -> int:
         """Ranks that must have finished; raises ``ValueError`` where there are not that many others."""
@@ -162,6 +170,12 @@ def as_deadline(deadline: Deadline | float | None) -> Deadline:
     if isinstance(deadline, (int, float)) and not isinstance(deadline, bool):
         return FixedDeadline(float(deadline))
     raise TypeError(f"deadline={deadline!r}: give a straggle.Deadline, a number of seconds, or None")
+
+
+def check_granularity(granularity: str) -> None:
+    """Raise ``ValueError`` for what is no `Granularity`."""
+    if granularity not in get_args(Granularity):
+        raise ValueError(f"granularity={granularity!r}: choose one of {', '.join(get_args(Granularity))}")
 
 
 def _check_count(name: str, value: int, least: int = 0) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from straggle.configuration import build_estimator, build_optimizer, stage_names
+from straggle.configuration import build_estimator, build_optimizer, stages_of
 from straggle.faults import Fault, FaultInjector
 from straggle.parallel import StagedDataParallel
 from straggle.report import StepReport
@@ -122,7 +122,7 @@ class StagedJob(Job):
     def _wrap(self, config: DictConfig) -> StagedDataParallel:
         return StagedDataParallel(
             self.module,
-            stages=stage_names(config.stages),
+            stages=stages_of(config.stages),
             deadline=instantiate(config.deadline),
             estimator=build_estimator(config, self.optimizer),
             patience=instantiate(config.patience),

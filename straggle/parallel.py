@@ -23,7 +23,7 @@ from straggle.coordinator import Coordinator, MergedStep
 from straggle.deadline import Deadline, History, Patience, as_deadline
 from straggle.estimators import Abstain, Estimator
 from straggle.report import StepReport
-from straggle.stages import BalancedByTime, learning_steps, plan_stages, trainable
+from straggle.stages import BalancedByTime, StagePlan, learning_steps, plan_stages, trainable
 from straggle.telemetry import MAX_SCALARS
 
 
@@ -57,6 +57,9 @@ class StagedDataParallel(nn.Module):
         self._last_report: StepReport | None = None
         self._stages = stages
         self._parameters_list = [parameter for _, parameter in trainable(module)]
+        self._frozen = [
+            (name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad
+        ]
         self._channel = Channel(process_group, give_up_s=patience.give_up_s)
         check_same_on_all_ranks(module, self._channel)
         for tensor in (*module.parameters(), *module.buffers()):
@@ -70,7 +73,8 @@ class StagedDataParallel(nn.Module):
             patience=patience,
         )
         self._hooks = ParameterHooks(module, self._parameters_list, self)
-        self._hooks.check_at([stage.entry for stage in self._coordinator.plan.stages])
+        self._whole_microbatches = patience.granularity == "microbatch"
+        self._check_at_stages(self._coordinator.plan)
         self._step: Step | None = None
         self._device = self._parameters_list[0].device
         self._finish_times: FinishTimes | None = FinishTimes(self._device)  # until the stages are planned for good
@@ -155,7 +159,8 @@ class StagedDataParallel(nn.Module):
         stage_finished = self._coordinator.offer(index, gradient)
         if stage_finished and self._limit is not None:
             self._limit.stage_finished()
-        self.check()
+        if not self._whole_microbatches:
+            self.check()
 
     def check(self) -> None:
         """Leave the step if this rank is late in it."""
@@ -168,6 +173,12 @@ class StagedDataParallel(nn.Module):
     def _enter(self, step: Step) -> None:
         if self._step is not None:
             raise RuntimeError(f"step {self._coordinator.step} is still open: a step() cannot be nested in another")
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise RuntimeError(
+                    f"parameter {name} was frozen when the model was wrapped and is not now, so it would not be "
+                    "merged: wrap the model first and freeze it then, or wrap it again"
+                )
         # gradients that the user kept are added to the merged ones, as with DDP; the buffers they lie in are used again
         step.kept = {i: p.grad.clone() for i, p in enumerate(self._parameters_list) if p.grad is not None}
         for index in step.kept:
@@ -222,9 +233,13 @@ class StagedDataParallel(nn.Module):
         learned = torch.tensor([times.order(number), times.seconds(number)], dtype=torch.float64)
         order, seconds = self._channel.of_rank0(learned).tolist()
         plan = plan_stages(self.module, self._stages, [int(index) for index in order], seconds)
-        self._hooks.check_at([stage.entry for stage in plan.stages])
+        self._check_at_stages(plan)
         self._coordinator.learn(plan)
         self._coordinator.start()
+
+    def _check_at_stages(self, plan: StagePlan) -> None:
+        if not self._whole_microbatches:
+            self._hooks.check_at([stage.entry for stage in plan.stages])
 
     def _name(self, index: int) -> str:
         return trainable(self.module)[index][0]

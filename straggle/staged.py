@@ -25,6 +25,7 @@ from straggle.backward import (
     tensors_in,
 )
 from straggle.clocks import FinishTimes, HostLimit, Timeline
+from straggle.deadline import Granularity, check_granularity
 from straggle.estimators import Abstain, Estimator
 from straggle.report import BackwardReport, StageTime
 from straggle.stages import BalancedByTime, Stage, learning_steps, plan_stages, trainable
@@ -56,7 +57,8 @@ class StagedBackward:
     ``stages`` as for `StagedDataParallel`: planned by size, a number, module names or `BalancedByTime`. Unless named,
     they are planned anew after the first whole step, in the order in which it finished the gradients. ``on_stage`` is
     called with each `FinishedStage`. ``estimator``: what `DeadlineReached` leaves without a gradient gets this one's
-    contribution (its weight means nothing without other ranks).
+    contribution (its weight means nothing without other ranks). ``granularity="microbatch"`` stops only between the
+    backward passes of a step, so that each one that was begun is whole.
 
     >>> staged = StagedBackward(model, on_stage=lambda stage: print(stage.name, stage.norm()))
     >>> print(staged.backward(criterion(model(x), y), budget_s=0.1).report)
@@ -73,12 +75,15 @@ class StagedBackward:
         stages: int | Sequence[str] | BalancedByTime | None = None,
         on_stage: Callable[[FinishedStage], None] | None = None,
         estimator: Estimator | None = None,
+        granularity: Granularity = "stage",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        check_granularity(granularity)
         self.module = module
         self.estimator = estimator or Abstain()
         self._on_stage = on_stage
         self._wanted = stages
+        self._whole_microbatches = granularity == "microbatch"
         self._clock = clock
         self._step: BackwardStep | None = None
         self._handles = [module.register_forward_hook(self._after_forward)]
@@ -169,7 +174,8 @@ class StagedBackward:
         stage_of = {index: number for number, stage in enumerate(self.stages) for index in stage.parameters}
         self.stage_of = [stage_of[index] for index in range(len(stage_of))]
         assert self._hooks is not None
-        self._hooks.check_at([stage.entry for stage in self.stages])
+        root = ""
+        self._hooks.check_at([root] if self._whole_microbatches else [stage.entry for stage in self.stages])
         for handle in self._handles[1:]:
             handle.remove()
         del self._handles[1:]
@@ -336,7 +342,7 @@ class BackwardStep:
         self._missing[stage] -= 1
         if self._missing[stage] <= 0:
             self._stage_finished(stage)
-        if self._stopped or self._stop_at < math.inf:
+        if (self._stopped or self._stop_at < math.inf) and not self._owner._whole_microbatches:
             self._check()
 
     def _unchanged(self, index: int, gradient: Tensor) -> bool:

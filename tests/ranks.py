@@ -103,7 +103,9 @@ def digest(tensors: Iterable[Tensor | None]) -> str:
     """A hash of the exact values; a missing gradient has one too."""
     content = hashlib.sha256()
     for tensor in tensors:
-        content.update(b"none" if tensor is None else tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        content.update(
+            b"none" if tensor is None else tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        )
     return content.hexdigest()
 
 

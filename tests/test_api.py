@@ -24,6 +24,7 @@ HOUSE = (
     "clocks",
     "backward",
     "staged",
+    "measure",
     "buffers",
     "channel",
     "checks",
@@ -53,6 +54,8 @@ def test_public_names_are_pinned():
         "PeerFailed",
         "QuantileDeadline",
         "RankReport",
+        "Reach",
+        "StageProfile",
         "StageReport",
         "StageTime",
         "StagedBackward",
@@ -61,6 +64,7 @@ def test_public_names_are_pinned():
         "StepReport",
         "WaitForAll",
         "Zero",
+        "measure_stages",
     ]
     assert all(hasattr(straggle, name) for name in straggle.__all__)
 
@@ -70,7 +74,7 @@ def test_public_names_are_pinned():
     [
         (StagedDataParallel, "module *process_group *stages *deadline *estimator *patience"),
         (StagedDataParallel.step, "self num_microbatches"),
-        (straggle.StagedBackward, "module *stages *on_stage *estimator *clock"),
+        (straggle.StagedBackward, "module *stages *on_stage *estimator *granularity *clock"),
         (straggle.StagedBackward.backward, "self tensors gradient *retain_graph *create_graph *budget_s"),
         (straggle.StagedBackward.step, "self budget_s"),
         (straggle.FixedDeadline, "budget_s *warmup_steps"),
@@ -79,7 +83,7 @@ def test_public_names_are_pinned():
         (straggle.LastMerged, "weight"),
         (straggle.MovingAverage, "decay weight"),
         (straggle.OptimizerMomentum, "optimizer weight"),
-        (straggle.Patience, "quorum grace_s max_lag give_up_s"),
+        (straggle.Patience, "quorum grace_s max_lag give_up_s granularity"),
     ],
 )
 def test_arguments_are_pinned(owner, arguments):

@@ -1,0 +1,190 @@
+"""Stage times are by the clock that is given, and stages can be planned by them."""
+
+import itertools
+
+import pytest
+import torch
+from ranks import run_ranks, staged
+from torch import nn
+from training import Stopper, features, grads, mlp
+
+from straggle import BackwardReport, BalancedByTime, Patience, StagedBackward, StageProfile, StageTime, measure_stages
+from straggle.stages import plan_stages
+
+
+class Paced(nn.Module):
+    """A linear layer whose backward pass takes ``seconds`` of a clock that stands still otherwise."""
+
+    def __init__(self, clock, seconds):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.clock, self.seconds = clock, seconds
+
+    def forward(self, x):
+        y = self.linear(x)
+        y.register_hook(lambda _: self.clock.advance(self.seconds))
+        return y
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+    def advance(self, seconds):
+        self.now += seconds
+
+
+def paced(seconds):
+    clock = Clock()
+    torch.manual_seed(0)
+    return nn.Sequential(*(Paced(clock, s) for s in seconds)), clock
+
+
+def test_measured_times_are_those_of_the_stages():
+    module, clock = paced([1.0, 2.0, 4.0])
+    profile = measure_stages(module, lambda: module(torch.randn(2, 4)).sum(), num_steps=3, clock=clock)
+    assert [(stage.name, stage.seconds) for stage in profile.backward.stages] == [
+        ("2.linear", 4.0),
+        ("1.linear", 2.0),
+        ("0.linear", 1.0),
+    ]
+    assert profile.backward.seconds == 7.0
+    assert profile.forward_s == 0.0
+
+
+def test_measuring_leaves_parameters_and_gradients_as_they_were():
+    module = mlp()
+    module(features(0, 0)).sum().backward()
+    before, values = grads(module), [p.detach().clone() for p in module.parameters()]
+    measure_stages(module, lambda: module(features(0, 1)).sum(), num_steps=2)
+    assert all(torch.equal(old, new) for old, new in zip(before, grads(module), strict=True))
+    assert all(torch.equal(old, new) for old, new in zip(values, module.parameters(), strict=True))
+
+
+def test_measuring_nothing_is_refused():
+    with pytest.raises(ValueError, match="num_steps=0"):
+        measure_stages(mlp(), lambda: torch.zeros(()), num_steps=0)
+
+
+def profile_of(seconds, forward_s=1.0):
+    stages = tuple(StageTime(f"s{i}", 10 * (i + 1), 40, s, 1) for i, s in enumerate(seconds))
+    return StageProfile(forward_s, BackwardReport(stages, {}, False, ()))
+
+
+@pytest.mark.parametrize(
+    ("budget_s", "num_stages", "share"),
+    [(0.5, 0, 0.0), (1.0, 0, 0.0), (3.0, 1, 10 / 60), (3.9, 1, 10 / 60), (4.0, 2, 30 / 60), (100.0, 3, 1.0)],
+)
+def test_reach_counts_the_whole_stages_that_fit(budget_s, num_stages, share):
+    reach = profile_of([2.0, 1.0, 3.0]).reach(budget_s)
+    assert (reach.num_stages, reach.share) == (num_stages, pytest.approx(share))
+
+
+def test_table_has_a_line_for_each_stage_and_a_chart_can_be_drawn(tmp_path):
+    profile = profile_of([2.0, 1.0, 1.0])
+    lines = str(profile).splitlines()
+    assert lines[1].split() == ["s0", "10", "40", "2000.00", "50.0%"]
+    assert lines[-1] == "forward 1000.00 ms, backward 4000.00 ms"
+    profile.save_chart(tmp_path / "stages.svg")
+    drawn = (tmp_path / "stages.svg").read_text()
+    assert "<svg" in drawn
+    assert "s2" in drawn
+
+
+def test_stages_balanced_by_time_divide_the_seconds_not_the_bytes():
+    module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+    seconds = [0.5, 0.5, 2.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 2.5, 2.5]  # two parameters a layer
+    plan = plan_stages(module, BalancedByTime(2), order=list(reversed(range(12))), seconds=seconds)
+    assert [stage.name for stage in plan.stages] == ["5..4", "3..0"]  # 6 of 11.5 seconds
+    by_bytes = plan_stages(module, 2, order=list(reversed(range(12))), seconds=seconds)
+    assert [stage.name for stage in by_bytes.stages] == ["5..3", "2..0"]
+
+
+def test_staged_backward_balances_by_time_after_three_steps():
+    module, clock = paced([1.0, 1.0, 1.0, 3.0])
+    staged_backward = StagedBackward(module, stages=BalancedByTime(2), clock=clock)
+    plans = []
+    for _ in range(4):
+        step = staged_backward.backward(module(torch.randn(2, 4)).sum())
+        plans.append([stage.name for stage in step.report.stages])
+    assert plans[:3] == [["3.linear..2.linear", "1.linear..0.linear"]] * 3
+    assert plans[3] == ["3.linear", "2.linear..0.linear"]
+    assert [stage.seconds for stage in step.report.stages] == [3.0, 3.0]
+
+
+def plans_by_time(rank):
+    torch.manual_seed(0)
+    module = mlp(depth=6)
+    with staged(module, stages=BalancedByTime(3), deadline=None) as model:
+        plans = []
+        for step in range(5):
+            with model.step():
+                model(features(rank, step)).sum().backward()
+            plans.append([stage.name for stage in model.last_report.stages])
+    return plans
+
+
+def test_all_ranks_balance_alike_by_rank_0s_times():
+    first, second = run_ranks(plans_by_time, 2)
+    assert first == second
+    assert all(len(plan) == 3 for plan in first)
+    assert first[0] == first[1] == first[2]
+    assert first[3] == first[4]
+
+
+def whole_microbatches(rank, granularity):
+    """Rank 1 stops after two gradients of its second micro-batch of three; gradients are 1, 2 and 4 times the input."""
+    module = mlp(depth=3)
+    stopper = Stopper(module)
+    with staged(module, patience=Patience(granularity=granularity)) as model:
+        with model.step(num_microbatches=3) as step:
+            stopper.arm(step, 6 + 2 if rank == 1 else None)
+            for part in range(3):
+                (model(features(rank, part)).sum() / 3).backward()
+        return model.last_report.ranks[1].stages
+
+
+def test_microbatch_granularity_finishes_the_running_microbatch_and_drops_the_rest():
+    assert run_ranks(whole_microbatches, 2, "microbatch")[0] == pytest.approx([2 / 3] * 3)
+
+
+def test_stage_granularity_keeps_the_finished_layers_of_the_running_microbatch():
+    shares = run_ranks(whole_microbatches, 2, "stage")[0]
+    assert [round(3 * share) for share in shares] == [2, 1, 1]
+
+
+def test_staged_backward_can_stop_between_microbatches_only():
+    module = mlp(depth=3)
+    done = itertools.count(1)
+    staged_backward = StagedBackward(
+        module, granularity="microbatch", on_stage=lambda stage: next(done) == 4 and stage.stop()
+    )
+    with staged_backward.step() as step:
+        for part in range(3):
+            staged_backward.backward(module(features(0, part)).sum())
+    assert step.report.truncated
+    assert set(step.report.passes.values()) == {2}
+
+
+def test_unknown_granularity_is_refused():
+    with pytest.raises(ValueError, match="granularity='layer': choose one of stage, microbatch"):
+        StagedBackward(mlp(), granularity="layer")
+
+
+def unfreeze(rank):
+    module = mlp()
+    module[0].weight.requires_grad_(False)
+    with staged(module) as model:
+        module[0].weight.requires_grad_(True)
+        with (
+            pytest.raises(RuntimeError, match=r"parameter 0\.weight was frozen when the model was wrapped"),
+            model.step(),
+        ):
+            pass
+
+
+def test_unfreezing_a_parameter_that_was_frozen_at_wrapping_is_refused():
+    run_ranks(unfreeze, 1)
