@@ -1,0 +1,109 @@
+"""What the staged backward costs and saves on one process, against plain ``loss.backward()``, in turns.
+
+python benchmarks/staged_backward.py synthetic                  # 10 M parameters, 12 blocks, 64 samples
+python benchmarks/staged_backward.py text --rounds 100
+python benchmarks/staged_backward.py gpt2 --rounds 10           # GPT-2 small shapes; needs transformers
+"""
+
+import argparse
+import copy
+import random
+import resource
+import statistics
+import time
+
+import torch
+from torch import nn
+
+from straggle import StagedBackward
+from straggle.workloads import Synthetic, Text
+
+
+def model_and_loss(name):
+    """A model, and its loss on a fixed batch as a function of the model."""
+    if name == "gpt2":
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        tokens = torch.randint(50257, (1, 64))
+        model = GPT2LMHeadModel(GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+        return model, lambda model: model(tokens, labels=tokens).loss
+    workload, batch_size = (Synthetic(), 64) if name == "synthetic" else (Text(), 16)
+    batch = workload.batch(torch.arange(batch_size))
+    return workload.model(), lambda model: workload.loss(model, batch)
+
+
+def stop_at_half(stage, finished, num_stages):
+    finished.append(stage.name)
+    if 2 * len(finished) >= num_stages:
+        finished.clear()
+        stage.stop()
+
+
+def variants(model):
+    """For each way to run backward, a copy of the model and a function that runs it on a loss."""
+    plain = copy.deepcopy(model)
+    yield "loss.backward()", plain, lambda loss: loss.backward()
+    again = copy.deepcopy(model)
+    yield "the same again", again, lambda loss: loss.backward()
+    bare = copy.deepcopy(model)
+    yield "staged", bare, StagedBackward(bare).backward
+    watched = copy.deepcopy(model)
+    yield "staged, on_stage", watched, StagedBackward(watched, on_stage=lambda _: None).backward
+    half, finished = copy.deepcopy(model), []
+    staged = StagedBackward(half, on_stage=lambda stage: stop_at_half(stage, finished, len(staged.stages)))
+    yield "stopped at half of the stages", half, staged.backward
+
+
+def measure(name, rounds, warmup=5):
+    torch.manual_seed(0)
+    model, compute_loss = model_and_loss(name)
+    ways = list(variants(model))
+    seconds = {label: [] for label, _, _ in ways}
+    for number in range(warmup + rounds):
+        for label, own, run in random.sample(ways, len(ways)):  # in turns, in an order that changes
+            own.zero_grad(set_to_none=True)
+            loss = compute_loss(own)
+            begin = time.perf_counter()
+            run(loss)
+            if number >= warmup:
+                seconds[label].append(time.perf_counter() - begin)
+    plain = seconds["loss.backward()"]
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{name}: {parameters / 1e6:.1f} M parameters in {len(list(model.parameters()))} tensors, {rounds} rounds")
+    for label, own in seconds.items():
+        ratios = sorted(a / b for a, b in zip(own, plain, strict=True))
+        low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+        whole = statistics.median(own) / statistics.median(plain)
+        pairs = statistics.median(ratios)
+        print(
+            f"  {label:30} {1000 * statistics.median(own):8.2f} ms, ratio of medians {whole:.3f}, "
+            f"median of ratios {pairs:.3f} (quartiles {low:.3f} to {high:.3f})"
+        )
+
+
+def memory(steps):
+    """Resident memory over many stopped steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.Tanh())))
+    finished = []
+    staged = StagedBackward(model, on_stage=lambda stage: stop_at_half(stage, finished, len(staged.stages)))
+    peaks = []
+    for number in range(steps):
+        staged.backward(model(torch.randn(256, 256)).square().mean())
+        model.zero_grad(set_to_none=True)
+        if number in (9, 99, steps - 1):
+            peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+    after = f"{peaks[0]:.1f} MiB after 10 stopped steps, {peaks[1]:.1f} after 100, {peaks[2]:.1f} after {steps}"
+    print(f"memory: peak {after}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workload", choices=["synthetic", "text", "gpt2", "memory"])
+    parser.add_argument("--rounds", type=int, default=60)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    if arguments.workload == "memory":
+        memory(1000)
+    else:
+        measure(arguments.workload, arguments.rounds)
