@@ -24,6 +24,7 @@ from straggle.estimators import (
     Zero,
 )
 from straggle.measure import Reach, StageProfile, measure_stages
+from straggle.merge import Merge
 from straggle.parallel import StagedDataParallel, Step
 from straggle.report import BackwardReport, RankReport, StageReport, StageTime, StepReport
 from straggle.staged import BackwardStep, FinishedStage, StagedBackward
@@ -45,6 +46,7 @@ __all__ = [
     "History",
     "LastMerged",
     "LastOwn",
+    "Merge",
     "MovingAverage",
     "OptimizerMomentum",
     "Patience",

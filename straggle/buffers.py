@@ -6,6 +6,7 @@ A contribution is scaled by ``1 / world_size`` as it is copied in, as DDP does, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from straggle.stages import StagePlan
-from straggle.telemetry import row_length
+from straggle.telemetry import NONFINITE, row_length
 
 _ALIGN = 16  # elements: each gradient starts on a cache line
 
@@ -36,12 +37,13 @@ NOTHING = Share(0.0, False)
 
 @dataclass(frozen=True)
 class _Flat:
-    """The gradients of one bucket that share a dtype and a device; ``tail`` holds their weights and presence flags.
+    """The ``gradients`` of one bucket that share a dtype and a device; ``tail``: their weights and presence flags.
 
     The tail is fp32 or finer. It lies at the end of the gradients' buffer where that is, and travels in one message.
     """
 
     parameters: tuple[int, ...]
+    gradients: Tensor
     tail: Tensor
     messages: tuple[Tensor, ...]
 
@@ -49,19 +51,38 @@ class _Flat:
 class StageBuffers:
     """One step's gradients of all stages. Not thread-safe: the coordinator's lock guards it.
 
-    ``views`` holds one gradient for each parameter, and ``rows`` a row of telemetry for each rank, which goes with the
-    last bucket.
+    ``views`` holds one gradient for each parameter. With the last bucket go ``rows``, a row of telemetry for each rank,
+    and ``changes``, those of the module's buffers with their weight at the end. ``drop_nonfinite``: gradients with
+    elements that are not finite are left out.
     """
 
-    def __init__(self, plan: StagePlan, parameters: Sequence[nn.Parameter], world_size: int) -> None:
+    def __init__(
+        self,
+        plan: StagePlan,
+        parameters: Sequence[nn.Parameter],
+        world_size: int,
+        *,
+        num_changes: int = 0,
+        drop_nonfinite: bool = False,
+    ) -> None:
         self._world_size = world_size
+        self._drop_nonfinite = drop_nonfinite
+        self._num_changes = num_changes
+        self._nonfinite: float | Tensor = 0.0  # parameters of this rank that were left out so far
+        self._rank = -1  # whose row was told
         self._scale = torch.tensor(1 / world_size)  # a tensor, because a number is made into one anew at each call
         self.views: list[Tensor] = [torch.empty(0)] * len(parameters)
         self.rows = torch.empty(0)
         buckets = [[index for stage in bucket for index in stage.parameters] for bucket in plan.buckets()]
-        rows = world_size * row_length(len(plan.stages))
-        self._buckets = [self._allocate(bucket, parameters, rows if bucket is buckets[-1] else 0) for bucket in buckets]
-        self.rows = self.rows.view(world_size, -1)
+        length = row_length(len(plan.stages))
+        last = world_size * length + num_changes + 1
+        self._buckets = [self._allocate(bucket, parameters, last if bucket is buckets[-1] else 0) for bucket in buckets]
+        self.changes = self.rows[world_size * length :]
+        self.rows = self.rows[: world_size * length].view(world_size, -1)
+
+    def begin(self) -> None:
+        """A new step begins."""
+        self._nonfinite = 0.0
 
     def put(self, index: int, gradient: Tensor, *, add: bool, weight: float = 1.0) -> None:
         """Write ``weight * gradient`` of parameter ``index``, or add it to what is there."""
@@ -72,30 +93,57 @@ class StageBuffers:
         else:
             torch.mul(gradient, self._scale if weight == 1.0 else weight / self._world_size, out=self.views[index])
 
-    def read(self, index: int) -> Tensor:
-        """A copy of this rank's gradient of parameter ``index`` as it was put in."""
-        return self.views[index] * self._world_size
+    def read(self, index: int, weight: float = 1.0) -> Tensor:
+        """A copy of this rank's gradient of parameter ``index`` as it was put in with ``weight``."""
+        return self.views[index] * (self._world_size / weight)
 
-    def tell(self, rank: int, row: Tensor) -> None:
-        """This rank's telemetry, before the last bucket goes."""
+    def tell(self, rank: int, row: Tensor, changes: Tensor | None) -> None:
+        """This rank's telemetry and changes of buffers, before the last bucket goes."""
+        self._rank = rank
         self.rows.zero_()
         self.rows[rank] = row
+        self.changes.zero_()
+        if changes is not None:
+            self.changes[:-1] = changes
+            self.changes[-1] = 1.0
 
-    def all_reduce(self, bucket: int, shares: Mapping[int, Share], group: dist.ProcessGroup) -> list[dist.Work]:
-        """Start the merge of a bucket; a parameter not in ``shares`` has its whole gradient in the buffer."""
+    def all_reduce(
+        self, bucket: int, shares: Mapping[int, Share], group: dist.ProcessGroup, weight: float = 1.0
+    ) -> list[dist.Work]:
+        """Start the merge of a bucket; a parameter not in ``shares`` has its whole gradient in it, with ``weight``."""
         works = []
         for flat in self._buckets[bucket]:
             if shares.keys().isdisjoint(flat.parameters):
                 flat.tail.fill_(1.0)
+                if weight != 1.0:
+                    flat.tail[: len(flat.parameters)] = weight
             else:
-                own = [shares.get(index, FULL) for index in flat.parameters]
+                full = Share(weight, True)
+                own = [shares.get(index, full) for index in flat.parameters]
                 tail = [share.weight for share in own] + [float(share.present) for share in own]
                 flat.tail.copy_(torch.tensor(tail, dtype=flat.tail.dtype), non_blocking=True)
                 for index, share in zip(flat.parameters, own, strict=True):
                     if not share.present:
                         self.views[index].zero_()
+            if self._drop_nonfinite:
+                self._leave_out_nonfinite(flat)
+            if flat is self._buckets[-1][-1]:
+                self.rows[self._rank, NONFINITE] = self._nonfinite
             works += [dist.all_reduce(message, group=group, async_op=True) for message in flat.messages]
         return works
+
+    def _leave_out_nonfinite(self, flat: _Flat) -> None:
+        """Make zeros with weight 0 of gradients that have elements which are not finite."""
+        # one pass over the whole is enough on the CPU; a device is not waited for
+        if not flat.gradients.is_cuda and math.isfinite(flat.gradients.sum(dtype=torch.float32).item()):
+            return
+        views, count = [self.views[index] for index in flat.parameters], len(flat.parameters)
+        finite = torch.stack([torch.isfinite(view).all() for view in views])
+        for view, fine in zip(views, finite, strict=True):
+            view.masked_fill_(~fine, 0.0)
+        flat.tail[:count] *= finite.to(flat.tail)
+        flat.tail[count:] *= finite.to(flat.tail)
+        self._nonfinite = self._nonfinite + (~finite).sum()
 
     def settle(self) -> list[Share]:
         """After all merges: scale each gradient to the weighted mean, in place, and tell what is in it."""
@@ -128,7 +176,8 @@ class StageBuffers:
             numbers = data[end:] if exact else torch.zeros(sum(extra), device=device)
             for index, start in zip(members, starts, strict=True):
                 self.views[index] = _view(data, start, parameters[index])
-            flats.append(_Flat(tuple(members), numbers[: extra[0]], (data,) if exact else (data, numbers)))
+            messages = (data,) if exact else (data, numbers)
+            flats.append(_Flat(tuple(members), data[:end], numbers[: extra[0]], messages))
             self.rows = numbers[extra[0] :]
         return flats
 

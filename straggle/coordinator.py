@@ -22,6 +22,7 @@ from straggle.channel import Channel, PeerFailed
 from straggle.clocks import Stopwatch
 from straggle.deadline import Deadline, History, HistoryWindow, Patience
 from straggle.estimators import Estimator
+from straggle.merge import Merge
 from straggle.report import PHASES
 from straggle.stages import StagePlan
 from straggle.telemetry import Row, Table
@@ -70,6 +71,8 @@ class Coordinator:
         deadline: Deadline,
         estimator: Estimator,
         patience: Patience,
+        merge: Merge,
+        num_changes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._parameters = parameters
@@ -77,6 +80,8 @@ class Coordinator:
         self._policy = deadline
         self._estimator = estimator
         self._patience = patience
+        self._merge = merge
+        self._num_changes = num_changes
         self._quorum = patience.quorum_of(channel.world_size)
         self._clock = clock
         self.stopwatch = Stopwatch(clock)
@@ -96,6 +101,8 @@ class Coordinator:
         self._entered_at: float | None = None
         self._took_at = -math.inf
         self._num_microbatches = 1
+        self._weight = 1.0
+        self._idle = False
         self._overrun_s = 0.0
         self._failed = False
         # between both
@@ -153,16 +160,29 @@ class Coordinator:
         if self._stand_in is not None:
             self._stand_in.join(timeout=5)
 
-    def enter(self, num_microbatches: int) -> None:
-        """The training thread enters its step; the buffers with the gradients of the step before are free again."""
+    def enter(self, num_microbatches: int, *, idle: bool = False) -> None:
+        """The training thread enters its step; the buffers with the gradients of the step before are free again.
+
+        ``idle``: it has no data for it.
+        """
         with self._lock:
             self._entered_at = self._clock()
             self._num_microbatches = num_microbatches
+            self._weight, self._idle = 1.0, idle
             if self._entered_at >= self._merged_at + self._deadline_s:
                 self._stand_in_wakes.notify()  # it sleeps until it would speak for a rank that has not entered
             if self._held is not None:
                 self._spare = self._spare or self._held  # a second spare is memory that only a stuck rank needs
                 self._held = None
+
+    def weigh(self, weight: float) -> None:
+        """Give this rank's step a weight. Raises ``ValueError`` and, after the first gradient, ``RuntimeError``."""
+        if not 0 < weight < math.inf:
+            raise ValueError(f"weight={weight}: must be a positive number, such as the samples of this rank's step")
+        with self._lock:
+            if self._merging == self._training and self._round is not None and any(self._round.passes):
+                raise RuntimeError("step.weight comes before the first backward pass: gradients are scaled by it")
+            self._weight = weight
 
     def stop(self) -> None:
         """Ask the training thread to leave its step; from any thread."""
@@ -180,12 +200,13 @@ class Coordinator:
             passes = current.passes[index]
             if passes == self._num_microbatches:
                 raise RuntimeError(self._too_many(index))
-            current.buffers.put(index, gradient, add=passes > 0)
+            current.buffers.put(index, gradient, add=passes > 0, weight=self._weight)
             current.passes[index] = passes + 1
             if passes + 1 < self._num_microbatches:
                 return False
             if self._estimator.watches_own:
-                self._estimator.observe(self._parameters[index], current.buffers.read(index), merged=False)
+                own = current.buffers.read(index, self._weight)
+                self._estimator.observe(self._parameters[index], own, merged=False)
             return self._parameter_complete(current, self._stage_of[index])
 
     def _parameter_complete(self, current: _Round, stage: int) -> bool:
@@ -198,15 +219,17 @@ class Coordinator:
             self._issue(current, {})
         return True
 
-    def finish(self, *, truncated: bool, scalars: Mapping[str, float]) -> MergedStep:
+    def finish(self, *, truncated: bool, scalars: Mapping[str, float], changes: Tensor | None = None) -> MergedStep:
         """The training thread's work for its step is over: merge the rest, wait for the peers, and take the result.
+
+        ``changes`` of the module's buffers, where the rank finished its forward pass.
 
         Raises `PeerFailed` when a rank failed in this step or cannot be reached.
         """
         with self._lock:
             mine = self._merging == self._training and not (current := self._open_round()).closed
             if mine:
-                self._close_own(current, truncated=truncated, scalars=scalars)
+                self._close_own(current, truncated=truncated, scalars=scalars, changes=changes)
                 if self._deadline_s < math.inf:
                     self._unposted.append(current.step)
                     self._stand_in_wakes.notify()
@@ -264,7 +287,14 @@ class Coordinator:
 
     def _open_round(self) -> _Round:
         if self._round is None:
-            buffers = self._spare or StageBuffers(self.plan, self._parameters, self._channel.world_size)
+            buffers = self._spare or StageBuffers(
+                self.plan,
+                self._parameters,
+                self._channel.world_size,
+                num_changes=self._num_changes,
+                drop_nonfinite=self._merge.nonfinite == "drop",
+            )
+            buffers.begin()
             self._spare = None
             missing = [len(stage.parameters) for stage in self.plan.stages]
             self._round = _Round(
@@ -272,17 +302,19 @@ class Coordinator:
             )
         return self._round
 
-    def _close_own(self, current: _Round, *, truncated: bool, scalars: Mapping[str, float]) -> None:
+    def _close_own(
+        self, current: _Round, *, truncated: bool, scalars: Mapping[str, float], changes: Tensor | None
+    ) -> None:
         """Issue what is left of the training thread's own step."""
         computed = self._computed(current, truncated=truncated)
-        estimated = self._estimate(current, computed) if truncated else {}
-        self._issue_rest(current, computed, estimated, scalars)
+        estimated = self._estimate(current, computed) if truncated and not self._idle else {}
+        self._issue_rest(current, computed, estimated, scalars, changes)
 
     def _close_abstaining(self, current: _Round) -> None:
         """Issue the rest of a step for a training thread that cannot: what it finished counts, the rest does not."""
         current.stood_in = True
         computed = [passes / self._num_microbatches for passes in current.passes]
-        self._issue_rest(current, computed, {}, {})
+        self._issue_rest(current, computed, {}, {}, None)
         self._stop_step = max(self._stop_step, current.step)
 
     def _computed(self, current: _Round, *, truncated: bool) -> list[float]:
@@ -302,16 +334,26 @@ class Coordinator:
             estimate = self._estimator.contribution(self._parameters[index]) if share < 1 else None
             if estimate is not None and estimate.weight > 0:
                 weights[index] = estimate.weight * (1 - share)
-                current.buffers.put(index, estimate.gradient, add=current.passes[index] > 0, weight=weights[index])
+                current.buffers.put(
+                    index, estimate.gradient, add=current.passes[index] > 0, weight=self._weight * weights[index]
+                )
         return weights
 
     def _issue_rest(
-        self, current: _Round, computed: Sequence[float], estimated: Mapping[int, float], scalars: Mapping[str, float]
+        self,
+        current: _Round,
+        computed: Sequence[float],
+        estimated: Mapping[int, float],
+        scalars: Mapping[str, float],
+        changes: Tensor | None,
     ) -> None:
         """Close the round: telemetry, and what each parameter that is not whole has in it."""
-        current.buffers.tell(self._channel.rank, self._row(current, computed, estimated, scalars).encode())
+        row = self._row(current, computed, estimated, scalars).encode()
+        current.buffers.tell(self._channel.rank, row, changes)
         shares = {
-            index: Share(share + estimated.get(index, 0.0), current.passes[index] > 0 or index in estimated)
+            index: Share(
+                self._weight * (share + estimated.get(index, 0.0)), current.passes[index] > 0 or index in estimated
+            )
             for index, share in enumerate(computed)
             if current.passes[index] < self._num_microbatches
         }
@@ -321,7 +363,7 @@ class Coordinator:
 
     def _issue(self, current: _Round, shares: Mapping[int, Share]) -> None:
         """Begin the merge of the next bucket."""
-        works = current.buffers.all_reduce(current.issued, shares, self._channel.gradients)
+        works = current.buffers.all_reduce(current.issued, shares, self._channel.gradients, self._weight)
         name = ", ".join(stage.name for stage in self._buckets[current.issued])
         current.works += [(work, name) for work in works]
         current.issued += 1
@@ -332,17 +374,20 @@ class Coordinator:
         """This rank's telemetry for the round."""
         now, times = self._clock(), self.stopwatch.read()
         in_step = self._training == current.step and self._entered_at is not None
-        late = min(computed) < 1
+        idle = in_step and self._idle
+        late = min(computed) < 1 and not idle
         overrun_s, self._overrun_s = self._overrun_s, 0.0
         return Row(
             times={phase: times[phase] - self._times_at_merge[phase] for phase in PHASES},
-            compute_s=now - self._entered_at if in_step and self._entered_at is not None else math.nan,
+            compute_s=now - self._entered_at if in_step and self._entered_at is not None and not idle else math.nan,
             busy_s=now - self._merged_at,
             overrun_s=overrun_s,
             late=late,
             stood_in=current.stood_in,
             cause=PHASES.index(self.stopwatch.phase) if late else -1,
             failed=self._failed,
+            idle=idle,
+            weight=self._weight if in_step else 1.0,
             computed=self._by_stage(computed),
             estimated=self._by_stage([estimated.get(index, 0.0) for index in range(len(computed))]),
             stage_s=tuple(current.stage_s),

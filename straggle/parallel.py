@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,12 @@ from straggle.clocks import FinishTimes, HostLimit
 from straggle.coordinator import Coordinator, MergedStep
 from straggle.deadline import Deadline, History, Patience, as_deadline
 from straggle.estimators import Abstain, Estimator
+from straggle.merge import Merge, ModuleBuffers
 from straggle.report import StepReport
 from straggle.stages import BalancedByTime, StagePlan, learning_steps, plan_stages, trainable
 from straggle.telemetry import MAX_SCALARS
+
+Batch = TypeVar("Batch")
 
 
 class StagedDataParallel(nn.Module):
@@ -32,7 +35,8 @@ class StagedDataParallel(nn.Module):
 
     ``stages``: how the gradients are divided (`plan_stages`). ``deadline``: a `Deadline`, a number of seconds, or
     ``None`` to wait for everyone, as DDP does. ``estimator``: what stands in for missing gradients (default: nothing).
-    ``patience``: how a late rank is treated. Parameters and buffers are overwritten with rank 0's.
+    ``patience``: how a late rank is treated. ``merge``: what becomes of buffers and of gradients that are not finite.
+    Parameters and buffers are overwritten with rank 0's.
 
     Raises ``RuntimeError`` without a process group, and ``ValueError`` for modules that cannot be trained so: without
     trainable parameters, with sparse gradients, ``SyncBatchNorm`` or sharded parameters, or not the same on all ranks.
@@ -47,6 +51,7 @@ class StagedDataParallel(nn.Module):
         deadline: Deadline | float | None = None,
         estimator: Estimator | None = None,
         patience: Patience | None = None,
+        merge: Merge | None = None,
     ) -> None:
         super().__init__()
         check_module(module)
@@ -64,6 +69,8 @@ class StagedDataParallel(nn.Module):
         check_same_on_all_ranks(module, self._channel)
         for tensor in (*module.parameters(), *module.buffers()):
             self._channel.broadcast(tensor.detach())
+        merge = merge or Merge()
+        self._module_buffers = ModuleBuffers(module, merge.buffers, self._channel.rank)
         self._coordinator = Coordinator(
             self._parameters_list,
             plan_stages(module, stages),
@@ -71,11 +78,14 @@ class StagedDataParallel(nn.Module):
             deadline=as_deadline(deadline),
             estimator=self.estimator,
             patience=patience,
+            merge=merge,
+            num_changes=self._module_buffers.numel,
         )
         self._hooks = ParameterHooks(module, self._parameters_list, self)
         self._whole_microbatches = patience.granularity == "microbatch"
         self._check_at_stages(self._coordinator.plan)
         self._step: Step | None = None
+        self._idle = False
         self._device = self._parameters_list[0].device
         self._finish_times: FinishTimes | None = FinishTimes(self._device)  # until the stages are planned for good
         self._num_watched = learning_steps(stages)
@@ -95,6 +105,7 @@ class StagedDataParallel(nn.Module):
         stopwatch.enter("forward")
         self.check()
         output = self.module(*args, **kwargs)
+        self._step.num_forward += 1
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._backward_begins, weakref.ref(tensor)))  # type: ignore[no-untyped-call]
@@ -105,6 +116,28 @@ class StagedDataParallel(nn.Module):
         if num_microbatches < 1:
             raise ValueError(f"num_microbatches={num_microbatches}: a step has at least one backward pass")
         return Step(self, num_microbatches)
+
+    def join(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """The batches of ``loader``, for ranks that have not all as many: ``for x, y in model.join(loader)``.
+
+        A rank that has no more goes on with its last batch, for which no step computes anything (its forward pass ends
+        the block), and takes part in the merges of the others until all are done.
+        Raises ``ValueError`` where there is not one batch.
+        """
+        batch, empty = None, True
+        for batch in loader:
+            empty = False
+            yield batch
+        if empty:
+            raise ValueError(f"rank {self._channel.rank}: the loader is empty; give every rank at least one batch")
+        self._idle = True
+        try:
+            while True:
+                yield cast(Batch, batch)
+                if self._last_merged is not None and self._last_merged.table.all_idle():
+                    return
+        finally:
+            self._idle = False
 
     @property
     def last_report(self) -> StepReport | None:
@@ -144,6 +177,8 @@ class StagedDataParallel(nn.Module):
         gradient = parameter.grad
         if gradient is None:
             return
+        if self._idle:
+            self.check()
         parameter.grad = None  # the copy in the buffer is the one that counts; freeing this one at once is fastest
         if self._step is None:
             raise RuntimeError(
@@ -163,8 +198,8 @@ class StagedDataParallel(nn.Module):
             self.check()
 
     def check(self) -> None:
-        """Leave the step if this rank is late in it."""
-        if self._step is not None and self._coordinator.stop_requested:
+        """Leave the step if this rank is late in it, or has no data for it."""
+        if self._step is not None and (self._coordinator.stop_requested or self._idle):
             self._step.stopped = True
             raise DeadlineReached
 
@@ -185,7 +220,7 @@ class StagedDataParallel(nn.Module):
             self._parameters_list[index].grad = None
         self._step = step
         self._coordinator.stopwatch.enter("data")
-        self._coordinator.enter(step.num_microbatches)
+        self._coordinator.enter(step.num_microbatches, idle=self._idle)
 
     def _leave(self, step: Step, error: BaseException | None) -> bool:
         """Merge, and put the merged gradients in place; true where the error was only the deadline."""
@@ -196,7 +231,8 @@ class StagedDataParallel(nn.Module):
             if error is not None and not only_late:
                 self._coordinator.fail(error)
                 return False
-            merged = self._coordinator.finish(truncated=truncated, scalars=step.scalars)
+            changes = self._module_buffers.changes() if step.num_forward >= step.num_microbatches else None
+            merged = self._coordinator.finish(truncated=truncated, scalars=step.scalars, changes=changes)
         finally:
             self._step = None
             if isinstance(error, DeadlineReached):
@@ -209,7 +245,13 @@ class StagedDataParallel(nn.Module):
         return only_late
 
     def _put_in_place(self, merged: MergedStep, kept: Mapping[int, Tensor]) -> None:
-        """Give every parameter its merged gradient: the same on every rank."""
+        """Give every parameter its merged gradient, and every buffer its merged value: the same on every rank."""
+        if self._module_buffers.numel:
+            self._module_buffers.apply(merged.buffers.changes[:-1], float(merged.buffers.changes[-1]))
+        if merged.table.nothing_to_apply():
+            for index, parameter in enumerate(self._parameters_list):
+                parameter.grad = kept.get(index)
+            return
         for index, share in enumerate(merged.buffers.settle()):
             parameter, gradient = self._parameters_list[index], merged.buffers.views[index]
             if share.weight > 0:
@@ -252,8 +294,10 @@ class Step:
         self._model = model
         self.num_microbatches = num_microbatches
         self.stopped = False
+        self._weight = 1.0
         self.scalars: dict[str, float] = {}
         self.kept: dict[int, Tensor] = {}
+        self.num_forward = 0  # passes that were finished
         self.outputs: list[weakref.ref[Tensor]] = []
 
     def __enter__(self) -> Step:
@@ -264,6 +308,19 @@ class Step:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         return self._model._leave(self, error)
+
+    @property
+    def weight(self) -> float:
+        """How much this rank's step counts against the others', such as its number of samples or tokens; 1 if not set.
+
+        Set it before the first backward pass. The loss is still this rank's own mean.
+        """
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        self._model._coordinator.weigh(weight)
+        self._weight = weight
 
     def log(self, **scalars: float | Tensor) -> None:
         """Scalars that ride along with the merge; `StepReport.scalars` has the means over ranks that gave them."""

@@ -27,7 +27,9 @@ class RankReport:
     ``stages`` holds the share of each stage that the rank computed, and ``reach`` the share of the whole model: 0.5
     means that half of the gradient elements came from this rank's own backward pass. ``stage_s`` says when, in seconds
     from entering ``step()``, each stage was whole (NaN: it never was). ``cause`` says what a late rank was doing;
-    ``stood_in`` that it did not come to hand in its gradients itself.
+    ``stood_in`` that it did not come to hand in its gradients itself. ``idle``: it has no more data. ``weight`` is what
+    the user gave its step (``step.weight``; 1 otherwise), ``nonfinite`` how many of its parameters' gradients had
+    elements that were not finite, and were left out.
     """
 
     rank: int
@@ -44,11 +46,17 @@ class RankReport:
     stood_in: bool = False
     cause: Phase | None = None
     overrun_s: float = 0.0
+    idle: bool = False
+    weight: float = 1.0
+    nonfinite: int = 0
 
 
 @dataclass(frozen=True)
 class StageReport:
-    """One stage after the merge: ``weight`` is the sum over ranks, ``world_size`` when all computed all of it."""
+    """One stage: ``weight`` is the sum over ranks, by default ``world_size`` when all computed all of it.
+
+    It does not know of gradients that were left out because they were not finite.
+    """
 
     name: str
     numel: int
@@ -58,7 +66,10 @@ class StageReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One merged step: ``seconds`` from the end of the merge before; ``deadline_s`` is infinite without one."""
+    """One merged step: ``seconds`` from the end of the merge before; ``deadline_s`` is infinite without one.
+
+    ``skipped``: no rank had finite gradients, and no parameter has one now.
+    """
 
     step: int
     seconds: float
@@ -66,11 +77,13 @@ class StepReport:
     ranks: tuple[RankReport, ...]
     stages: tuple[StageReport, ...]
     scalars: Mapping[str, float] = field(default_factory=dict)
+    skipped: bool = False
 
     @property
     def dropped_share(self) -> float:
-        """Share of all gradient elements, over ranks, that nobody's backward pass delivered in time: 0 to 1."""
-        return 1.0 - sum(rank.reach for rank in self.ranks) / len(self.ranks)
+        """Share of all gradient elements, over ranks with data, that did not come in time: 0 to 1."""
+        reached = [rank.reach for rank in self.ranks if not rank.idle]
+        return 1.0 - sum(reached) / len(reached) if reached else 0.0
 
     @property
     def late_ranks(self) -> tuple[int, ...]:

@@ -19,13 +19,18 @@ from straggle.stages import StagePlan
 
 MAX_SCALARS = 8
 _TIMES = tuple(f"{phase}_s" for phase in PHASES)
-_FIELDS = (*_TIMES, "compute_s", "busy_s", "overrun_s", "late", "stood_in", "cause", "failed")
+_FLAGS = ("late", "stood_in", "cause", "failed", "idle", "weight", "nonfinite")
+_FIELDS = (*_TIMES, "compute_s", "busy_s", "overrun_s", *_FLAGS)
 _COLUMN = {name: column for column, name in enumerate(_FIELDS)}
+NONFINITE = _COLUMN["nonfinite"]  # counted while the row is on its way
 
 
 @dataclass(frozen=True)
 class Row:
-    """One rank's telemetry for one step; times in seconds, ``cause`` an index into ``PHASES`` or -1."""
+    """One rank's telemetry for one step; times in seconds, ``cause`` an index into ``PHASES`` or -1.
+
+    ``computed`` and ``estimated`` are relative to the rank's own ``weight``; ``idle``: it has no more data.
+    """
 
     times: Mapping[Phase, float]
     compute_s: float
@@ -35,6 +40,8 @@ class Row:
     stood_in: bool = False
     cause: int = -1
     failed: bool = False
+    idle: bool = False
+    weight: float = 1.0
     computed: tuple[float, ...] = ()
     estimated: tuple[float, ...] = ()
     stage_s: tuple[float, ...] = ()
@@ -45,6 +52,7 @@ class Row:
         fixed = [self.times[phase] for phase in PHASES]
         fixed += [self.compute_s, self.busy_s, self.overrun_s]
         fixed += [float(self.late), float(self.stood_in), float(self.cause), float(self.failed)]
+        fixed += [float(self.idle), self.weight, 0.0]
         pairs = [number for name, value in self.scalars.items() for number in (name_hash(name), value)]
         pairs += [0.0] * (2 * MAX_SCALARS - len(pairs))
         return torch.tensor([*fixed, *self.computed, *self.estimated, *self.stage_s, *pairs])
@@ -73,19 +81,36 @@ class Table:
 
     def finished(self) -> Tensor:
         """Which ranks finished all of their own work, shape (ranks,), bool."""
-        return self._rows[:, _COLUMN["late"]] == 0
+        return (self._rows[:, _COLUMN["late"]] == 0) & (self._rows[:, _COLUMN["idle"]] == 0)
 
     def failed_ranks(self) -> list[int]:
         """Ranks whose own code raised an error in this step."""
         failed: list[int] = self._rows[:, _COLUMN["failed"]].nonzero().flatten().tolist()
         return failed
 
+    def all_idle(self) -> bool:
+        """Whether no rank has data any more."""
+        return bool((self._rows[:, _COLUMN["idle"]] == 1).all())
+
+    def nothing_to_apply(self) -> bool:
+        """Whether the step changes nothing, because it is `skipped` or nobody had data for it."""
+        idle, nonfinite = self._rows[:, [_COLUMN["idle"], NONFINITE]].sum(0).tolist()
+        return bool(idle == len(self._rows) or (nonfinite and self.skipped()))
+
+    def skipped(self) -> bool:
+        """Whether no rank has anything that could be applied, but some have gradients that are not finite."""
+        nonfinite = self._rows[:, NONFINITE] > 0
+        first = len(_FIELDS)
+        nothing = self._rows[:, first : first + self._num_stages].sum(1) == 0
+        return bool(nonfinite.any() and (nonfinite | nothing).all())
+
     def report(self, step: int, seconds: float, deadline_s: float, plan: StagePlan, names: Iterable[str]) -> StepReport:
         """The step's report; ``names`` are the scalars that this rank knows by name."""
         rows = self._rows.tolist()
         slowest = max(row[_COLUMN["busy_s"]] for row in rows)
         ranks = tuple(self._rank_report(rank, row, slowest, plan) for rank, row in enumerate(rows))
-        return StepReport(step, seconds, deadline_s, ranks, self._stage_reports(rows, plan), self._scalars(rows, names))
+        stages, scalars = self._stage_reports(rows, plan), self._scalars(rows, names)
+        return StepReport(step, seconds, deadline_s, ranks, stages, scalars, skipped=self.skipped())
 
     def _rank_report(self, rank: int, row: list[float], slowest: float, plan: StagePlan) -> RankReport:
         computed, _, stage_s = self._per_stage(row)
@@ -101,12 +126,15 @@ class Table:
             late=bool(row[_COLUMN["late"]]),
             stood_in=bool(row[_COLUMN["stood_in"]]),
             cause=PHASES[cause] if cause >= 0 else None,
+            idle=bool(row[_COLUMN["idle"]]),
+            weight=row[_COLUMN["weight"]],
+            nonfinite=int(row[NONFINITE]),
         )
 
     def _stage_reports(self, rows: list[list[float]], plan: StagePlan) -> tuple[StageReport, ...]:
-        numbers = [self._per_stage(row) for row in rows]
-        computed = [sum(column) for column in zip(*(one[0] for one in numbers), strict=True)]
-        estimated = [sum(column) for column in zip(*(one[1] for one in numbers), strict=True)]
+        numbers = [(row[_COLUMN["weight"]], *self._per_stage(row)) for row in rows]
+        computed = [sum(column) for column in zip(*([n[0] * share for share in n[1]] for n in numbers), strict=True)]
+        estimated = [sum(column) for column in zip(*([n[0] * share for share in n[2]] for n in numbers), strict=True)]
         return tuple(
             StageReport(stage.name, stage.numel, computed[index] + estimated[index], estimated[index] > 0)
             for index, stage in enumerate(plan.stages)

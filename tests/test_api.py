@@ -21,6 +21,7 @@ HOUSE = (
     "telemetry",
     "deadline",
     "estimators",
+    "merge",
     "clocks",
     "backward",
     "staged",
@@ -48,6 +49,7 @@ def test_public_names_are_pinned():
         "History",
         "LastMerged",
         "LastOwn",
+        "Merge",
         "MovingAverage",
         "OptimizerMomentum",
         "Patience",
@@ -72,7 +74,7 @@ def test_public_names_are_pinned():
 @pytest.mark.parametrize(
     ("owner", "arguments"),
     [
-        (StagedDataParallel, "module *process_group *stages *deadline *estimator *patience"),
+        (StagedDataParallel, "module *process_group *stages *deadline *estimator *patience *merge"),
         (StagedDataParallel.step, "self num_microbatches"),
         (straggle.StagedBackward, "module *stages *on_stage *estimator *granularity *clock"),
         (straggle.StagedBackward.backward, "self tensors gradient *retain_graph *create_graph *budget_s"),
