@@ -5,7 +5,9 @@ Nothing here interleaves with the collectives of the user's own process groups.
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +16,9 @@ from torch import Tensor
 
 _SLICE = timedelta(seconds=1)
 _POLL_S = 50e-6
+LONG_S = 2.0  # a rank that takes longer for something says what it is doing, or for whom it waits
+
+_log = logging.getLogger(__name__)
 
 
 class PeerFailed(RuntimeError):
@@ -79,17 +84,32 @@ class Channel:
 
     # -- failures
 
+    def post_doing(self, words: str) -> None:
+        """Leave word of what this rank has been doing for so long; empty: it is not stuck any more."""
+        self._evidence.set(f"doing/{self.rank}", words)
+
     def post_failure(self, message: str) -> None:
         """Leave word of this rank's failure for its peers."""
         self._store.set(f"failure/{self.rank}", message)
         self._store.add("failures", 1)
 
-    def wait(self, work: dist.Work, what: str, give_up_s: float | None = None) -> None:
-        """Wait for a collective; raises `PeerFailed` when a peer failed or ``give_up_s`` is over."""
-        give_up_at = time.monotonic() + (give_up_s or self.give_up_s)
+    def wait(self, work: dist.Work, step: int, what: str, give_up_s: float | None = None) -> None:
+        """Wait for a collective of ``step``; raises `PeerFailed` when a peer failed or ``give_up_s`` is over.
+
+        A long wait is logged once, with the ranks that it is for and what they are doing.
+        """
+        began_at = time.monotonic()
+        give_up_at = began_at + (give_up_s or self.give_up_s)
+        told = None
         while not self._ended(work, what):
             if time.monotonic() > give_up_at or self._failures():
                 raise PeerFailed(self.explain(what))
+            waited_s = time.monotonic() - began_at
+            if told is None and waited_s > LONG_S:
+                told = self._note_waiting(step)
+            elif told == 1 and waited_s > 2 * LONG_S:  # one rank says it for all, and says it once
+                told = 0
+                _log.warning("%s: waiting for %s", what, self._waited_for(step))
         if self._queued:
             work.wait()  # makes this thread's stream wait, and raises what went wrong
 
@@ -108,6 +128,21 @@ class Channel:
             return False
         return True
 
+    def _note_waiting(self, step: int) -> int:
+        """Tell the peers that this rank waits in ``step``; how many have told so by now, this one included."""
+        self._store.set(f"waiting/{step}/{self.rank}", "")
+        return int(self._store.add(f"waiting/{step}", 1))
+
+    def _waited_for(self, step: int) -> str:
+        """The ranks that do not wait in ``step``, and what they are doing, as far as they say."""
+        others = [rank for rank in range(self.world_size) if not self._store.check([f"waiting/{step}/{rank}"])]
+        return f"ranks {others}{self._doing(others)}"
+
+    def _doing(self, ranks: Sequence[int]) -> str:
+        keys = [f"doing/{rank}" for rank in ranks]
+        words = [self._store.get(key).decode() for key in keys if self._store.check([key])]
+        return "".join(f"; {word}" for word in words if word)
+
     def explain(self, what: str, patience_s: float = 2.0) -> str:
         """Why ``what`` failed: the failures that ranks left word of, or else the ranks that no longer answer."""
         until = time.monotonic() + patience_s
@@ -116,7 +151,8 @@ class Channel:
             while not (failures := self._failures()):
                 missing = [rank for rank in range(self.world_size) if not self._store.check([f"survivor/{rank}"])]
                 if not missing or time.monotonic() > until:
-                    return f"{what}: no answer from ranks {missing}" if missing else f"{what}: connection lost"
+                    gone = f"no answer from ranks {missing}{self._doing(missing)}" if missing else "connection lost"
+                    return f"{what}: {gone}"
                 time.sleep(0.05)
         except RuntimeError as error:  # the store died with its host
             return f"{what}: the job's store does not answer either ({error})"

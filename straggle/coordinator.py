@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from straggle.buffers import Share, StageBuffers
-from straggle.channel import Channel, PeerFailed
+from straggle.channel import LONG_S, Channel, PeerFailed
 from straggle.clocks import Stopwatch
 from straggle.deadline import Deadline, History, HistoryWindow, Patience
 from straggle.estimators import Estimator
@@ -109,6 +109,7 @@ class Coordinator:
         self._ring: dict[int, MergedStep] = {}
         self._stop_step = -1  # the training thread is to leave every step up to this one
         self._unposted: list[int] = []
+        self._doing = ""  # what the peers were last told that the training thread is stuck in
         self._error: BaseException | None = None
         self._closing = False
         self._stand_in: threading.Thread | None = None
@@ -404,7 +405,8 @@ class Coordinator:
     def _complete(self, current: _Round, give_up_s: float | None = None) -> None:
         """Wait for the merge of a closed round and publish it."""
         for work, name in current.works:
-            self._channel.wait(work, f"rank {self._channel.rank}, step {current.step}, stage {name}", give_up_s)
+            what = f"rank {self._channel.rank}, step {current.step}, stage {name}"
+            self._channel.wait(work, current.step, what, give_up_s)
         table = Table(current.buffers.rows.cpu().clone(), len(self.plan.stages))
         with self._lock:
             now = self._clock()
@@ -443,8 +445,12 @@ class Coordinator:
         """Post what the training thread finished; then watch the running step, and stop or speak for a late rank."""
         with self._lock:
             posts, self._unposted = self._unposted, []
+            doing, was_doing = self._stuck_in(), self._doing
+            self._doing = doing
         for step in posts:
             self._channel.post_finished(step)
+        if doing or was_doing:
+            self._channel.post_doing(doing)
         with self._lock:
             step, (stop_at, _) = self._merging, self._limits()
             if self._unposted or self._closing or self._sleep_until(stop_at):
@@ -472,8 +478,19 @@ class Coordinator:
         remaining = moment - self._clock()
         if remaining <= 0:
             return False
-        self._stand_in_wakes.wait(None if remaining == math.inf else remaining)
+        self._stand_in_wakes.wait(min(remaining, LONG_S))
         return True
+
+    def _stuck_in(self) -> str:
+        """What the training thread has been doing for long, in words; empty where it is not."""
+        mine = self._merging == self._training and self._round is not None and self._round.closed
+        since = self._took_at if self._entered_at is None else self._entered_at
+        seconds = self._clock() - since
+        if mine or not LONG_S < seconds < math.inf:
+            return ""
+        behind = f" ({lag} merged steps behind)" if (lag := self._merging - self._training) else ""
+        where = f"{self.stopwatch.phase} of step {self._training}{behind}"
+        return f"rank {self._channel.rank} has been in {where} for {seconds:.0f} s"
 
     def _limits(self) -> tuple[float, float]:
         """When the training thread is to stop and when it is spoken for, by the clock, if a quorum waits."""

@@ -1,0 +1,69 @@
+"""Peers that wait long say for whom and why, once; in the end they give up with the same words."""
+
+import logging
+
+import pytest
+from ranks import run_ranks, staged
+from training import Signals, features, mlp
+
+from straggle import Patience, PeerFailed
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged; a line that says for whom a rank waits releases the one that is stuck."""
+
+    def __init__(self, signals):
+        super().__init__()
+        self.lines = []
+        self._signals = signals
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+        if "waiting for" in record.getMessage():
+            self._signals.send("logged")
+
+
+def hang_in_step_3(rank, released_by, give_up_s):
+    """Rank 2 hangs until it is released; what this rank logged, and how far it came."""
+    module, signals = mlp(), Signals()
+    handler = Lines(signals)
+    logging.getLogger("straggle").addHandler(handler)
+    hanging = [False]
+
+    def hang(*_):
+        if hanging[0]:
+            hanging[0] = False
+            signals.wait(released_by)
+
+    module[2].register_forward_pre_hook(hang)
+    patience = Patience(grace_s=0.0, max_lag=2, give_up_s=give_up_s)
+    with staged(module, deadline=0.1, patience=patience) as model:
+        for number in range(8):
+            hanging[0] = (rank, number) == (2, 3)
+            try:
+                with model.step():
+                    model(features(rank, number)).sum().backward()
+            except PeerFailed:
+                signals.send("given up")
+                raise
+        return handler.lines, model.last_report.step
+
+
+@pytest.mark.slow
+def test_beyond_max_lag_one_peer_logs_once_for_whom_it_waits_and_why():
+    results = run_ranks(hang_in_step_3, 3, "logged", 60.0)
+    assert [step for _, step in results] == [7, 7, 7]
+    waiting = [line for lines, _ in results for line in lines if "waiting for" in line]
+    assert len(waiting) == 1
+    assert "step 5, stage" in waiting[0]
+    assert "waiting for ranks [2]; rank 2 has been in forward of step 3 (2 merged steps behind) for" in waiting[0]
+
+
+@pytest.mark.slow
+def test_after_give_up_s_the_error_names_rank_step_and_what_it_was_doing():
+    ends = run_ranks(hang_in_step_3, 3, "given up", 5.0, outcomes=True, timeout_s=40)
+    for end in ends[:2]:
+        assert end.kind == "PeerFailed"
+        assert "step 5, stage" in end.message
+        assert "no answer from ranks [2]; rank 2 has been in forward of step 3 (2 merged steps behind)" in end.message
+    assert ends[2].kind == "PeerFailed"  # when it comes back it is told, too
