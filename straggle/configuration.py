@@ -63,10 +63,14 @@ def check(config: DictConfig, valid: DictConfig) -> None:
         value = config.get(key, least)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigurationError(f"{key}={value}: must be a whole number of at least {least}")
-    for group in ("workload", "deadline", "estimator", "optimizer", "patience"):
+    for group in ("workload", "deadline", "estimator", "optimizer", "merge", "patience"):
         _check_arguments(group, config.get(group))
     for name, fault in config.get("faults", {}).items():
         _check_arguments(f"faults.{name}", fault)
+    if config.get("replay") and not (Path(config.replay) / "decisions").is_dir():
+        raise ConfigurationError(f"replay={config.replay}: no recorded run there; give the run_dir of an earlier one")
+    if config.get("resume") and config.get("replay"):
+        raise ConfigurationError("resume=true and replay=... exclude each other: a replay begins at step 0")
     if config.get("resume") and not (Path(config.run_dir) / "checkpoint").is_dir():
         raise ConfigurationError(f"resume=true: there is no checkpoint in run_dir={config.run_dir}")
     try:
@@ -78,7 +82,7 @@ def check(config: DictConfig, valid: DictConfig) -> None:
 
 def _build_all(config: DictConfig) -> None:
     """What each rank will build, once before there are ranks, so that a wrong value is told once."""
-    for part in ("deadline", "patience", "faults"):
+    for part in ("deadline", "merge", "patience", "faults"):
         instantiate(config.get(part))
     model = instantiate(config.workload).model()
     if "optimizer" in config:

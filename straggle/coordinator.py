@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from straggle.buffers import Share, StageBuffers
 from straggle.channel import LONG_S, Channel, PeerFailed
 from straggle.clocks import Stopwatch
-from straggle.deadline import Deadline, History, HistoryWindow, Patience
+from straggle.deadline import Deadline, History, HistoryWindow, Patience, WaitForAll
 from straggle.estimators import Estimator
 from straggle.merge import Merge
 from straggle.report import PHASES
@@ -57,6 +57,7 @@ class MergedStep:
     deadline_s: float
     merged_at: float
     stood_in: bool
+    num_gradients: int
 
 
 class Coordinator:
@@ -148,6 +149,10 @@ class Coordinator:
             self._window.restore(history)
             self._merging = self._training = history.num_steps
 
+    def wait_for_all(self) -> None:
+        """Nobody is late from here on; before the first step."""
+        self._policy = WaitForAll()
+
     def start(self) -> None:
         """Start the stand-in: from now on this rank can be late."""
         self._stand_in = threading.Thread(target=self._stand_in_loop, name="straggle-stand-in", daemon=True)
@@ -220,17 +225,27 @@ class Coordinator:
             self._issue(current, {})
         return True
 
-    def finish(self, *, truncated: bool, scalars: Mapping[str, float], changes: Tensor | None = None) -> MergedStep:
+    def finish(
+        self,
+        *,
+        truncated: bool,
+        scalars: Mapping[str, float],
+        changes: Tensor | None = None,
+        abstain: bool = False,
+    ) -> MergedStep:
         """The training thread's work for its step is over: merge the rest, wait for the peers, and take the result.
 
-        ``changes`` of the module's buffers, where the rank finished its forward pass.
-
+        ``changes`` of the module's buffers, where the rank finished its forward pass; ``abstain``: give what is
+        finished and nothing else, as the stand-in does.
         Raises `PeerFailed` when a rank failed in this step or cannot be reached.
         """
         with self._lock:
             mine = self._merging == self._training and not (current := self._open_round()).closed
             if mine:
-                self._close_own(current, truncated=truncated, scalars=scalars, changes=changes)
+                if abstain:
+                    self._close_abstaining(current)
+                else:
+                    self._close_own(current, truncated=truncated, scalars=scalars, changes=changes)
                 if self._deadline_s < math.inf:
                     self._unposted.append(current.step)
                     self._stand_in_wakes.notify()
@@ -419,6 +434,7 @@ class Coordinator:
                 deadline_s=self._deadline_s,
                 merged_at=now,
                 stood_in=current.stood_in,
+                num_gradients=sum(current.passes),
             )
             waited_for_all = self._deadline_s == math.inf
             self._deadline_s = self._policy.decide(self._window.append(table.compute_s(), table.finished()))

@@ -126,6 +126,7 @@ class StagedJob(Job):
             deadline=instantiate(config.deadline),
             estimator=build_estimator(config, self.optimizer),
             patience=instantiate(config.patience),
+            merge=instantiate(config.merge),
         )
 
     def _passes(self, batches: list[tuple[Tensor, Tensor]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -23,6 +24,7 @@ from straggle.coordinator import Coordinator, MergedStep
 from straggle.deadline import Deadline, History, Patience, as_deadline
 from straggle.estimators import Abstain, Estimator
 from straggle.merge import Merge, ModuleBuffers
+from straggle.replay import Decision, Recording
 from straggle.report import StepReport
 from straggle.stages import BalancedByTime, StagePlan, learning_steps, plan_stages, trainable
 from straggle.telemetry import MAX_SCALARS
@@ -89,6 +91,10 @@ class StagedDataParallel(nn.Module):
         self._device = self._parameters_list[0].device
         self._finish_times: FinishTimes | None = FinishTimes(self._device)  # until the stages are planned for good
         self._num_watched = learning_steps(stages)
+        self.learned: tuple[list[int], list[float]] = ([], [])  # what the stages were planned from
+        self._last_decision: Decision | None = None
+        self._replayed: Iterator[Decision] | None = None
+        self._replayed_learned: tuple[list[int], list[float]] | None = None
         self._limit = HostLimit() if self._device.type == "cuda" and deadline is not None else None
         self._scalar_names: set[str] = set()
         self._optimizer_hooks = _watch_optimizers(self)
@@ -159,6 +165,30 @@ class StagedDataParallel(nn.Module):
             raise RuntimeError("restore() comes before the first step")
         self._coordinator.restore(history)
 
+    @property
+    def last_decision(self) -> Decision | None:
+        """What this rank decided in its last step: recorded for each step, it makes the run repeatable (`replay`)."""
+        return self._last_decision
+
+    def replay(self, recording: Recording) -> None:
+        """Decide as in a recorded run instead of by the clock; before the first step, on all ranks alike.
+
+        With the same model, data and number of ranks it gives the same parameters bit for bit. Each rank has its own
+        recording. Steps beyond it wait for everyone.
+        """
+        if self._step is not None or self._last_merged is not None:
+            raise RuntimeError("replay() comes before the first step")
+        self._replayed = iter(recording.decisions)
+        self._replayed_learned = (list(recording.order), list(recording.seconds)) if recording.order else None
+        self._coordinator.wait_for_all()
+
+    def _next_replayed(self) -> Decision | None:
+        """The recorded decision of the step that is entered now."""
+        if self._replayed is None:
+            return None
+        step = self._coordinator.step
+        return next(self._replayed, Decision(step, sys.maxsize, None, False))
+
     def close(self) -> None:
         """Remove all hooks and end the stand-in; the module stays usable by itself."""
         self._finalizer()
@@ -191,7 +221,12 @@ class StagedDataParallel(nn.Module):
         self._coordinator.stopwatch.gradient_finished()
         if self._finish_times is not None:
             self._finish_times.finished(index)
-        stage_finished = self._coordinator.offer(index, gradient)
+        replayed = self._step.replayed
+        if replayed is None or self._step.num_gradients < replayed.num_gradients:
+            stage_finished = self._coordinator.offer(index, gradient)
+            self._step.num_gradients += 1
+        else:  # it came too late in the run that is replayed
+            stage_finished = False
         if stage_finished and self._limit is not None:
             self._limit.stage_finished()
         if not self._whole_microbatches:
@@ -199,9 +234,14 @@ class StagedDataParallel(nn.Module):
 
     def check(self) -> None:
         """Leave the step if this rank is late in it, or has no data for it."""
-        if self._step is not None and (self._coordinator.stop_requested or self._idle):
-            self._step.stopped = True
+        if (step := self._step) is None:
+            return
+        replayed = step.replayed
+        stop = self._coordinator.stop_requested if replayed is None else step.num_checks == replayed.left_at
+        if stop or self._idle:
+            step.stopped = True
             raise DeadlineReached
+        step.num_checks += 1
 
     # -- entering and leaving a step
 
@@ -218,6 +258,7 @@ class StagedDataParallel(nn.Module):
         step.kept = {i: p.grad.clone() for i, p in enumerate(self._parameters_list) if p.grad is not None}
         for index in step.kept:
             self._parameters_list[index].grad = None
+        step.replayed = self._next_replayed()
         self._step = step
         self._coordinator.stopwatch.enter("data")
         self._coordinator.enter(step.num_microbatches, idle=self._idle)
@@ -232,11 +273,17 @@ class StagedDataParallel(nn.Module):
                 self._coordinator.fail(error)
                 return False
             changes = self._module_buffers.changes() if step.num_forward >= step.num_microbatches else None
-            merged = self._coordinator.finish(truncated=truncated, scalars=step.scalars, changes=changes)
+            abstain = step.replayed is not None and step.replayed.stood_in
+            merged = self._coordinator.finish(
+                truncated=truncated, scalars=step.scalars, changes=changes, abstain=abstain
+            )
         finally:
             self._step = None
             if isinstance(error, DeadlineReached):
                 release_graph(error, step.outputs)
+        self._last_decision = Decision(
+            merged.step, merged.num_gradients, step.num_checks if step.stopped else None, merged.stood_in
+        )
         self._put_in_place(merged, step.kept)
         self._scalar_names |= step.scalars.keys()
         self._last_merged, self._last_report = merged, None
@@ -272,9 +319,10 @@ class StagedDataParallel(nn.Module):
             return
         self._finish_times = None
         number = len(self._parameters_list)
-        learned = torch.tensor([times.order(number), times.seconds(number)], dtype=torch.float64)
-        order, seconds = self._channel.of_rank0(learned).tolist()
-        plan = plan_stages(self.module, self._stages, [int(index) for index in order], seconds)
+        own = self._replayed_learned or (times.order(number), times.seconds(number))
+        order, seconds = self._channel.of_rank0(torch.tensor(own, dtype=torch.float64)).tolist()
+        self.learned = [int(index) for index in order], seconds
+        plan = plan_stages(self.module, self._stages, *self.learned)
         self._check_at_stages(plan)
         self._coordinator.learn(plan)
         self._coordinator.start()
@@ -298,6 +346,9 @@ class Step:
         self.scalars: dict[str, float] = {}
         self.kept: dict[int, Tensor] = {}
         self.num_forward = 0  # passes that were finished
+        self.num_gradients = 0
+        self.num_checks = 0  # how often the pass asked whether to go on
+        self.replayed: Decision | None = None
         self.outputs: list[weakref.ref[Tensor]] = []
 
     def __enter__(self) -> Step:

@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 4 -m straggle.train                          # or ./launch.sh
 torchrun --nproc-per-node 4 -m straggle.train workload=digits faults=none steps=200
 torchrun --nproc-per-node 4 -m straggle.train resume=true steps=800
+torchrun --nproc-per-node 4 -m straggle.train replay=runs/latest run_dir=runs/again
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from straggle.checkpoint import Checkpoint
 from straggle.configuration import complain_and_exit, config_dir
 from straggle.jobs import StagedJob, gather, process_group
+from straggle.replay import DecisionWriter, read_recording
 from straggle.report import StepReport
 from straggle.trace import TraceWriter
 from straggle.view import LiveView, print_table
@@ -30,9 +32,13 @@ from straggle.whatif import WaitForAllPrediction
 
 def train(config: DictConfig) -> None:
     """The whole run, on one rank."""
+    if config.replay is not None:
+        config = recorded(config)
     run_dir = Path(config.run_dir)
     with process_group() as device:
         job = StagedJob(config, instantiate(config.workload), device)
+        if config.replay is not None:
+            job.model.replay(read_recording(decisions_of(Path(config.replay), dist.get_rank())))
         checkpoint = Checkpoint(run_dir / "checkpoint")
         first_step = checkpoint.load(job.model, job.optimizer) if config.resume else 0
         reports = _rank_zero(job, config, first_step) if dist.get_rank() == 0 else _other_rank(job, config, first_step)
@@ -41,7 +47,39 @@ def train(config: DictConfig) -> None:
         hashes = gather(job.parameters_sha256())
         if dist.get_rank() == 0:
             _finish(job, run_dir, reports, hashes)
+            if config.replay is not None:
+                _compare_with_recorded(Path(config.replay), config.steps, hashes)
         job.close()
+
+
+def recorded(config: DictConfig) -> DictConfig:
+    """The configuration of the run that ``config.replay`` names, without its faults, up to ``config.steps``.
+
+    Raises ``ValueError`` where there is no recorded run of this many ranks.
+    """
+    source = Path(config.replay)
+    if source.resolve() == Path(config.run_dir).resolve():
+        raise ValueError(f"replay={source} is run_dir itself, which this run would overwrite: give another run_dir")
+    if not (source / "config.yaml").exists():
+        raise ValueError(f"replay={source}: no recorded run; it is the run_dir of an earlier run")
+    own = OmegaConf.load(source / "config.yaml")
+    assert isinstance(own, DictConfig)
+    own.update(replay=config.replay, run_dir=config.run_dir, faults={}, resume=False)
+    own.steps = min(own.steps, config.steps) if config.steps else own.steps
+    return own
+
+
+def decisions_of(run_dir: Path, rank: int) -> Path:
+    """Where a rank's decisions are recorded."""
+    return run_dir / "decisions" / f"rank{rank}.jsonl"
+
+
+def _compare_with_recorded(source: Path, steps: int, hashes: list[str]) -> None:
+    before = json.loads((source / "summary.json").read_text()) if (source / "summary.json").exists() else {}
+    if before.get("steps") != steps:
+        return
+    same = before["parameters_sha256"] == hashes
+    sys.stdout.write(f"parameters as in {source}: {'identical' if same else 'DIFFERENT'}\n")
 
 
 def _rank_zero(job: StagedJob, config: DictConfig, first_step: int) -> list[StepReport]:
@@ -50,9 +88,10 @@ def _rank_zero(job: StagedJob, config: DictConfig, first_step: int) -> list[Step
     run_dir.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(config, run_dir / "config.yaml", resolve=True)
     trace = TraceWriter(run_dir / "trace.jsonl", first_step=first_step)
-    with trace, LiveView(config.steps, first_step=first_step) as view:
+    decisions = DecisionWriter(decisions_of(run_dir, 0), first_step=first_step)
+    with trace, decisions, LiveView(config.steps, first_step=first_step) as view:
         for number in range(first_step, config.steps):
-            _step(job, config, number)
+            _step(job, config, number, decisions)
             reports.append(job.report)
             trace.write(job.report)
             view.show(job.report)
@@ -60,13 +99,16 @@ def _rank_zero(job: StagedJob, config: DictConfig, first_step: int) -> list[Step
 
 
 def _other_rank(job: StagedJob, config: DictConfig, first_step: int) -> list[StepReport]:
-    for number in range(first_step, config.steps):
-        _step(job, config, number)
+    with DecisionWriter(decisions_of(Path(config.run_dir), dist.get_rank()), first_step=first_step) as decisions:
+        for number in range(first_step, config.steps):
+            _step(job, config, number, decisions)
     return []
 
 
-def _step(job: StagedJob, config: DictConfig, number: int) -> None:
+def _step(job: StagedJob, config: DictConfig, number: int, decisions: DecisionWriter) -> None:
     job.step(number)
+    assert job.model.last_decision is not None
+    decisions.write(job.model.last_decision, job.model.learned)
     if config.checkpoint_every and (number + 1) % config.checkpoint_every == 0 and number + 1 < config.steps:
         dist.barrier()  # everybody comes here, so nobody is late
         Checkpoint(Path(config.run_dir) / "checkpoint").save(number + 1, job.model, job.optimizer)

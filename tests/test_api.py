@@ -18,6 +18,7 @@ from straggle import FixedDeadline, StagedDataParallel
 HOUSE = (
     "report",
     "stages",
+    "replay",
     "telemetry",
     "deadline",
     "estimators",

@@ -1,0 +1,104 @@
+"""A run in which ranks were late, stopped and spoken for is repeated bit for bit from what each rank decided."""
+
+import random
+import time
+
+import pytest
+import torch
+from ranks import digest, run_ranks, staged
+from torch import nn
+from training import features
+
+from straggle import LastOwn, Patience
+from straggle.replay import Decision, DecisionWriter, read_recording
+
+STEPS = 30
+
+
+class Noisy(nn.Module):
+    """Dropout and BatchNorm, whose results depend on how far a forward pass came."""
+
+    def __init__(self):
+        super().__init__()
+        layers = []
+        for width in (4, 16, 16):
+            layers += [nn.Linear(width, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Tanh()]
+        self.layers = nn.Sequential(*layers, nn.Linear(16, 2))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def train(rank, folder, replay):
+    """Trains under random stalls, or as recorded; parameters, buffers and random state, and what happened."""
+    torch.manual_seed(0)
+    module = Noisy()
+    torch.manual_seed(rank)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    draw = random.Random(rank)
+    stall = [0.0]
+
+    def sleep(*_):
+        seconds, stall[0] = stall[0], 0.0
+        time.sleep(seconds)
+
+    places = draw.sample([layer for layer in module.layers if isinstance(layer, nn.Linear)], 2)
+    places[0].register_forward_pre_hook(sleep)
+    places[1].weight.register_post_accumulate_grad_hook(sleep)
+    reports = []
+    path = folder / f"rank{rank}.jsonl"
+    options = {"deadline": 0.02, "patience": Patience(grace_s=0.005, max_lag=4), "estimator": LastOwn(0.5)}
+    with staged(module, **options) as model:
+        if replay:
+            model.replay(read_recording(path))
+        with DecisionWriter(folder / f"rank{rank}.{'again' if replay else 'jsonl'}") as writer:
+            for number in range(STEPS):
+                stall[0] = 0.06 if not replay and draw.random() < 0.3 else 0.0
+                with model.step(num_microbatches=2):
+                    for part in range(2):
+                        (model(features(rank, 2 * number + part)).square().mean() / 2).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                reports.append(model.last_report)
+                writer.write(model.last_decision, model.learned)
+    state = digest([*module.parameters(), *module.buffers(), torch.get_rng_state()])
+    computed = [[each.stages for each in report.ranks] for report in reports]
+    stood_in = sum(each.stood_in for report in reports for each in report.ranks)
+    stopped = sum(each.late and not each.stood_in for report in reports for each in report.ranks)
+    return state, computed, stopped, stood_in
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_replayed_run_equals_the_recorded_one_bit_for_bit(tmp_path, world_size):
+    first = run_ranks(train, world_size, tmp_path, False)
+    again = run_ranks(train, world_size, tmp_path, True)
+    assert first[0][2] + first[0][3] > 0  # somebody was late, or this shows nothing
+    for (state, computed, _, _), (state_again, computed_again, _, _) in zip(first, again, strict=True):
+        assert state == state_again
+        assert computed == computed_again
+    for rank in range(world_size):
+        recorded = read_recording(tmp_path / f"rank{rank}.jsonl")
+        assert len(recorded.decisions) == STEPS
+        assert recorded == read_recording(tmp_path / f"rank{rank}.again")
+
+
+def test_recording_that_does_not_begin_at_step_0_is_refused(tmp_path):
+    path = tmp_path / "rank0.jsonl"
+    with DecisionWriter(path) as writer:
+        writer.write(Decision(3, 1, None, False), ([], []))
+    with pytest.raises(ValueError, match="has every step from 0 on"):
+        read_recording(path)
+    with pytest.raises(ValueError, match="no recording at"):
+        read_recording(tmp_path / "rank1.jsonl")
+
+
+def test_writer_that_goes_on_keeps_the_steps_before_and_drops_the_ones_after(tmp_path):
+    path = tmp_path / "rank0.jsonl"
+    with DecisionWriter(path) as writer:
+        for step in range(5):
+            writer.write(Decision(step, 1, None, False), ([0], [1.0]))
+    with DecisionWriter(path, first_step=3) as writer:
+        writer.write(Decision(3, 7, 2, True), ([0], [1.0]))
+    recording = read_recording(path)
+    assert [decision.num_gradients for decision in recording.decisions] == [1, 1, 1, 7]
+    assert recording.order == (0,)
