@@ -27,6 +27,7 @@ from straggle.measure import Reach, StageProfile, measure_stages
 from straggle.merge import Merge
 from straggle.parallel import StagedDataParallel, Step
 from straggle.report import BackwardReport, RankReport, StageReport, StageTime, StepReport
+from straggle.sampler import RequeueSampler
 from straggle.staged import BackwardStep, FinishedStage, StagedBackward
 from straggle.stages import BalancedByTime
 
@@ -54,6 +55,7 @@ __all__ = [
     "QuantileDeadline",
     "RankReport",
     "Reach",
+    "RequeueSampler",
     "StageProfile",
     "StageReport",
     "StageTime",

@@ -55,6 +55,7 @@ class Job(ABC):
         torch.manual_seed(config.seed)
         self.workload = workload
         self.num_microbatches: int = config.num_microbatches
+        self.samples_per_step: int = config.num_microbatches * config.batch_size  # of this rank
         self.module = workload.model().to(device)
         self.optimizer = build_optimizer(config, self.module)
         self.losses: list[float] = []  # of this rank's steps; NaN where it was late before it knew

@@ -119,13 +119,18 @@ def _finish(job: StagedJob, run_dir: Path, reports: list[StepReport], hashes: li
     if not reports:
         sys.stdout.write("nothing left to train: the checkpoint has all steps already\n")
         return
-    summary = summarize(reports, job.evaluate(), hashes)
+    summary = summarize(reports, job.evaluate(), hashes, job.samples_per_step)
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     _print(summary, run_dir)
 
 
-def summarize(reports: list[StepReport], scores: dict[str, float], hashes: list[str]) -> dict[str, Any]:
-    """The run in numbers; step times leave out the first tenth, in which caches and deadlines warm up."""
+def summarize(
+    reports: list[StepReport], scores: dict[str, float], hashes: list[str], samples_per_step: int
+) -> dict[str, Any]:
+    """The run in numbers; step times leave out the first tenth, in which caches and deadlines warm up.
+
+    ``samples_per_step``: how many samples each rank has in a step.
+    """
     prediction = WaitForAllPrediction()
     waited = [prediction.seconds(report) for report in reports]
     start = min(len(reports) // 10, 10)
@@ -146,6 +151,9 @@ def summarize(reports: list[StepReport], scores: dict[str, float], hashes: list[
         }
         if len(reports) > 1
         else {},
+        "dropped_samples_per_rank": [
+            round(sum((1 - report.ranks[rank].reach) * samples_per_step for report in reports)) for rank in ranks
+        ],
         "late_steps_per_rank": [sum(report.ranks[rank].late for report in reports) for rank in ranks],
         "stood_in_steps_per_rank": [sum(report.ranks[rank].stood_in for report in reports) for rank in ranks],
         "loss": fmean(losses) if losses else math.nan,

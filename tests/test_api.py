@@ -32,6 +32,7 @@ HOUSE = (
     "checks",
     "coordinator",
     "parallel",
+    "sampler",
 )
 
 
@@ -58,6 +59,7 @@ def test_public_names_are_pinned():
         "QuantileDeadline",
         "RankReport",
         "Reach",
+        "RequeueSampler",
         "StageProfile",
         "StageReport",
         "StageTime",
