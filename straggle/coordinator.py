@@ -7,6 +7,7 @@ what is left with weight 0, and the merged steps wait in a ring until the traini
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -110,6 +112,7 @@ class Coordinator:
         self._ring: dict[int, MergedStep] = {}
         self._stop_step = -1  # the training thread is to leave every step up to this one
         self._unposted: list[int] = []
+        self._last_put = torch.cuda.Event() if parameters[0].is_cuda else None  # type: ignore[no-untyped-call]
         self._doing = ""  # what the peers were last told that the training thread is stuck in
         self._error: BaseException | None = None
         self._closing = False
@@ -208,6 +211,8 @@ class Coordinator:
                 raise RuntimeError(self._too_many(index))
             current.buffers.put(index, gradient, add=passes > 0, weight=self._weight)
             current.passes[index] = passes + 1
+            if self._last_put is not None:
+                self._last_put.record()
             if passes + 1 < self._num_microbatches:
                 return False
             if self._estimator.watches_own:
@@ -449,13 +454,22 @@ class Coordinator:
 
     def _stand_in_loop(self) -> None:
         try:
-            while not self._closing:
-                self._stand_in_once()
+            with self._own_stream():
+                while not self._closing:
+                    self._stand_in_once()
         except BaseException as error:
             with self._lock:
                 self._error = error
                 self._stop_step = self._merging
                 self._step_merged.notify_all()
+
+    def _own_stream(self) -> contextlib.AbstractContextManager[object]:
+        """On a CUDA device the stand-in's collectives must not queue behind the kernels of the training thread."""
+        if self._last_put is None:
+            return contextlib.nullcontext()
+        device = self._parameters[0].device
+        torch.cuda.set_device(device)
+        return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
     def _stand_in_once(self) -> None:
         """Post what the training thread finished; then watch the running step, and stop or speak for a late rank."""
@@ -485,6 +499,8 @@ class Coordinator:
                 self._stop_step = max(self._stop_step, step)
             if self._sleep_until(speak_at):
                 return
+            if self._last_put is not None:  # the gradients that go into the merge are copied in by another stream
+                self._last_put.wait()
             current = self._open_round()
             self._close_abstaining(current)
         self._complete(current)
