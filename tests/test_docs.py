@@ -78,7 +78,8 @@ def run_block(rank: int, block: str) -> tuple[int, list[bool]]:
 
 @pytest.mark.parametrize("block", blocks("python"))
 def test_python_block_trains_on_two_ranks(block: str) -> None:
-    assert run_ranks(run_block, 2, block) == [(NUM_BATCHES, [True] * 4)] * 2
+    # where ranks join, one more step finds that nobody has data
+    assert run_ranks(run_block, 2, block) == [(NUM_BATCHES + ("model.join(" in block), [True] * 4)] * 2
 
 
 def test_readme_loop_is_the_one_in_the_package_docstring() -> None:
@@ -123,7 +124,8 @@ def test_command_exists_and_its_keys_are_valid(
     for entry in ROOT.iterdir():
         if entry.name != "runs":
             (tmp_path / entry.name).symlink_to(entry)
-    (tmp_path / "runs" / "latest" / "checkpoint").mkdir(parents=True)  # what resume=true looks for
+    for folder in ("checkpoint", "decisions"):  # what resume=true and replay= look for
+        (tmp_path / "runs" / "latest" / folder).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     check_command(words)
 
@@ -149,8 +151,9 @@ def test_command_check_refuses_what_does_not_exist(line: str) -> None:
 
 def test_every_key_of_the_configuration_is_documented() -> None:
     config = load("compare", [])
-    keys = {str(key) for key in config if key not in (*GROUPS, "patience", "hydra")}
-    keys |= {f"patience.{key}" for key in config.patience if key != "_target_"}
+    keys = {str(key) for key in config if key not in (*GROUPS, "patience", "merge", "hydra")}
+    keys |= {f"{part}.{key}" for part in ("patience", "merge") for key in config[part] if key != "_target_"}
+    keys |= {str(key) for key in load("profile", []) if key not in (*GROUPS, "hydra")}
     assert keys - documented(CONFIGURATION) == set()
 
 
