@@ -13,38 +13,23 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from straggle.buffers import Share, StageBuffers
+from straggle.buffers import StageBuffers
 from straggle.channel import LONG_S, Channel, PeerFailed
 from straggle.clocks import Stopwatch
 from straggle.deadline import Deadline, History, HistoryWindow, Patience, WaitForAll
 from straggle.estimators import Estimator
 from straggle.merge import Merge
 from straggle.report import PHASES
+from straggle.rounds import Contribution, Layout, Round
 from straggle.stages import StagePlan
 from straggle.telemetry import Row, Table
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Round:
-    """One step on its way through the merge; ``passes`` counts each parameter's micro-batches that are in."""
-
-    step: int
-    buffers: StageBuffers
-    passes: list[int]
-    missing: list[int]  # per stage, parameters that are not complete
-    stage_s: list[float]  # per stage, when it was complete, in seconds from entering the step
-    issued: int = 0  # buckets whose merge has begun
-    closed: bool = False  # all collectives are issued
-    stood_in: bool = False
-    works: list[tuple[dist.Work, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -94,7 +79,7 @@ class Coordinator:
         self.learn(plan)
         # the round that is being merged, by whichever thread
         self._merging = 0
-        self._round: _Round | None = None
+        self._round: Round | None = None
         self._merged_at = clock()
         self._times_at_merge = self.stopwatch.read()
         self._window = HistoryWindow(deadline.window, channel.world_size)
@@ -130,13 +115,14 @@ class Coordinator:
         """Whether the training thread is to leave its step: it is late, or it was spoken for."""
         return self._stop_step >= self._training or self._merging > self._training
 
+    @property
+    def plan(self) -> StagePlan:
+        """The stages as they are planned now."""
+        return self._layout.plan
+
     def learn(self, plan: StagePlan) -> None:
         """Use this plan from here on; between two steps, on all ranks alike, before `start`."""
-        self.plan = plan
-        self._buckets = plan.buckets()
-        self._bucket_ends = [sum(len(bucket) for bucket in self._buckets[: b + 1]) for b in range(len(self._buckets))]
-        self._stage_of = {index: number for number, stage in enumerate(plan.stages) for index in stage.parameters}
-        self._numel = [parameter.numel() for parameter in self._parameters]
+        self._layout = Layout(plan, self._parameters)
         self._held: StageBuffers | None = None  # whose views are p.grad
         self._spare: StageBuffers | None = None
 
@@ -189,8 +175,10 @@ class Coordinator:
         if not 0 < weight < math.inf:
             raise ValueError(f"weight={weight}: must be a positive number, such as the samples of this rank's step")
         with self._lock:
-            if self._merging == self._training and self._round is not None and any(self._round.passes):
-                raise RuntimeError("step.weight comes before the first backward pass: gradients are scaled by it")
+            if self._merging == self._training and self._round is not None:
+                if self._round.num_gradients:
+                    raise RuntimeError("step.weight comes before the first backward pass: gradients are scaled by it")
+                self._round.weight = weight
             self._weight = weight
 
     def stop(self) -> None:
@@ -206,29 +194,17 @@ class Coordinator:
         with self._lock:
             if self._merging > self._training or (current := self._open_round()).closed:
                 return False
-            passes = current.passes[index]
-            if passes == self._num_microbatches:
+            if current.is_full(index):
                 raise RuntimeError(self._too_many(index))
-            current.buffers.put(index, gradient, add=passes > 0, weight=self._weight)
-            current.passes[index] = passes + 1
+            complete = current.put(index, gradient)
             if self._last_put is not None:
                 self._last_put.record()
-            if passes + 1 < self._num_microbatches:
+            if not complete:
                 return False
             if self._estimator.watches_own:
-                own = current.buffers.read(index, self._weight)
+                own = current.buffers.read(index, current.weight)
                 self._estimator.observe(self._parameters[index], own, merged=False)
-            return self._parameter_complete(current, self._stage_of[index])
-
-    def _parameter_complete(self, current: _Round, stage: int) -> bool:
-        current.missing[stage] -= 1
-        if current.missing[stage] > 0:
-            return False
-        current.stage_s[stage] = self._clock() - (self._entered_at or 0.0)
-        # the last bucket waits for the end of the step, because the telemetry goes with it
-        while current.issued < len(self._buckets) - 1 and not any(current.missing[: self._bucket_ends[current.issued]]):
-            self._issue(current, {})
-        return True
+            return current.parameter_complete(index, self._clock() - (self._entered_at or 0.0))
 
     def finish(
         self,
@@ -306,7 +282,7 @@ class Coordinator:
 
     # -- what both threads do, with the lock held
 
-    def _open_round(self) -> _Round:
+    def _open_round(self) -> Round:
         if self._round is None:
             buffers = self._spare or StageBuffers(
                 self.plan,
@@ -315,92 +291,47 @@ class Coordinator:
                 num_changes=self._num_changes,
                 drop_nonfinite=self._merge.nonfinite == "drop",
             )
-            buffers.begin()
             self._spare = None
-            missing = [len(stage.parameters) for stage in self.plan.stages]
-            self._round = _Round(
-                self._merging, buffers, [0] * len(self._parameters), missing, [math.nan] * len(missing)
-            )
+            self._round = Round(self._merging, self._layout, buffers, self._channel.gradients)
+            if self._in_step():
+                self._round.num_microbatches, self._round.weight = self._num_microbatches, self._weight
         return self._round
 
+    def _in_step(self) -> bool:
+        """Whether the training thread is in the step that is being merged."""
+        return self._training == self._merging and self._entered_at is not None
+
     def _close_own(
-        self, current: _Round, *, truncated: bool, scalars: Mapping[str, float], changes: Tensor | None
+        self, current: Round, *, truncated: bool, scalars: Mapping[str, float], changes: Tensor | None
     ) -> None:
         """Issue what is left of the training thread's own step."""
-        computed = self._computed(current, truncated=truncated)
-        estimated = self._estimate(current, computed) if truncated and not self._idle else {}
-        self._issue_rest(current, computed, estimated, scalars, changes)
+        own = current.own_part(truncated=truncated, in_backward=self.stopwatch.phase == "backward")
+        if truncated and not self._idle:
+            own = current.estimate(own, self._estimator, self._parameters)
+        self._close(current, own, scalars, changes)
 
-    def _close_abstaining(self, current: _Round) -> None:
+    def _close_abstaining(self, current: Round) -> None:
         """Issue the rest of a step for a training thread that cannot: what it finished counts, the rest does not."""
         current.stood_in = True
-        computed = [passes / self._num_microbatches for passes in current.passes]
-        self._issue_rest(current, computed, {}, {}, None)
+        self._close(current, current.finished_part(), {}, None)
         self._stop_step = max(self._stop_step, current.step)
 
-    def _computed(self, current: _Round, *, truncated: bool) -> list[float]:
-        """For each parameter, the share of this step's micro-batches that its gradient holds."""
-        passes = current.passes
-        if not any(passes):
-            return [0.0] * len(passes)
-        if not truncated or not any(current.missing):
-            return [1.0] * len(passes)  # where the graph did not use a parameter, its gradient is a computed zero
-        done = max(passes) - (self.stopwatch.phase == "backward")
-        return [max(count, done) / self._num_microbatches for count in passes]
+    def _close(self, current: Round, own: Contribution, scalars: Mapping[str, float], changes: Tensor | None) -> None:
+        """Issue all that is left, with the telemetry."""
+        current.buffers.tell(self._channel.rank, self._row(current, own, scalars).encode(), changes)
+        current.close(own)
 
-    def _estimate(self, current: _Round, computed: Sequence[float]) -> dict[int, float]:
-        """Put the estimator's contribution in for what this late rank did not reach; gives the weights used."""
-        weights = {}
-        for index, share in enumerate(computed):
-            estimate = self._estimator.contribution(self._parameters[index]) if share < 1 else None
-            if estimate is not None and estimate.weight > 0:
-                weights[index] = estimate.weight * (1 - share)
-                current.buffers.put(
-                    index, estimate.gradient, add=current.passes[index] > 0, weight=self._weight * weights[index]
-                )
-        return weights
-
-    def _issue_rest(
-        self,
-        current: _Round,
-        computed: Sequence[float],
-        estimated: Mapping[int, float],
-        scalars: Mapping[str, float],
-        changes: Tensor | None,
-    ) -> None:
-        """Close the round: telemetry, and what each parameter that is not whole has in it."""
-        row = self._row(current, computed, estimated, scalars).encode()
-        current.buffers.tell(self._channel.rank, row, changes)
-        shares = {
-            index: Share(
-                self._weight * (share + estimated.get(index, 0.0)), current.passes[index] > 0 or index in estimated
-            )
-            for index, share in enumerate(computed)
-            if current.passes[index] < self._num_microbatches
-        }
-        while current.issued < len(self._buckets):
-            self._issue(current, shares)
-        current.closed = True
-
-    def _issue(self, current: _Round, shares: Mapping[int, Share]) -> None:
-        """Begin the merge of the next bucket."""
-        works = current.buffers.all_reduce(current.issued, shares, self._channel.gradients, self._weight)
-        name = ", ".join(stage.name for stage in self._buckets[current.issued])
-        current.works += [(work, name) for work in works]
-        current.issued += 1
-
-    def _row(
-        self, current: _Round, computed: Sequence[float], estimated: Mapping[int, float], scalars: Mapping[str, float]
-    ) -> Row:
+    def _row(self, current: Round, own: Contribution, scalars: Mapping[str, float]) -> Row:
         """This rank's telemetry for the round."""
         now, times = self._clock(), self.stopwatch.read()
-        in_step = self._training == current.step and self._entered_at is not None
-        idle = in_step and self._idle
-        late = min(computed) < 1 and not idle
+        entered_at = self._entered_at if self._in_step() else None
+        idle = entered_at is not None and self._idle
+        late = min(own.computed) < 1 and not idle
         overrun_s, self._overrun_s = self._overrun_s, 0.0
+        estimated = [own.estimated.get(index, 0.0) for index in range(len(own.computed))]
         return Row(
             times={phase: times[phase] - self._times_at_merge[phase] for phase in PHASES},
-            compute_s=now - self._entered_at if in_step and self._entered_at is not None and not idle else math.nan,
+            compute_s=math.nan if entered_at is None or idle else now - entered_at,
             busy_s=now - self._merged_at,
             overrun_s=overrun_s,
             late=late,
@@ -408,21 +339,16 @@ class Coordinator:
             cause=PHASES.index(self.stopwatch.phase) if late else -1,
             failed=self._failed,
             idle=idle,
-            weight=self._weight if in_step else 1.0,
-            computed=self._by_stage(computed),
-            estimated=self._by_stage([estimated.get(index, 0.0) for index in range(len(computed))]),
+            weight=current.weight,
+            computed=self._layout.by_stage(own.computed),
+            estimated=self._layout.by_stage(estimated),
             stage_s=tuple(current.stage_s),
             scalars=scalars,
         )
 
-    def _by_stage(self, shares: Sequence[float]) -> tuple[float, ...]:
-        if (lowest := min(shares)) == max(shares):
-            return (lowest,) * len(self.plan.stages)
-        return tuple(sum(shares[i] * self._numel[i] for i in s.parameters) / s.numel for s in self.plan.stages)
-
     # -- what both threads do without it
 
-    def _complete(self, current: _Round, give_up_s: float | None = None) -> None:
+    def _complete(self, current: Round, give_up_s: float | None = None) -> None:
         """Wait for the merge of a closed round and publish it."""
         for work, name in current.works:
             what = f"rank {self._channel.rank}, step {current.step}, stage {name}"
@@ -439,7 +365,7 @@ class Coordinator:
                 deadline_s=self._deadline_s,
                 merged_at=now,
                 stood_in=current.stood_in,
-                num_gradients=sum(current.passes),
+                num_gradients=current.num_gradients,
             )
             waited_for_all = self._deadline_s == math.inf
             self._deadline_s = self._policy.decide(self._window.append(table.compute_s(), table.finished()))

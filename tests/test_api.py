@@ -28,6 +28,7 @@ HOUSE = (
     "staged",
     "measure",
     "buffers",
+    "rounds",
     "channel",
     "checks",
     "coordinator",

@@ -1,0 +1,135 @@
+"""One step of one rank on its way through the merge: what is in its buffers, what is missing, what has been issued.
+
+Nothing here is thread-safe: the coordinator's lock guards it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from straggle.buffers import Share, StageBuffers
+from straggle.estimators import Estimator
+from straggle.stages import Stage, StagePlan
+
+
+class Layout:
+    """A plan as the merge needs it: which bucket ends with which stage, and which parameter is in which."""
+
+    def __init__(self, plan: StagePlan, parameters: Sequence[nn.Parameter]) -> None:
+        self.plan = plan
+        self.buckets: list[tuple[Stage, ...]] = plan.buckets()
+        self.bucket_ends = [sum(len(bucket) for bucket in self.buckets[: b + 1]) for b in range(len(self.buckets))]
+        self.stage_of = {index: number for number, stage in enumerate(plan.stages) for index in stage.parameters}
+        self.numel = [parameter.numel() for parameter in parameters]
+
+    def by_stage(self, shares: Sequence[float]) -> tuple[float, ...]:
+        """The mean share over the elements of each stage, from a share for each parameter."""
+        if (lowest := min(shares)) == max(shares):
+            return (lowest,) * len(self.plan.stages)
+        return tuple(sum(shares[i] * self.numel[i] for i in s.parameters) / s.numel for s in self.plan.stages)
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a rank hands in: for each parameter the share of the step's micro-batches, and the weights of estimates."""
+
+    computed: Sequence[float]
+    estimated: Mapping[int, float]
+
+
+class Round:
+    """One step; ``num_microbatches`` and ``weight`` are those that this rank gave it."""
+
+    def __init__(self, step: int, layout: Layout, buffers: StageBuffers, group: dist.ProcessGroup) -> None:
+        self.step = step
+        self.buffers = buffers
+        self.closed = False  # all collectives are issued
+        self.stood_in = False
+        self.num_microbatches = 1
+        self.weight = 1.0
+        self.stage_s = [math.nan] * len(layout.plan.stages)  # when each stage was whole
+        self.works: list[tuple[dist.Work, str]] = []
+        self._layout = layout
+        self._group = group
+        self._passes = [0] * len(layout.numel)  # for each parameter, the micro-batches that are in
+        self._missing = [len(stage.parameters) for stage in layout.plan.stages]  # parameters that are not complete
+        self._issued = 0  # buckets whose merge has begun
+        buffers.begin()
+
+    @property
+    def num_gradients(self) -> int:
+        """Finished gradients that are in, over all micro-batches."""
+        return sum(self._passes)
+
+    def is_full(self, index: int) -> bool:
+        """Whether parameter ``index`` has had all its backward passes."""
+        return self._passes[index] == self.num_microbatches
+
+    def put(self, index: int, gradient: Tensor) -> bool:
+        """Take the gradient of one backward pass; true where the parameter is complete with it."""
+        self.buffers.put(index, gradient, add=self._passes[index] > 0, weight=self.weight)
+        self._passes[index] += 1
+        return self.is_full(index)
+
+    def parameter_complete(self, index: int, after_s: float) -> bool:
+        """Merge what is complete now; true where the parameter's stage is, ``after_s`` seconds into the step."""
+        stage, layout = self._layout.stage_of[index], self._layout
+        self._missing[stage] -= 1
+        if self._missing[stage] > 0:
+            return False
+        self.stage_s[stage] = after_s
+        # the last bucket waits for the end of the step, because the telemetry goes with it
+        while self._issued < len(layout.buckets) - 1 and not any(self._missing[: layout.bucket_ends[self._issued]]):
+            self._issue({})
+        return True
+
+    def finished_part(self) -> Contribution:
+        """What is in, and nothing else."""
+        return Contribution([passes / self.num_microbatches for passes in self._passes], {})
+
+    def own_part(self, *, truncated: bool, in_backward: bool) -> Contribution:
+        """What the rank computed: where the graph did not use a parameter, its gradient is a computed zero."""
+        passes = self._passes
+        if not any(passes):
+            return Contribution([0.0] * len(passes), {})
+        if not truncated or not any(self._missing):
+            return Contribution([1.0] * len(passes), {})
+        done = max(passes) - in_backward
+        return Contribution([max(count, done) / self.num_microbatches for count in passes], {})
+
+    def estimate(self, own: Contribution, estimator: Estimator, parameters: Sequence[nn.Parameter]) -> Contribution:
+        """Put the estimator's contributions in for what is not in ``own``."""
+        weights = {}
+        for index, share in enumerate(own.computed):
+            estimate = estimator.contribution(parameters[index]) if share < 1 else None
+            if estimate is not None and estimate.weight > 0:
+                weights[index] = estimate.weight * (1 - share)
+                self.buffers.put(
+                    index, estimate.gradient, add=self._passes[index] > 0, weight=self.weight * weights[index]
+                )
+        return Contribution(own.computed, weights)
+
+    def close(self, own: Contribution) -> None:
+        """Issue what is left; the telemetry is in the buffers."""
+        shares = {
+            index: Share(
+                self.weight * (share + own.estimated.get(index, 0.0)), self._passes[index] > 0 or index in own.estimated
+            )
+            for index, share in enumerate(own.computed)
+            if not self.is_full(index)
+        }
+        while self._issued < len(self._layout.buckets):
+            self._issue(shares)
+        self.closed = True
+
+    def _issue(self, shares: Mapping[int, Share]) -> None:
+        """Begin the merge of the next bucket."""
+        works = self.buffers.all_reduce(self._issued, shares, self._group, self.weight)
+        name = ", ".join(stage.name for stage in self._layout.buckets[self._issued])
+        self.works += [(work, name) for work in works]
+        self._issued += 1
