@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from training import Stopper
 
+from straggle import StagedBackward
 from straggle.workloads import Digits, Text, Workload
 
 pytestmark = [
@@ -125,3 +126,86 @@ def test_a_late_rank_is_left_out_of_the_mean_on_the_device() -> None:
     # d/dw1 = w2 x = 3 x, d/dw2 = w1 x = 2 x; rank 1 (x = 2) is stopped after w2
     for gradients in run_ranks(merge_on_one_device, 2):
         assert gradients == [3.0, 2.0 * (1 + 2) / 2]
+
+
+# -- the staged backward by itself
+
+
+def deep() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(16) for layer in (nn.Linear(2048, 2048), nn.Tanh()))).cuda()
+
+
+def test_stage_seconds_are_device_seconds_and_add_up_to_the_whole_pass() -> None:
+    module = deep()
+    watched = StagedBackward(module, stages=8)
+    for _ in range(3):
+        loss = module(torch.randn(2048, 2048, device="cuda")).square().mean()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        step = watched.backward(loss)
+        end.record()
+        end.synchronize()
+        module.zero_grad()
+    assert len(step.report.stages) == 8
+    assert step.report.seconds == pytest.approx(begin.elapsed_time(end) / 1000, rel=0.02)
+
+
+def device_seconds(watched: StagedBackward, module: nn.Module, cut: int | None) -> float:
+    """Device seconds of a pass that is stopped after ``cut`` stages."""
+    seconds = []
+    for _ in range(5):
+        loss = module(torch.randn(2048, 2048, device="cuda")).square().mean()
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        finished: list[str] = []
+        watched._on_stage = lambda stage, finished=finished: (
+            finished.append(stage.name),
+            stage.stop() if len(finished) == cut else None,
+        )
+        torch.cuda.synchronize()
+        begin.record()
+        watched.backward(loss, budget_s=60.0)
+        end.record()
+        end.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1000)
+        module.zero_grad()
+    return sorted(seconds)[2]
+
+
+def test_stopping_at_half_of_the_stages_saves_device_time() -> None:
+    module = deep()
+    watched = StagedBackward(module, stages=8, on_stage=lambda _: None)
+    whole = device_seconds(watched, module, None)
+    assert device_seconds(watched, module, 4) < 0.75 * whole
+
+
+def test_host_is_at_most_one_stage_ahead_of_the_device_when_there_is_a_budget() -> None:
+    module = deep()
+    events: list[torch.cuda.Event] = []
+    ahead: list[int] = []
+
+    def finished(_: object) -> None:
+        ahead.append(sum(not event.query() for event in events))
+        events.append(torch.cuda.Event())
+        events[-1].record()
+
+    watched = StagedBackward(module, stages=8, on_stage=finished)
+    for _ in range(3):
+        events.clear()
+        ahead.clear()
+        watched.backward(module(torch.randn(2048, 2048, device="cuda")).square().mean(), budget_s=60.0)
+        module.zero_grad()
+    assert max(ahead) <= 1
+
+
+def test_stopped_passes_of_the_staged_backward_leave_no_memory_behind() -> None:
+    module = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.Tanh()))).cuda()
+    watched = StagedBackward(module, on_stage=lambda stage: stage.stop() if stage.name == "4" else None, stages=["4"])
+    allocated = []
+    for number in range(1000):
+        loss = module(torch.randn(256, 256, device="cuda")).square().mean()
+        watched.backward(loss)
+        module.zero_grad()
+        if number in (10, 999):
+            allocated.append(torch.cuda.memory_allocated())
+    assert allocated[0] == allocated[1]
