@@ -85,6 +85,10 @@ def release_graph(error: BaseException, outputs: Iterable[weakref.ref[Tensor]]) 
     for tensor in held:
         if tensor.grad_fn is not None and not tensor._is_view():
             tensor.detach_()
+    # this thread's autograd queue still holds the next node of the pass that was left, until its next pass: this one
+    with torch.enable_grad():
+        leaf = torch.zeros((), requires_grad=True)
+        torch.autograd.grad(leaf.clone(), leaf)
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -48,7 +48,7 @@ class FinishedStage:
     def norm(self) -> Tensor:
         """Euclidean norm of the stage's gradients, a scalar tensor."""
         gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
-        return nn.utils.get_total_norm(gradients)
+        return nn.utils.get_total_norm([g.coalesce().values() if g.is_sparse else g for g in gradients])
 
 
 class StagedBackward:
@@ -86,7 +86,10 @@ class StagedBackward:
         self._whole_microbatches = granularity == "microbatch"
         self._clock = clock
         self._step: BackwardStep | None = None
-        self._handles = [module.register_forward_hook(self._after_forward)]
+        self._handles = [
+            module.register_forward_pre_hook(self._before_forward),
+            module.register_forward_hook(self._after_forward),
+        ]
         self._hooks: ParameterHooks | None = None
         self._watch()
 
@@ -113,7 +116,12 @@ class StagedBackward:
         that is no scalar and comes without a gradient.
         """
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        gradients = [gradient] * len(roots) if gradient is None or isinstance(gradient, Tensor) else list(gradient)
+        if gradient is None:
+            gradients: list[Tensor | None] = [None] * len(roots)
+        else:
+            gradients = [gradient] if isinstance(gradient, Tensor) else list(gradient)
+        if len(gradients) != len(roots):
+            raise ValueError(f"got {len(roots)} tensors and {len(gradients)} gradients: give one for each, or None")
         for root, given in zip(roots, gradients, strict=True):
             if given is None and root.numel() != 1:
                 raise ValueError(
@@ -169,6 +177,11 @@ class StagedBackward:
         self._hooks = ParameterHooks(self.module, self.parameters, self)
         self._use_plan(order=None, seconds=None)
 
+    def _watch_if_changed(self) -> None:
+        """Plan anew if parameters were frozen or unfrozen since."""
+        if [parameter.requires_grad for parameter in self._all] != self._trainable:
+            self._watch()
+
     def _use_plan(self, order: Sequence[int] | None, seconds: Sequence[float] | None) -> None:
         self._plan = plan_stages(self.module, self._wanted, order, seconds)
         stage_of = {index: number for number, stage in enumerate(self.stages) for index in stage.parameters}
@@ -176,14 +189,14 @@ class StagedBackward:
         assert self._hooks is not None
         root = ""
         self._hooks.check_at([root] if self._whole_microbatches else [stage.entry for stage in self.stages])
-        for handle in self._handles[1:]:
+        for handle in self._handles[2:]:
             handle.remove()
-        del self._handles[1:]
+        del self._handles[2:]
         if self._on_stage is not None:
             modules = dict(self.module.named_modules())
             self._handles += [
-                modules[stage.exit].register_forward_hook(self._keep_output_gradient(number))
-                for number, stage in enumerate(self.stages)
+                modules[name].register_forward_hook(self._keep_output_gradient(name))
+                for name in dict.fromkeys(stage.exit for stage in self.stages)
             ]
 
     def _learn(self, times: FinishTimes) -> None:
@@ -202,8 +215,15 @@ class StagedBackward:
 
     def check(self) -> None:
         """Leave the step if it is stopped or its budget is spent."""
-        if self._step is not None:
-            self._step._check()
+        if self._step is None or (self._whole_microbatches and self._step._in_pass):  # a checkpoint's recomputation
+            return
+        self._step._check()
+
+    def _before_forward(self, _module: nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling() or self._step is not None:
+            return
+        if any(parameter.requires_grad for parameter in self._all):  # else it is only evaluated
+            self._watch_if_changed()
 
     def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
@@ -214,13 +234,16 @@ class StagedBackward:
 
     def _arrived(self, output: weakref.ref[Tensor], _gradient: Tensor) -> None:
         if self._step is not None:
-            self._step._outputs.append(output)
             self._step._begin_pass(queue_end=True)
+            self._step._outputs.append(output)
 
-    def _keep_output_gradient(self, number: int) -> Callable[[nn.Module, Any, Any], None]:
+    def _keep_output_gradient(self, module: str) -> Callable[[nn.Module, Any, Any], None]:
         def keep(gradient: Tensor) -> None:
-            if self._step is not None:
-                self._step._output_gradients.setdefault(number, []).append(gradient)
+            if (step := self._step) is not None:
+                step._begin_pass(queue_end=True)
+                for number, stage in enumerate(step.stages):  # those of now: the plan may have changed since forward
+                    if stage.exit == module:
+                        step._output_gradients.setdefault(number, []).append(gradient)
 
         def after_forward(_module: nn.Module, _args: Any, output: Any) -> None:
             if torch.compiler.is_compiling():
@@ -241,6 +264,7 @@ class StagedBackward:
         retain_graph: bool | None,
         create_graph: bool,
     ) -> None:
+        step._check()
         step._begin_pass(queue_end=False)
         torch.autograd.backward(roots, gradients, retain_graph, create_graph)
         step._end_pass()
@@ -248,8 +272,7 @@ class StagedBackward:
     def _enter(self, step: BackwardStep) -> None:
         if self._step is not None:
             raise RuntimeError("a step() cannot be nested in another of the same model")
-        if [parameter.requires_grad for parameter in self._all] != self._trainable:  # frozen or unfrozen since
-            self._watch()
+        self._watch_if_changed()
         self._step = step
 
     def _leave(self, step: BackwardStep, error: BaseException | None) -> None:
@@ -266,6 +289,10 @@ class BackwardStep:
     def __init__(self, owner: StagedBackward, budget_s: float | None) -> None:
         self._owner = owner
         self._budget_s = math.inf if budget_s is None else budget_s
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> None:
+        """A copy of the model is in no step."""
+        return
 
     def __enter__(self) -> BackwardStep:
         owner = self._owner
@@ -366,6 +393,7 @@ class BackwardStep:
         if not self._in_pass:
             return
         self._in_pass = False
+        self._outputs.clear()  # a later pass that is stopped leaves their graph alone
         if not self._log:  # torch.autograd.grad went through the model
             del self._finished_in[-1]
             return

@@ -137,7 +137,8 @@ def _by_module(
     module: nn.Module, named: Sequence[tuple[str, nn.Parameter]], order: Sequence[int], names: list[str]
 ) -> list[tuple[str | None, list[int]]]:
     """The stages' parameters, each with the name that the user gave it, if any."""
-    known = {prefix for name, _ in named for prefix in _prefixes(name)}
+    # a module that is frozen now is known, and has no stage
+    known = {prefix for name, _ in module.named_parameters() for prefix in _prefixes(name)}
     wrong = [name for name in names if name not in known]
     if wrong:
         depth = wrong[0].count(".")

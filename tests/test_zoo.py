@@ -1,0 +1,785 @@
+"""For every kind of model and every cut, the staged backward pass is the plain one, bit for bit."""
+
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity, logsigmoid
+from torch.utils.checkpoint import checkpoint
+
+from straggle import BackwardStep, FinishedStage, StagedBackward
+
+NUM_CUTS = 10
+
+
+# -- models: for each case a module, and the loss that a pass begins with
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tokens(rows: int = 2, length: int = 6, seed: int = 0) -> Tensor:
+    return torch.randint(32, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def on_tokens(model):
+    """A language model with the loss that it computes itself."""
+    return model, lambda model: model(input_ids=tokens(), labels=tokens(seed=1)).loss
+
+
+def on_images(model):
+    """A classifier of transformers, on images of 16 × 16."""
+    return model, lambda model: model(pixel_values=random(4, 3, 16, 16), labels=torch.arange(4) % 3).loss
+
+
+def on_features(model, *shape: int):
+    return model, lambda model: model(random(*(shape or (6, 8)))).square().mean()
+
+
+def gpt2(**changes):
+    sizes = {"vocab_size": 32, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    dropout = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropout, **changes))
+    assert model.lm_head.weight is model.transformer.wte.weight
+    return on_tokens(model)
+
+
+def gpt2_checkpointed(use_reentrant):
+    model, loss = gpt2(use_cache=False)
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    return model, loss
+
+
+def gpt2_in_bfloat16():
+    model, loss = gpt2()
+
+    def loss_in_bfloat16(model):
+        with torch.autocast("cpu", torch.bfloat16):
+            return loss(model)
+
+    return model, loss_in_bfloat16
+
+
+def bert_config():
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    dropout = {"hidden_dropout_prob": 0, "attention_probs_dropout_prob": 0}
+    return transformers.BertConfig(**sizes, **dropout, intermediate_size=32, max_position_embeddings=8)
+
+
+def bert_with_unused_pooler():
+    model = transformers.BertModel(bert_config())
+    return model, lambda model: model(input_ids=tokens()).last_hidden_state.square().mean()
+
+
+def t5():
+    sizes = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    config = transformers.T5Config(**sizes, dropout_rate=0, decoder_start_token_id=0, pad_token_id=0)
+    model = transformers.T5ForConditionalGeneration(config)
+    assert model.encoder.embed_tokens.weight is model.decoder.embed_tokens.weight
+    return on_tokens(model)
+
+
+DECODER = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def llama():
+    return on_tokens(transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER)))
+
+
+def mixtral():
+    config = transformers.MixtralConfig(
+        **DECODER, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True
+    )
+    return on_tokens(transformers.MixtralForCausalLM(config))
+
+
+def vit():
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.ViTConfig(**sizes, image_size=16, patch_size=8, num_labels=3)
+    return on_images(transformers.ViTForImageClassification(config))
+
+
+def resnet():
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 1]}
+    config = transformers.ResNetConfig(**sizes, layer_type="basic", num_labels=3)
+    return on_images(transformers.ResNetForImageClassification(config))
+
+
+class Experts(nn.Module):
+    """Sends each row to the best of its experts; with few rows, most experts get none and have no gradient."""
+
+    def __init__(self, num_experts: int = 6) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, num_experts)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(num_experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, chosen = self.router(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for number in chosen.unique().tolist():
+            rows = (chosen == number).nonzero().squeeze(1)
+            out = out.index_add(0, rows, weight[rows, None] * self.experts[number](x[rows]))
+        return x + out
+
+
+def mixture_of_experts():
+    return on_features(nn.Sequential(nn.Linear(8, 8), Experts(), nn.Tanh(), Experts(), nn.Linear(8, 2)), 2, 8)
+
+
+class UNet(nn.Module):
+    """Two levels down and up again; what was before each level is concatenated to what comes after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1)
+        self.down = nn.ModuleList([nn.Conv2d(4, 8, 3, stride=2, padding=1), nn.Conv2d(8, 8, 3, stride=2, padding=1)])
+        self.up = nn.ModuleList([nn.ConvTranspose2d(8, 8, 2, stride=2), nn.ConvTranspose2d(16, 4, 2, stride=2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = [torch.relu_(self.enter(x))]
+        for down in self.down:
+            skips.append(torch.relu(down(skips[-1])))
+        out = skips.pop()
+        for up in self.up:
+            out = torch.cat([skips.pop(), torch.relu(up(out))], 1)
+        return self.leave(out)
+
+
+class DenseBlock(nn.Module):
+    """Each layer reads the concatenated outputs of all layers before it."""
+
+    def __init__(self, width: int = 8, growth: int = 4, depth: int = 4) -> None:
+        super().__init__()
+        widths = [width + growth * number for number in range(depth)]
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.BatchNorm1d(width), nn.ReLU(inplace=True), nn.Linear(width, growth)) for width in widths
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = [x]
+        for layer in self.layers:
+            outputs.append(layer(torch.cat(outputs, 1)))
+        return torch.cat(outputs, 1)
+
+
+class Recurrent(nn.Module):
+    """Two LSTM layers between an embedding and a head that also reads the last cell state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.lstm = nn.Embedding(32, 8), nn.LSTM(8, 8, num_layers=2, batch_first=True)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, ids: Tensor, state: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        out, state = self.lstm(self.embedding(ids), state)
+        return self.head(torch.cat([out[:, -1], state[1][-1]], 1)), state
+
+
+class Unrolled(nn.Module):
+    """One cell, called for each step of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(4, 8), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x.new_zeros(len(x), 8)
+        for step in x.unbind(1):
+            hidden = self.cell(step, hidden)
+        return self.head(hidden)
+
+
+def lstm():
+    return Recurrent(), lambda model: model(tokens())[0].square().mean()
+
+
+def layers(*widths: int) -> nn.Sequential:
+    """Linear layers of these widths with Tanh between them."""
+    pairs = [(nn.Linear(i, o), nn.Tanh()) for i, o in pairwise(widths)]
+    return nn.Sequential(*[module for pair in pairs for module in pair][:-1])
+
+
+def siamese():
+    """The loss calls the whole model twice."""
+    return layers(8, 16, 16, 4), lambda model: cosine_similarity(
+        model(random(4, 8)), model(random(4, 8, seed=1))
+    ).mean()
+
+
+def generator_through_frozen_discriminator():
+    generator, discriminator = layers(4, 16, 16, 8), layers(8, 16, 1).requires_grad_(False)
+    return generator, lambda generator: -logsigmoid(discriminator(generator(random(6, 4)))).mean()
+
+
+def discriminator_of_real_and_generated():
+    generator, discriminator = layers(4, 16, 8), layers(8, 16, 16, 1)
+
+    def loss(discriminator):
+        real, made = discriminator(random(6, 8)), discriminator(generator(random(6, 4)).detach())
+        return -(logsigmoid(real) + logsigmoid(-made)).mean()
+
+    return discriminator, loss
+
+
+class LowRank(nn.Module):
+    """A frozen layer with a trained correction of rank 2."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.a = nn.Parameter(torch.randn(2, layer.in_features))
+        self.b = nn.Parameter(torch.randn(layer.out_features, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + x @ self.a.T @ self.b.T
+
+
+def adapters():
+    """Frozen layers below, between and above the trained ones."""
+    frozen = nn.Linear(8, 8).requires_grad_(False)
+    below = nn.Sequential(frozen, nn.BatchNorm1d(8).requires_grad_(False).eval(), nn.Tanh())
+    adapted = [module for _ in range(4) for module in (LowRank(nn.Linear(8, 8)), nn.Tanh())]
+    return on_features(nn.Sequential(below, *adapted, nn.LayerNorm(8), nn.Linear(8, 3).requires_grad_(False)))
+
+
+class Checkpointed(nn.Module):
+    """Computes its block again in backward, where it is called."""
+
+    def __init__(self, block: nn.Module, use_reentrant: bool) -> None:
+        super().__init__()
+        self.block, self.use_reentrant = block, use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, x, use_reentrant=self.use_reentrant)
+
+
+def checkpointed_blocks(use_reentrant):
+    blocks = [Checkpointed(layers(8, 16, 8), use_reentrant) for _ in range(3)]
+    return on_features(nn.Sequential(nn.Linear(8, 8), *blocks, nn.Linear(8, 2)))
+
+
+def checkpointed_from_outside(use_reentrant):
+    """The loop computes the whole model again: reentrant, all of it is a pass within the pass."""
+    head = nn.Linear(2, 2)
+
+    def loss(model):
+        x = random(6, 8).requires_grad_()
+        return head(checkpoint(model, x, use_reentrant=use_reentrant)).square().mean()
+
+    return layers(8, 16, 16, 2), loss
+
+
+def shared_block(use_reentrant):
+    """As in ALBERT: one block is called three times, and computed again each time."""
+    block = Checkpointed(layers(8, 16, 8), use_reentrant)
+    return on_features(nn.Sequential(nn.Linear(8, 8), block, block, block, nn.Linear(8, 2)))
+
+
+def normalized_weights():
+    spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)).eval()  # else each forward pass changes it
+    weight = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+    return on_features(nn.Sequential(nn.Linear(8, 8), weight, spectral, nn.Linear(8, 2)))
+
+
+def sparse_embedding():
+    bag = nn.EmbeddingBag(32, 8, sparse=True)
+    return nn.Sequential(bag, layers(8, 8, 8, 2)), lambda model: model(tokens()).square().mean()
+
+
+def bfloat16_parameters():
+    return layers(8, 16, 16, 2).bfloat16(), lambda model: model(random(6, 8).bfloat16()).square().mean()
+
+
+def gradient_penalty_on_inputs():
+    """The gradient with respect to the input should have norm 1 (Gulrajani et al. 2017, equation 3)."""
+
+    def loss(critic):
+        x = random(6, 8).requires_grad_()
+        score = critic(x).sum()
+        (slope,) = torch.autograd.grad(score, x, create_graph=True)
+        return score + 10 * (slope.norm(dim=1) - 1).square().mean()
+
+    return layers(8, 16, 16, 1), loss
+
+
+def gradient_penalty_on_parameters():
+    """The squared norm of the loss's own gradient is a part of the loss."""
+
+    def loss(model):
+        plain = model(random(6, 8)).square().mean()
+        slopes = torch.autograd.grad(plain, list(model.parameters()), create_graph=True)
+        return plain + sum(slope.square().sum() for slope in slopes)
+
+    return layers(8, 16, 16, 2), loss
+
+
+CASES = {
+    "GPT-2, tied embeddings": gpt2,
+    "GPT-2, checkpointed": lambda: gpt2_checkpointed(use_reentrant=False),
+    "GPT-2, reentrant checkpointing": lambda: gpt2_checkpointed(use_reentrant=True),
+    "GPT-2, bfloat16 autocast": gpt2_in_bfloat16,
+    "BERT, tied embeddings": lambda: on_tokens(transformers.BertForMaskedLM(bert_config())),
+    "BERT, unused pooler": bert_with_unused_pooler,
+    "T5": t5,
+    "Llama, grouped queries": llama,
+    "Mixtral": mixtral,
+    "experts without rows": mixture_of_experts,
+    "ViT": vit,
+    "ResNet": resnet,
+    "U-Net": lambda: on_features(UNet(), 2, 3, 8, 8),
+    "DenseNet": lambda: on_features(nn.Sequential(DenseBlock(), nn.Linear(24, 8), DenseBlock(), nn.Linear(24, 2))),
+    "LSTM": lstm,
+    "unrolled cell": lambda: on_features(Unrolled(), 3, 5, 4),
+    "siamese": siamese,
+    "generator": generator_through_frozen_discriminator,
+    "discriminator": discriminator_of_real_and_generated,
+    "adapters": adapters,
+    "checkpoint": lambda: checkpointed_blocks(use_reentrant=False),
+    "reentrant checkpoint": lambda: checkpointed_blocks(use_reentrant=True),
+    "checkpoint outside": lambda: checkpointed_from_outside(use_reentrant=False),
+    "reentrant checkpoint outside": lambda: checkpointed_from_outside(use_reentrant=True),
+    "shared checkpointed block": lambda: shared_block(use_reentrant=False),
+    "normalized weights": normalized_weights,
+    "sparse embedding": sparse_embedding,
+    "bfloat16 parameters": bfloat16_parameters,
+    "gradient penalty on inputs": gradient_penalty_on_inputs,
+    "gradient penalty on parameters": gradient_penalty_on_parameters,
+}
+
+
+# -- cutting, and comparing bit for bit
+
+
+class Cutter:
+    """Stops a step at one of its gradients. Make it before the `StagedBackward`: its hooks then run first."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.finished: list[str] = []
+        self._step: BackwardStep | None = None
+        self._after: int | None = None
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(partial(self._finished, name))
+
+    def arm(self, step: BackwardStep | None, after: int | None) -> None:
+        """Stop ``step`` after this many gradients; 0 is before its first forward pass, and ``None`` is never."""
+        self.finished, self._step, self._after = [], step, after
+        if step is not None and after == 0:
+            step.stop()
+
+    def _finished(self, name: str, _parameter: Tensor) -> None:
+        self.finished.append(name)
+        if self._step is not None and len(self.finished) == self._after:
+            self._step.stop()
+
+
+def take_step(
+    staged: StagedBackward, cutter: Cutter, loss: Callable[[nn.Module], Tensor], after: int | None
+) -> BackwardStep:
+    """A step of one pass that is stopped after this many gradients."""
+    with staged.step() as step:
+        cutter.arm(step, after)
+        loss(staged.module).backward()
+    return step
+
+
+def cuts(total: int) -> list[int]:
+    """Numbers of finished gradients, spread evenly from none to all."""
+    return [round(number * total / (NUM_CUTS - 1)) for number in range(NUM_CUTS)]
+
+
+def bits(gradient: Tensor | None) -> bytes | None:
+    if gradient is None:
+        return None
+    return gradient.detach().to_dense().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def gradients(module: nn.Module) -> dict[str, bytes | None]:
+    return {name: bits(parameter.grad) for name, parameter in module.named_parameters()}
+
+
+def differing(ours: dict[str, bytes | None], theirs: dict[str, bytes | None]) -> list[str]:
+    """The parameters that do not have the same bits, or of which only one has a gradient."""
+    assert ours.keys() == theirs.keys()
+    return [name for name in ours if ours[name] != theirs[name]]
+
+
+def trained_names(module: nn.Module) -> set[str]:
+    return {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+
+
+def hold(module: nn.Module, before: bool) -> None:
+    """What ``p.grad`` holds when a step begins: nothing, or the same random numbers each time."""
+    for number, parameter in enumerate(module.parameters()):
+        own = before and parameter.requires_grad
+        parameter.grad = random(*parameter.shape, seed=number).to(parameter) if own else None
+
+
+def build(case: Callable):
+    """The module of a case and its loss, the same ones each time."""
+    torch.manual_seed(0)
+    return case()
+
+
+# -- one pass
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["no gradients before", "gradients before"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_gradients_are_those_of_plain_backward_at_every_cut_and_in_the_next_whole_step(case, before):
+    (module, loss), (plain, plain_loss) = build(case), build(case)
+    ours, theirs = Cutter(module), Cutter(plain)
+    staged = StagedBackward(module)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9) for net in (module, plain)]
+    for number in range(NUM_CUTS):
+        hold(plain, before)
+        held = gradients(plain)
+        theirs.arm(None, None)
+        plain_loss(plain).backward()
+        full = gradients(plain)
+        assert set(differing(held, full)) <= set(theirs.finished)
+        after = cuts(len(theirs.finished))[number]
+
+        hold(module, before)
+        report = take_step(staged, ours, loss, after).report
+        kept = ours.finished
+        assert kept == theirs.finished[:after]
+        assert not differing(gradients(module), held | {name: full[name] for name in kept})
+        assert report.truncated
+        assert sorted(report.missing) == sorted(trained_names(module) - set(kept))
+
+        hold(module, before)
+        report = take_step(staged, ours, loss, after=None).report
+        assert not differing(gradients(module), full)
+        assert not report.truncated
+        assert report.missing == ()
+        assert {name for name, passes in report.passes.items() if passes} == set(ours.finished)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert any(any(gradient) for gradient in full.values() if gradient)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_every_gradient_is_shown_by_one_stage_with_the_value_that_it_keeps(case):
+    (module, loss), (plain, plain_loss) = build(case), build(case)
+    plain_loss(plain).backward()
+    full = {name: gradient for name, gradient in gradients(plain).items() if gradient is not None}
+    shown: list[tuple[str, bytes | None]] = []
+
+    def look(stage: FinishedStage) -> None:
+        shown.extend((name, bits(parameter.grad)) for name, parameter in stage.parameters.items())
+
+    staged = StagedBackward(module, on_stage=look)
+    for _planned in ("by size", "in the order of the first step"):
+        module.zero_grad()
+        shown.clear()
+        staged.backward(loss(module))
+        assert sorted(shown) == sorted(full.items())
+
+
+@pytest.mark.parametrize("case", ["GPT-2, checkpointed", "GPT-2, reentrant checkpointing", "checkpoint", "U-Net"])
+def test_stop_in_any_call_of_a_module_even_one_that_computes_again_keeps_whole_gradients_only(case):
+    (module, loss), (plain, plain_loss) = build(CASES[case]), build(CASES[case])
+    plain_loss(plain).backward()
+    full = gradients(plain)
+    calls: list[str] = []
+    stop_at: list[int] = []
+
+    def called(_module, _inputs, _output):
+        calls.append("")
+        if [len(calls)] == stop_at:
+            staged.stop()
+
+    for child in module.modules():
+        child.register_forward_hook(called)
+    staged = StagedBackward(module)
+    staged.backward(loss(module))
+    num_kept = set()
+    for number in range(1, len(calls) + 1):
+        module.zero_grad()
+        calls.clear()
+        stop_at[:] = [number]
+        with staged.step() as step:
+            loss(module).backward()
+        kept = {name: gradient for name, gradient in gradients(module).items() if gradient is not None}
+        assert kept.items() <= full.items()
+        assert sorted(step.report.missing) == sorted(full.keys() - kept.keys())
+        num_kept.add(len(kept))
+    assert 0 in num_kept
+    assert len(num_kept) > 1
+
+
+@pytest.mark.parametrize("after", [None, 9])
+def test_shared_weights_under_reentrant_checkpointing_are_refused_by_name(after):
+    module, loss = build(lambda: shared_block(use_reentrant=True))
+    cutter = Cutter(module)
+    staged = StagedBackward(module)
+    with pytest.raises(RuntimeError, match=r"parameter 1\.block\.\S+ got a gradient twice .* use_reentrant=False"):
+        take_step(staged, cutter, loss, after)
+
+
+# -- several passes, several models
+
+
+def microbatches(model):
+    """Three batches for GPT-2, one loss after the other."""
+    for seed in range(3):
+        yield model(input_ids=tokens(seed=seed), labels=tokens(seed=seed)).loss
+
+
+def chunks(model):
+    """Truncated back-propagation through time: the state goes on to the next chunk, its gradient does not go back."""
+    state = None
+    for ids in tokens(length=12).chunk(3, 1):
+        out, state = model(ids, state)
+        yield out.square().mean()
+        state = tuple(part.detach() for part in state)
+
+
+def routed(model):
+    """Batches of one row: each goes to other experts."""
+    for seed in range(3):
+        yield model(random(1, 8, seed=seed)).square().mean()
+
+
+ACCUMULATING = {
+    "GPT-2": (gpt2, microbatches),
+    "LSTM": (lstm, chunks),
+    "experts": (mixture_of_experts, routed),
+}
+
+
+@pytest.mark.parametrize("granularity", ["stage", "microbatch"])
+@pytest.mark.parametrize(("case", "losses"), ACCUMULATING.values(), ids=ACCUMULATING.keys())
+def test_late_step_of_several_passes_keeps_those_and_the_layers_that_it_finished(case, losses, granularity):
+    (module, _), (plain, _) = build(case), build(case)
+    ours, theirs = Cutter(module), Cutter(plain)
+    staged = StagedBackward(module, granularity=granularity)
+    theirs.arm(None, None)
+    accumulated, ends = [gradients(plain)], []
+    for loss in losses(plain):
+        loss.backward()
+        accumulated.append(gradients(plain))
+        ends.append(len(theirs.finished))
+    starts = [0, *ends[:-1]]
+    held_after = {name: [accumulated[0][name]] for name in accumulated[0]}  # this many of its passes
+    for end, start, held in zip(ends, starts, accumulated[1:], strict=True):
+        for name in theirs.finished[start:end]:
+            held_after[name].append(held[name])
+    for after in [*cuts(ends[-1]), *ends, None]:
+        module.zero_grad()
+        with staged.step() as step:
+            ours.arm(step, after)
+            for loss in losses(module):
+                loss.backward()
+        reached = ends[-1] if after is None else after
+        if granularity == "microbatch":
+            reached = next(end for end in [0, *ends] if end >= reached)
+        passes = Counter(theirs.finished[:reached])
+        assert ours.finished == theirs.finished[:reached]
+        assert step.report.passes == {name: passes[name] for name in held_after}
+        assert not differing(gradients(module), {name: held[passes[name]] for name, held in held_after.items()})
+        begun = max(1, sum(start < reached for start in starts))
+        behind = {name for name in held_after if passes[name] < begun}
+        # with whole micro-batches, nothing is left to stop in the last one
+        assert step.report.truncated == (after is not None and (granularity == "stage" or reached < ends[-1]))
+        assert set(step.report.missing) == (behind if step.report.truncated else set())
+
+
+def test_gan_whose_halves_are_frozen_in_turn_trains_as_with_plain_backward():
+    def gan():
+        return nn.ModuleDict({"generator": layers(4, 16, 8), "discriminator": layers(8, 16, 1)})
+
+    def loss(gan, half, seed):
+        made = gan["generator"](random(6, 4, seed=seed))
+        if half == "generator":
+            return -logsigmoid(gan["discriminator"](made)).mean()
+        real = gan["discriminator"](random(6, 8, seed=seed))
+        return -(logsigmoid(real) + logsigmoid(-gan["discriminator"](made.detach()))).mean()
+
+    module, plain = build(gan), build(gan)
+    cutter = Cutter(module)
+    staged = StagedBackward(module)
+    optimizers = {
+        (net, half): torch.optim.Adam(net[half].parameters())
+        for net in (module, plain)
+        for half in ("generator", "discriminator")
+    }
+    for number in range(4 * NUM_CUTS):
+        half = ("generator", "discriminator")[number % 2]
+        for net in (module, plain):
+            for name, part in net.items():
+                part.requires_grad_(name == half)
+            net.zero_grad()
+        loss(plain, half, number).backward()
+        full = gradients(plain)
+        own = [name for name in full if name.startswith(half)]
+        for after in (number % 5, None):
+            module.zero_grad()
+            step = take_step(staged, cutter, lambda net, half=half, number=number: loss(net, half, number), after)
+            kept = own if after is None else cutter.finished
+            assert len(kept) == (4 if after is None else after)
+            assert not differing(gradients(module), {name: full[name] if name in kept else None for name in full})
+            assert sorted(step.report.missing) == sorted(set(own) - set(kept))
+        for net in (module, plain):
+            optimizers[net, half].step()
+
+
+def test_scaler_of_float16_works_on_a_cut_step_as_on_the_same_gradients_of_plain_backward():
+    def loss(model):
+        with torch.autocast("cpu", torch.float16):
+            return model(random(6, 8)).float().square().mean()
+
+    module, plain = (build(lambda: layers(8, 16, 16, 2)) for _ in range(2))
+    cutter = Cutter(module)
+    staged = StagedBackward(module)
+    nets = [
+        (net, torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=2.0**24))
+        for net in (module, plain)
+    ]
+    (_, _, our_scaler), (_, _, their_scaler) = nets
+    scales, total = [], 6
+    for number in range(2 * total * NUM_CUTS):
+        after = None if number % 2 else 1 + number // 2 % total
+        for net in (module, plain):
+            net.zero_grad()
+        step = take_step(staged, cutter, lambda net: our_scaler.scale(loss(net)), after)
+        their_scaler.scale(loss(plain)).backward()
+        for name, parameter in plain.named_parameters():
+            if name in step.report.missing:
+                parameter.grad = None
+        for _, optimizer, scaler in nets:
+            scaler.unscale_(optimizer)
+        assert not differing(gradients(module), gradients(plain))
+        for _, optimizer, scaler in nets:
+            scaler.step(optimizer)
+            scaler.update()
+        assert our_scaler.get_scale() == their_scaler.get_scale()
+        scales.append(our_scaler.get_scale())
+        ours, theirs = ({name: bits(p) for name, p in net.named_parameters()} for net in (module, plain))
+        assert not differing(ours, theirs)
+    assert len(set(scales)) > 2  # some steps overflowed
+    assert len(set(scales[-4:])) == 1  # and some did not
+
+
+# -- compiled models
+
+
+class Residual(nn.Module):
+    """A block of a forward method of its own: torch does not compile a Sequential in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = layers(8, 16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+def residual():
+    return on_features(nn.Sequential(nn.Linear(8, 8), *[Residual() for _ in range(4)], nn.Linear(8, 2)))
+
+
+def gpt2_in_one_graph():
+    model, _ = gpt2(use_cache=False)
+    return model, lambda model: model(input_ids=tokens()).logits.square().mean()
+
+
+def compiled_blocks(**options):
+    """Each block is compiled in place, in the middle of layers that are not."""
+    module, loss = build(residual)
+    for block in module[1:-1]:
+        block.compile(**options)
+    return module, loss
+
+
+def wrapped_blocks(**options):
+    """As `torch.compile` returns them, with parameters of other names."""
+    module, loss = build(residual)
+    return nn.Sequential(module[0], *[torch.compile(block, **options) for block in module[1:-1]], module[-1]), loss
+
+
+def compiled_in_place(**options):
+    """The whole model is compiled; backward then is one node of the graph, and all gradients come at its end."""
+    module, loss = build(gpt2_in_one_graph)
+    module.compile(**options)
+    return module, loss
+
+
+def compiled_whole(**options):
+    module, loss = build(gpt2_in_one_graph)
+    return torch.compile(module, **options), loss
+
+
+def compiled_by_the_loop(**options):
+    """The `StagedBackward` knows the plain module only; the loop calls another."""
+    module, loss = build(gpt2_in_one_graph)
+    compiled = torch.compile(module, **options)
+    return module, lambda _model: loss(compiled)
+
+
+COMPILED = {
+    "blocks in place": compiled_blocks,
+    "blocks wrapped": wrapped_blocks,
+    "model in place": compiled_in_place,
+    "model wrapped": compiled_whole,
+    "by the loop": compiled_by_the_loop,
+}
+
+
+def node_names(loss: Tensor) -> set[str]:
+    """The names of all nodes of its graph."""
+    found, waiting = set(), [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found:
+            found.add(node)
+            waiting += [following for following, _ in node.next_functions]
+    return {node.name() for node in found}
+
+
+def cut_compiled(case, backend):
+    """As in the test of the cases, but from the first gradient on: compiled code is not left in the forward pass."""
+    torch.compiler.reset()
+    (module, loss), (plain, plain_loss) = [case(backend=backend, fullgraph=True) for _ in range(2)]
+    plain_loss(plain).backward()
+    full = gradients(plain)
+    cutter = Cutter(module)
+    staged = StagedBackward(module)
+    assert "CompiledFunctionBackward" in node_names(loss(module))
+    for number, after in enumerate([None, *cuts(len(full))[1:], None]):
+        module.zero_grad()
+        # the first whole step plans the stages anew; from then on nothing is compiled again
+        with torch.compiler.set_stance("default" if number < 2 else "fail_on_recompile"):
+            report = take_step(staged, cutter, loss, after).report
+        kept = cutter.finished
+        assert len(kept) == (len(full) if after is None else after)
+        assert not differing(gradients(module), {name: full[name] if name in kept else None for name in full})
+        assert sorted(report.missing) == sorted(full.keys() - set(kept))
+        assert report.truncated == (after is not None)
+
+
+@pytest.mark.parametrize("case", COMPILED.values(), ids=COMPILED.keys())
+def test_compiled_model_keeps_the_gradients_that_it_has_compiled_without_stages(case):
+    cut_compiled(case, "aot_eager")
+
+
+@pytest.mark.slow
+def test_model_compiled_by_inductor_keeps_the_gradients_that_it_has_compiled_without_stages():
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        pytest.skip("inductor needs a C++ compiler")
+    cut_compiled(compiled_blocks, "inductor")
