@@ -167,6 +167,15 @@ class DdpJob(Job):
                 self._loss(batch).backward()  # type: ignore[no-untyped-call]
         self._loss(batches[-1]).backward()  # type: ignore[no-untyped-call]
 
+    def close(self) -> None:
+        """Remove all hooks, and the wrapper while its process group lives.
+
+        DDP's reducer, where it holds the group last, ends gloo's threads with the GIL held, and one that still drops a
+        tensor waits for it: the process never ends.
+        """
+        super().close()
+        del self.model
+
 
 def gather(value: Any) -> list[Any]:
     """Every rank's ``value``."""

@@ -92,7 +92,7 @@ def test_rank0_gives_its_own_values():
 def test_local_leaves_every_rank_its_own():
     results = run_ranks(train, 2, "local", [[None] * 2])
     for rank, (seen,) in enumerate(results):
-        assert torch.equal(seen["norm.running_mean"], alone(rank, 1)["norm.running_mean"])
+        assert torch.allclose(seen["norm.running_mean"], alone(rank, 1)["norm.running_mean"], rtol=1e-5)
 
 
 def test_buffer_that_is_not_saved_stays_local():
