@@ -86,6 +86,7 @@ class StagedBackward:
         self._whole_microbatches = granularity == "microbatch"
         self._clock = clock
         self._step: BackwardStep | None = None
+        self._seen_whole = False  # a whole backward pass, which no parameter refused
         self._handles = [
             module.register_forward_pre_hook(self._before_forward),
             module.register_forward_hook(self._after_forward),
@@ -215,12 +216,17 @@ class StagedBackward:
 
     def check(self) -> None:
         """Leave the step if it is stopped or its budget is spent."""
-        if self._step is None or (self._whole_microbatches and self._step._in_pass):  # a checkpoint's recomputation
+        if self._step is None:
             return
-        self._step._check()
+        self._step._forget_failed_pass()
+        if not (self._whole_microbatches and self._step._in_pass):  # a checkpoint's recomputation
+            self._step._check()
 
     def _before_forward(self, _module: nn.Module, _args: Any) -> None:
-        if torch.compiler.is_compiling() or self._step is not None:
+        if torch.compiler.is_compiling():
+            return
+        if self._step is not None:
+            self._step._forget_failed_pass()
             return
         if any(parameter.requires_grad for parameter in self._all):  # else it is only evaluated
             self._watch_if_changed()
@@ -264,6 +270,7 @@ class StagedBackward:
         retain_graph: bool | None,
         create_graph: bool,
     ) -> None:
+        step._forget_failed_pass()
         step._check()
         step._begin_pass(queue_end=False)
         torch.autograd.backward(roots, gradients, retain_graph, create_graph)
@@ -309,9 +316,10 @@ class BackwardStep:
         ] = []  # for each backward pass, the parameters in the order they were finished
         self._stage_passes = [0] * len(self.stages)
         self._in_pass = False
+        self._task = -1  # of the autograd engine
         self._outputs: list[weakref.ref[Tensor]] = []
         self._output_gradients: dict[int, list[Tensor]] = {}
-        self._before: dict[int, tuple[Tensor, int]] = {}
+        self._before = self._held_gradients()
         return self
 
     def __exit__(
@@ -337,24 +345,44 @@ class BackwardStep:
 
     def _begin_pass(self, *, queue_end: bool, first: int = -1) -> None:
         """A backward pass begins; with the gradient of parameter ``first``, if that is the first sign of it."""
+        task = torch._C._current_graph_task_id()
         if self._in_pass:
+            self._task = task if self._task == -1 else self._task  # at the output, before any checkpoint's own pass
             return
         self._in_pass = True
+        self._task, self._nested = task, False
         self._missing = [len(stage.parameters) for stage in self.stages]
         self._log: list[int] = []
         self._finished_in.append(self._log)
         self._output_gradients.clear()
         # an undefined gradient changes nothing: remember what there is, to tell it from a new one
-        self._before = {
-            index: (parameter.grad, parameter.grad._version)
-            for index, parameter in enumerate(self._owner.parameters)
-            if parameter.grad is not None and index != first
-        }
+        held = self._before.get(first)
+        self._before = self._held_gradients()
+        self._before.pop(first, None)
+        if held is not None:
+            self._before[first] = held
         self._timeline.begin()
         if self._finish_times is not None:
             self._finish_times.begin()
         if queue_end:  # called by the autograd engine when the pass is over, not when it fails
             torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+
+    def _held_gradients(self) -> dict[int, tuple[Tensor, int]]:
+        return {
+            index: (parameter.grad, parameter.grad._version)
+            for index, parameter in enumerate(self._owner.parameters)
+            if parameter.grad is not None
+        }
+
+    def _forget_failed_pass(self) -> None:
+        """A forward or backward pass begins while one backward pass goes on: that one failed, and the error was caught.
+
+        Not if it begins within that one, as a checkpoint's recomputation does.
+        """
+        if self._in_pass and torch._C._current_graph_task_id() == -1:
+            self._in_pass = False
+            self._outputs.clear()
+            del self._finished_in[-1]
 
     def _finished(self, index: int, parameter: Tensor) -> None:
         gradient = parameter.grad
@@ -363,6 +391,9 @@ class BackwardStep:
         if gradient is None or (self._before and self._unchanged(index, gradient)):
             return
         self._log.append(index)
+        task = torch._C._current_graph_task_id()
+        self._task = task if self._task == -1 else self._task
+        self._nested |= task != self._task
         if self._finish_times is not None:
             self._finish_times.finished(index)
         stage = self._owner.stage_of[index]
@@ -393,11 +424,13 @@ class BackwardStep:
         if not self._in_pass:
             return
         self._in_pass = False
+        self._before = self._held_gradients()
         self._outputs.clear()  # a later pass that is stopped leaves their graph alone
         if not self._log:  # torch.autograd.grad went through the model
             del self._finished_in[-1]
             return
         self._refuse_repeated()
+        self._owner._seen_whole = True
         self._timeline.mark(self._owner.stage_of[self._log[-1]])
         for number, missing in enumerate(self._missing):
             if 0 < missing < len(self.stages[number].parameters):
@@ -412,6 +445,8 @@ class BackwardStep:
             )
 
     def _check(self) -> None:
+        if self._in_pass and self._nested and not self._owner._seen_whole:
+            return  # under reentrant checkpointing only a whole pass tells that no weight is shared
         if self._stopped or self._owner._clock() >= self._stop_at:
             raise DeadlineReached
 

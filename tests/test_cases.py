@@ -1243,6 +1243,83 @@ def test_reentrant_checkpoint_with_shared_weights_is_refused_and_the_other_kind_
     assert same(grads(model), plain_grads(model))
 
 
+class CheckpointedTwice(nn.Module):
+    """One layer, used twice and checkpointed both times."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        for _ in range(2):
+            x = checkpoint(self.block, x, use_reentrant=True)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("finished", range(1, 5))
+def test_cut_in_shared_weights_under_reentrant_checkpointing_never_keeps_a_part(finished):
+    module, x = seeded(CheckpointedTwice), torch.ones(3, 4, requires_grad=True)
+    staged, seen = None, []
+
+    def cut(parameter):
+        seen.append(parameter)
+        if len(seen) == finished:
+            staged.stop()
+
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(cut)
+    staged = StagedBackward(module)
+    if finished <= 2:  # in the head, before the first checkpoint's own pass
+        with staged.step() as step:
+            module(x).sum().backward()
+        assert {"block.weight", "block.bias"} <= set(step.report.missing)
+        assert module.block.weight.grad is None
+    else:
+        with pytest.raises(RuntimeError, match="got a gradient twice"), staged.step():
+            module(x).sum().backward()
+
+
+class Undefined(torch.autograd.Function):
+    """Uses a weight and gives no gradient for it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):  # noqa: ARG004
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):  # noqa: ARG004
+        return gradient, None
+
+
+def test_undefined_gradient_that_is_the_first_sign_of_a_pass_is_not_counted():
+    module = nn.ModuleDict({"body": nn.Linear(4, 4), "gate": nn.Linear(4, 1, bias=False)})
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    with StagedBackward(module).step() as step:
+        for _ in range(2):
+            Undefined.apply(module["body"](torch.ones(2, 4)), module["gate"].weight).sum().backward()
+    assert step.report.passes == {"body.weight": 2, "body.bias": 2, "gate.weight": 0}
+
+
+def test_pass_that_failed_may_be_run_again_in_the_same_step():
+    model, failures = mlp(), [ValueError("out of memory")]
+    full = plain_grads(model)
+
+    def fail(_gradient):
+        if failures:
+            raise failures.pop()
+
+    model[0].register_forward_hook(lambda _module, _args, output: output.register_hook(fail) and None)
+    staged = StagedBackward(model, stages=LAYERS)
+    with staged.step() as step:
+        with pytest.raises(ValueError, match="out of memory"):
+            loss_of(model).backward()
+        model.zero_grad()
+        loss_of(model).backward()
+    assert set(step.report.passes.values()) == {1}
+    assert same(grads(model), full)
+
+
 def test_modules_whose_forward_pass_ran_before_have_no_output_gradients_but_are_staged():
     model, seen = mlp(), []
     full = plain_grads(model)
