@@ -122,10 +122,13 @@ class Channel:
             return work.is_completed()
         try:
             work.wait(_SLICE)
-        except RuntimeError as error:
-            if work.is_completed():
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            try:
+                work.wait()  # it failed, or it ended just when the time was over
+            except RuntimeError as error:
                 raise PeerFailed(self.explain(what)) from error
-            return False
         return True
 
     def _note_waiting(self, step: int) -> int:

@@ -7,6 +7,7 @@ from ranks import run_ranks, staged
 from training import Signals, features, mlp
 
 from straggle import Patience, PeerFailed
+from straggle.channel import Channel
 
 
 class Lines(logging.Handler):
@@ -67,3 +68,27 @@ def test_after_give_up_s_the_error_names_rank_step_and_what_it_was_doing():
         assert "step 5, stage" in end.message
         assert "no answer from ranks [2]; rank 2 has been in forward of step 3 (2 merged steps behind)" in end.message
     assert ends[2].kind == "PeerFailed"  # when it comes back it is told, too
+
+
+class EndsWithItsWait:
+    """A collective that ends at the very moment when the wait for it is over."""
+
+    def __init__(self):
+        self.ended = False
+
+    def wait(self, timeout=None):
+        if not self.ended:
+            self.ended = True
+            raise RuntimeError("Operation timed out!")
+
+    def is_completed(self):
+        return self.ended
+
+
+def wait_for_it(rank):
+    Channel(None, give_up_s=30.0).wait(EndsWithItsWait(), 0, "the merge")
+    return rank
+
+
+def test_collective_that_ends_just_when_the_wait_for_it_is_over_did_not_fail():
+    assert run_ranks(wait_for_it, 1) == [0]
