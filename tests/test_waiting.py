@@ -76,7 +76,7 @@ class EndsWithItsWait:
     def __init__(self):
         self.ended = False
 
-    def wait(self, timeout=None):
+    def wait(self, _timeout=None):
         if not self.ended:
             self.ended = True
             raise RuntimeError("Operation timed out!")
