@@ -1,9 +1,17 @@
-"""What a module must be for its gradients to be merged in stages; every refusal says what to do instead."""
+"""What a module must be for its gradients to be merged in stages; every refusal says what to do instead.
+
+And whether replicas are still the same while they are trained.
+"""
 
 from __future__ import annotations
 
-from torch import nn
+import hashlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
 from torch.nn.parameter import UninitializedParameter
 
 from straggle.channel import Channel
@@ -41,3 +49,22 @@ def check_same_on_all_ranks(module: nn.Module, channel: Channel) -> None:
             other = theirs[position] if position < len(theirs) else "nothing"
             if ours != other:
                 raise ValueError(f"the model differs between ranks: rank 0 has {ours} where rank {rank} has {other}")
+
+
+def fingerprint(parameters: Iterable[Tensor]) -> int:
+    """48 bits that are equal where all parameters are equal bit for bit, and hardly ever where they are not.
+
+    It hashes the sum of each parameter's bits, read as 64-bit integers: exact, and one fast pass on any device. The
+    order of these integers within one parameter makes no difference to it.
+    """
+    sums = [_words(parameter.detach()).sum() for parameter in parameters]
+    content = repr(torch.stack(sums).tolist()).encode()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=6).digest(), "big")
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bits of ``tensor`` as int64, filled up with zeros; copied only where they do not lie so."""
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    if flat.numel() % 8 or flat.storage_offset() % 8:
+        flat = pad(flat, (0, -flat.numel() % 8)).clone()
+    return flat.view(torch.int64)

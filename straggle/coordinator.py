@@ -27,7 +27,7 @@ from straggle.merge import Merge
 from straggle.report import PHASES
 from straggle.rounds import Contribution, Layout, Round
 from straggle.stages import StagePlan
-from straggle.telemetry import Row, Table
+from straggle.telemetry import NO_FINGERPRINT, Row, Table
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +88,8 @@ class Coordinator:
         self._training = 0  # its step: the one that it is in, or will enter next
         self._entered_at: float | None = None
         self._took_at = -math.inf
+        self._made_at = clock()
+        self._fingerprint = NO_FINGERPRINT
         self._num_microbatches = 1
         self._weight = 1.0
         self._idle = False
@@ -109,6 +111,16 @@ class Coordinator:
     def step(self) -> int:
         """The step that the training thread is in or will enter next."""
         return self._training
+
+    @property
+    def lag(self) -> int:
+        """Merged steps that the training thread has not yet taken; from any thread."""
+        return max(0, self._merging - self._training)
+
+    @property
+    def since_step_s(self) -> float:
+        """Seconds since the training thread last took a merged step, or since it could have; from any thread."""
+        return self._clock() - max(self._took_at, self._made_at)
 
     @property
     def stop_requested(self) -> bool:
@@ -155,12 +167,13 @@ class Coordinator:
         if self._stand_in is not None:
             self._stand_in.join(timeout=5)
 
-    def enter(self, num_microbatches: int, *, idle: bool = False) -> None:
+    def enter(self, num_microbatches: int, *, idle: bool = False, fingerprint: int = NO_FINGERPRINT) -> None:
         """The training thread enters its step; the buffers with the gradients of the step before are free again.
 
-        ``idle``: it has no data for it.
+        ``idle``: it has no data for it. ``fingerprint``: of its parameters, where the ranks compare them in this step.
         """
         with self._lock:
+            self._fingerprint = fingerprint
             self._entered_at = self._clock()
             self._num_microbatches = num_microbatches
             self._weight, self._idle = 1.0, idle
@@ -340,6 +353,8 @@ class Coordinator:
             failed=self._failed,
             idle=idle,
             weight=current.weight,
+            # a rank that has not entered may have an older state, which is no different one
+            fingerprint=NO_FINGERPRINT if entered_at is None else self._fingerprint,
             computed=self._layout.by_stage(own.computed),
             estimated=self._layout.by_stage(estimated),
             stage_s=tuple(current.stage_s),

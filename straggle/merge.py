@@ -22,15 +22,24 @@ class Merge:
 
     ``nonfinite``: "drop" leaves gradients with NaN or infinite elements out of the merge, and skips the step where no
     rank has others; "keep" merges them as they are, as DDP does, which a ``GradScaler`` relies on.
+
+    ``check_every``: once in so many steps the ranks compare their parameters (`StepReport.different_ranks`); 0: never.
     """
 
     buffers: Buffers = "mean"
     nonfinite: Nonfinite = "drop"
+    check_every: int = 100
 
     def __post_init__(self) -> None:
         for name, kind in (("buffers", Buffers), ("nonfinite", Nonfinite)):
             if (value := getattr(self, name)) not in get_args(kind):
                 raise ValueError(f"{name}={value!r}: choose one of {', '.join(get_args(kind))}")
+        if self.check_every < 0:
+            raise ValueError(f"check_every={self.check_every}: a number of steps, or 0 to compare never")
+
+    def checks(self, step: int) -> bool:
+        """Whether the ranks compare their parameters in ``step``; in the first they are equal by construction."""
+        return self.check_every > 0 and step > 0 and step % self.check_every == 0
 
 
 class ModuleBuffers:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar, cast
@@ -18,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from straggle.backward import DeadlineReached, ParameterHooks, release_graph, tensors_in
 from straggle.channel import Channel
-from straggle.checks import check_module, check_same_on_all_ranks
+from straggle.checks import check_module, check_same_on_all_ranks, fingerprint
 from straggle.clocks import FinishTimes, HostLimit
 from straggle.coordinator import Coordinator, MergedStep
 from straggle.deadline import Deadline, History, Patience, as_deadline
@@ -27,7 +29,9 @@ from straggle.merge import Merge, ModuleBuffers
 from straggle.replay import Decision, Recording
 from straggle.report import StepReport
 from straggle.stages import BalancedByTime, StagePlan, learning_steps, plan_stages, trainable
-from straggle.telemetry import MAX_SCALARS
+from straggle.telemetry import MAX_SCALARS, NO_FINGERPRINT, StepRecord
+
+_log = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch")
 
@@ -37,7 +41,8 @@ class StagedDataParallel(nn.Module):
 
     ``stages``: how the gradients are divided (`plan_stages`). ``deadline``: a `Deadline`, a number of seconds, or
     ``None`` to wait for everyone, as DDP does. ``estimator``: what stands in for missing gradients (default: nothing).
-    ``patience``: how a late rank is treated. ``merge``: what becomes of buffers and of gradients that are not finite.
+    ``patience``: how a late rank is treated. ``merge``: what becomes of buffers and of gradients that are not finite,
+    and how often replicas are compared.
     Parameters and buffers are overwritten with rank 0's.
 
     Raises ``RuntimeError`` without a process group, and ``ValueError`` for modules that cannot be trained so: without
@@ -59,28 +64,30 @@ class StagedDataParallel(nn.Module):
         check_module(module)
         patience = patience or Patience()
         self.module = module
+        self.deadline = as_deadline(deadline)
         self.estimator = estimator or Abstain()
-        self._last_merged: MergedStep | None = None
-        self._last_report: StepReport | None = None
+        self._last_record: StepRecord | None = None
+        self._step_hooks: OrderedDict[int, Callable[[StepRecord], None]] = OrderedDict()
         self._stages = stages
         self._parameters_list = [parameter for _, parameter in trainable(module)]
         self._frozen = [
             (name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad
         ]
         self._channel = Channel(process_group, give_up_s=patience.give_up_s)
+        self.rank, self.world_size = self._channel.rank, self._channel.world_size
         check_same_on_all_ranks(module, self._channel)
         for tensor in (*module.parameters(), *module.buffers()):
             self._channel.broadcast(tensor.detach())
-        merge = merge or Merge()
-        self._module_buffers = ModuleBuffers(module, merge.buffers, self._channel.rank)
+        self._merge = merge or Merge()
+        self._module_buffers = ModuleBuffers(module, self._merge.buffers, self.rank)
         self._coordinator = Coordinator(
             self._parameters_list,
             plan_stages(module, stages),
             self._channel,
-            deadline=as_deadline(deadline),
+            deadline=self.deadline,
             estimator=self.estimator,
             patience=patience,
-            merge=merge,
+            merge=self._merge,
             num_changes=self._module_buffers.numel,
         )
         self._hooks = ParameterHooks(module, self._parameters_list, self)
@@ -135,12 +142,12 @@ class StagedDataParallel(nn.Module):
             empty = False
             yield batch
         if empty:
-            raise ValueError(f"rank {self._channel.rank}: the loader is empty; give every rank at least one batch")
+            raise ValueError(f"rank {self.rank}: the loader is empty; give every rank at least one batch")
         self._idle = True
         try:
             while True:
                 yield cast(Batch, batch)
-                if self._last_merged is not None and self._last_merged.table.all_idle():
+                if self._last_record is not None and self._last_record.table.all_idle():
                     return
         finally:
             self._idle = False
@@ -148,11 +155,26 @@ class StagedDataParallel(nn.Module):
     @property
     def last_report(self) -> StepReport | None:
         """What happened in the last step, on all ranks; ``None`` before the first. Built when it is asked for."""
-        if self._last_report is None and (merged := self._last_merged) is not None:
-            self._last_report = merged.table.report(
-                merged.step, merged.seconds, merged.deadline_s, merged.plan, self._scalar_names
-            )
-        return self._last_report
+        return None if self._last_record is None else self._last_record.report
+
+    def register_step_hook(self, hook: Callable[[StepRecord], None]) -> RemovableHandle:
+        """Call ``hook(record)`` on the training thread at the end of each step; ``record.report`` is its report.
+
+        The report is built when it is first asked for, on any thread: a hook that only keeps the record costs nothing.
+        """
+        handle = RemovableHandle(self._step_hooks)
+        self._step_hooks[handle.id] = hook
+        return handle
+
+    @property
+    def lag(self) -> int:
+        """Merged steps that this rank has not yet applied; from any thread, also while the training thread is stuck."""
+        return self._coordinator.lag
+
+    @property
+    def since_step_s(self) -> float:
+        """Seconds since this rank last finished a step, or since the model was wrapped; from any thread."""
+        return self._coordinator.since_step_s
 
     @property
     def history(self) -> History:
@@ -161,7 +183,7 @@ class StagedDataParallel(nn.Module):
 
     def restore(self, history: History) -> None:
         """Go on from a saved history; before the first step, on all ranks alike."""
-        if self._step is not None or self._last_merged is not None:
+        if self._step is not None or self._last_record is not None:
             raise RuntimeError("restore() comes before the first step")
         self._coordinator.restore(history)
 
@@ -176,7 +198,7 @@ class StagedDataParallel(nn.Module):
         With the same model, data and number of ranks it gives the same parameters bit for bit. Each rank has its own
         recording. Steps beyond it wait for everyone.
         """
-        if self._step is not None or self._last_merged is not None:
+        if self._step is not None or self._last_record is not None:
             raise RuntimeError("replay() comes before the first step")
         self._replayed = iter(recording.decisions)
         self._replayed_learned = (list(recording.order), list(recording.seconds)) if recording.order else None
@@ -261,7 +283,12 @@ class StagedDataParallel(nn.Module):
         step.replayed = self._next_replayed()
         self._step = step
         self._coordinator.stopwatch.enter("data")
-        self._coordinator.enter(step.num_microbatches, idle=self._idle)
+        checked = self._merge.checks(self._coordinator.step)
+        self._coordinator.enter(
+            step.num_microbatches,
+            idle=self._idle,
+            fingerprint=fingerprint(self._parameters_list) if checked else NO_FINGERPRINT,
+        )
 
     def _leave(self, step: Step, error: BaseException | None) -> bool:
         """Merge, and put the merged gradients in place; true where the error was only the deadline."""
@@ -286,10 +313,26 @@ class StagedDataParallel(nn.Module):
         )
         self._put_in_place(merged, step.kept)
         self._scalar_names |= step.scalars.keys()
-        self._last_merged, self._last_report = merged, None
+        names = frozenset(self._scalar_names)
+        record = StepRecord(merged.step, merged.seconds, merged.deadline_s, merged.plan, merged.table, names)
+        self._last_record = record
         if self._finish_times is not None:
             self._learn(self._finish_times)
+        if self._merge.checks(record.step):
+            self._warn_of_different_replicas(record)
+        for hook in tuple(self._step_hooks.values()):
+            hook(record)
         return only_late
+
+    def _warn_of_different_replicas(self, record: StepRecord) -> None:
+        if different := record.table.different_ranks():
+            _log.log(
+                logging.WARNING if self.rank == 0 else logging.DEBUG,
+                "step %d: the parameters of ranks %s are not those of the others; look for code that changes them on "
+                "some ranks only, and resume from a checkpoint",
+                record.step,
+                list(different),
+            )
 
     def _put_in_place(self, merged: MergedStep, kept: Mapping[int, Tensor]) -> None:
         """Give every parameter its merged gradient, and every buffer its merged value: the same on every rank."""

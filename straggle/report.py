@@ -68,7 +68,9 @@ class StageReport:
 class StepReport:
     """One merged step: ``seconds`` from the end of the merge before; ``deadline_s`` is infinite without one.
 
-    ``skipped``: no rank had finite gradients, and no parameter has one now.
+    ``skipped``: no rank had finite gradients, and no parameter has one now. ``different_ranks``: those whose parameters
+    were not those of most ranks when they entered the step (a tie: not those of the lowest rank); ``None`` where they
+    were not compared (`Merge.check_every`).
     """
 
     step: int
@@ -78,6 +80,7 @@ class StepReport:
     stages: tuple[StageReport, ...]
     scalars: Mapping[str, float] = field(default_factory=dict)
     skipped: bool = False
+    different_ranks: tuple[int, ...] | None = None
 
     @property
     def dropped_share(self) -> float:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,10 +21,11 @@ from straggle.stages import StagePlan
 
 MAX_SCALARS = 8
 _TIMES = tuple(f"{phase}_s" for phase in PHASES)
-_FLAGS = ("late", "stood_in", "cause", "failed", "idle", "weight", "nonfinite")
+_FLAGS = ("late", "stood_in", "cause", "failed", "idle", "weight", "nonfinite", "fingerprint_high", "fingerprint_low")
 _FIELDS = (*_TIMES, "compute_s", "busy_s", "overrun_s", *_FLAGS)
 _COLUMN = {name: column for column, name in enumerate(_FIELDS)}
 NONFINITE = _COLUMN["nonfinite"]  # counted while the row is on its way
+NO_FINGERPRINT = -1
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Row:
     """One rank's telemetry for one step; times in seconds, ``cause`` an index into ``PHASES`` or -1.
 
     ``computed`` and ``estimated`` are relative to the rank's own ``weight``; ``idle``: it has no more data.
+    ``fingerprint`` has 48 bits, which go as two numbers that are exact in float32.
     """
 
     times: Mapping[Phase, float]
@@ -42,6 +46,7 @@ class Row:
     failed: bool = False
     idle: bool = False
     weight: float = 1.0
+    fingerprint: int = NO_FINGERPRINT
     computed: tuple[float, ...] = ()
     estimated: tuple[float, ...] = ()
     stage_s: tuple[float, ...] = ()
@@ -53,6 +58,7 @@ class Row:
         fixed += [self.compute_s, self.busy_s, self.overrun_s]
         fixed += [float(self.late), float(self.stood_in), float(self.cause), float(self.failed)]
         fixed += [float(self.idle), self.weight, 0.0]
+        fixed += [float(self.fingerprint >> 24), float(self.fingerprint & 0xFFFFFF)]
         pairs = [number for name, value in self.scalars.items() for number in (name_hash(name), value)]
         pairs += [0.0] * (2 * MAX_SCALARS - len(pairs))
         return torch.tensor([*fixed, *self.computed, *self.estimated, *self.stage_s, *pairs])
@@ -104,13 +110,31 @@ class Table:
         nothing = self._rows[:, first : first + self._num_stages].sum(1) == 0
         return bool(nonfinite.any() and (nonfinite | nothing).all())
 
+    def different_ranks(self) -> tuple[int, ...] | None:
+        """Ranks whose parameters are not those of most ranks; ``None`` where fewer than two ranks have told."""
+        pairs = self._rows[:, [_COLUMN["fingerprint_high"], _COLUMN["fingerprint_low"]]].tolist()
+        known = {rank: (high, low) for rank, (high, low) in enumerate(pairs) if high >= 0}
+        if len(known) < 2:
+            return None
+        most = Counter(known.values()).most_common(1)[0][0]
+        return tuple(rank for rank, own in known.items() if own != most)
+
     def report(self, step: int, seconds: float, deadline_s: float, plan: StagePlan, names: Iterable[str]) -> StepReport:
         """The step's report; ``names`` are the scalars that this rank knows by name."""
         rows = self._rows.tolist()
         slowest = max(row[_COLUMN["busy_s"]] for row in rows)
         ranks = tuple(self._rank_report(rank, row, slowest, plan) for rank, row in enumerate(rows))
         stages, scalars = self._stage_reports(rows, plan), self._scalars(rows, names)
-        return StepReport(step, seconds, deadline_s, ranks, stages, scalars, skipped=self.skipped())
+        return StepReport(
+            step,
+            seconds,
+            deadline_s,
+            ranks,
+            stages,
+            scalars,
+            skipped=self.skipped(),
+            different_ranks=self.different_ranks(),
+        )
 
     def _rank_report(self, rank: int, row: list[float], slowest: float, plan: StagePlan) -> RankReport:
         computed, _, stage_s = self._per_stage(row)
@@ -155,3 +179,23 @@ class Table:
                 if key in known:
                     values.setdefault(known[key], []).append(value)
         return {name: math.fsum(seen) / len(seen) for name, seen in values.items()}
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A merged step as it came: cheap to keep, and its report is built when somebody asks, on any thread.
+
+    ``names`` are the scalars that this rank knows by name.
+    """
+
+    step: int
+    seconds: float
+    deadline_s: float
+    plan: StagePlan
+    table: Table
+    names: frozenset[str]
+
+    @cached_property
+    def report(self) -> StepReport:
+        """What happened in the step, on all ranks."""
+        return self.table.report(self.step, self.seconds, self.deadline_s, self.plan, self.names)
