@@ -20,15 +20,19 @@ class WaitForAllPrediction:
 
     def seconds(self, report: StepReport) -> float:
         """The step's seconds with nobody stopped, plus what ranks still spent on steps merged without them."""
-        finished = [rank for rank in report.ranks if not rank.late]
         entered = [rank.compute_s for rank in report.ranks if not math.isnan(rank.compute_s)]
         overrun_s = max(rank.overrun_s for rank in report.ranks)
-        if not finished or len(finished) == len(report.ranks):
-            return report.seconds + overrun_s
+        whole = [seconds for seconds in self.compute_s(report) if not math.isnan(seconds)]
+        return report.seconds + (max(0.0, max(whole) - max(entered)) if entered else 0.0) + overrun_s
+
+    def compute_s(self, report: StepReport) -> list[float]:
+        """For each rank, seconds of all its own work in the step, with what a late one left; NaN: nobody can tell."""
+        finished = [rank for rank in report.ranks if not rank.late and not rank.idle]
+        if not finished or not any(rank.late for rank in report.ranks):
+            return [rank.compute_s for rank in report.ranks]
         typical_s = median(rank.compute_s for rank in finished)
         stage_s = [median(column) for column in zip(*(rank.stage_s for rank in finished), strict=True)]
-        whole_s = [self._whole_s(rank, typical_s, stage_s) for rank in report.ranks]
-        return report.seconds + max(0.0, max(whole_s) - max(entered)) + overrun_s
+        return [self._whole_s(rank, typical_s, stage_s) for rank in report.ranks]
 
     def _whole_s(self, rank: RankReport, typical_s: float, stage_s: list[float]) -> float:
         """Seconds that the rank takes, or would have taken, for all of its own work."""
