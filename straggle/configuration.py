@@ -24,8 +24,9 @@ from torch.optim import Optimizer
 from straggle.estimators import Estimator
 from straggle.stages import BalancedByTime, plan_stages
 
-GROUPS = ("workload", "deadline", "estimator", "faults", "optimizer")
+GROUPS = ("workload", "deadline", "estimator", "faults", "optimizer", "metrics")
 _AT_LEAST = {"steps": 1, "num_microbatches": 1, "batch_size": 1, "seed": 0, "block": 1, "checkpoint_every": 0}
+_METRICS_PARTS = ("security", "targets", "push")
 
 
 class ConfigurationError(ValueError):
@@ -65,6 +66,9 @@ def check(config: DictConfig, valid: DictConfig) -> None:
             raise ConfigurationError(f"{key}={value}: must be a whole number of at least {least}")
     for group in ("workload", "deadline", "estimator", "optimizer", "merge", "patience"):
         _check_arguments(group, config.get(group))
+    if metrics := config.get("metrics"):
+        for key, part in (("metrics", metrics), *((f"metrics.{key}", metrics.get(key)) for key in _METRICS_PARTS)):
+            _check_arguments(key, part)
     for name, fault in config.get("faults", {}).items():
         _check_arguments(f"faults.{name}", fault)
     if config.get("replay") and not (Path(config.replay) / "decisions").is_dir():
@@ -84,6 +88,8 @@ def _build_all(config: DictConfig) -> None:
     """What each rank will build, once before there are ranks, so that a wrong value is told once."""
     for part in ("deadline", "merge", "patience", "faults"):
         instantiate(config.get(part))
+    for part in _METRICS_PARTS:
+        instantiate((config.get("metrics") or {}).get(part))
     model = instantiate(config.workload).model()
     if "optimizer" in config:
         build_estimator(config, build_optimizer(config, model))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -41,8 +42,10 @@ def train(config: DictConfig) -> None:
             job.model.replay(read_recording(decisions_of(Path(config.replay), dist.get_rank())))
         checkpoint = Checkpoint(run_dir / "checkpoint")
         first_step = checkpoint.load(job.model, job.optimizer) if config.resume else 0
-        reports = _rank_zero(job, config, first_step) if dist.get_rank() == 0 else _other_rank(job, config, first_step)
-        dist.barrier()
+        train_rank = _rank_zero if dist.get_rank() == 0 else _other_rank
+        with _metrics(job, config):
+            reports = train_rank(job, config, first_step)
+            dist.barrier()
         checkpoint.save(config.steps, job.model, job.optimizer)
         hashes = gather(job.parameters_sha256())
         if dist.get_rank() == 0:
@@ -50,6 +53,16 @@ def train(config: DictConfig) -> None:
             if config.replay is not None:
                 _compare_with_recorded(Path(config.replay), config.steps, hashes)
         job.close()
+
+
+def _metrics(job: StagedJob, config: DictConfig) -> AbstractContextManager[object]:
+    """What exports this rank's metrics, if anything does."""
+    if not config.get("metrics"):
+        return nullcontext()
+    exporter: AbstractContextManager[object] = instantiate(
+        config.metrics, job.model, samples_per_step=job.samples_per_step, _convert_="all"
+    )
+    return exporter
 
 
 def recorded(config: DictConfig) -> DictConfig:
