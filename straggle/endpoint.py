@@ -82,12 +82,12 @@ class Endpoint:
     """
 
     def __init__(self, registry: CollectorRegistry, *, host: str, port: int, security: Security) -> None:
-        app = security.guard(make_wsgi_app(registry))
+        app, context = security.guard(make_wsgi_app(registry)), security.context()
         self._server = _bind(host, port)
-        self._server.context = security.context()
+        self._server.context = context
         self._server.set_app(app)
         self.host, self.port = host, int(self._server.server_port)
-        self.scheme = "http" if self._server.context is None else "https"
+        self.scheme = "http" if context is None else "https"
         threading.Thread(target=self._server.serve_forever, name="straggle-metrics-http", daemon=True).start()
 
     @property
@@ -198,8 +198,9 @@ class _SilentHandler(WSGIRequestHandler):
 
 
 def _bind(host: str, port: int) -> _Server:
-    ports = range(port, min(port + _NUM_PORTS, 2**16)) if port else (0,)
-    for candidate in ports:
+    last = min(port + _NUM_PORTS, 2**16) - 1 if port else 0
+    problem: OSError | None = None
+    for candidate in range(port, last + 1):
         family, _, _, _, address = socket.getaddrinfo(
             host or None, candidate, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
@@ -210,7 +211,7 @@ def _bind(host: str, port: int) -> _Server:
             problem = error
         else:
             return server
-    raise OSError(f"no port of {host} from {port} to {ports[-1]} is free for metrics: {problem}")
+    raise OSError(f"no port of {host} from {port} to {last} is free for metrics: {problem}")
 
 
 def _joined(host: str, port: int) -> str:

@@ -1,0 +1,604 @@
+"""Prometheus metrics: what is counted is what the reports say, and serving it never disturbs the training."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import logging
+import math
+import os
+import re
+import shutil
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from ranks import run_ranks, staged
+from training import Chain, Signals, Stopper, features, mlp, random_stops
+
+from straggle import FixedDeadline, LastMerged, Merge, Patience
+from straggle.configuration import ConfigurationError, load
+from straggle.endpoint import Endpoint, Push, Security, Targets
+from straggle.metrics import MetricsExporter, stage_labels
+from straggle.report import PHASES
+from straggle.stages import Stage, StagePlan
+from straggle.whatif import WaitForAllPrediction
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "metrics.md"
+
+
+def scrape(url, *, name=None, context=None, headers=None):
+    """All samples at ``url``: values by name and sorted labels without the rank's; or the text, without ``name``."""
+    request = urllib.request.Request(url, headers=headers or {})
+    with urllib.request.urlopen(request, context=context, timeout=10) as response:
+        text = response.read().decode()
+    return text if name is None else values(text, name)
+
+
+def values(text, name):
+    """The samples called ``name``, by the values of their labels other than ``rank``."""
+    return {
+        tuple(value for label, value in sorted(sample.labels.items()) if label != "rank"): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == name
+    }
+
+
+def train(model, rank, num_steps, log=True):
+    """Plain steps; gives the reports."""
+    reports = []
+    for number in range(num_steps):
+        with model.step() as step:
+            loss = model(features(rank, number)).square().mean()
+            if log:
+                step.log(loss=loss)
+            loss.backward()
+        reports.append(model.last_report)
+    return reports
+
+
+# -- what is counted
+
+
+def count_chaos(rank, num_steps):
+    """Ranks stop at random; the text of this rank's metrics, and all reports."""
+    module = Chain()
+    stopper = Stopper(module)
+    stops = random_stops(rank, num_steps, 5)
+    reports = []
+    policy = FixedDeadline(60.0)
+    policy.predicted_drop = 0.125
+    with staged(module, deadline=policy, estimator=LastMerged(0.5), merge=Merge(check_every=4)) as model:
+        exporter = MetricsExporter(model, port=0, samples_per_step=10)
+        for number, after in enumerate(stops):
+            with model.step() as step:
+                step.log(loss=float(rank + number))
+                stopper.arm(step, after)
+                loss = model(math.inf if (rank, number) == (1, 7) else 1.0)
+                loss.backward()
+            reports.append(model.last_report)
+        numel, nbytes = model._coordinator.plan.numel, sum(stage.nbytes for stage in model._coordinator.plan.stages)
+        url = exporter.url
+        exporter._records.put(None)
+        exporter._threads[0].join()
+        text = scrape(url)
+        exporter.close()
+    return text, reports, numel, nbytes
+
+
+def test_counters_are_the_sums_of_the_reports_on_every_rank():
+    num_steps = 20
+    for rank, (text, reports, numel, nbytes) in enumerate(run_ranks(count_chaos, 3, num_steps)):
+        own = [report.ranks[rank] for report in reports]
+        prediction = WaitForAllPrediction()
+        expected = {
+            "steps_total": num_steps,
+            "step_seconds_count": num_steps,
+            "step_seconds_sum": sum(report.seconds for report in reports),
+            "compute_seconds_sum": sum(part.compute_s for part in own),
+            "deadline_seconds": 60.0,
+            "gradient_elements_total": num_steps * numel,
+            "gradient_elements_dropped_total": sum((1 - part.reach) * numel for part in own),
+            "reach_ratio": own[-1].reach,
+            "dropped_ratio": reports[-1].dropped_share,
+            "predicted_dropped_ratio": 0.125,
+            "nonfinite_contributions_total": sum(part.nonfinite for part in own),
+            "skipped_steps_total": sum(report.skipped for report in reports),
+            "merged_bytes_total": num_steps * nbytes,
+            "samples_total": sum(10 * part.reach for part in own),
+            "loss": reports[-1].scalars["loss"],
+            "replica_checks_total": 4,
+            "replica_mismatches_total": 0,
+            "step_wait_for_all_seconds_total": sum(prediction.seconds(report) for report in reports),
+            "lag_steps": 0,
+        }
+        for name, value in expected.items():
+            assert values(text, f"straggle_{name}") == {(): pytest.approx(value)}, name
+        for phase in (*PHASES, "wait"):
+            seconds = sum(max(0.0, getattr(part, f"{phase}_s")) for part in own)
+            assert values(text, "straggle_phase_seconds_sum")[(phase,)] == pytest.approx(seconds)
+        late = {(cause,): sum(part.late and part.cause == cause for part in own) for cause in PHASES}
+        assert values(text, "straggle_late_steps_total") == late
+        assert sum(late.values()) > 0
+        # the stages are planned anew after the first step, and counted from there
+        names = [stage.name for stage in reports[-1].stages]
+        columns = {
+            "stage_contributions_total": [sum(part.stages[i] for part in own[1:]) for i in range(len(names))],
+            "estimates_total": [sum(report.stages[i].estimated for report in reports[1:]) for i in range(len(names))],
+            "stage_weight_ratio": [stage.weight / 3 for stage in reports[-1].stages],
+        }
+        for name, column in columns.items():
+            assert values(text, f"straggle_{name}") == {
+                (stage,): pytest.approx(value) for stage, value in zip(names, column, strict=True)
+            }
+    assert sum(report.ranks[1].nonfinite for report in reports) > 0
+
+
+def test_stages_of_one_name_are_told_apart():
+    stages = [Stage(name, (), 1, 4, "", "") for name in ("a", "b", "a", "a")]
+    assert stage_labels(StagePlan(tuple(stages))) == ["a", "b", "a#2", "a#3"]
+
+
+def whole_text(rank):
+    policy = FixedDeadline(60.0)
+    policy.predicted_drop = 0.125
+    with staged(mlp(), deadline=policy) as model, MetricsExporter(model, port=0, samples_per_step=8) as exporter:
+        train(model, rank, 2)
+        exporter._records.put(None)
+        exporter._threads[0].join()
+        return scrape(exporter.url)
+
+
+@pytest.fixture(scope="module")
+def text():
+    return run_ranks(whole_text, 1)[0]
+
+
+def test_names_and_help_follow_the_conventions(text):
+    families = list(text_string_to_metric_families(text))
+    assert len(families) > 25
+    for family in families:
+        assert family.name.startswith("straggle_")
+        assert re.fullmatch(r"[A-Z].*\.", family.documentation), family
+        assert family.samples, family.name
+        assert all(sample.labels["rank"] == "0" for sample in family.samples)
+        labels = {label for sample in family.samples for label in sample.labels}
+        if family.name != "straggle_run_info":
+            assert labels <= {"rank", "stage", "phase", "cause", "le"}
+        assert not re.search(r"_(ms|s|millis|kb|percent|share)(_|$)", family.name)
+    assert not re.search(r"^\w+_created", text, re.MULTILINE)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian's package prometheus) is not installed")
+def test_promtool_finds_nothing_to_say_about_the_metrics(text):
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_page_lists_every_metric_with_its_type_and_labels(text):
+    rows = re.findall(r"^\| `(straggle_\w+)` \| (\w+) \|([^|]*)\|", PAGE.read_text(), re.MULTILINE)
+    documented = {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
+    exported = {}
+    for family in text_string_to_metric_families(text):
+        labels = {label for sample in family.samples for label in sample.labels} - {"rank", "le"}
+        name = family.name + ("_total" if family.type == "counter" else "")
+        exported[name] = ("info" if name == "straggle_run_info" else family.type, labels)
+    assert documented == exported
+
+
+# -- where it is served
+
+
+def ports(rank, taken):
+    with staged(mlp()) as model:
+        first, second = MetricsExporter(model, port=taken), MetricsExporter(model, port=taken)
+        urls = first.url, second.url
+        texts = [scrape(url, name="straggle_run_info") for url in urls]
+        first.close()
+        first.close()
+        with pytest.raises(urllib.error.URLError):
+            scrape(urls[0])
+        second.close()
+        return [int(url.split(":")[2].split("/")[0]) for url in urls], texts
+
+
+def test_taken_port_is_skipped_and_a_closed_one_is_free():
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        taken = holder.getsockname()[1]
+        (first, second), texts = run_ranks(ports, 1, taken)[0]
+    assert taken < first < second
+    assert texts[0] == texts[1]
+
+
+def go_without(rank, kind, folder):
+    """Metrics that cannot be had; the training goes on, and says why once."""
+    warnings = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())
+    logging.getLogger("straggle.metrics").addHandler(handler)
+    options = {
+        "off": {"port": None},
+        "address": {"host": "192.0.2.1"},
+        "files": {"security": Security(certfile=f"{folder}/none", keyfile=f"{folder}/none")},
+        "gateway": {"port": None, "push": Push(url="http://127.0.0.1:9", every_s=0.01)},
+        "folder": {"targets": Targets(folder="/dev/null/targets")},
+        "observer": {"port": None},
+    }[kind]
+    with staged(mlp()) as model, MetricsExporter(model, **options) as exporter:
+        if kind == "observer":
+            exporter._metrics._plan = None
+            exporter._metrics._use = lambda _: 1 / 0
+        reports = train(model, rank, 5)
+        url = exporter.url
+    return len(reports), url, warnings
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("off", None),
+        ("address", "metrics are not served: no port of 192.0.2.1"),
+        ("files", "metrics are not served"),
+        ("gateway", "metrics were not pushed to http://127.0.0.1:9"),
+        ("folder", "metrics are not served"),
+        ("observer", "metrics are incomplete: ZeroDivisionError"),
+    ],
+)
+def test_training_goes_on_without_metrics(kind, message, tmp_path):
+    num_steps, url, warnings = run_ranks(go_without, 1, kind, str(tmp_path))[0]
+    assert num_steps == 5
+    assert url is None
+    assert len(warnings) == (message is not None)
+    assert all(message in warning for warning in warnings)
+
+
+def stall_clients(rank, security):
+    """Clients that connect and say nothing, while a scrape is answered and steps go on."""
+    with staged(mlp()) as model, MetricsExporter(model, port=0, security=security) as exporter:
+        address = exporter.endpoint.host, exporter.endpoint.port
+        with contextlib.ExitStack() as silent:
+            for _ in range(5):
+                silent.enter_context(socket.create_connection(address))
+            train(model, rank, 3)
+            context = ssl._create_unverified_context() if security else None
+            return scrape(exporter.url, name="straggle_run_info", context=context) != {}
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_silent_client_holds_nobody_up(tls, certificates):
+    security = Security(certfile=certificates / "server.pem", keyfile=certificates / "server.key") if tls else None
+    assert run_ranks(stall_clients, 1, security) == [True]
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory):
+    """An authority, and certificates of a server and a client that it signed."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    folder = tmp_path_factory.mktemp("certificates")
+
+    def openssl(*arguments):
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True, timeout=60)
+
+    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2")
+    openssl("req", "-x509", *key, "-subj", "/CN=authority", "-keyout", "ca.key", "-out", "ca.pem")
+    (folder / "extra").write_text("subjectAltName=IP:127.0.0.1")
+    for name in ("server", "client"):
+        openssl("req", *key[:-2], "-subj", f"/CN={name}", "-keyout", f"{name}.key", "-out", f"{name}.csr")
+        signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "extra")
+        openssl("x509", "-req", "-in", f"{name}.csr", *signed, "-out", f"{name}.pem")
+    return folder
+
+
+@pytest.fixture
+def registry():
+    from prometheus_client import CollectorRegistry, Gauge
+
+    registry = CollectorRegistry()
+    Gauge("answer", "The answer.", registry=registry).set(42)
+    return registry
+
+
+@contextlib.contextmanager
+def served(registry, **security):
+    endpoint = Endpoint(registry, host="127.0.0.1", port=0, security=Security(**security))
+    try:
+        yield endpoint
+    finally:
+        endpoint.close()
+
+
+def test_only_the_right_name_and_password_are_answered(registry, tmp_path):
+    (tmp_path / "password").write_text("se:cret\n")
+    with served(registry, username="prometheus", password_file=str(tmp_path / "password")) as endpoint:
+        for credentials in (None, "prometheus:se", "prometheus:se:cret:", "other:se:cret", "prométheus:se:cret"):
+            headers = {"Authorization": f"Basic {encoded(credentials)}"} if credentials else {}
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                scrape(endpoint.url, headers=headers)
+            assert refused.value.code == 401
+            assert refused.value.headers["WWW-Authenticate"].startswith("Basic")
+        for scheme in ("Basic", "basic"):
+            headers = {"Authorization": f"{scheme} {encoded('prometheus:se:cret')}"}
+            assert scrape(endpoint.url, name="answer", headers=headers) == {(): 42.0}
+
+
+def encoded(credentials):
+    return base64.b64encode(credentials.encode()).decode()
+
+
+def test_tls_is_served_and_plain_http_is_not(registry, certificates):
+    files = {"certfile": certificates / "server.pem", "keyfile": certificates / "server.key"}
+    with served(registry, **files) as endpoint:
+        assert endpoint.url.startswith("https://")
+        trusting = ssl.create_default_context(cafile=certificates / "ca.pem")
+        assert scrape(endpoint.url, name="answer", context=trusting) == {(): 42.0}
+        with pytest.raises(OSError):  # noqa: PT011
+            scrape(endpoint.url.replace("https", "http"))
+        assert scrape(endpoint.url, name="answer", context=trusting) == {(): 42.0}
+
+
+def test_client_needs_a_certificate_where_an_authority_is_given(registry, certificates):
+    files = {"certfile": certificates / "server.pem", "keyfile": certificates / "server.key"}
+    with served(registry, **files, client_cafile=certificates / "ca.pem") as endpoint:
+        context = ssl.create_default_context(cafile=certificates / "ca.pem")
+        with pytest.raises(OSError):  # noqa: PT011
+            scrape(endpoint.url, context=context)
+        context.load_cert_chain(certificates / "client.pem", certificates / "client.key")
+        assert scrape(endpoint.url, name="answer", context=context) == {(): 42.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "message"),
+    [
+        (Security, {"certfile": "a"}, "certfile and keyfile belong together"),
+        (Security, {"username": "a"}, "username and password_file belong together"),
+        (Security, {"client_cafile": "a"}, "client_cafile without certfile"),
+        (Push, {"every_s": 0}, "every_s=0"),
+        (Push, {"password_file": "a"}, "username and password_file belong together"),
+    ],
+)
+def test_half_of_a_setting_is_refused(kind, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**arguments)
+
+
+# -- targets
+
+
+def write_targets(rank, folder, error):
+    targets = Targets(folder=folder, labels={"run": "nightly"})
+    with staged(mlp()) as model:
+        with contextlib.suppress(KeyError), MetricsExporter(model, targets=targets) as exporter:
+            train(model, rank, 2)
+            written = json.loads((Path(folder) / f"rank{rank}.json").read_text())
+            answered = scrape(f"http://{written[0]['targets'][0]}/metrics", name="straggle_run_info")
+            if error:
+                raise KeyError
+        return written, exporter.url, len(answered)
+
+
+@pytest.mark.parametrize("error", [False, True])
+def test_each_rank_writes_where_it_is_and_only_a_clean_end_takes_it_back(error, tmp_path):
+    results = run_ranks(write_targets, 2, str(tmp_path / "targets"), error)
+    for written, url, answered in results:
+        assert written == [
+            {"targets": [url.removeprefix("http://").removesuffix("/metrics")], "labels": {"run": "nightly"}}
+        ]
+        assert answered == 1
+    left = sorted(path.name for path in (tmp_path / "targets").iterdir())
+    assert left == (["rank0.json", "rank1.json"] if error else [])
+
+
+def test_reader_never_sees_half_a_file(registry, tmp_path):
+    targets = Targets(folder=str(tmp_path), address="node7", labels={"run": "x" * 100_000})
+    done = threading.Event()
+    seen = []
+
+    def read():
+        while not done.is_set():
+            for path in tmp_path.glob("*.json"):
+                seen.append(json.loads(path.read_text())[0]["targets"])
+
+    with served(registry) as endpoint:
+        targets.write(3, endpoint)
+        reader = threading.Thread(target=read)
+        reader.start()
+        for _ in range(200):
+            targets.write(3, endpoint)
+        done.set()
+        reader.join()
+        assert seen
+        assert set(map(tuple, seen)) == {(f"node7:{endpoint.port}",)}
+        assert [path.name for path in tmp_path.iterdir()] == ["rank3.json"]
+
+
+def test_target_says_that_tls_is_served(registry, certificates, tmp_path):
+    with served(registry, certfile=certificates / "server.pem", keyfile=certificates / "server.key") as endpoint:
+        Targets(folder=str(tmp_path)).write(0, endpoint)
+    assert json.loads((tmp_path / "rank0.json").read_text())[0]["labels"] == {"__scheme__": "https"}
+
+
+def test_endpoint_at_all_addresses_is_announced_by_the_name_of_the_machine(registry, tmp_path):
+    endpoint = Endpoint(registry, host="0.0.0.0", port=0, security=Security())
+    Targets(folder=str(tmp_path)).write(0, endpoint)
+    endpoint.close()
+    written = json.loads((tmp_path / "rank0.json").read_text())
+    assert written[0]["targets"] == [f"{socket.gethostname()}:{endpoint.port}"]
+
+
+# -- the Pushgateway
+
+
+class Gateway:
+    """Takes what is pushed."""
+
+    def __init__(self):
+        self.pushes = []
+        gateway = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_PUT(self):
+                body = self.rfile.read(int(self.headers["Content-Length"])).decode()
+                gateway.pushes.append((self.path, self.headers.get("Authorization"), body))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_):
+                pass
+
+        self.server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+
+def push_steps(rank, url, password_file):
+    push = Push(url, job="batch", every_s=3600, labels={"run": "a"}, username="user", password_file=password_file)
+    with staged(mlp()) as model, MetricsExporter(model, port=None, push=push):
+        train(model, rank, 4)
+
+
+def test_every_rank_pushes_all_steps_at_the_end(tmp_path):
+    (tmp_path / "password").write_text("secret")
+    gateway = Gateway()
+    run_ranks(push_steps, 2, gateway.url, str(tmp_path / "password"))
+    gateway.server.shutdown()
+    gateway.server.server_close()
+    assert sorted(path for path, _, _ in gateway.pushes) == [f"/metrics/job/batch/rank/{rank}/run/a" for rank in (0, 1)]
+    assert {authorization for _, authorization, _ in gateway.pushes} == {f"Basic {encoded('user:secret')}"}
+    assert [values(text, "straggle_steps_total") for _, _, text in gateway.pushes] == [{(): 4.0}] * 2
+
+
+# -- live
+
+
+def scrape_a_stuck_rank(rank, folder):
+    """Rank 1 hangs in its data until rank 0 has read from rank 1's endpoint that it lags three steps."""
+    module = mlp(seed=rank)
+    signals = Signals()
+    seen = []
+    with (
+        staged(module, deadline=FixedDeadline(0.05), patience=Patience(grace_s=0.0, max_lag=100)) as model,
+        MetricsExporter(model, targets=Targets(folder=folder)) as exporter,
+    ):
+        if rank == 0:
+            signals.send("begun")
+        for number in range(30):
+            if rank == 1 and number == 3:
+                signals.wait("read")
+            with model.step():
+                model(features(rank, number)).square().mean().backward()
+            if rank == 0 and number == 6:
+                target = json.loads((Path(folder) / "rank1.json").read_text())[0]["targets"][0]
+                first = scrape(f"http://{target}/metrics")
+                time.sleep(0.01)
+                seen = [first, scrape(f"http://{target}/metrics")]
+                signals.send("read")
+        caught_up = scrape(exporter.url, name="straggle_lag_steps")
+    return seen, caught_up
+
+
+def test_lag_and_time_since_the_last_step_are_live_while_a_rank_is_stuck(tmp_path):
+    (seen, caught_up), (_, caught_up_1) = run_ranks(scrape_a_stuck_rank, 2, str(tmp_path))
+    first, second = seen
+    assert values(first, "straggle_lag_steps")[()] >= 3
+    assert values(first, "straggle_steps_total") == {(): 3.0}
+    assert values(second, "straggle_entered_seconds")[()] - values(first, "straggle_entered_seconds")[()] >= 0.01
+    assert caught_up == {(): 0.0}
+    assert caught_up_1 == {(): 0.0}
+
+
+def count_late_comers(rank):
+    """A step that is over when the observer is slow is counted all the same."""
+    with staged(mlp()) as model:
+        exporter = MetricsExporter(model, port=None)
+        gate = threading.Event()
+        observe = exporter._metrics.observe
+        exporter._metrics.observe = lambda record: (gate.wait(), observe(record))
+        train(model, rank, 50)
+        before = exporter.registry.get_sample_value("straggle_steps_total", {"rank": str(rank)})
+        gate.set()
+        exporter.close()
+        return before, exporter.registry.get_sample_value("straggle_steps_total", {"rank": str(rank)})
+
+
+def test_no_step_is_lost_to_a_slow_observer():
+    assert run_ranks(count_late_comers, 2) == [(0.0, 50.0)] * 2
+
+
+def hook_steps(rank):
+    with staged(mlp()) as model:
+        seen = []
+        handle = model.register_step_hook(lambda record: seen.append((record.step, record.report is model.last_report)))
+        train(model, rank, 2)
+        handle.remove()
+        train(model, rank, 1)
+        return seen
+
+
+def test_hook_is_called_after_each_step_until_it_is_removed():
+    assert run_ranks(hook_steps, 2) == [[(0, True), (1, True)]] * 2
+
+
+def test_metrics_need_not_be_installed_for_the_core():
+    program = "import sys; sys.modules['prometheus_client'] = None; import straggle; straggle.StagedDataParallel"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=60)
+
+
+# -- the command
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["metrics=off"], "metrics=off: choose one of none, prometheus"),
+        (["metrics.prot=1"], "unknown key metrics.prot; metrics has port, host, security, targets, push"),
+        (["+metrics.push.to=x"], "unknown key metrics.push.to; metrics.push has url"),
+        (["metrics.security.certfile=x"], "certfile and keyfile belong together"),
+    ],
+)
+def test_wrong_setting_is_refused(keys, message):
+    with pytest.raises(ConfigurationError) as error:
+        load("train", keys)
+    assert message in str(error.value)
+
+
+@pytest.mark.slow
+def test_train_serves_its_metrics_while_it_runs_and_leaves_no_targets(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    keys = ["workload=digits", "steps=400", "faults=none", f"run_dir={tmp_path}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with open(tmp_path / "log", "w") as log:
+        job = subprocess.Popen([*command, "straggle.train", *keys], cwd=ROOT, env=environment, stdout=log, stderr=log)
+    texts = {}
+    try:
+        while job.poll() is None and len(texts) < 2:
+            for path in (tmp_path / "targets").glob("rank*.json"):
+                target = json.loads(path.read_text())[0]["targets"][0]
+                text = scrape(f"http://{target}/metrics")
+                if values(text, "straggle_steps_total")[()] > 1:
+                    texts[path.stem] = text
+            time.sleep(0.1)
+        assert job.wait(timeout=200) == 0
+    finally:
+        job.kill()
+        job.wait()
+    assert texts.keys() == {"rank0", "rank1"}
+    for text in texts.values():
+        steps = values(text, "straggle_step_seconds_count")[()]
+        assert values(text, "straggle_samples_total")[()] <= 8 * (steps + 1)
+        assert values(text, "straggle_loss")[()] > 0
+    assert list((tmp_path / "targets").iterdir()) == []
