@@ -35,7 +35,7 @@ def test_promtool_is_content(arguments: tuple[str, ...]) -> None:
 
 def test_rules_use_only_metrics_and_rules_that_exist() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text()
-    metrics = {name: kind for name, kind in re.findall(r"^\| `(straggle_\w+)` \| (\w+) \|", page, re.MULTILINE)}
+    metrics = dict(re.findall(r"^\| `(straggle_\w+)` \| (\w+) \|", page, re.MULTILINE))
     known = set(metrics) | {rule["record"] for rule in RULES}
     known |= {f"{name}_{part}" for name, kind in metrics.items() if kind == "histogram" for part in ("sum", "count")}
     used = {name for rule in RULES + ALERTS for name in re.findall(r"(?<![\w:])(?:\w+:)?straggle_[\w:]+", rule["expr"])}
