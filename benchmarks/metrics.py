@@ -92,13 +92,14 @@ def report(model, exporter, hook_s, records, turns):
         print(f"  thread behind, {world_size:3} ranks:    {micros(seconds)}")
     scrapes = [timed(lambda: urllib.request.urlopen(exporter.url).read()) for _ in range(100)]
     print(f"  a scrape:                    {micros(scrapes)}")
+    with_s, without_s = (statistics.median(turns[on]) for on in (True, False))
     ratios = sorted(on / off for on, off in zip(turns[True], turns[False], strict=True))
     low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
-    medians = [1e3 * statistics.median(turns[on]) for on in (True, False)]
     print(
-        f"  step: {medians[0]:.2f} ms with, {medians[1]:.2f} ms without, ratio of medians {medians[0] / medians[1]:.3f},"
+        f"  step: {1e3 * with_s:.2f} ms with, {1e3 * without_s:.2f} ms without, "
+        f"ratio of medians {with_s / without_s:.3f}, "
+        f"median of ratios {statistics.median(ratios):.3f} (quartiles {low:.3f} to {high:.3f})"
     )
-    print(f"  median of ratios {statistics.median(ratios):.3f} (quartiles {low:.3f} to {high:.3f})")
 
 
 if __name__ == "__main__":

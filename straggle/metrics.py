@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
+import time
 from collections import Counter as Count
 from collections.abc import Iterator
 from queue import SimpleQueue
@@ -30,6 +31,7 @@ from straggle.whatif import WaitForAllPrediction
 
 _log = logging.getLogger(__name__)
 PORT = 9640
+_REST_S = 0.1  # waking a thread for each step costs the training thread more than handing over the step
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
 
 
@@ -113,6 +115,10 @@ class MetricsExporter:
                 self._metrics.observe(record)
             except Exception as error:  # metrics are no reason to end a job
                 self._warn("observe", f"rank {self._rank}, step {record.step}: metrics are incomplete: {error!r}")
+            if self._records.empty():
+                self._closing.wait(_REST_S)
+            else:
+                time.sleep(0)  # lets the training thread have the interpreter
 
     def _push_often(self) -> None:
         while not self._closing.wait(self._push.every_s):
@@ -152,7 +158,7 @@ class StepMetrics:
         self._samples_per_step = samples_per_step
         self._prediction = WaitForAllPrediction()
         self._plan: StagePlan | None = None
-        self._stages: list[str] = []
+        self._stages: list[tuple[Counter, Gauge, Counter]] = []  # contributions, weight and estimates of each
         self._describe(model)
         self._define()
         self._live(model)
@@ -204,16 +210,24 @@ class StepMetrics:
             self._samples.labels(self._rank).inc(own.reach * self._samples_per_step)
 
     def _count_stages(self, stages: tuple[StageReport, ...], own: RankReport, whole: float) -> None:
-        for name, stage, share in zip(self._stages, stages, own.stages, strict=True):
-            self._stage_contributions.labels(self._rank, name).inc(share)
-            self._stage_weight.labels(self._rank, name).set(stage.weight / whole)
-            self._estimates.labels(self._rank, name).inc(stage.estimated)
+        for (contributions, weight, estimates), stage, share in zip(self._stages, stages, own.stages, strict=True):
+            contributions.inc(share)
+            weight.set(stage.weight / whole)
+            estimates.inc(stage.estimated)
 
     def _use(self, plan: StagePlan) -> None:
         """The stages are these now."""
         for metric in (self._stage_contributions, self._stage_weight, self._estimates):
             metric.clear()
-        self._plan, self._stages = plan, stage_labels(plan)
+        self._plan = plan
+        self._stages = [
+            (
+                self._stage_contributions.labels(self._rank, name),
+                self._stage_weight.labels(self._rank, name),
+                self._estimates.labels(self._rank, name),
+            )
+            for name in stage_labels(plan)
+        ]
 
     # -- what there is
 

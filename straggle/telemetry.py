@@ -112,8 +112,8 @@ class Table:
 
     def different_ranks(self) -> tuple[int, ...] | None:
         """Ranks whose parameters are not those of most ranks; ``None`` where fewer than two ranks have told."""
-        pairs = self._rows[:, [_COLUMN["fingerprint_high"], _COLUMN["fingerprint_low"]]].tolist()
-        known = {rank: (high, low) for rank, (high, low) in enumerate(pairs) if high >= 0}
+        high, low = (self._rows[:, _COLUMN[f"fingerprint_{half}"]].tolist() for half in ("high", "low"))
+        known = {rank: pair for rank, pair in enumerate(zip(high, low, strict=True)) if pair[0] >= 0}
         if len(known) < 2:
             return None
         most = Counter(known.values()).most_common(1)[0][0]
@@ -132,7 +132,7 @@ class Table:
             ranks,
             stages,
             scalars,
-            skipped=self.skipped(),
+            skipped=any(row[NONFINITE] for row in rows) and self.skipped(),
             different_ranks=self.different_ranks(),
         )
 

@@ -503,7 +503,9 @@ def scrape_a_stuck_rank(rank, folder):
                 model(features(rank, number)).square().mean().backward()
             if rank == 0 and number == 6:
                 target = json.loads((Path(folder) / "rank1.json").read_text())[0]["targets"][0]
-                first = scrape(f"http://{target}/metrics")
+                first = ""
+                while values(first, "straggle_steps_total") != {(): 3.0}:  # counted a moment after they are made
+                    first = scrape(f"http://{target}/metrics")
                 time.sleep(0.01)
                 seen = [first, scrape(f"http://{target}/metrics")]
                 signals.send("read")
