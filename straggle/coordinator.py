@@ -98,7 +98,8 @@ class Coordinator:
         # between both
         self._ring: dict[int, MergedStep] = {}
         self._stop_step = -1  # the training thread is to leave every step up to this one
-        self._unposted: list[int] = []
+        self._unposted: int | None = None  # the step whose end the peers are to learn of, if it comes to that
+        self._any_late = False  # in the step before
         self._last_put = torch.cuda.Event() if parameters[0].is_cuda else None  # type: ignore[no-untyped-call]
         self._doing = ""  # what the peers were last told that the training thread is stuck in
         self._error: BaseException | None = None
@@ -241,8 +242,9 @@ class Coordinator:
                 else:
                     self._close_own(current, truncated=truncated, scalars=scalars, changes=changes)
                 if self._deadline_s < math.inf:
-                    self._unposted.append(current.step)
-                    self._stand_in_wakes.notify()
+                    self._unposted = current.step
+                    if self._clock() >= self._post_at():
+                        self._stand_in_wakes.notify()
             self.stopwatch.enter("outside")
         if mine:
             self._complete(current)
@@ -382,13 +384,14 @@ class Coordinator:
                 stood_in=current.stood_in,
                 num_gradients=current.num_gradients,
             )
-            waited_for_all = self._deadline_s == math.inf
+            before_s = self._deadline_s
             self._deadline_s = self._policy.decide(self._window.append(table.compute_s(), table.finished()))
+            self._any_late = table.any_late()
             self._merging += 1
             self._round = None
             self._merged_at, self._times_at_merge = now, self.stopwatch.read()
             self._step_merged.notify_all()
-            if waited_for_all and self._deadline_s < math.inf:
+            if self._deadline_s < 0.9 * before_s:  # it sleeps until the end of a longer one
                 self._stand_in_wakes.notify()
 
     # -- the stand-in
@@ -415,16 +418,17 @@ class Coordinator:
     def _stand_in_once(self) -> None:
         """Post what the training thread finished; then watch the running step, and stop or speak for a late rank."""
         with self._lock:
-            posts, self._unposted = self._unposted, []
+            finished = self._to_post()
             doing, was_doing = self._stuck_in(), self._doing
             self._doing = doing
-        for step in posts:
-            self._channel.post_finished(step)
+        if finished is not None:
+            self._channel.post_finished(finished)
         if doing or was_doing:
             self._channel.post_doing(doing)
         with self._lock:
-            step, (stop_at, _) = self._merging, self._limits()
-            if self._unposted or self._closing or self._sleep_until(stop_at):
+            step, (stop_at, _), post_at = self._merging, self._limits(), self._post_at()
+            wake_at = min(stop_at, post_at) if self._clock() < post_at else stop_at
+            if self._closing or self._post_due() or self._sleep_until(wake_at):
                 return
         waited_for = self._channel.num_finished(step) >= self._quorum
         with self._lock:
@@ -445,6 +449,26 @@ class Coordinator:
             current = self._open_round()
             self._close_abstaining(current)
         self._complete(current)
+
+    def _post_at(self) -> float:
+        """When the peers want to know that this rank has finished: shortly before one of them could be late.
+
+        A step in which nobody is late is over by then, and costs no message. After one in which somebody was, at once:
+        a rank that is stuck is spoken for as soon as its peers have finished.
+        """
+        if self._any_late:
+            return -math.inf
+        return self._merged_at + self._deadline_s - max(0.002, 0.02 * self._deadline_s)
+
+    def _to_post(self) -> int | None:
+        """The step of which the peers are to learn now that this rank has finished it."""
+        if not self._post_due():
+            return None
+        step, self._unposted = self._unposted, None
+        return step if step == self._merging else None
+
+    def _post_due(self) -> bool:
+        return self._unposted is not None and (self._unposted != self._merging or self._clock() >= self._post_at())
 
     def _sleep_until(self, moment: float) -> bool:
         """Sleep, without the lock, until ``moment`` or until woken; false where it is already over."""

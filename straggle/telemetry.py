@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -61,7 +62,8 @@ class Row:
         fixed += [float(self.fingerprint >> 24), float(self.fingerprint & 0xFFFFFF)]
         pairs = [number for name, value in self.scalars.items() for number in (name_hash(name), value)]
         pairs += [0.0] * (2 * MAX_SCALARS - len(pairs))
-        return torch.tensor([*fixed, *self.computed, *self.estimated, *self.stage_s, *pairs])
+        numbers = array("f", [*fixed, *self.computed, *self.estimated, *self.stage_s, *pairs])
+        return torch.frombuffer(numbers, dtype=torch.float32)
 
 
 def row_length(num_stages: int) -> int:
@@ -75,33 +77,37 @@ def name_hash(name: str) -> float:
 
 
 class Table:
-    """The rows of all ranks for one step: a matrix of shape (ranks, `row_length`)."""
+    """The rows of all ranks for one step: a matrix of shape (ranks, `row_length`), on the CPU."""
 
     def __init__(self, rows: Tensor, num_stages: int) -> None:
         self._rows = rows
         self._num_stages = num_stages
+        # of these few numbers every step needs some, and a tensor's operation costs more than the whole list
+        self._fixed: list[list[float]] = rows[:, : len(_FIELDS)].tolist()
 
-    def compute_s(self) -> Tensor:
-        """Seconds from entering ``step()`` to the end of each rank's own work, shape (ranks,); NaN: never entered."""
-        return self._rows[:, _COLUMN["compute_s"]]
+    def compute_s(self) -> list[float]:
+        """Seconds from entering ``step()`` to the end of each rank's own work; NaN: it never entered."""
+        return self._column("compute_s")
 
-    def finished(self) -> Tensor:
-        """Which ranks finished all of their own work, shape (ranks,), bool."""
-        return (self._rows[:, _COLUMN["late"]] == 0) & (self._rows[:, _COLUMN["idle"]] == 0)
+    def finished(self) -> list[bool]:
+        """Which ranks finished all of their own work."""
+        return [not late and not idle for late, idle in zip(self._column("late"), self._column("idle"), strict=True)]
+
+    def any_late(self) -> bool:
+        """Whether some rank was late or spoken for."""
+        return any(self._column("late")) or any(self._column("stood_in"))
 
     def failed_ranks(self) -> list[int]:
         """Ranks whose own code raised an error in this step."""
-        failed: list[int] = self._rows[:, _COLUMN["failed"]].nonzero().flatten().tolist()
-        return failed
+        return [rank for rank, failed in enumerate(self._column("failed")) if failed]
 
     def all_idle(self) -> bool:
         """Whether no rank has data any more."""
-        return bool((self._rows[:, _COLUMN["idle"]] == 1).all())
+        return all(self._column("idle"))
 
     def nothing_to_apply(self) -> bool:
         """Whether the step changes nothing, because it is `skipped` or nobody had data for it."""
-        idle, nonfinite = self._rows[:, [_COLUMN["idle"], NONFINITE]].sum(0).tolist()
-        return bool(idle == len(self._rows) or (nonfinite and self.skipped()))
+        return self.all_idle() or (any(self._column("nonfinite")) and self.skipped())
 
     def skipped(self) -> bool:
         """Whether no rank has anything that could be applied, but some have gradients that are not finite."""
@@ -112,7 +118,7 @@ class Table:
 
     def different_ranks(self) -> tuple[int, ...] | None:
         """Ranks whose parameters are not those of most ranks; ``None`` where fewer than two ranks have told."""
-        high, low = (self._rows[:, _COLUMN[f"fingerprint_{half}"]].tolist() for half in ("high", "low"))
+        high, low = (self._column(f"fingerprint_{half}") for half in ("high", "low"))
         known = {rank: pair for rank, pair in enumerate(zip(high, low, strict=True)) if pair[0] >= 0}
         if len(known) < 2:
             return None
@@ -135,6 +141,10 @@ class Table:
             skipped=any(row[NONFINITE] for row in rows) and self.skipped(),
             different_ranks=self.different_ranks(),
         )
+
+    def _column(self, name: str) -> list[float]:
+        column = _COLUMN[name]
+        return [row[column] for row in self._fixed]
 
     def _rank_report(self, rank: int, row: list[float], slowest: float, plan: StagePlan) -> RankReport:
         computed, _, stage_s = self._per_stage(row)

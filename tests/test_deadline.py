@@ -103,7 +103,7 @@ def test_anything_else_is_no_deadline(wrong):
 
 def fill(window, count, start=0):
     for step in range(start, start + count):
-        window.append(torch.tensor([step, 10.0 * step]), torch.tensor([True, step % 2 == 0]))
+        window.append([step, 10.0 * step], [True, step % 2 == 0])
     return window.read()
 
 
