@@ -64,6 +64,13 @@ def test_rank_that_never_entered_is_taken_to_be_as_slow_as_before_and_its_overru
     assert prediction.seconds(report(*peers, absent)) == pytest.approx(1.5 + (3 * 1.0 - 1.0) + 0.25)
 
 
+def test_rank_without_data_is_no_measure_of_what_waiting_would_have_cost() -> None:
+    late = rank(2, 1.2, (1.0, math.nan), late=True, cause="backward")
+    idle = rank(0, math.nan, (math.nan, math.nan), idle=True)
+    peer = rank(1, 0.9, (0.5, 0.9))
+    assert WaitForAllPrediction().seconds(report(idle, peer, late)) == pytest.approx(1.5 + (2 * 0.9 - 1.2))
+
+
 # -- the trace
 
 
