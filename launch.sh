@@ -8,6 +8,7 @@ usage() {
   cat <<'HELP'
 ./launch.sh [key=value ...]           train: 4 workers, one of them slow, on real text (about a minute)
 ./launch.sh compare [key=value ...]   the same job under DDP and under straggle, in turns
+./launch.sh report RUN_DIR            a run as one HTML page; with compare=RUN_DIR two, side by side
 ./launch.sh test [pytest options]     run the tests that this machine can run
 ./launch.sh COMMAND --help            the keys and their values
 
@@ -78,6 +79,11 @@ case "${1:-}" in
     shift
     install dev
     cd "$here" && exec "$venv/bin/python" -m pytest "$@"
+    ;;
+  report)
+    shift
+    install train
+    exec "$venv/bin/python" -m straggle.report "$@"
     ;;
   compare | train) run "$@" ;;
   *) run train "$@" ;;

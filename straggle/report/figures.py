@@ -1,0 +1,440 @@
+"""The figures of a report, by plotly; text and grid get their colours from the page, so that dark, light and print fit.
+
+Blue and vermillion, and the colours of the phases, are Okabe and Ito's, which colour-blind readers can tell apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import plotly.graph_objects as go  # type: ignore[import-untyped]
+
+from straggle.report import PHASES, RankReport, StepReport
+from straggle.report.run import Array, Run
+
+BLUE, VERMILLION = "#0072B2", "#D55E00"
+GREY = "#808080"
+PHASE_COLOURS = {"outside": "#CC79A7", "data": "#E69F00", "forward": "#56B4E9", "backward": BLUE}
+WAIT_COLOUR, MERGE_COLOUR = "rgba(128,128,128,0.25)", "rgba(128,128,128,0.6)"
+_RUN_COLOURS = (BLUE, VERMILLION)
+_IDLE = "rgba(86,180,233,0.55)"
+_WHOLE = "rgba(128,128,128,0.10)"
+# from -1, no data, over 0, nothing missing, to 1: everything is
+_MISSING_COLOURS = (
+    (0, _IDLE),
+    (0.49, _IDLE),
+    (0.49, _WHOLE),
+    (0.5, _WHOLE),
+    (0.501, "rgba(213,94,0,0.2)"),
+    (1, "rgba(213,94,0,1)"),
+)
+_MAX_POINTS = 600  # of a line
+_MAX_CELLS = 16_000  # of a heat map
+_MAX_ROWS = 96
+_MAX_BARS = 32  # ranks in a timeline
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure, what a reader who cannot see it is told, and a note below it."""
+
+    figure: go.Figure
+    alt: str
+    note: str = ""
+
+
+def step_times(runs: Sequence[Run]) -> Chart:
+    """Which share of the steps took at most so long: as it was, and had everyone been waited for."""
+    figure = _figure(height=320, x="seconds of a step", y="share of the steps")
+    for number, run in enumerate(runs):
+        for seconds, waiting in ((run.seconds, False), (run.wait_for_all_s, True)):
+            colour = _RUN_COLOURS[number] if len(runs) > 1 or not waiting else VERMILLION
+            x, y = _cumulative(seconds[run.warmup :])
+            name = _label(runs, run, "waiting for everyone" if waiting else "as it was")
+            figure.add_scatter(
+                x=x,
+                y=y,
+                name=name,
+                mode="lines",
+                line={"color": colour, "width": 2, "dash": "dash" if waiting else "solid", "shape": "hv"},
+                hovertemplate="%{y:.0%} of the steps took at most %{x:.3f} s<extra></extra>",
+            )
+    figure.update_yaxes(tickformat=".0%", range=[0, 1.02])
+    every = np.concatenate([np.concatenate([run.seconds, run.wait_for_all_s]) for run in runs])
+    if len(positive := every[every > 0]) and positive.max() > 10 * np.median(positive):
+        figure.update_xaxes(type="log", title="seconds of a step (logarithmic)")
+    alt = "Distribution of step times as they were and as predicted for waiting for everyone; the table has both."
+    return Chart(figure, alt, "The further left a line, the faster. The first steps are left out, as in the table.")
+
+
+def step_times_over_steps(runs: Sequence[Run]) -> Chart:
+    """Step time, step after step, with the deadline."""
+    figure = _figure(height=300, x="step", y="seconds")
+    for number, run in enumerate(runs):
+        kinds = [("as it was", run.seconds, _RUN_COLOURS[number], "solid")]
+        if len(runs) == 1:
+            kinds.append(("waiting for everyone", run.wait_for_all_s, VERMILLION, "dash"))
+        kinds.append(("deadline", np.where(np.isfinite(run.deadline_s), run.deadline_s, np.nan), GREY, "dot"))
+        for name, seconds, colour, dash in kinds:
+            if np.isfinite(seconds).any():
+                x, y = _thinned(run.step, seconds)
+                figure.add_scatter(
+                    x=x,
+                    y=y,
+                    name=_label(runs, run, name),
+                    mode="lines",
+                    line={"color": colour, "width": 1.5, "dash": dash},
+                    hovertemplate="step %{x:.0f}: %{y:.3f} s<extra></extra>",
+                )
+    figure.update_yaxes(rangemode="tozero")
+    return Chart(figure, "Step time over the steps of the run, with the deadline.", _thinned_note(runs))
+
+
+def lateness(run: Run) -> Chart:
+    """Ranks by steps: how much of a rank's gradients is missing, and why."""
+    size = _bin_sizes(run)
+    missing = _missing(run)
+    z, text, marks = _cells(run, missing, *size)
+    rows, columns = z.shape
+    figure = _figure(height=110 + max(90, min(30 * rows, 620 if rows > 20 else 400)), x="step", y="rank")
+    figure.add_heatmap(
+        z=z.astype(np.float32),
+        x0=run.step[0] + (size[1] - 1) / 2,
+        dx=size[1],
+        y0=(size[0] - 1) / 2,
+        dy=size[0],
+        zmin=-1,
+        zmax=1,
+        colorscale=_MISSING_COLOURS,
+        hovertext=text,
+        hoverinfo="text",
+        showscale=False,
+        xgap=1 if columns <= 100 else 0,
+        ygap=1 if rows <= 70 else 0,
+    )
+    if marks:
+        figure.add_scatter(
+            x=[x for x, _ in marks],
+            y=[y for _, y in marks],
+            mode="markers",
+            name="gradients that were not finite",
+            marker={"symbol": "x-thin", "size": 7, "line": {"width": 1.5, "color": "#000000"}},
+            hoverinfo="skip",
+        )
+    figure.update_yaxes(autorange="reversed", dtick=1 if rows <= 16 else None, showgrid=False)
+    figure.update_xaxes(showgrid=False)
+    late = int(np.nansum(run.ranks["late"]))
+    alt = f"Ranks by steps: {late} times that a rank was late; the table below has the count of each rank."
+    binned = " by ".join(
+        part for part in (f"{size[1]} steps" * (size[1] > 1), f"{size[0]} ranks" * (size[0] > 1)) if part
+    )
+    return Chart(figure, alt, f"A cell is the mean of {binned}." if binned else "")
+
+
+def contributions(run: Run) -> Chart:
+    """Stages by ranks: the share of each stage's gradients that came in."""
+    share = run.stage_share
+    num_stages, num_ranks = share.shape
+    size = math.ceil(num_ranks / _MAX_ROWS)
+    if size > 1:
+        share = np.array([_mean(share[:, at : at + size], axis=1) for at in range(0, num_ranks, size)]).T
+    labels = [_ranks_label(at * size, size, num_ranks) for at in range(share.shape[1])]
+    share = np.column_stack([_mean(run.stage_share, axis=1), share])
+    labels = ["all", *labels]
+    names = [f"stage {number}, {stage.name}" for number, stage in enumerate(run.stages)]
+    hover = [
+        [f"{name}<br>{label}: {value:.1%} came in" for label, value in zip(labels, row, strict=True)]
+        for name, row in zip(names, share, strict=True)
+    ]
+    shown = len(labels) <= 9 and num_stages <= 40
+    figure = _figure(height=120 + min(34 * num_stages, 640), x="rank", y="stage")
+    figure.add_heatmap(
+        z=(1 - share).astype(np.float32),
+        x=[label.removeprefix("rank ").removeprefix("ranks ") for label in labels],
+        y=list(range(num_stages)),
+        zmin=0,
+        zmax=max(0.5, float(np.nanmax(1 - share, initial=0.0))),
+        colorscale=[[0, "rgba(213,94,0,0.04)"], [1, "rgba(213,94,0,0.9)"]],
+        hovertext=hover,
+        hoverinfo="text",
+        showscale=False,
+        xgap=2,
+        ygap=2 if num_stages <= 60 else 0,
+        **({"text": [[_percent(value) for value in row] for row in share], "texttemplate": "%{text}"} if shown else {}),
+    )
+    figure.update_xaxes(type="category", showgrid=False)
+    figure.update_yaxes(autorange="reversed", dtick=1 if num_stages <= 20 else None, showgrid=False)
+    first, last = (float(_mean(run.stage_share[row], axis=0)) for row in (0, -1))
+    alt = f"Stages by ranks: {_percent(first)} came in for the first stage of backward, {_percent(last)} for the last."
+    return Chart(figure, alt)
+
+
+def timeline(report: StepReport) -> Chart:
+    """One step: who did what when, where the deadlines lay, and who waited."""
+    ranks = _shown_ranks(report)
+    labels = [f"{rank.rank}{_state(rank)}" for rank in ranks]
+    figure = _figure(
+        height=120 + max(70, (34 if len(ranks) <= 12 else 20) * len(ranks)),
+        x="seconds since the merge before",
+        y="rank",
+    )
+    base = np.zeros(len(ranks))
+    for phase in PHASES:
+        base = _add_bars(
+            figure, labels, phase, [getattr(rank, f"{phase}_s") for rank in ranks], base, PHASE_COLOURS[phase]
+        )
+    busy = base.copy()
+    base = _add_bars(figure, labels, "wait", [rank.wait_s for rank in ranks], base, WAIT_COLOUR, pattern="/")
+    if math.isfinite(report.seconds):
+        merging = [max(0.0, report.seconds - end) for end in base.tolist()]
+        _add_bars(figure, labels, "merge", merging, base, MERGE_COLOUR)
+    _add_stage_ends(figure, report, ranks, labels, busy)
+    if math.isfinite(report.deadline_s):
+        entered = [_entered_s(rank, end) for rank, end in zip(ranks, busy.tolist(), strict=True)]
+        figure.add_scatter(
+            x=[at + report.deadline_s for at in entered],
+            y=labels,
+            mode="lines+markers",
+            name="deadline",
+            line={"color": VERMILLION, "dash": "dot", "width": 1.5},
+            marker={"symbol": "line-ns", "size": 18, "line": {"width": 2.5, "color": VERMILLION}},
+            hovertemplate="deadline of rank %{y}: %{x:.3f} s<extra></extra>",
+        )
+    figure.update_layout(barmode="overlay", bargap=0.25)
+    figure.update_yaxes(type="category", categoryorder="array", categoryarray=labels[::-1], showgrid=False)
+    late = ", ".join(f"rank {rank.rank} late in {rank.cause}" for rank in report.ranks if rank.late) or "nobody late"
+    cut = (
+        f"{len(ranks)} of {len(report.ranks)} ranks: those that were late, then the slowest."
+        if len(ranks) < len(report.ranks)
+        else ""
+    )
+    return Chart(figure, f"Step {report.step}, {report.seconds:.3f} seconds, {late}.", cut)
+
+
+def loss(runs: Sequence[Run], *, over: str) -> Chart:
+    """The loss over ``"step"`` or ``"seconds"``."""
+    figure = _figure(height=300, x="step" if over == "step" else "seconds of training", y="loss")
+    for number, run in enumerate(runs):
+        x = run.step if over == "step" else np.nancumsum(run.seconds)
+        if len(runs) == 1:
+            raw_x, raw_y = _thinned(x, run.loss)
+            figure.add_scatter(
+                x=raw_x,
+                y=raw_y,
+                name="loss",
+                mode="lines",
+                line={"color": "rgba(128,128,128,0.55)", "width": 1},
+                hoverinfo="skip",
+            )
+        smooth_x, smooth_y = _thinned(x, _running_mean(run.loss, 20))
+        figure.add_scatter(
+            x=smooth_x,
+            y=smooth_y,
+            name=_label(runs, run, "mean of 20 steps"),
+            mode="lines",
+            line={"color": _RUN_COLOURS[number], "width": 2, "dash": "solid" if number == 0 else "dash"},
+            hovertemplate=f"{over} %{{x:,.5~g}}: %{{y:.4f}}<extra></extra>",
+        )
+    return Chart(figure, f"Training loss over {'steps' if over == 'step' else 'seconds'}.")
+
+
+# -- parts of figures
+
+
+def _figure(*, height: int, x: str, y: str) -> go.Figure:
+    axis = {"gridcolor": "#80808040", "zeroline": False, "automargin": True, "ticks": "outside", "ticklen": 5}
+    axis["tickcolor"] = "rgba(0,0,0,0)"  # ticks are there for the space between the labels of both axes
+    figure = go.Figure(layout={"template": go.layout.Template()})
+    figure.update_layout(
+        height=height,
+        margin={"l": 48, "r": 12, "t": 8, "b": 40},
+        font={"family": "system-ui, sans-serif", "size": 12, "color": "#767676"},
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        legend={"orientation": "h", "x": 0, "y": 1.0, "yanchor": "bottom", "xanchor": "left"},
+        xaxis={**axis, "title": {"text": x, "standoff": 8}},
+        yaxis={**axis, "title": {"text": y, "standoff": 8}},
+        dragmode=False,
+        hoverlabel={"align": "left"},
+    )
+    return figure
+
+
+def _add_bars(
+    figure: go.Figure, labels: list[str], name: str, seconds: list[float], base: Array, colour: str, pattern: str = ""
+) -> Array:
+    """One phase of all ranks, from where the phases before it ended; gives where it ends."""
+    lengths = np.nan_to_num(np.array(seconds, dtype=float))
+    if (lengths > 0).any():
+        figure.add_bar(
+            x=lengths,
+            y=labels,
+            base=base,
+            orientation="h",
+            name=name,
+            marker={"color": colour, "pattern": {"shape": pattern, "fgcolor": GREY, "size": 6, "solidity": 0.2}},
+            customdata=lengths,
+            hovertemplate=f"rank %{{y}}<br>{name}: %{{customdata:.3f}} s<extra></extra>",
+        )
+    return np.asarray(base + lengths)
+
+
+def _add_stage_ends(
+    figure: go.Figure, report: StepReport, ranks: list[RankReport], labels: list[str], busy: Array
+) -> None:
+    ends = [
+        (_entered_s(rank, end) + at, label, f"{stage.name} whole")
+        for rank, label, end in zip(ranks, labels, busy.tolist(), strict=True)
+        for stage, at in zip(report.stages, rank.stage_s, strict=False)
+        if math.isfinite(at) and not math.isnan(rank.compute_s)
+    ]
+    if ends and len(ends) <= 2000:
+        figure.add_scatter(
+            x=[at for at, _, _ in ends],
+            y=[label for _, label, _ in ends],
+            mode="markers",
+            name="a stage is whole",
+            marker={"symbol": "line-ns", "size": 9, "line": {"width": 1.2, "color": "#ffffff"}, "color": "#ffffff"},
+            text=[text for _, _, text in ends],
+            hovertemplate="rank %{y}, %{x:.3f} s<br>%{text}<extra></extra>",
+            showlegend=False,
+        )
+
+
+def _entered_s(rank: RankReport, busy_s: float) -> float:
+    """When the rank entered ``step()``; a deadline counts from the merge before for one that has not."""
+    return 0.0 if math.isnan(rank.compute_s) else max(0.0, busy_s - rank.compute_s)
+
+
+def _shown_ranks(report: StepReport) -> list[RankReport]:
+    if len(report.ranks) <= _MAX_BARS:
+        return list(report.ranks)
+    order = sorted(report.ranks, key=lambda rank: (not rank.late, math.inf if math.isnan(rank.wait_s) else rank.wait_s))
+    return sorted(order[:_MAX_BARS], key=lambda rank: rank.rank)
+
+
+def _state(rank: RankReport) -> str:
+    if rank.idle:
+        return " no data"
+    if rank.stood_in:
+        return " spoken for"
+    return " late" if rank.late else ""
+
+
+def _missing(run: Run) -> Array:
+    """Share of each rank's gradients that did not come in; -1: it had no data; NaN: it was not there."""
+    return np.where(run.ranks["idle"] == 1, -1.0, 1 - run.ranks["reach"])
+
+
+def _bin_sizes(run: Run) -> tuple[int, int]:
+    """Ranks and steps in a cell of the heat map."""
+    ranks = math.ceil(run.num_ranks / _MAX_ROWS)
+    columns = min(_MAX_POINTS, max(60, _MAX_CELLS // math.ceil(run.num_ranks / ranks)))
+    return ranks, math.ceil(run.num_steps / columns)
+
+
+def _cells(
+    run: Run, missing: Array, rank_size: int, step_size: int
+) -> tuple[Array, list[list[str]], list[tuple[float, float]]]:
+    """The heat map's values, by rank and step, its hover texts, and where gradients were not finite."""
+    rows = [slice(at, at + rank_size) for at in range(0, run.num_ranks, rank_size)]
+    columns = [slice(at, at + step_size) for at in range(0, run.num_steps, step_size)]
+    z = np.full((len(rows), len(columns)), np.nan)
+    text, marks = list[list[str]](), list[tuple[float, float]]()
+    for y, row in enumerate(rows):
+        text.append([])
+        for x, column in enumerate(columns):
+            cell = missing[column, row]
+            with_data = cell[cell >= 0]
+            z[y, x] = with_data.mean() if with_data.size else (-1.0 if (cell == -1).any() else np.nan)
+            text[-1].append(_cell_text(run, row, column, z[y, x]))
+            if (run.ranks["nonfinite"][column, row] > 0).any():
+                middle = run.step[0] + x * step_size + (step_size - 1) / 2
+                marks.append((float(middle), y * rank_size + (rank_size - 1) / 2))
+    return z, text, marks
+
+
+def _cell_text(run: Run, row: slice, column: slice, value: float) -> str:
+    steps = run.step[column]
+    last_rank = min(row.stop, run.num_ranks) - 1
+    where = f"rank {row.start}" if last_rank == row.start else f"ranks {row.start} to {last_rank}"
+    when = f"step {steps[0]:.0f}" if len(steps) == 1 else f"steps {steps[0]:.0f} to {steps[-1]:.0f}"
+    if math.isnan(value) or value < 0:
+        return f"{where}, {when}: {'no data' if value < 0 else 'not known'}"
+    of = {name: run.ranks[name][column, row] for name in ("late", "stood_in", "cause", "nonfinite")}
+    late = of["late"] == 1
+    if not late.any():
+        return f"{where}, {when}: in time" + _nonfinite_text(of["nonfinite"])
+    causes = [PHASES[int(cause)] for cause in of["cause"][late].tolist() if not math.isnan(cause)]
+    stood_in = int((of["stood_in"] == 1).sum())
+    if late.size == 1:
+        what = f"late in {causes[0]}" if causes else "late"
+        what += ", spoken for" if stood_in else ""
+    else:
+        counts = ", ".join(f"{cause} {causes.count(cause)}" for cause in PHASES if cause in causes)
+        what = f"late {late.sum()} of {late.size} times ({counts})" + (f", spoken for {stood_in}" if stood_in else "")
+    return f"{where}, {when}: {what}<br>{1 - value:.0%} of its gradients came in" + _nonfinite_text(of["nonfinite"])
+
+
+def _nonfinite_text(nonfinite: Array) -> str:
+    number = int(np.nansum(nonfinite))
+    return f"<br>gradients that were not finite: {number}" if number else ""
+
+
+def _ranks_label(first: int, size: int, num_ranks: int) -> str:
+    last = min(first + size, num_ranks) - 1
+    return f"rank {first}" if last == first else f"ranks {first}-{last}"
+
+
+def _label(runs: Sequence[Run], run: Run, text: str) -> str:
+    """A line's name in the legend, which must fit a phone."""
+    name = run.name if len(run.name) <= 22 else f"{run.name[:12]}…{run.name[-9:]}"
+    return f"{name}:<br>{text}" if len(runs) > 1 else text
+
+
+def _percent(share: float) -> str:
+    return "" if math.isnan(share) else f"{share:.0%}"
+
+
+def _cumulative(seconds: Array) -> tuple[Array, Array]:
+    """The values in order, and which share is at most each; thinned."""
+    known = np.sort(seconds[np.isfinite(seconds)])
+    share = np.arange(1, len(known) + 1) / max(1, len(known))
+    kept = np.unique(np.linspace(0, len(known) - 1, min(len(known), _MAX_POINTS)).round().astype(int))
+    return known[kept], share[kept]
+
+
+def _thinned(x: Array, y: Array) -> tuple[Array, Array]:
+    """At most `_MAX_POINTS` points: means over equal numbers of neighbours, so that sums stay what they are."""
+    size = math.ceil(len(x) / _MAX_POINTS)
+    if size == 1:
+        return x, y
+    starts = range(0, len(x), size)
+    middle = np.array([x[at : at + size].mean() for at in starts])
+    return middle, np.array([_mean(y[at : at + size], axis=0) for at in starts])
+
+
+def _thinned_note(runs: Sequence[Run]) -> str:
+    size = max(math.ceil(run.num_steps / _MAX_POINTS) for run in runs)
+    return f"Each point is the mean of {size} steps." if size > 1 else ""
+
+
+def _running_mean(values: Array, length: int) -> Array:
+    """Mean of the last ``length`` known values at each place."""
+    known = np.isfinite(values)
+    sums, counts = (np.concatenate([[0.0], np.cumsum(row)]) for row in (np.where(known, values, 0.0), known))
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(0, ends - length)
+    count = counts[ends] - counts[starts]
+    return np.asarray(np.divide(sums[ends] - sums[starts], count, out=np.full(len(values), np.nan), where=count > 0))
+
+
+def _mean(values: Array, axis: int) -> Array:
+    """The mean of what is known; NaN where nothing is."""
+    known = np.isfinite(values)
+    count = known.sum(axis=axis)
+    total = np.where(known, values, 0.0).sum(axis=axis)
+    return np.asarray(np.divide(total, count, out=np.full(np.shape(total), np.nan), where=count > 0))

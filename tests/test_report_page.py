@@ -1,0 +1,541 @@
+"""The page of a run: its numbers against the trace, odd traces, the command, and a real browser where there is one."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import gzip
+import json
+import math
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import pytest
+from browser import BINARY, Page, browser, file_url
+
+from straggle import RankReport, StageReport, StepReport, train
+from straggle.report.__main__ import arguments
+from straggle.report.advice import advise
+from straggle.report.numbers import numbers_of
+from straggle.report.page import write_report
+from straggle.report.run import read_run, read_steps
+from straggle.trace import TraceWriter, read_trace
+from straggle.whatif import WaitForAllPrediction
+
+STAGES = tuple(StageReport(f"blocks.{number}..blocks.{number}.norm", 100 + number, 0.0, False) for number in range(5))
+needs_browser = pytest.mark.skipif(BINARY is None, reason="no Chromium on this machine")
+
+
+def a_rank(number: int, *, whole: int = len(STAGES), pace: float = 1.0, **rest: Any) -> RankReport:
+    """A rank that finished so many stages, each in a tenth of a second times ``pace``."""
+    share = tuple(float(stage < whole) for stage in range(len(STAGES)))
+    reach = sum(s * stage.numel for s, stage in zip(share, STAGES, strict=True)) / sum(s.numel for s in STAGES)
+    stage_s = tuple(pace * 0.1 * (stage + 1) if stage < whole else math.nan for stage in range(len(STAGES)))
+    times = {"outside_s": 0.01, "data_s": 0.02, "forward_s": 0.1, "backward_s": 0.1 * whole, "wait_s": 0.05}
+    late = whole < len(STAGES) and not rest.get("idle")
+    own = {"compute_s": pace * 0.1 * len(STAGES), "reach": reach, "stages": share, "stage_s": stage_s, "late": late}
+    return RankReport(number, **{**times, **own, "cause": "backward" if late else None, **rest})
+
+
+def a_step(step: int, ranks: Iterable[RankReport], **rest: Any) -> StepReport:
+    fields = {
+        "seconds": 0.6 + 0.01 * (step % 7),
+        "deadline_s": 0.5,
+        "stages": STAGES,
+        "scalars": {"loss": 3 / (1 + step)},
+    }
+    return StepReport(step=step, ranks=tuple(ranks), **{**fields, **rest})
+
+
+def slow_run(num_steps: int = 40, num_ranks: int = 4) -> Iterator[StepReport]:
+    """The last rank is always slow, and rank 1 is stuck in its data in steps 20 to 24."""
+    chance = random.Random(0)
+    for step in range(num_steps):
+        ranks = [a_rank(number, pace=1 + chance.random() / 10) for number in range(num_ranks - 1)]
+        ranks.append(a_rank(num_ranks - 1, whole=chance.randrange(1, 4), pace=2.0))
+        if 20 <= step < 25:
+            stuck = {"compute_s": math.nan, "stood_in": True, "cause": "data"}
+            ranks[1] = dataclasses.replace(a_rank(1, whole=0), **stuck)
+        yield a_step(step, ranks)
+
+
+def write_run(folder: Path, reports: Iterable[StepReport], /, **summary: Any) -> Path:
+    with TraceWriter(folder / "trace.jsonl") as trace:
+        for report in reports:
+            trace.write(report)
+    if summary:
+        (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+class Content(HTMLParser):
+    """The numbers, sentences and headings of a page, and every address in it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.values: dict[str, list[Any]] = {}
+        self.addresses: list[str] = []
+        self.scripts: dict[str, str] = {}
+        self.text, self.charts = "", 0
+        self._script: str | None = None
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        own = dict(attrs)
+        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "action", "data", "poster")]
+        self.charts += own.get("class") == "chart"
+        self._script = (own.get("id") or "main") if tag == "script" else None
+        if "data-key" in own:
+            value = own["data-value"] or "null"
+            self.values.setdefault(own["data-key"] or "", []).append(
+                json.loads(value) if value[0] not in "i" else value
+            )
+
+    def handle_endtag(self, _tag: str) -> None:
+        self._script = None
+
+    def handle_data(self, data: str) -> None:
+        if self._script:
+            self.scripts[self._script] = self.scripts.get(self._script, "") + data
+        else:
+            self.text += data
+
+
+def content_of(path: Path) -> Content:
+    return Content(path.read_text())
+
+
+# -- numbers
+
+
+def test_numbers_shown_are_those_of_the_trace(tmp_path: Path) -> None:
+    write_run(tmp_path, slow_run())
+    shown = content_of(write_report(tmp_path)).values
+    records = list(read_trace(tmp_path / "trace.jsonl"))
+    seconds = [record["seconds"] for record in records]
+    assert shown["step_seconds_median"] == [pytest.approx(median(seconds[4:]))]
+    assert shown["step_seconds_mean"] == [pytest.approx(fmean(seconds[4:]))]
+    assert shown["step_seconds_max"] == [pytest.approx(max(seconds[4:]))]
+    prediction = WaitForAllPrediction()
+    waited = [prediction.seconds(step) for step in slow_run()]
+    assert shown["wait_for_all_seconds_mean"] == [pytest.approx(fmean(waited[4:]))]
+    assert shown["saved_share"] == [pytest.approx(1 - fmean(seconds[4:]) / fmean(waited[4:]))]
+    assert shown["dropped_share"] == [pytest.approx(1 - fmean(r["reach"] for x in records for r in x["ranks"]))]
+    assert shown["late"] == [45]
+    assert shown["stood_in"] == [5]
+    assert shown["loss"] == [pytest.approx(fmean(record["scalars"]["loss"] for record in records[-20:]))]
+    for rank in range(4):
+        of = [record["ranks"][rank] for record in records]
+        assert shown[f"ranks.{rank}.late"] == [sum(own["late"] for own in of)]
+        assert shown[f"ranks.{rank}.stood_in"] == [sum(own["stood_in"] for own in of)]
+        assert shown[f"ranks.{rank}.reach"] == [pytest.approx(fmean(own["reach"] for own in of))]
+        known = [own["compute_s"] for own in of if own["compute_s"] is not None]
+        assert shown[f"ranks.{rank}.compute_s"] == [pytest.approx(median(known))]
+    for stage in range(len(STAGES)):  # planned anew after the first step, which is left out
+        share = fmean(own["stages"][stage] for record in records[1:] for own in record["ranks"])
+        assert shown[f"stage_share.{stage}"] == [pytest.approx(share)]
+
+
+@pytest.mark.slow
+def test_page_of_a_real_run_agrees_with_its_summary(tmp_path: Path) -> None:
+    keys = ["workload=digits", "faults=none", "steps=25", f"run_dir={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "straggle.train", *keys], capture_output=True, text=True, timeout=240, check=True
+    )
+    assert f"report: {tmp_path / 'report.html'}" in done.stdout
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    shown = content_of(tmp_path / "report.html").values
+    names = "step_seconds_median step_seconds_mean wait_for_all_seconds_median wait_for_all_seconds_mean dropped_share"
+    for name in [*names.split(), "loss", "validation_loss", "validation_accuracy"]:
+        assert shown[name] == [pytest.approx(summary[name])]
+    assert shown["late"] == [sum(summary["late_steps_per_rank"])]
+    assert shown["replicas_identical"] == [True]
+
+
+def test_report_read_back_from_a_trace_is_the_one_that_was_written(tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path, slow_run()))
+    written = list(slow_run())
+    for at, step in read_steps(run, {0, 22}).items():
+        assert step.as_dict() == written[at].as_dict()
+
+
+def test_heat_map_and_timelines_hold_what_happened(tmp_path: Path) -> None:
+    write_run(tmp_path, slow_run())
+    content = content_of(write_report(tmp_path, steps=[22]))
+    charts = json.loads(content.scripts["charts"])
+    assert len(charts) == content.charts == 7
+    hover = next(trace["hovertext"] for chart in charts for trace in chart["data"] if trace["type"] == "heatmap")
+    assert hover[1][22] == "rank 1, step 22: late in data, spoken for<br>0% of its gradients came in"
+    assert hover[0][22] == "rank 0, step 22: in time"
+    assert "late in backward" in hover[3][5]
+    step = next(chart for chart in charts if any(trace["type"] == "bar" for trace in chart["data"]))
+    assert next(trace["y"] for trace in step["data"] if trace["name"] == "deadline")[1] == "1 spoken for"
+    assert "Step 22: as asked for" in content.text
+
+
+def test_steps_drawn_are_the_slowest_a_typical_one_and_one_with_a_rank_spoken_for(tmp_path: Path) -> None:
+    steps = [dataclasses.replace(step, seconds=5.0) if step.step == 33 else step for step in slow_run()]
+    text = content_of(write_report(write_run(tmp_path, steps))).text
+    assert "Step 33: the slowest" in text
+    assert "a typical one" in text
+    assert "Step 20: a rank was spoken for" in text
+
+
+# -- advice
+
+
+def sentences(folder: Path, reports: Iterable[StepReport], /, **summary: Any) -> list[str]:
+    run = read_run(write_run(folder, reports, **summary))
+    return advise(run, numbers_of(run))
+
+
+def test_advice_names_the_slow_rank_the_stuck_one_and_the_bias(tmp_path: Path) -> None:
+    told = "\n".join(sentences(tmp_path, slow_run()))
+    assert "Rank 3 was late in 100% of its steps (40 of 40), in the backward pass: it is slow as such" in told
+    assert "Rank 1 was late now and then: in 12% of its steps (5 of 40), while it loaded data." in told
+    assert "Rank 1 was stuck where it could not stop by itself and was spoken for, up to 5 steps in a row" in told
+    assert "Stages near the input get less" in told
+
+
+def test_advice_says_nothing_of_a_run_of_one_rank(tmp_path: Path) -> None:
+    assert sentences(tmp_path, (a_step(step, [a_rank(0)]) for step in range(20))) == []
+
+
+def test_advice_on_a_run_in_which_nobody_was_late_says_only_that(tmp_path: Path) -> None:
+    steps = [a_step(step, [a_rank(0), a_rank(1)]) for step in range(20)]
+    assert sentences(tmp_path, steps) == ["No rank was late in 20 steps: the run took what waiting for everyone takes."]
+
+
+def test_advice_names_a_slow_rank_that_everybody_waited_for(tmp_path: Path) -> None:
+    ranks = [a_rank(0), a_rank(1), a_rank(2, pace=3.0)]
+    told = sentences(tmp_path, (a_step(step, ranks, deadline_s=math.inf) for step in range(20)))
+    assert told[0] == "There was no deadline in this run: everyone was waited for."
+    assert told[1].startswith("Rank 2 took 3.0 times as long as the others and was waited for all the same.")
+
+
+def test_advice_tells_of_bad_numbers_first_and_of_replicas_that_differ(tmp_path: Path) -> None:
+    steps = [a_step(step, [a_rank(0), a_rank(1, nonfinite=2 * (step % 2))], skipped=step == 3) for step in range(10)]
+    told = sentences(tmp_path, steps, steps=10, parameters_sha256=["a", "b"])
+    assert told[0].startswith("The ranks ended with different parameters.")
+    assert told[1].startswith("Rank 1 had gradients that were not finite in 50% of its steps (5 of 10).")
+    assert told[2] == "In 1 of 10 steps no rank had finite gradients, and nothing was applied."
+
+
+def test_advice_says_when_ranks_ran_out_of_data(tmp_path: Path) -> None:
+    idle = {"whole": 0, "idle": True, "compute_s": math.nan, "cause": None}
+    steps = [a_step(step, [a_rank(0), a_rank(1, **(idle if step >= 12 else {}))]) for step in range(16)]
+    told = sentences(tmp_path, steps)
+    assert "from step 12 on some had none, the first of them rank 1. Fewer than all took part in 4 of 16" in told[-1]
+
+
+# -- odd traces
+
+
+ODD = {
+    "one rank": [a_step(step, [a_rank(0)]) for step in range(5)],
+    "one step": [a_step(0, [a_rank(0), a_rank(1, whole=2)])],
+    "no loss": [a_step(step, [a_rank(0)], scalars={}) for step in range(5)],
+    "loss that is not finite": [a_step(step, [a_rank(0)], scalars={"loss": math.nan}) for step in range(5)],
+    "no deadline": [a_step(step, [a_rank(0), a_rank(1)], deadline_s=math.inf) for step in range(5)],
+    "no times": [
+        a_step(
+            step,
+            [
+                dataclasses.replace(
+                    a_rank(rank, whole=rank),
+                    **dict.fromkeys(
+                        ("outside_s", "data_s", "forward_s", "backward_s", "wait_s", "compute_s"), math.nan
+                    ),
+                )
+                for rank in range(3)
+            ],
+            seconds=math.nan,
+        )
+        for step in range(5)
+    ],
+    "everybody idle": [
+        a_step(step, [a_rank(r, whole=0, idle=True, compute_s=math.nan) for r in (0, 1)]) for step in (0, 1)
+    ],
+    "nobody in time": [a_step(step, [a_rank(0, whole=1), a_rank(1, whole=2)]) for step in range(5)],
+    "bad numbers": [a_step(step, [a_rank(0, nonfinite=3), a_rank(1)], skipped=step == 2) for step in range(5)],
+    "more ranks after a resume": [a_step(step, [a_rank(rank) for rank in range(2 + (step > 2))]) for step in range(6)],
+    "other stages later": [a_step(step, [a_rank(0)], stages=STAGES if step > 2 else STAGES[::-1]) for step in range(6)],
+    "no stages": [
+        a_step(step, [dataclasses.replace(a_rank(0), stages=(), stage_s=())], stages=()) for step in range(3)
+    ],
+    "late without a cause": [a_step(step, [a_rank(0), a_rank(1, whole=1, cause=None)]) for step in range(5)],
+    "begins late": [a_step(step, [a_rank(0), a_rank(1)]) for step in range(700, 720)],
+}
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+@pytest.mark.parametrize("name", ODD)
+def test_odd_trace_has_a_page(name: str, tmp_path: Path) -> None:
+    content = content_of(write_report(write_run(tmp_path, ODD[name])))
+    assert content.charts == len(json.loads(content.scripts["charts"])) >= 4
+    assert not re.search(r"\bnan\b", content.text, re.IGNORECASE)
+
+
+def test_page_without_a_loss_says_so(tmp_path: Path) -> None:
+    assert "No step has a scalar named loss" in content_of(write_report(write_run(tmp_path, ODD["no loss"]))).text
+
+
+def test_cut_off_trace_is_shown_up_to_its_last_whole_step(tmp_path: Path) -> None:
+    write_run(tmp_path, slow_run())
+    whole = (tmp_path / "trace.jsonl").read_text()
+    (tmp_path / "trace.jsonl").write_text(whole[:-200])
+    content = content_of(write_report(tmp_path))
+    assert "39 steps of 4 ranks" in content.text
+
+
+def test_trace_of_an_older_version_without_the_newer_fields_is_read(tmp_path: Path) -> None:
+    write_run(tmp_path, slow_run())
+    records = list(read_trace(tmp_path / "trace.jsonl"))
+    for record in records:
+        del record["skipped"]
+        for rank in record["ranks"]:
+            for name in ("idle", "weight", "nonfinite", "overrun_s"):
+                del rank[name]
+    (tmp_path / "trace.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    assert content_of(write_report(tmp_path)).values["late"] == [45]
+
+
+def test_summary_of_an_earlier_run_in_the_same_folder_is_not_shown(tmp_path: Path) -> None:
+    write_run(tmp_path, slow_run(), steps=500, validation_loss=1.25, parameters_sha256=["a", "b"])
+    content = content_of(write_report(tmp_path))
+    assert "validation_loss" not in content.values
+    assert "DIFFERENT" not in content.text
+
+
+def test_what_the_run_is_called_cannot_break_the_page(tmp_path: Path) -> None:
+    hostile = '</script><img src=x onerror="x">'
+    stage = dataclasses.replace(STAGES[0], name=hostile)
+    steps = [a_step(step, [a_rank(0)], stages=(stage, *STAGES[1:])) for step in range(3)]
+    content = content_of(write_report(write_run(tmp_path, steps)))
+    assert content.addresses == []
+    assert hostile in content.text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "there is no whole step in it yet"),
+        ('{"step": 0, "rank', "there is no whole step in it yet"),
+        ("nonsense\n", "not a trace"),
+        ('{"step": 0}\n', "line 1 is no step of a straggle trace"),
+        ("[]\n", "line 1 is no step of a straggle trace"),
+    ],
+)
+def test_file_that_is_no_trace_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "trace.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        write_report(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.slow
+def test_long_run_of_many_ranks_stays_small(tmp_path: Path) -> None:
+    few = write_report(write_run(tmp_path / "few", slow_run(8, 4))).stat().st_size
+    many = write_report(write_run(tmp_path / "many", slow_run(1000, 130))).stat().st_size
+    assert many - few < 2.5e6
+
+
+# -- one file
+
+
+def test_page_holds_its_library_and_no_address(tmp_path: Path) -> None:
+    path = write_report(write_run(tmp_path, slow_run()))
+    content, text = content_of(path), path.read_text()
+    assert content.addresses == []
+    assert "default-src 'none'" in text  # so that the browser, too, would refuse
+    library = gzip.decompress(base64.b64decode(content.scripts["plotly"])).decode()
+    assert "Plotly" in library[:100_000]
+    own = text.replace(content.scripts["plotly"], "").replace(content.scripts["charts"], "")
+    assert not re.search(r"https?:|url\(|@import", own)
+    assert path.stat().st_size < 3e6
+
+
+# -- two runs
+
+
+def test_compare_shows_both_runs_side_by_side(tmp_path: Path) -> None:
+    one = write_run(tmp_path / "one", slow_run(), steps=40, validation_loss=2.0)
+    other = write_run(tmp_path / "other", (a_step(step, [a_rank(0), a_rank(1)]) for step in range(10)))
+    content = content_of(write_report(one, compare=other, path=tmp_path / "both.html"))
+    assert content.values["late"] == [45, 0]
+    assert "one:\\u003cbr\\u003eas it was" in content.scripts["charts"]
+    assert "other:\\u003cbr\\u003eas it was" in content.scripts["charts"]
+    assert content.values["validation_loss"] == [2.0]
+    assert "one and other" in content.text
+    assert not (one / "report.html").exists()
+
+
+# -- the command
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "straggle.report", *words], capture_output=True, text=True, timeout=60)
+
+
+def test_command_writes_the_page_and_says_where(tmp_path: Path) -> None:
+    write_run(tmp_path, slow_run())
+    done = command(str(tmp_path), "steps=3,7", f"out={tmp_path / 'deep' / 'page.html'}")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"report: {tmp_path / 'deep' / 'page.html'} (")
+    assert "Step 7: as asked for" in (tmp_path / "deep" / "page.html").read_text()
+
+
+def test_command_refuses_in_one_line(tmp_path: Path) -> None:
+    done = command(str(tmp_path))
+    assert done.returncode == 2
+    assert (
+        done.stderr.strip() == f"{tmp_path / 'trace.jsonl'}: no such file; give the run_dir of a run of straggle.train"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["runs/a", "step=3"], "unknown key step; valid keys: compare, steps, out"),
+        (["runs/a", "runs/b"], "one RUN_DIR is needed, not 2"),
+        (["compare=runs/b"], "one RUN_DIR is needed, not 0"),
+        (["runs/a", "steps=three"], "'three' is no step"),
+    ],
+)
+def test_wrong_arguments_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        arguments(words)
+
+
+def test_step_that_is_not_in_the_trace_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no step 40 in its trace; it has 0 to 39"):
+        write_report(write_run(tmp_path, slow_run()), steps=[40])
+
+
+@pytest.mark.parametrize(
+    ("error", "message"), [(ImportError("no plotly"), "straggle.report"), (OSError("full"), "full")]
+)
+def test_report_that_fails_does_not_fail_the_run(
+    error: Exception, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(run_dir: Path) -> Path:
+        raise error
+
+    monkeypatch.setattr("straggle.report.page.write_report", fail)
+    train._write_report(tmp_path)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("no report: ")
+    assert "\n" not in record.getMessage()
+
+
+def test_library_does_not_import_what_only_the_page_needs() -> None:
+    without = "import sys; sys.modules.update(dict.fromkeys(('plotly', 'omegaconf', 'hydra', 'rich'))); import straggle"
+    subprocess.run([sys.executable, "-c", without], check=True, timeout=60)
+
+
+# -- a real browser
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page]:
+    with browser() as opened:
+        yield opened
+
+
+OVERLAPS = """[...document.querySelectorAll('.chart')].flatMap(chart => {
+  const boxes = [...chart.querySelectorAll('.xtick text, .ytick text, .xtitle, .ytitle, .legendtext')]
+    .map(text => ({ text: text.textContent, box: text.getBoundingClientRect() })).filter(each => each.box.width);
+  return boxes.flatMap((one, at) => boxes.slice(at + 1).filter(other =>
+    one.box.left < other.box.right - 1 && other.box.left < one.box.right - 1 &&
+    one.box.top < other.box.bottom - 2 && other.box.top < one.box.bottom - 2)
+    .map(other => chart.id + ': ' + one.text + ' / ' + other.text)); })"""
+OUTSIDE = """[...document.querySelectorAll('.chart .main-svg text')].filter(text => {
+  const box = text.getBoundingClientRect(), chart = text.closest('.chart').getBoundingClientRect();
+  return box.width && (box.right > chart.right + 1 || box.left < chart.left - 1); }).map(text => text.textContent)"""
+
+
+def opened(page: Page, path: Path, **how: Any) -> Page:
+    page.problems.clear()
+    page.requests.clear()
+    page.open(file_url(path), **how)
+    return page
+
+
+@needs_browser
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["slow", "compare", "many ranks", *ODD])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_page_draws_fits_and_loads_nothing(name: str, width: int, page: Page, tmp_path: Path) -> None:
+    if name in ODD:
+        path = write_report(write_run(tmp_path, ODD[name]))
+    elif name == "compare":
+        runs = [write_run(tmp_path / part, slow_run()) for part in ("a_run_with_quite_a_long_name_of_its_own", "b")]
+        path = write_report(runs[0], compare=runs[1])
+    else:
+        path = write_report(write_run(tmp_path, slow_run(900, 64) if name == "many ranks" else slow_run()))
+    opened(page, path, width=width)
+    assert page.problems == []
+    assert page.requests == [file_url(path)]
+    assert page.run("innerWidth") == width
+    assert page.run("document.documentElement.scrollWidth") <= width
+    assert page.run("document.querySelectorAll('.chart .main-svg').length") > 0
+    assert page.run("[...document.querySelectorAll('.chart')].filter(chart => !chart.data).length") == 0
+    assert page.run(OVERLAPS) == []
+    assert page.run(OUTSIDE) == []
+
+
+@needs_browser
+@pytest.mark.slow
+def test_pointing_at_a_cell_tells_the_cause(page: Page, tmp_path: Path) -> None:
+    opened(page, write_report(write_run(tmp_path, slow_run())))
+    x, y = page.run(
+        """(() => { const chart = [...document.querySelectorAll('.chart')].find(c => c.data[0].type === 'heatmap');
+        chart.scrollIntoView({ block: 'center' });
+        const { xaxis, yaxis } = chart._fullLayout, box = chart.getBoundingClientRect();
+        return [box.left + xaxis._offset + xaxis.d2p(22), box.top + yaxis._offset + yaxis.d2p(1)]; })()"""
+    )
+    page.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    told = page.run(
+        "new Promise(done => { const look = () => { const text = document.querySelector('.hovertext');"
+        "text ? done(text.textContent) : setTimeout(look, 20); }; look(); })"
+    )
+    assert "rank 1, step 22: late in data, spoken for" in told
+
+
+@needs_browser
+@pytest.mark.slow
+def test_text_can_be_read_in_light_in_dark_and_on_paper(page: Page, tmp_path: Path) -> None:
+    path = write_report(write_run(tmp_path, slow_run()))
+    ink = "[...new Set([...document.querySelectorAll('.chart .xtick text')].map(t => getComputedStyle(t).fill))]"
+    paper = "getComputedStyle(document.body).backgroundColor"
+    seen = {}
+    for dark in (False, True):
+        opened(page, path, dark=dark)
+        seen[dark] = page.run(ink), page.run(paper)
+    assert seen[False] == (["rgb(27, 31, 36)"], "rgb(255, 255, 255)")
+    assert seen[True] == (["rgb(232, 234, 237)"], "rgb(20, 23, 27)")
+    page.send("Emulation.setEmulatedMedia", media="print", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    assert (page.run(ink), page.run(paper)) == seen[False]
+
+
+@needs_browser
+@pytest.mark.slow
+def test_printed_charts_fit_the_paper_and_fit_the_screen_again(page: Page, tmp_path: Path) -> None:
+    opened(page, write_report(write_run(tmp_path, slow_run())))
+    page.run(
+        "window.printed = []; addEventListener('beforeprint', () => { printed ="
+        "[...document.querySelectorAll('.chart .main-svg')].map(svg => svg.width.baseVal.value); })"
+    )
+    before = page.run("document.querySelector('.chart .main-svg').width.baseVal.value")
+    pdf = base64.b64decode(page.send("Page.printToPDF", printBackground=True, preferCSSPageSize=True)["data"])
+    assert pdf.startswith(b"%PDF")
+    assert 0 < max(page.run("printed")) <= 660
+    assert page.run("document.querySelector('.chart .main-svg').width.baseVal.value") == before
+    assert page.problems == []
