@@ -9,6 +9,7 @@ torchrun --nproc-per-node 4 -m straggle.train replay=runs/latest run_dir=runs/ag
 from __future__ import annotations
 
 import json
+import logging
 import math
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -30,6 +31,8 @@ from straggle.trace import TraceWriter
 from straggle.view import LiveView, print_table
 from straggle.whatif import WaitForAllPrediction
 
+_log = logging.getLogger(__name__)
+
 
 def train(config: DictConfig) -> None:
     """The whole run, on one rank."""
@@ -48,11 +51,26 @@ def train(config: DictConfig) -> None:
             dist.barrier()
         checkpoint.save(config.steps, job.model, job.optimizer)
         hashes = gather(job.parameters_sha256())
-        if dist.get_rank() == 0:
+        is_first = dist.get_rank() == 0
+        if is_first:
             _finish(job, run_dir, reports, hashes)
             if config.replay is not None:
                 _compare_with_recorded(Path(config.replay), config.steps, hashes)
         job.close()
+    if is_first and config.report:
+        _write_report(run_dir)
+
+
+def _write_report(run_dir: Path) -> None:
+    """The run as a page; whatever goes wrong with it, the run itself is done and well."""
+    try:
+        from straggle.report.page import write_report
+
+        sys.stdout.write(f"report: {write_report(run_dir)}\n")
+    except ImportError as error:
+        _log.warning("no report: %s; it needs: pip install 'straggle[report]'", error)
+    except Exception as error:
+        _log.warning("no report: %r; try again with: python -m straggle.report %s", error, run_dir)
 
 
 def _metrics(job: StagedJob, config: DictConfig) -> AbstractContextManager[object]:
@@ -77,7 +95,7 @@ def recorded(config: DictConfig) -> DictConfig:
         raise ValueError(f"replay={source}: no recorded run; it is the run_dir of an earlier run")
     own = OmegaConf.load(source / "config.yaml")
     assert isinstance(own, DictConfig)
-    own.update(replay=config.replay, run_dir=config.run_dir, faults={}, resume=False)
+    own.update(replay=config.replay, run_dir=config.run_dir, faults={}, resume=False, report=config.report)
     own.steps = min(own.steps, config.steps) if config.steps else own.steps
     return own
 
