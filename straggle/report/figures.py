@@ -71,13 +71,13 @@ def step_times(runs: Sequence[Run]) -> Chart:
 
 
 def step_times_over_steps(runs: Sequence[Run]) -> Chart:
-    """Step time, step after step, with the deadline."""
+    """Step time, step after step; of a single run also the deadline, and what waiting would have cost."""
     figure = _figure(height=300, x="step", y="seconds")
     for number, run in enumerate(runs):
         kinds = [("as it was", run.seconds, _RUN_COLOURS[number], "solid")]
         if len(runs) == 1:
             kinds.append(("waiting for everyone", run.wait_for_all_s, VERMILLION, "dash"))
-        kinds.append(("deadline", np.where(np.isfinite(run.deadline_s), run.deadline_s, np.nan), GREY, "dot"))
+            kinds.append(("deadline", np.where(np.isfinite(run.deadline_s), run.deadline_s, np.nan), GREY, "dot"))
         for name, seconds, colour, dash in kinds:
             if np.isfinite(seconds).any():
                 x, y = _thinned(run.step, seconds)
@@ -90,7 +90,7 @@ def step_times_over_steps(runs: Sequence[Run]) -> Chart:
                     hovertemplate="step %{x:.0f}: %{y:.3f} s<extra></extra>",
                 )
     figure.update_yaxes(rangemode="tozero")
-    return Chart(figure, "Step time over the steps of the run, with the deadline.", _thinned_note(runs))
+    return Chart(figure, "Step time over the steps.", _thinned_note(runs))
 
 
 def lateness(run: Run) -> Chart:
