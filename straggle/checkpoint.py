@@ -53,6 +53,10 @@ class Checkpoint:
             _replace(self.directory, new)
         dist.barrier()
 
+    def exists(self) -> bool:
+        """Whether this rank sees one."""
+        return (self.directory / "state.json").exists()
+
     def load(self, model: StagedDataParallel, optimizer: Optimizer) -> int:
         """Put the saved state into place; gives the number of steps it was saved after.
 

@@ -75,7 +75,9 @@ def check(config: DictConfig, valid: DictConfig) -> None:
         raise ConfigurationError(f"replay={config.replay}: no recorded run there; give the run_dir of an earlier one")
     if config.get("resume") and config.get("replay"):
         raise ConfigurationError("resume=true and replay=... exclude each other: a replay begins at step 0")
-    if config.get("resume") and not (Path(config.run_dir) / "checkpoint").is_dir():
+    if config.get("resume") not in (None, True, False, "auto"):
+        raise ConfigurationError(f"resume={config.resume}: choose one of true, false, auto")
+    if config.get("resume") is True and not (Path(config.run_dir) / "checkpoint").is_dir():
         raise ConfigurationError(f"resume=true: there is no checkpoint in run_dir={config.run_dir}")
     try:
         _build_all(config)

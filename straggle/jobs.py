@@ -22,6 +22,7 @@ from straggle.configuration import build_estimator, build_optimizer, stages_of
 from straggle.faults import Fault, FaultInjector
 from straggle.parallel import StagedDataParallel
 from straggle.report import StepReport
+from straggle.stopping import StopSignal
 from straggle.workloads import Shard, Workload
 
 _log = logging.getLogger(__name__)
@@ -116,9 +117,15 @@ class Job(ABC):
 
 @final
 class StagedJob(Job):
-    """Training by `StagedDataParallel`."""
+    """Training by `StagedDataParallel`; ``stop`` may end it early."""
 
     model: StagedDataParallel
+
+    def __init__(
+        self, config: DictConfig, workload: Workload, device: torch.device, stop: StopSignal | None = None
+    ) -> None:
+        super().__init__(config, workload, device)
+        self._stop = stop
 
     def _wrap(self, config: DictConfig) -> StagedDataParallel:
         return StagedDataParallel(
@@ -133,6 +140,8 @@ class StagedJob(Job):
     def _passes(self, batches: list[tuple[Tensor, Tensor]]) -> None:
         done = 0
         with self.model.step(num_microbatches=len(batches)) as step:
+            if self._stop is not None:
+                self._stop.tell(step)
             for batch in batches:
                 loss = self._loss(batch)
                 done += 1
@@ -146,6 +155,11 @@ class StagedJob(Job):
         """What happened in the last step."""
         assert self.model.last_report is not None
         return self.model.last_report
+
+    @property
+    def asked_to_stop(self) -> bool:
+        """Whether the last step was the last of the run, on all ranks, though there are more to do."""
+        return self._stop is not None and self._stop.agreed(self.report)
 
     def close(self) -> None:
         super().close()

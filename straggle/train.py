@@ -27,6 +27,7 @@ from straggle.configuration import complain_and_exit, config_dir
 from straggle.jobs import StagedJob, gather, process_group
 from straggle.replay import DecisionWriter, read_recording
 from straggle.report import StepReport
+from straggle.stopping import StopSignal
 from straggle.trace import TraceWriter
 from straggle.view import LiveView, print_table
 from straggle.whatif import WaitForAllPrediction
@@ -34,31 +35,34 @@ from straggle.whatif import WaitForAllPrediction
 _log = logging.getLogger(__name__)
 
 
-def train(config: DictConfig) -> None:
-    """The whole run, on one rank."""
+def train(config: DictConfig) -> bool:
+    """The whole run, on one rank; false where it was asked to stop before its last step."""
     if config.replay is not None:
         config = recorded(config)
     run_dir = Path(config.run_dir)
-    with process_group() as device:
-        job = StagedJob(config, instantiate(config.workload), device)
+    with process_group() as device, StopSignal() as stop:
+        job = StagedJob(config, instantiate(config.workload), device, stop)
         if config.replay is not None:
             job.model.replay(read_recording(decisions_of(Path(config.replay), dist.get_rank())))
         checkpoint = Checkpoint(run_dir / "checkpoint")
-        first_step = checkpoint.load(job.model, job.optimizer) if config.resume else 0
+        resume = any(gather(checkpoint.exists())) if config.resume == "auto" else config.resume
+        first_step = checkpoint.load(job.model, job.optimizer) if resume else 0
         train_rank = _rank_zero if dist.get_rank() == 0 else _other_rank
         with _metrics(job, config):
             reports = train_rank(job, config, first_step)
             dist.barrier()
-        checkpoint.save(config.steps, job.model, job.optimizer)
-        hashes = gather(job.parameters_sha256())
         is_first = dist.get_rank() == 0
-        if is_first:
-            _finish(job, run_dir, reports, hashes)
-            if config.replay is not None:
-                _compare_with_recorded(Path(config.replay), config.steps, hashes)
+        done = job.model.history.num_steps
+        checkpoint.save(done, job.model, job.optimizer)
+        finished = bool(done >= config.steps)
+        if finished:
+            _end(job, config, reports)
+        elif is_first:
+            sys.stdout.write(f"stopped after step {done} of {config.steps}; resume=true goes on from there\n")
         job.close()
-    if is_first and config.report:
+    if is_first and config.report and finished:
         _write_report(run_dir)
+    return finished
 
 
 def _write_report(run_dir: Path) -> None:
@@ -71,6 +75,15 @@ def _write_report(run_dir: Path) -> None:
         _log.warning("no report: %s; it needs: pip install 'straggle[report]'", error)
     except Exception as error:
         _log.warning("no report: %r; try again with: python -m straggle.report %s", error, run_dir)
+
+
+def _end(job: StagedJob, config: DictConfig, reports: list[StepReport]) -> None:
+    """All steps are done: say what came of them."""
+    hashes = gather(job.parameters_sha256())
+    if dist.get_rank() == 0:
+        _finish(job, Path(config.run_dir), reports, hashes)
+        if config.replay is not None:
+            _compare_with_recorded(Path(config.replay), config.steps, hashes)
 
 
 def _metrics(job: StagedJob, config: DictConfig) -> AbstractContextManager[object]:
@@ -126,6 +139,8 @@ def _rank_zero(job: StagedJob, config: DictConfig, first_step: int) -> list[Step
             reports.append(job.report)
             trace.write(job.report)
             view.show(job.report)
+            if job.asked_to_stop:
+                break
     return reports
 
 
@@ -133,6 +148,8 @@ def _other_rank(job: StagedJob, config: DictConfig, first_step: int) -> list[Ste
     with DecisionWriter(decisions_of(Path(config.run_dir), dist.get_rank()), first_step=first_step) as decisions:
         for number in range(first_step, config.steps):
             _step(job, config, number, decisions)
+            if job.asked_to_stop:
+                break
     return []
 
 

@@ -34,6 +34,7 @@ HOUSE = (
     "coordinator",
     "parallel",
     "sampler",
+    "stopping",
 )
 
 

@@ -1,0 +1,73 @@
+"""Ends a run early when one of its ranks is asked to by a signal: all ranks after the same step.
+
+The request goes through the job's store, so that it is heard even of a rank that is always spoken for; the agreement
+goes with the telemetry of a step, which every rank has from the same merge.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from straggle.parallel import Step
+from straggle.report import StepReport
+
+_SCALAR = "stop"
+_POLL_S = 0.2  # between two looks into the store
+
+
+class StopSignal:
+    """Hears SIGTERM between entering and leaving; what one rank is asked to do, all do.
+
+    with StopSignal() as stop:
+        for x, y in loader:
+            with model.step() as step:
+                stop.tell(step)
+                ...
+            if stop.agreed(model.last_report):
+                break
+    """
+
+    def __init__(self) -> None:
+        self._requested = False  # of this process
+        self._told = False
+        self._polled_at = time.monotonic()
+        # a connection of its own: a client serves one request at a time
+        store = dist.distributed_c10d._get_default_store().clone()
+        self._store = dist.PrefixStore("straggle/stop", store)  # type: ignore[attr-defined]
+        self._before: Any = None
+
+    def __enter__(self) -> StopSignal:
+        self._before = signal.signal(signal.SIGTERM, self._hear)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+
+    def tell(self, step: Step) -> None:
+        """Let the peers know; the first thing in every step, which a rank that is late may leave anywhere."""
+        if not self._told or self._asked():  # once in any case: a rank sees only scalars whose name it has logged
+            step.log(**{_SCALAR: float(self._requested)})
+        self._told = True
+
+    def agreed(self, report: StepReport) -> bool:
+        """Whether the step of this report is the last; the same on all ranks."""
+        return report.scalars.get(_SCALAR, 0.0) > 0
+
+    def _asked(self) -> bool:
+        """Whether this rank or a peer has been asked."""
+        if self._requested:
+            self._store.set("requested", "")  # again in each step: cheap, and it has a few at the most
+        elif time.monotonic() - self._polled_at > _POLL_S:
+            self._polled_at = time.monotonic()
+            self._requested = bool(self._store.check(["requested"]))
+        return self._requested
+
+    def _hear(self, _number: int, _frame: FrameType | None) -> None:
+        self._requested = True

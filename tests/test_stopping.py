@@ -1,0 +1,129 @@
+"""A signal to one rank ends the run on all, after the same step, and a resumed run goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks, staged
+from training import Signals, features, mlp
+
+from straggle import FixedDeadline, Patience
+from straggle.stopping import StopSignal
+
+ROOT = Path(__file__).parent.parent
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+KEYS = ("workload=digits", "faults=none", "deadline=none")
+
+
+def train_until_asked(rank, signalled, at_step):
+    before = signal.getsignal(signal.SIGTERM)
+    with staged(mlp()) as model:
+        with StopSignal() as stop:
+            for number in range(20):
+                if (rank, number) == (signalled, at_step):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                with model.step() as step:
+                    stop.tell(step)
+                    model(features(rank, number)).sum().backward()
+                if stop.agreed(model.last_report):
+                    break
+        return model.last_report.step, signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_one_rank_is_asked_and_all_end_after_the_same_step(world_size):
+    assert run_ranks(train_until_asked, world_size, world_size - 1, 4) == [(4, True)] * world_size
+
+
+def test_request_before_the_first_step_ends_the_run_after_it():
+    assert run_ranks(train_until_asked, 2, 1, 0) == [(0, True)] * 2
+
+
+def test_run_that_nobody_ends_goes_on():
+    assert run_ranks(train_until_asked, 2, None, 0) == [(19, True)] * 2
+
+
+def ask_while_stuck(rank):
+    """Rank 1 is asked in step 2, and is spoken for from then until its peers have ended."""
+    signals, patience = Signals(), Patience(grace_s=0.0, max_lag=10_000)
+    with staged(mlp(), deadline=FixedDeadline(0.02), patience=patience) as model, StopSignal() as stop:
+        for number in range(10_000):
+            if (rank, number) == (1, 2):
+                os.kill(os.getpid(), signal.SIGTERM)
+            with model.step() as step:
+                stop.tell(step)
+                if (rank, number) == (1, 2):
+                    signals.wait("ended")
+                model(features(rank, number)).sum().backward()
+            if stop.agreed(model.last_report):
+                break
+        if rank == 0:
+            signals.send("ended")
+        return model.last_report.step
+
+
+def test_rank_that_is_spoken_for_is_heard_and_ends_after_the_same_step():
+    first, second = run_ranks(ask_while_stuck, 2)
+    assert first == second
+    assert 2 < first < 9_999
+
+
+# -- torchrun
+
+
+def start(folder, *keys, world_size=2):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+    return subprocess.Popen(
+        [*command, "-m", "straggle.train", *KEYS, *keys],
+        cwd=folder,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process):
+    printed, _ = process.communicate(timeout=120)
+    return process.returncode, printed
+
+
+def wait_for_steps(process, trace, number):
+    while not trace.exists() or trace.read_text().count("\n") < number:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
+
+
+def worker_of(agent, rank):
+    """The process of a rank: torchrun's child that has it in its environment."""
+    for child in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split():
+        if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+            return int(child)
+    raise AssertionError(f"torchrun has no rank {rank}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["torchrun", "rank 1"])
+def test_terminated_run_leaves_a_checkpoint_and_goes_on_as_if_it_had_not_been(target, tmp_path):
+    run = tmp_path / "run"
+    process = start(tmp_path, "steps=100000", "run_dir=run")
+    wait_for_steps(process, run / "trace.jsonl", 10)
+    os.kill(process.pid if target == "torchrun" else worker_of(process, 1), signal.SIGTERM)
+    code, printed = finish(process)
+    done = json.loads((run / "checkpoint" / "state.json").read_text())["step"]
+    assert done == (run / "trace.jsonl").read_text().count("\n") < 100_000
+    assert f"stopped after step {done} of 100000" in printed
+    assert code == 0 or target == "torchrun"  # torchrun itself says that it was ended by a signal
+    for keys in (("run_dir=run", "resume=auto"), ("run_dir=whole", "resume=auto")):
+        code, printed = finish(start(tmp_path, f"steps={done + 5}", *keys))
+        assert code == 0, printed
+    parts, whole = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "whole"))
+    assert parts["parameters_sha256"] == whole["parameters_sha256"]
+    assert parts["steps"] == whole["steps"] == done + 5
