@@ -37,8 +37,8 @@ class StopSignal:
         self._told = False
         self._polled_at = time.monotonic()
         # a connection of its own: a client serves one request at a time
-        store = dist.distributed_c10d._get_default_store().clone()
-        self._store = dist.PrefixStore("straggle/stop", store)  # type: ignore[attr-defined]
+        store: Any = dist.distributed_c10d._get_default_store()
+        self._store = dist.PrefixStore("straggle/stop", store.clone())  # type: ignore[attr-defined]
         self._before: Any = None
 
     def __enter__(self) -> StopSignal:
