@@ -27,7 +27,7 @@ from straggle.configuration import complain_and_exit, config_dir
 from straggle.jobs import StagedJob, gather, process_group
 from straggle.replay import DecisionWriter, read_recording
 from straggle.report import StepReport
-from straggle.stopping import StopSignal
+from straggle.stopping import StopSignal, exit_at_once
 from straggle.trace import TraceWriter
 from straggle.view import LiveView, print_table
 from straggle.whatif import WaitForAllPrediction
@@ -250,7 +250,8 @@ def _accuracy(summary: dict[str, Any]) -> str:
 
 @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="train")
 def _hydra(config: DictConfig) -> None:
-    train(config)
+    if not train(config):
+        exit_at_once()
 
 
 def main() -> None:
