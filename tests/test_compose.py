@@ -1,0 +1,281 @@
+"""The cluster of docker/: built, started, scraped, disturbed and stopped, in a Docker engine of this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TOOLS = ROOT.parent / "shared" / "tools"  # beside the checkout: an engine, and a base image where there is no registry
+FILES = ("docker-compose.yml", "docker-compose.gpu.yml")
+BASE = "python:3.11-slim"
+SUBNET = "172.28.211.0/24"
+NUM_WORKERS = 4
+STOPPED_BY_SIGTERM = 128 + 15
+
+
+def run(*command: str, **options: Any) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=options.pop("timeout", 120), **options)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}{done.stderr}"
+    return done.stdout.strip()
+
+
+def works(*command: str) -> bool:
+    return shutil.which(command[0]) is not None and not subprocess.run(command, capture_output=True).returncode
+
+
+# -- files
+
+
+@pytest.fixture
+def plugin() -> None:
+    if not works("docker", "compose", "version"):
+        pytest.skip("no docker compose plugin")
+
+
+def configuration(*files: str, **variables: str) -> dict[str, Any]:
+    arguments = [argument for file in files for argument in ("-f", str(ROOT / "docker" / file))]
+    arguments += ["--profile", "*", "config", "--format", "json"]
+    found: dict[str, Any] = json.loads(run("docker", "compose", *arguments, env={**os.environ, **variables}))
+    return found
+
+
+@pytest.mark.usefixtures("plugin")
+@pytest.mark.parametrize("files", [FILES[:1], FILES])
+def test_compose_accepts_its_files_and_mounts_only_folders_that_exist(files: tuple[str, ...]) -> None:
+    services = configuration(*files)["services"]
+    binds = [mount for service in services.values() for mount in service.get("volumes", []) if mount["type"] == "bind"]
+    assert binds
+    assert [mount["source"] for mount in binds if not Path(mount["source"]).is_dir()] == []
+
+
+@pytest.mark.usefixtures("plugin")
+@pytest.mark.parametrize("fast", [3, 7])
+def test_one_variable_sets_the_number_of_workers_and_one_of_them_is_slow(fast: int) -> None:
+    services = configuration(FILES[0], FAST=str(fast))["services"]
+    assert services["worker"]["deploy"]["replicas"] == fast
+    assert "deploy" not in services["slow"]
+    assert "cpus" not in services["worker"]
+    assert services["slow"]["cpus"] < 1
+    for name in ("worker", "slow"):
+        assert services[name]["environment"]["NODES"] == f"{fast} + 1"
+
+
+@pytest.mark.usefixtures("plugin")
+def test_ports_are_open_to_this_machine_only() -> None:
+    services = configuration(FILES[0])["services"]
+    ports = [port for service in services.values() for port in service.get("ports", [])]
+    assert len(ports) == 2
+    assert {port["host_ip"] for port in ports} == {"127.0.0.1"}
+
+
+def test_what_the_image_is_made_of_is_in_the_build_context() -> None:
+    kept = re.findall(r"^!(.*)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE)
+    dockerfile = (ROOT / "docker" / "Dockerfile").read_text()
+    copied = [word for line in re.findall(r"^COPY (.*) \S+$", dockerfile, re.MULTILINE) for word in line.split()]
+    copied += re.findall(r"source=([^,]*)", dockerfile)
+    assert set(copied) == set(kept)
+    assert all((ROOT / path).exists() for path in kept)
+
+
+# -- a cluster
+
+
+def base_image() -> None:
+    """The image that the Dockerfile begins with."""
+    if works("docker", "image", "inspect", BASE) or works("docker", "pull", BASE):
+        return
+    if not (TOOLS / "base-image").exists():
+        pytest.skip(f"no {BASE} here, and no registry that has it")
+    run(str(TOOLS / "base-image"), BASE)
+
+
+def worker_image() -> str:
+    """The Dockerfile's image; where there are wheels in docker/wheels, of nothing else."""
+    arguments = ["--network", "host"]
+    if (TOOLS / "base-image").exists():
+        wheels = ROOT / "docker" / "wheels"
+        if not list(wheels.glob("torch-*.whl")):
+            constraint = ("--constraint", str(ROOT / "constraints.txt"))
+            wanted = ("torch", f"{ROOT}[train]", "hatchling")
+            run("pip", "wheel", "--quiet", "--wheel-dir", str(wheels), *constraint, *wanted, timeout=600)
+        arguments += ["--build-arg", "PIP_NO_INDEX=1"]
+    dockerfile = str(ROOT / "docker" / "Dockerfile")
+    build = ("docker", "build", *arguments, "-f", dockerfile, "-t", "straggle-test", str(ROOT))
+    run(*build, env={**os.environ, "DOCKER_BUILDKIT": "1"}, timeout=900)
+    return "straggle-test"
+
+
+def prometheus_image(folder: Path) -> str:
+    """The image that the compose file names, or else one of this machine's Prometheus."""
+    named = configuration(FILES[0])["services"]["prometheus"]["image"]
+    if works("docker", "image", "inspect", named) or works("docker", "pull", named):
+        return str(named)
+    binary = shutil.which("prometheus")
+    if binary is None:
+        pytest.skip(f"neither {named} nor a prometheus of this machine")
+    shutil.copy(binary, folder / "prometheus")
+    user = "RUN mkdir /prometheus && chmod 1777 /prometheus\nUSER 65534:65534"
+    (folder / "Dockerfile").write_text(f'FROM {BASE}\nCOPY prometheus /bin/\n{user}\nENTRYPOINT ["prometheus"]\n')
+    build = ("docker", "build", "--network", "host", "-t", "straggle-test-prometheus", str(folder))
+    run(*build, env={**os.environ, "DOCKER_BUILDKIT": "1"})
+    return "straggle-test-prometheus"
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class Cluster:
+    """The compose file under a name of its own."""
+
+    name = "straggle-test"
+
+    def __init__(self, images: dict[str, str]) -> None:
+        self.port = free_port()
+        self.variables = {
+            **images,
+            "PROMETHEUS_PORT": str(self.port),
+            "SUBNET": SUBNET,
+            "FAST": str(NUM_WORKERS - 1),
+        }
+
+    def compose(self, *arguments: str, keys: str = "") -> str:
+        command = ("docker", "compose", "-p", self.name, "-f", str(ROOT / "docker" / FILES[0]), *arguments)
+        return run(*command, env={**os.environ, **self.variables, "KEYS": keys}, timeout=300)
+
+    def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
+        """Series and their values; empty while Prometheus does not answer."""
+        address = f"http://127.0.0.1:{self.port}/api/v1/query?{urllib.parse.urlencode({'query': expression})}"
+        try:
+            with urllib.request.urlopen(address, timeout=10) as answer:
+                found = json.load(answer)["data"]["result"]
+        except OSError:
+            return []
+        return [(series["metric"], float(series["value"][1])) for series in found]
+
+    def steps(self) -> dict[str, float]:
+        """Steps of each rank."""
+        return {labels["rank"]: value for labels, value in self.query("straggle_steps_total")}
+
+    def wait(self, what: str, done: Callable[[], Any], timeout_s: float = 180.0) -> float:
+        """Seconds until ``done`` is true."""
+        began_at = time.monotonic()
+        while not done():
+            if time.monotonic() - began_at > timeout_s:
+                logs = self.compose("logs", "--tail", "30")
+                raise AssertionError(f"waited {timeout_s} s in vain for {what}; steps {self.steps()}\n{logs}")
+            time.sleep(0.5)
+        return time.monotonic() - began_at
+
+    def wait_for_more_steps(self, number: int, timeout_s: float = 180.0) -> float:
+        before = self.steps()
+        assert len(before) == NUM_WORKERS
+        return self.wait(
+            f"{number} more steps of each rank",
+            lambda: all(self.steps().get(rank, 0) >= steps + number for rank, steps in before.items()),
+            timeout_s,
+        )
+
+    def exit_codes(self) -> list[int]:
+        """Of the workers that have ended."""
+        lines = self.compose("ps", "--all", "--format", "json", "worker", "slow").splitlines()
+        ended = [entry for line in lines if (entry := json.loads(line))["State"] == "exited"]
+        return [entry["ExitCode"] for entry in ended]
+
+    def file(self, path: str) -> str:
+        """A file of the run, out of the volume."""
+        return run(
+            *("docker", "run", "--rm", "--network", "none", "-v", f"{self.name}_runs:/runs:ro", "--entrypoint", "cat"),
+            *(self.variables["STRAGGLE_IMAGE"], f"/runs/latest/{path}"),
+        )
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if not works("docker", "version") and (TOOLS / "engine-up").exists():
+        run(str(TOOLS / "engine-up"), timeout=600)
+    if not works("docker", "version"):
+        pytest.skip("no Docker engine")
+    if not works("docker", "compose", "version"):
+        pytest.skip("no docker compose plugin")
+    base_image()
+    images = {"STRAGGLE_IMAGE": worker_image(), "PROMETHEUS_IMAGE": prometheus_image(tmp_path_factory.mktemp("image"))}
+    cluster = Cluster(images)
+    cluster.compose("down", "--volumes")
+    try:
+        yield cluster
+    finally:
+        cluster.compose("down", "--volumes", "--timeout", "2")
+
+
+@pytest.mark.docker
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_cluster_trains_is_scraped_survives_and_stops(cluster: Cluster, record_property: Any) -> None:
+    began_at = time.monotonic()
+    cluster.compose("up", "--detach", "--no-build", keys="steps=100000")
+    cluster.wait("the first scraped step of every rank", lambda: len(cluster.steps()) == NUM_WORKERS)
+    record_property("seconds_to_the_first_scraped_step", time.monotonic() - began_at)
+
+    # each rank says which container it is in
+    workers = [labels["worker"] for labels, _ in cluster.query("straggle_steps_total")]
+    assert sorted(workers) == ["fast"] * (NUM_WORKERS - 1) + ["slow"]
+    who = run("docker", "exec", f"{cluster.name}-worker-1", "id", "-u")
+    assert who != "0"
+    healthy = [
+        "docker",
+        "ps",
+        "--filter",
+        "health=healthy",
+        "--format",
+        "{{.Names}}",
+        "--filter",
+        "name=straggle-test-",
+    ]
+    cluster.wait("all workers to be healthy", lambda: len(run(*healthy).split()) == NUM_WORKERS)
+
+    firing = 'ALERTS{alertname="StragglerRank",alertstate="firing",worker="slow"}'
+    cluster.wait("the alert for the slow worker", lambda: cluster.query(firing), 300.0)
+
+    victim = f"{cluster.name}-worker-2"
+    run("docker", "pause", victim)
+    time.sleep(4.0)
+    run("docker", "unpause", victim)
+    cluster.wait_for_more_steps(5)
+
+    network = f"{cluster.name}-training"
+    address = run("docker", "inspect", "-f", "{{range .NetworkSettings.Networks}}{{.IPAddress}}{{end}}", victim)
+    run("docker", "network", "disconnect", network, victim)
+    time.sleep(5.0)
+    run("docker", "network", "connect", "--ip", address, network, victim)
+    cluster.wait_for_more_steps(5)
+
+    began_at = time.monotonic()
+    cluster.compose("stop", "worker", "slow")
+    record_property("seconds_to_stop", time.monotonic() - began_at)
+    assert cluster.exit_codes() == [STOPPED_BY_SIGTERM] * NUM_WORKERS  # 137 would be the engine's SIGKILL
+    stopped_after = json.loads(cluster.file("checkpoint/state.json"))["step"]
+    assert cluster.file("trace.jsonl").count("\n") + 1 == stopped_after
+
+    # up again goes on from there
+    cluster.compose("up", "--detach", "--no-build", keys=f"steps={stopped_after + 10}")
+    cluster.wait("the end of the run", lambda: cluster.exit_codes() == [0] * NUM_WORKERS, 300.0)
+    summary = json.loads(cluster.file("summary.json"))
+    assert summary["steps"] == stopped_after + 10
+    assert len(summary["parameters_sha256"]) == NUM_WORKERS
+    assert len(set(summary["parameters_sha256"])) == 1
