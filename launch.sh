@@ -33,7 +33,7 @@ install() {
   fi
   # torch first and by itself: a range in another package then never fetches a second build of it
   "$venv/bin/python" -m pip install --quiet --constraint "$here/constraints.txt" torch >&2
-  "$venv/bin/python" -m pip install --quiet --constraint "$here/constraints.txt" --editable "$here[$1]" >&2
+  "$venv/bin/python" -m pip install --quiet --constraint "$here/constraints.txt" --editable "${here}[$1]" >&2
   touch "$stamp"
 }
 

@@ -191,11 +191,12 @@ class Cluster:
             timeout_s,
         )
 
-    def exit_codes(self) -> list[int]:
-        """Of the workers that have ended."""
+    def exit_codes(self) -> dict[str, int | None]:
+        """Of each worker's container; ``None`` while it runs."""
         lines = self.compose("ps", "--all", "--format", "json", "worker", "slow").splitlines()
-        ended = [entry for line in lines if (entry := json.loads(line))["State"] == "exited"]
-        return [entry["ExitCode"] for entry in ended]
+        workers = [json.loads(line) for line in lines]
+        assert len(workers) == NUM_WORKERS
+        return {entry["Name"]: entry["ExitCode"] if entry["State"] == "exited" else None for entry in workers}
 
     def file(self, path: str) -> str:
         """A file of the run, out of the volume."""
@@ -237,16 +238,8 @@ def test_cluster_trains_is_scraped_survives_and_stops(cluster: Cluster, record_p
     assert sorted(workers) == ["fast"] * (NUM_WORKERS - 1) + ["slow"]
     who = run("docker", "exec", f"{cluster.name}-worker-1", "id", "-u")
     assert who != "0"
-    healthy = [
-        "docker",
-        "ps",
-        "--filter",
-        "health=healthy",
-        "--format",
-        "{{.Names}}",
-        "--filter",
-        "name=straggle-test-",
-    ]
+    names = ("docker", "ps", "--format", "{{.Names}}", "--filter", f"name={cluster.name}-")
+    healthy = (*names, "--filter", "health=healthy")
     cluster.wait("all workers to be healthy", lambda: len(run(*healthy).split()) == NUM_WORKERS)
 
     firing = 'ALERTS{alertname="StragglerRank",alertstate="firing",worker="slow"}'
@@ -268,13 +261,14 @@ def test_cluster_trains_is_scraped_survives_and_stops(cluster: Cluster, record_p
     began_at = time.monotonic()
     cluster.compose("stop", "worker", "slow")
     record_property("seconds_to_stop", time.monotonic() - began_at)
-    assert cluster.exit_codes() == [STOPPED_BY_SIGTERM] * NUM_WORKERS  # 137 would be the engine's SIGKILL
+    logs = cluster.compose("logs", "--timestamps", "--tail", "10", "worker", "slow")
+    assert set(cluster.exit_codes().values()) == {STOPPED_BY_SIGTERM}, logs  # 137 would be the engine's SIGKILL
     stopped_after = json.loads(cluster.file("checkpoint/state.json"))["step"]
     assert cluster.file("trace.jsonl").count("\n") + 1 == stopped_after
 
     # up again goes on from there
     cluster.compose("up", "--detach", "--no-build", keys=f"steps={stopped_after + 10}")
-    cluster.wait("the end of the run", lambda: cluster.exit_codes() == [0] * NUM_WORKERS, 300.0)
+    cluster.wait("the end of the run", lambda: set(cluster.exit_codes().values()) == {0}, 300.0)
     summary = json.loads(cluster.file("summary.json"))
     assert summary["steps"] == stopped_after + 10
     assert len(summary["parameters_sha256"]) == NUM_WORKERS
