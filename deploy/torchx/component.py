@@ -2,7 +2,6 @@
 
 torchx run --scheduler local_cwd deploy/torchx/component.py:train --j 1x4 steps=100
 torchx run --scheduler slurm deploy/torchx/component.py:train --j 4x8 run_dir=/a/shared/folder/run steps=10000
-torchx run --scheduler kubernetes deploy/torchx/component.py:train --image straggle --j 4x1 run_dir=/runs/latest
 """
 
 from torchx import specs
