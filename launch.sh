@@ -41,7 +41,7 @@ install() {
 rendezvous() {
   if [ -n "${SLURM_STEP_ID:-}" ] && [ -z "${NNODES:-}" ] && [ "${SLURM_NNODES:-1}" -gt 1 ]; then
     NNODES=$SLURM_NNODES NODE_RANK=$SLURM_NODEID
-    MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}
+    MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)}
     MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}
   fi
   if [ "${NNODES:-1}" = 1 ]; then
