@@ -21,8 +21,8 @@ const choice = {
 
 // -- numbers as text
 
-const percent = (value) => (100 * value < 9.95 && value > 0 ? (100 * value).toFixed(1) : (100 * value).toFixed(0)) + " %";
-const plain = (value) => (Math.abs(value) >= 100 || Number.isInteger(value) ? value.toFixed(0) : value.toPrecision(3));
+const percent = (value) => (100 * value < 9.95 ? String(Number((100 * value).toPrecision(2))) : (100 * value).toFixed(0)) + " %";
+const plain = (value) => (Math.abs(value) >= 100 ? value.toFixed(0) : String(Number(value.toPrecision(3))));
 const times = (value) => value.toFixed(2) + " ×";
 const steps = (value) => plain(value) + (value === 1 ? " step" : " steps");
 function seconds(value) {
@@ -161,10 +161,10 @@ function clear(id, message = "") {
 const axisColors = { stroke: () => css("--soft"), ticks: { stroke: () => css("--line"), size: 4 }, font: "12px system-ui, sans-serif" };
 const grid = { stroke: () => css("--line"), width: 1 };
 
-function timeAxis(state) {
+function timeAxis(state, lined = true) {
   return {
     ...axisColors,
-    grid,
+    grid: { ...grid, show: lined },
     space: 70,
     size: 28,
     values: (_, splits) => splits.map((at) => (state.span.range > 86400 ? `${day(at)} ${clock(at, false)}` : clock(at, state.span.range < 600))),
@@ -196,14 +196,14 @@ function curves(id, span, series, format, most) {
     },
     axes: [timeAxis(state), { ...axisColors, grid, size: 62, values: (_, splits) => splits.map((value) => format(value)) }],
     series: [
-      { value: (_, at) => (known(at) ? clock(at) : "–") },
+      { label: "at", value: (plot, at) => clock(at ?? plot.data[0].at(-1)) },
       ...series.map((one) => ({
         label: one.name,
         stroke: () => css(one.color),
         width: 1.8,
         dash: one.dash,
         points: { show: false },
-        value: (_, value) => text(value, format),
+        value: (plot, value, i, at) => text(known(at) ? value : plot.data[i].findLast(known), format),
       })),
     ],
   }));
@@ -214,8 +214,8 @@ function cells(id, kind, state, at) {
   const height = Math.max(state.rowHeight * state.rows.length, 20);
   const key = `${kind} ${state.rows.join()} ${kind === "ranks" ? at.length : ""}`;
   draw(id, key, state, [at, at.map(() => null)], (state) => ({
-    height: height + (state.bottom ?? 28),
-    padding: [2, 8, 0, 0],
+    height: height + 34,
+    padding: [6, 8, 0, 0],
     legend: { show: false },
     cursor: {
       drag: state.span ? drag : { x: false, y: false },
@@ -232,7 +232,7 @@ function cells(id, kind, state, at) {
       y: { range: () => [0, state.rows.length], dir: -1 },
     },
     axes: [
-      state.span ? timeAxis(state) : { ...axisColors, grid: { show: false }, size: 28, splits: () => thinned(at.length, state.perLabel ?? 1), values: (_, splits) => splits.map((i) => state.columns[i]) },
+      state.span ? timeAxis(state, false) : { ...axisColors, grid: { show: false }, size: 28, splits: () => thinned(at.length, state.perLabel), values: (_, splits) => splits.map((i) => state.columns[i]) },
       rowAxis(state, 3, state.labelWidth, (row) => shortened(state.rows[row], state.labelWidth)),
       ...(state.right ? [rowAxis(state, 1, 48, (row) => state.right[row])] : []),
     ],
@@ -249,13 +249,13 @@ function rowAxis(state, side, size, label) {
     gap: 4,
     ticks: { show: false },
     grid: { show: false },
-    splits: () => thinned(state.rows.length, Math.ceil(14 / state.rowHeight)).map((row) => row + 0.5),
+    splits: () => thinned(state.rows.length, Math.max(1, 14 / state.rowHeight)).map((row) => row + 0.5),
     values: (_, splits) => splits.map((split) => label(split - 0.5)),
   };
 }
 
 function thinned(count, every) {
-  const nice = [1, 2, 5, 10, 20, 32, 50, 64, 100].find((step) => step >= every) ?? every;
+  const nice = 2 ** Math.ceil(Math.log2(every)); // ranks come in eights
   return Array.from({ length: Math.ceil(count / nice) }, (_, i) => i * nice);
 }
 
@@ -356,7 +356,7 @@ function showStages(found, reached) {
     right: values.map((row) => percent(mean(row))),
     rowHeight: between(9, 360 / order.length, 24),
     reach: [-0.5, ranks.length - 0.5],
-    perLabel: Math.ceil((22 * ranks.length) / Math.max(100, $("stages").clientWidth - labelWidth - 60)),
+    perLabel: Math.max(1, (26 * ranks.length) / Math.max(100, $("stages").clientWidth - labelWidth - 60)),
     sides: (at) => [at - 0.5, at + 0.5],
     tip: (row, column, part) => `${state.rows[row]}\nrank ${state.columns[column]}  dropped ${text(part, percent)}`,
   };
@@ -514,7 +514,7 @@ function waiting(rows) {
     const box = document.createElement("span");
     box.className = "key";
     box.style.background = `var(${color})`;
-    return [box, ` ${name}  `];
+    return [box, ` ${name} \u2003`];
   };
   const keys = [...key("--work", "own work, in full"), ...key("--wait", "waits")];
   const waits = rows.map((row) => row.waits).filter(known).sort((a, b) => a - b);

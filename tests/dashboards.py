@@ -1,0 +1,173 @@
+"""What the tests of the dashboards share: a Prometheus of their own, and a run in it whose numbers are known."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).parent.parent
+PROMETHEUS = ROOT / "deploy" / "prometheus"
+STAGES = ("head", "blocks.1", "blocks.0", "embedding")
+STEP_S = 0.5  # of the known run; its deadline is 0.4, and waiting for everyone would take 0.75
+EVERY_S = 5
+
+
+def missing(*programs: str) -> str | None:
+    """Why a test cannot run here, or ``None``."""
+    absent = [program for program in programs if shutil.which(program) is None]
+    return f"not installed: {', '.join(absent)} (Debian's packages prometheus and chromium)" if absent else None
+
+
+class Prometheus:
+    """A real one, for runs in ``folder``/run, asked through its API."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
+        config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+        config["rule_files"] = [str(PROMETHEUS / name) for name in config["rule_files"]]
+        (discovery,) = config["scrape_configs"][0]["file_sd_configs"]
+        discovery.update(files=[str(folder / "run" / "targets" / "*.json")], refresh_interval="1s")
+        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+        arguments = [
+            f"--config.file={folder}/prometheus.yml",
+            f"--storage.tsdb.path={folder}/data",
+            f"--web.listen-address={self.url.removeprefix('http://')}",
+            f"--web.console.templates={PROMETHEUS}/consoles",
+            f"--web.user-assets={PROMETHEUS}/assets",
+        ]
+        with open(folder / "prometheus.log", "w") as log:
+            self.process = subprocess.Popen(["prometheus", *arguments], stdout=log, stderr=log)
+        self._wait(folder / "prometheus.log")
+
+    def _wait(self, log: Path) -> None:
+        for _ in range(300):
+            assert self.process.poll() is None, log.read_text()
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/-/ready", timeout=5):
+                return
+            time.sleep(0.1)
+        raise AssertionError(log.read_text())
+
+    def ask(self, expr: str) -> list[dict[str, object]]:
+        """What a query gives now."""
+        body = urllib.parse.urlencode({"query": expr}).encode()
+        try:
+            with urllib.request.urlopen(f"{self.url}/api/v1/query", body, timeout=30) as response:
+                return json.load(response)["data"]["result"]
+        except urllib.error.HTTPError as error:
+            raise AssertionError(f"{expr}: {error.read().decode()}") from None
+
+    def close(self) -> None:
+        self.process.terminate()
+        self.process.wait(timeout=60)
+
+
+def page(url: str, *, size: str = "1400,2000", screenshot: Path | None = None, dark: bool = False) -> tuple[str, str]:
+    """The page as Chromium has rendered it, and what it wrote to the console; ``screenshot`` instead of the page."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+        command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+        command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+        command += [f"--user-data-dir={profile}", "--hide-scrollbars", f"--window-size={size}"]
+        command += ["--enable-logging=stderr", "--virtual-time-budget=8000"]
+        command += ["--blink-settings=preferredColorScheme=0"] if dark else []
+        command += [f"--screenshot={screenshot}" if screenshot else "--dump-dom", url]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+
+
+@contextlib.contextmanager
+def training(folder: Path, *keys: str, num_ranks: int = 3) -> Iterator[None]:
+    """A real run of ``straggle.train`` whose last rank is slow, with its files in ``folder``/run."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"]
+    command += ["straggle.train", "workload=digits", "steps=100000", f"run_dir={folder}/run"]
+    last = num_ranks - 1
+    command += [f"faults.slow.ranks=[{last}]", "faults.slow.factor=4", f"faults.stall.rank={last}", *keys]
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths}
+    with open(folder / "train.log", "w") as log:
+        job = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
+    try:
+        yield
+        assert job.poll() is None, (folder / "train.log").read_text()
+    finally:
+        job.terminate()
+        job.wait(timeout=60)
+
+
+def backfill(folder: Path, num_ranks: int, seconds: int) -> int:
+    """Put a run into ``folder``/data whose last rank is late in half of its steps; the time at which it ends: now."""
+    now = int(time.time())
+    (folder / "history").write_text("".join(known_run(num_ranks, now - seconds, now)) + "# EOF\n")
+    command = ["promtool", "tsdb", "create-blocks-from", "openmetrics", str(folder / "history"), str(folder / "data")]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return now
+
+
+def known_run(num_ranks: int, start: int, end: int) -> Iterator[str]:
+    """In the format OpenMetrics. Ranks work for 0.2 s, the last one 0.4 s of 0.6; it drops stages 2 and 3 when late."""
+
+    def rising(name: str, slope: dict[str, float]) -> Iterator[str]:
+        yield f"# TYPE straggle_{name} counter\n"
+        for labels, each_step in slope.items():
+            for at in range(start, end + 1, EVERY_S):
+                yield f"straggle_{name}_total{{{labels}}} {each_step * (at - start) / STEP_S} {at}\n"
+
+    def steady(name: str, values: dict[str, float]) -> Iterator[str]:
+        yield f"# TYPE straggle_{name} gauge\n"
+        for labels, value in values.items():
+            for at in range(start, end + 1, EVERY_S):
+                yield f"straggle_{name}{{{labels}}} {value} {at}\n"
+
+    last = num_ranks - 1
+    ranks = [f'job="straggle",run="known",instance="a:{rank}",rank="{rank}"' for rank in range(num_ranks)]
+    plain, slow = ranks[:last] if num_ranks > 1 else ranks, ranks[-1]
+    half = dict.fromkeys(plain, 0.0) | {slow: 0.5}
+    yield from rising("steps", dict.fromkeys(ranks, 1.0))
+    yield from rising("late_steps", {f'{labels},cause="backward"': share for labels, share in half.items()})
+    yield from rising("whole_compute_seconds", dict.fromkeys(plain, 0.2) | {slow: 0.6})
+    yield from rising("step_wait_for_all_seconds", dict.fromkeys(ranks, 0.75))
+    yield from rising("gradient_elements", dict.fromkeys(ranks, 1000.0))
+    yield from rising("gradient_elements_dropped", {labels: 500 * share for labels, share in half.items()})
+    yield from rising("samples", dict.fromkeys(ranks, 8.0))
+    computed = {
+        f'{labels},stage="{stage}"': 1 - share * (number >= 2)
+        for labels, share in half.items()
+        for number, stage in enumerate(STAGES)
+    }
+    yield from rising("stage_contributions", computed)
+    # as gauges, because promtool wants all parts of a histogram
+    waits = {f'{labels},phase="wait"': 0.1 for labels in plain} | {f'{slow},phase="wait"': 0.0}
+    for name, slope in (
+        ("step_seconds_sum", dict.fromkeys(ranks, STEP_S)),
+        ("step_seconds_count", dict.fromkeys(ranks, 1.0)),
+        ("phase_seconds_sum", waits),
+    ):
+        yield f"# TYPE straggle_{name} gauge\n"
+        for labels, each_step in slope.items():
+            for at in range(start, end + 1, EVERY_S):
+                yield f"straggle_{name}{{{labels}}} {each_step * (at - start) / STEP_S} {at}\n"
+    yield "# TYPE ALERTS gauge\n"
+    firing = 'alertname="StragglerRank",alertstate="firing",severity="warning"'
+    for at in range(end - 60, end + 1, EVERY_S):
+        yield f"ALERTS{{{slow},{firing}}} 1 {at}\n"
+    yield from steady("deadline_seconds", dict.fromkeys(ranks, 0.4))
+    yield from steady("lag_steps", dict.fromkeys(ranks, 0))
+    yield from steady("entered_seconds", dict.fromkeys(ranks, 0.1))
+    yield from steady("loss", dict.fromkeys(ranks, 1.5))
