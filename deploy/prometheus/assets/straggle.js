@@ -627,6 +627,7 @@ let wanted = 0; // a newer choice makes an older answer void
 
 async function refresh() {
   const mine = ++wanted;
+  let again = choice.end === null;
   try {
     const shown = await load();
     if (mine !== wanted) return;
@@ -639,9 +640,10 @@ async function refresh() {
     if (mine !== wanted) return;
     $("problem").textContent = error.message;
     $("problem").hidden = false;
+    again = true;
   }
   clearTimeout(timer);
-  if (choice.end === null) timer = setTimeout(() => (document.hidden ? undefined : refresh()), 1000 * REFRESH_S);
+  if (again) timer = setTimeout(() => (document.hidden ? undefined : refresh()), 1000 * REFRESH_S);
 }
 
 let timer;
