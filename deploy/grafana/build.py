@@ -207,7 +207,7 @@ def run_panels() -> list[Any]:
             "percentunit",
             1,
             "Share of its steps in which a rank was late.",
-            rank_mean("late_steps_total"),
+            f"clamp_max({rank_mean('late_steps_total')}, 1)",
             "rank {{rank}}",
         ),
         share(

@@ -80,7 +80,7 @@ function expressions(run, window) {
   const stage = `sum by (rank, stage) (${rate("stage_contributions_total")})`;
   const whole = each("whole_compute_seconds_total");
   return {
-    late: each("late_steps_total"),
+    late: `clamp_max(${each("late_steps_total")}, 1)`, // a late step may be scraped before the step
     dropped: share("sum by (rank)"),
     wait: `${ranks(rate("phase_seconds_sum", ',phase="wait"'))} / (${ranks(rate("step_seconds_sum"))} > 0)`,
     slowness: `${whole} / on () group_left () quantile(0.5, ${whole})`,
@@ -144,6 +144,7 @@ function draw(id, key, state, data, options) {
   if (old && old.key === key) {
     Object.assign(old.state, state);
     old.plot.setData(data);
+    old.plot.redraw(true, true); // the labels of an axis too: uPlot keeps them while its scale stays
     return;
   }
   clear(id);
@@ -177,15 +178,17 @@ const choosing = {
     if (plot.select.width < 8) return;
     const [from, to] = [plot.select.left, plot.select.left + plot.select.width].map((x) => plot.posToVal(x, "x"));
     plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+    before ??= choice.range;
     choose({ end: Math.ceil(to), range: Math.max(60, Math.ceil(to - from)) });
   },
 };
+let before = null; // the range to come back to
 const drag = { x: true, y: false, setScale: false };
 
 // Curves: [{name, values, color, dash}]
 function curves(id, span, series, format, most) {
   const state = { span };
-  const key = `curves ${series.map((one) => one.name)}`;
+  const key = `${narrow()} ${series.map((one) => one.name)}`;
   draw(id, key, state, [span.at, ...series.map((one) => one.values)], (state) => ({
     height: 220,
     hooks: { setSelect: [choosing.setSelect] },
@@ -212,7 +215,7 @@ function curves(id, span, series, format, most) {
 // Rows of coloured cells: rows are labels, values[row][column] belong to data[0][column].
 function cells(id, kind, state, at) {
   const height = Math.max(state.rowHeight * state.rows.length, 20);
-  const key = `${kind} ${state.rows.join()} ${kind === "ranks" ? at.length : ""}`;
+  const key = `${narrow()} ${state.rows.join()} ${kind === "ranks" ? at.length : ""}`;
   draw(id, key, state, [at, at.map(() => null)], (state) => ({
     height: height + 34,
     padding: [6, 8, 0, 0],
@@ -221,6 +224,7 @@ function cells(id, kind, state, at) {
       drag: state.span ? drag : { x: false, y: false },
       sync: state.span ? { key: "time", scales: ["x", null] } : undefined,
       points: { show: false },
+      y: false,
     },
     hooks: {
       setSelect: [choosing.setSelect],
@@ -297,7 +301,7 @@ function hover(plot, state) {
   if (!inside) return;
   tip.textContent = state.tip(row, column, state.values[row][column]);
   const box = plot.over.getBoundingClientRect();
-  tip.style.left = Math.min(box.left + left + 14, innerWidth - tip.offsetWidth - 8) + "px";
+  tip.style.left = Math.min(box.left + left + 14, document.documentElement.clientWidth - tip.offsetWidth - 8) + "px";
   tip.style.top = Math.min(box.top + top + 14, innerHeight - tip.offsetHeight - 8) + "px";
 }
 
@@ -546,7 +550,8 @@ function showChoices() {
   const range = $("range");
   if (![...range.options].some((option) => Number(option.value) === choice.range)) {
     range.querySelector("[data-own]")?.remove();
-    const option = new Option(`${plain(choice.range / 60)} minutes`, choice.range);
+    const name = choice.range < 120 ? `${choice.range} seconds` : `${Math.round(choice.range / 60)} minutes`;
+    const option = new Option(name, choice.range);
     option.dataset.own = "";
     range.append(option);
   }
@@ -655,7 +660,10 @@ function begin() {
   for (const id of ["range", "window"]) $(id).onchange = () => choose({ [id]: Number($(id).value) });
   for (const id of ["run", "measure"]) $(id).onchange = () => choose({ [id]: $(id).value });
   $("end").onchange = () => choose({ end: $("end").value ? Math.floor(new Date($("end").value).getTime() / 1000) : null });
-  $("live").onclick = () => choose({ end: null });
+  $("live").onclick = () => {
+    choose({ end: null, range: before ?? choice.range });
+    before = null;
+  };
   $("choices").onsubmit = (event) => event.preventDefault();
   $("ranks").onclick = ({ target: { dataset: { sort } } }) => {
     if (!sort) return;
@@ -666,16 +674,16 @@ function begin() {
   document.addEventListener("mouseover", ({ target }) => { if (!target.closest(".u-over")) $("tip").hidden = true; });
   matchMedia("(prefers-color-scheme: dark)").onchange = () => {
     palette = null;
-    last();
-    for (const { plot } of charts.values()) plot.redraw();
-  };
-  let width = innerWidth;
-  addEventListener("resize", () => {
-    if (width === innerWidth) return;
-    width = innerWidth;
     [...charts.keys()].forEach((id) => clear(id));
     last();
-  });
+  };
+  new ResizeObserver(() => {
+    for (const [id, { plot }] of charts) {
+      const width = $(id).clientWidth;
+      if (plot.width !== width) plot.setSize({ width, height: plot.height });
+    }
+    last();
+  }).observe($("time"));
   showChoices();
   refresh();
 }
