@@ -33,12 +33,13 @@ def missing(*programs: str) -> str | None:
 
 
 class Prometheus:
-    """A real one, for runs in ``folder``/run, asked through its API."""
+    """A real one, for runs in ``folder``/run, asked through its API; it answers under ``path``."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, path: str = "") -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        self.url = f"http://{address}{path}"
         config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
         config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
         config["rule_files"] = [str(PROMETHEUS / name) for name in config["rule_files"]]
@@ -48,7 +49,8 @@ class Prometheus:
         arguments = [
             f"--config.file={folder}/prometheus.yml",
             f"--storage.tsdb.path={folder}/data",
-            f"--web.listen-address={self.url.removeprefix('http://')}",
+            f"--web.listen-address={address}",
+            f"--web.external-url={self.url}",
             f"--web.console.templates={PROMETHEUS}/consoles",
             f"--web.user-assets={PROMETHEUS}/assets",
         ]

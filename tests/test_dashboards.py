@@ -239,8 +239,9 @@ def test_page_shows_the_numbers_of_a_run(known: tuple[int, str], size: str) -> N
 
 @pytest.mark.slow
 @needs_chromium
-def test_page_says_that_there_is_no_run(tmp_path: Path) -> None:
-    prometheus = Prometheus(tmp_path)
+@pytest.mark.parametrize("path", ["", "/under/this"])
+def test_page_says_that_there_is_no_run(tmp_path: Path, path: str) -> None:
+    prometheus = Prometheus(tmp_path, path)
     try:
         html, console = page(f"{prometheus.url}/consoles/straggle.html")
     finally:

@@ -7,4 +7,4 @@ profile=$(mktemp -d)
 trap 'rm -rf "$profile"' EXIT
 chromium --headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking \
   --disable-component-update --disable-sync --user-data-dir="$profile" --hide-scrollbars --virtual-time-budget=8000 \
-  --window-size=1300,1560 --screenshot="$png" "$url"
+  --window-size=1300,1428 --screenshot="$png" "$url"
