@@ -80,17 +80,21 @@ class Prometheus:
         self.process.wait(timeout=60)
 
 
-def page(url: str, *, size: str = "1400,2000", screenshot: Path | None = None, dark: bool = False) -> tuple[str, str]:
-    """The page as Chromium has rendered it, and what it wrote to the console; ``screenshot`` instead of the page."""
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
-        command += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-        command += [f"--user-data-dir={profile}", "--hide-scrollbars", f"--window-size={size}"]
-        command += ["--enable-logging=stderr", "--virtual-time-budget=8000"]
-        command += ["--blink-settings=preferredColorScheme=0"] if dark else []
-        command += [f"--screenshot={screenshot}" if screenshot else "--dump-dom", url]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+def page(url: str, *, size: str = "1400,2000") -> tuple[str, str]:
+    """The page as Chromium has rendered it after eight seconds of its own time, and what it wrote to the console.
+
+    Chromium ends all requests when an interface of the machine comes or goes, such as a container's: then once more.
+    """
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+    command += ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars"]
+    command += [f"--window-size={size}", "--enable-logging=stderr", "--virtual-time-budget=8000", "--dump-dom", url]
+    for _ in range(5):
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
+            profiled = [*command, f"--user-data-dir={profile}"]
+            done = subprocess.run(profiled, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        if ">Failed to fetch<" not in done.stdout:
+            break
     return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
 
 
