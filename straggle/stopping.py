@@ -77,7 +77,7 @@ class StopSignal:
 
 
 def exit_at_once() -> NoReturn:
-    """End the process with status 0; freeing all that torch has loaded takes longer than who sent SIGTERM may wait."""
+    """End the process with status 0 and free nothing: that takes longer than who sent SIGTERM may wait."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -35,8 +35,8 @@ from straggle.whatif import WaitForAllPrediction
 _log = logging.getLogger(__name__)
 
 
-def train(config: DictConfig) -> bool:
-    """The whole run, on one rank; false where it was asked to stop before its last step."""
+def train(config: DictConfig) -> None:
+    """The whole run, on one rank; ends the process where it is asked to stop before the last step."""
     if config.replay is not None:
         config = recorded(config)
     run_dir = Path(config.run_dir)
@@ -54,15 +54,14 @@ def train(config: DictConfig) -> bool:
         is_first = dist.get_rank() == 0
         done = job.model.history.num_steps
         checkpoint.save(done, job.model, job.optimizer)
-        finished = bool(done >= config.steps)
-        if finished:
-            _end(job, config, reports)
-        elif is_first:
-            sys.stdout.write(f"stopped after step {done} of {config.steps}; resume=true goes on from there\n")
+        if done < config.steps:
+            if is_first:
+                sys.stdout.write(f"stopped after step {done} of {config.steps}; resume=true goes on from there\n")
+            exit_at_once()
+        _end(job, config, reports)
         job.close()
-    if is_first and config.report and finished:
+    if is_first and config.report:
         _write_report(run_dir)
-    return finished
 
 
 def _write_report(run_dir: Path) -> None:
@@ -250,8 +249,7 @@ def _accuracy(summary: dict[str, Any]) -> str:
 
 @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="train")
 def _hydra(config: DictConfig) -> None:
-    if not train(config):
-        exit_at_once()
+    train(config)
 
 
 def main() -> None:
