@@ -21,7 +21,6 @@ ROOT = Path(__file__).parent.parent
 TOOLS = ROOT.parent / "shared" / "tools"  # beside the checkout: an engine, and a base image where there is no registry
 FILES = ("docker-compose.yml", "docker-compose.gpu.yml")
 BASE = "python:3.11-slim"
-SUBNET = "172.28.211.0/24"
 NUM_WORKERS = 4
 STOPPED_BY_SIGTERM = 128 + 15
 
@@ -141,16 +140,16 @@ def free_port() -> int:
 
 
 class Cluster:
-    """The compose file under a name of its own."""
+    """The compose file under a name and in a subnet of its own: two runs of the tests may share an engine."""
 
-    name = "straggle-test"
+    name = f"straggle-test-{os.getpid()}"
 
     def __init__(self, images: dict[str, str]) -> None:
         self.port = free_port()
         self.variables = {
             **images,
             "PROMETHEUS_PORT": str(self.port),
-            "SUBNET": SUBNET,
+            "SUBNET": f"10.213.{os.getpid() % 256}.0/24",
             "FAST": str(NUM_WORKERS - 1),
         }
 
