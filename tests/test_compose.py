@@ -106,10 +106,9 @@ def worker_image() -> str:
     arguments = ["--network", "host"]
     if (TOOLS / "base-image").exists():
         wheels = ROOT / "docker" / "wheels"
-        if not list(wheels.glob("torch-*.whl")):
-            constraint = ("--constraint", str(ROOT / "constraints.txt"))
-            wanted = ("torch", f"{ROOT}[train]", "hatchling")
-            run("pip", "wheel", "--quiet", "--wheel-dir", str(wheels), *constraint, *wanted, timeout=600)
+        constraint = ("--constraint", str(ROOT / "constraints.txt"))
+        wanted = ("torch", f"{ROOT}[train]", "hatchling")
+        run("pip", "wheel", "--quiet", "--wheel-dir", str(wheels), *constraint, *wanted, timeout=600)
         arguments += ["--build-arg", "PIP_NO_INDEX=1"]
     dockerfile = str(ROOT / "docker" / "Dockerfile")
     build = ("docker", "build", *arguments, "-f", dockerfile, "-t", "straggle-test", str(ROOT))
