@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -127,3 +129,64 @@ def test_terminated_run_leaves_a_checkpoint_and_goes_on_as_if_it_had_not_been(ta
     parts, whole = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "whole"))
     assert parts["parameters_sha256"] == whole["parameters_sha256"]
     assert parts["steps"] == whole["steps"] == done + 5
+
+
+# -- the worker of docker/, which is torchrun on several nodes
+
+STOPPED = 128 + signal.SIGTERM
+
+
+@contextlib.contextmanager
+def worker_of_two(folder, port, *keys):
+    """One worker of two; the first one hosts the rendezvous."""
+    environment = {**ENVIRONMENT, "RENDEZVOUS": f"localhost:{port}", "NODES": "1 + 1"}
+    command = [sys.executable, str(ROOT / "docker" / "worker.py"), *KEYS, *keys]
+    process = subprocess.Popen(command, cwd=folder, env=environment)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_until(condition):
+    while not condition():
+        time.sleep(0.05)
+
+
+def hosts_rendezvous(port):
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+@pytest.mark.slow
+def test_worker_ends_when_it_is_told_though_it_waits_for_one_that_has_ended(tmp_path):
+    port = free_port()
+    keys = (tmp_path, port, "steps=100000", "run_dir=run")
+    with worker_of_two(*keys) as first:
+        wait_until(lambda: hosts_rendezvous(port))
+        with worker_of_two(*keys) as second:
+            wait_for_steps(second, tmp_path / "run" / "trace.jsonl", 5)
+            second.terminate()
+            assert second.wait(60) == STOPPED
+        children = Path(f"/proc/{first.pid}/task/{first.pid}/children")
+        wait_until(lambda: not children.read_text())  # its training has ended, and torchrun waits for the second one's
+        assert first.poll() is None
+        first.terminate()
+        assert first.wait(20) == STOPPED
+    assert (tmp_path / "run" / "checkpoint" / "state.json").exists()
+
+
+@pytest.mark.slow
+def test_worker_that_waits_for_another_to_come_ends_when_it_is_told(tmp_path):
+    port = free_port()
+    with worker_of_two(tmp_path, port, "steps=1", "run_dir=run") as process:
+        wait_until(lambda: hosts_rendezvous(port))
+        process.terminate()
+        assert process.wait(20) == STOPPED
