@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -52,6 +53,7 @@ class Channel:
         # each thread gets a connection of its own: a client serves one request at a time
         self._store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
         self._evidence = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
+        self._counted: deque[int] = deque()  # steps whose counter this rank began
 
     # -- all ranks together
 
@@ -74,9 +76,11 @@ class Channel:
 
     def post_finished(self, step: int) -> None:
         """Tell that this rank has finished its own work for ``step``."""
-        self._evidence.add(f"finished/{step}", 1)
-        if self.rank == 0 and step >= 32:  # no rank asks for steps that far back
-            self._evidence.delete_key(f"finished/{step - 32}")
+        if self._evidence.add(f"finished/{step}", 1) > 1:
+            return
+        self._counted.append(step)  # the first one cleans up, once no rank asks for a step that far back
+        while self._counted[0] <= step - 32:
+            self._evidence.delete_key(f"finished/{self._counted.popleft()}")
 
     def num_finished(self, step: int) -> int:
         """How many ranks have finished their own work for ``step``."""

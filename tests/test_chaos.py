@@ -27,7 +27,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import digest, run_ranks, staged
+from ranks import die, digest, run_ranks, staged
 from training import Chain, shared
 
 from straggle import FixedDeadline, Patience, PeerFailed, StepReport, stages
@@ -485,7 +485,7 @@ def sleep_and_fail(seconds):
 
 def sleep_and_die(seconds):
     time.sleep(seconds)
-    os.kill(os.getpid(), signal.SIGKILL)
+    die()
 
 
 @pytest.mark.parametrize("rank", [0, 1])

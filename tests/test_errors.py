@@ -1,12 +1,9 @@
 """What is refused, with which words, and how the failure of one rank ends the others."""
 
-import os
-import signal
-
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks, staged
+from ranks import die, run_ranks, staged
 from torch import nn
 from torch.distributed.tensor import distribute_tensor, init_device_mesh
 from training import Signals, features, mlp
@@ -236,21 +233,21 @@ def test_failure_of_a_rank_that_was_spoken_for_ends_the_others_too():
     assert "rank 1 raised in step 2" in peer.message
 
 
-def die(rank, at_step, deadline):
+def train_and_die(rank, at_step, deadline):
     module = mlp()
     with staged(module, deadline=deadline) as model:
         for number in range(100):
             with model.step():
                 loss = model(features(rank, number)).sum()
                 if (rank, number) == (1, at_step):
-                    os.kill(os.getpid(), signal.SIGKILL)
+                    die()
                 loss.backward()
 
 
 @pytest.mark.parametrize("deadline", [None, 0.2], ids=["no deadline", "deadline"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_killed_rank_ends_the_others_with_its_name(world_size, deadline):
-    ends = run_ranks(die, world_size, 3, deadline, outcomes=True, timeout_s=PEERS_END_WITHIN_S)
+    ends = run_ranks(train_and_die, world_size, 3, deadline, outcomes=True, timeout_s=PEERS_END_WITHIN_S)
     assert ends[1].kind == "Killed"
     for end in (ends[0], *ends[2:]):
         assert end.kind == "PeerFailed"

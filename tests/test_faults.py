@@ -473,7 +473,7 @@ def test_scenario_is_a_mapping_of_names_to_faults(path):
 
 
 def test_scenarios_are_those_documented():
-    names = ["dropcompute", "everyone_noisy", "none", "random_delay", "slow_rank", "stall"]
+    names = ["dropcompute", "everyone_noisy", "none", "pace", "random_delay", "slow_rank", "stall"]
     assert [path.stem for path in SCENARIOS] == names
 
 
