@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parent.parent
 TOOLS = ROOT.parent / "shared" / "tools"  # beside the checkout: an engine, and a base image where there is no registry
@@ -78,6 +79,18 @@ def test_ports_are_open_to_this_machine_only() -> None:
     ports = [port for service in services.values() for port in service.get("ports", [])]
     assert len(ports) == 2
     assert {port["host_ip"] for port in ports} == {"127.0.0.1"}
+
+
+@pytest.mark.usefixtures("plugin")
+def test_grafana_finds_the_dashboards_and_prometheus_where_its_provisioning_says() -> None:
+    services = configuration(FILES[0])["services"]
+    mounts = {mount["target"]: Path(mount["source"]) for mount in services["grafana"]["volumes"]}
+    folder = mounts["/etc/grafana/provisioning"]
+    (provider,) = [yaml.safe_load(path.read_text()) for path in (folder / "dashboards").iterdir()]
+    assert {entry["options"]["path"] for entry in provider["providers"]} <= mounts.keys()
+    (source,) = [yaml.safe_load(path.read_text()) for path in (folder / "datasources").iterdir()]
+    assert [entry["url"] for entry in source["datasources"]] == ["http://prometheus:9090"]
+    assert "--web.listen-address" not in " ".join(services["prometheus"]["command"])  # 9090 is its default
 
 
 def test_what_the_image_is_made_of_is_in_the_build_context() -> None:
