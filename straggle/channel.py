@@ -106,7 +106,7 @@ class Channel:
         give_up_at = began_at + (give_up_s or self.give_up_s)
         told = None
         while not self._ended(work, what):
-            if time.monotonic() > give_up_at or self._failures():
+            if time.monotonic() > give_up_at or self._failures() or self._store.add("survivors", 0) > 0:
                 raise PeerFailed(self.explain(what))
             waited_s = time.monotonic() - began_at
             if told is None and waited_s > LONG_S:
@@ -155,6 +155,7 @@ class Channel:
         until = time.monotonic() + patience_s
         try:
             self._store.set(f"survivor/{self.rank}", "")
+            self._store.add("survivors", 1)  # who waits for this rank, and not for the one that is gone, learns of it
             while not (failures := self._failures()):
                 missing = [rank for rank in range(self.world_size) if not self._store.check([f"survivor/{rank}"])]
                 if not missing or time.monotonic() > until:

@@ -1,6 +1,7 @@
 """Peers that wait long say for whom and why, once; in the end they give up with the same words."""
 
 import logging
+import time
 
 import pytest
 from ranks import run_ranks, staged
@@ -92,3 +93,29 @@ def wait_for_it(rank):
 
 def test_collective_that_ends_just_when_the_wait_for_it_is_over_did_not_fail():
     assert run_ranks(wait_for_it, 1) == [0]
+
+
+class NeverEnds:
+    """A collective that waits for a rank that lives, which itself waits no more."""
+
+    def wait(self, timeout):
+        time.sleep(timeout.total_seconds())
+        raise RuntimeError("Operation timed out!")
+
+    def is_completed(self):
+        return False
+
+
+def lose_rank_2(rank):
+    channel = Channel(None, give_up_s=300.0)
+    if rank == 0:  # its connection to rank 2 broke
+        return channel.explain("the merge")
+    if rank == 1:
+        with pytest.raises(PeerFailed) as failure:
+            channel.wait(NeverEnds(), 0, "the merge")
+        return str(failure.value)
+    return "the merge: no answer from ranks [2]"
+
+
+def test_rank_whose_own_connections_hold_learns_from_another_that_one_is_gone():
+    assert set(run_ranks(lose_rank_2, 3)) == {"the merge: no answer from ranks [2]"}
