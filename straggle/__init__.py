@@ -10,9 +10,18 @@ for x, y in loader:
     optimizer.zero_grad()
 """
 
+from straggle.around import Anneal, DropBudget, Shadow
 from straggle.backward import DeadlineReached
 from straggle.channel import PeerFailed
-from straggle.deadline import Deadline, FixedDeadline, History, Patience, QuantileDeadline, WaitForAll
+from straggle.deadline import (
+    Deadline,
+    FirstK,
+    FixedDeadline,
+    MedianDeadline,
+    Patience,
+    QuantileDeadline,
+    WaitForAll,
+)
 from straggle.estimators import (
     Abstain,
     Estimate,
@@ -23,6 +32,7 @@ from straggle.estimators import (
     OptimizerMomentum,
     Zero,
 )
+from straggle.history import History, Progress
 from straggle.measure import Reach, StageProfile, measure_stages
 from straggle.merge import Merge
 from straggle.parallel import StagedDataParallel, Step
@@ -30,32 +40,40 @@ from straggle.report import BackwardReport, RankReport, StageReport, StageTime, 
 from straggle.sampler import RequeueSampler
 from straggle.staged import BackwardStep, FinishedStage, StagedBackward
 from straggle.stages import BalancedByTime
+from straggle.threshold import AutoDeadline
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Abstain",
+    "Anneal",
+    "AutoDeadline",
     "BackwardReport",
     "BackwardStep",
     "BalancedByTime",
     "Deadline",
     "DeadlineReached",
+    "DropBudget",
     "Estimate",
     "Estimator",
     "FinishedStage",
+    "FirstK",
     "FixedDeadline",
     "History",
     "LastMerged",
     "LastOwn",
+    "MedianDeadline",
     "Merge",
     "MovingAverage",
     "OptimizerMomentum",
     "Patience",
     "PeerFailed",
+    "Progress",
     "QuantileDeadline",
     "RankReport",
     "Reach",
     "RequeueSampler",
+    "Shadow",
     "StageProfile",
     "StageReport",
     "StageTime",

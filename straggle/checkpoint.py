@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from straggle.deadline import History
+from straggle.history import History
 from straggle.parallel import StagedDataParallel
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -46,7 +46,7 @@ class Checkpoint:
             numbers = {name: value for name, value in flat.items() if not isinstance(value, Tensor)}
             save_file(_separate(model.module.state_dict()), new / "model.safetensors")
             save_file(_separate(flat), new / "optimizer.safetensors")
-            save_file(_history_tensors(model.history), new / "history.safetensors")
+            save_file(model.history.tensors(), new / "history.safetensors")
             (new / "state.json").write_text(json.dumps({"step": step, "optimizer": numbers}, indent=1))
         dist.barrier()
         if rank == 0:
@@ -68,7 +68,7 @@ class Checkpoint:
         flat: dict[str, Any] = {**load_file(self.directory / "optimizer.safetensors"), **state["optimizer"]}
         set_optimizer_state_dict(model.module, optimizer, flat, options=_FLAT)
         history = load_file(self.directory / "history.safetensors")
-        model.restore(History(int(history["num_steps"]), history["compute_s"], history["finished"]))
+        model.restore(History.from_tensors(history))
         own = self.directory / f"rank{rank}.safetensors"
         if own.exists():  # more ranks than before: the new ones begin without a memory
             tensors = load_file(own)
@@ -93,14 +93,6 @@ def _memory(model: StagedDataParallel) -> dict[str, Tensor]:
 def _separate(tensors: dict[str, Any]) -> dict[str, Tensor]:
     """The tensors, each with memory of its own, as safetensors wants them (tied weights share theirs)."""
     return {name: value.detach().cpu().clone() for name, value in tensors.items() if isinstance(value, Tensor)}
-
-
-def _history_tensors(history: History) -> dict[str, Tensor]:
-    return {
-        "num_steps": torch.tensor(history.num_steps),
-        "compute_s": history.compute_s.clone(),
-        "finished": history.finished.clone(),
-    }
 
 
 def _replace(directory: Path, new: Path) -> None:

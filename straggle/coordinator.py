@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from straggle.buffers import StageBuffers
 from straggle.channel import LONG_S, Channel, PeerFailed
 from straggle.clocks import Stopwatch
-from straggle.deadline import Deadline, History, HistoryWindow, Patience, WaitForAll
+from straggle.deadline import Deadline, Patience, WaitForAll
 from straggle.estimators import Estimator
+from straggle.history import History, HistoryWindow
 from straggle.merge import Merge
 from straggle.report import PHASES
 from straggle.rounds import Contribution, Layout, Round
@@ -42,6 +43,7 @@ class MergedStep:
     table: Table
     seconds: float
     deadline_s: float
+    shadow_s: float
     merged_at: float
     stood_in: bool
     num_gradients: int
@@ -65,12 +67,13 @@ class Coordinator:
     ) -> None:
         self._parameters = parameters
         self._channel = channel
+        deadline.prepare(patience)
         self._policy = deadline
         self._estimator = estimator
         self._patience = patience
         self._merge = merge
         self._num_changes = num_changes
-        self._quorum = patience.quorum_of(channel.world_size)
+        self._quorum = patience.quorum_of(channel.world_size, deadline.quorum)
         self._clock = clock
         self.stopwatch = Stopwatch(clock)
         self._lock = threading.Lock()
@@ -84,6 +87,11 @@ class Coordinator:
         self._times_at_merge = self.stopwatch.read()
         self._window = HistoryWindow(deadline.window, channel.world_size)
         self._deadline_s = math.inf  # of the step that is being merged; the first waits for everyone
+        self._stage_share: Tensor | None = None  # of the model, where the policy looks at more than times
+        self._shadow_s = math.nan  # what it would be, of a policy that is not enforced
+        self._waited_since = math.inf  # when a quorum was seen to wait
+        self._merge_s = 0.0
+        self._closed_at = self._merged_at
         # the training thread
         self._training = 0  # its step: the one that it is in, or will enter next
         self._entered_at: float | None = None
@@ -93,6 +101,7 @@ class Coordinator:
         self._num_microbatches = 1
         self._weight = 1.0
         self._idle = False
+        self._microbatch_s: list[float] = []  # when each was finished
         self._overrun_s = 0.0
         self._failed = False
         # between both
@@ -156,7 +165,12 @@ class Coordinator:
         self._policy = WaitForAll()
 
     def start(self) -> None:
-        """Start the stand-in: from now on this rank can be late."""
+        """Start the stand-in: from now on this rank can be late, and its stages stay as they are."""
+        if self._policy.wants_progress:
+            numel = torch.tensor([stage.numel for stage in self.plan.stages], dtype=torch.float32)
+            with self._lock:
+                self._stage_share = numel / numel.sum()
+                self._window.watch(self._stage_share)
         self._stand_in = threading.Thread(target=self._stand_in_loop, name="straggle-stand-in", daemon=True)
         self._stand_in.start()
 
@@ -177,12 +191,17 @@ class Coordinator:
             self._fingerprint = fingerprint
             self._entered_at = self._clock()
             self._num_microbatches = num_microbatches
-            self._weight, self._idle = 1.0, idle
+            self._weight, self._idle, self._microbatch_s = 1.0, idle, []
             if self._entered_at >= self._merged_at + self._deadline_s:
                 self._stand_in_wakes.notify()  # it sleeps until it would speak for a rank that has not entered
             if self._held is not None:
                 self._spare = self._spare or self._held  # a second spare is memory that only a stuck rank needs
                 self._held = None
+
+    def microbatch_finished(self) -> None:
+        """The training thread has finished a micro-batch of its step."""
+        if len(self._microbatch_s) < self._num_microbatches:  # a loop may call the model more often
+            self._microbatch_s.append(self._clock() - (self._entered_at or 0.0))
 
     def weigh(self, weight: float) -> None:
         """Give this rank's step a weight. Raises ``ValueError`` and, after the first gradient, ``RuntimeError``."""
@@ -321,6 +340,8 @@ class Coordinator:
     ) -> None:
         """Issue what is left of the training thread's own step."""
         own = current.own_part(truncated=truncated, in_backward=self.stopwatch.phase == "backward")
+        if not truncated:
+            self.microbatch_finished()
         if truncated and not self._idle:
             own = current.estimate(own, self._estimator, self._parameters)
         self._close(current, own, scalars, changes)
@@ -335,6 +356,7 @@ class Coordinator:
         """Issue all that is left, with the telemetry."""
         current.buffers.tell(self._channel.rank, self._row(current, own, scalars).encode(), changes)
         current.close(own)
+        self._closed_at = self._clock()
 
     def _row(self, current: Round, own: Contribution, scalars: Mapping[str, float]) -> Row:
         """This rank's telemetry for the round."""
@@ -360,6 +382,9 @@ class Coordinator:
             computed=self._layout.by_stage(own.computed),
             estimated=self._layout.by_stage(estimated),
             stage_s=tuple(current.stage_s),
+            merge_s=self._merge_s,
+            num_microbatches=current.num_microbatches,
+            microbatch_s=tuple(self._microbatch_s) if self._in_step() else (),
             scalars=scalars,
         )
 
@@ -380,19 +405,31 @@ class Coordinator:
                 table=table,
                 seconds=now - self._merged_at,
                 deadline_s=self._deadline_s,
+                shadow_s=self._shadow_s,
                 merged_at=now,
                 stood_in=current.stood_in,
                 num_gradients=current.num_gradients,
             )
-            before_s = self._deadline_s
-            self._deadline_s = self._policy.decide(self._window.append(table.compute_s(), table.finished()))
+            before_s, self._merge_s = self._deadline_s, now - self._closed_at
+            self._decide(table)
             self._any_late = table.any_late()
             self._merging += 1
+            self._waited_since = math.inf
             self._round = None
             self._merged_at, self._times_at_merge = now, self.stopwatch.read()
             self._step_merged.notify_all()
             if self._deadline_s < 0.9 * before_s:  # it sleeps until the end of a longer one
                 self._stand_in_wakes.notify()
+
+    def _decide(self, table: Table) -> None:
+        """The deadline of the next step."""
+        shares = self._stage_share
+        progress = None if shares is None else table.progress(shares, self._patience.granularity)
+        decided_s = self._policy.decide(self._window.append(table.compute_s(), table.finished(), progress))
+        if self._policy.enforced:
+            self._deadline_s = decided_s
+        else:
+            self._shadow_s = decided_s
 
     # -- the stand-in
 
@@ -432,6 +469,8 @@ class Coordinator:
                 return
         waited_for = self._channel.num_finished(step) >= self._quorum
         with self._lock:
+            if waited_for and step == self._merging:
+                self._waited_since = min(self._waited_since, self._clock())
             stop_at, speak_at = self._limits()
             closed = self._round is not None and self._round.closed  # all is issued: there is nothing left to say
             if step != self._merging or closed or self._clock() < stop_at:
@@ -439,6 +478,8 @@ class Coordinator:
             if not waited_for:
                 asked_for_s = self._clock() - max(stop_at, self._merged_at)
                 self._stand_in_wakes.wait(0.002 + 0.05 * min(asked_for_s, 1.0))  # asks less often as time goes by
+                return
+            if self._sleep_until(self._waited_since + self._policy.grace_s):
                 return
             if self._entered_at is not None:
                 self._stop_step = max(self._stop_step, step)
@@ -496,6 +537,10 @@ class Coordinator:
             next_stop_at = self._clock() + self._deadline_s
             return next_stop_at, next_stop_at
         if lag > 0:  # still stuck in an earlier step
-            return (-math.inf, -math.inf) if lag < self._patience.max_lag else (math.inf, math.inf)
+            waited_for = lag >= self._patience.max_lag or self._deadline_s == math.inf
+            return (math.inf, math.inf) if waited_for else (-math.inf, -math.inf)
         stop_at = self._deadline_s + (self._merged_at if self._entered_at is None else self._entered_at)
-        return stop_at, stop_at + self._patience.grace_s if self._patience.max_lag > 0 else math.inf
+        if self._patience.max_lag == 0:
+            return stop_at, math.inf
+        late_at = stop_at if self._waited_since == math.inf else max(stop_at, self._waited_since + self._policy.grace_s)
+        return stop_at, late_at + self._patience.grace_s

@@ -4,39 +4,37 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, final, get_args
 
-import torch
 from torch import Tensor
 
+from straggle.history import History
+
 Granularity = Literal["stage", "microbatch"]
-
-
-@dataclass(frozen=True)
-class History:
-    """Telemetry of the last ``window`` merged steps, oldest first, equal on every rank.
-
-    ``compute_s`` and ``finished`` have the shape (steps, ranks). Where ``finished`` is false the rank was stopped, and
-    its ``compute_s`` is only a lower bound; NaN means that it never entered the step. ``num_steps`` counts all merged
-    steps, also those that have left the window.
-    """
-
-    num_steps: int
-    compute_s: Tensor
-    finished: Tensor
 
 
 class Deadline(ABC):
     """Seconds that a rank may use for a step, counted from entering ``step()``.
 
     A policy is a function of the history alone, so that every rank comes to the same answer and a resumed run to the
-    same one as an uninterrupted run. ``window`` is how many steps of history it wants to see.
+    same one as an uninterrupted run. ``window`` is how many steps of history it wants to see, ``wants_progress``
+    whether it looks at more than times (`History.progress`).
+
+    ``quorum``: how many ranks must have finished before another is late, instead of `Patience.quorum`; ``grace_s``: so
+    many seconds after they have. ``enforced``: whether ranks are stopped; if not, what would have happened is reported.
+    ``predicted_drop``: the share of the gradients that it expects to be dropped in the next step; NaN: it has no idea.
     """
 
     window: int = 1
+    wants_progress: bool = False
+    quorum: int | None = None
+    grace_s: float = 0.0
+    enforced: bool = True
+    predicted_drop: float = math.nan
+
+    def prepare(self, patience: Patience) -> None:  # noqa: B027
+        """Told once, before the first step, how late ranks are treated."""
 
     @abstractmethod
     def decide(self, history: History) -> float:
@@ -50,7 +48,7 @@ class FixedDeadline(Deadline):
     def __init__(self, budget_s: float, *, warmup_steps: int = 1) -> None:
         if not budget_s > 0:
             raise ValueError(f"budget_s={budget_s}: a deadline needs a positive number of seconds (or deadline=None)")
-        _check_count("warmup_steps", warmup_steps)
+        check_count("warmup_steps", warmup_steps)
         self.budget_s = float(budget_s)
         self.warmup_steps = warmup_steps
 
@@ -73,8 +71,8 @@ class QuantileDeadline(Deadline):
             raise ValueError(f"q={q}: a quantile lies between 0 and 1, such as 0.5 for the median")
         if not slack >= 1:
             raise ValueError(f"slack={slack}: must be at least 1, or the deadline shrinks from step to step")
-        _check_count("window", window, least=1)
-        _check_count("warmup_steps", warmup_steps, least=1)
+        check_count("window", window, least=1)
+        check_count("warmup_steps", warmup_steps, least=1)
         self.q = q
         self.slack = slack
         self.window = window
@@ -87,45 +85,61 @@ class QuantileDeadline(Deadline):
 
 
 @final
+class MedianDeadline(Deadline):
+    """Median of all ranks' compute times over the last ``window`` steps, plus ``k`` times their spread.
+
+    The spread is the median absolute deviation from the median, which one slow rank does not move. Where all times are
+    nearly the same it says little: the deadline is ``slack`` times the median at least.
+    """
+
+    def __init__(self, k: float = 5.0, slack: float = 1.1, *, window: int = 50, warmup_steps: int = 10) -> None:
+        if not 0 <= k < math.inf:
+            raise ValueError(f"k={k}: must be a number from 0 on, such as 5")
+        if not slack >= 1:
+            raise ValueError(f"slack={slack}: must be at least 1, or half of all ranks are late by definition")
+        check_count("window", window, least=1)
+        check_count("warmup_steps", warmup_steps, least=1)
+        self.k = k
+        self.slack = slack
+        self.window = window
+        self.warmup_steps = warmup_steps
+
+    def decide(self, history: History) -> float:
+        if history.num_steps < self.warmup_steps:
+            return math.inf
+        median_s = _quantile(history.compute_s, 0.5)
+        spread_s = _quantile((history.compute_s - median_s).abs(), 0.5) if median_s < math.inf else 0.0
+        return max(median_s + self.k * spread_s, self.slack * median_s)
+
+
+@final
+class FirstK(Deadline):
+    """A rank is late once ``k`` ranks have finished the step, and ``grace_s`` seconds are over since.
+
+    The rule of backup workers (Chen et al. 2016, "Revisiting distributed synchronous SGD", section 3) and, with ``k``
+    just above half of the ranks, of eager-SGD's majority (PPoPP 2020, section 4); here a late rank keeps what it has.
+    Every rank tells the job's store that it has finished, and a running rank asks there every few milliseconds.
+    """
+
+    def __init__(self, k: int, *, grace_s: float = 0.0, warmup_steps: int = 1) -> None:
+        check_count("k", k, least=1)
+        check_count("warmup_steps", warmup_steps, least=1)
+        if not 0 <= grace_s < math.inf:
+            raise ValueError(f"grace_s={grace_s}: must be a number of seconds")
+        self.quorum = k
+        self.grace_s = grace_s
+        self.warmup_steps = warmup_steps
+
+    def decide(self, history: History) -> float:
+        return math.inf if history.num_steps < self.warmup_steps else 0.0
+
+
+@final
 class WaitForAll(Deadline):
     """No deadline: nobody is ever late, as with DDP."""
 
     def decide(self, history: History) -> float:  # noqa: ARG002
         return math.inf
-
-
-class HistoryWindow:
-    """The steps that a policy sees: each row is written twice, so that the window always lies in one piece."""
-
-    def __init__(self, window: int, world_size: int) -> None:
-        self._window = window
-        # plain memory below the tensors: a write costs a tenth of a tensor's
-        self._seconds = array("d", [math.nan]) * (2 * window * world_size)
-        self._flags = bytearray(2 * window * world_size)
-        self._compute_s = torch.frombuffer(self._seconds, dtype=torch.float64).view(2 * window, world_size)
-        self._finished = torch.frombuffer(self._flags, dtype=torch.bool).view(2 * window, world_size)
-        self._num_steps = 0
-
-    def append(self, compute_s: Sequence[float], finished: Sequence[bool]) -> History:
-        """Add a merged step, a number for each rank; the history as it is now."""
-        ranks, slot = len(compute_s), self._num_steps % self._window
-        for row in (slot, slot + self._window):
-            self._seconds[row * ranks : (row + 1) * ranks] = array("d", compute_s)
-            self._flags[row * ranks : (row + 1) * ranks] = bytes(finished)
-        self._num_steps += 1
-        return self.read()
-
-    def read(self) -> History:
-        """The history as it is now; its tensors are views."""
-        end = (self._num_steps - 1) % self._window + self._window + 1
-        rows = slice(end - min(self._num_steps, self._window), end)
-        return History(self._num_steps, self._compute_s[rows], self._finished[rows])
-
-    def restore(self, history: History) -> None:
-        """Go on from a history that was saved."""
-        self._num_steps = history.num_steps - len(history.compute_s)
-        for compute_s, finished in zip(history.compute_s.tolist(), history.finished.tolist(), strict=True):
-            self.append(compute_s, finished)
 
 
 @dataclass(frozen=True)
@@ -150,19 +164,23 @@ class Patience:
 
     def __post_init__(self) -> None:
         if self.quorum is not None:
-            _check_count("quorum", self.quorum, least=1)
-        _check_count("max_lag", self.max_lag)
+            check_count("quorum", self.quorum, least=1)
+        check_count("max_lag", self.max_lag)
         if not self.grace_s >= 0:
             raise ValueError(f"grace_s={self.grace_s}: seconds cannot be negative")
         if not 1 <= self.give_up_s < math.inf:
             raise ValueError(f"give_up_s={self.give_up_s}: must be a finite number of seconds, at least 1")
         check_granularity(self.granularity)
 
-    def quorum_of(self, world_size: int) -> int:
-        """Ranks that must have finished; raises ``ValueError`` where there are not that many others."""
-        if self.quorum is not None and self.quorum > world_size:
-            raise ValueError(f"quorum={self.quorum}: there are only {world_size} ranks")
-        return self.quorum or max(1, world_size // 2)
+    def quorum_of(self, world_size: int, wanted: int | None = None) -> int:
+        """Ranks that must have finished, or as many as a policy has ``wanted``.
+
+        Raises ``ValueError`` where there are not that many.
+        """
+        quorum = wanted or self.quorum
+        if quorum is not None and quorum > world_size:
+            raise ValueError(f"quorum={quorum}: there are only {world_size} ranks")
+        return quorum or max(1, world_size // 2)
 
 
 def as_deadline(deadline: Deadline | float | None) -> Deadline:
@@ -197,6 +215,7 @@ def _quantile(values: Tensor, q: float) -> float:
     return below + part * (above - below)
 
 
-def _check_count(name: str, value: int, least: int = 0) -> None:
+def check_count(name: str, value: int, least: int = 0) -> None:
+    """Raise ``ValueError`` for what is no whole number of at least ``least``."""
     if not isinstance(value, int) or value < least:
         raise ValueError(f"{name}={value}: must be a whole number of at least {least}")

@@ -23,8 +23,9 @@ from straggle.channel import Channel
 from straggle.checks import check_module, check_same_on_all_ranks, fingerprint
 from straggle.clocks import FinishTimes, HostLimit
 from straggle.coordinator import Coordinator, MergedStep
-from straggle.deadline import Deadline, History, Patience, as_deadline
+from straggle.deadline import Deadline, Patience, as_deadline
 from straggle.estimators import Abstain, Estimator
+from straggle.history import History
 from straggle.merge import Merge, ModuleBuffers
 from straggle.replay import Decision, Recording
 from straggle.report import StepReport
@@ -116,6 +117,8 @@ class StagedDataParallel(nn.Module):
             stopwatch.enter("outside")
             return self.module(*args, **kwargs)
         stopwatch.enter("forward")
+        if self._step.num_forward > 0:  # its first forward pass ends the micro-batch before it
+            self._coordinator.microbatch_finished()
         self.check()
         output = self.module(*args, **kwargs)
         self._step.num_forward += 1

@@ -12,18 +12,21 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
+from straggle.deadline import Granularity
+from straggle.history import StepProgress
 from straggle.report import PHASES, Phase, RankReport, StageReport, StepReport
 from straggle.stages import StagePlan
 
 MAX_SCALARS = 8
+MICROBATCH_SLOTS = 16  # for the times at which micro-batches end; of more of them, several share one
 _TIMES = tuple(f"{phase}_s" for phase in PHASES)
 _FLAGS = ("late", "stood_in", "cause", "failed", "idle", "weight", "nonfinite", "fingerprint_high", "fingerprint_low")
-_FIELDS = (*_TIMES, "compute_s", "busy_s", "overrun_s", *_FLAGS)
+_FIELDS = (*_TIMES, "compute_s", "busy_s", "overrun_s", *_FLAGS, "merge_s", "num_microbatches")
 _COLUMN = {name: column for column, name in enumerate(_FIELDS)}
 NONFINITE = _COLUMN["nonfinite"]  # counted while the row is on its way
 NO_FINGERPRINT = -1
@@ -34,7 +37,8 @@ class Row:
     """One rank's telemetry for one step; times in seconds, ``cause`` an index into ``PHASES`` or -1.
 
     ``computed`` and ``estimated`` are relative to the rank's own ``weight``; ``idle``: it has no more data.
-    ``fingerprint`` has 48 bits, which go as two numbers that are exact in float32.
+    ``fingerprint`` has 48 bits, which go as two numbers that are exact in float32. ``merge_s``: seconds from the end of
+    the rank's own work in the step before to the end of its merge. ``microbatch_s``: when each micro-batch ended.
     """
 
     times: Mapping[Phase, float]
@@ -51,6 +55,9 @@ class Row:
     computed: tuple[float, ...] = ()
     estimated: tuple[float, ...] = ()
     stage_s: tuple[float, ...] = ()
+    merge_s: float = 0.0
+    num_microbatches: int = 1
+    microbatch_s: tuple[float, ...] = ()
     scalars: Mapping[str, float] = field(default_factory=dict)
 
     def encode(self) -> Tensor:
@@ -60,20 +67,39 @@ class Row:
         fixed += [float(self.late), float(self.stood_in), float(self.cause), float(self.failed)]
         fixed += [float(self.idle), self.weight, 0.0]
         fixed += [float(self.fingerprint >> 24), float(self.fingerprint & 0xFFFFFF)]
+        fixed += [self.merge_s, float(self.num_microbatches)]
+        slots = [math.nan] * MICROBATCH_SLOTS
+        for number, seconds in enumerate(self.microbatch_s):
+            slots[_slot(number, self.num_microbatches)] = seconds
         pairs = [number for name, value in self.scalars.items() for number in (name_hash(name), value)]
         pairs += [0.0] * (2 * MAX_SCALARS - len(pairs))
-        numbers = array("f", [*fixed, *self.computed, *self.estimated, *self.stage_s, *pairs])
+        numbers = array("f", [*fixed, *self.computed, *self.estimated, *self.stage_s, *slots, *pairs])
         return torch.frombuffer(numbers, dtype=torch.float32)
 
 
 def row_length(num_stages: int) -> int:
     """Elements of an encoded row."""
-    return len(_FIELDS) + 3 * num_stages + 2 * MAX_SCALARS
+    return len(_FIELDS) + 3 * num_stages + MICROBATCH_SLOTS + 2 * MAX_SCALARS
+
+
+def _slot(microbatch: int, num_microbatches: int) -> int:
+    """Where the end of a micro-batch is told."""
+    most = MICROBATCH_SLOTS
+    return microbatch if num_microbatches <= most else microbatch * most // num_microbatches
 
 
 def name_hash(name: str) -> float:
     """A number for a scalar's name, exact in float32 and never 0, which marks an empty slot."""
     return float(int.from_bytes(hashlib.sha256(name.encode()).digest()[:3], "big") | 1)
+
+
+@lru_cache(maxsize=64)
+def _slot_counts(num_microbatches: int) -> list[int]:
+    """How many micro-batches each slot stands for."""
+    counts = [0] * MICROBATCH_SLOTS
+    for number in range(num_microbatches):
+        counts[_slot(number, num_microbatches)] += 1
+    return counts
 
 
 class Table:
@@ -124,6 +150,23 @@ class Table:
             return None
         most = Counter(known.values()).most_common(1)[0][0]
         return tuple(rank for rank, own in known.items() if own != most)
+
+    def progress(self, stage_share: Tensor, granularity: Granularity) -> StepProgress:
+        """How each rank came through the step; ``stage_share`` is the share of the model that each stage is."""
+        first, stages, slots = len(_FIELDS), self._num_stages, MICROBATCH_SLOTS
+        computed, stage_s = (self._rows[:, first + k * stages : first + (k + 1) * stages] for k in (0, 2))
+        microbatch_s = self._rows[:, first + 3 * stages : first + 3 * stages + slots]
+        counts = [_slot_counts(int(number)) for number in self._column("num_microbatches")]
+        share = torch.tensor(counts, dtype=torch.float32)
+        share /= share.sum(1, keepdim=True)
+        if granularity == "stage":  # the last micro-batch comes in stages
+            share, microbatch_s = share[:, 1:], microbatch_s[:, : slots - 1]
+            of_stages = 1.0 - share.sum(1, keepdim=True)
+            share, microbatch_s = torch.cat([share, of_stages * stage_share], 1), torch.cat([microbatch_s, stage_s], 1)
+        busy_s, compute_s = self._column("busy_s"), [s for s in self._column("compute_s") if not math.isnan(s)]
+        overhead_s = max(busy_s) - max(compute_s, default=0.0) + min(self._column("merge_s"))
+        weight = [0.0 if idle else own for own, idle in zip(self._column("weight"), self._column("idle"), strict=True)]
+        return StepProgress(microbatch_s, share, computed, torch.tensor(weight), torch.tensor(max(0.0, overhead_s)))
 
     def report(self, step: int, seconds: float, deadline_s: float, plan: StagePlan, names: Iterable[str]) -> StepReport:
         """The step's report; ``names`` are the scalars that this rank knows by name."""
@@ -183,7 +226,7 @@ class Table:
     def _scalars(self, rows: list[list[float]], names: Iterable[str]) -> dict[str, float]:
         known = {name_hash(name): name for name in names}
         values: dict[str, list[float]] = {}
-        first = len(_FIELDS) + 3 * self._num_stages
+        first = len(_FIELDS) + 3 * self._num_stages + MICROBATCH_SLOTS
         for row in rows:
             for key, value in zip(row[first::2], row[first + 1 :: 2], strict=True):
                 if key in known:

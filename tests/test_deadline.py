@@ -8,7 +8,8 @@ from ranks import run_ranks, staged
 from training import features, mlp
 
 from straggle import Deadline, FixedDeadline, History, Patience, QuantileDeadline
-from straggle.deadline import HistoryWindow, WaitForAll, as_deadline
+from straggle.deadline import WaitForAll, as_deadline
+from straggle.history import HistoryWindow
 
 NAN = math.nan
 

@@ -1,0 +1,165 @@
+"""What the ranks' telemetry was in the last merged steps: the same on every rank, so that policies decide alike."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How each rank came through each step: what a policy may ask for beside the times (`Deadline.wants_progress`).
+
+    A step's work is counted in units, which are finished one after another: its micro-batches but the last, and the
+    stages of the last one; with ``granularity="microbatch"`` all its micro-batches. ``unit_s``, of shape (steps, ranks,
+    units), has the seconds from entering the step to each unit's end, NaN where that never came; ``unit_share``, of the
+    same shape, the share of the rank's gradient that comes with it (0: the rank had fewer units).
+
+    ``computed`` of shape (steps, ranks, stages) is the share of each stage that the rank handed in; ``stage_share`` of
+    shape (stages,) the share of the model that a stage is; ``weight`` of shape (steps, ranks) the weight of the rank's
+    step (0: it had no data). ``overhead_s`` of shape (steps,): seconds of the step
+    beside its slowest rank's compute time.
+    """
+
+    unit_s: Tensor
+    unit_share: Tensor
+    computed: Tensor
+    stage_share: Tensor
+    weight: Tensor
+    overhead_s: Tensor
+
+
+@dataclass(frozen=True)
+class History:
+    """Telemetry of the last ``window`` merged steps, oldest first, equal on every rank.
+
+    ``compute_s`` and ``finished`` have the shape (steps, ranks). Where ``finished`` is false the rank was stopped, and
+    its ``compute_s`` is only a lower bound; NaN means that it never entered the step. ``num_steps`` counts all merged
+    steps, also those that have left the window. ``progress`` covers the last steps of these, as many as were made
+    with the stages as they are now; ``None`` for policies that do not ask for it.
+    """
+
+    num_steps: int
+    compute_s: Tensor
+    finished: Tensor
+    progress: Progress | None = None
+
+    def last(self, steps: int, before: int = 0) -> History:
+        """The last ``steps`` steps of it, or those that come ``before`` so many others."""
+        first, end = (max(0, len(self.compute_s) - before - more) for more in (steps, 0))
+        progress = self.progress
+        if progress is not None:
+            rows = {name: value for name, value in vars(progress).items() if name != "stage_share"}
+            stop = len(progress.unit_s) - before
+            kept = {name: value[max(0, stop - steps) : max(0, stop)] for name, value in rows.items()}
+            progress = Progress(stage_share=progress.stage_share, **kept)
+        return History(self.num_steps - before, self.compute_s[first:end], self.finished[first:end], progress)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of it as tensors of its own, to be saved."""
+        parts = {"num_steps": torch.tensor(self.num_steps), "compute_s": self.compute_s, "finished": self.finished}
+        parts |= {f"progress.{name}": value for name, value in vars(self.progress).items()} if self.progress else {}
+        return {name: tensor.clone() for name, tensor in parts.items()}
+
+    @staticmethod
+    def from_tensors(tensors: Mapping[str, Tensor]) -> History:
+        """The history that `tensors` gave."""
+        parts = {name.removeprefix("progress."): t for name, t in tensors.items() if name.startswith("progress.")}
+        progress = Progress(**parts) if parts else None
+        return History(int(tensors["num_steps"]), tensors["compute_s"], tensors["finished"], progress)
+
+
+@dataclass(frozen=True)
+class StepProgress:
+    """One step of `Progress`: of shape (ranks, units), (ranks, units), (ranks, stages), (ranks,) and ()."""
+
+    unit_s: Tensor
+    unit_share: Tensor
+    computed: Tensor
+    weight: Tensor
+    overhead_s: Tensor
+
+
+class HistoryWindow:
+    """The steps that a policy sees: each row is written twice, so that the window always lies in one piece."""
+
+    def __init__(self, window: int, world_size: int) -> None:
+        self._window = window
+        # plain memory below the tensors: a write costs a tenth of a tensor's
+        self._seconds = array("d", [math.nan]) * (2 * window * world_size)
+        self._flags = bytearray(2 * window * world_size)
+        self._compute_s = torch.frombuffer(self._seconds, dtype=torch.float64).view(2 * window, world_size)
+        self._finished = torch.frombuffer(self._flags, dtype=torch.bool).view(2 * window, world_size)
+        self._num_steps = 0
+        self._progress: ProgressWindow | None = None
+
+    def append(
+        self, compute_s: Sequence[float], finished: Sequence[bool], progress: StepProgress | None = None
+    ) -> History:
+        """Add a merged step, a number for each rank; the history as it is now."""
+        ranks, slot = len(compute_s), self._num_steps % self._window
+        for row in (slot, slot + self._window):
+            self._seconds[row * ranks : (row + 1) * ranks] = array("d", compute_s)
+            self._flags[row * ranks : (row + 1) * ranks] = bytes(finished)
+        self._num_steps += 1
+        if self._progress is not None and progress is not None:
+            self._progress.append(progress)
+        return self.read()
+
+    def watch(self, stage_share: Tensor) -> None:
+        """From here on keep the progress through these stages; what was kept of others is forgotten."""
+        if self._progress is None or not torch.equal(self._progress.stage_share, stage_share):
+            self._progress = ProgressWindow(self._window, stage_share)
+
+    def read(self) -> History:
+        """The history as it is now; its tensors are views."""
+        end = (self._num_steps - 1) % self._window + self._window + 1
+        rows = slice(end - min(self._num_steps, self._window), end)
+        progress = None if self._progress is None else self._progress.read()
+        return History(self._num_steps, self._compute_s[rows], self._finished[rows], progress)
+
+    def restore(self, history: History) -> None:
+        """Go on from a history that was saved."""
+        self._num_steps = history.num_steps - len(history.compute_s)
+        for compute_s, finished in zip(history.compute_s.tolist(), history.finished.tolist(), strict=True):
+            self.append(compute_s, finished)
+        if history.progress is not None:
+            self._progress = ProgressWindow(self._window, history.progress.stage_share)
+            self._progress.restore(history.progress)
+
+
+class ProgressWindow:
+    """The progress of the last steps through the same stages."""
+
+    def __init__(self, window: int, stage_share: Tensor) -> None:
+        self._window = window
+        self.stage_share = stage_share
+        self._rows: dict[str, Tensor] = {}
+        self._num_steps = 0
+
+    def append(self, step: StepProgress) -> None:
+        """Add a step."""
+        slot = self._num_steps % self._window
+        for name, value in vars(step).items():
+            rows = self._rows.setdefault(name, value.new_zeros((2 * self._window, *value.shape)))
+            rows[slot] = rows[slot + self._window] = value
+        self._num_steps += 1
+
+    def read(self) -> Progress | None:
+        """The progress as it is now; its tensors are views."""
+        if self._num_steps == 0:
+            return None
+        end = (self._num_steps - 1) % self._window + self._window + 1
+        steps = slice(end - min(self._num_steps, self._window), end)
+        return Progress(stage_share=self.stage_share, **{name: rows[steps] for name, rows in self._rows.items()})
+
+    def restore(self, progress: Progress) -> None:
+        """Go on from a saved progress."""
+        parts = {name: value for name, value in vars(progress).items() if name != "stage_share"}
+        for step in range(len(progress.unit_s)):
+            self.append(StepProgress(**{name: value[step] for name, value in parts.items()}))

@@ -1,0 +1,64 @@
+"""What a deadline does to a step whose times are known: who is late, how far each rank comes, how long it takes.
+
+`Shadow`, the simulator and the advice all ask this one model of a step. Times are tensors with any number of leading
+dimensions (steps, say) before ranks and units.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rules:
+    """When the work of a step ends: the deadline, who must wait for it, and what becomes of the running unit.
+
+    ``quorum`` ranks must have finished, ``after_quorum_s`` seconds ago. A late rank stops where it is; with
+    ``finish_running`` (micro-batches) it first finishes its running unit, for ``grace_s`` seconds at most.
+    """
+
+    quorum: int
+    after_quorum_s: float = 0.0
+    finish_running: bool = False
+    grace_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``late`` (..., ranks); ``end_s`` (..., ranks), the end of each rank's own work; ``reached`` (..., ranks, units).
+
+    ``seconds``, (...): to the end of the last rank's work, without communication.
+    """
+
+    late: Tensor
+    end_s: Tensor
+    reached: Tensor
+    seconds: Tensor
+
+
+def outcome(unit_s: Tensor, deadline_s: float | Tensor, rules: Rules, entered_s: Tensor | None = None) -> Outcome:
+    """The step under a deadline of ``deadline_s`` seconds, a number or a tensor of shape (...).
+
+    ``unit_s``, (..., ranks, units): seconds from entering the step to the end of each unit of a rank's work, if nobody
+    stops it. ``entered_s``, (..., ranks): when each rank enters, 0 for all if not given.
+    """
+    if entered_s is not None:
+        unit_s = unit_s + entered_s.unsqueeze(-1)
+    whole_s = unit_s[..., -1]
+    quorum_at = whole_s.kthvalue(rules.quorum, dim=-1).values.unsqueeze(-1) + rules.after_quorum_s
+    deadline_at = torch.as_tensor(deadline_s, dtype=unit_s.dtype).unsqueeze(-1)
+    if entered_s is not None:
+        deadline_at = deadline_at + entered_s
+    stop_at = torch.maximum(deadline_at, quorum_at).expand_as(whole_s)
+    late = whole_s > stop_at
+    reached = unit_s <= stop_at.unsqueeze(-1)
+    end_s = torch.minimum(whole_s, stop_at)
+    if rules.finish_running:
+        running_s = unit_s.where(~reached, torch.inf).amin(-1)
+        in_time = late & (running_s <= stop_at + rules.grace_s)
+        end_s = torch.where(late, torch.minimum(running_s, stop_at + rules.grace_s), end_s)
+        reached = reached | (in_time.unsqueeze(-1) & (unit_s == running_s.unsqueeze(-1)))
+    return Outcome(late, end_s, reached, end_s.amax(-1))

@@ -1,0 +1,162 @@
+"""The deadline that makes most of the ranks' own times: DropCompute's rule, on stages as well as on micro-batches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+from torch import Tensor
+
+from straggle.deadline import Deadline, Patience, check_count
+from straggle.history import History, Progress
+
+_FIRST_UNIT = 5  # thresholds before any rank has finished this one (from 0) are not looked at
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """``tau_s`` and what is expected of it: the share ``dropped``, and the ``gain`` (0.1: a tenth more per second)."""
+
+    tau_s: float
+    dropped: float
+    gain: float
+
+
+def choose_threshold(
+    unit_s: Tensor,
+    overhead_s: Tensor,
+    *,
+    unit_share: Tensor | None = None,
+    not_before_s: Tensor | None = None,
+    num_candidates: int = 200,
+) -> Threshold:
+    """The threshold with the largest mean effective speedup over recorded steps.
+
+    ``unit_s``, (steps, ranks, units): seconds from the step's begin to the end of each unit of work; not finite where a
+    unit never ends. ``overhead_s``, (steps,): seconds of each step beside its slowest rank's work. ``unit_share``: the
+    share of a rank's gradient that each unit brings, equal if not given. ``not_before_s``, (steps,): nobody is stopped
+    before, because no quorum waits.
+
+    With ``A = unit_s``, ``R_i = max A_i + overhead_i``, ``gain_i = max A_i - (largest A_i < tau)``, ``d_i`` the share
+    of ``A_i >= tau``: it maximizes ``mean_i[(1 - d_i) / (1 - gain_i / R_i) - 1]`` over ``num_candidates`` of ``tau``.
+    Source: Giladi et al., "DropCompute" (NeurIPS 2023), section 4 and algorithm 2.
+    """
+    steps, ranks, units = unit_s.shape
+    share = torch.full_like(unit_s, 1 / units) if unit_share is None else unit_share
+    times = unit_s.nan_to_num(math.inf, posinf=math.inf)
+    past = times[..., min(_FIRST_UNIT, units - 1) :]
+    if not past.isfinite().any():
+        return Threshold(math.inf, 0.0, 0.0)
+    known = times.where(times.isfinite(), -math.inf)
+    candidates = torch.linspace(float(past.min()), float(known.max()), num_candidates, dtype=times.dtype)
+    tau = candidates.expand(steps, -1)
+    if not_before_s is not None:
+        bound = torch.minimum(not_before_s.to(tau), known.flatten(1).amax(1))
+        tau = torch.maximum(tau, torch.nextafter(bound, bound + 1).unsqueeze(1))
+    ordered, order = times.reshape(steps, -1).sort(dim=1)
+    kept = share.reshape(steps, -1).gather(1, order).cumsum(1) / ranks
+    count = torch.searchsorted(ordered, tau.contiguous())  # of the times below each threshold
+    last = (count - 1).clamp(min=0)
+    some = count > 0
+    reached, whole_s = kept.gather(1, last).where(some, 0.0), known.reshape(steps, -1).amax(1, keepdim=True)
+    gained_s = whole_s - ordered.gather(1, last).where(some, 0.0)
+    step_s = whole_s + overhead_s.unsqueeze(1).to(times)
+    gain = (reached / (1 - gained_s / step_s) - 1).nan_to_num(-1.0).mean(0)
+    best = int(gain.argmax())
+    return Threshold(float(candidates[best]), float(1 - reached.mean(0)[best]), float(gain[best]))
+
+
+def whole_times(progress: Progress, compute_s: Tensor) -> Tensor:
+    """``progress.unit_s`` with the times that a late rank would have taken for what it did not finish.
+
+    They are its peers' typical times, times how much longer than they it took for what it did finish. NaN where a rank
+    did not enter a step.
+    """
+    unit_s = progress.unit_s
+    begin_s = torch.cat([torch.zeros_like(unit_s[..., :1]), unit_s[..., :-1]], -1)
+    used = progress.unit_share > 0
+    spent_s = (unit_s - begin_s).where(used, math.nan)
+    typical_s = spent_s.flatten(0, 1).nanmedian(0).values.nan_to_num(0.0)
+    slowness = (spent_s / typical_s.clamp(min=1e-9)).transpose(0, 1).flatten(1).nanmedian(1).values.nan_to_num(1.0)
+    expected_s = typical_s * slowness.unsqueeze(1)  # (ranks, units)
+    filled, before = unit_s.clone(), torch.zeros_like(unit_s[..., 0])
+    stopped_s = compute_s.to(unit_s)
+    for unit in range(unit_s.shape[-1]):
+        own = unit_s[..., unit]
+        missing = torch.maximum(before + expected_s[:, unit], stopped_s)  # NaN where the rank never entered
+        filled[..., unit] = torch.where(own.isnan(), torch.where(used[..., unit], missing, before), own)
+        before = filled[..., unit]
+    return filled
+
+
+def expected_drop(unit_s: Tensor, unit_share: Tensor, stop_s: Tensor, patience: Patience) -> float:
+    """The share of all gradients that is dropped when ranks are stopped after ``stop_s`` seconds, of shape (steps,).
+
+    A running stage counts with the part of its parameters that are finished (the first one, in which the forward pass
+    lies, does not); a running micro-batch counts where it ends within the grace.
+    """
+    times, stop = unit_s.nan_to_num(math.inf, posinf=math.inf), stop_s.to(unit_s).view(-1, 1, 1)
+    if patience.granularity == "microbatch":
+        begin_s = torch.cat([torch.zeros_like(times[..., :1]), times[..., :-1]], -1)
+        part = ((times <= stop) | ((begin_s <= stop) & (times <= stop + patience.grace_s))).to(times)
+    else:
+        begin_s = torch.cat([times[..., :1], times[..., :-1]], -1)
+        part = ((stop - begin_s) / (times - begin_s).clamp(min=1e-9)).clamp(0, 1).where(times > stop, 1.0)
+        part = part.nan_to_num(0.0)
+    return float(1 - (part * unit_share).sum(-1).mean())
+
+
+@final
+class AutoDeadline(Deadline):
+    """The threshold of DropCompute's rule (`choose_threshold`) over the last ``window`` steps, chosen ever anew.
+
+    It weighs what is dropped against the seconds that are saved, on the clock that it is enforced by. Where the best
+    threshold promises less than ``least_gain`` (0.01: a hundredth more gradient per second), everyone is waited for.
+    ``every``: steps between two choices. ``predicted_drop`` is what the last choice is expected to drop.
+    """
+
+    wants_progress = True
+
+    def __init__(self, *, window: int = 50, warmup_steps: int = 10, every: int = 10, least_gain: float = 0.01) -> None:
+        check_count("window", window, least=1)
+        check_count("warmup_steps", warmup_steps, least=1)
+        check_count("every", every, least=1)
+        if not least_gain >= 0:
+            raise ValueError(f"least_gain={least_gain}: must be a number from 0 on, such as 0.01 for a hundredth")
+        self.window = window + every - 1  # those since the last choice are not looked at
+        self.warmup_steps = warmup_steps
+        self.every = every
+        self.least_gain = least_gain
+        self.chosen: Threshold | None = None
+        self._chosen_at = -1
+        self._patience = Patience()
+
+    def prepare(self, patience: Patience) -> None:
+        self._patience = patience
+
+    def decide(self, history: History) -> float:
+        if history.num_steps < self.warmup_steps or history.progress is None:
+            return math.inf
+        since = (history.num_steps - self.warmup_steps) % self.every
+        if self.chosen is None or history.num_steps - since != self._chosen_at:
+            self._chosen_at = history.num_steps - since
+            self.chosen = self._choose(history.last(self.window - self.every + 1, before=since))
+        worth_it = self.chosen.gain >= self.least_gain
+        self.predicted_drop = self.chosen.dropped if worth_it else 0.0
+        return self.chosen.tau_s if worth_it else math.inf
+
+    def _choose(self, history: History) -> Threshold:
+        progress = history.progress
+        if progress is None or len(progress.unit_s) == 0:
+            return Threshold(math.inf, 0.0, 0.0)
+        steps = len(progress.unit_s)
+        used = (progress.unit_share > 0).flatten(0, 1).any(0)
+        times = whole_times(progress, history.compute_s[-steps:])
+        own_s = history.compute_s[-steps:].where(history.finished[-steps:], math.inf).nan_to_num(math.inf)
+        quorum_s = own_s.kthvalue(self._patience.quorum_of(own_s.shape[1]), dim=1).values
+        times, share = times[..., used], progress.unit_share[..., used]
+        chosen = choose_threshold(times, progress.overhead_s, unit_share=share, not_before_s=quorum_s)
+        stop_s = quorum_s.clamp(min=chosen.tau_s)
+        return replace(chosen, dropped=expected_drop(times, share, stop_s, self._patience))
