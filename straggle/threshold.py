@@ -40,8 +40,8 @@ def choose_threshold(
     before, because no quorum waits.
 
     With ``A = unit_s``, ``R_i = max A_i + overhead_i``, ``gain_i = max A_i - (largest A_i < tau)``, ``d_i`` the share
-    of ``A_i >= tau``: it maximizes ``mean_i[(1 - d_i) / (1 - gain_i / R_i) - 1]`` over ``num_candidates`` of ``tau``.
-    Source: Giladi et al., "DropCompute" (NeurIPS 2023), section 4 and algorithm 2.
+    of ``A_i >= tau``: it maximizes ``mean_i[(1 - d_i) / (1 - gain_i / R_i) - 1]`` over ``num_candidates`` of ``tau``;
+    of equals, it takes the longest. Source: Giladi et al., "DropCompute" (NeurIPS 2023), section 4 and algorithm 2.
     """
     steps, ranks, units = unit_s.shape
     share = torch.full_like(unit_s, 1 / units) if unit_share is None else unit_share
@@ -64,7 +64,7 @@ def choose_threshold(
     gained_s = whole_s - ordered.gather(1, last).where(some, 0.0)
     step_s = whole_s + overhead_s.unsqueeze(1).to(times)
     gain = (reached / (1 - gained_s / step_s) - 1).nan_to_num(-1.0).mean(0)
-    best = int(gain.argmax())
+    best = num_candidates - 1 - int(gain.flip(0).argmax())
     return Threshold(float(candidates[best]), float(1 - reached.mean(0)[best]), float(gain[best]))
 
 

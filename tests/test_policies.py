@@ -1,0 +1,449 @@
+"""Policies that look at how ranks came through a step: on histories made by hand, against closed forms, in training."""
+
+import math
+import random
+
+import pytest
+import torch
+from ranks import digest, run_ranks, staged
+from training import features, mlp
+
+from straggle import (
+    Anneal,
+    AutoDeadline,
+    Deadline,
+    DropBudget,
+    FirstK,
+    FixedDeadline,
+    History,
+    MedianDeadline,
+    Patience,
+    Progress,
+    QuantileDeadline,
+    Shadow,
+)
+from straggle.around import dropped_per_stage
+from straggle.history import HistoryWindow, StepProgress
+from straggle.outcome import Rules, outcome
+from straggle.telemetry import MICROBATCH_SLOTS, Row, Table
+from straggle.threshold import choose_threshold, expected_drop, whole_times
+
+NAN, INF = math.nan, math.inf
+
+
+def history(unit_s, num_steps=None, computed=None, overhead_s=0.0, unit_share=None):
+    """Steps in which nobody was stopped, unless ``computed`` says so."""
+    unit_s = torch.as_tensor(unit_s, dtype=torch.float64)
+    steps, ranks, units = unit_s.shape
+    share = torch.full_like(unit_s, 1 / units) if unit_share is None else torch.as_tensor(unit_share).expand_as(unit_s)
+    computed = torch.ones(steps, ranks, units) if computed is None else torch.as_tensor(computed)
+    finished = (computed == 1).all(-1)
+    progress = Progress(
+        unit_s, share, computed, share[0, 0], torch.ones(steps, ranks), torch.full((steps,), float(overhead_s))
+    )
+    return History(steps if num_steps is None else num_steps, unit_s[..., -1], finished, progress)
+
+
+# -- the median, and the first k
+
+
+@pytest.mark.parametrize(
+    ("compute_s", "k", "expected"),
+    [
+        ([[1.0, 2.0, 3.0, 4.0, 10.0]], 2.0, 3.0 + 2.0 * 1.0),  # deviations 2 1 0 1 7
+        ([[2.0, 2.0, 2.0, 9.0]], 5.0, 1.1 * 2.0),  # no spread: a tenth more than the median
+        ([[1.0, NAN, 3.0, NAN]], 1.0, 2.0 + 1.0),  # a rank that never entered says nothing
+        ([[NAN, NAN]], 1.0, INF),
+    ],
+)
+def test_median_deadline_is_the_median_plus_k_times_the_median_deviation(compute_s, k, expected):
+    times = torch.tensor(compute_s, dtype=torch.float64)
+    policy = MedianDeadline(k, warmup_steps=1)
+    assert policy.decide(History(1, times, ~times.isnan())) == pytest.approx(expected)
+    assert policy.decide(History(0, times, ~times.isnan())) == INF
+
+
+def test_one_slow_rank_does_not_move_the_median_deadline():
+    quick = torch.tensor([[1.0, 1.1, 1.2, 1.3]], dtype=torch.float64)
+    slow = torch.tensor([[1.0, 1.1, 1.2, 50.0]], dtype=torch.float64)
+    decided = [MedianDeadline(warmup_steps=1).decide(History(1, times, times > 0)) for times in (quick, slow)]
+    assert decided[0] == pytest.approx(decided[1])
+
+
+def until_two_have_finished(rank):
+    """The last of three ranks goes on with its forward pass until it is stopped."""
+    late = []
+    with staged(mlp(), deadline=FirstK(2), patience=Patience(grace_s=60.0, quorum=3)) as model:
+        for number in range(5):
+            with model.step():
+                while rank == 2 and number in (2, 3):
+                    model(features(rank, number))
+                model(features(rank, number)).sum().backward()
+            late.append(model.last_report.late_ranks)
+        return late, digest(model.module.parameters())
+
+
+def test_rank_is_late_once_the_first_k_have_finished_whatever_the_quorum():
+    results = run_ranks(until_two_have_finished, 3)
+    assert len(set(map(str, results))) == 1
+    late, _ = results[0]
+    assert late[2:4] == [(2,), (2,)]
+    assert late[0] == ()  # of the warm-up
+
+
+def too_many(rank):
+    with staged(mlp(), deadline=FirstK(3)):
+        pass
+
+
+def test_more_than_all_ranks_cannot_be_the_first():
+    assert run_ranks(too_many, 2, outcomes=True)[0].message == "quorum=3: there are only 2 ranks"
+
+
+# -- the budget
+
+
+def steps_of_fate(policy, num_steps, ranks, stages, draw):
+    """What is dropped when a rank is stopped before some stage in every step that has a deadline."""
+    window = HistoryWindow(policy.window, ranks)
+    window.watch(torch.full((stages,), 1 / stages))
+    dropped, deadline_s = [], INF
+    for _ in range(num_steps):
+        computed = torch.ones(ranks, stages)
+        if deadline_s < INF:
+            for rank in range(1, ranks):  # the first to finish is never late
+                computed[rank, draw(stages) :] = 0.0
+        dropped.append(1 - computed.mean(0))
+        units = torch.ones(ranks, stages)
+        step = StepProgress(units, units / stages, computed, torch.ones(ranks), torch.tensor(0.0))
+        done = window.append([1.0] * ranks, (computed == 1).all(1).tolist(), step)
+        deadline_s = policy.decide(done)
+    return torch.stack(dropped)
+
+
+@pytest.mark.parametrize(("share", "over"), [(0.05, 20), (0.1, 30), (0.5, 2), (1.0, 1)])
+@pytest.mark.parametrize("seed", range(3))
+def test_budget_is_kept_over_every_window_and_stage(share, over, seed):
+    generator = random.Random(seed)
+    policy = DropBudget(FixedDeadline(0.5), share, window=over)
+    dropped = steps_of_fate(policy, 150, 4, 3, lambda stages: generator.randrange(stages + 1))
+    in_windows = dropped.unfold(0, over, 1).mean(-1)
+    assert float(in_windows.max()) <= share + 1e-6
+    assert dropped.sum() > 0
+
+
+def test_budget_of_everything_changes_nothing():
+    worst = steps_of_fate(DropBudget(FixedDeadline(0.5), 1.0, window=10), 50, 4, 2, lambda _: 0)
+    assert torch.allclose(worst[1:], torch.tensor(0.75))
+
+
+def test_weight_of_a_rank_counts_in_what_it_drops_and_a_rank_without_data_drops_nothing():
+    computed = torch.tensor([[[1.0], [0.0], [0.0]]])
+    progress = Progress(
+        torch.ones(1, 3, 1),
+        torch.ones(1, 3, 1),
+        computed,
+        torch.ones(1),
+        torch.tensor([[1.0, 3.0, 0.0]]),
+        torch.zeros(1),
+    )
+    assert dropped_per_stage(progress).item() == pytest.approx(0.75)
+
+
+# -- less toward the end, and nobody
+
+
+@pytest.mark.parametrize(("done", "factor"), [(10, 1.0), (50, 1.0), (75, 2.0), (90, 5.0), (100, INF), (500, INF)])
+def test_annealed_deadline_grows_with_what_is_left_of_the_run(done, factor):
+    policy = Anneal(FixedDeadline(0.3), 100, begin=0.5)
+    assert policy.decide(history([[[1.0]]], done)) == pytest.approx(0.3 * factor)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: MedianDeadline(-1.0), "k=-1.0"),
+        (lambda: MedianDeadline(slack=0.5), "slack=0.5"),
+        (lambda: FirstK(0), "k=0"),
+        (lambda: FirstK(1, grace_s=-1.0), "grace_s=-1.0"),
+        (lambda: AutoDeadline(every=0), "every=0"),
+        (lambda: AutoDeadline(least_gain=-1.0), "least_gain=-1.0"),
+        (lambda: DropBudget(FixedDeadline(1.0), 0.0), "share=0.0"),
+        (lambda: DropBudget(FixedDeadline(1.0), 0.05, window=10), "give window=20 or more"),
+        (lambda: Anneal(FixedDeadline(1.0), 0), "num_steps=0"),
+        (lambda: Anneal(FixedDeadline(1.0), 10, begin=1.0), "begin=1.0"),
+        (lambda: Anneal(FirstK(2), 10), r"Anneal\(FirstK\(...\)\)"),
+        (lambda: DropBudget(Shadow(FixedDeadline(1.0)), 0.5), r"Shadow goes around all the others"),
+    ],
+)
+def test_policy_out_of_range_is_refused_with_what_to_do(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+@pytest.mark.parametrize("around", [Shadow, lambda inner: DropBudget(inner, 1.0), lambda inner: Anneal(inner, 10**6)])
+def test_policy_around_another_shows_it_what_it_would_see_alone(around):
+    class Seen(Deadline):
+        window = 2
+
+        def decide(self, history):
+            self.compute_s = history.compute_s.tolist()
+            return 7.0
+
+    inner = Seen()
+    policy = around(inner)
+    assert policy.decide(history([[[1.0]], [[2.0]], [[3.0]]])) == 7.0
+    assert inner.compute_s == [[2.0], [3.0]]
+    with pytest.raises(TypeError, match="give a straggle"):
+        around(0.5)
+
+
+def in_shadow(rank, deadline):
+    module, deadlines, late = mlp(), [], []
+    with staged(module, deadline=deadline) as model:
+        for number in range(6):
+            with model.step():
+                model(features(rank, number)).square().mean().backward()
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter -= 0.1 * parameter.grad
+            deadlines.append(model.last_report.deadline_s)
+            late.append(model.last_report.late_ranks)
+    return digest(module.parameters()), deadlines, late
+
+
+def test_in_the_shadow_of_a_deadline_training_is_as_without_one():
+    shadow, waiting = run_ranks(in_shadow, 2, Shadow(FixedDeadline(1e-9))), run_ranks(in_shadow, 2, None)
+    assert shadow == waiting
+    assert shadow[0][2] == [()] * 6
+
+
+# -- the threshold
+
+
+def literal_rule(t, overhead_s):
+    """DropCompute's rule word for word, on the times t[n, i, m] of micro-batches."""
+    ends = t.cumsum(2)
+    best = (-INF, None)
+    for tau in torch.linspace(float(ends[:, :, 5:].min()), float(ends.max()), 200, dtype=t.dtype).tolist():
+        gains = []
+        for i in range(t.shape[1]):
+            of_step = ends[:, i]
+            slowest = float(of_step.max())
+            below = [float(own[own < tau].max()) for own in of_step if bool((own < tau).any())]
+            gain = slowest - max(below, default=0.0)
+            dropped = float((of_step >= tau).double().mean())
+            gains.append((1 - dropped) / (1 - gain / (slowest + overhead_s)) - 1)
+        best = max(best, (sum(gains) / len(gains), tau))
+    return best[1], best[0]
+
+
+@pytest.mark.parametrize(("ranks", "steps", "units"), [(2, 3, 6), (5, 4, 12), (16, 8, 12), (3, 2, 20)])
+@pytest.mark.parametrize("overhead_s", [0.0, 0.7])
+def test_threshold_is_that_of_the_rule_word_for_word(ranks, steps, units, overhead_s):
+    generator = torch.Generator().manual_seed(ranks * units)
+    t = torch.rand(ranks, steps, units, generator=generator, dtype=torch.float64).exp()
+    chosen = choose_threshold(t.cumsum(2).transpose(0, 1), torch.full((steps,), overhead_s, dtype=torch.float64))
+    tau, gain = literal_rule(t, overhead_s)
+    assert chosen.tau_s == pytest.approx(tau, rel=1e-9)
+    assert chosen.gain == pytest.approx(gain, rel=1e-9)
+
+
+def test_nobody_is_stopped_before_a_quorum_waits():
+    unit_s = torch.tensor([[[1.0, 2.0], [1.0, 2.0], [2.0, 40.0]]], dtype=torch.float64)
+    chosen = choose_threshold(unit_s, torch.zeros(1), not_before_s=torch.tensor([2.0]))
+    assert chosen.dropped == pytest.approx(1 / 6)  # the slow rank's last unit, and nobody else's
+
+
+def test_times_of_what_was_not_finished_are_those_of_the_peers_times_the_ranks_slowness():
+    quick = torch.tensor([1.0, 1.5, 2.0, 2.5])
+    whole = torch.stack([quick, quick, 2 * quick]).expand(20, 3, 4).clone()
+    seen = whole.clone()
+    seen[5:, 2, 2:] = NAN  # stopped after two units of four, in all of the last steps
+    stopped_s = torch.tensor([2.5, 2.5, 3.1]).expand(20, 3)
+    made = history(seen)
+    assert torch.allclose(whole_times(made.progress, stopped_s).float(), whole)
+
+
+def test_time_of_a_stall_is_not_taken_for_slowness():
+    quick = torch.tensor([1.0, 1.5, 2.0, 2.5])
+    seen = quick.expand(20, 3, 4).clone()
+    seen[7, 2] = torch.tensor([9.0, NAN, NAN, NAN])
+    stopped_s = torch.full((20, 3), 2.5)
+    stopped_s[7, 2] = 9.2
+    whole = whole_times(history(seen).progress, stopped_s)
+    assert whole[7, 2].tolist() == pytest.approx([9.0, 9.5, 10.0, 10.5])
+
+
+def test_rank_that_never_entered_has_no_time():
+    seen = torch.tensor([[[1.0, 2.0], [NAN, NAN]]])
+    assert whole_times(history(seen).progress, torch.tensor([[2.0, NAN]]))[0, 1].isnan().all()
+
+
+def test_expected_drop_counts_running_stages_in_part_and_running_microbatches_whole_or_not():
+    unit_s, share = torch.tensor([[[2.0, 3.0], [4.0, 8.0]]]), torch.full((1, 2, 2), 0.5)
+    stop_s = torch.tensor([5.0])
+    stages = expected_drop(unit_s, share, stop_s, Patience())
+    assert stages == pytest.approx(0.5 * 0.75 / 2)  # a quarter of the slow rank's second stage is there
+    running = [Patience(granularity="microbatch", grace_s=grace_s) for grace_s in (3.0, 2.9)]
+    assert [expected_drop(unit_s, share, stop_s, p) for p in running] == [pytest.approx(0.0), pytest.approx(0.25)]
+    assert expected_drop(unit_s, share, torch.tensor([3.0]), Patience()) == pytest.approx(0.5)  # in its forward pass
+
+
+def one_slow(factor, steps=30, stages=6):
+    quick = torch.linspace(1.0, 2.0, stages)
+    return torch.stack([quick, quick, quick, factor * quick]).expand(steps, 4, stages)
+
+
+def test_auto_deadline_stops_a_slow_rank_and_says_what_that_drops():
+    policy = AutoDeadline()
+    seconds = policy.decide(history(one_slow(3.0)))
+    assert 2.0 < seconds < 3.2
+    assert policy.chosen.gain > 0.3
+    stop_s = torch.full((30,), seconds)
+    assert policy.predicted_drop == pytest.approx(
+        expected_drop(one_slow(3.0), torch.full((30, 4, 6), 1 / 6), stop_s, Patience()), abs=1e-3
+    )
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.005])
+def test_auto_deadline_waits_where_there_is_nothing_to_gain(factor):
+    policy = AutoDeadline()
+    assert policy.decide(history(one_slow(factor))) == INF
+    assert policy.predicted_drop == 0.0
+
+
+def test_auto_deadline_is_a_function_of_the_history_alone():
+    """One that has decided at every step, and one that begins at any of them, as a resumed run does, say the same."""
+    generator = torch.Generator().manual_seed(0)
+    times = torch.rand(90, 4, 3, generator=generator).exp().cumsum(-1)
+    times[:, 3] *= 2
+    going_on, window = AutoDeadline(window=20, every=7), 26
+    for end in range(1, 91):
+        seen = history(times[max(0, end - window) : end], end)
+        assert AutoDeadline(window=20, every=7).decide(seen) == going_on.decide(seen)
+
+
+def test_auto_deadline_follows_a_rank_that_recovers():
+    policy = AutoDeadline(window=20, every=5)
+    times = torch.cat([one_slow(3.0, 40), one_slow(1.0, 40)])
+    decided = [policy.decide(history(times[max(0, end - 24) : end], end)) for end in range(10, 81)]
+    assert decided[0] < 4.0
+    assert decided[-1] == INF
+
+
+# -- the model of a step
+
+
+def test_outcome_of_a_step_in_closed_form():
+    unit_s = torch.tensor([[1.0, 2.0], [1.0, 3.0], [2.0, 10.0]])
+    cut = outcome(unit_s, 2.5, Rules(quorum=1))
+    assert cut.late.tolist() == [False, True, True]
+    assert cut.end_s.tolist() == [2.0, 2.5, 2.5]
+    assert cut.reached.tolist() == [[True, True], [True, False], [True, False]]
+    assert float(cut.seconds) == 2.5
+    assert outcome(unit_s, 2.5, Rules(quorum=2)).late.tolist() == [False, False, True]
+    assert float(outcome(unit_s, 0.0, Rules(quorum=2, after_quorum_s=0.5)).seconds) == 3.5
+    assert float(outcome(unit_s, INF, Rules(quorum=1)).seconds) == 10.0
+
+
+def test_outcome_where_a_late_rank_finishes_what_it_has_begun():
+    unit_s = torch.tensor([[1.0, 2.0, 3.0], [2.0, 4.0, 6.0]])
+    for grace_s, end_s, reached in ((1.0, 4.0, [True, True, False]), (0.5, 3.5, [True, False, False])):
+        cut = outcome(unit_s, 3.0, Rules(quorum=1, finish_running=True, grace_s=grace_s))
+        assert cut.end_s[1] == end_s
+        assert cut.reached[1].tolist() == reached
+
+
+def test_outcome_counts_the_deadline_from_each_ranks_entering():
+    unit_s = torch.tensor([[1.0], [1.0]])
+    cut = outcome(unit_s, 0.5, Rules(quorum=1), entered_s=torch.tensor([0.0, 5.0]))
+    assert cut.late.tolist() == [False, True]
+    assert cut.end_s.tolist() == [1.0, 5.5]
+
+
+def test_outcome_of_many_steps_is_that_of_each():
+    unit_s = torch.rand(5, 3, 4, generator=torch.Generator().manual_seed(1)).cumsum(-1)
+    deadline_s = torch.linspace(0.5, 2.5, 5)
+    many = outcome(unit_s, deadline_s, Rules(quorum=2))
+    for step in range(5):
+        one = outcome(unit_s[step], float(deadline_s[step]), Rules(quorum=2))
+        assert torch.equal(many.reached[step], one.reached)
+        assert many.seconds[step] == one.seconds
+
+
+# -- what policies see
+
+
+def row(**fields):
+    times = dict.fromkeys(("outside", "data", "forward", "backward"), 0.0)
+    return Row(times=times, computed=(1.0, 0.5), estimated=(0.0, 0.0), **fields)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2, 5, 16, 17, 40])
+@pytest.mark.parametrize("granularity", ["stage", "microbatch"])
+def test_units_are_whole_and_in_the_order_of_time(num_microbatches, granularity):
+    ends = tuple(float(number + 1) for number in range(num_microbatches))
+    rows = [
+        row(
+            compute_s=ends[-1], busy_s=ends[-1] + 0.5, merge_s=0.25 * (rank + 1), num_microbatches=num_microbatches,
+            microbatch_s=ends, stage_s=(ends[-1] - 0.5, ends[-1]),
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    table = Table(torch.stack([each.encode() for each in rows]), 2)
+    step = table.progress(torch.tensor([0.25, 0.75]), granularity)
+    assert step.unit_share.sum(1).tolist() == pytest.approx([1.0, 1.0])
+    used = step.unit_share[0] > 0
+    assert int(used.sum()) == min(num_microbatches, MICROBATCH_SLOTS) + (granularity == "stage")
+    times = step.unit_s[0][used]
+    assert torch.equal(times, times.sort().values)
+    assert float(times[-1]) == ends[-1]
+    assert float(step.overhead_s) == pytest.approx(0.5 + 0.25)
+    assert step.computed.tolist() == [[1.0, 0.5]] * 2
+
+
+def test_progress_of_a_window_is_that_of_its_last_steps_and_survives_being_saved():
+    window = HistoryWindow(3, 2)
+    window.watch(torch.tensor([0.5, 0.5]))
+    assert window.read().progress is None
+    for number in range(5):
+        units = torch.full((2, 2), float(number))
+        step = StepProgress(units, units * 0 + 0.5, units, torch.ones(2), torch.tensor(float(number)))
+        seen = window.append([float(number)] * 2, [True, True], step)
+    assert seen.progress.unit_s[:, 0, 0].tolist() == seen.progress.overhead_s.tolist() == [2.0, 3.0, 4.0]
+    again = HistoryWindow(3, 2)
+    again.restore(History.from_tensors(seen.tensors()))
+    again.watch(torch.tensor([0.5, 0.5]))  # the same stages: nothing is forgotten
+    assert torch.equal(again.read().progress.unit_s, seen.progress.unit_s)
+    again.watch(torch.tensor([0.1, 0.9]))
+    assert again.read().progress is None
+
+
+def see(rank, num_microbatches, granularity):
+    policy = AutoDeadline(warmup_steps=1000)
+    with staged(mlp(), deadline=policy, patience=Patience(granularity=granularity), stages=2) as model:
+        for number in range(4):
+            with model.step(num_microbatches=num_microbatches):
+                for _ in range(num_microbatches):
+                    model(features(rank, number)).sum().backward()
+        return model.history.tensors()
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+@pytest.mark.parametrize("granularity", ["stage", "microbatch"])
+def test_ranks_see_the_same_progress_of_all(num_microbatches, granularity):
+    first, second = run_ranks(see, 2, num_microbatches, granularity)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name].nan_to_num(-1), second[name].nan_to_num(-1)) for name in first)
+    progress = History.from_tensors(first).progress
+    used = progress.unit_share > 0
+    assert progress.unit_s[used].isfinite().all()
+    assert len(progress.unit_s) == 3  # the first step planned the stages
+    assert bool((progress.computed == 1).all())
+    assert bool((progress.overhead_s > 0).all())
+    assert (used.sum(-1) == (num_microbatches if granularity == "microbatch" else num_microbatches + 1)).all()
+
+
+def test_quantile_policy_is_shown_times_only():
+    assert not QuantileDeadline(0.5).wants_progress
