@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -26,8 +27,8 @@ class _Around(Deadline):
         self.quorum = inner.quorum
         self.grace_s = inner.grace_s
 
-    def prepare(self, patience: Patience) -> None:
-        self.inner.prepare(patience)
+    def prepare(self, patience: Patience, parts: Sequence[int] = ()) -> None:
+        self.inner.prepare(patience, parts)
 
     def _ask(self, history: History) -> float:
         seconds = self.inner.decide(history.last(self.inner.window))

@@ -27,7 +27,7 @@ from straggle.history import History, HistoryWindow
 from straggle.merge import Merge
 from straggle.report import PHASES
 from straggle.rounds import Contribution, Layout, Round
-from straggle.stages import StagePlan
+from straggle.stages import Stage, StagePlan
 from straggle.telemetry import NO_FINGERPRINT, Row, Table
 
 _log = logging.getLogger(__name__)
@@ -67,7 +67,6 @@ class Coordinator:
     ) -> None:
         self._parameters = parameters
         self._channel = channel
-        deadline.prepare(patience)
         self._policy = deadline
         self._estimator = estimator
         self._patience = patience
@@ -166,6 +165,7 @@ class Coordinator:
 
     def start(self) -> None:
         """Start the stand-in: from now on this rank can be late, and its stages stay as they are."""
+        self._policy.prepare(self._patience, [self._parts(stage) for stage in self.plan.stages])
         if self._policy.wants_progress:
             numel = torch.tensor([stage.numel for stage in self.plan.stages], dtype=torch.float32)
             with self._lock:
@@ -173,6 +173,10 @@ class Coordinator:
                 self._window.watch(self._stage_share)
         self._stand_in = threading.Thread(target=self._stand_in_loop, name="straggle-stand-in", daemon=True)
         self._stand_in.start()
+
+    def _parts(self, stage: Stage) -> int:
+        """How many gradients of the same size would come as evenly as those of the stage."""
+        return round(stage.numel**2 / sum(self._parameters[index].numel() ** 2 for index in stage.parameters))
 
     def close(self) -> None:
         """End the stand-in."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, final, get_args
 
@@ -33,8 +34,11 @@ class Deadline(ABC):
     enforced: bool = True
     predicted_drop: float = math.nan
 
-    def prepare(self, patience: Patience) -> None:  # noqa: B027
-        """Told once, before the first step, how late ranks are treated."""
+    def prepare(self, patience: Patience, parts: Sequence[int] = ()) -> None:  # noqa: B027
+        """Told once, before anybody can be late, how late ranks are treated.
+
+        ``parts``: in how many gradients of about the same size each stage comes.
+        """
 
     @abstractmethod
     def decide(self, history: History) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -13,6 +14,7 @@ from straggle.deadline import Deadline, Patience, check_count
 from straggle.history import History, Progress
 
 _FIRST_UNIT = 5  # thresholds before any rank has finished this one (from 0) are not looked at
+_FORWARD = 1 / 3  # of a micro-batch's time, in which no gradient comes
 
 
 @dataclass(frozen=True)
@@ -91,11 +93,14 @@ def whole_times(progress: Progress, compute_s: Tensor) -> Tensor:
     return filled
 
 
-def expected_drop(unit_s: Tensor, unit_share: Tensor, stop_s: Tensor, patience: Patience) -> float:
+def expected_drop(
+    unit_s: Tensor, unit_share: Tensor, stop_s: Tensor, patience: Patience, parts: Sequence[int] = ()
+) -> float:
     """The share of all gradients that is dropped when ranks are stopped after ``stop_s`` seconds, of shape (steps,).
 
-    A running stage counts with the part of its parameters that are finished (the first one, in which the forward pass
-    lies, does not); a running micro-batch counts where it ends within the grace.
+    The last units are stages, which come in so many ``parts`` each; the one that is being computed still counts, and
+    a running micro-batch before them comes in steadily after its forward pass. The very first unit counts when it is
+    finished. With micro-batches that are dropped whole, a running one counts where it ends within the grace.
     """
     times, stop = unit_s.nan_to_num(math.inf, posinf=math.inf), stop_s.to(unit_s).view(-1, 1, 1)
     if patience.granularity == "microbatch":
@@ -104,6 +109,10 @@ def expected_drop(unit_s: Tensor, unit_share: Tensor, stop_s: Tensor, patience: 
     else:
         begin_s = torch.cat([times[..., :1], times[..., :-1]], -1)
         part = ((stop - begin_s) / (times - begin_s).clamp(min=1e-9)).clamp(0, 1).where(times > stop, 1.0)
+        if whole := part.shape[-1] - len(parts):  # the micro-batches before the last
+            part[..., :whole] = ((part[..., :whole] - _FORWARD) / (1 - _FORWARD)).clamp(min=0)
+        if len(parts):
+            part[..., whole:] = (part[..., whole:] * torch.tensor(parts)).ceil() / torch.tensor(parts)
         part = part.nan_to_num(0.0)
     return float(1 - (part * unit_share).sum(-1).mean())
 
@@ -132,9 +141,10 @@ class AutoDeadline(Deadline):
         self.chosen: Threshold | None = None
         self._chosen_at = -1
         self._patience = Patience()
+        self._parts: Sequence[int] = ()
 
-    def prepare(self, patience: Patience) -> None:
-        self._patience = patience
+    def prepare(self, patience: Patience, parts: Sequence[int] = ()) -> None:
+        self._patience, self._parts = patience, parts
 
     def decide(self, history: History) -> float:
         if history.num_steps < self.warmup_steps or history.progress is None:
@@ -159,4 +169,4 @@ class AutoDeadline(Deadline):
         times, share = times[..., used], progress.unit_share[..., used]
         chosen = choose_threshold(times, progress.overhead_s, unit_share=share, not_before_s=quorum_s)
         stop_s = quorum_s.clamp(min=chosen.tau_s)
-        return replace(chosen, dropped=expected_drop(times, share, stop_s, self._patience))
+        return replace(chosen, dropped=expected_drop(times, share, stop_s, self._patience, self._parts))

@@ -283,11 +283,13 @@ def test_rank_that_never_entered_has_no_time():
 def test_expected_drop_counts_running_stages_in_part_and_running_microbatches_whole_or_not():
     unit_s, share = torch.tensor([[[2.0, 3.0], [4.0, 8.0]]]), torch.full((1, 2, 2), 0.5)
     stop_s = torch.tensor([5.0])
-    stages = expected_drop(unit_s, share, stop_s, Patience())
-    assert stages == pytest.approx(0.5 * 0.75 / 2)  # a quarter of the slow rank's second stage is there
+    drops = [expected_drop(unit_s, share, stop_s, Patience(), parts) for parts in ((1, 1), (1, 2), (1, 8))]
+    assert drops == [pytest.approx(0.5 * left / 2) for left in (0.0, 0.5, 0.75)]  # of the slow rank's second stage
     running = [Patience(granularity="microbatch", grace_s=grace_s) for grace_s in (3.0, 2.9)]
     assert [expected_drop(unit_s, share, stop_s, p) for p in running] == [pytest.approx(0.0), pytest.approx(0.25)]
-    assert expected_drop(unit_s, share, torch.tensor([3.0]), Patience()) == pytest.approx(0.5)  # in its forward pass
+    assert expected_drop(unit_s, share, torch.tensor([3.0]), Patience(), (1, 1)) == pytest.approx(
+        0.5
+    )  # in its forward pass
 
 
 def one_slow(factor, steps=30, stages=6):
@@ -297,12 +299,13 @@ def one_slow(factor, steps=30, stages=6):
 
 def test_auto_deadline_stops_a_slow_rank_and_says_what_that_drops():
     policy = AutoDeadline()
+    policy.prepare(Patience(), [1] * 6)
     seconds = policy.decide(history(one_slow(3.0)))
     assert 2.0 < seconds < 3.2
     assert policy.chosen.gain > 0.3
     stop_s = torch.full((30,), seconds)
     assert policy.predicted_drop == pytest.approx(
-        expected_drop(one_slow(3.0), torch.full((30, 4, 6), 1 / 6), stop_s, Patience()), abs=1e-3
+        expected_drop(one_slow(3.0), torch.full((30, 4, 6), 1 / 6), stop_s, Patience(), [1] * 6), abs=1e-3
     )
 
 
