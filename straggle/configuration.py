@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from straggle.estimators import Estimator
+from straggle.faults import Fault
 from straggle.stages import BalancedByTime, plan_stages
 
 GROUPS = ("workload", "deadline", "estimator", "faults", "optimizer", "metrics")
@@ -88,14 +89,21 @@ def check(config: DictConfig, valid: DictConfig) -> None:
 
 def _build_all(config: DictConfig) -> None:
     """What each rank will build, once before there are ranks, so that a wrong value is told once."""
-    for part in ("deadline", "merge", "patience", "faults"):
+    for part in ("deadline", "merge", "patience"):
         instantiate(config.get(part))
+    build_faults(config)
     for part in _METRICS_PARTS:
         instantiate((config.get("metrics") or {}).get(part))
     model = instantiate(config.workload).model()
     if "optimizer" in config:
         build_estimator(config, build_optimizer(config, model))
     plan_stages(model, stages_of(config.stages))
+
+
+def build_faults(config: DictConfig) -> dict[str, Fault]:
+    """The faults by name, without those that ``null`` switches off."""
+    parts = config.get("faults") or {}
+    return {str(name): instantiate(part) for name, part in parts.items() if part is not None}
 
 
 def build_optimizer(config: DictConfig, model: nn.Module) -> Optimizer:

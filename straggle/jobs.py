@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
 
-from straggle.configuration import build_estimator, build_optimizer, stages_of
-from straggle.faults import Fault, FaultInjector
+from straggle.configuration import build_estimator, build_faults, build_optimizer, stages_of
+from straggle.faults import FaultInjector
 from straggle.parallel import StagedDataParallel
 from straggle.report import StepReport
 from straggle.stopping import StopSignal
@@ -65,7 +65,7 @@ class Job(ABC):
         self._shard = Shard(
             workload.num_samples, rank=rank, world_size=world_size, batch_size=config.batch_size, seed=config.seed
         )
-        faults: dict[str, Fault] = instantiate(config.faults)
+        faults = build_faults(config)
         if idle := [name for name, fault in faults.items() if not any(map(fault.affects, range(world_size)))]:
             _log.log(logging.WARNING if rank == 0 else logging.DEBUG, "no rank of %d has faults %s", world_size, idle)
         self._faults = FaultInjector(self.module, faults, rank=rank, seed=config.seed)

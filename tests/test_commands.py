@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from straggle import RankReport, StageReport, StepReport
-from straggle.configuration import ConfigurationError, load
+from straggle.configuration import ConfigurationError, build_faults, load
 from straggle.trace import TraceWriter, read_trace
 from straggle.view import LiveView
 from straggle.whatif import WaitForAllPrediction
@@ -133,6 +133,12 @@ def test_wrong_key_or_value_is_refused_with_the_valid_ones(keys: list[str], mess
     assert message in str(error.value)
 
 
+def test_null_switches_one_fault_off() -> None:
+    assert list(build_faults(load("train", ["faults.stall=null"]))) == ["pace", "slow"]
+    assert build_faults(load("train", ["faults=none"])) == {}
+    assert build_faults(load("profile", [])) == {}
+
+
 def test_wrong_key_ends_the_command_with_one_message_and_no_traceback() -> None:
     command = [sys.executable, "-m", "straggle.train", "stepz=3"]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
@@ -177,7 +183,8 @@ def test_slow_rank_is_late_and_the_replicas_stay_identical(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_compare_trains_ddp_and_straggle_to_the_same_parameters_when_nobody_is_late(tmp_path: Path) -> None:
-    keys = ("workload=digits", "faults=none", "deadline=none", "steps=6", "block=2", "num_microbatches=2")
+    faults = ("faults=pace", "faults.pace=null")  # the one that there is, switched off
+    keys = ("workload=digits", *faults, "deadline=none", "steps=6", "block=2", "num_microbatches=2")
     torchrun(2, "straggle.compare", *keys, "run_dir=run", folder=tmp_path)
     results = json.loads((tmp_path / "run" / "compare.json").read_text())
     stable = "step_seconds_median step_seconds_mean step_seconds_p95 validation_loss seconds_to_loss"
