@@ -92,8 +92,12 @@ def _build_all(config: DictConfig) -> None:
     for part in ("deadline", "merge", "patience"):
         instantiate(config.get(part))
     build_faults(config)
-    for part in _METRICS_PARTS:
-        instantiate((config.get("metrics") or {}).get(part))
+    if metrics := config.get("metrics"):
+        from straggle.endpoint import check_port  # needs an extra
+
+        check_port(metrics.get("port"))
+        for part in _METRICS_PARTS:
+            instantiate(metrics.get(part))
     model = instantiate(config.workload).model()
     if "optimizer" in config:
         build_estimator(config, build_optimizer(config, model))

@@ -75,6 +75,12 @@ class Security:
         return guarded
 
 
+def check_port(port: int | None) -> None:
+    """Raise ``ValueError`` for what is neither a port nor ``None``."""
+    if port is not None and (not isinstance(port, int) or isinstance(port, bool) or not 0 <= port < 2**16):
+        raise ValueError(f"port={port}: must be a whole number from 0 (any that is free) to 65535, or null for none")
+
+
 class Endpoint:
     """Serves a registry at ``host`` and ``port``, or the next port that is free; port 0 takes any.
 

@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.metrics_core import Metric
 
 import straggle
-from straggle.endpoint import Endpoint, Push, Security, Targets
+from straggle.endpoint import Endpoint, Push, Security, Targets, check_port
 from straggle.parallel import StagedDataParallel
 from straggle.report import PHASES, RankReport, StageReport, StepReport
 from straggle.stages import StagePlan
@@ -43,7 +43,8 @@ class MetricsExporter:
     ``security``: TLS and a password. ``targets``: files that tell Prometheus where the endpoints are. ``push``: to a
     Pushgateway. ``samples_per_step``: of this rank, for ``straggle_samples_total``.
 
-    It never fails a job: where there is no port, or nobody to push to, it logs a warning and training goes on.
+    Raises ``ValueError`` for what is no port. Beyond that it never fails a job: where no port is free, or there is nobody
+    to push to, it logs a warning and training goes on.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class MetricsExporter:
         push: Push | None = None,
         samples_per_step: int | None = None,
     ) -> None:
+        check_port(port)
         self._rank = model.rank
         self._targets, self._push = targets or Targets(), push or Push()
         self._metrics = StepMetrics(model, samples_per_step=samples_per_step)

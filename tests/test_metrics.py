@@ -376,6 +376,12 @@ def test_half_of_a_setting_is_refused(kind, arguments, message):
         kind(**arguments)
 
 
+@pytest.mark.parametrize("port", ["9640", -1, 2**16, True])
+def test_exporter_refuses_what_is_no_port(port):
+    with pytest.raises(ValueError, match=f"port={port}: must be"):
+        MetricsExporter(None, port=port)  # before it looks at the model
+
+
 # -- targets
 
 
@@ -570,12 +576,22 @@ def test_metrics_need_not_be_installed_for_the_core():
         (["metrics.prot=1"], "unknown key metrics.prot; metrics has port, host, security, targets, push"),
         (["+metrics.push.to=x"], "unknown key metrics.push.to; metrics.push has url"),
         (["metrics.security.certfile=x"], "certfile and keyfile belong together"),
+        (["metrics.port=abc"], "port=abc: must be a whole number from 0 (any that is free) to 65535"),
+        (["metrics.port=1.5"], "port=1.5: must be"),
+        (["metrics.port=true"], "port=True: must be"),
+        (["metrics.port=-1"], "port=-1: must be"),
+        (["metrics.port=65536"], "port=65536: must be"),
     ],
 )
 def test_wrong_setting_is_refused(keys, message):
     with pytest.raises(ConfigurationError) as error:
         load("train", keys)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("port", ["null", "0", "65535"])
+def test_port_may_be_any_or_none(port):
+    load("train", [f"metrics.port={port}"])
 
 
 @pytest.mark.slow
