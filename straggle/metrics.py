@@ -43,8 +43,8 @@ class MetricsExporter:
     ``security``: TLS and a password. ``targets``: files that tell Prometheus where the endpoints are. ``push``: to a
     Pushgateway. ``samples_per_step``: of this rank, for ``straggle_samples_total``.
 
-    Raises ``ValueError`` for what is no port. Beyond that it never fails a job: where no port is free, or there is nobody
-    to push to, it logs a warning and training goes on.
+    Raises ``ValueError`` for what is no port. Beyond that it never fails a job: where no port is free, or there is
+    nobody to push to, it logs a warning and training goes on.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class StepMetrics:
         """Read at the time of the scrape, so that they tell of a training thread that is stuck."""
         lag = self._gauge("lag_steps", "Merged steps that this rank has not yet applied, now.")
         lag.labels(self._rank).set_function(lambda: model.lag)
-        since = self._gauge("entered_seconds", "Seconds since this rank's training thread last finished a step.")
+        since = self._gauge("since_step_seconds", "Seconds since this rank's training thread last finished a step.")
         since.labels(self._rank).set_function(lambda: model.since_step_s)
 
     def _define(self) -> None:

@@ -175,5 +175,5 @@ def known_run(num_ranks: int, start: int, end: int) -> Iterator[str]:
         yield f"ALERTS{{{slow},{firing}}} 1 {at}\n"
     yield from steady("deadline_seconds", dict.fromkeys(ranks, 0.4))
     yield from steady("lag_steps", dict.fromkeys(ranks, 0))
-    yield from steady("entered_seconds", dict.fromkeys(ranks, 0.1))
+    yield from steady("since_step_seconds", dict.fromkeys(ranks, 0.1))
     yield from steady("loss", dict.fromkeys(ranks, 1.5))

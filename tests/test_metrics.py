@@ -524,7 +524,7 @@ def test_lag_and_time_since_the_last_step_are_live_while_a_rank_is_stuck(tmp_pat
     first, second = seen
     assert values(first, "straggle_lag_steps")[()] >= 3
     assert values(first, "straggle_steps_total") == {(): 3.0}
-    assert values(second, "straggle_entered_seconds")[()] - values(first, "straggle_entered_seconds")[()] >= 0.01
+    assert values(second, "straggle_since_step_seconds")[()] - values(first, "straggle_since_step_seconds")[()] >= 0.01
     assert caught_up == {(): 0.0}
     assert caught_up_1 == {(): 0.0}
 

@@ -230,7 +230,7 @@ def run_panels() -> list[Any]:
             "Merged steps that a rank has not yet applied.",
             {"rank {{rank}}": now("lag_steps")},
         ),
-        lines("Since its last step", "s", "Rises while a rank is stuck.", {"rank {{rank}}": now("entered_seconds")}),
+        lines("Since its last step", "s", "Rises while a rank is stuck.", {"rank {{rank}}": now("since_step_seconds")}),
         build.Row("Gradients"),
         share("Dropped", "Share of all ranks' gradients.", {"all ranks": dropped("job, run", RUN)}),
         share("Dropped by rank", "Share of a rank's gradients.", {"rank {{rank}}": dropped("job, run, rank", RANK)}),
@@ -310,7 +310,7 @@ def rank_panels() -> list[Any]:
             "Lag and time since its last step",
             "short",
             "Live while its training thread is stuck.",
-            {"lag (steps)": now("lag_steps"), "since its last step (s)": now("entered_seconds")},
+            {"lag (steps)": now("lag_steps"), "since its last step (s)": now("since_step_seconds")},
         ),
         build.Row("Lateness"),
         share(

@@ -94,7 +94,7 @@ function expressions(run, window) {
     work: whole,
     waits: each("phase_seconds_sum", ',phase="wait"'),
     lagNow: `max by (rank) (${last("lag_steps")})`,
-    since: `max by (rank) (${last("entered_seconds")})`,
+    since: `max by (rank) (${last("since_step_seconds")})`,
     steps: `max(${rate("steps_total")})`,
     applied: `max(${last("steps_total")})`,
     samples: `sum(${rate("samples_total")})`,
