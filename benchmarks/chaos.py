@@ -34,7 +34,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from straggle import FixedDeadline, Patience, QuantileDeadline, StagedDataParallel, telemetry
-from straggle.report import PHASES
+from straggle.report import PHASES, text_table
 from straggle.workloads import Text
 
 PLACES = ("data", "forward", "backward", "optimizer")
@@ -79,13 +79,6 @@ def digest(module):
 
 def quantile(values, q):
     return sorted(values)[min(len(values) - 1, math.floor(q * len(values)))]
-
-
-def print_table(rows):
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        print("  ".join([row[0].ljust(widths[0]), *cells]))
 
 
 # -- stalls
@@ -202,7 +195,7 @@ def print_stalls(results, options):
         totals = [sum(turns_s[name]) / num_steps for _, turns_s, *_ in results]
         numbers = [statistics.median(peers), quantile(peers, 0.99), max(peers), statistics.mean(totals), max(totals)]
         rows.append((name, *(f"{number:.3f}" for number in numbers)))
-    print_table(rows)
+    print(text_table(rows))
     print(
         "peers: steps of ranks that are not asleep in them and not spoken for; mean step: a rank's whole turn / steps"
     )
@@ -272,7 +265,7 @@ def print_long(results, options):
         told = [*(f"{memory[share]:.1f}" for share in sorted(memory)), *(str(injected[name]) for name in names[0])]
         told += [*(str(counts[name]) for name in names[1]), str(longest)]
         rows.append((str(rank), *told, hashes[-1] + ("" if finite else " not finite")))
-    print_table(rows)
+    print(text_table(rows))
     agree = sum(len(set(column)) == 1 for column in zip(*(hashes for hashes, *_ in results), strict=True))
     print(f"parameters compared at {len(results[0][0])} moments of the run, the same on all ranks at {agree}")
 
@@ -334,7 +327,7 @@ def evidence(options):
     rows = [evidence_columns()]
     rows += [evidence_row(num_clients, options) for num_clients in dict.fromkeys([4, options.clients])]
     print(f"{options.steps} steps, one at least every {options.period_s} s; every client adds one in each")
-    print_table(rows)
+    print(text_table(rows))
     print(
         "add: one increment as its client sees it, in a burst of all clients; at once: requests in flight at most; "
         "step: from the first increment's start to the last one's end; server: of one core, over the whole run"
@@ -503,7 +496,7 @@ def print_overhead(seconds, cpu, options):
         to_ddp = statistics.median(a / b for a, b in zip(times, seconds["DDP"], strict=True))
         cells = [f"{1000 * statistics.median(times):.3f}", f"{to_ddp:.3f}", *ratios(times, seconds["bare"])]
         rows.append((way, *cells, f"{1000 * statistics.median(cpu[way]):.3f}", *ratios(cpu[way], cpu["bare"])))
-    print_table(rows)
+    print(text_table(rows))
     print("medians over rounds of a round's median step on rank 0; ratios within a round; CPU: of all of its threads")
     for way, words in WAYS.items():
         print(f"  {way}: {words}")

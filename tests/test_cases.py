@@ -16,7 +16,7 @@ import torch
 from test_measure import Clock, paced
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training import features, grads, mlp
+from training import Tied, features, grads, mlp
 
 from straggle import LastMerged, LastOwn, MovingAverage, OptimizerMomentum, StagedBackward, Zero
 
@@ -39,17 +39,6 @@ def test_every_python_block_of_the_page_has_its_text_under_it():
 
 
 # -- what the tests share
-
-
-class Tied(nn.Module):
-    """One matrix is used before and after another, and a skip connection goes around both."""
-
-    def __init__(self):
-        super().__init__()
-        self.outer, self.inner = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return x + self.outer(torch.tanh(self.inner(torch.tanh(self.outer(x)))))
 
 
 class Recurrent(nn.Module):
@@ -740,13 +729,8 @@ class Cube(torch.autograd.Function):
         return 3 * x**2 * gradient
 
 
-class Again(torch.autograd.Function):
+class Again(Cube):
     """No backward pass of its own: autograd goes through the same operations, inside of the running pass."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x**3
 
     @staticmethod
     def backward(ctx, gradient):

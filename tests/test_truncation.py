@@ -7,7 +7,7 @@ import torch
 from ranks import run_ranks, staged
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from training import Chain, Stopper, features, grads, mlp
+from training import Chain, Stopper, Tied, features, grads, mlp
 
 from straggle import StepReport
 from straggle.workloads import Digits, Synthetic, Text
@@ -24,17 +24,6 @@ class Checkpointed(nn.Module):
 
     def forward(self, x):
         return self.last(checkpoint(self.inner, self.first(x), use_reentrant=self.use_reentrant))
-
-
-class Tied(nn.Module):
-    """One matrix is used before and after another, and a skip connection goes around both."""
-
-    def __init__(self):
-        super().__init__()
-        self.outer, self.inner = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return x + self.outer(torch.tanh(self.inner(torch.tanh(self.outer(x)))))
 
 
 def synthetic():

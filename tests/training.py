@@ -78,6 +78,17 @@ def mlp(seed: int = 0, width: int = 8, depth: int = 3) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
+class Tied(nn.Module):
+    """One matrix is used before and after another, and a skip connection goes around both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer, self.inner = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(torch.tanh(self.inner(torch.tanh(self.outer(x)))))
+
+
 def features(rank: int, step: int, rows: int = 8) -> Tensor:
     """A batch of this rank and step, of shape (rows, 4)."""
     return torch.randn(rows, 4, generator=torch.Generator().manual_seed(1000 * step + rank))
