@@ -15,10 +15,8 @@ from typing import Any
 BINARY = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
-_FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --remote-debugging-pipe"
-)
+_FLAGS = (Path(__file__).parent.parent / "docs" / "chromium.flags").read_text().split()
+_DRAWN = "document.documentElement.dataset.drawn || document.querySelector('#problem:not([hidden])')"
 
 
 class Page:
@@ -48,8 +46,8 @@ class Page:
         assert "error" not in answer, f"{method}: {answer}"
         return answer["result"]
 
-    def open(self, url: str, *, width: int = 1280, height: int = 900, dark: bool = False) -> None:
-        """Load a page, and wait until its charts are drawn."""
+    def open(self, url: str, *, width: int = 1280, height: int = 900, dark: bool = False, drawn: str = _DRAWN) -> None:
+        """Load a page, and wait until its charts are drawn: until the JavaScript of ``drawn`` is true."""
         self.send(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
@@ -58,10 +56,7 @@ class Page:
         self.send("Page.navigate", url=url)
         while self._read().get("method") != "Page.loadEventFired":
             pass
-        self.run(
-            "new Promise(done => { const look = () => document.documentElement.dataset.drawn || "
-            "document.querySelector('#problem:not([hidden])') ? done(1) : setTimeout(look, 50); look(); })"
-        )
+        self.run(f"new Promise(done => {{ const look = () => {drawn} ? done(1) : setTimeout(look, 50); look(); }})")
 
     def run(self, expression: str) -> Any:
         """The value of a JavaScript expression in the page."""
@@ -102,7 +97,7 @@ def browser() -> Iterator[Page]:
             os.dup2(ends[1], 4)
 
         process = subprocess.Popen(
-            [BINARY, *_FLAGS.split(), f"--user-data-dir={profile}"],
+            [BINARY, *_FLAGS, "--remote-debugging-pipe", f"--user-data-dir={profile}"],
             preexec_fn=wire,
             close_fds=False,
             stdout=subprocess.DEVNULL,

@@ -9,7 +9,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.error
 import urllib.parse
@@ -18,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
+from browser import BINARY, browser
 
 ROOT = Path(__file__).parent.parent
 PROMETHEUS = ROOT / "deploy" / "prometheus"
@@ -28,7 +28,8 @@ EVERY_S = 5
 
 def missing(*programs: str) -> str | None:
     """Why a test cannot run here, or ``None``."""
-    absent = [program for program in programs if shutil.which(program) is None]
+    found = {program: shutil.which(program) for program in programs} | {"chromium": BINARY}
+    absent = [program for program in programs if found[program] is None]
     return f"not installed: {', '.join(absent)} (Debian's packages prometheus and chromium)" if absent else None
 
 
@@ -80,22 +81,19 @@ class Prometheus:
         self.process.wait(timeout=60)
 
 
-def page(url: str, *, size: str = "1400,2000") -> tuple[str, str]:
-    """The page as Chromium has rendered it after eight seconds of its own time, and what it wrote to the console.
+def page(url: str, *, size: tuple[int, int] = (1400, 2000)) -> tuple[str, list[str]]:
+    """The page as Chromium has drawn it, and what went wrong in it.
 
     Chromium ends all requests when an interface of the machine comes or goes, such as a container's: then once more.
     """
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
-    command += ["--disable-background-networking", "--disable-component-update", "--disable-sync", "--hide-scrollbars"]
-    command += [f"--window-size={size}", "--enable-logging=stderr", "--virtual-time-budget=8000", "--dump-dom", url]
+    drawn = "document.body.dataset.shown || document.querySelector('#problem:not([hidden])')"
     for _ in range(5):
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-            profiled = [*command, f"--user-data-dir={profile}"]
-            done = subprocess.run(profiled, capture_output=True, text=True, timeout=120)
-        assert done.returncode == 0, done.stderr
-        if ">Failed to fetch<" not in done.stdout:
+        with browser() as opened:
+            opened.open(url, width=size[0], height=size[1], drawn=drawn)
+            html = opened.run("document.documentElement.outerHTML")
+        if ">Failed to fetch<" not in html:
             break
-    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+    return html, opened.problems
 
 
 @contextlib.contextmanager

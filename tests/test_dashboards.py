@@ -137,9 +137,9 @@ def test_every_query_finds_data_in_a_real_run(live: Prometheus, board: str, expr
 @pytest.mark.slow
 @needs_chromium
 def test_page_shows_a_real_run(live: Prometheus) -> None:
-    html, console = page(f"{live.url}/consoles/straggle.html?range=300&window=15")
+    html, problems = page(f"{live.url}/consoles/straggle.html?range=300&window=15")
     shown = Page(html)
-    assert console == ""
+    assert problems == []
     assert shown.text("problem") == ""
     assert shown.attribute("heat", "data-ranks") == "3"
     assert int(shown.attribute("heat", "data-cells")) >= 3
@@ -215,12 +215,12 @@ def known(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.slow
 @needs_chromium
-@pytest.mark.parametrize("size", ["1400,2000", "400,3000"])
-def test_page_shows_the_numbers_of_a_run(known: tuple[int, str], size: str) -> None:
+@pytest.mark.parametrize("size", [(1400, 2000), (400, 3000)])
+def test_page_shows_the_numbers_of_a_run(known: tuple[int, str], size: tuple[int, int]) -> None:
     num_ranks, address = known
-    html, console = page(address, size=size)
+    html, problems = page(address, size=size)
     shown = Page(html)
-    assert console == ""
+    assert problems == []
     assert shown.text("problem") == ""
     assert shown.attribute("heat", "data-ranks") == str(num_ranks)
     assert int(shown.attribute("heat", "data-cells")) >= 20 * num_ranks
@@ -243,8 +243,8 @@ def test_page_shows_the_numbers_of_a_run(known: tuple[int, str], size: str) -> N
 def test_page_says_that_there_is_no_run(tmp_path: Path, path: str) -> None:
     prometheus = Prometheus(tmp_path, path)
     try:
-        html, console = page(f"{prometheus.url}/consoles/straggle.html")
+        html, problems = page(f"{prometheus.url}/consoles/straggle.html")
     finally:
         prometheus.close()
-    assert console == ""
+    assert problems == []
     assert Page(html).text("problem") == "No rank of any run has been scraped in this time."
