@@ -42,6 +42,18 @@ def test_quantile_deadline_is_slack_times_the_quantile_of_all_times(q, slack, co
     assert policy.decide(history(compute_s)) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("missing", [0.0, 0.3, 0.95])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (3, 4), (50, 8)])
+def test_quantile_is_torchs_whatever_is_missing(shape, missing):
+    generator = torch.Generator().manual_seed(0)
+    times = torch.rand(shape, generator=generator, dtype=torch.float64)
+    times[torch.rand(shape, generator=generator) < missing] = NAN
+    times[-1, -1] = 0.25  # one at least is known
+    for q in (0.0, 0.1, 0.5, 0.75, 0.9, 0.99, 1.0):
+        policy = QuantileDeadline(q, 1.0, warmup_steps=1)
+        assert policy.decide(history(times.tolist())) == pytest.approx(torch.nanquantile(times, q).item(), rel=1e-12)
+
+
 def test_quantile_deadline_waits_for_everyone_in_the_warmup():
     policy = QuantileDeadline(0.5, 1.0, window=2, warmup_steps=4)
     assert [policy.decide(history([[1.0, 1.0]] * 2, steps)) for steps in (1, 3, 4)] == [math.inf, math.inf, 1.0]

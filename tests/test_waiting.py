@@ -1,9 +1,9 @@
 """Peers that wait long say for whom and why, once; in the end they give up with the same words."""
 
 import logging
-import time
 
 import pytest
+import torch.distributed as dist
 from ranks import run_ranks, staged
 from training import Signals, features, mlp
 
@@ -98,8 +98,7 @@ def test_collective_that_ends_just_when_the_wait_for_it_is_over_did_not_fail():
 class NeverEnds:
     """A collective that waits for a rank that lives, which itself waits no more."""
 
-    def wait(self, timeout):
-        time.sleep(timeout.total_seconds())
+    def wait(self, _timeout):
         raise RuntimeError("Operation timed out!")
 
     def is_completed(self):
@@ -119,3 +118,41 @@ def lose_rank_2(rank):
 
 def test_rank_whose_own_connections_hold_learns_from_another_that_one_is_gone():
     assert set(run_ranks(lose_rank_2, 3)) == {"the merge: no answer from ranks [2]"}
+
+
+# -- evidence that peers wait
+
+
+def train_and_count(rank, deadline_s, num_steps):
+    """How many ranks told in each step that they had finished it; rank 0 hangs in step 2 until rank 1 has merged it."""
+    module, signals = mlp(), Signals()
+    with staged(module, deadline=deadline_s, patience=Patience(grace_s=0.0)) as model:
+        for number in range(num_steps):
+            if (rank, number, deadline_s) == (0, 2, 0.1):
+                signals.wait("merged")
+            with model.step():
+                model(features(rank, number)).sum().backward()
+            if (rank, number) == (1, 2):
+                signals.send("merged")
+        dist.barrier()
+        return [model._channel.num_finished(step) for step in range(num_steps)]
+
+
+def test_nobody_tells_that_it_has_finished_where_nobody_comes_near_the_deadline():
+    assert run_ranks(train_and_count, 3, 60.0, 6) == [[0] * 6] * 3
+
+
+def test_those_that_finished_a_step_tell_so_when_another_is_late():
+    for told in run_ranks(train_and_count, 3, 0.1, 6):
+        assert told[2] >= 1
+
+
+def post_many(rank):
+    channel = Channel(None, give_up_s=30.0)
+    for step in range(100):
+        channel.post_finished(step)
+    return [channel.num_finished(step) for step in (0, 67, 68, 99)]
+
+
+def test_counters_of_steps_long_ago_are_removed():
+    assert run_ranks(post_many, 1) == [[0, 0, 1, 1]]
