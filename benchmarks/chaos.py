@@ -167,13 +167,13 @@ def stall(rank, options):
                 sleeper, place, block = stalls.get(step, (-1, None, 0))
                 loop.step(*((place, block, options.stall_s) if sleeper == rank else ()))
                 now = time.monotonic()
-                spoken_for = name == "straggle" and staged.last_report.ranks[rank].stood_in
-                if sleeper != rank and not spoken_for:
+                stood_in = name == "straggle" and staged.last_report.ranks[rank].stood_in
+                if sleeper != rank and not stood_in:
                     peers_s[name].append(now - before)
                 before = now
                 if name == "straggle":
                     counts["late"] += staged.last_report.ranks[rank].late
-                    counts["spoken for"] += spoken_for
+                    counts["stood in for"] += stood_in
             turns_s[name].append(before - began)
     dist.barrier()
     results = gathered((peers_s, turns_s, counts, digest(nets["straggle"])))
@@ -197,9 +197,9 @@ def print_stalls(results, options):
         rows.append((name, *(f"{number:.3f}" for number in numbers)))
     print(text_table(rows))
     print(
-        "peers: steps of ranks that are not asleep in them and not spoken for; mean step: a rank's whole turn / steps"
+        "peers: steps of ranks that are not asleep in them and not stood in for; mean step: a rank's whole turn / steps"
     )
-    print(f"rank-steps late and spoken for: {[dict(counts) for _, _, counts, _ in results]} of {num_steps} each")
+    print(f"rank-steps late and stood in for: {[dict(counts) for _, _, counts, _ in results]} of {num_steps} each")
     print(f"parameters under straggle: {sorted({hashed for *_, hashed in results})}")
 
 
@@ -237,7 +237,7 @@ def long(rank, options):
         own = staged.last_report.ranks[rank]
         counts["late"] += own.late
         counts["truncated"] += own.late and not own.stood_in
-        counts["spoken for"] += own.stood_in
+        counts["stood in for"] += own.stood_in
         counts["with NaNs"] += own.nonfinite > 0
         counts["skipped"] += staged.last_report.skipped
         runs.append(own.stood_in)
@@ -259,8 +259,8 @@ def print_long(results, options):
         f"{len(results)} ranks, {options.steps} steps in {max(seconds for *_, seconds in results):.0f} s; "
         f"deadline {1000 * options.deadline_s:.0f} ms, grace half of it, max_lag 32; no errors"
     )
-    names = ("stalls", "NaNs"), ("late", "truncated", "spoken for", "with NaNs", "skipped")
-    rows = [("rank", "RSS MiB at 10 %", "50 %", "100 %", *names[0], *names[1], "longest run spoken for", "parameters")]
+    names = ("stalls", "NaNs"), ("late", "truncated", "stood in for", "with NaNs", "skipped")
+    rows = [("rank", "RSS MiB at 10 %", "50 %", "100 %", *names[0], *names[1], "longest such run", "parameters")]
     for rank, (hashes, memory, injected, counts, longest, finite, _) in enumerate(results):
         told = [*(f"{memory[share]:.1f}" for share in sorted(memory)), *(str(injected[name]) for name in names[0])]
         told += [*(str(counts[name]) for name in names[1]), str(longest)]

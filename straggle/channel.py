@@ -75,7 +75,10 @@ class Channel:
     # -- evidence that peers wait
 
     def post_finished(self, step: int) -> None:
-        """Tell that this rank has finished its own work for ``step``."""
+        """Count this rank among those that have finished their own work for ``step``.
+
+        Who begins a step's counter removes it, when it begins one that is 32 steps or more later.
+        """
         if self._evidence.add(f"finished/{step}", 1) > 1:
             return
         self._counted.append(step)  # the first one cleans up, once no rank asks for a step that far back

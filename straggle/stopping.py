@@ -1,6 +1,6 @@
 """Ends a run early when one of its ranks is asked to by a signal: all ranks after the same step.
 
-The request goes through the job's store, so that it is heard even of a rank that is always spoken for; the agreement
+The request goes through the job's store, so that it is heard even of a rank that is always stood in for; the agreement
 goes with the telemetry of a step, which every rank has from the same merge.
 """
 

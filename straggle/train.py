@@ -239,7 +239,7 @@ def _late(summary: dict[str, Any]) -> str:
 
 def _counts(summary: dict[str, Any]) -> str:
     counts = zip(summary["late_steps_per_rank"], summary["stood_in_steps_per_rank"], strict=True)
-    late = [f"rank {rank}: {late} ({stood_in} stood in)" for rank, (late, stood_in) in enumerate(counts) if late]
+    late = [f"rank {rank}: {late} ({stood_in} stood in for)" for rank, (late, stood_in) in enumerate(counts) if late]
     return ", ".join(late) or "nobody"
 
 

@@ -159,7 +159,7 @@ def reports_of(results, rank=0):
     return [record.report for record in results[rank]]
 
 
-def spoken_for(reports, rank):
+def stood_in_longest(reports, rank):
     """The longest run of steps in which the rank did not hand in itself: the first step, and how many."""
     runs = groupby(reports, key=lambda report: report.ranks[rank].stood_in)
     steps = max(([report.step for report in run] for stood_in, run in runs if stood_in), key=len)
@@ -206,7 +206,7 @@ def test_peers_go_on_while_rank_0_evaluates_alone():
     results = run_ranks(train, 4, 64, hits, deadline_s, Patience(grace_s=0.02, max_lag=128))
     check_replicas_and_counters(results)
     reports = reports_of(results, rank=1)
-    first, length = spoken_for(reports, 0)
+    first, length = stood_in_longest(reports, 0)
     assert first == 10
     assert length >= 10  # where the peers wait, it is one step
     assert reports[first].ranks[0].cause == "outside"
@@ -252,7 +252,7 @@ def stall_is_reported(reports, hit):
 @pytest.mark.parametrize(
     ("seed", "max_lag", "grace_s"),
     [(0, 2, 0.02), (1, 64, 0.02), (2, 64, 0.35)],
-    ids=["little lag", "spoken for soon", "much grace"],
+    ids=["little lag", "stood in for soon", "much grace"],
 )
 def test_random_stalls_anywhere_on_any_rank_are_all_in_the_reports(seed, max_lag, grace_s):
     deadline_s, hits = 0.1, random_stalls(4, 40, seed)
@@ -269,7 +269,7 @@ def test_random_stalls_anywhere_on_any_rank_are_all_in_the_reports(seed, max_lag
         assert max(waits_s(reports, quorum=2)) < deadline_s + grace_s + 0.15
 
 
-# -- a process in which nothing runs: the stand-in cannot speak either, and the peers wait
+# -- a process in which nothing runs: the stand-in cannot run either, and the peers wait
 
 
 def hold_interpreter(seconds):
@@ -444,7 +444,7 @@ def test_peers_go_on_at_the_pace_of_a_slow_link_while_a_rank_is_stuck(slow_netwo
     results = run_ranks(train_in, 3, slow_network, tmp_path, 10, hits, 0.1, Patience(grace_s=0.02, max_lag=64))
     check_replicas_and_counters(results)
     reports = reports_of(results)
-    first, length = spoken_for(reports, stuck)
+    first, length = stood_in_longest(reports, stuck)
     assert first == 3
     assert length >= 3  # where the peers wait, it is one step
     assert max(waits_s(reports, quorum=1)) < 0.5
@@ -510,7 +510,7 @@ def test_rank_that_raises_in_a_step_that_was_merged_without_it_ends_the_others_w
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
-def test_rank_that_is_killed_while_it_is_spoken_for_ends_the_others_with_its_name(victim):
+def test_rank_that_is_killed_while_it_is_stood_in_for_ends_the_others_with_its_name(victim):
     give_up_s = 60.0
     hits = [Hit(victim, 5, "forward", sleep_and_die, (1.0,))]
     patience = Patience(grace_s=0.02, max_lag=64, give_up_s=give_up_s)
@@ -520,4 +520,4 @@ def test_rank_that_is_killed_while_it_is_spoken_for_ends_the_others_with_its_nam
         assert end.kind == "PeerFailed"
         assert f"no answer from ranks [{victim}]" in end.message
         (step,) = re.findall(r"step (\d+), stage", end.message)
-        assert int(step) > 8  # it was spoken for until then
+        assert int(step) > 8  # it was stood in for until then

@@ -212,7 +212,7 @@ def test_exception_of_the_user_leaves_the_step_unchanged():
 
 
 def fail_while_stuck(rank):
-    """Rank 1 is spoken for in step 2, and then raises in it."""
+    """Rank 1 is stood in for in step 2, and then raises in it."""
     module, signals = mlp(), Signals()
     with staged(module, deadline=0.1, patience=Patience(grace_s=0.0)) as model:
         for number in range(50):
@@ -226,7 +226,7 @@ def fail_while_stuck(rank):
         return number
 
 
-def test_failure_of_a_rank_that_was_spoken_for_ends_the_others_too():
+def test_failure_of_a_rank_that_was_stood_in_for_ends_the_others_too():
     peer, failed = run_ranks(fail_while_stuck, 2, outcomes=True, timeout_s=PEERS_END_WITHIN_S)
     assert failed.kind == "Broken"
     assert peer.kind == "PeerFailed"

@@ -1,4 +1,4 @@
-"""What stands in for gradients that were not computed: each policy's formula, alone and in a merge."""
+"""What fills in for gradients that were not computed: each policy's formula, alone and in a merge."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A run in which ranks were late, stopped and spoken for is repeated bit for bit from what each rank decided."""
+"""A run in which ranks were late, stopped and stood in for is repeated bit for bit from what each rank decided."""
 
 import random
 import time

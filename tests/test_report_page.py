@@ -172,20 +172,20 @@ def test_heat_map_and_timelines_hold_what_happened(tmp_path: Path) -> None:
     charts = json.loads(content.scripts["charts"])
     assert len(charts) == content.charts == 7
     hover = next(trace["hovertext"] for chart in charts for trace in chart["data"] if trace["type"] == "heatmap")
-    assert hover[1][22] == "rank 1, step 22: late in data, spoken for<br>0% of its gradients came in"
+    assert hover[1][22] == "rank 1, step 22: late in data, stood in for<br>0% of its gradients came in"
     assert hover[0][22] == "rank 0, step 22: in time"
     assert "late in backward" in hover[3][5]
     step = next(chart for chart in charts if any(trace["type"] == "bar" for trace in chart["data"]))
-    assert next(trace["y"] for trace in step["data"] if trace["name"] == "deadline")[1] == "1 spoken for"
+    assert next(trace["y"] for trace in step["data"] if trace["name"] == "deadline")[1] == "1 stood in for"
     assert "Step 22: as asked for" in content.text
 
 
-def test_steps_drawn_are_the_slowest_a_typical_one_and_one_with_a_rank_spoken_for(tmp_path: Path) -> None:
+def test_steps_drawn_are_the_slowest_a_typical_one_and_one_with_a_rank_stood_in_for(tmp_path: Path) -> None:
     steps = [dataclasses.replace(step, seconds=5.0) if step.step == 33 else step for step in slow_run()]
     text = content_of(write_report(write_run(tmp_path, steps))).text
     assert "Step 33: the slowest" in text
     assert "a typical one" in text
-    assert "Step 20: a rank was spoken for" in text
+    assert "Step 20: a rank was stood in for" in text
 
 
 # -- advice
@@ -200,7 +200,7 @@ def test_advice_names_the_slow_rank_the_stuck_one_and_the_bias(tmp_path: Path) -
     told = "\n".join(sentences(tmp_path, slow_run()))
     assert "Rank 3 was late in 100% of its steps (40 of 40), in the backward pass: it is slow as such" in told
     assert "Rank 1 was late now and then: in 12% of its steps (5 of 40), while it loaded data." in told
-    assert "Rank 1 was stuck where it could not stop by itself and was spoken for, up to 5 steps in a row" in told
+    assert "Rank 1 was stuck where it could not stop by itself and was stood in for, up to 5 steps in a row" in told
     assert "Stages near the input get less" in told
 
 
@@ -509,7 +509,7 @@ def test_pointing_at_a_cell_tells_the_cause(page: Page, tmp_path: Path) -> None:
         "new Promise(done => { const look = () => { const text = document.querySelector('.hovertext');"
         "text ? done(text.textContent) : setTimeout(look, 20); }; look(); })"
     )
-    assert "rank 1, step 22: late in data, spoken for" in told
+    assert "rank 1, step 22: late in data, stood in for" in told
 
 
 @needs_browser

@@ -1,4 +1,4 @@
-"""Ranks that cannot speak for themselves: the peers go on, and the rank catches up with identical parameters."""
+"""Ranks that are stuck: the peers go on without them, and they catch up with identical parameters."""
 
 import random
 import time

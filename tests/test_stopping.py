@@ -53,7 +53,7 @@ def test_run_that_nobody_ends_goes_on():
 
 
 def ask_while_stuck(rank):
-    """Rank 1 is asked in step 2, and is spoken for from then until its peers have ended."""
+    """Rank 1 is asked in step 2, and is stood in for from then until its peers have ended."""
     signals, patience = Signals(), Patience(grace_s=0.0, max_lag=10_000)
     with staged(mlp(), deadline=FixedDeadline(0.02), patience=patience) as model, StopSignal() as stop:
         for number in range(10_000):
@@ -71,7 +71,7 @@ def ask_while_stuck(rank):
         return model.last_report.step
 
 
-def test_rank_that_is_spoken_for_is_heard_and_ends_after_the_same_step():
+def test_rank_that_is_stood_in_for_is_heard_and_ends_after_the_same_step():
     first, second = run_ranks(ask_while_stuck, 2)
     assert first == second
     assert 2 < first < 9_999

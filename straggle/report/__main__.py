@@ -16,7 +16,7 @@ _KEYS = ("compare", "steps", "out")
 _USAGE = """\
 python -m straggle.report RUN_DIR [key=value ...]
   compare=RUN_DIR   a second run beside it
-  steps=0,30        the steps drawn in detail; default: the slowest, a typical one, one with a rank spoken for
+  steps=0,30        the steps drawn in detail; default: the slowest, a typical one, one with a rank stood in for
   out=FILE          default: RUN_DIR/report.html
 """
 

@@ -19,7 +19,7 @@ SOMETIMES = 0.01  # below this share it is not worth a sentence
 SLOWER = 1.5  # a rank's median compute time over the others' that is worth a sentence
 BIAS = 0.1  # difference between the stages' shares that is
 LITTLE = 0.02  # seconds saved, or gradients dropped, as a share, below which it is little
-IN_A_ROW = 3  # steps that a rank was spoken for
+IN_A_ROW = 3  # steps that a rank was stood in for
 WAITING = 0.2  # share of a step that ranks stand idle, above which that is worth a sentence
 _IN = {
     "outside": "outside of data and passes (the optimizer, evaluation, checkpoints)",
@@ -86,7 +86,7 @@ def _always_slow(run: Run, numbers: Numbers) -> Iterator[str]:
             f"Rank {rank.rank} was late in {_steps(rank.late, rank.steps)}{_doing(rank)}: it is slow as such, not now "
             f"and then. {rank.reach:.0%} of its gradients came in{_last_stage(run, rank.rank)}. Its data count that "
             "much less than the others'. Give it less to do (a smaller batch, with step.weight), look at its machine, "
-            "or choose an estimator that stands in for it, such as LastOwn."
+            "or choose an estimator that fills in for it, such as LastOwn."
         )
     if len(slow) > 3:
         yield f"{len(slow) - 3} more ranks were late in at least half of their steps: {_list(slow[3:])}."
@@ -109,7 +109,7 @@ def _stood_in(run: Run, numbers: Numbers) -> Iterator[str]:
         row = _longest_row(run.ranks["stood_in"][:, rank.rank] == 1)
         if row >= IN_A_ROW:
             yield (
-                f"Rank {rank.rank} was stuck where it could not stop by itself and was spoken for, up to {row} steps "
+                f"Rank {rank.rank} was stuck where it could not stop by itself and was stood in for, up to {row} steps "
                 "in a row. Nothing from these steps counts unless it was finished before."
             )
 
@@ -145,7 +145,7 @@ def _waiting(numbers: Numbers) -> Iterator[str]:
     if numbers.late and numbers.wait_share >= WAITING:
         yield (
             f"With that, a rank still stood idle for {numbers.wait_share:.0%} of the time, for others that were within "
-            "their deadline or had to be spoken for. A shorter deadline would save more of it and drop more."
+            "their deadline or had to be stood in for. A shorter deadline would save more of it and drop more."
         )
 
 

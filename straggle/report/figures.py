@@ -320,7 +320,7 @@ def _state(rank: RankReport) -> str:
     if rank.idle:
         return " no data"
     if rank.stood_in:
-        return " spoken for"
+        return " stood in for"
     return " late" if rank.late else ""
 
 
@@ -372,10 +372,10 @@ def _cell_text(run: Run, row: slice, column: slice, value: float) -> str:
     stood_in = int((of["stood_in"] == 1).sum())
     if late.size == 1:
         what = f"late in {causes[0]}" if causes else "late"
-        what += ", spoken for" if stood_in else ""
+        what += ", stood in for" if stood_in else ""
     else:
         counts = ", ".join(f"{cause} {causes.count(cause)}" for cause in PHASES if cause in causes)
-        what = f"late {late.sum()} of {late.size} times ({counts})" + (f", spoken for {stood_in}" if stood_in else "")
+        what = f"late {late.sum()} of {late.size} times ({counts})" + (f", stood in for {stood_in}" if stood_in else "")
     return f"{where}, {when}: {what}<br>{1 - value:.0%} of its gradients came in" + _nonfinite_text(of["nonfinite"])
 
 

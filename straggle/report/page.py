@@ -41,8 +41,8 @@ def write_report(
 ) -> Path:
     """Write the report of a run, or of two side by side, to ``path`` (``run_dir/report.html``), and give its path.
 
-    ``steps`` are those drawn in detail; by default the slowest, a typical one, and one in which a rank was spoken
-    for. Raises ``ValueError`` where a run has no trace, no step, or not this one.
+    ``steps`` are those drawn in detail; by default the slowest, a typical one, and one in which a rank was stood
+    in for. Raises ``ValueError`` where a run has no trace, no step, or not this one.
     """
     folders = [run_dir] if compare is None else [run_dir, compare]
     names = _names(folders)
@@ -140,7 +140,7 @@ def _headline(runs: Sequence[Run], numbers: Sequence[Numbers]) -> list[tuple[str
         "slowest step": [_seconds("step_seconds_max", of.own.max_s) for of in numbers],
         "gradients dropped": [_cell("dropped_share", of.dropped_share, _share(of.dropped_share)) for of in numbers],
         "times that a rank was late": [_cell("late", of.late, f"{of.late:,} of {of.rank_steps:,}") for of in numbers],
-        "times that a rank was spoken for": [_cell("stood_in", of.stood_in, f"{of.stood_in:,}") for of in numbers],
+        "times that a rank was stood in for": [_cell("stood_in", of.stood_in, f"{of.stood_in:,}") for of in numbers],
         "steps skipped": [_cell("skipped", of.skipped, f"{of.skipped:,}") for of in numbers],
         "training loss, last 20 steps": [_cell("loss", of.loss, _plain(of.loss)) for of in numbers],
         "validation loss": [_of_summary(run, "validation_loss") for run in runs],
@@ -188,11 +188,11 @@ def _chosen(run: Run, steps: Sequence[int]) -> dict[int, str]:
     chosen = {int(seconds.argmax()): "the slowest"}
     distance = np.where(known, np.abs(run.seconds - np.median(run.seconds[known])), math.inf)
     chosen.setdefault(int(distance.argmin()), "a typical one, of median length")
-    # of the steps with a rank that was spoken for, the one in which least came from it
+    # of the steps with a rank that was stood in for, the one in which least came from it
     reach = np.where(run.ranks["stood_in"] == 1, run.ranks["reach"], np.inf).min(axis=1)
     if np.isfinite(reach[known]).any():
         chosen.setdefault(
-            int(np.where(known, np.nan_to_num(reach, nan=np.inf), np.inf).argmin()), "a rank was spoken for"
+            int(np.where(known, np.nan_to_num(reach, nan=np.inf), np.inf).argmin()), "a rank was stood in for"
         )
     return chosen
 
