@@ -14,6 +14,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from html.parser import HTMLParser
 from pathlib import Path
 
 import yaml
@@ -94,6 +95,51 @@ def page(url: str, *, size: tuple[int, int] = (1400, 2000)) -> tuple[str, list[s
         if ">Failed to fetch<" not in html:
             break
     return html, opened.problems
+
+
+class Page(HTMLParser):
+    """What stands in each element that has an id, and in the table of ranks."""
+
+    EMPTY = ("meta", "link", "input", "br")
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self._open: list[str | None] = []
+        self._texts: dict[str, list[str]] = {}
+        self._attributes: dict[str, dict[str, str | None]] = {}
+        self.rows: list[list[str]] = []
+        self._in_row = False
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        attributes = dict(attrs)
+        if name := attributes.get("id"):
+            self._attributes[name] = attributes
+            self._texts[name] = []
+        if tag not in self.EMPTY:
+            self._open.append(name)
+        if tag == "tr" and (in_row := "data-rank" in attributes):
+            self._in_row = in_row
+            self.rows.append([])
+        if tag in ("th", "td") and self._in_row:
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.EMPTY:
+            self._open.pop()
+        self._in_row = self._in_row and tag != "tr"
+
+    def handle_data(self, data: str) -> None:
+        for name in filter(None, self._open):
+            self._texts[name].append(data)
+        if self._in_row:
+            self.rows[-1][-1] += data
+
+    def text(self, name: str) -> str:
+        return " ".join(" ".join(self._texts[name]).split())
+
+    def attribute(self, name: str, attribute: str) -> str:
+        return self._attributes[name][attribute] or ""
 
 
 @contextlib.contextmanager

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 import yaml
+from browser import BINARY
+from dashboards import Page, page
 
 ROOT = Path(__file__).parent.parent
 TOOLS = ROOT.parent / "shared" / "tools"  # beside the checkout: an engine, and a base image where there is no registry
@@ -183,6 +185,24 @@ class Cluster:
         """Steps of each rank."""
         return {labels["rank"]: value for labels, value in self.query("straggle_steps_total")}
 
+    def num_alerts(self, container: str, *, ago: str = "") -> float | None:
+        """How many alerts named the rank of a container as slow; ``None`` while Prometheus does not answer."""
+        host = run("docker", "inspect", "-f", "{{.Config.Hostname}}", container)
+        firing = f'ALERTS{{alertname="StragglerRank",alertstate="firing",instance=~"{host}:.*"}}'
+        return next(
+            (value for _, value in self.query(f"count({firing}{f' offset {ago}' if ago else ''}) or vector(0)")), None
+        )
+
+    def limit(self, container: str, cpus: float | None) -> None:
+        """Let a container have this share of a core; ``None``: as much as there is."""
+        run(
+            "docker",
+            "update",
+            "--cpus",
+            run("docker", "info", "-f", "{{.NCPU}}") if cpus is None else str(cpus),
+            container,
+        )
+
     def wait(self, what: str, done: Callable[[], Any], timeout_s: float = 180.0) -> float:
         """Seconds until ``done`` is true."""
         began_at = time.monotonic()
@@ -235,6 +255,28 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         cluster.compose("down", "--volumes", "--timeout", "2")
 
 
+def check_page(url: str) -> None:
+    """The page that Prometheus serves shows the run; without a browser, that its parts are served."""
+    if BINARY is None:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            html = answer.read().decode()
+        assert Page(html).text("problem") == ""
+        parts = re.findall(r'(?:src|href)="([^"#]+)"', html)
+        assert any(part.endswith("straggle.js") for part in parts)
+        for part in parts:
+            urllib.request.urlopen(urllib.parse.urljoin(url, part), timeout=10).close()  # raises for what is not there
+        return
+    html, problems = page(url)
+    shown = Page(html)
+    assert (shown.text("problem"), problems) == ("", [])
+    assert [row[0] for row in shown.rows] == [str(rank) for rank in range(NUM_WORKERS)]
+    assert shown.attribute("heat", "data-ranks") == str(NUM_WORKERS)
+    assert int(shown.attribute("heat", "data-cells")) > NUM_WORKERS
+    assert int(shown.attribute("stages", "data-stages")) > 1
+    assert "StragglerRank: Rank" in shown.text("alerts")
+    assert "\N{EN DASH}" not in shown.text("tiles")  # nothing is missing
+
+
 @pytest.mark.docker
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
@@ -253,10 +295,22 @@ def test_cluster_trains_is_scraped_survives_and_stops(cluster: Cluster, record_p
     healthy = (*names, "--filter", "health=healthy")
     cluster.wait("all workers to be healthy", lambda: len(run(*healthy).split()) == NUM_WORKERS)
 
-    firing = 'ALERTS{alertname="StragglerRank",alertstate="firing",worker="slow"}'
-    cluster.wait("the alert for the slow worker", lambda: cluster.query(firing), 300.0)
+    slow, victim = f"{cluster.name}-slow-1", f"{cluster.name}-worker-2"
+    cluster.wait("the alert for the slow worker", lambda: cluster.num_alerts(slow) == 1, 300.0)
+    cluster.wait("the page's last column to have it too", lambda: cluster.num_alerts(slow, ago="10s") == 1)
+    check_page(f"http://127.0.0.1:{cluster.port}/consoles/straggle.html?range=300")
+    cluster.limit(slow, None)
+    cluster.wait("that alert to end", lambda: cluster.num_alerts(slow) == 0, 300.0)
 
-    victim = f"{cluster.name}-worker-2"
+    # another one becomes slow, and recovers
+    assert cluster.num_alerts(victim) == 0
+    cluster.limit(victim, 0.1)
+    record_property("seconds_to_the_alert", cluster.wait("its alert", lambda: cluster.num_alerts(victim) == 1, 300.0))
+    cluster.wait_for_more_steps(20)
+    cluster.limit(victim, None)
+    record_property("seconds_to_its_end", cluster.wait("its end", lambda: cluster.num_alerts(victim) == 0, 300.0))
+    cluster.wait_for_more_steps(20)
+
     run("docker", "pause", victim)
     time.sleep(4.0)
     run("docker", "unpause", victim)

@@ -8,13 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from dashboards import PROMETHEUS, ROOT, STAGES, Prometheus, backfill, missing, page, training
+from dashboards import PROMETHEUS, ROOT, STAGES, Page, Prometheus, backfill, missing, page, training
 
 GRAFANA = ROOT / "deploy" / "grafana"
 BOARDS = {path.name: json.loads(path.read_text()) for path in sorted((GRAFANA / "dashboards").glob("*.json"))}
@@ -156,51 +155,6 @@ def test_page_shows_a_real_run(live: Prometheus) -> None:
 # -- a run whose numbers are known
 
 
-class Page(HTMLParser):
-    """What stands in each element that has an id, and in the table of ranks."""
-
-    EMPTY = ("meta", "link", "input", "br")
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self._open: list[str | None] = []
-        self._texts: dict[str, list[str]] = {}
-        self._attributes: dict[str, dict[str, str | None]] = {}
-        self.rows: list[list[str]] = []
-        self._in_row = False
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        attributes = dict(attrs)
-        if name := attributes.get("id"):
-            self._attributes[name] = attributes
-            self._texts[name] = []
-        if tag not in self.EMPTY:
-            self._open.append(name)
-        if tag == "tr" and (in_row := "data-rank" in attributes):
-            self._in_row = in_row
-            self.rows.append([])
-        if tag in ("th", "td") and self._in_row:
-            self.rows[-1].append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in self.EMPTY:
-            self._open.pop()
-        self._in_row = self._in_row and tag != "tr"
-
-    def handle_data(self, data: str) -> None:
-        for name in filter(None, self._open):
-            self._texts[name].append(data)
-        if self._in_row:
-            self.rows[-1][-1] += data
-
-    def text(self, name: str) -> str:
-        return " ".join(" ".join(self._texts[name]).split())
-
-    def attribute(self, name: str, attribute: str) -> str:
-        return self._attributes[name][attribute] or ""
-
-
 @pytest.fixture(scope="module", params=[1, 4, 256])
 def known(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, str]]:
     """The number of ranks and the page's address."""
@@ -215,7 +169,7 @@ def known(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.slow
 @needs_chromium
-@pytest.mark.parametrize("size", [(1400, 2000), (400, 3000)])
+@pytest.mark.parametrize("size", [(1400, 2000), (400, 3000)], ids=["desk", "phone"])
 def test_page_shows_the_numbers_of_a_run(known: tuple[int, str], size: tuple[int, int]) -> None:
     num_ranks, address = known
     html, problems = page(address, size=size)
