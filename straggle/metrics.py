@@ -219,7 +219,7 @@ class StepMetrics:
 
     def _use(self, plan: StagePlan) -> None:
         """The stages are these now."""
-        for metric in (self._stage_contributions, self._stage_weight, self._estimates):
+        for metric in (self._stage_contributions, self._stage_weight, self._estimates, self._stage_position):
             metric.clear()
         self._plan = plan
         self._stages = [
@@ -230,6 +230,9 @@ class StepMetrics:
             )
             for name in stage_labels(plan)
         ]
+        if self._rank == 0:  # the same on all ranks: one series for each stage is enough
+            for position, name in enumerate(stage_labels(plan)):
+                self._stage_position.labels(self._rank, name).set(position)
 
     # -- what there is
 
@@ -293,6 +296,9 @@ class StepMetrics:
         )
         self._stage_weight = self._gauge(
             "stage_weight_ratio", "Merged weight of the stage in the last step; 1 when all ranks computed it.", "stage"
+        )
+        self._stage_position = self._gauge(
+            "stage_position", "Place of the stage in the order of the backward pass, from 0; of rank 0 only.", "stage"
         )
         self._estimates = self._counter("estimates", "Steps in which an estimate was used in the stage.", "stage")
         self._reach = self._gauge(

@@ -221,3 +221,4 @@ def known_run(num_ranks: int, start: int, end: int) -> Iterator[str]:
     yield from steady("lag_steps", dict.fromkeys(ranks, 0))
     yield from steady("since_step_seconds", dict.fromkeys(ranks, 0.1))
     yield from steady("loss", dict.fromkeys(ranks, 1.5))
+    yield from steady("stage_position", {f'{ranks[0]},stage="{stage}"': at for at, stage in enumerate(STAGES)})

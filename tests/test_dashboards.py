@@ -179,6 +179,7 @@ def test_page_shows_the_numbers_of_a_run(known: tuple[int, str], size: tuple[int
     assert shown.attribute("heat", "data-ranks") == str(num_ranks)
     assert int(shown.attribute("heat", "data-cells")) >= 20 * num_ranks
     assert shown.attribute("stages", "data-stages") == str(len(STAGES))
+    assert shown.attribute("stages", "aria-label") == f"dropped by stage and rank: {', '.join(STAGES)}"
     assert [row[0] for row in shown.rows] == [str(rank) for rank in range(num_ranks)]
     plain, slow = shown.rows[0], shown.rows[-1]
     assert slow[2:] == ["600 ms", "0 s", "50 %", "25 %", "0", "100 ms ago"]

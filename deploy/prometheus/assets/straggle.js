@@ -99,7 +99,7 @@ function expressions(run, window) {
     applied: `max(${last("steps_total")})`,
     samples: `sum(${rate("samples_total")})`,
     stages: `clamp_min(1 - ${stage} / on (rank) group_left () (${ranks(rate("steps_total"))} > 0), 0)`,
-    reached: `sum by (stage) (${last("stage_contributions_total")})`,
+    positions: `max by (stage) (${last("stage_position")})`,
     alerts: `max by (alertname, rank, severity) (ALERTS${selector(run, ',alertstate="firing"')})`,
     info: last("run_info"),
   };
@@ -343,13 +343,15 @@ function showHeat(span, found) {
   cells("heat", "time", state, span.at);
 }
 
-function showStages(found, reached) {
-  // a rank reaches the stages in order, so that the first has been computed most often
-  const order = reached.sort((a, b) => b.value - a.value).map((one) => one.labels.stage);
+function showStages(found, positions) {
+  const told = positions.sort((a, b) => a.value - b.value).map((one) => one.labels.stage);
+  const order = told.length ? told : [...new Set(found.map((one) => one.labels.stage))].sort(); // rank 0 is not scraped
   const ranks = [...new Set(found.map((one) => one.labels.rank))].sort((a, b) => a - b);
   const value = new Map(found.map((one) => [`${one.labels.rank} ${one.labels.stage}`, one.value]));
   const values = order.map((stage) => ranks.map((rank) => value.get(`${rank} ${stage}`) ?? null));
   $("stages").dataset.stages = order.length;
+  $("stages").setAttribute("role", "img");
+  $("stages").setAttribute("aria-label", `dropped by stage and rank: ${order.join(", ")}`);
   if (!order.length || !ranks.length) return clear("stages", "nothing in this time");
   const mean = (row) => row.filter(known).reduce((sum, part) => sum + part, 0) / Math.max(1, row.filter(known).length);
   const labelWidth = narrow() ? 104 : 210;
@@ -592,7 +594,7 @@ async function load() {
   if (!run) throw new Error("No rank of any run has been scraped in this time.");
   const window = Math.max(choice.window, span.step);
   const ask_ = expressions(run, window);
-  const lately = ["step", "all", "deadline", "droppedOfAll", "loss", "steps", "applied", "samples", "work", "waits", "late", "dropped", "lagNow", "since", "stages", "reached", "info"];
+  const lately = ["step", "all", "deadline", "droppedOfAll", "loss", "steps", "applied", "samples", "work", "waits", "late", "dropped", "lagNow", "since", "stages", "positions", "info"];
   const timely = { heat: ask_[choice.measure], step: ask_.step, all: ask_.all, deadline: ask_.deadline, causes: ask_.causes, droppedOfAll: ask_.droppedOfAll, loss: ask_.loss, alerts: ask_.alerts };
   const [now, over, alerts, rules] = await Promise.all([
     together(lately, (name) => instant(ask_[name], at)),
@@ -623,7 +625,7 @@ function show(span, now, over, alerts, loaded) {
   const cause = (name) => over.causes.find(({ labels }) => labels.cause === name)?.values ?? span.at.map(() => null);
   curves("causes", span, CAUSES.map((name) => ({ name, values: cause(name), color: `--${name}` })), percent);
   showRanks(now);
-  showStages(now.stages, now.reached);
+  showStages(now.stages, now.positions);
   curves("dropped", span, [{ name: "dropped", values: only("droppedOfAll"), color: "--backward" }], percent);
   curves("loss", span, [{ name: "loss", values: only("loss"), color: "--step" }], plain);
 }
