@@ -1,4 +1,4 @@
-"""Merges the contributions of all ranks, one round per step, whichever thread speaks for this rank.
+"""Merges the contributions of all ranks, one round per step, whichever thread hands in for this rank.
 
 Every rank issues the same collectives in the same order: the buckets of step 0, the buckets of step 1, and so on.
 The training thread issues them as its gradients are finished. When it is stuck, its stand-in (a second thread) issues
@@ -133,7 +133,7 @@ class Coordinator:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether the training thread is to leave its step: it is late, or it was spoken for."""
+        """Whether the training thread is to leave its step: it is late, or it was stood in for."""
         return self._stop_step >= self._training or self._merging > self._training
 
     @property
@@ -197,7 +197,7 @@ class Coordinator:
             self._num_microbatches = num_microbatches
             self._weight, self._idle, self._microbatch_s = 1.0, idle, []
             if self._entered_at >= self._merged_at + self._deadline_s:
-                self._stand_in_wakes.notify()  # it sleeps until it would speak for a rank that has not entered
+                self._stand_in_wakes.notify()  # it sleeps until it would hand in for a rank that has not entered
             if self._held is not None:
                 self._spare = self._spare or self._held  # a second spare is memory that only a stuck rank needs
                 self._held = None
@@ -457,7 +457,7 @@ class Coordinator:
         return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
 
     def _stand_in_once(self) -> None:
-        """Post what the training thread finished; then watch the running step, and stop or speak for a late rank."""
+        """Post what the training thread finished; then watch the step: stop a late rank, or hand in for it."""
         with self._lock:
             finished = self._to_post()
             doing, was_doing = self._stuck_in(), self._doing
@@ -475,7 +475,7 @@ class Coordinator:
         with self._lock:
             if waited_for and step == self._merging:
                 self._waited_since = min(self._waited_since, self._clock())
-            stop_at, speak_at = self._limits()
+            stop_at, hand_in_at = self._limits()
             closed = self._round is not None and self._round.closed  # all is issued: there is nothing left to say
             if step != self._merging or closed or self._clock() < stop_at:
                 return
@@ -487,7 +487,7 @@ class Coordinator:
                 return
             if self._entered_at is not None:
                 self._stop_step = max(self._stop_step, step)
-            if self._sleep_until(speak_at):
+            if self._sleep_until(hand_in_at):
                 return
             if self._last_put is not None:  # the gradients that go into the merge are copied in by another stream
                 self._last_put.wait()
@@ -499,7 +499,7 @@ class Coordinator:
         """When the peers want to know that this rank has finished: shortly before one of them could be late.
 
         A step in which nobody is late is over by then, and costs no message. After one in which somebody was, at once:
-        a rank that is stuck is spoken for as soon as its peers have finished.
+        a rank that is stuck is stood in for as soon as its peers have finished.
         """
         if self._any_late:
             return -math.inf
@@ -535,7 +535,7 @@ class Coordinator:
         return f"rank {self._channel.rank} has been in {where} for {seconds:.0f} s"
 
     def _limits(self) -> tuple[float, float]:
-        """When the training thread is to stop and when it is spoken for, by the clock, if a quorum waits."""
+        """When the training thread is to stop and when it is stood in for, by the clock, if a quorum waits."""
         lag = self._merging - self._training
         if self._round is not None and self._round.closed:  # nothing can be late before the next deadline is over
             next_stop_at = self._clock() + self._deadline_s

@@ -151,13 +151,13 @@ class Patience:
     """How a late rank is treated.
 
     Nobody is late before ``quorum`` ranks have finished the step (default: half of them, at least one). A late rank
-    that does not hand in its gradients within another ``grace_s`` seconds is spoken for by its stand-in. Up to
+    that does not hand in its gradients within another ``grace_s`` seconds is stood in for. Up to
     ``max_lag`` merged steps wait for a rank that is stuck, each one copy of the gradients in memory; beyond that the
     peers wait. A collective that does not end within ``give_up_s`` seconds ends the job.
 
     ``granularity`` is what a late rank drops: the stages that it has not finished ("stage"), or the micro-batches that
     it has not begun ("microbatch", as DropCompute does; ``grace_s`` should then be a micro-batch's time, because a rank
-    that is spoken for hands in what it has of the running one).
+    that is stood in for hands in what it has of the running one).
     """
 
     quorum: int | None = None

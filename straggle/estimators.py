@@ -1,4 +1,4 @@
-"""What stands in for a missing gradient: a late rank's own contribution, or the gradient that nobody computed."""
+"""What fills in for a missing gradient: a late rank's own contribution, or the gradient that nobody computed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Estimate:
 
 
 class Estimator(ABC):  # noqa: B024
-    """Stands in for gradients that were not computed. Every method may be left out.
+    """Fills in for gradients that were not computed. Every method may be left out.
 
     ``gradient`` is always that of a whole step (all of its micro-batches); its tensor is only lent: copy what you keep.
     """
@@ -46,7 +46,7 @@ class Estimator(ABC):  # noqa: B024
 
 @final
 class Abstain(Estimator):
-    """Nothing stands in: the mean over the ranks that computed a gradient is used as it is.
+    """Nothing fills in: the mean over the ranks that computed a gradient is used as it is.
 
     A parameter that nobody computed keeps ``grad = None``, and the optimizer leaves it and its state alone.
     """

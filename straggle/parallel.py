@@ -41,7 +41,7 @@ class StagedDataParallel(nn.Module):
     """Replaces ``DistributedDataParallel``; see the module `straggle` for the loop.
 
     ``stages``: how the gradients are divided (`plan_stages`). ``deadline``: a `Deadline`, a number of seconds, or
-    ``None`` to wait for everyone, as DDP does. ``estimator``: what stands in for missing gradients (default: nothing).
+    ``None`` to wait for everyone, as DDP does. ``estimator``: what fills in for missing gradients (default: nothing).
     ``patience``: how a late rank is treated. ``merge``: what becomes of buffers and of gradients that are not finite,
     and how often replicas are compared.
     Parameters and buffers are overwritten with rank 0's.

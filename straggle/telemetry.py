@@ -120,7 +120,7 @@ class Table:
         return [not late and not idle for late, idle in zip(self._column("late"), self._column("idle"), strict=True)]
 
     def any_late(self) -> bool:
-        """Whether some rank was late or spoken for."""
+        """Whether some rank was late or stood in for."""
         return any(self._column("late")) or any(self._column("stood_in"))
 
     def failed_ranks(self) -> list[int]:
