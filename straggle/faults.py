@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, final, get_args
 
 import torch
@@ -179,13 +180,27 @@ def dropcompute_factors(shape: Sequence[int], generator: torch.Generator, factor
 
     At factor 1.0: mean 1.5, standard deviation 0.581, maximum 6.70. The distribution is `dropcompute_pmf`.
     """
+    cdf, quantiles, mean = _dropcompute_tables()
+    uniform = torch.rand(tuple(shape), generator=generator, dtype=torch.float64).view(-1)
+    drawn = quantiles.index_select(0, (uniform * len(quantiles)).to(torch.int64))
+    several = drawn.isnan().nonzero().squeeze(1)
+    drawn[several] = torch.searchsorted(cdf, uniform[several], right=True).double() + 1.0
+    return drawn.mul_(0.5 * _delay_factor(factor) / mean).add_(1.0).view(tuple(shape))
+
+
+@lru_cache(maxsize=1)
+def _dropcompute_tables() -> tuple[Tensor, Tensor, float]:
+    """The distribution function of L; L for each 32,768th of it, NaN where several lie in one; and `E[L]`.
+
+    The table answers for 98 uniform numbers in 100 at once: a simulation of many ranks draws in less than half of the time.
+    """
     pmf = dropcompute_pmf()
-    lengths = torch.arange(1, 1000, dtype=torch.float64)
-    cdf = pmf.cumsum(0)
-    uniform = torch.rand(tuple(shape), generator=generator, dtype=torch.float64)
-    # Divided by its last entry, the cdf ends in exactly 1.0, above every uniform number: L is never 1000.
-    drawn = lengths[torch.searchsorted(cdf / cdf[-1], uniform, right=True)]
-    return 1.0 + 0.5 * _delay_factor(factor) * drawn / (pmf @ lengths)
+    # divided by its last entry, the cdf ends in exactly 1.0, above every uniform number: L is never 1000
+    cdf = pmf.cumsum(0) / pmf.sum()
+    cdf[-1] = 1.0
+    found = torch.searchsorted(cdf, torch.arange(32769, dtype=torch.float64) / 32768, right=True)
+    quantiles = torch.where(found[:-1] == found[1:], found[:-1].double() + 1.0, math.nan)
+    return cdf, quantiles, float(pmf @ torch.arange(1, 1000, dtype=torch.float64))
 
 
 @final
