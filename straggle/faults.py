@@ -192,7 +192,7 @@ def dropcompute_factors(shape: Sequence[int], generator: torch.Generator, factor
 def _dropcompute_tables() -> tuple[Tensor, Tensor, float]:
     """The distribution function of L; L for each 32,768th of it, NaN where several lie in one; and `E[L]`.
 
-    The table answers for 98 uniform numbers in 100 at once: a simulation of many ranks draws in less than half of the time.
+    The table answers for 98 uniform numbers in 100 at once: many ranks are drawn in less than half of the time.
     """
     pmf = dropcompute_pmf()
     # divided by its last entry, the cdf ends in exactly 1.0, above every uniform number: L is never 1000

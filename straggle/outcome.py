@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from straggle.deadline import Deadline, Patience
+from straggle.threshold import part_computed
+
 
 @dataclass(frozen=True)
 class Rules:
@@ -24,6 +27,12 @@ class Rules:
     after_quorum_s: float = 0.0
     finish_running: bool = False
     grace_s: float = 0.0
+
+    @staticmethod
+    def of(policy: Deadline, patience: Patience, world_size: int) -> Rules:
+        """The rules that so many ranks follow under a policy."""
+        quorum = patience.quorum_of(world_size, policy.quorum)
+        return Rules(quorum, policy.grace_s, patience.granularity == "microbatch", patience.grace_s)
 
 
 @dataclass(frozen=True)
@@ -62,3 +71,11 @@ def outcome(unit_s: Tensor, deadline_s: float | Tensor, rules: Rules, entered_s:
         end_s = torch.where(late, torch.minimum(running_s, stop_at + rules.grace_s), end_s)
         reached = reached | (in_time.unsqueeze(-1) & (unit_s == running_s.unsqueeze(-1)))
     return Outcome(late, end_s, reached, end_s.amax(-1))
+
+
+def computed_share(unit_s: Tensor, step: Outcome, rules: Rules) -> Tensor:
+    """The share of each unit that comes in, (..., ranks, units): of the one that a late rank leaves, its part."""
+    share = step.reached.to(unit_s.dtype)
+    if not rules.finish_running:
+        share[step.late] = part_computed(unit_s[step.late], step.end_s[step.late].unsqueeze(-1))
+    return share

@@ -107,14 +107,29 @@ def expected_drop(
         begin_s = torch.cat([torch.zeros_like(times[..., :1]), times[..., :-1]], -1)
         part = ((times <= stop) | ((begin_s <= stop) & (times <= stop + patience.grace_s))).to(times)
     else:
-        begin_s = torch.cat([times[..., :1], times[..., :-1]], -1)
-        part = ((stop - begin_s) / (times - begin_s).clamp(min=1e-9)).clamp(0, 1).where(times > stop, 1.0)
-        if whole := part.shape[-1] - len(parts):  # the micro-batches before the last
-            part[..., :whole] = ((part[..., :whole] - _FORWARD) / (1 - _FORWARD)).clamp(min=0)
+        part = part_computed(times, stop, _silent(times.shape[-1] - len(parts), times) if len(parts) else None)
         if len(parts):
+            whole = times.shape[-1] - len(parts)
             part[..., whole:] = (part[..., whole:] * torch.tensor(parts)).ceil() / torch.tensor(parts)
-        part = part.nan_to_num(0.0)
     return float(1 - (part * unit_share).sum(-1).mean())
+
+
+def _silent(num_whole: int, unit_s: Tensor) -> Tensor:
+    """`part_computed`'s, where the first so many units are whole micro-batches."""
+    silent = torch.zeros(unit_s.shape[-1], dtype=unit_s.dtype)
+    silent[:num_whole] = _FORWARD
+    silent[0] = 1.0
+    return silent
+
+
+def part_computed(unit_s: Tensor, stop_s: Tensor) -> Tensor:
+    """The part of each unit that a rank has computed when it is stopped after ``stop_s`` seconds.
+
+    Of a running stage that is what the seconds tell, of the first one, in which the forward pass lies, nothing.
+    """
+    begin_s = torch.cat([unit_s[..., :1], unit_s[..., :-1]], -1)
+    part = ((stop_s - begin_s) / (unit_s - begin_s).clamp(min=1e-9)).clamp(0, 1).where(unit_s > stop_s, 1.0)
+    return part.nan_to_num(0.0)
 
 
 @final

@@ -1,0 +1,61 @@
+"""Seconds that an allreduce takes: latency plus bytes over bandwidth, around a ring or up and down a tree."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import final
+
+
+class Network(ABC):
+    """What merging costs."""
+
+    @abstractmethod
+    def merge_s(self, ranks: int, share: float) -> float:
+        """Seconds of the allreduce of this ``share`` of the gradients."""
+
+
+@final
+class Constant(Network):
+    """The merge of all gradients takes ``seconds``, whatever the number of ranks."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = _number("seconds", seconds)
+
+    def merge_s(self, ranks: int, share: float) -> float:
+        return self.seconds * share if ranks > 1 else 0.0
+
+
+class _Links(Network):
+    """Links of a latency and a bandwidth; ``nbytes``: of all gradients."""
+
+    def __init__(self, nbytes: float, *, bytes_per_s: float, latency_s: float) -> None:
+        self.nbytes = _number("nbytes", nbytes)
+        self.bytes_per_s = _number("bytes_per_s", bytes_per_s)
+        self.latency_s = _number("latency_s", latency_s)
+        if bytes_per_s == 0:
+            raise ValueError("bytes_per_s=0: nothing would ever arrive")
+
+
+@final
+class Ring(_Links):
+    """``2 (N - 1)`` messages one after another, each of an N-th of the bytes."""
+
+    def merge_s(self, ranks: int, share: float) -> float:
+        return 2 * (ranks - 1) * (self.latency_s + share * self.nbytes / ranks / self.bytes_per_s)
+
+
+@final
+class Tree(_Links):
+    """``log2 N`` messages up and as many down; the bytes follow one another, so that they count once each way."""
+
+    def merge_s(self, ranks: int, share: float) -> float:
+        if ranks == 1:
+            return 0.0
+        return 2 * (math.ceil(math.log2(ranks)) * self.latency_s + share * self.nbytes / self.bytes_per_s)
+
+
+def _number(name: str, value: float) -> float:
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name}={value}: must be a finite number from 0 on")
+    return float(value)

@@ -1,0 +1,75 @@
+"""What a rank has to do in a step: units of work, one after another, and what each brings to the gradients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from straggle.deadline import Granularity, check_count
+
+
+@dataclass(frozen=True)
+class Units:
+    """``base_s`` (units,): seconds of each, one after another, with nothing that delays it.
+
+    ``share`` (units,): the share of the rank's gradient that each brings; ``of_stage`` (units, stages): the share of
+    each stage; ``stage_share`` (stages,): of the model that each stage is. ``overhead_s``: seconds of a step beside the
+    ranks' own work and the merge, such as the optimizer's. ``overlaps``: whether a stage is merged while those after
+    it are computed.
+    """
+
+    base_s: Tensor
+    share: Tensor
+    of_stage: Tensor
+    stage_share: Tensor
+    overhead_s: float = 0.0
+    overlaps: bool = True
+
+
+class Work:
+    """A step of ``step_s`` seconds on every rank: micro-batches of a forward pass and ``num_stages`` equal stages.
+
+    ``forward_share`` is the part of a micro-batch's time that the forward pass takes.
+    """
+
+    def __init__(
+        self,
+        step_s: float,
+        *,
+        num_stages: int = 12,
+        num_microbatches: int = 1,
+        forward_share: float = 1 / 3,
+        overhead_s: float = 0.0,
+        overlap: bool = True,
+    ) -> None:
+        if not 0 < step_s < math.inf:
+            raise ValueError(f"step_s={step_s}: must be a positive number of seconds")
+        check_count("num_stages", num_stages, least=1)
+        check_count("num_microbatches", num_microbatches, least=1)
+        if not 0 <= forward_share < 1:
+            raise ValueError(f"forward_share={forward_share}: must be a share of a micro-batch's time, from 0 to below 1")
+        if not 0 <= overhead_s < math.inf:
+            raise ValueError(f"overhead_s={overhead_s}: must be a number of seconds")
+        self.step_s = step_s
+        self.num_stages = num_stages
+        self.num_microbatches = num_microbatches
+        self.forward_share = forward_share
+        self.overhead_s = overhead_s
+        self.overlap = overlap
+
+    def units(self, granularity: Granularity) -> Units:
+        """Its units, as the telemetry counts them (`Progress`): micro-batches, or stages in the last of these."""
+        stages, passes = self.num_stages, self.num_microbatches
+        stage_share = torch.full((stages,), 1 / stages)
+        whole_s = torch.full((passes,), self.step_s / passes)
+        everything = torch.full((passes, stages), 1 / passes)
+        if granularity == "microbatch":
+            return Units(whole_s, everything.mean(1), everything, stage_share, self.overhead_s, False)
+        last_s = torch.full((stages,), (1 - self.forward_share) * self.step_s / passes / stages)
+        last_s[0] += self.forward_share * self.step_s / passes
+        of_stage = torch.cat([everything[:-1], torch.eye(stages) / passes])
+        base_s = torch.cat([whole_s[:-1], last_s])
+        return Units(base_s, of_stage.mean(1), of_stage, stage_share, self.overhead_s, self.overlap)
