@@ -25,8 +25,18 @@ from straggle.estimators import Estimator
 from straggle.faults import Fault
 from straggle.stages import BalancedByTime, plan_stages
 
-GROUPS = ("workload", "deadline", "estimator", "faults", "optimizer", "metrics")
-_AT_LEAST = {"steps": 1, "num_microbatches": 1, "batch_size": 1, "seed": 0, "block": 1, "checkpoint_every": 0}
+GROUPS = ("workload", "deadline", "estimator", "faults", "optimizer", "metrics", "delays", "network")
+_AT_LEAST = {
+    "steps": 1,
+    "ranks": 1,
+    "history_ranks": 1,
+    "num_microbatches": 1,
+    "batch_size": 1,
+    "seed": 0,
+    "block": 1,
+    "checkpoint_every": 0,
+}
+_BUILT = ("deadline", "merge", "patience", "delays", "work", "network")
 _METRICS_PARTS = ("security", "targets", "push")
 
 
@@ -65,7 +75,7 @@ def check(config: DictConfig, valid: DictConfig) -> None:
         value = config.get(key, least)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigurationError(f"{key}={value}: must be a whole number of at least {least}")
-    for group in ("workload", "deadline", "estimator", "optimizer", "merge", "patience"):
+    for group in ("workload", "deadline", "estimator", "optimizer", "merge", "patience", "delays", "work", "network"):
         _check_arguments(group, config.get(group))
     if metrics := config.get("metrics"):
         for key, part in (("metrics", metrics), *((f"metrics.{key}", metrics.get(key)) for key in _METRICS_PARTS)):
@@ -89,15 +99,19 @@ def check(config: DictConfig, valid: DictConfig) -> None:
 
 def _build_all(config: DictConfig) -> None:
     """What each rank will build, once before there are ranks, so that a wrong value is told once."""
-    for part in ("deadline", "merge", "patience"):
-        instantiate(config.get(part))
-    build_faults(config)
+    built = {part: instantiate(config.get(part)) for part in _BUILT}
+    if "faults" in config:
+        build_faults(config)
     if metrics := config.get("metrics"):
         from straggle.endpoint import check_port  # needs an extra
 
         check_port(metrics.get("port"))
         for part in _METRICS_PARTS:
             instantiate(metrics.get(part))
+    if "ranks" in config:
+        built["patience"].quorum_of(config.ranks, built["deadline"].quorum)
+    if "workload" not in config:
+        return
     model = instantiate(config.workload).model()
     if "optimizer" in config:
         build_estimator(config, build_optimizer(config, model))

@@ -13,6 +13,7 @@ from straggle.simulate.delays import (
     Stalls,
 )
 from straggle.simulate.ranks import Simulation, simulate, simulate_times
+from straggle.simulate.recorded import Recorded, Replay, read_times, recorded_times
 from straggle.simulate.units import Units, Work
 
 __all__ = [
@@ -25,6 +26,8 @@ __all__ = [
     "Network",
     "NoDelay",
     "Normal",
+    "Recorded",
+    "Replay",
     "Ring",
     "Simulation",
     "SlowRanks",
@@ -32,6 +35,8 @@ __all__ = [
     "Tree",
     "Units",
     "Work",
+    "read_times",
+    "recorded_times",
     "simulate",
     "simulate_times",
 ]

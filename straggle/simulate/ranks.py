@@ -108,7 +108,7 @@ class _Cluster:
         if deadline.wants_progress:
             self._window.watch(units.stage_share)
         shares = [1.0] if not units.overlaps else units.stage_share.tolist()
-        self._merge_s = [network.merge_s(ranks, share) for share in shares]
+        self._merge_s = [0.0 if units.merged else network.merge_s(ranks, share) for share in shares]
         self._deadline_s, self._predicted_drop = math.inf, math.nan
         self._computed = torch.zeros(ranks, len(units.share))
         self._late_steps = torch.zeros(ranks, dtype=torch.int64)
@@ -122,7 +122,7 @@ class _Cluster:
         self._late_steps += done.late
         last_s = unit_s.amax(0)  # when nobody is stopped
         step_s, all_s = (self._merged_s(last_s.clamp(max=end_s)) for end_s in (float(done.seconds), math.inf))
-        kept = float((computed.mean(0) @ self._units.share))
+        kept = float(computed.mean(0) @ self._units.share)
         late = int(done.late.sum())
         self._rows.append((step_s, all_s, self._deadline_s, 1 - kept, self._predicted_drop, late))
         self._decide(unit_s, done, computed, max(0.0, step_s - float(done.seconds)))
@@ -153,6 +153,6 @@ class _Cluster:
 
     def result(self) -> Simulation:
         """All that happened."""
-        columns = torch.tensor(self._rows, dtype=torch.float64).unbind(1)
-        reach = self._computed @ self._units.of_stage / len(self._rows)
-        return Simulation(*columns, late_steps=self._late_steps, reach=reach)
+        step_s, all_s, deadline_s, dropped, predicted, late = torch.tensor(self._rows, dtype=torch.float64).unbind(1)
+        reach = self._computed @ (self._units.of_stage / self._units.of_stage.sum(0)) / len(self._rows)
+        return Simulation(step_s, all_s, deadline_s, dropped, predicted, late, self._late_steps, reach)

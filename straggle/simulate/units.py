@@ -18,7 +18,7 @@ class Units:
     ``share`` (units,): the share of the rank's gradient that each brings; ``of_stage`` (units, stages): the share of
     each stage; ``stage_share`` (stages,): of the model that each stage is. ``overhead_s``: seconds of a step beside the
     ranks' own work and the merge, such as the optimizer's. ``overlaps``: whether a stage is merged while those after
-    it are computed.
+    it are computed; ``merged``: the overhead is that of a recorded step, the merge included.
     """
 
     base_s: Tensor
@@ -27,6 +27,7 @@ class Units:
     stage_share: Tensor
     overhead_s: float = 0.0
     overlaps: bool = True
+    merged: bool = False
 
 
 class Work:
@@ -50,7 +51,9 @@ class Work:
         check_count("num_stages", num_stages, least=1)
         check_count("num_microbatches", num_microbatches, least=1)
         if not 0 <= forward_share < 1:
-            raise ValueError(f"forward_share={forward_share}: must be a share of a micro-batch's time, from 0 to below 1")
+            raise ValueError(
+                f"forward_share={forward_share}: must be a share of a micro-batch's time, from 0 to below 1"
+            )
         if not 0 <= overhead_s < math.inf:
             raise ValueError(f"overhead_s={overhead_s}: must be a number of seconds")
         self.step_s = step_s

@@ -1,0 +1,332 @@
+"""The simulator: its delays, its communication, and that its steps follow the library's own policies."""
+
+import json
+import math
+import subprocess
+import sys
+from itertools import islice
+
+import pytest
+import torch
+
+from straggle import AutoDeadline, Deadline, FirstK, FixedDeadline, Patience, Shadow, WaitForAll
+from straggle.configuration import ConfigurationError, load
+from straggle.faults import dropcompute_factors
+from straggle.simulate import (
+    ByNode,
+    Constant,
+    DropCompute,
+    Exponential,
+    LogNormal,
+    NoDelay,
+    Normal,
+    Replay,
+    Ring,
+    SlowRanks,
+    Stalls,
+    Tree,
+    Work,
+    read_times,
+    recorded_times,
+    simulate,
+    simulate_times,
+)
+
+MODELS = [
+    (NoDelay(), 1.0, 0.0),
+    (Normal(0.1), 1.0, 0.1),
+    (LogNormal(0.5), math.exp(0.125), math.exp(0.125) * math.sqrt(math.exp(0.25) - 1)),
+    (Exponential(0.5), 1.5, 0.5),
+    (DropCompute(), 1.5, 0.581),
+]
+
+
+def drawn(delays, steps, ranks, base_s=(1.0, 2.0), seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.stack(list(islice(delays.steps(torch.tensor(base_s), ranks, generator), steps)))
+
+
+@pytest.mark.parametrize(("delays", "mean", "std"), MODELS, ids=lambda value: type(value).__name__)
+def test_delays_have_the_mean_and_the_spread_that_they_name(delays, mean, std):
+    times = drawn(delays, 20, 2000)
+    for unit, base_s in enumerate((1.0, 2.0)):
+        assert float(times[..., unit].mean()) == pytest.approx(base_s * mean, rel=0.02)
+        assert float(times[..., unit].std()) == pytest.approx(base_s * std, rel=0.03, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "delays", [Stalls(Normal(), 0.1, 1.0), SlowRanks(Normal(), 0.2, 2.0, lasts_steps=3.0), ByNode(Normal())]
+)
+def test_a_seed_gives_the_same_delays_again(delays):
+    assert torch.equal(drawn(delays, 3, 16), drawn(delays, 3, 16))
+    assert not torch.equal(drawn(delays, 3, 16), drawn(delays, 3, 16, seed=1))
+
+
+def test_dropcompute_is_the_model_of_the_faults():
+    times = drawn(DropCompute(0.7), 1, 5, (1.0,))
+    expected = dropcompute_factors((5, 1), torch.Generator().manual_seed(0), 0.7)
+    torch.testing.assert_close(times[0], expected.float())
+
+
+def test_stalls_strike_a_rank_as_often_as_they_say_and_in_one_unit():
+    extra = drawn(Stalls(NoDelay(), 0.1, 5.0), 100, 200) - torch.tensor([1.0, 2.0])
+    struck = extra > 0
+    assert set(extra[struck].tolist()) == {5.0}
+    assert float(struck.any(-1).double().mean()) == pytest.approx(0.1, abs=0.01)
+    assert int(struck.sum(-1).max()) == 1
+
+
+def test_slow_ranks_are_the_same_in_all_steps_or_change_at_their_share():
+    always = drawn(SlowRanks(NoDelay(), 0.25, 3.0), 10, 8)[..., 0] == 3.0
+    assert always.sum(1).tolist() == [2] * 10
+    assert bool((always == always[0]).all())
+    changing = drawn(SlowRanks(NoDelay(), 0.25, 3.0, lasts_steps=5.0), 400, 400)[..., 0] == 3.0
+    assert float(changing.double().mean()) == pytest.approx(0.25, abs=0.01)
+    ended = changing[:-1] & ~changing[1:]
+    assert float(ended.sum() / changing[:-1].sum()) == pytest.approx(1 / 5, abs=0.01)
+
+
+def test_ranks_of_a_node_are_correlated_and_each_is_distributed_as_before():
+    times = drawn(ByNode(Normal(0.1), ranks_per_node=4, correlation=0.5), 4000, 8, (1.0,)).squeeze(-1).double()
+    correlation = torch.corrcoef(times.T)
+    assert float(correlation[0, 3]) == pytest.approx(0.5, abs=0.05)
+    assert float(correlation[0, 4]) == pytest.approx(0.0, abs=0.05)
+    assert float(times.std()) == pytest.approx(0.1, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Normal(-1.0), "std=-1.0"),
+        (lambda: Stalls(NoDelay(), 1.5, 1.0), "probability=1.5"),
+        (lambda: SlowRanks(NoDelay(), 0.5, 2.0, lasts_steps=0.5), "lasts_steps=0.5"),
+        (lambda: SlowRanks(NoDelay(), 0.9, 2.0, lasts_steps=2.0), "share=0.9"),
+        (lambda: ByNode(NoDelay(), ranks_per_node=0), "ranks_per_node=0"),
+        (lambda: Work(0.0), "step_s=0.0"),
+        (lambda: Work(1.0, forward_share=1.0), "forward_share=1.0"),
+        (lambda: Ring(1.0, bytes_per_s=0.0, latency_s=0.0), "bytes_per_s=0"),
+    ],
+)
+def test_number_out_of_range_is_refused_with_its_value(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_allreduce_around_a_ring_and_through_a_tree():
+    ring, tree = (kind(1000.0, bytes_per_s=100.0, latency_s=0.5) for kind in (Ring, Tree))
+    assert ring.merge_s(4, 1.0) == pytest.approx(6 * (0.5 + 250 / 100))
+    assert tree.merge_s(5, 0.5) == pytest.approx(2 * (3 * 0.5 + 500 / 100))
+    assert ring.merge_s(1, 1.0) == tree.merge_s(1, 1.0) == 0.0
+
+
+@pytest.mark.parametrize("granularity", ["stage", "microbatch"])
+def test_units_of_work_take_the_step_and_bring_all_gradients(granularity):
+    units = Work(6.0, num_stages=4, num_microbatches=3, forward_share=0.5).units(granularity)
+    assert units.base_s.tolist() == pytest.approx(
+        {"stage": [2, 2, 1.25, 0.25, 0.25, 0.25], "microbatch": [2] * 3}[granularity]
+    )
+    assert float(units.share.sum()) == pytest.approx(1.0)
+    assert units.of_stage.sum(0).tolist() == pytest.approx([1.0] * 4)
+
+
+# -- steps
+
+
+def times_of(*ranks):
+    return torch.tensor(ranks)
+
+
+def run(unit_s, deadline, *, steps=3, patience=None, network=None, **work):
+    work = Work(1.0, num_stages=unit_s.shape[1], **work)
+    patience = patience or Patience(quorum=1)
+    units = work.units(patience.granularity)
+    return simulate_times([unit_s] * steps, units, deadline, patience, network or Constant())
+
+
+SLOW_LAST = times_of([1.0, 1.0], [1.0, 1.0], [1.0, 5.0])
+
+
+def test_a_rank_that_is_late_hands_in_what_it_has():
+    result = run(SLOW_LAST, FixedDeadline(3.5))
+    assert result.step_s.tolist() == [6.0, 3.5, 3.5]  # nobody is late in the first step
+    assert result.all_s.tolist() == [6.0] * 3
+    assert result.dropped.tolist() == pytest.approx([0.0, 0.5 / 6, 0.5 / 6])  # half of its second stage
+    assert result.late_steps.tolist() == [0, 0, 2]
+    assert result.reach[2].tolist() == pytest.approx([1.0, 2 / 3])
+    assert result.speedup == pytest.approx((1 - 0.5 / 9) * 18 / 13)
+
+
+def test_nobody_is_late_before_a_quorum_has_finished():
+    result = run(SLOW_LAST, FixedDeadline(0.5), patience=Patience(quorum=2))
+    assert result.step_s.tolist() == [6.0, 2.0, 2.0]
+
+
+def test_first_k_waits_for_k_ranks_and_its_grace():
+    assert run(SLOW_LAST, FirstK(2, grace_s=1.0)).step_s.tolist() == [6.0, 3.0, 3.0]
+
+
+def test_whole_microbatches_are_finished_within_the_grace():
+    for grace_s, seconds, dropped in ((9.0, 6.0, 0.0), (1.0, 3.0, 1 / 6)):
+        patience = Patience(quorum=1, granularity="microbatch", grace_s=grace_s)
+        units = Work(2.0, num_microbatches=2, num_stages=3).units("microbatch")
+        result = simulate_times([SLOW_LAST] * 2, units, FixedDeadline(2.0), patience, Constant())
+        assert (float(result.step_s[1]), float(result.dropped[1])) == pytest.approx((seconds, dropped))
+
+
+def test_a_stage_is_merged_while_those_after_it_are_computed():
+    unit_s = times_of([1.0, 1.0], [2.0, 1.0])
+    overlapped, after = (
+        run(unit_s, WaitForAll(), network=Constant(3.0), overlap=overlap, overhead_s=0.25) for overlap in (True, False)
+    )
+    assert overlapped.step_s.tolist() == [2.0 + 1.5 + 1.5 + 0.25] * 3
+    assert after.step_s.tolist() == [3.0 + 3.0 + 0.25] * 3
+
+
+def test_a_deadline_that_is_not_enforced_stops_nobody():
+    result = run(SLOW_LAST, Shadow(FixedDeadline(2.5)))
+    assert result.step_s.tolist() == [6.0] * 3
+    assert result.late_steps.tolist() == [0, 0, 0]
+
+
+class Watching(Deadline):
+    """Keeps what it is shown."""
+
+    window = 4
+    wants_progress = True
+
+    def __init__(self):
+        self.seen = []
+
+    def prepare(self, patience):
+        self.patience = patience
+
+    def decide(self, history):
+        self.seen.append(history)
+        return 3.5
+
+
+def test_policy_sees_the_steps_as_in_training():
+    policy = Watching()
+    run(SLOW_LAST, policy)
+    history = policy.seen[-1]
+    assert history.num_steps == 3
+    assert history.finished.tolist() == [[True] * 3, [True, True, False], [True, True, False]]
+    assert history.compute_s.tolist() == [[2.0, 2.0, 6.0], [2.0, 2.0, 3.5], [2.0, 2.0, 3.5]]
+    assert history.progress.unit_s[1, 2, 0] == 1.0
+    assert math.isnan(history.progress.unit_s[1, 2, 1])
+    assert history.progress.computed[1].tolist() == [[1.0, 1.0], [1.0, 1.0], [1.0, 0.5]]
+
+
+def test_policy_is_shown_some_of_very_many_ranks_and_their_share_of_the_quorum():
+    policy = Watching()
+    simulate(2, 1000, Work(1.0), NoDelay(), policy, patience=Patience(quorum=900), history_ranks=10)
+    assert policy.seen[-1].compute_s.shape == (2, 10)
+    assert policy.patience.quorum == 9
+
+
+def test_quorum_of_more_ranks_than_there_are_is_refused():
+    with pytest.raises(ValueError, match="quorum=5: there are only 4 ranks"):
+        simulate(1, 4, Work(1.0), NoDelay(), FirstK(5))
+
+
+def test_auto_deadline_drops_what_it_predicts():
+    result = simulate(300, 64, Work(1.0), DropCompute(), AutoDeadline())
+    assert result.speedup > 1.2
+    realised, predicted = result.dropped[20:].mean(), result.predicted_drop[20:].mean()
+    assert float(realised) == pytest.approx(float(predicted), abs=0.01)
+
+
+# -- a recorded run
+
+
+def record(step, compute_s, stage_s, late=(), seconds=3.0):
+    ranks = [
+        {"compute_s": c, "stage_s": s, "late": rank in late, "idle": False}
+        for rank, (c, s) in enumerate(zip(compute_s, stage_s, strict=True))
+    ]
+    return {"step": step, "seconds": seconds, "ranks": ranks, "stages": [{"name": n, "numel": 2} for n in "ab"]}
+
+
+FULL = record(1, [2.0, 2.0, 4.0], [[1.0, 1.9], [1.0, 1.9], [2.0, 3.9]], seconds=4.5)
+CUT = record(2, [2.0, 2.0, 2.5], [[1.0, 1.9], [1.0, 1.9], [2.0, None]], late=(2,))
+
+
+def test_what_a_late_rank_did_not_finish_takes_as_much_longer_as_what_it_did():
+    recorded = recorded_times([FULL, CUT])
+    assert recorded.unit_s.tolist() == [[[1.0, 1.0], [1.0, 1.0], [2.0, 2.0]]] * 2
+    assert recorded.overhead_s.tolist() == [0.5, 0.5]
+
+
+def test_rank_that_never_entered_takes_its_own_typical_time():
+    absent = record(3, [2.0, 2.0, None], [[1.0, 1.9], [1.0, 1.9], [None, None]], late=(2,))
+    assert recorded_times([FULL, CUT, absent]).unit_s[2, 2].tolist() == [2.0, 2.0]
+
+
+def test_replay_keeps_the_order_within_blocks_and_draws_each_group_of_ranks_by_itself(tmp_path):
+    records = [record(n, [float(n), 2.0 * n], [[0.5 * n, 0.9 * n], [n, 1.9 * n]]) for n in range(12)]
+    (tmp_path / "trace.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    times = drawn(Replay(str(tmp_path), block=4), 40, 4)
+    whole = times.sum(-1)
+    torch.testing.assert_close(whole[:, 1], 2 * whole[:, 0])  # the ranks of a step stay together
+    assert not torch.allclose(whole[:, 2], whole[:, 0])
+    steps = whole[:, 0].round().int()
+    follows = (steps[1:] == steps[:-1] % 11 + 1).view(-1)
+    assert bool(follows[[n for n in range(39) if n % 4 != 3]].all())
+    in_order = drawn(Replay(str(tmp_path), block=0), 11, 2).sum(-1)[:, 0]
+    assert in_order.tolist() == pytest.approx(list(range(1, 12)))
+
+
+def test_what_is_no_trace_is_refused_with_its_name(tmp_path):
+    with pytest.raises(ValueError, match="no such file"):
+        read_times(tmp_path / "nothing")
+    (tmp_path / "trace.jsonl").write_text('{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"trace\.jsonl: not a trace"):
+        read_times(tmp_path)
+
+
+# -- the command
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("delays=x", "choose one of by_node, dropcompute"),
+        ("delays.factr=2", "unknown key delays.factr"),
+        ("ranks=0", "ranks=0: must be a whole number of at least 1"),
+        ("work.step_s=-1", "step_s=-1"),
+        ("network.latency=1", "unknown key network.latency"),
+        ("patience.quorum=65", "quorum=65: there are only 64 ranks"),
+        ("delays=replay", "no such file"),
+    ],
+)
+def test_wrong_configuration_is_refused_with_what_is_valid(override, complaint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match=complaint):
+        load("simulate", [override])
+
+
+@pytest.mark.slow
+def test_command_writes_numbers_that_agree_with_each_other_and_a_picture(tmp_path):
+    keys = ["ranks=32", "steps=60", "deadline=quantile", f"run_dir={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "straggle.simulate", *keys], capture_output=True, text=True, check=True
+    )
+    assert "effective speedup" in done.stdout
+    numbers = json.loads((tmp_path / "simulation.json").read_text())
+    ratio = numbers["wait_for_all_seconds"]["mean"] / numbers["step_seconds"]["mean"]
+    assert numbers["effective_speedup"] == pytest.approx((1 - numbers["dropped_share"]) * ratio)
+    assert sum(numbers["ranks_dropped"]) / 32 == pytest.approx(numbers["dropped_share"], rel=1e-4)
+    assert sum(numbers["dropped_by_stage"]) / 12 == pytest.approx(numbers["dropped_share"], rel=1e-4)
+    assert (tmp_path / "simulation.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_ranks_stay_within_four_gibibytes():
+    script = (
+        "import resource, torch; torch.set_num_threads(1)\n"
+        "from straggle import AutoDeadline; from straggle.simulate import *\n"
+        "simulate(100, 100_000, Work(1.0), DropCompute(), AutoDeadline())\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 4 * 2**20  # kibibytes
