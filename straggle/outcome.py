@@ -73,9 +73,12 @@ def outcome(unit_s: Tensor, deadline_s: float | Tensor, rules: Rules, entered_s:
     return Outcome(late, end_s, reached, end_s.amax(-1))
 
 
-def computed_share(unit_s: Tensor, step: Outcome, rules: Rules) -> Tensor:
-    """The share of each unit that comes in, (..., ranks, units): of the one that a late rank leaves, its part."""
+def computed_share(unit_s: Tensor, step: Outcome, rules: Rules, silent: Tensor | None = None) -> Tensor:
+    """The share of each unit that comes in, (..., ranks, units): of the one that a late rank leaves, its part.
+
+    ``silent``: see `part_computed`.
+    """
     share = step.reached.to(unit_s.dtype)
     if not rules.finish_running:
-        share[step.late] = part_computed(unit_s[step.late], step.end_s[step.late].unsqueeze(-1))
+        share[step.late] = part_computed(unit_s[step.late], step.end_s[step.late].unsqueeze(-1), silent)
     return share

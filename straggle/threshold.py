@@ -122,13 +122,18 @@ def _silent(num_whole: int, unit_s: Tensor) -> Tensor:
     return silent
 
 
-def part_computed(unit_s: Tensor, stop_s: Tensor) -> Tensor:
+def part_computed(unit_s: Tensor, stop_s: Tensor, silent: Tensor | None = None) -> Tensor:
     """The part of each unit that a rank has computed when it is stopped after ``stop_s`` seconds.
 
-    Of a running stage that is what the seconds tell, of the first one, in which the forward pass lies, nothing.
+    ``silent`` (units,) is the share of each unit's time before its first gradient is finished, in a forward pass; if it
+    is not given, all of the first unit, and nothing of the others.
     """
-    begin_s = torch.cat([unit_s[..., :1], unit_s[..., :-1]], -1)
-    part = ((stop_s - begin_s) / (unit_s - begin_s).clamp(min=1e-9)).clamp(0, 1).where(unit_s > stop_s, 1.0)
+    if silent is None:
+        silent = torch.zeros(unit_s.shape[-1], dtype=unit_s.dtype)
+        silent[0] = 1.0
+    begin_s = torch.cat([torch.zeros_like(unit_s[..., :1]), unit_s[..., :-1]], -1)
+    first_s = begin_s + silent * (unit_s - begin_s)
+    part = ((stop_s - first_s) / (unit_s - first_s).clamp(min=1e-9)).clamp(0, 1).where(unit_s > stop_s, 1.0)
     return part.nan_to_num(0.0)
 
 

@@ -103,7 +103,7 @@ def test_ranks_of_a_node_are_correlated_and_each_is_distributed_as_before():
         (lambda: SlowRanks(NoDelay(), 0.9, 2.0, lasts_steps=2.0), "share=0.9"),
         (lambda: ByNode(NoDelay(), ranks_per_node=0), "ranks_per_node=0"),
         (lambda: Work(0.0), "step_s=0.0"),
-        (lambda: Work(1.0, forward_share=1.0), "forward_share=1.0"),
+        (lambda: Work(1.0, forward_share=1.1), "forward_share=1.1"),
         (lambda: Ring(1.0, bytes_per_s=0.0, latency_s=0.0), "bytes_per_s=0"),
     ],
 )
@@ -154,6 +154,12 @@ def test_a_rank_that_is_late_hands_in_what_it_has():
     assert result.late_steps.tolist() == [0, 0, 2]
     assert result.reach[2].tolist() == pytest.approx([1.0, 2 / 3])
     assert result.speedup == pytest.approx((1 - 0.5 / 9) * 18 / 13)
+
+
+def test_of_the_first_unit_what_backward_finished_counts():
+    # two seconds of forward pass, one of each stage's backward pass; stopped half-way through the first stage's
+    result = run(times_of([1.0, 0.5], [3.0, 1.0]), FixedDeadline(2.5), forward_share=0.5)
+    assert result.reach[1].tolist() == pytest.approx([(1 + 2 * 0.5) / 3, 1 / 3])
 
 
 def test_nobody_is_late_before_a_quorum_has_finished():

@@ -117,7 +117,7 @@ class _Cluster:
     def step(self, unit_s: Tensor) -> None:
         """One step; ``unit_s`` (ranks, units): when each unit would be finished, if nobody were stopped."""
         done = outcome(unit_s, self._deadline_s, self._rules)
-        computed = computed_share(unit_s, done, self._rules)
+        computed = computed_share(unit_s, done, self._rules, self._units.silent)
         self._computed += computed
         self._late_steps += done.late
         last_s = unit_s.amax(0)  # when nobody is stopped

@@ -39,7 +39,7 @@ class Recorded:
         base_s = self.unit_s.flatten(0, 1).median(0).values
         overhead_s = float(self.overhead_s.median())
         return Units(
-            base_s, self.stage_share, torch.eye(stages), self.stage_share, overhead_s, overlaps=False, merged=True
+            base_s, self.stage_share, torch.eye(stages), self.stage_share, None, overhead_s, overlaps=False, merged=True
         )
 
 

@@ -16,15 +16,17 @@ class Units:
     """``base_s`` (units,): seconds of each, one after another, with nothing that delays it.
 
     ``share`` (units,): the share of the rank's gradient that each brings; ``of_stage`` (units, stages): the share of
-    each stage; ``stage_share`` (stages,): of the model that each stage is. ``overhead_s``: seconds of a step beside the
-    ranks' own work and the merge, such as the optimizer's. ``overlaps``: whether a stage is merged while those after
-    it are computed; ``merged``: the overhead is that of a recorded step, the merge included.
+    each stage; ``stage_share`` (stages,): of the model that each stage is; ``silent`` (units,): see `part_computed`.
+    ``overhead_s``: seconds of a step beside the ranks' own work and the merge, such as the optimizer's. ``overlaps``:
+    whether a stage is merged while those after it are computed; ``merged``: the overhead is that of a recorded step,
+    the merge included.
     """
 
     base_s: Tensor
     share: Tensor
     of_stage: Tensor
     stage_share: Tensor
+    silent: Tensor | None = None
     overhead_s: float = 0.0
     overlaps: bool = True
     merged: bool = False
@@ -50,10 +52,8 @@ class Work:
             raise ValueError(f"step_s={step_s}: must be a positive number of seconds")
         check_count("num_stages", num_stages, least=1)
         check_count("num_microbatches", num_microbatches, least=1)
-        if not 0 <= forward_share < 1:
-            raise ValueError(
-                f"forward_share={forward_share}: must be a share of a micro-batch's time, from 0 to below 1"
-            )
+        if not 0 <= forward_share <= 1:
+            raise ValueError(f"forward_share={forward_share}: must be a share of a micro-batch's time, from 0 to 1")
         if not 0 <= overhead_s < math.inf:
             raise ValueError(f"overhead_s={overhead_s}: must be a number of seconds")
         self.step_s = step_s
@@ -69,10 +69,14 @@ class Work:
         stage_share = torch.full((stages,), 1 / stages)
         whole_s = torch.full((passes,), self.step_s / passes)
         everything = torch.full((passes, stages), 1 / passes)
+        silent = torch.full((passes,), self.forward_share)
         if granularity == "microbatch":
-            return Units(whole_s, everything.mean(1), everything, stage_share, self.overhead_s, False)
-        last_s = torch.full((stages,), (1 - self.forward_share) * self.step_s / passes / stages)
+            return Units(whole_s, everything.mean(1), everything, stage_share, silent, self.overhead_s, False)
+        backward_s = (1 - self.forward_share) * self.step_s / passes / stages
+        last_s = torch.full((stages,), backward_s)
         last_s[0] += self.forward_share * self.step_s / passes
+        silent_last = torch.zeros(stages)
+        silent_last[0] = 1 - backward_s / float(last_s[0])
         of_stage = torch.cat([everything[:-1], torch.eye(stages) / passes])
-        base_s = torch.cat([whole_s[:-1], last_s])
-        return Units(base_s, of_stage.mean(1), of_stage, stage_share, self.overhead_s, self.overlap)
+        base_s, silent = torch.cat([whole_s[:-1], last_s]), torch.cat([silent[:-1], silent_last])
+        return Units(base_s, of_stage.mean(1), of_stage, stage_share, silent, self.overhead_s, self.overlap)

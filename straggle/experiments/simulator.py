@@ -1,0 +1,86 @@
+"""The simulator against real ranks: the same delays, the same policies, mean and 95th percentile of the step time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Generator, Tensor
+
+from straggle.deadline import FirstK, QuantileDeadline, WaitForAll
+from straggle.experiments._plot import save_lines
+from straggle.experiments._real import Measured, Method, Setup, run_real
+from straggle.experiments.result import Line, Result
+from straggle.simulate import Constant, DropCompute, Simulation, SlowRanks, Work, simulate_times
+from straggle.threshold import AutoDeadline
+
+WORK = Work(0.24, num_stages=12, forward_share=1 / 3)
+DELAYS = {
+    "DropCompute's delays": DropCompute(),
+    "and one rank in four twice as slow": SlowRanks(DropCompute(), 0.25, 2.0),
+}
+SKIP = 12  # steps of warm-up, in which everybody is waited for
+
+
+def methods(ranks: int) -> dict[str, Method]:
+    """The policies that are compared."""
+    return {
+        "WaitForAll": Method(WaitForAll),
+        "QuantileDeadline": Method(partial(QuantileDeadline, 0.5, 1.1)),
+        "AutoDeadline": Method(AutoDeadline),
+        f"FirstK({ranks - 1})": Method(partial(FirstK, ranks - 1)),
+    }
+
+
+def run(quick: bool, out: Path) -> Result:
+    """Four and eight processes, each under two models of delays."""
+    lines, curves = [], {}
+    for ranks in (4, 8):
+        for name, delays in DELAYS.items():
+            drawn = delays.steps(WORK.units("stage").base_s, ranks, Generator().manual_seed(ranks))
+            unit_s = torch.stack(list(islice(drawn, 40 if quick else 150)))
+            measured = run_real(Setup(unit_s, WORK, methods(ranks), block=25))
+            overhead_s = float(measured["WaitForAll"].overhead_s.median())
+            lines.append(Line(f"{ranks} ranks, {name}: a step's overhead", "", f"{1e3 * overhead_s:.1f} ms"))
+            for method, real in measured.items():
+                simulated = simulation(unit_s, methods(ranks)[method], overhead_s)
+                lines += compared(f"  {method}", simulated, real)
+                points = curves.setdefault(f"{ranks} ranks", [])
+                points.append((1e3 * float(simulated.step_s[SKIP:].mean()), 1e3 * float(real.step_s[SKIP:].mean())))
+    span = [min(p[0] for points in curves.values() for p in points), max(p[0] for c in curves.values() for p in c)]
+    plot = save_lines(
+        out / "SIMULATOR.png",
+        {"equal": [(ms, ms) for ms in span]},
+        markers=curves,
+        log_x=False,
+        xlabel="mean step time, simulated, ms",
+        ylabel="measured, ms",
+    )
+    notes = (
+        "gloo, all ranks on one machine, whose layers sleep; policies take turns on the same delays. What a step takes",
+        "beside its slowest rank's work is measured while everyone is waited for, and given to the simulator.",
+        f"The first {SKIP} steps are left out.",
+    )
+    return Result("the simulator against real ranks", tuple(lines), notes, plot)
+
+
+def simulation(unit_s: Tensor, method: Method, overhead_s: float) -> Simulation:
+    """The simulator under the same delays."""
+    units = replace(WORK.units(method.patience.granularity), overhead_s=overhead_s)
+    return simulate_times(unit_s, units, method.deadline(), method.patience, Constant())
+
+
+def compared(what: str, simulated: Simulation, real: Measured) -> list[Line]:
+    """Mean and 95th percentile of the step time, and the share that was dropped."""
+    rows = []
+    ours, theirs = simulated.step_s[SKIP:], real.step_s[SKIP:]
+    for name, of in (("mean", torch.mean), ("p95", partial(torch.quantile, q=0.95))):
+        expected, found = float(of(ours)), float(of(theirs))
+        told = f"{1e3 * found:.1f} ms ({found / expected - 1:+.1%})"
+        rows.append(Line(f"{what}: {name}", f"{1e3 * expected:.1f} ms +- 5 %", told, abs(found / expected - 1) <= 0.05))
+    drops = [float(dropped[SKIP:].mean()) for dropped in (simulated.dropped, real.dropped)]
+    rows.append(Line(f"{what}: dropped", f"{drops[0]:.1%}", f"{drops[1]:.1%}"))
+    return rows
