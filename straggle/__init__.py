@@ -24,12 +24,15 @@ from straggle.deadline import (
 )
 from straggle.estimators import (
     Abstain,
+    Carry,
+    ErrorFeedback,
     Estimate,
     Estimator,
     LastMerged,
     LastOwn,
     MovingAverage,
     OptimizerMomentum,
+    Supplement,
     Zero,
 )
 from straggle.history import History, Progress
@@ -51,9 +54,11 @@ __all__ = [
     "BackwardReport",
     "BackwardStep",
     "BalancedByTime",
+    "Carry",
     "Deadline",
     "DeadlineReached",
     "DropBudget",
+    "ErrorFeedback",
     "Estimate",
     "Estimator",
     "FinishedStage",
@@ -81,6 +86,7 @@ __all__ = [
     "StagedDataParallel",
     "Step",
     "StepReport",
+    "Supplement",
     "WaitForAll",
     "Zero",
     "measure_stages",

@@ -23,9 +23,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from straggle.estimators import Estimator
 from straggle.history import History
 from straggle.parallel import StagedDataParallel
 
+_REACHED = "reached"
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -73,8 +75,12 @@ class Checkpoint:
         if own.exists():  # more ranks than before: the new ones begin without a memory
             tensors = load_file(own)
             torch.set_rng_state(tensors.pop("random"))
+            if _REACHED in tensors:
+                model.restore_reached(tensors.pop(_REACHED))
             parameters = dict(model.module.named_parameters())
-            model.estimator.memory.update({parameters[name]: tensor for name, tensor in tensors.items()})
+            for depth, estimator in enumerate(_chain(model.estimator)):
+                own_memory = {name[depth:]: tensor for name, tensor in tensors.items() if _depth(name) == depth}
+                estimator.remember({parameters[name]: t.to(parameters[name].device) for name, t in own_memory.items()})
         return int(state["step"])
 
     def _state(self) -> dict[str, Any]:
@@ -86,8 +92,23 @@ class Checkpoint:
 
 
 def _memory(model: StagedDataParallel) -> dict[str, Tensor]:
+    """What only this rank knows; the name of a tensor of an inner estimator begins with as many slashes."""
     names = {parameter: name for name, parameter in model.module.named_parameters()}
-    return _separate({names[parameter]: tensor for parameter, tensor in model.estimator.memory.items()})
+    own = {
+        "/" * depth + names[parameter]: tensor
+        for depth, estimator in enumerate(_chain(model.estimator))
+        for parameter, tensor in estimator.memory.items()
+    }
+    return _separate({**own, **({_REACHED: model.reached} if len(model.reached) else {})})
+
+
+def _chain(estimator: Estimator) -> list[Estimator]:
+    """The estimator, the one that it wraps, and so on."""
+    return [estimator, *(_chain(estimator.inner) if estimator.inner is not None else [])]
+
+
+def _depth(name: str) -> int:
+    return len(name) - len(name.lstrip("/"))
 
 
 def _separate(tensors: dict[str, Any]) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ from straggle.clocks import Stopwatch
 from straggle.deadline import Deadline, Patience, WaitForAll
 from straggle.estimators import Estimator
 from straggle.history import History, HistoryWindow
-from straggle.merge import Merge
+from straggle.merge import Merge, ReachedShares
 from straggle.report import PHASES
 from straggle.rounds import Contribution, Layout, Round
 from straggle.stages import Stage, StagePlan
@@ -72,6 +72,8 @@ class Coordinator:
         self._patience = patience
         self._merge = merge
         self._num_changes = num_changes
+        self._reached = ReachedShares(merge.chance_window)
+        self._finishes_late = estimator.finishes_late and patience.max_lag > 0
         self._quorum = patience.quorum_of(channel.world_size, deadline.quorum)
         self._clock = clock
         self.stopwatch = Stopwatch(clock)
@@ -94,6 +96,8 @@ class Coordinator:
         # the training thread
         self._training = 0  # its step: the one that it is in, or will enter next
         self._entered_at: float | None = None
+        self._clock_from = -math.inf  # what its deadline counts from
+        self._overran = False  # it was still in the backward pass of the step before when that was merged
         self._took_at = -math.inf
         self._made_at = clock()
         self._fingerprint = NO_FINGERPRINT
@@ -107,6 +111,7 @@ class Coordinator:
         self._ring: dict[int, MergedStep] = {}
         self._stop_step = -1  # the training thread is to leave every step up to this one
         self._unposted: int | None = None  # the step whose end the peers are to learn of, if it comes to that
+        self._handed_over: Round | None = None  # closed, and the training thread does not wait for its merge
         self._any_late = False  # in the step before
         self._last_put = torch.cuda.Event() if parameters[0].is_cuda else None  # type: ignore[no-untyped-call]
         self._doing = ""  # what the peers were last told that the training thread is stuck in
@@ -159,6 +164,17 @@ class Coordinator:
             self._window.restore(history)
             self._merging = self._training = history.num_steps
 
+    @property
+    def reached(self) -> Tensor:
+        """The share of each stage that this rank handed in of late, of shape (steps, stages)."""
+        with self._lock:
+            return self._reached.tensor()
+
+    def restore_reached(self, reached: Tensor) -> None:
+        """Go on from what `reached` was; before the first step."""
+        with self._lock:
+            self._reached.restore(reached)
+
     def wait_for_all(self) -> None:
         """Nobody is late from here on; before the first step."""
         self._policy = WaitForAll()
@@ -193,7 +209,9 @@ class Coordinator:
         """
         with self._lock:
             self._fingerprint = fingerprint
-            self._entered_at = self._clock()
+            self._entered_at = self._clock_from = self._clock()
+            if self._overran and self._merging == self._training:  # its peers began when the last merge ended
+                self._clock_from = self._merged_at
             self._num_microbatches = num_microbatches
             self._weight, self._idle, self._microbatch_s = 1.0, idle, []
             if self._entered_at >= self._merged_at + self._deadline_s:
@@ -225,11 +243,13 @@ class Coordinator:
     def offer(self, index: int, gradient: Tensor) -> bool:
         """Take parameter ``index``'s gradient of one backward pass; merge its bucket once that is complete.
 
-        True where it completes its stage. The gradient of a step that was merged without it is discarded.
+        True where it completes its stage. The gradient of a step that was merged without it is shown to an estimator
+        that finishes late, and discarded.
         Raises ``RuntimeError`` for more backward passes than ``num_microbatches``.
         """
         with self._lock:
             if self._merging > self._training or (current := self._open_round()).closed:
+                self._observe_late(index, gradient)
                 return False
             if current.is_full(index):
                 raise RuntimeError(self._too_many(index))
@@ -238,10 +258,40 @@ class Coordinator:
                 self._last_put.record()
             if not complete:
                 return False
-            if self._estimator.watches_own:
-                own = current.buffers.read(index, current.weight)
-                self._estimator.observe(self._parameters[index], own, merged=False)
+            if self._estimator.watches_own or self._estimator.supplements:
+                own, parameter = current.read(index), self._parameters[index]
+                if self._estimator.watches_own:
+                    self._estimator.observe(parameter, own, merged=False)
+                if self._estimator.supplements:
+                    current.add(index, self._estimator.supplement(parameter, own))
+                    if self._last_put is not None:
+                        self._last_put.record()
             return current.parameter_complete(index, self._clock() - (self._entered_at or 0.0))
+
+    def offer_late(self, index: int, gradient: Tensor) -> None:
+        """Take a gradient that is not to be merged with its step."""
+        with self._lock:
+            self._observe_late(index, gradient)
+
+    def _observe_late(self, index: int, gradient: Tensor) -> None:
+        if self._finishes_late:
+            self._estimator.observe_late(self._parameters[index], gradient, 1 / self._num_microbatches)
+
+    def hand_over(self, scalars: Mapping[str, float], changes: Tensor | None) -> bool:
+        """The training thread is late in its backward pass: hand in what it has, while it goes on.
+
+        The stand-in waits for the merge. False where the pass has to end instead.
+        """
+        with self._lock:
+            if not self._finishes_late or self._stand_in is None:
+                return False
+            if self._merging == self._training and not (current := self._open_round()).closed:
+                self._close_own(current, truncated=True, scalars=scalars, changes=changes)
+                self._handed_over = current
+                if self._deadline_s < math.inf:
+                    self._unposted = current.step
+                self._stand_in_wakes.notify()
+            return True
 
     def finish(
         self,
@@ -259,6 +309,7 @@ class Coordinator:
         """
         with self._lock:
             mine = self._merging == self._training and not (current := self._open_round()).closed
+            self._overran = self._finishes_late and not mine
             if mine:
                 if abstain:
                     self._close_abstaining(current)
@@ -302,7 +353,7 @@ class Coordinator:
             self._held = merged.buffers
             self._training += 1
             self._entered_at = None
-            if merged.stood_in:
+            if merged.stood_in or self._merging > self._training:
                 self._stand_in_wakes.notify()  # it may have stopped at max_lag
         if failed := [rank for rank in merged.table.failed_ranks() if rank != self._channel.rank]:
             raise PeerFailed(
@@ -330,7 +381,10 @@ class Coordinator:
                 drop_nonfinite=self._merge.nonfinite == "drop",
             )
             self._spare = None
-            self._round = Round(self._merging, self._layout, buffers, self._channel.gradients)
+            factors = None
+            if self._merge.weighting == "inverse_chance":
+                factors = self._reached.factors(len(self.plan.stages), self._merge.most)
+            self._round = Round(self._merging, self._layout, buffers, self._channel.gradients, factors)
             if self._in_step():
                 self._round.num_microbatches, self._round.weight = self._num_microbatches, self._weight
         return self._round
@@ -353,13 +407,18 @@ class Coordinator:
     def _close_abstaining(self, current: Round) -> None:
         """Issue the rest of a step for a training thread that cannot: what it finished counts, the rest does not."""
         current.stood_in = True
-        self._close(current, current.finished_part(), {}, None)
+        own = current.finished_part()
+        if not self._idle:
+            current.abstain(own, self._estimator, self._parameters)
+        self._close(current, own, {}, None)
         self._stop_step = max(self._stop_step, current.step)
 
     def _close(self, current: Round, own: Contribution, scalars: Mapping[str, float], changes: Tensor | None) -> None:
         """Issue all that is left, with the telemetry."""
         current.buffers.tell(self._channel.rank, self._row(current, own, scalars).encode(), changes)
         current.close(own)
+        if self._merge.weighting == "inverse_chance" and not self._idle:
+            self._reached.append(self._layout.by_stage(own.computed))
         self._closed_at = self._clock()
 
     def _row(self, current: Round, own: Contribution, scalars: Mapping[str, float]) -> Row:
@@ -370,6 +429,7 @@ class Coordinator:
         late = min(own.computed) < 1 and not idle
         overrun_s, self._overrun_s = self._overrun_s, 0.0
         estimated = [own.estimated.get(index, 0.0) for index in range(len(own.computed))]
+        computed, weights = self._layout.by_stage(own.computed), current.weights(own)
         return Row(
             times={phase: times[phase] - self._times_at_merge[phase] for phase in PHASES},
             compute_s=math.nan if entered_at is None or idle else now - entered_at,
@@ -383,9 +443,10 @@ class Coordinator:
             weight=current.weight,
             # a rank that has not entered may have an older state, which is no different one
             fingerprint=NO_FINGERPRINT if entered_at is None else self._fingerprint,
-            computed=self._layout.by_stage(own.computed),
+            computed=computed,
             estimated=self._layout.by_stage(estimated),
             stage_s=tuple(current.stage_s),
+            weights=computed if weights is own.computed else self._layout.by_stage(weights),
             merge_s=self._merge_s,
             num_microbatches=current.num_microbatches,
             microbatch_s=tuple(self._microbatch_s) if self._in_step() else (),
@@ -460,16 +521,20 @@ class Coordinator:
         """Post what the training thread finished; then watch the step: stop a late rank, or hand in for it."""
         with self._lock:
             finished = self._to_post()
+            handed_over, self._handed_over = self._handed_over, None
             doing, was_doing = self._stuck_in(), self._doing
             self._doing = doing
         if finished is not None:
             self._channel.post_finished(finished)
         if doing or was_doing:
             self._channel.post_doing(doing)
+        if handed_over is not None:
+            self._complete(handed_over)
+            return
         with self._lock:
             step, (stop_at, _), post_at = self._merging, self._limits(), self._post_at()
             wake_at = min(stop_at, post_at) if self._clock() < post_at else stop_at
-            if self._closing or self._post_due() or self._sleep_until(wake_at):
+            if self._closing or self._handed_over or self._post_due() or self._sleep_until(wake_at):
                 return
         waited_for = self._channel.num_finished(step) >= self._quorum
         with self._lock:
@@ -543,7 +608,7 @@ class Coordinator:
         if lag > 0:  # still stuck in an earlier step
             waited_for = lag >= self._patience.max_lag or self._deadline_s == math.inf
             return (math.inf, math.inf) if waited_for else (-math.inf, -math.inf)
-        stop_at = self._deadline_s + (self._merged_at if self._entered_at is None else self._entered_at)
+        stop_at = self._deadline_s + (self._merged_at if self._entered_at is None else self._clock_from)
         if self._patience.max_lag == 0:
             return stop_at, math.inf
         late_at = stop_at if self._waited_since == math.inf else max(stop_at, self._waited_since + self._policy.grace_s)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -19,21 +20,48 @@ class Estimate:
     weight: float
 
 
+@dataclass(frozen=True)
+class Supplement:
+    """What a rank adds to its contribution: ``gradient`` to the sum, as it is, and ``weight`` to the weight.
+
+    The weight is relative to a computed gradient's 1. With a supplement the contribution is ``g + gradient`` and counts
+    ``1 + weight``; that sum must be positive.
+    """
+
+    gradient: Tensor
+    weight: float
+
+
 class Estimator(ABC):  # noqa: B024
     """Fills in for gradients that were not computed. Every method may be left out.
 
-    ``gradient`` is always that of a whole step (all of its micro-batches); its tensor is only lent: copy what you keep.
+    ``gradient`` is always that of a whole step (all of its micro-batches), but for `observe_late`; its tensor is only
+    lent: copy what you keep. `missed` may come from another thread than the rest, but never two calls at a time.
+
+    ``watches_own``: `observe` is also shown this rank's own gradients. ``supplements``: `supplement` is asked.
+    ``finishes_late``: a rank that is late in its backward pass hands in what it has and goes on; what it still computes
+    is shown to `observe_late`. ``inner``: the estimator that this one wraps, whose memory is saved too.
     """
 
-    watches_own: ClassVar[bool] = False  # true: `observe` is also shown this rank's own gradients
+    watches_own: bool = False
+    supplements: bool = False
+    finishes_late: bool = False
+    inner: Estimator | None = None
 
     @property
-    def memory(self) -> dict[nn.Parameter, Tensor]:
+    def memory(self) -> Mapping[nn.Parameter, Tensor]:
         """What it keeps from step to step, one tensor for each parameter: the state that a checkpoint saves."""
         return {}
 
+    def remember(self, memory: Mapping[nn.Parameter, Tensor]) -> None:  # noqa: B027
+        """Go on from a saved `memory`."""
+
     def contribution(self, parameter: nn.Parameter) -> Estimate | None:  # noqa: ARG002
         """What this late rank puts in for a parameter that it did not reach; ``None``: the peers' mean stands."""
+        return None
+
+    def supplement(self, parameter: nn.Parameter, gradient: Tensor | None) -> Supplement | None:  # noqa: ARG002
+        """What this rank hands in beside the gradient that it computed; ``None`` in its place: it did not reach it."""
         return None
 
     def substitute(self, parameter: nn.Parameter) -> Tensor | None:  # noqa: ARG002
@@ -42,6 +70,15 @@ class Estimator(ABC):  # noqa: B024
 
     def observe(self, parameter: nn.Parameter, gradient: Tensor, *, merged: bool) -> None:  # noqa: B027
         """See a gradient as this rank computed it (``merged=False``) or as the merge of all ranks made it."""
+
+    def missed(self, parameter: nn.Parameter, share: float, estimate: Estimate | None) -> None:  # noqa: B027
+        """Hear that this rank's contribution lacked a ``share`` of the gradient, in place of which the estimate went.
+
+        Without an estimate nothing did, as where the rank was spoken for.
+        """
+
+    def observe_late(self, parameter: nn.Parameter, gradient: Tensor, share: float) -> None:  # noqa: B027
+        """See the gradient of one backward pass, a ``share`` of the step's, that came after the step was handed in."""
 
 
 @final
@@ -68,8 +105,11 @@ class _Remembering(Estimator):
         self._memory: dict[nn.Parameter, Tensor] = {}
 
     @property
-    def memory(self) -> dict[nn.Parameter, Tensor]:
+    def memory(self) -> Mapping[nn.Parameter, Tensor]:
         return self._memory
+
+    def remember(self, memory: Mapping[nn.Parameter, Tensor]) -> None:
+        self._memory.update(memory)
 
     def contribution(self, parameter: nn.Parameter) -> Estimate | None:
         kept = self._memory.get(parameter)
@@ -163,6 +203,141 @@ class OptimizerMomentum(Estimator):
             scaled: Tensor = buffer * ((1 - group["momentum"]) / (1 - group.get("dampening", 0)))
             return scaled
         return None
+
+
+@dataclass
+class _Account:
+    """A sum of gradients (``None``: of nothing) and what belongs to it."""
+
+    total: Tensor | None = None
+    weight: float = 0.0
+    count: float = 0.0
+
+    def add(self, gradient: Tensor, weight: float) -> None:
+        if self.total is None:
+            self.total = gradient * weight
+        else:
+            self.total.add_(gradient, alpha=weight)
+
+    def packed(self, parameter: nn.Parameter) -> Tensor:
+        """All of it as one flat tensor."""
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        numbers = torch.tensor([self.weight, self.count], dtype=dtype, device=parameter.device)
+        return numbers if self.total is None else torch.cat([numbers, self.total.flatten()])
+
+    @staticmethod
+    def unpacked(packed: Tensor, parameter: nn.Parameter) -> _Account:
+        """The account that `packed` gave."""
+        total = packed[2:].view(parameter.shape).to(parameter, copy=True) if len(packed) > 2 else None
+        return _Account(total, float(packed[0]), float(packed[1]))
+
+
+class _Accounts(Estimator):
+    """Keeps an account for each parameter for which something is due."""
+
+    supplements = True
+
+    def __init__(self) -> None:
+        self._accounts: dict[nn.Parameter, _Account] = {}
+
+    @property
+    def memory(self) -> Mapping[nn.Parameter, Tensor]:
+        # a copy, because the stand-in may add to it meanwhile
+        return {parameter: account.packed(parameter) for parameter, account in dict(self._accounts).items()}
+
+    def remember(self, memory: Mapping[nn.Parameter, Tensor]) -> None:
+        self._accounts.update({parameter: _Account.unpacked(tensor, parameter) for parameter, tensor in memory.items()})
+
+
+@final
+class ErrorFeedback(_Accounts):
+    """What was dropped is added to the next contribution, as with compressed gradients (Seide et al. 2014, section 2).
+
+    A pass that was stopped never computed what it dropped, so the next gradient ``g`` that the rank computes of the
+    parameter stands for it: after steps that lack the weight ``m`` in all, into which ``inner`` put the estimates
+    ``e_i`` with weights ``a_i``, the rank hands in ``g + m * g - sum(a_i * e_i)`` with the weight ``1 + m - sum(a_i)``:
+    over all these steps together its own gradients, with its whole weight. Where ``m`` is more than ``most``, all three
+    are scaled down to ``most / m`` of themselves. With a `StagedBackward`, only ``inner`` acts.
+    """
+
+    inner: Estimator
+
+    def __init__(self, inner: Estimator | None = None, most: float = 4.0) -> None:
+        super().__init__()
+        if not most > 0:
+            raise ValueError(f"most={most}: how many missed gradients one may stand for, such as 4")
+        self.inner = inner or Abstain()
+        if self.inner.supplements:
+            raise ValueError(f"{type(self.inner).__name__} adds to later contributions itself: wrap another estimator")
+        self.most = most
+        self.watches_own = self.inner.watches_own
+
+    def contribution(self, parameter: nn.Parameter) -> Estimate | None:
+        estimate = self.inner.contribution(parameter)
+        if estimate is not None and estimate.weight > 1:
+            raise ValueError(f"weight={estimate.weight} of {type(self.inner).__name__}: at most 1 inside ErrorFeedback")
+        return estimate
+
+    def substitute(self, parameter: nn.Parameter) -> Tensor | None:
+        return self.inner.substitute(parameter)
+
+    def observe(self, parameter: nn.Parameter, gradient: Tensor, *, merged: bool) -> None:
+        self.inner.observe(parameter, gradient, merged=merged)
+
+    def missed(self, parameter: nn.Parameter, share: float, estimate: Estimate | None) -> None:
+        account = self._accounts.setdefault(parameter, _Account())
+        account.count += share
+        if estimate is not None and estimate.weight > 0:
+            account.add(estimate.gradient, share * estimate.weight)
+            account.weight += share * estimate.weight
+
+    def supplement(self, parameter: nn.Parameter, gradient: Tensor | None) -> Supplement | None:
+        account = self._accounts.pop(parameter, None) if gradient is not None else None
+        if gradient is None or account is None:
+            return None
+        scale = min(1.0, self.most / account.count)
+        added = gradient * (scale * account.count)
+        if account.total is not None:
+            added.sub_(account.total, alpha=scale)
+        return Supplement(added, scale * (account.count - account.weight))
+
+
+@final
+class Carry(_Accounts):
+    """A rank that is late in its backward pass hands in what it has and goes on; the rest joins its next contribution.
+
+    As eager-SGD's stale gradients (PPoPP 2020, section 4), but only of the stages that came too late, one step later
+    where the rank keeps up. ``weight`` is that of a stale gradient; it is forgotten when more than ``max_staleness``
+    merged steps came between, as after a long stall. Peers do not wait for the rest, but the rank itself has less time
+    for its next step, whose deadline counts from the end of the merge.
+    """
+
+    finishes_late = True
+
+    def __init__(self, weight: float = 1.0, max_staleness: int = 4) -> None:
+        super().__init__()
+        if max_staleness < 1:
+            raise ValueError(f"max_staleness={max_staleness}: a late gradient is at least 1 step old when it is used")
+        self.weight = _checked(weight)
+        self.max_staleness = max_staleness
+
+    def observe(self, parameter: nn.Parameter, gradient: Tensor, *, merged: bool) -> None:  # noqa: ARG002
+        account = self._accounts.get(parameter)
+        if merged and account is not None:
+            account.count += 1
+            if account.count > self.max_staleness:
+                del self._accounts[parameter]
+
+    def observe_late(self, parameter: nn.Parameter, gradient: Tensor, share: float) -> None:
+        account = self._accounts.setdefault(parameter, _Account())
+        account.add(gradient.detach(), 1.0)
+        account.weight += share
+
+    def supplement(self, parameter: nn.Parameter, gradient: Tensor | None) -> Supplement | None:  # noqa: ARG002
+        account = self._accounts.pop(parameter, None)
+        if account is None or account.total is None or self.weight == 0:
+            return None
+        return Supplement(account.total * self.weight, account.weight * self.weight)
 
 
 def _checked(weight: float) -> float:

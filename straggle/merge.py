@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -10,11 +12,12 @@ from torch import Tensor, nn
 
 Buffers = Literal["mean", "rank0", "local"]
 Nonfinite = Literal["drop", "keep"]
+Weighting = Literal["count", "inverse_chance"]
 
 
 @dataclass(frozen=True)
 class Merge:
-    """What is merged beside the gradients, and what is left out.
+    """What is merged beside the gradients, what is left out, and what a gradient counts.
 
     ``buffers``: a module's persistent buffers, such as BatchNorm's statistics, get the "mean" of the ranks that
     finished the forward pass, or the values of "rank0" (where it did; as DDP, but after the step instead of before),
@@ -24,22 +27,71 @@ class Merge:
     rank has others; "keep" merges them as they are, as DDP does, which a ``GradScaler`` relies on.
 
     ``check_every``: once in so many steps the ranks compare their parameters (`StepReport.different_ranks`); 0: never.
+
+    ``weighting``: by "count", every gradient that was computed counts the same. By "inverse_chance", a rank weighs what
+    it computed of a stage by the inverse of its own chance of coming so far: the share of the stage that it handed in
+    over its last ``chance_window`` steps; ``most`` at the most. So a rank that is often late counts, over many steps,
+    as much in the input layers as in the output layers.
     """
 
     buffers: Buffers = "mean"
     nonfinite: Nonfinite = "drop"
     check_every: int = 100
+    weighting: Weighting = "count"
+    chance_window: int = 50
+    most: float = 10.0
 
     def __post_init__(self) -> None:
-        for name, kind in (("buffers", Buffers), ("nonfinite", Nonfinite)):
+        for name, kind in (("buffers", Buffers), ("nonfinite", Nonfinite), ("weighting", Weighting)):
             if (value := getattr(self, name)) not in get_args(kind):
                 raise ValueError(f"{name}={value!r}: choose one of {', '.join(get_args(kind))}")
         if self.check_every < 0:
             raise ValueError(f"check_every={self.check_every}: a number of steps, or 0 to compare never")
+        if self.chance_window < 1:
+            raise ValueError(f"chance_window={self.chance_window}: must be a number of steps, such as 50")
+        if not self.most >= 1:
+            raise ValueError(f"most={self.most}: what is weighed by the inverse of its chance weighs at least 1")
 
     def checks(self, step: int) -> bool:
         """Whether the ranks compare their parameters in ``step``; in the first they are equal by construction."""
         return self.check_every > 0 and step > 0 and step % self.check_every == 0
+
+
+def inverse_chance(reached_share: Tensor, cap: float) -> Tensor:
+    """The weight of what a rank computed, where it comes so far in this share of its steps: ``1 / share``, to ``cap``.
+
+    Over many steps each rank then counts the same for every stage, however seldom it reaches it (Horvitz and Thompson
+    1952); divided by the sum of weights, up to the bias of a ratio. The cap bounds the weight of a rare contribution.
+    """
+    return (1 / reached_share).clamp(max=cap)
+
+
+class ReachedShares:
+    """The share of each stage that a rank handed in, over its last ``window`` steps."""
+
+    def __init__(self, window: int) -> None:
+        self._steps: deque[tuple[float, ...]] = deque(maxlen=window)
+
+    def append(self, reached: Sequence[float]) -> None:
+        """Add a step, a share for each stage; those before it are forgotten where there were other stages."""
+        if self._steps and len(self._steps[0]) != len(reached):
+            self._steps.clear()
+        self._steps.append(tuple(reached))
+
+    def factors(self, num_stages: int, cap: float) -> list[float] | None:
+        """What the next step's gradients are weighed by, for each stage; ``None`` where that is 1 for all of them."""
+        if not self._steps or len(self._steps[0]) != num_stages or all(min(step) == 1 for step in self._steps):
+            return None
+        factors: list[float] = inverse_chance(torch.tensor(tuple(self._steps)).mean(0), cap).tolist()
+        return factors
+
+    def tensor(self) -> Tensor:
+        """All steps, oldest first, of shape (steps, stages)."""
+        return torch.tensor(tuple(self._steps))
+
+    def restore(self, steps: Tensor) -> None:
+        """Go on from steps that `tensor` gave."""
+        self._steps.extend(tuple(step) for step in steps.tolist())
 
 
 class ModuleBuffers:

@@ -43,7 +43,7 @@ class StagedDataParallel(nn.Module):
     ``stages``: how the gradients are divided (`plan_stages`). ``deadline``: a `Deadline`, a number of seconds, or
     ``None`` to wait for everyone, as DDP does. ``estimator``: what fills in for missing gradients (default: nothing).
     ``patience``: how a late rank is treated. ``merge``: what becomes of buffers and of gradients that are not finite,
-    and how often replicas are compared.
+    what a gradient counts, and how often replicas are compared.
     Parameters and buffers are overwritten with rank 0's.
 
     Raises ``RuntimeError`` without a process group, and ``ValueError`` for modules that cannot be trained so: without
@@ -191,6 +191,15 @@ class StagedDataParallel(nn.Module):
         self._coordinator.restore(history)
 
     @property
+    def reached(self) -> Tensor:
+        """The share of each stage that this rank handed in of late: save it too where ``Merge.weighting`` needs it."""
+        return self._coordinator.reached
+
+    def restore_reached(self, reached: Tensor) -> None:
+        """Go on from what `reached` was on this rank; before the first step."""
+        self._coordinator.restore_reached(reached)
+
+    @property
     def last_decision(self) -> Decision | None:
         """What this rank decided in its last step: recorded for each step, it makes the run repeatable (`replay`)."""
         return self._last_decision
@@ -251,6 +260,7 @@ class StagedDataParallel(nn.Module):
             stage_finished = self._coordinator.offer(index, gradient)
             self._step.num_gradients += 1
         else:  # it came too late in the run that is replayed
+            self._coordinator.offer_late(index, gradient)
             stage_finished = False
         if stage_finished and self._limit is not None:
             self._limit.stage_finished()
@@ -258,15 +268,33 @@ class StagedDataParallel(nn.Module):
             self.check()
 
     def check(self) -> None:
-        """Leave the step if this rank is late in it, or has no data for it."""
+        """Leave the step if this rank is late in it, or has no data for it.
+
+        Where the estimator finishes late, a backward pass goes on instead, and what the rank has is handed in.
+        """
         if (step := self._step) is None:
             return
         replayed = step.replayed
         stop = self._coordinator.stop_requested if replayed is None else step.num_checks == replayed.left_at
-        if stop or self._idle:
+        if not stop and not self._idle:
+            step.num_checks += 1
+            return
+        step.goes_on = step.goes_on or self._hands_over(step)
+        if not step.goes_on or self._coordinator.stopwatch.phase != "backward":
             step.stopped = True
             raise DeadlineReached
-        step.num_checks += 1
+
+    def _hands_over(self, step: Step) -> bool:
+        """Whether a late rank finishes its backward pass; what it has is then handed in already."""
+        if not self.estimator.finishes_late or self._idle or self._coordinator.stopwatch.phase != "backward":
+            return False
+        if step.replayed is not None and step.replayed.stood_in:
+            return True
+        return self._coordinator.hand_over(step.scalars, self._changes(step))
+
+    def _changes(self, step: Step) -> Tensor | None:
+        """Of the module's buffers, where this rank has finished its forward passes."""
+        return self._module_buffers.changes() if step.num_forward >= step.num_microbatches else None
 
     # -- entering and leaving a step
 
@@ -302,7 +330,7 @@ class StagedDataParallel(nn.Module):
             if error is not None and not only_late:
                 self._coordinator.fail(error)
                 return False
-            changes = self._module_buffers.changes() if step.num_forward >= step.num_microbatches else None
+            changes = self._changes(step)
             abstain = step.replayed is not None and step.replayed.stood_in
             merged = self._coordinator.finish(
                 truncated=truncated, scalars=step.scalars, changes=changes, abstain=abstain
@@ -312,7 +340,10 @@ class StagedDataParallel(nn.Module):
             if isinstance(error, DeadlineReached):
                 release_graph(error, step.outputs)
         self._last_decision = Decision(
-            merged.step, merged.num_gradients, step.num_checks if step.stopped else None, merged.stood_in
+            merged.step,
+            merged.num_gradients,
+            step.num_checks if step.stopped or step.goes_on else None,
+            merged.stood_in,
         )
         self._put_in_place(merged, step.kept)
         self._scalar_names |= step.scalars.keys()
@@ -388,6 +419,7 @@ class Step:
         self._model = model
         self.num_microbatches = num_microbatches
         self.stopped = False
+        self.goes_on = False  # it was late in a backward pass, which it finishes all the same
         self._weight = 1.0
         self.scalars: dict[str, float] = {}
         self.kept: dict[int, Tensor] = {}

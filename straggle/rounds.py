@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from straggle.buffers import Share, StageBuffers
-from straggle.estimators import Estimator
+from straggle.estimators import Estimator, Supplement
 from straggle.stages import Stage, StagePlan
 
 
@@ -43,9 +43,19 @@ class Contribution:
 
 
 class Round:
-    """One step; ``num_microbatches`` and ``weight`` are those that this rank gave it."""
+    """One step; ``num_microbatches`` and ``weight`` are those that this rank gave it.
 
-    def __init__(self, step: int, layout: Layout, buffers: StageBuffers, group: dist.ProcessGroup) -> None:
+    ``factors``: what a computed gradient of each stage counts beside that; ``None``: 1.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        layout: Layout,
+        buffers: StageBuffers,
+        group: dist.ProcessGroup,
+        factors: Sequence[float] | None = None,
+    ) -> None:
         self.step = step
         self.buffers = buffers
         self.closed = False  # all collectives are issued
@@ -56,6 +66,9 @@ class Round:
         self.works: list[tuple[dist.Work, str]] = []
         self._layout = layout
         self._group = group
+        self._factors = factors
+        self._supplemented: dict[int, float] = {}  # for some parameters, the weight of what was added to them
+        self._unusual: dict[int, Share] = {}  # complete parameters that do not simply have the rank's weight
         self._passes = [0] * len(layout.numel)  # for each parameter, the micro-batches that are in
         self._missing = [len(stage.parameters) for stage in layout.plan.stages]  # parameters that are not complete
         self._issued = 0  # buckets whose merge has begun
@@ -72,20 +85,33 @@ class Round:
 
     def put(self, index: int, gradient: Tensor) -> bool:
         """Take the gradient of one backward pass; true where the parameter is complete with it."""
-        self.buffers.put(index, gradient, add=self._passes[index] > 0, weight=self.weight)
+        self.buffers.put(index, gradient, add=self._passes[index] > 0, weight=self.weight * self._factor(index))
         self._passes[index] += 1
         return self.is_full(index)
+
+    def read(self, index: int) -> Tensor:
+        """A copy of this rank's own gradient of parameter ``index``, as far as it is in."""
+        return self.buffers.read(index, self.weight * self._factor(index))
+
+    def add(self, index: int, supplement: Supplement | None) -> None:
+        """Add to this rank's contribution to parameter ``index``."""
+        if supplement is not None:
+            add = self._passes[index] > 0
+            self.buffers.put(index, supplement.gradient, add=add, weight=self.weight)
+            self._supplemented[index] = supplement.weight
 
     def parameter_complete(self, index: int, after_s: float) -> bool:
         """Merge what is complete now; true where the parameter's stage is, ``after_s`` seconds into the step."""
         stage, layout = self._layout.stage_of[index], self._layout
+        if self._factors is not None or index in self._supplemented:
+            self._unusual[index] = Share(self.weight * self._weight(index, 1.0), True)
         self._missing[stage] -= 1
         if self._missing[stage] > 0:
             return False
         self.stage_s[stage] = after_s
         # the last bucket waits for the end of the step, because the telemetry goes with it
         while self._issued < len(layout.buckets) - 1 and not any(self._missing[: layout.bucket_ends[self._issued]]):
-            self._issue({})
+            self._issue(self._unusual)
         return True
 
     def finished_part(self) -> Contribution:
@@ -106,21 +132,46 @@ class Round:
         """Put the estimator's contributions in for what is not in ``own``."""
         weights = {}
         for index, share in enumerate(own.computed):
-            estimate = estimator.contribution(parameters[index]) if share < 1 else None
+            if share == 1:
+                continue
+            if estimator.supplements:
+                self.add(index, estimator.supplement(parameters[index], None))
+            estimate = estimator.contribution(parameters[index])
             if estimate is not None and estimate.weight > 0:
                 weights[index] = estimate.weight * (1 - share)
-                self.buffers.put(
-                    index, estimate.gradient, add=self._passes[index] > 0, weight=self.weight * weights[index]
-                )
+                self.buffers.put(index, estimate.gradient, add=self._is_in(index), weight=self.weight * weights[index])
+            estimator.missed(parameters[index], 1 - share, estimate)
         return Contribution(own.computed, weights)
+
+    def abstain(self, own: Contribution, estimator: Estimator, parameters: Sequence[nn.Parameter]) -> None:
+        """Nothing stands in for what is not in ``own``."""
+        for parameter, share in zip(parameters, own.computed, strict=True):
+            if share < 1:
+                estimator.missed(parameter, 1 - share, None)
+
+    def weights(self, own: Contribution) -> Sequence[float]:
+        """What this rank's contribution to each parameter counts, relative to the rank's own weight."""
+        if self._factors is None and not self._supplemented and not own.estimated:
+            return own.computed
+        return [self._weight(i, share) + own.estimated.get(i, 0.0) for i, share in enumerate(own.computed)]
+
+    def _factor(self, index: int) -> float:
+        return 1.0 if self._factors is None else self._factors[self._layout.stage_of[index]]
+
+    def _weight(self, index: int, share: float) -> float:
+        """What counts beside an estimate."""
+        return share * self._factor(index) + self._supplemented.get(index, 0.0)
+
+    def _is_in(self, index: int) -> bool:
+        """Whether something is in the buffer for a parameter."""
+        return self._passes[index] > 0 or index in self._supplemented
 
     def close(self, own: Contribution) -> None:
         """Issue what is left; the telemetry is in the buffers."""
-        shares = {
-            index: Share(
-                self.weight * (share + own.estimated.get(index, 0.0)), self._passes[index] > 0 or index in own.estimated
-            )
-            for index, share in enumerate(own.computed)
+        weights = self.weights(own)
+        shares = self._unusual | {
+            index: Share(self.weight * weights[index], self._is_in(index) or index in own.estimated)
+            for index in range(len(weights))
             if not self.is_full(index)
         }
         while self._issued < len(self._layout.buckets):

@@ -1,6 +1,6 @@
 """What each rank tells the others with every merge: one row of numbers, in its own slot, so that no message is added.
 
-A row holds the fixed fields of `Row`, then three numbers for each stage, then the user's scalars as (hash of the name,
+A row holds the fixed fields of `Row`, then four numbers for each stage, then the user's scalars as (hash of the name,
 value) pairs, so that ranks need not agree on names or their order.
 """
 
@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ MICROBATCH_SLOTS = 16  # for the times at which micro-batches end; of more of th
 _TIMES = tuple(f"{phase}_s" for phase in PHASES)
 _FLAGS = ("late", "stood_in", "cause", "failed", "idle", "weight", "nonfinite", "fingerprint_high", "fingerprint_low")
 _FIELDS = (*_TIMES, "compute_s", "busy_s", "overrun_s", *_FLAGS, "merge_s", "num_microbatches")
+_PER_STAGE = 4
 _COLUMN = {name: column for column, name in enumerate(_FIELDS)}
 NONFINITE = _COLUMN["nonfinite"]  # counted while the row is on its way
 NO_FINGERPRINT = -1
@@ -36,7 +38,8 @@ NO_FINGERPRINT = -1
 class Row:
     """One rank's telemetry for one step; times in seconds, ``cause`` an index into ``PHASES`` or -1.
 
-    ``computed`` and ``estimated`` are relative to the rank's own ``weight``; ``idle``: it has no more data.
+    ``computed``, ``estimated`` and ``weights`` (of all that it hands in) are relative to the rank's own ``weight``;
+    ``idle``: it has no more data.
     ``fingerprint`` has 48 bits, which go as two numbers that are exact in float32. ``merge_s``: seconds from the end of
     the rank's own work in the step before to the end of its merge. ``microbatch_s``: when each micro-batch ended.
     """
@@ -55,6 +58,7 @@ class Row:
     computed: tuple[float, ...] = ()
     estimated: tuple[float, ...] = ()
     stage_s: tuple[float, ...] = ()
+    weights: tuple[float, ...] = ()
     merge_s: float = 0.0
     num_microbatches: int = 1
     microbatch_s: tuple[float, ...] = ()
@@ -73,13 +77,13 @@ class Row:
             slots[_slot(number, self.num_microbatches)] = seconds
         pairs = [number for name, value in self.scalars.items() for number in (name_hash(name), value)]
         pairs += [0.0] * (2 * MAX_SCALARS - len(pairs))
-        numbers = array("f", [*fixed, *self.computed, *self.estimated, *self.stage_s, *slots, *pairs])
+        numbers = array("f", [*fixed, *self.computed, *self.estimated, *self.stage_s, *self.weights, *slots, *pairs])
         return torch.frombuffer(numbers, dtype=torch.float32)
 
 
 def row_length(num_stages: int) -> int:
     """Elements of an encoded row."""
-    return len(_FIELDS) + 3 * num_stages + MICROBATCH_SLOTS + 2 * MAX_SCALARS
+    return len(_FIELDS) + _PER_STAGE * num_stages + MICROBATCH_SLOTS + 2 * MAX_SCALARS
 
 
 def _slot(microbatch: int, num_microbatches: int) -> int:
@@ -100,6 +104,15 @@ def _slot_counts(num_microbatches: int) -> list[int]:
     for number in range(num_microbatches):
         counts[_slot(number, num_microbatches)] += 1
     return counts
+
+
+class _PerStage(NamedTuple):
+    """The shares computed, the weights of estimates, when the stages were whole, and the weights in the merge."""
+
+    computed: tuple[float, ...]
+    estimated: tuple[float, ...]
+    stage_s: tuple[float, ...]
+    weights: tuple[float, ...]
 
 
 class Table:
@@ -155,7 +168,8 @@ class Table:
         """How each rank came through the step; ``stage_share`` is the share of the model that each stage is."""
         first, stages, slots = len(_FIELDS), self._num_stages, MICROBATCH_SLOTS
         computed, stage_s = (self._rows[:, first + k * stages : first + (k + 1) * stages] for k in (0, 2))
-        microbatch_s = self._rows[:, first + 3 * stages : first + 3 * stages + slots]
+        after = first + _PER_STAGE * stages
+        microbatch_s = self._rows[:, after : after + slots]
         counts = [_slot_counts(int(number)) for number in self._column("num_microbatches")]
         share = torch.tensor(counts, dtype=torch.float32)
         share /= share.sum(1, keepdim=True)
@@ -190,7 +204,7 @@ class Table:
         return [row[column] for row in self._fixed]
 
     def _rank_report(self, rank: int, row: list[float], slowest: float, plan: StagePlan) -> RankReport:
-        computed, _, stage_s = self._per_stage(row)
+        computed, _, stage_s, weights = self._per_stage(row)
         reach = sum(share * stage.numel for share, stage in zip(computed, plan.stages, strict=True)) / plan.numel
         cause = int(row[_COLUMN["cause"]])
         return RankReport(
@@ -205,28 +219,27 @@ class Table:
             cause=PHASES[cause] if cause >= 0 else None,
             idle=bool(row[_COLUMN["idle"]]),
             weight=row[_COLUMN["weight"]],
+            weights=tuple(row[_COLUMN["weight"]] * weight for weight in weights),
             nonfinite=int(row[NONFINITE]),
         )
 
     def _stage_reports(self, rows: list[list[float]], plan: StagePlan) -> tuple[StageReport, ...]:
-        numbers = [(row[_COLUMN["weight"]], *self._per_stage(row)) for row in rows]
-        computed = [sum(column) for column in zip(*([n[0] * share for share in n[1]] for n in numbers), strict=True)]
-        estimated = [sum(column) for column in zip(*([n[0] * share for share in n[2]] for n in numbers), strict=True)]
+        numbers = [(row[_COLUMN["weight"]], self._per_stage(row)) for row in rows]
+        weights = [sum(column) for column in zip(*([own * w for w in n.weights] for own, n in numbers), strict=True)]
+        estimated = [max(column) > 0 for column in zip(*(n.estimated for _, n in numbers), strict=True)]
         return tuple(
-            StageReport(stage.name, stage.numel, computed[index] + estimated[index], estimated[index] > 0)
+            StageReport(stage.name, stage.numel, weights[index], estimated[index])
             for index, stage in enumerate(plan.stages)
         )
 
-    def _per_stage(self, row: list[float]) -> tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]:
-        """The shares computed, the weights estimated, and the times at which the stages were whole."""
+    def _per_stage(self, row: list[float]) -> _PerStage:
         first, length = len(_FIELDS), self._num_stages
-        computed, estimated, stage_s = (tuple(row[first + k * length : first + (k + 1) * length]) for k in range(3))
-        return computed, estimated, stage_s
+        return _PerStage(*(tuple(row[first + k * length : first + (k + 1) * length]) for k in range(_PER_STAGE)))
 
     def _scalars(self, rows: list[list[float]], names: Iterable[str]) -> dict[str, float]:
         known = {name_hash(name): name for name in names}
         values: dict[str, list[float]] = {}
-        first = len(_FIELDS) + 3 * self._num_stages + MICROBATCH_SLOTS
+        first = len(_FIELDS) + _PER_STAGE * self._num_stages + MICROBATCH_SLOTS
         for row in rows:
             for key, value in zip(row[first::2], row[first + 1 :: 2], strict=True):
                 if key in known:

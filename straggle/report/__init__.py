@@ -29,7 +29,8 @@ class RankReport:
     from entering ``step()``, each stage was whole (NaN: it never was). ``cause`` says what a late rank was doing;
     ``stood_in`` that it did not come to hand in its gradients itself. ``idle``: it has no more data. ``weight`` is what
     the user gave its step (``step.weight``; 1 otherwise), ``nonfinite`` how many of its parameters' gradients had
-    elements that were not finite, and were left out.
+    elements that were not finite, and were left out. ``weights`` is what all that it handed in of each stage counts in
+    the merge, estimates and supplements included: ``weight`` times ``stages`` where there are none.
     """
 
     rank: int
@@ -49,6 +50,7 @@ class RankReport:
     idle: bool = False
     weight: float = 1.0
     nonfinite: int = 0
+    weights: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,7 @@ def _rank_report(record: Mapping[str, Any]) -> RankReport:
         idle=bool(record.get("idle", False)),
         weight=_number(record.get("weight", 1.0)),
         nonfinite=int(record.get("nonfinite", 0)),
+        weights=tuple(_number(weight) for weight in record.get("weights", ())),
     )
 
 
