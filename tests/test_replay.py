@@ -9,7 +9,7 @@ from ranks import digest, run_ranks, staged
 from torch import nn
 from training import features
 
-from straggle import LastOwn, Patience
+from straggle import Carry, ErrorFeedback, LastOwn, Patience
 from straggle.replay import Decision, DecisionWriter, read_recording
 
 STEPS = 30
@@ -29,7 +29,7 @@ class Noisy(nn.Module):
         return self.layers(x)
 
 
-def train(rank, folder, replay):
+def train(rank, folder, replay, estimator):
     """Trains under random stalls, or as recorded; parameters, buffers and random state, and what happened."""
     torch.manual_seed(0)
     module = Noisy()
@@ -47,7 +47,7 @@ def train(rank, folder, replay):
     places[1].weight.register_post_accumulate_grad_hook(sleep)
     reports = []
     path = folder / f"rank{rank}.jsonl"
-    options = {"deadline": 0.02, "patience": Patience(grace_s=0.005, max_lag=4), "estimator": LastOwn(0.5)}
+    options = {"deadline": 0.02, "patience": Patience(grace_s=0.005, max_lag=4), "estimator": estimator}
     with staged(module, **options) as model:
         if replay:
             model.replay(read_recording(path))
@@ -69,9 +69,12 @@ def train(rank, folder, replay):
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_replayed_run_equals_the_recorded_one_bit_for_bit(tmp_path, world_size):
-    first = run_ranks(train, world_size, tmp_path, False)
-    again = run_ranks(train, world_size, tmp_path, True)
+@pytest.mark.parametrize(
+    "estimator", [LastOwn(0.5), ErrorFeedback(LastOwn(0.5)), Carry()], ids=lambda value: type(value).__name__
+)
+def test_replayed_run_equals_the_recorded_one_bit_for_bit(tmp_path, estimator, world_size):
+    first = run_ranks(train, world_size, tmp_path, False, estimator)
+    again = run_ranks(train, world_size, tmp_path, True, estimator)
     assert first[0][2] + first[0][3] > 0  # somebody was late, or this shows nothing
     for (state, computed, _, _), (state_again, computed_again, _, _) in zip(first, again, strict=True):
         assert state == state_again
