@@ -30,7 +30,7 @@ import torch.distributed as dist
 from ranks import die, digest, run_ranks, staged
 from training import Chain, shared
 
-from straggle import FixedDeadline, Patience, PeerFailed, StepReport, stages
+from straggle import Carry, FixedDeadline, Patience, PeerFailed, StepReport, stages
 
 SLOWNET = Path(__file__).parents[2] / "shared" / "tools" / "slownet.py"
 LINK_DELAY_S = 0.04  # one way
@@ -91,7 +91,7 @@ def number_of(rank):
     return 4.0**rank
 
 
-def train(rank, num_steps, hits, deadline_s, patience, bad=(), bucket_bytes=1):
+def train(rank, num_steps, hits, deadline_s, patience, bad=(), bucket_bytes=1, estimator=None):
     """Trains the chain under ``hits``; (rank, step) pairs in ``bad`` get a batch of NaNs. Gives a `Merged` per step."""
     stages.BUCKET_BYTES = bucket_bytes
     dist.distributed_c10d._get_default_store().set(f"process/{rank}", str(os.getpid()))
@@ -100,7 +100,7 @@ def train(rank, num_steps, hits, deadline_s, patience, bad=(), bucket_bytes=1):
     chaos = Chaos(module, [hit for hit in hits if hit.rank == rank])
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     records = []
-    with staged(module, deadline=FixedDeadline(deadline_s), patience=patience) as model:
+    with staged(module, deadline=FixedDeadline(deadline_s), patience=patience, estimator=estimator) as model:
         for chaos.step in range(num_steps):
             chaos.reach("data")
             with model.step():
@@ -267,6 +267,49 @@ def test_random_stalls_anywhere_on_any_rank_are_all_in_the_reports(seed, max_lag
         assert 2 <= largest_lag(results) <= 3  # one more, because a rank notes a little later that it has a merge
     else:
         assert max(waits_s(reports, quorum=2)) < deadline_s + grace_s + 0.15
+
+
+# -- ranks that go on with their backward pass when it is too late
+
+
+def check_replicas_and_weights(results):
+    """Equal parameters and reports on all ranks, and weights that say what the merged gradients hold."""
+    for records in zip(*results, strict=True):
+        assert len({record.parameters for record in records}) == 1
+        assert len({shared(record.report) for record in records}) == 1
+        assert len({record.means for record in records}) == 1
+        report = records[0].report
+        assert [stage.name for stage in report.stages] == [f"layers.{number}" for number in reversed(range(5))]
+        for number, mean in enumerate(reversed(records[0].means)):
+            weights = [rank.weights[number] for rank in report.ranks]
+            assert report.stages[number].weight == pytest.approx(sum(weights))
+            total = sum(weight * number_of(rank) for rank, weight in enumerate(weights))
+            assert mean == (pytest.approx(total / sum(weights), rel=1e-5) if sum(weights) else None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "grace_s"), [(3, 0.02), (4, 0.35)], ids=["stood in for soon", "much grace"])
+def test_what_ranks_finish_too_late_comes_once_and_later_and_no_peer_waits_for_it(seed, grace_s):
+    deadline_s, hits = 0.1, random_stalls(4, 40, seed)
+    hits += [Hit(3, step, "backward", time.sleep, (0.13,)) for step in range(3, 40)]  # always late
+    arguments = ((), 1, Carry(max_staleness=64))
+    results = run_ranks(train, 4, 40, hits, deadline_s, Patience(grace_s=grace_s, max_lag=64), *arguments)
+    check_replicas_and_weights(results)
+    reports = reports_of(results)
+    assert max(waits_s(reports, quorum=2)) < deadline_s + grace_s + 0.15
+    for rank in range(4):
+        own = [report.ranks[rank] for report in reports]
+        # a gradient has weight 1, in time or later, and is merged once
+        for stage in range(5):
+            so_far = 0.0
+            for step, part in enumerate(own):
+                so_far += part.weights[stage]
+                assert so_far <= step + 1
+                assert part.weights[stage] >= part.stages[stage]
+    always = [report.ranks[3] for report in reports[3:]]
+    late = sum(part.weights[-1] - part.stages[-1] for part in always)
+    assert late >= len(always) / 4  # its input layers come, though seldom in time
+    assert sum(part.stages[-1] for part in always) < len(always) / 4
 
 
 # -- a process in which nothing runs: the stand-in cannot run either, and the peers wait
