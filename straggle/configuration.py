@@ -131,9 +131,17 @@ def build_optimizer(config: DictConfig, model: nn.Module) -> Optimizer:
 
 
 def build_estimator(config: DictConfig, optimizer: Optimizer) -> Estimator:
-    """The estimator; one that takes an optimizer is given the run's own."""
-    wants_optimizer = "optimizer" in inspect.signature(get_class(config.estimator._target_)).parameters
-    estimator: Estimator = instantiate(config.estimator, **({"optimizer": optimizer} if wants_optimizer else {}))
+    """The estimator; one that takes an optimizer is given the run's own, also inside of another."""
+    return _build_estimator(config.estimator, optimizer)
+
+
+def _build_estimator(config: DictConfig, optimizer: Optimizer) -> Estimator:
+    wanted = inspect.signature(get_class(config._target_)).parameters
+    given: dict[str, Any] = {"optimizer": optimizer} if "optimizer" in wanted else {}
+    if isinstance(config.get("inner"), DictConfig):
+        given["inner"] = _build_estimator(config.inner, optimizer)
+        config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "inner"])
+    estimator: Estimator = instantiate(config, **given)
     return estimator
 
 

@@ -383,7 +383,7 @@ class Coordinator:
             self._spare = None
             factors = None
             if self._merge.weighting == "inverse_chance":
-                factors = self._reached.factors(len(self.plan.stages), self._merge.most)
+                factors = self._reached.factors(len(self.plan.stages), self._merge.chance_cap)
             self._round = Round(self._merging, self._layout, buffers, self._channel.gradients, factors)
             if self._in_step():
                 self._round.num_microbatches, self._round.weight = self._num_microbatches, self._weight

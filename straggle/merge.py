@@ -30,8 +30,8 @@ class Merge:
 
     ``weighting``: by "count", every gradient that was computed counts the same. By "inverse_chance", a rank weighs what
     it computed of a stage by the inverse of its own chance of coming so far: the share of the stage that it handed in
-    over its last ``chance_window`` steps; ``most`` at the most. So a rank that is often late counts, over many steps,
-    as much in the input layers as in the output layers.
+    over its last ``chance_window`` steps; ``chance_cap`` at the most. So a rank that is often late counts, over many
+    steps, as much in the input layers as in the output layers.
     """
 
     buffers: Buffers = "mean"
@@ -39,7 +39,7 @@ class Merge:
     check_every: int = 100
     weighting: Weighting = "count"
     chance_window: int = 50
-    most: float = 10.0
+    chance_cap: float = 10.0
 
     def __post_init__(self) -> None:
         for name, kind in (("buffers", Buffers), ("nonfinite", Nonfinite), ("weighting", Weighting)):
@@ -49,8 +49,10 @@ class Merge:
             raise ValueError(f"check_every={self.check_every}: a number of steps, or 0 to compare never")
         if self.chance_window < 1:
             raise ValueError(f"chance_window={self.chance_window}: must be a number of steps, such as 50")
-        if not self.most >= 1:
-            raise ValueError(f"most={self.most}: what is weighed by the inverse of its chance weighs at least 1")
+        if not self.chance_cap >= 1:
+            raise ValueError(
+                f"chance_cap={self.chance_cap}: what is weighed by the inverse of its chance weighs at least 1"
+            )
 
     def checks(self, step: int) -> bool:
         """Whether the ranks compare their parameters in ``step``; in the first they are equal by construction."""

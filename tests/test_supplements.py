@@ -124,7 +124,7 @@ class Heavy(Abstain.__base__):
         (lambda: Carry(max_staleness=0), "max_staleness=0"),
         (lambda: Merge(weighting="chance"), "weighting='chance': choose one of count, inverse_chance"),
         (lambda: Merge(chance_window=0), "chance_window=0"),
-        (lambda: Merge(most=0.5), "most=0.5"),
+        (lambda: Merge(chance_cap=0.5), "chance_cap=0.5"),
     ],
 )
 def test_wrong_value_is_refused_with_it(make, words):
