@@ -74,7 +74,7 @@ class Estimator(ABC):  # noqa: B024
     def missed(self, parameter: nn.Parameter, share: float, estimate: Estimate | None) -> None:  # noqa: B027
         """Hear that this rank's contribution lacked a ``share`` of the gradient, in place of which the estimate went.
 
-        Without an estimate nothing did, as where the rank was spoken for.
+        Without an estimate nothing did, as where the rank was stood in for.
         """
 
     def observe_late(self, parameter: nn.Parameter, gradient: Tensor, share: float) -> None:  # noqa: B027
