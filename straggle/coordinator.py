@@ -65,6 +65,11 @@ class Coordinator:
         num_changes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        if patience.granularity == "step" and estimator.supplements:
+            raise ValueError(
+                f"granularity='step' with {type(estimator).__name__}: it adds to gradients of which a late rank then drops "
+                "all; use granularity='stage' or another estimator"
+            )
         self._parameters = parameters
         self._channel = channel
         self._policy = deadline
@@ -384,7 +389,9 @@ class Coordinator:
             factors = None
             if self._merge.weighting == "inverse_chance":
                 factors = self._reached.factors(len(self.plan.stages), self._merge.chance_cap)
-            self._round = Round(self._merging, self._layout, buffers, self._channel.gradients, factors)
+            whole = self._patience.granularity == "step"
+            group = self._channel.gradients
+            self._round = Round(self._merging, self._layout, buffers, group, factors=factors, whole=whole)
             if self._in_step():
                 self._round.num_microbatches, self._round.weight = self._num_microbatches, self._weight
         return self._round

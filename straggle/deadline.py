@@ -12,7 +12,7 @@ from torch import Tensor
 
 from straggle.history import History
 
-Granularity = Literal["stage", "microbatch"]
+Granularity = Literal["stage", "microbatch", "step"]
 
 
 class Deadline(ABC):
@@ -155,9 +155,10 @@ class Patience:
     ``max_lag`` merged steps wait for a rank that is stuck, each one copy of the gradients in memory; beyond that the
     peers wait. A collective that does not end within ``give_up_s`` seconds ends the job.
 
-    ``granularity`` is what a late rank drops: the stages that it has not finished ("stage"), or the micro-batches that
+    ``granularity`` is what a late rank drops: the stages that it has not finished ("stage"), the micro-batches that
     it has not begun ("microbatch", as DropCompute does; ``grace_s`` should then be a micro-batch's time, because a rank
-    that is stood in for hands in what it has of the running one).
+    that is stood in for hands in what it has of the running one), or all that it has ("step", as backup workers do; the
+    merge then begins only when a rank has finished, and does not overlap with its backward pass).
     """
 
     quorum: int | None = None
@@ -198,10 +199,10 @@ def as_deadline(deadline: Deadline | float | None) -> Deadline:
     raise TypeError(f"deadline={deadline!r}: give a straggle.Deadline, a number of seconds, or None")
 
 
-def check_granularity(granularity: str) -> None:
-    """Raise ``ValueError`` for what is no `Granularity`."""
-    if granularity not in get_args(Granularity):
-        raise ValueError(f"granularity={granularity!r}: choose one of {', '.join(get_args(Granularity))}")
+def check_granularity(granularity: str, valid: Sequence[str] = get_args(Granularity)) -> None:
+    """Raise ``ValueError`` for what is none of the ``valid`` ones."""
+    if granularity not in valid:
+        raise ValueError(f"granularity={granularity!r}: choose one of {', '.join(valid)}")
 
 
 def _quantile(values: Tensor, q: float) -> float:

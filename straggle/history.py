@@ -16,9 +16,10 @@ class Progress:
     """How each rank came through each step: what a policy may ask for beside the times (`Deadline.wants_progress`).
 
     A step's work is counted in units, which are finished one after another: its micro-batches but the last, and the
-    stages of the last one; with ``granularity="microbatch"`` all its micro-batches. ``unit_s``, of shape (steps, ranks,
-    units), has the seconds from entering the step to each unit's end, NaN where that never came; ``unit_share``, of the
-    same shape, the share of the rank's gradient that comes with it (0: the rank had fewer units).
+    stages of the last one; with ``granularity="microbatch"`` all its micro-batches, with ``"step"`` there is one unit.
+    ``unit_s``, of shape (steps, ranks, units), has the seconds from entering the step to each unit's end, NaN where it
+    never came; ``unit_share``, of the same shape, the share of the rank's gradient that comes with it (0: the rank had
+    fewer units).
 
     ``computed`` of shape (steps, ranks, stages) is the share of each stage that the rank handed in; ``stage_share`` of
     shape (stages,) the share of the model that a stage is; ``weight`` of shape (steps, ranks) the weight of the rank's

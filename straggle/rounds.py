@@ -45,7 +45,8 @@ class Contribution:
 class Round:
     """One step; ``num_microbatches`` and ``weight`` are those that this rank gave it.
 
-    ``factors``: what a computed gradient of each stage counts beside that; ``None``: 1.
+    ``factors``: what a computed gradient of each stage counts beside that; ``None``: 1. ``whole``: all that the rank
+    computes goes into the merge, or nothing does.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class Round:
         layout: Layout,
         buffers: StageBuffers,
         group: dist.ProcessGroup,
+        *,
         factors: Sequence[float] | None = None,
+        whole: bool = False,
     ) -> None:
         self.step = step
         self.buffers = buffers
@@ -69,6 +72,7 @@ class Round:
         self._factors = factors
         self._supplemented: dict[int, float] = {}  # for some parameters, the weight of what was added to them
         self._unusual: dict[int, Share] = {}  # complete parameters that do not simply have the rank's weight
+        self._whole = whole
         self._passes = [0] * len(layout.numel)  # for each parameter, the micro-batches that are in
         self._missing = [len(stage.parameters) for stage in layout.plan.stages]  # parameters that are not complete
         self._issued = 0  # buckets whose merge has begun
@@ -109,6 +113,8 @@ class Round:
         if self._missing[stage] > 0:
             return False
         self.stage_s[stage] = after_s
+        if self._whole:
+            return True
         # the last bucket waits for the end of the step, because the telemetry goes with it
         while self._issued < len(layout.buckets) - 1 and not any(self._missing[: layout.bucket_ends[self._issued]]):
             self._issue(self._unusual)
@@ -116,7 +122,7 @@ class Round:
 
     def finished_part(self) -> Contribution:
         """What is in, and nothing else."""
-        return Contribution([passes / self.num_microbatches for passes in self._passes], {})
+        return self._kept([passes / self.num_microbatches for passes in self._passes])
 
     def own_part(self, *, truncated: bool, in_backward: bool) -> Contribution:
         """What the rank computed: where the graph did not use a parameter, its gradient is a computed zero."""
@@ -126,7 +132,13 @@ class Round:
         if not truncated or not any(self._missing):
             return Contribution([1.0] * len(passes), {})
         done = max(passes) - in_backward
-        return Contribution([max(count, done) / self.num_microbatches for count in passes], {})
+        return self._kept([max(count, done) / self.num_microbatches for count in passes])
+
+    def _kept(self, computed: list[float]) -> Contribution:
+        if self._whole and min(computed) < 1:
+            self._passes = [0] * len(computed)
+            computed = [0.0] * len(computed)
+        return Contribution(computed, {})
 
     def estimate(self, own: Contribution, estimator: Estimator, parameters: Sequence[nn.Parameter]) -> Contribution:
         """Put the estimator's contributions in for what is not in ``own``."""

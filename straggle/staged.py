@@ -78,7 +78,7 @@ class StagedBackward:
         granularity: Granularity = "stage",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        check_granularity(granularity)
+        check_granularity(granularity, ("stage", "microbatch"))
         self.module = module
         self.estimator = estimator or Abstain()
         self._on_stage = on_stage

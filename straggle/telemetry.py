@@ -173,6 +173,9 @@ class Table:
         counts = [_slot_counts(int(number)) for number in self._column("num_microbatches")]
         share = torch.tensor(counts, dtype=torch.float32)
         share /= share.sum(1, keepdim=True)
+        if granularity == "step":  # nothing comes before the end of the last micro-batch
+            last = [[_slot(int(number) - 1, int(number))] for number in self._column("num_microbatches")]
+            microbatch_s, share = microbatch_s.gather(1, torch.tensor(last)), torch.ones(len(last), 1)
         if granularity == "stage":  # the last micro-batch comes in stages
             share, microbatch_s = share[:, 1:], microbatch_s[:, : slots - 1]
             of_stages = 1.0 - share.sum(1, keepdim=True)

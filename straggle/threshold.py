@@ -106,6 +106,8 @@ def expected_drop(
     if patience.granularity == "microbatch":
         begin_s = torch.cat([torch.zeros_like(times[..., :1]), times[..., :-1]], -1)
         part = ((times <= stop) | ((begin_s <= stop) & (times <= stop + patience.grace_s))).to(times)
+    elif patience.granularity == "step":
+        part = (times <= stop).to(times)
     else:
         part = part_computed(times, stop, _silent(times.shape[-1] - len(parts), times) if len(parts) else None)
         if len(parts):
