@@ -122,6 +122,7 @@ class Coordinator:
         self._doing = ""  # what the peers were last told that the training thread is stuck in
         self._error: BaseException | None = None
         self._closing = False
+        self._paused = False
         self._stand_in: threading.Thread | None = None
 
     # -- the training thread
@@ -194,6 +195,19 @@ class Coordinator:
                 self._window.watch(self._stage_share)
         self._stand_in = threading.Thread(target=self._stand_in_loop, name="straggle-stand-in", daemon=True)
         self._stand_in.start()
+
+    def pause(self) -> None:
+        """Between two steps: until `resume` the stand-in sleeps, and no step's time goes by."""
+        with self._lock:
+            self._paused = True
+
+    def resume(self) -> None:
+        """The time of the next step begins now."""
+        with self._lock:
+            self._paused = False
+            self._took_at = self._merged_at = self._clock()
+            self._times_at_merge = self.stopwatch.read()
+            self._stand_in_wakes.notify_all()
 
     def _parts(self, stage: Stage) -> int:
         """How many gradients of the same size would come as evenly as those of the stage."""
@@ -527,6 +541,9 @@ class Coordinator:
     def _stand_in_once(self) -> None:
         """Post what the training thread finished; then watch the step: stop a late rank, or hand in for it."""
         with self._lock:
+            if self._paused and not self._closing:
+                self._stand_in_wakes.wait()
+                return
             finished = self._to_post()
             handed_over, self._handed_over = self._handed_over, None
             doing, was_doing = self._stuck_in(), self._doing

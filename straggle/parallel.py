@@ -223,6 +223,19 @@ class StagedDataParallel(nn.Module):
         step = self._coordinator.step
         return next(self._replayed, Decision(step, sys.maxsize, None, False))
 
+    def pause(self) -> None:
+        """Between two steps, on all ranks: what comes until `resume` belongs to no step, and nobody is late in it.
+
+        For what all ranks do together and may take long, such as an evaluation, or training another model.
+        """
+        if self._step is not None:
+            raise RuntimeError("pause() comes between two steps, not inside of one")
+        self._coordinator.pause()
+
+    def resume(self) -> None:
+        """Go on after `pause`: the time of the next step begins now; best with a barrier after it."""
+        self._coordinator.resume()
+
     def close(self) -> None:
         """Remove all hooks and end the stand-in; the module stays usable by itself."""
         self._finalizer()

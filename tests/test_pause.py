@@ -1,0 +1,55 @@
+"""What lies between `pause` and `resume` belongs to no step."""
+
+import time
+
+import pytest
+import torch
+from ranks import run_ranks, staged
+from training import Chain
+
+PAUSE_S = 1000.0
+
+
+def times(rank, pause):
+    """Three steps, and before the third a thousand seconds, by a clock that is put forward."""
+    model_seconds = []
+    with staged(module := Chain(), deadline=600.0) as model:
+        coordinator, ahead = model._coordinator, [0.0]
+        coordinator._clock = coordinator.stopwatch._clock = lambda: time.monotonic() + ahead[0]
+        for number in range(3):
+            if number == 2:
+                if pause:
+                    model.pause()
+                ahead[0] += PAUSE_S
+                if pause:
+                    model.resume()
+                torch.distributed.barrier()
+            with model.step():
+                model(1.0).backward()
+            report = model.last_report
+            model_seconds.append((report.seconds, report.ranks[0].data_s + report.ranks[0].outside_s))
+        assert module.layers[0].weight.grad is not None
+    return model_seconds[-1]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_pause_belongs_to_no_step(world_size):
+    for seconds, between_s in run_ranks(times, world_size, True):
+        assert max(seconds, between_s) < PAUSE_S / 2
+
+
+def test_time_between_two_steps_counts_otherwise():
+    for seconds, _ in run_ranks(times, 1, False):
+        assert seconds >= PAUSE_S
+
+
+def pause_inside(rank):
+    with staged(Chain()) as model, model.step():
+        with pytest.raises(RuntimeError, match="between two steps"):
+            model.pause()
+        model(1.0).backward()
+    return True
+
+
+def test_pause_inside_of_a_step_is_refused():
+    assert run_ranks(pause_inside, 1) == [True]
