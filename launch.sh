@@ -7,7 +7,7 @@ venv=$here/.venv
 usage() {
   cat <<'HELP'
 ./launch.sh [key=value ...]           train: 4 workers, one of them slow, on real text (about a minute)
-./launch.sh compare [key=value ...]   the same job under DDP and under straggle, in turns
+./launch.sh compare [key=value ...]   the same job under DDP and straggle, or other methods=[...], in turns
 ./launch.sh simulate [key=value ...]  many ranks under a deadline, without a cluster
 ./launch.sh report RUN_DIR            a run as one HTML page; with compare=RUN_DIR two, side by side
 ./launch.sh test [pytest options]     run the tests that this machine can run

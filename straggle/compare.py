@@ -1,164 +1,121 @@
-"""The same job under DDP and under straggle, in turns in one process group: same seed, same data, same faults.
+"""The same job under several methods, in turns in one process group: same seed, same data, same faults.
 
-torchrun --nproc-per-node 4 -m straggle.compare                        # or ./launch.sh compare
+torchrun --nproc-per-node 4 -m straggle.compare                        # or ./launch.sh compare: DDP and straggle
 torchrun --nproc-per-node 2 -m straggle.compare faults=none deadline=fixed deadline.budget_s=1000 workload=synthetic
+torchrun --nproc-per-node 6 -m straggle.compare methods=[ddp,backup_workers,local_sgd,straggle] scenarios=[none,stall]
 """
 
 from __future__ import annotations
 
 import json
-import math
+import logging
 import sys
-import time
 from pathlib import Path
-from statistics import fmean, median, pstdev, quantiles
-from typing import Any
+from statistics import median
 
 import hydra
+import torch
 import torch.distributed as dist
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from rich.console import Console
 
-from straggle.configuration import complain_and_exit, config_dir
-from straggle.jobs import DdpJob, Job, StagedJob, gather, process_group
-from straggle.view import print_table
+from straggle.configuration import complain_and_exit, config_dir, of_method, of_scenario
+from straggle.jobs import gather, process_group
+from straggle.standings import REFERENCE, Standing, Standings, draw, print_summary
+from straggle.turns import Timed
+from straggle.workloads import Workload
 
-_SMOOTH = 20  # steps in a running mean of the loss
-
-
-class Timed:
-    """A job and the clock of its own steps: the other job's turns do not count."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.step_s: list[float] = []
-        self.end_s: list[float] = []  # of each step, on this job's own clock
-        self.elapsed_s = 0.0
-
-    def turn(self, first: int, steps: int) -> None:
-        """Train some steps; whatever a rank still has to catch up with at the end of the turn counts too."""
-        dist.barrier()
-        begin = before = time.perf_counter()
-        for number in range(first, first + steps):
-            self.job.step(number)
-            now = time.perf_counter()
-            self.step_s.append(now - before)
-            self.end_s.append(self.elapsed_s + now - begin)
-            before = now
-        dist.barrier()
-        self.elapsed_s += time.perf_counter() - begin
-        self.end_s[-1] = self.elapsed_s
-
-    def summary(self, steps: int) -> dict[str, float]:
-        """Times of the first ``steps``; medians leave out the first tenth, in which caches and deadlines warm up."""
-        whole = self.step_s[:steps]
-        steady = whole[min(len(whole) // 10, 10) :]
-        return {
-            "step_seconds_median": median(steady),
-            "step_seconds_mean": self.end_s[steps - 1] / steps,
-            "step_seconds_p95": quantiles(steady, n=20)[-1] if len(steady) > 1 else steady[0],
-            "step_seconds_stdev": pstdev(steady),
-            "seconds": self.end_s[steps - 1],
-        }
-
-    def smooth_losses(self) -> list[float]:
-        """Running mean over steps of the mean loss over ranks; collective."""
-        ranks = gather(self.job.losses)
-        means = [
-            fmean(known) if (known := [x for x in column if not math.isnan(x)]) else math.nan
-            for column in zip(*ranks, strict=True)
-        ]
-        return [fmean(means[max(0, end - _SMOOTH) : end]) for end in range(1, len(means) + 1)]
-
-    def seconds_to(self, losses: list[float], target: float) -> float | None:
-        """Seconds of this job's clock until the running mean of the loss first came to ``target``."""
-        whole = range(min(_SMOOTH, len(losses)) - 1, len(losses))
-        return next((self.end_s[step] for step in whole if losses[step] <= target), None)
+_log = logging.getLogger(__name__)
 
 
 def compare(config: DictConfig) -> None:
-    """Both jobs, on one rank."""
+    """All scenarios, on one rank."""
     with process_group() as device:
         workload = instantiate(config.workload)
-        methods = {
-            "ddp": Timed(DdpJob(config, workload, device)),
-            "straggle": Timed(StagedJob(config, workload, device)),
-        }
-        console = Console(quiet=dist.get_rank() != 0)
-        for first in range(0, config.steps, config.block):
-            steps = min(config.block, config.steps - first)
-            # who begins changes from turn to turn, so that a drift of the machine's speed meets both
-            for name in sorted(methods, reverse=bool(first // config.block % 2)):
-                methods[name].turn(first, steps)
-            times = "  ".join(f"{name} {1e3 * median(timed.step_s[-steps:]):.0f} ms" for name, timed in methods.items())
-            console.print(f"step {first + steps}/{config.steps}  {times}", highlight=False)
-        scores = {name: timed.job.evaluate() for name, timed in methods.items()}
-        losses = _train_on(methods, config.block)
-        hashes = {name: gather(timed.job.parameters_sha256()) for name, timed in methods.items()}
+        names = config.scenarios or []
+        runs = {name: of_scenario(config, name) for name in names} if names else {"": config}
+        done = {name: _scenario(name, run, workload, device) for name, run in runs.items()}
         if dist.get_rank() == 0:
-            _finish(config, methods, scores, losses, hashes)
+            _finish(config, done)
         dist.barrier()
-        for timed in methods.values():
-            timed.job.close()
+
+
+def _scenario(name: str, config: DictConfig, workload: Workload, device: torch.device) -> Standings:
+    """All methods under the same faults."""
+    methods = {method: _timed(config, str(method), workload, device) for method in config.methods}
+    console = Console(quiet=dist.get_rank() != 0, soft_wrap=True)
+    for turn, first in enumerate(range(0, config.steps, config.block)):
+        steps = min(config.block, config.steps - first)
+        for method in _in_turn(list(methods), turn):
+            methods[method].turn(first, steps)
+        times = "  ".join(f"{method} {1e3 * median(timed.step_s[-steps:]):.0f}" for method, timed in methods.items())
+        console.print(f"{name} step {first + steps}/{config.steps}, ms: {times}".lstrip(), highlight=False)
+    scores = {method: timed.job.evaluate() for method, timed in methods.items()}
+    losses = _train_on(methods, config.block)
+    standings = {
+        method: Standing(timed, losses[method], scores[method], gather(timed.job.parameters_sha256()))
+        for method, timed in methods.items()
+    }
+    for timed in methods.values():
+        timed.job.close()
+    done = Standings(standings, config.steps, faults=bool(config.faults))
+    if dist.get_rank() == 0:
+        _write(config, done, name)
+    return done
+
+
+def _timed(config: DictConfig, method: str, workload: Workload, device: torch.device) -> Timed:
+    build = instantiate(config.methods[method].job, _partial_=True)
+    return Timed(build(of_method(config, method), workload, device))
+
+
+def _in_turn(methods: list[str], turn: int) -> list[str]:
+    """Who begins, and after whom one comes, changes from turn to turn: a drift of the machine's speed meets all."""
+    first = turn % len(methods)
+    order = methods[first:] + methods[:first]
+    return order[::-1] if turn // len(methods) % 2 else order
 
 
 def _train_on(methods: dict[str, Timed], block: int) -> dict[str, list[float]]:
-    """Let straggle use up DDP's seconds, or come to DDP's final loss; gives the running means of all losses."""
-    ddp, ours = methods["ddp"], methods["straggle"]
-    reference, losses = ddp.smooth_losses(), ours.smooth_losses()
-    while gather(ours.seconds_to(losses, reference[-1]) is None and ours.elapsed_s < ddp.elapsed_s)[0]:
-        ours.turn(len(ours.step_s), block)
-        losses = ours.smooth_losses()
-    return {"ddp": reference, "straggle": losses}
-
-
-def _finish(
-    config: DictConfig,
-    methods: dict[str, Timed],
-    scores: dict[str, dict[str, float]],
-    losses: dict[str, list[float]],
-    hashes: dict[str, list[str]],
-) -> None:
-    target = losses["ddp"][-1]
-    results: dict[str, dict[str, Any]] = {}
-    for name, timed in methods.items():
-        seconds_to_loss = timed.seconds_to(losses[name], target)
-        results[name] = {
-            **timed.summary(config.steps),
-            "validation_loss": scores[name]["loss"],
-            **({"validation_accuracy": scores[name]["accuracy"]} if "accuracy" in scores[name] else {}),
-            "loss": losses[name][config.steps - 1],
-            "target_loss": target,
-            "seconds_to_loss": seconds_to_loss,
-            "parameters_sha256": hashes[name],
-            "replicas_identical": len(set(hashes[name])) == 1,
+    """Let each method use up DDP's seconds, or come to DDP's final loss; gives the running means of all losses."""
+    reference = methods[REFERENCE]
+    losses = {method: timed.smooth_losses() for method, timed in methods.items()}
+    target = losses[REFERENCE][-1]
+    left = [method for method in methods if method != REFERENCE]
+    while left:
+        waits = {
+            method: methods[method].seconds_to(losses[method], target) is None
+            and methods[method].elapsed_s < reference.elapsed_s
+            for method in left
         }
+        waits = gather(waits)[0]
+        left = [method for method in left if waits[method]]
+        for method in left:
+            methods[method].turn(len(methods[method].step_s), block)
+            losses[method] = methods[method].smooth_losses()
+    return losses
+
+
+def _write(config: DictConfig, standings: Standings, scenario: str) -> None:
+    """A scenario's file and table."""
     run_dir = Path(config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "compare.json").write_text(json.dumps(results, indent=2) + "\n")
-    _print(results, config, run_dir)
+    (run_dir / "compare.json").write_text(json.dumps(standings.results(), indent=2) + "\n")
+    of = f"{scenario}: " if scenario else ""
+    title = f"{of}{config.steps} steps of each method on {dist.get_world_size()} ranks, in turns of {config.block}"
+    standings.print(title, {"files": run_dir / "compare.json"})
 
 
-def _print(results: dict[str, dict[str, Any]], config: DictConfig, run_dir: Path) -> None:
-    ddp, ours = results["ddp"], results["straggle"]
-    rows = []
-    for label, key, scale, unit in (
-        ("step time, median", "step_seconds_median", 1e3, " ms"),
-        ("step time, mean", "step_seconds_mean", 1e3, " ms"),
-        ("step time, p95", "step_seconds_p95", 1e3, " ms"),
-        ("time to DDP's final loss", "seconds_to_loss", 1.0, " s"),
-        ("training loss", "loss", 1.0, ""),
-        ("validation loss", "validation_loss", 1.0, ""),
-    ):
-        values = [ddp[key], ours[key]]
-        texts = ["never" if value is None else f"{scale * value:.4g}{unit}" for value in values]
-        ratio = f"{ours[key] / ddp[key]:.3f}" if None not in values else ""
-        rows.append((label, *texts, ratio))
-    replicas = ["identical" if results[name]["replicas_identical"] else "DIFFERENT" for name in ("ddp", "straggle")]
-    rows.append(("parameters on all ranks", *replicas, ""))
-    title = f"{config.steps} steps of each method on {dist.get_world_size()} ranks, in turns of {config.block}"
-    print_table(title, ("", "DDP", "straggle", "ratio"), rows, {"files": run_dir / "compare.json"})
+def _finish(config: DictConfig, scenarios: dict[str, Standings]) -> None:
+    """What is about all scenarios: the summary, where there are several, and the picture."""
+    picture = Path(config.run_dir) / "compare.png"
+    try:
+        draw(scenarios, picture)
+    except ImportError as error:
+        _log.warning("no picture: %s; it needs: pip install 'straggle[plot]'", error)
+    if len(scenarios) > 1:
+        print_summary(scenarios, {"picture": picture})
 
 
 @hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="compare")

@@ -25,6 +25,7 @@ from straggle.estimators import Estimator
 from straggle.faults import Fault
 from straggle.stages import BalancedByTime, plan_stages
 
+METHODS = "methods"  # a group of which several options are chosen
 GROUPS = ("workload", "deadline", "estimator", "faults", "optimizer", "metrics", "delays", "network")
 _AT_LEAST = {
     "steps": 1,
@@ -36,7 +37,10 @@ _AT_LEAST = {
     "block": 1,
     "checkpoint_every": 0,
 }
+_PARTS = ("workload", "deadline", "estimator", "optimizer", "merge", "patience", "delays", "work", "network")
 _BUILT = ("deadline", "merge", "patience", "delays", "work", "network")
+_OF_A_METHOD = ("job", "deadline", "estimator", "patience", "merge", "optimizer", "stages")
+_AT_LEAST_OF_A_JOB = {"every": 2, "warmup_steps": 0}
 _METRICS_PARTS = ("security", "targets", "push")
 
 
@@ -52,10 +56,11 @@ def config_dir() -> Path:
 
 def load(name: str, overrides: Sequence[str]) -> DictConfig:
     """The configuration ``name`` with ``overrides`` such as ``steps=10``; raises `ConfigurationError`."""
+    register_resolvers()
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         if wrong := [override for override in overrides if "=" not in override and not override.startswith("~")]:
             raise ConfigurationError(f"{wrong[0]!r} is no key=value, such as steps=10")
-        choices = [override for override in overrides if override.partition("=")[0] in GROUPS]
+        choices = [override for override in overrides if override.partition("=")[0] in (*GROUPS, METHODS)]
         for choice in choices:
             _check_choice(*choice.split("=", 1))
         valid = compose(name, choices)
@@ -67,15 +72,29 @@ def load(name: str, overrides: Sequence[str]) -> DictConfig:
     return config
 
 
+def register_resolvers() -> None:
+    """What a value may say of the number of ranks: ``${all_ranks_but:1}`` and ``${more_than_half:}``, at least 1."""
+    OmegaConf.register_new_resolver("all_ranks_but", _all_ranks_but, replace=True)
+    OmegaConf.register_new_resolver("more_than_half", lambda: _num_ranks() // 2 + 1, replace=True)
+
+
+def _all_ranks_but(number: int) -> int:
+    if not isinstance(number, int) or number < 0:
+        raise ConfigurationError(f"${{all_ranks_but:{number}}}: must be a whole number of at least 0")
+    return max(1, _num_ranks() - number)
+
+
+def _num_ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))  # torchrun's
+
+
 def check(config: DictConfig, valid: DictConfig) -> None:
     """Raise `ConfigurationError` for what hydra itself lets through: added keys and values out of range."""
     if unknown := [str(key) for key in config if key not in valid]:
         raise ConfigurationError(_unknown_key(unknown[0], valid))
     for key, least in _AT_LEAST.items():
-        value = config.get(key, least)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigurationError(f"{key}={value}: must be a whole number of at least {least}")
-    for group in ("workload", "deadline", "estimator", "optimizer", "merge", "patience", "delays", "work", "network"):
+        _check_at_least(key, config.get(key, least), least)
+    for group in _PARTS:
         _check_arguments(group, config.get(group))
     if metrics := config.get("metrics"):
         for key, part in (("metrics", metrics), *((f"metrics.{key}", metrics.get(key)) for key in _METRICS_PARTS)):
@@ -90,11 +109,62 @@ def check(config: DictConfig, valid: DictConfig) -> None:
         raise ConfigurationError(f"resume={config.resume}: choose one of true, false, auto")
     if config.get("resume") is True and not (Path(config.run_dir) / "checkpoint").is_dir():
         raise ConfigurationError(f"resume=true: there is no checkpoint in run_dir={config.run_dir}")
+    if METHODS in config:
+        _check_methods(config)
+    for name in config.get("scenarios") or []:
+        if name not in _options("faults"):
+            raise ConfigurationError(f"scenarios={config.scenarios}: choose of {', '.join(_options('faults'))}")
     try:
         _build_all(config)
     except Exception as error:  # the constructor's own complaint, whatever it is
         cause = error.__cause__ or error
         raise ConfigurationError(str(cause)) from None
+
+
+def _check_at_least(key: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigurationError(f"{key}={value}: must be a whole number of at least {least}")
+
+
+def _check_methods(config: DictConfig) -> None:
+    """The parts of each method of ``compare``, as if they were the run's own."""
+    if "ddp" not in config.methods:
+        raise ConfigurationError(f"methods={list(config.methods)}: ddp must be among them, for comparison")
+    for name, method in config.methods.items():
+        if unknown := [str(key) for key in method if key not in _OF_A_METHOD]:
+            raise ConfigurationError(f"unknown key methods.{name}.{unknown[0]}; it has {', '.join(_OF_A_METHOD)}")
+        _check_arguments(METHODS, method.get("job", {}), f"methods.{name}.job")
+        for key, least in _AT_LEAST_OF_A_JOB.items():
+            _check_at_least(f"methods.{name}.job.{key}", method.job.get(key, least), least)
+        try:
+            own = of_method(config, str(name))
+        except OmegaConfBaseException as error:
+            raise ConfigurationError(f"methods.{name}: {str(error).splitlines()[0]}") from None
+        for part in _PARTS:
+            if part in method:
+                _check_arguments(part, own[part], f"methods.{name}.{part}")
+
+
+def of_method(config: DictConfig, name: str) -> DictConfig:
+    """``config`` with what the method ``name`` of ``compare`` has of its own in place."""
+    own = OmegaConf.to_container(config.methods[name], resolve=True)
+    assert isinstance(own, dict)
+    merged = config.copy()
+    OmegaConf.set_struct(merged, False)
+    for key, part in own.items():
+        if key != "job":
+            replaces = not isinstance(part, dict) or "_target_" in part
+            merged[key] = part if replaces else OmegaConf.merge(merged[key], part)
+    return merged
+
+
+def of_scenario(config: DictConfig, name: str) -> DictConfig:
+    """``config`` under the faults of this name, with a folder of their own for its files."""
+    merged = config.copy()
+    OmegaConf.set_struct(merged, False)
+    merged.faults = OmegaConf.load(config_dir() / "faults" / f"{name}.yaml")
+    merged.run_dir = str(Path(config.run_dir) / name)
+    return merged
 
 
 def _build_all(config: DictConfig) -> None:
@@ -113,9 +183,12 @@ def _build_all(config: DictConfig) -> None:
     if "workload" not in config:
         return
     model = instantiate(config.workload).model()
-    if "optimizer" in config:
-        build_estimator(config, build_optimizer(config, model))
-    plan_stages(model, stages_of(config.stages))
+    for own in (config, *(of_method(config, str(name)) for name in config.get(METHODS, {}))):
+        for part in ("deadline", "merge", "patience"):
+            instantiate(own.get(part))
+        if "optimizer" in own:
+            build_estimator(own, build_optimizer(own, model))
+        plan_stages(model, stages_of(own.stages))
 
 
 def build_faults(config: DictConfig) -> dict[str, Fault]:
@@ -146,16 +219,18 @@ def _build_estimator(config: DictConfig, optimizer: Optimizer) -> Estimator:
 
 
 def _check_choice(group: str, option: str) -> None:
-    if option not in _options(group):
+    chosen = [name.strip() for name in option.strip("[]").split(",")] if group == METHODS else [option]
+    if not set(chosen) <= set(_options(group)):
         raise ConfigurationError(f"{group}={option}: choose one of {', '.join(_options(group))}")
 
 
-def _check_arguments(key: str, config: Any) -> None:
-    """The class's constructor is the schema of its part of the configuration."""
+def _check_arguments(key: str, config: Any, name: str | None = None) -> None:
+    """The class's constructor is the schema of its part of the configuration; ``name``: where that is written."""
     if config is None:
         return
     if not isinstance(config, DictConfig) or "_target_" not in config:
-        raise ConfigurationError(f"{key}={config}: choose one of {', '.join(_options(key.partition('.')[0]))}")
+        raise ConfigurationError(f"{name or key}={config}: choose one of {', '.join(_options(key.partition('.')[0]))}")
+    key = name or key
     try:
         parameters = inspect.signature(get_class(config._target_)).parameters
     except Exception as error:
@@ -177,6 +252,8 @@ def _unknown_key(key: str, valid: DictConfig) -> str:
         return f"unknown key {key}; {root} has {', '.join(str(name) for name in valid[root] if name != '_target_')}"
     plain = [str(name) for name in valid if name not in GROUPS]
     groups = [f"  {group}={'|'.join(_options(group))}" for group in GROUPS if group in valid]
+    if METHODS in valid:
+        groups.append(f"  {METHODS}=[{','.join(_options(METHODS))}]")
     lines = [f"unknown key {key}; valid keys: {', '.join(plain)}", "and groups, with keys of their own:", *groups]
     return "\n".join(lines)
 
@@ -202,6 +279,7 @@ def stages_of(stages: int | ListConfig | DictConfig | None) -> int | list[str] |
 
 def complain_and_exit(name: str, arguments: Sequence[str]) -> None:
     """End the program, with a message from rank 0, if the command line is not valid; flags are left to hydra."""
+    register_resolvers()
     if any(argument.startswith("-") for argument in arguments):
         return
     try:

@@ -16,6 +16,9 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
 from torch.nn.parallel import DistributedDataParallel
 
 from straggle.configuration import build_estimator, build_faults, build_optimizer, stages_of
@@ -23,6 +26,7 @@ from straggle.faults import FaultInjector
 from straggle.parallel import StagedDataParallel
 from straggle.report import StepReport
 from straggle.stopping import StopSignal
+from straggle.telemetry import StepRecord
 from straggle.workloads import Shard, Workload
 
 _log = logging.getLogger(__name__)
@@ -88,12 +92,22 @@ class Job(ABC):
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def records(self) -> list[StepRecord]:
+        """A list to which each step's record comes from here on; it stays empty where nothing is dropped."""
+        return []
+
+    def pause(self) -> None:  # noqa: B027
+        """Others use the ranks from here on, until `resume`."""
+
+    def resume(self) -> None:  # noqa: B027
+        """It is this job's turn again."""
+
     def evaluate(self) -> dict[str, float]:
-        """Scores on held-out data, by the plain module."""
+        """Scores on held-out data, by the plain module; collective."""
         return self.workload.evaluate(self.module)
 
     def parameters_sha256(self) -> str:
-        """A fingerprint of all parameters: equal on two ranks if these are equal bit for bit."""
+        """A fingerprint of all parameters: equal on two ranks if these are equal bit for bit; collective."""
         digest = hashlib.sha256()
         for parameter in self.module.parameters():
             digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
@@ -150,6 +164,17 @@ class StagedJob(Job):
         if done < len(batches):
             self.losses[-1] = self.losses[-1] * len(batches) / done if done else float("nan")
 
+    def records(self) -> list[StepRecord]:
+        kept: list[StepRecord] = []
+        self.model.register_step_hook(kept.append)
+        return kept
+
+    def pause(self) -> None:
+        self.model.pause()
+
+    def resume(self) -> None:
+        self.model.resume()
+
     @property
     def report(self) -> StepReport:
         """What happened in the last step."""
@@ -166,14 +191,10 @@ class StagedJob(Job):
         self.model.close()
 
 
-@final
-class DdpJob(Job):
-    """Training by torch's ``DistributedDataParallel``."""
+class _TorchJob(Job):
+    """Training by something around torch's ``DistributedDataParallel``."""
 
     model: DistributedDataParallel
-
-    def _wrap(self, config: DictConfig) -> DistributedDataParallel:  # noqa: ARG002
-        return DistributedDataParallel(self.module)
 
     def _passes(self, batches: list[tuple[Tensor, Tensor]]) -> None:
         with self.model.no_sync():
@@ -189,6 +210,52 @@ class DdpJob(Job):
         """
         super().close()
         del self.model
+
+
+@final
+class DdpJob(_TorchJob):
+    """Training by torch's ``DistributedDataParallel``."""
+
+    def _wrap(self, config: DictConfig) -> DistributedDataParallel:  # noqa: ARG002
+        return DistributedDataParallel(self.module)
+
+
+@final
+class LocalSgdJob(_TorchJob):
+    """Training by torch's post-local SGD: ranks train alone, and their parameters are averaged ``every`` steps.
+
+    The first ``warmup_steps`` steps are DDP's. The optimizer's state and module buffers stay each rank's own. Scores
+    and fingerprints are those of the average. Source: Lin et al., "Don't use large mini-batches, use local SGD" (2020).
+    """
+
+    def __init__(
+        self, config: DictConfig, workload: Workload, device: torch.device, *, every: int = 10, warmup_steps: int = 10
+    ) -> None:
+        self._every = every
+        self._warmup_steps = warmup_steps
+        super().__init__(config, workload, device)
+
+    def _wrap(self, config: DictConfig) -> DistributedDataParallel:  # noqa: ARG002
+        model = DistributedDataParallel(self.module)
+        model.broadcast_buffers = False  # each forward pass would wait for rank 0; the argument for it has two names
+        state = PostLocalSGDState(None, None, self._warmup_steps, post_local_gradient_allreduce=False)  # type: ignore[no-untyped-call]
+        model.register_comm_hook(state, post_localSGD_hook)
+        # the averager counts from 0: it first averages after `every` steps of training alone
+        averager = PeriodicModelAverager(self._every, warmup_steps=self._warmup_steps + self._every - 1)
+        self.optimizer.register_step_post_hook(lambda *_: averager.average_parameters(self.module.parameters()))
+        return model
+
+    def evaluate(self) -> dict[str, float]:
+        self._average()
+        return super().evaluate()
+
+    def parameters_sha256(self) -> str:
+        self._average()
+        return super().parameters_sha256()
+
+    def _average(self) -> None:
+        assert dist.group.WORLD is not None
+        average_parameters(iter(self.module.parameters()), dist.group.WORLD)
 
 
 def gather(value: Any) -> list[Any]:

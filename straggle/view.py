@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -13,6 +14,7 @@ from rich.table import Table
 
 from straggle.report import StepReport
 
+_WIDTH = 160  # columns of a table that is written to a file
 _LINES = 20  # plain lines in a whole run
 
 
@@ -63,7 +65,7 @@ def print_table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], notes: Mapping[str, Any] | None = None
 ) -> None:
     """A table on standard output, with ``notes`` as lines below it."""
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     table = Table(*columns, title=title, title_justify="left", show_header=any(columns))
     for row in rows:
         table.add_row(*(str(cell) for cell in row))

@@ -1,0 +1,129 @@
+"""Jobs that take turns, each on a clock of its own, and how much sooner one of them is than another."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, median, pstdev, quantiles
+
+import torch.distributed as dist
+
+from straggle.jobs import Job, gather
+
+_SMOOTH = 20  # steps in a running mean of the loss
+_RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One number over another, and the interval in which it lies; ``None``: the first was never reached."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+
+
+class Timed:
+    """A job and the clock of its own steps: the other jobs' turns do not count."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.step_s: list[float] = []
+        self.end_s: list[float] = []  # of each step, on this job's own clock
+        self.turn_s: list[float] = []
+        self.elapsed_s = 0.0
+        self._records = job.records()
+        job.pause()
+
+    def turn(self, first: int, steps: int) -> None:
+        """Train some steps; whatever a rank still has to catch up with at the end of the turn counts too."""
+        dist.barrier()
+        self.job.resume()
+        begin = before = time.perf_counter()
+        for number in range(first, first + steps):
+            self.job.step(number)
+            now = time.perf_counter()
+            self.step_s.append(now - before)
+            self.end_s.append(self.elapsed_s + now - begin)
+            before = now
+        dist.barrier()
+        self.turn_s.append(time.perf_counter() - begin)
+        self.job.pause()
+        self.elapsed_s += self.turn_s[-1]
+        self.end_s[-1] = self.elapsed_s
+
+    def summary(self, steps: int) -> dict[str, float]:
+        """Times of the first ``steps``; medians leave out the first tenth, in which caches and deadlines warm up."""
+        whole = self.step_s[:steps]
+        steady = whole[min(len(whole) // 10, 10) :]
+        return {
+            "step_seconds_median": median(steady),
+            "step_seconds_mean": self.end_s[steps - 1] / steps,
+            "step_seconds_p95": quantiles(steady, n=20)[-1] if len(steady) > 1 else steady[0],
+            "step_seconds_stdev": pstdev(steady),
+            "seconds": self.end_s[steps - 1],
+        }
+
+    def dropped_share(self, steps: int) -> float:
+        """Share of all gradient elements of the first ``steps`` that did not come in time."""
+        shares = [record.report.dropped_share for record in self._records[:steps]]
+        return fmean(shares) if shares else 0.0
+
+    def smooth_losses(self) -> list[float]:
+        """Running mean over steps of the mean loss over ranks; collective."""
+        ranks = gather(self.job.losses)
+        means = [
+            fmean(known) if (known := [x for x in column if not math.isnan(x)]) else math.nan
+            for column in zip(*ranks, strict=True)
+        ]
+        return [fmean(means[max(0, end - _SMOOTH) : end]) for end in range(1, len(means) + 1)]
+
+    def seconds_to(self, losses: Sequence[float], target: float) -> float | None:
+        """Seconds of this job's clock until the running mean of the loss first came to ``target``."""
+        whole = range(min(_SMOOTH, len(losses)) - 1, len(losses))
+        return next((self.end_s[step] for step in whole if losses[step] <= target), None)
+
+
+def step_time_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
+    """Our seconds over theirs, from turns that were taken one after the other, with a bootstrap interval of 95 %.
+
+    The interval is over pairs of turns: it says how much of the ratio is noise of this run, not of another one.
+    """
+    draw, number = random.Random(0), len(ours)
+    ratios = []
+    for _ in range(_RESAMPLES):
+        turns = draw.choices(range(number), k=number)
+        ratios.append(sum(ours[turn] for turn in turns) / sum(theirs[turn] for turn in turns))
+    ratios.sort()
+    low, high = ratios[_RESAMPLES // 40], ratios[-_RESAMPLES // 40 - 1]
+    return Ratio(sum(ours) / sum(theirs), low, high)
+
+
+def time_to_loss_ratio(ours: Sequence[float | None], theirs: Sequence[float | None]) -> Ratio:
+    """Our seconds to the last loss over theirs, and the range of that ratio over all losses but a tenth at each end.
+
+    ``None``: a loss was never reached.
+    """
+    ratios = sorted(
+        math.inf if our is None else our / their for our, their in zip(ours, theirs, strict=True) if their is not None
+    )
+    tenth = len(ratios) // 10
+    last = None if ours[-1] is None or theirs[-1] is None else ours[-1] / theirs[-1]
+    return Ratio(last, *(_finite(ratios[at]) for at in (tenth, -1 - tenth))) if ratios else Ratio(None, None, None)
+
+
+def reference_losses(losses: Sequence[float]) -> list[float]:
+    """The losses by which runs are compared: those that the reference came to in its second half, its last one last."""
+    lowest, levels = math.inf, []
+    for loss in losses[len(losses) // 2 :]:
+        if loss < lowest:
+            lowest = loss
+            levels.append(loss)
+    return [*(level for level in levels if level > losses[-1]), losses[-1]]
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None

@@ -1,0 +1,223 @@
+"""The head to head: which configuration a method has, what ratios mean, and all methods in real processes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_commands import torchrun
+
+from straggle.compare import _in_turn
+from straggle.configuration import ConfigurationError, config_dir, load, of_method, of_scenario, plain
+from straggle.jobs import DdpJob, LocalSgdJob
+from straggle.standings import Standing, Standings
+from straggle.turns import Ratio, reference_losses, step_time_ratio, time_to_loss_ratio
+from straggle.workloads import Synthetic
+
+METHODS = sorted(path.stem for path in (config_dir() / "methods").iterdir())
+ALL = f"methods=[{','.join(METHODS)}]"
+
+# -- methods and scenarios
+
+
+def test_methods_are_named_as_their_files():
+    assert sorted(load("compare", [ALL]).methods) == METHODS
+
+
+def test_without_more_the_methods_are_ddp_and_straggle():
+    config = load("compare", [])
+    assert list(config.methods) == ["ddp", "straggle"]
+    assert config.scenarios is None
+
+
+def test_straggle_is_the_runs_own_configuration():
+    config = load("compare", ["deadline=fixed", "deadline.budget_s=3.0", "patience.quorum=2"])
+    own = of_method(config, "straggle")
+    assert {key: own[key] for key in own} == {key: config[key] for key in config}
+
+
+def test_method_replaces_a_class_and_overrides_single_keys():
+    own = of_method(load("compare", ["methods=[ddp,dropcompute]", "patience.max_lag=3"]), "dropcompute")
+    assert plain(own)["deadline"].keys() == {"_target_", "window", "warmup_steps", "every", "least_gain"}
+    assert (own.patience.granularity, own.patience.max_lag, own.estimator._target_) == (
+        "microbatch", 3, "straggle.Zero"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("world_size", "backup_workers", "majority"), [(1, 1, 1), (2, 1, 2), (3, 2, 2), (4, 3, 3), (5, 4, 3), (8, 7, 5)]
+)
+def test_first_k_follows_the_number_of_ranks(world_size, backup_workers, majority, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    config = load("compare", ["methods=[ddp,backup_workers,majority]"])
+    assert of_method(config, "backup_workers").deadline.k == backup_workers
+    assert of_method(config, "majority").deadline.k == majority
+
+
+def test_scenario_has_the_faults_of_its_name_and_a_folder():
+    config = of_scenario(load("compare", ["scenarios=[none,stall]"]), "stall")
+    assert set(config.faults) == {"pace", "data", "forward", "backward"}
+    assert config.run_dir == "runs/compare/stall"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["methods=[ddp,straggel]"], "choose one of backup_workers, ddp, dropcompute, "),
+        (["methods=[straggle]"], "ddp must be among them"),
+        (["scenarios=[nobody]"], "choose of dropcompute, everyone_noisy, none, "),
+        (["methods=[ddp,local_sgd]", "methods.local_sgd.job.every=1"], "a whole number of at least 2"),
+        (["methods=[ddp,local_sgd]", "+methods.local_sgd.job.evry=2"], "unknown key methods.local_sgd.job.evry"),
+        (["+methods.straggle.workload=text"], "unknown key methods.straggle.workload; it has job, deadline, "),
+        (["methods=[ddp,majority]", "+methods.majority.deadline.q=2"], "unknown key methods.majority.deadline.q"),
+        (["methods=[ddp,majority]", "methods.majority.deadline.k=0"], "k=0: must be a whole number of at least 1"),
+        (["methods=[ddp,majority]", "methods.majority.deadline.k=${all_ranks_but:-1}"], "majority.* at least 0"),
+    ],
+)  # fmt: skip
+def test_wrong_method_is_refused_before_there_are_ranks(overrides, message):
+    with pytest.raises(ConfigurationError, match=message):
+        load("compare", overrides)
+
+
+def test_everyone_begins_and_ends_a_turn():
+    orders = [_in_turn(["a", "b", "c"], turn) for turn in range(6)]
+    assert all(sorted(order) == ["a", "b", "c"] for order in orders)
+    assert {order[0] for order in orders} == {order[-1] for order in orders} == {"a", "b", "c"}
+    followers = {pair for order in orders for pair in itertools.pairwise(order)}
+    assert len(followers) > 3  # not always the same one comes after another
+    assert [_in_turn(["ddp", "straggle"], turn)[0] for turn in range(2)] == ["ddp", "straggle"]
+
+
+def test_every_method_is_documented():
+    page = (Path(__file__).parent.parent / "docs" / "configuration.md").read_text()
+    section = page.partition("**`methods`**")[2].partition("\n**")[0]
+    assert [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")] == METHODS
+
+
+# -- ratios
+
+
+def test_step_time_ratio_is_that_of_the_sums_and_certain_where_all_turns_agree():
+    assert step_time_ratio([1.0, 2.0, 3.0], [2.0, 4.0, 6.0]) == Ratio(0.5, 0.5, 0.5)
+
+
+def test_step_time_ratio_has_an_interval_of_its_turns():
+    ratio = step_time_ratio([1.0, 3.0] * 10, [2.0] * 20)
+    assert ratio.value == 1.0
+    assert 0.6 < ratio.low < 0.9  # two standard errors of a mean of 20 are 0.22
+    assert 1.1 < ratio.high < 1.4
+
+
+def test_time_to_loss_ratio_is_that_of_the_last_loss_within_the_range_of_the_others():
+    theirs = [float(at) for at in range(1, 11)]
+    ours = [at * (0.5 if at != 4 else 0.4) for at in theirs]
+    assert time_to_loss_ratio(ours, theirs) == Ratio(0.5, 0.5, 0.5)
+    assert time_to_loss_ratio([1.0, 1.0, 3.0], [1.0, 2.0, 2.0]) == Ratio(1.5, 0.5, 1.5)
+
+
+def test_loss_that_was_never_reached_has_no_ratio():
+    assert time_to_loss_ratio([1.0, None], [2.0, 4.0]) == Ratio(None, 0.5, None)
+
+
+def test_reference_losses_are_those_that_were_new_in_the_second_half_and_the_last_one():
+    assert reference_losses([9.0, 8.0, 7.0, 5.0, 6.0, 4.0]) == [5.0, 4.0]
+    assert reference_losses([9.0, 8.0, 7.0, 5.0, 2.0, 4.0]) == [5.0, 4.0]
+
+
+class Clock:
+    """What a comparison reads of a job's clock: every step takes as long as every other."""
+
+    def __init__(self, step_s, steps=100):
+        self.end_s = [step_s * (step + 1) for step in range(steps)]
+        self.turn_s = [10 * step_s] * (steps // 10)
+
+    def seconds_to(self, losses, target):
+        return next((at for at, loss in zip(self.end_s, losses, strict=True) if loss <= target), None)
+
+
+def verdict(faults=True, never=(), **seconds):
+    """Of methods that come to the same losses in the same steps, at different speeds, and some that learn nothing."""
+    methods = {}
+    for name, step_s in seconds.items():
+        losses = [math.inf if name in never else 100.0 - step for step in range(100)]
+        methods[name] = Standing(Clock(step_s), losses, {"loss": 1.0}, ["a"])
+    return Standings(methods, 100, faults).verdict()
+
+
+@pytest.mark.parametrize(
+    ("faults", "seconds", "expected"),
+    [
+        (True, {"ddp": 1.0, "straggle": 0.5}, "0.500 (0.50 to 0.50) of the time of ddp, +: at least as good"),
+        (
+            True,
+            {"ddp": 1.0, "straggle": 0.5, "other": 0.4},
+            "1.250 (1.25 to 1.25) of the time of other, +NOT as good",
+        ),
+        (False, {"ddp": 1.0, "straggle": 1.015}, "1.015 (1.01 to 1.01) of DDP's: within 2 %"),
+        (False, {"ddp": 1.0, "straggle": 1.03}, "1.030 (1.03 to 1.03) of DDP's: NOT within 2 %"),
+    ],
+)
+def test_verdict_says_whether_straggle_is_first(faults, seconds, expected):
+    assert all(part in verdict(faults, **seconds) for part in expected.split("+"))
+
+
+def test_verdict_says_that_straggle_never_came_there():
+    said = verdict(never=["straggle"], ddp=1.0, other=0.5, straggle=1.0)
+    assert "did NOT come to DDP's final loss in DDP's time; other was the first" in said
+
+
+def test_without_straggle_there_is_no_verdict():
+    assert verdict(ddp=1.0, other=0.5) == ""
+
+
+# -- jobs
+
+
+def local_sgd(rank):
+    """Whether parameters are equal on all ranks after each of 12 steps: the first 3 DDP's, then averaged every 3."""
+    keys = ["workload=synthetic", "workload.width=8", "workload.depth=1", "workload.num_samples=64", "faults=none"]
+    config = load("compare", keys)
+    workload, device = Synthetic(width=8, depth=1, num_samples=64), torch.device("cpu")
+    local = LocalSgdJob(config, workload, device, every=3, warmup_steps=3)
+    ddp, hashes = DdpJob(config, workload, device), []
+    for number in range(12):
+        local.step(number)
+        hashes.append(super(LocalSgdJob, local).parameters_sha256())
+        if number < 3:
+            ddp.step(number)
+            assert hashes[-1] == ddp.parameters_sha256()
+    local.step(12)
+    average = local.parameters_sha256()
+    local.close()
+    ddp.close()
+    return [*hashes, average]
+
+
+def test_local_sgd_is_ddp_at_first_and_then_averages_every_so_many_steps():
+    first, second = run_ranks(local_sgd, 2)
+    same = [one == other for one, other in zip(first, second, strict=True)]
+    assert same == [True] * 3 + [False, False, True] * 3 + [True]
+
+
+# -- the command
+
+
+@pytest.mark.slow
+def test_all_methods_train_in_turns_under_several_scenarios(tmp_path: Path) -> None:
+    keys = (ALL, "scenarios=[none,slow_rank]", "workload=digits", "steps=12", "block=4", "num_microbatches=2")
+    out = torchrun(4, "straggle.compare", *keys, "run_dir=run", folder=tmp_path)
+    for scenario in ("none", "slow_rank"):
+        results = json.loads((tmp_path / "run" / scenario / "compare.json").read_text())
+        assert sorted(results) == METHODS
+        assert all(fields["replicas_identical"] for fields in results.values())
+        assert results["ddp"]["step_time_ratio"] == results["ddp"]["time_to_loss_ratio"] == 1.0
+        assert results["ddp"]["dropped_share"] == results["local_sgd"]["dropped_share"] == 0.0
+    assert results["majority"]["dropped_share"] > 0.1  # one rank of four is slow, and all of its step is dropped
+    assert results["straggle"]["dropped_share"] > 0.0
+    assert "time to DDP's final loss, over DDP's" in out
+    assert (tmp_path / "run" / "compare.png").read_bytes().startswith(b"\x89PNG")
