@@ -12,7 +12,8 @@ import yaml
 from torch import nn
 
 from straggle import workloads
-from straggle.workloads import Digits, Shard, Synthetic, Text, Workload
+from straggle.workloads import Digits, Paced, Shard, Synthetic, Text, Workload
+from straggle.workloads.paced import pace
 
 CONF = Path(__file__).parents[1] / "conf" / "workload"
 
@@ -343,3 +344,34 @@ def test_synthetic_model_has_about_ten_million_parameters_in_twelve_blocks():
 def test_workload_says_what_is_wrong_and_what_to_do(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+# Paced
+
+
+def test_paced_passes_sleep_their_seconds_one_third_in_forward():
+    torch.manual_seed(0)
+    inner = Synthetic(width=16, depth=2, num_samples=256)
+    model = inner.model()
+    slept = []
+    pace(model, 600.0, slept.append)  # a sleep that does not sleep: nothing of it is taken off
+    x, y = inner.batch(torch.arange(4))
+    loss = inner.loss(model, (x, y))
+    assert slept[-1] == pytest.approx(200.0, rel=1e-3)  # what is owed grows, as none of it was slept
+    loss.backward()
+    assert slept[-1] == pytest.approx(600.0, rel=1e-3)
+    count = len(slept)
+    inner.evaluate(model)
+    assert len(slept) == count
+
+
+def test_paced_is_its_inner_workload_otherwise():
+    inner = Synthetic(width=16, depth=2, num_samples=256)
+    paced = Paced(inner, seconds=0.001)
+    assert train(paced, 3)[0] == train(inner, 3)[0]
+    assert paced.num_samples == inner.num_samples
+
+
+def test_paced_refuses_negative_seconds():
+    with pytest.raises(ValueError, match="seconds is -1"):
+        Paced(Synthetic(width=16, depth=2, num_samples=256), seconds=-1)
