@@ -39,6 +39,7 @@ from straggle.history import History, Progress
 from straggle.measure import Reach, StageProfile, measure_stages
 from straggle.merge import Merge
 from straggle.parallel import StagedDataParallel, Step
+from straggle.rebalance import Rebalance
 from straggle.report import BackwardReport, RankReport, StageReport, StageTime, StepReport
 from straggle.sampler import RequeueSampler
 from straggle.staged import BackwardStep, FinishedStage, StagedBackward
@@ -77,6 +78,7 @@ __all__ = [
     "QuantileDeadline",
     "RankReport",
     "Reach",
+    "Rebalance",
     "RequeueSampler",
     "Shadow",
     "StageProfile",

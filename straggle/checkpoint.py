@@ -1,6 +1,6 @@
 """Save and load what a run needs to go on: tensors as safetensors, numbers as JSON, no pickle.
 
-Model, optimizer, history and step number are the same on every rank and written by rank 0; each rank writes what only
+Model, optimizer, history, the ranks' shares and the step number are the same on every rank and written by rank 0; each rank writes what only
 it knows: its random state and its estimator's memory.
 """
 
@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from straggle.estimators import Estimator
 from straggle.history import History
 from straggle.parallel import StagedDataParallel
+from straggle.rebalance import Rebalance
 
 _REACHED = "reached"
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -37,7 +38,9 @@ class Checkpoint:
 
     directory: Path
 
-    def save(self, step: int, model: StagedDataParallel, optimizer: Optimizer) -> None:
+    def save(
+        self, step: int, model: StagedDataParallel, optimizer: Optimizer, rebalance: Rebalance | None = None
+    ) -> None:
         """Write the state after ``step`` steps; the checkpoint before it stays whole until this one is."""
         new = self.directory.with_suffix(".new")
         new.mkdir(parents=True, exist_ok=True)
@@ -49,7 +52,8 @@ class Checkpoint:
             save_file(_separate(model.module.state_dict()), new / "model.safetensors")
             save_file(_separate(flat), new / "optimizer.safetensors")
             save_file(model.history.tensors(), new / "history.safetensors")
-            (new / "state.json").write_text(json.dumps({"step": step, "optimizer": numbers}, indent=1))
+            shares = {} if rebalance is None else {"rebalance": rebalance.state_dict()}
+            (new / "state.json").write_text(json.dumps({"step": step, "optimizer": numbers, **shares}, indent=1))
         dist.barrier()
         if rank == 0:
             _replace(self.directory, new)
@@ -59,7 +63,7 @@ class Checkpoint:
         """Whether this rank sees one."""
         return (self.directory / "state.json").exists()
 
-    def load(self, model: StagedDataParallel, optimizer: Optimizer) -> int:
+    def load(self, model: StagedDataParallel, optimizer: Optimizer, rebalance: Rebalance | None = None) -> int:
         """Put the saved state into place; gives the number of steps it was saved after.
 
         Raises ``ValueError`` where there is no checkpoint.
@@ -71,6 +75,8 @@ class Checkpoint:
         set_optimizer_state_dict(model.module, optimizer, flat, options=_FLAT)
         history = load_file(self.directory / "history.safetensors")
         model.restore(History.from_tensors(history))
+        if rebalance is not None and "rebalance" in state:
+            rebalance.load_state_dict(state["rebalance"])
         own = self.directory / f"rank{rank}.safetensors"
         if own.exists():  # more ranks than before: the new ones begin without a memory
             tensors = load_file(own)

@@ -26,7 +26,7 @@ from straggle.faults import Fault
 from straggle.stages import BalancedByTime, plan_stages
 
 METHODS = "methods"  # a group of which several options are chosen
-GROUPS = ("workload", "deadline", "estimator", "faults", "optimizer", "metrics", "delays", "network")
+GROUPS = ("workload", "deadline", "estimator", "faults", "optimizer", "metrics", "delays", "network", "rebalance")
 _AT_LEAST = {
     "steps": 1,
     "ranks": 1,
@@ -99,6 +99,7 @@ def check(config: DictConfig, valid: DictConfig) -> None:
     if metrics := config.get("metrics"):
         for key, part in (("metrics", metrics), *((f"metrics.{key}", metrics.get(key)) for key in _METRICS_PARTS)):
             _check_arguments(key, part)
+    _check_arguments("rebalance", config.get("rebalance") or None)
     for name, fault in config.get("faults", {}).items():
         _check_arguments(f"faults.{name}", fault)
     if config.get("replay") and not (Path(config.replay) / "decisions").is_dir():

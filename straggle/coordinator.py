@@ -406,8 +406,9 @@ class Coordinator:
             whole = self._patience.granularity == "step"
             group = self._channel.gradients
             self._round = Round(self._merging, self._layout, buffers, group, factors=factors, whole=whole)
+            self._round.weight = self._weight  # of a rank that has not entered: its last step's
             if self._in_step():
-                self._round.num_microbatches, self._round.weight = self._num_microbatches, self._weight
+                self._round.num_microbatches = self._num_microbatches
         return self._round
 
     def _in_step(self) -> bool:

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from straggle.configuration import build_estimator, build_faults, build_optimizer, stages_of
 from straggle.faults import FaultInjector
 from straggle.parallel import StagedDataParallel
+from straggle.rebalance import Rebalance
 from straggle.report import StepReport
 from straggle.stopping import StopSignal
 from straggle.telemetry import StepRecord
@@ -60,7 +61,7 @@ class Job(ABC):
         torch.manual_seed(config.seed)
         self.workload = workload
         self.num_microbatches: int = config.num_microbatches
-        self.samples_per_step: int = config.num_microbatches * config.batch_size  # of this rank
+        self.samples_per_step: int = config.num_microbatches * config.batch_size  # of a rank, in a step of weight 1
         self.module = workload.model().to(device)
         self.optimizer = build_optimizer(config, self.module)
         self.losses: list[float] = []  # of this rank's steps; NaN where it was late before it knew
@@ -83,10 +84,15 @@ class Job(ABC):
     def _passes(self, batches: list[tuple[Tensor, Tensor]]) -> None:
         """Forward and backward over the step's micro-batches."""
 
+    def _samples(self, number: int) -> list[Tensor]:
+        """Sample numbers of each micro-batch that this rank has in step ``number``."""
+        first = number * self.num_microbatches
+        return [self._shard.indices(first + position) for position in range(self.num_microbatches)]
+
     def step(self, number: int) -> None:
         """Train step ``number``."""
         self._faults.step(number)
-        batches = [self._load(number * self.num_microbatches + position) for position in range(self.num_microbatches)]
+        batches = [self._load(samples) for samples in self._samples(number)]
         self.losses.append(0.0)
         self._passes(batches)
         self.optimizer.step()
@@ -117,21 +123,24 @@ class Job(ABC):
         """Remove all hooks."""
         self._faults.close()
 
-    def _load(self, position: int) -> tuple[Tensor, Tensor]:
-        x, y = self.workload.batch(self._shard.indices(position))
+    def _load(self, samples: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = self.workload.batch(samples)
         self._faults.data()
         return x.to(self._device), y.to(self._device)
 
-    def _loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """This micro-batch's part of the step's mean loss."""
-        loss = self.workload.loss(self.model, batch) / self.num_microbatches
+    def _loss(self, batch: tuple[Tensor, Tensor], num_microbatches: int) -> Tensor:
+        """This micro-batch's part of the mean loss of this rank's step."""
+        loss = self.workload.loss(self.model, batch) / num_microbatches
         self.losses[-1] += loss.item()
         return loss
 
 
 @final
 class StagedJob(Job):
-    """Training by `StagedDataParallel`; ``stop`` may end it early."""
+    """Training by `StagedDataParallel`; ``stop`` may end it early.
+
+    With ``rebalance``, its unit is a sample where a step has one micro-batch, and a whole micro-batch otherwise.
+    """
 
     model: StagedDataParallel
 
@@ -140,6 +149,12 @@ class StagedJob(Job):
     ) -> None:
         super().__init__(config, workload, device)
         self._stop = stop
+        self.rebalance: Rebalance | None = None
+        if config.get("rebalance"):
+            self._unit: int = config.batch_size if self.num_microbatches > 1 else 1  # samples
+            self._total = dist.get_world_size() * self.samples_per_step
+            self.rebalance = instantiate(config.rebalance, model=self.model, total=self._total // self._unit)
+            self.samples_per_step = self._unit  # the weight is the rank's share
 
     def _wrap(self, config: DictConfig) -> StagedDataParallel:
         return StagedDataParallel(
@@ -154,10 +169,12 @@ class StagedJob(Job):
     def _passes(self, batches: list[tuple[Tensor, Tensor]]) -> None:
         done = 0
         with self.model.step(num_microbatches=len(batches)) as step:
+            if self.rebalance is not None:
+                step.weight = self.rebalance.share().count
             if self._stop is not None:
                 self._stop.tell(step)
             for batch in batches:
-                loss = self._loss(batch)
+                loss = self._loss(batch, len(batches))
                 done += 1
                 step.log(loss=self.losses[-1] * len(batches) / done)
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -174,6 +191,13 @@ class StagedJob(Job):
 
     def resume(self) -> None:
         self.model.resume()
+
+    def _samples(self, number: int) -> list[Tensor]:
+        if self.rebalance is None:
+            return super()._samples(number)
+        first, count = (self._unit * part for part in self.rebalance.share())
+        samples = self._shard.part(number, total=self._total, first=first, count=count)
+        return list(samples.split(count if self.num_microbatches == 1 else self._unit))
 
     @property
     def report(self) -> StepReport:
@@ -199,8 +223,8 @@ class _TorchJob(Job):
     def _passes(self, batches: list[tuple[Tensor, Tensor]]) -> None:
         with self.model.no_sync():
             for batch in batches[:-1]:
-                self._loss(batch).backward()  # type: ignore[no-untyped-call]
-        self._loss(batches[-1]).backward()  # type: ignore[no-untyped-call]
+                self._loss(batch, len(batches)).backward()  # type: ignore[no-untyped-call]
+        self._loss(batches[-1], len(batches)).backward()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Remove all hooks, and the wrapper while its process group lives.

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from statistics import median
 from typing import NamedTuple
 
 import torch
@@ -115,6 +116,36 @@ class _PerStage(NamedTuple):
     weights: tuple[float, ...]
 
 
+@dataclass(frozen=True)
+class WholeTime:
+    """Seconds of a rank's whole work in a step; NaN: it never entered. ``at_least``: of a late one nobody knows more."""
+
+    seconds: float
+    at_least: bool = False
+
+
+def _microbatch_marks(microbatch_s: list[float], num_microbatches: int) -> list[tuple[float, float]]:
+    """For each micro-batch but the last: the share of the rank's work that is done with it, and when it was."""
+    most, marks = MICROBATCH_SLOTS, []
+    for slot in range(min(num_microbatches, most)):
+        done = slot + 1 if num_microbatches <= most else -(-(slot + 1) * num_microbatches // most)
+        marks.append((done / num_microbatches, microbatch_s[slot]))
+    return marks[:-1]
+
+
+def _stage_marks(stage_s: list[float], left: list[float], num_microbatches: int) -> list[tuple[float, float]]:
+    """The same for each stage; ``left``: micro-batches' time that is left after it."""
+    return [(1 - after / num_microbatches, at_s) for after, at_s in zip(left, stage_s, strict=True)]
+
+
+def _projected(own_s: float, marks: list[tuple[float, float]]) -> WholeTime:
+    """The whole work of a rank that was stopped after ``own_s`` seconds."""
+    marks = [(share, at_s) for share, at_s in marks if share > 0]
+    passed = [at_s / share for share, at_s in marks if not math.isnan(at_s)]
+    ahead = [own_s / share for share, at_s in marks if math.isnan(at_s)]
+    return WholeTime(max(own_s, *passed[-1:], *ahead[:1]), at_least=not passed)
+
+
 class Table:
     """The rows of all ranks for one step: a matrix of shape (ranks, `row_length`), on the CPU."""
 
@@ -131,6 +162,35 @@ class Table:
     def finished(self) -> list[bool]:
         """Which ranks finished all of their own work."""
         return [not late and not idle for late, idle in zip(self._column("late"), self._column("idle"), strict=True)]
+
+    def weight(self) -> list[float]:
+        """Weight of each rank's step; 0 where it had no data."""
+        return [0.0 if idle else own for own, idle in zip(self._column("weight"), self._column("idle"), strict=True)]
+
+    def whole_times(self) -> list[WholeTime]:
+        """For each rank the time of all its own work in the step, with what a late one left.
+
+        A late rank had come as far as the last mark that it passed, and not as far as the next. Its marks are the ends
+        of its micro-batches and, in the last of these, of the stages: where these lie is known from the ranks that
+        finished.
+        """
+        compute_s, finished = self.compute_s(), self.finished()
+        if all(finished):
+            return [WholeTime(own_s) for own_s in compute_s]
+        stage_s, microbatch_s = self._stage_s().tolist(), self._microbatch_s().tolist()
+        counts = [int(number) for number in self._column("num_microbatches")]
+        after: list[list[float]] = [[] for _ in range(self._num_stages)]  # micro-batches' time after each stage
+        for rank in (rank for rank, done in enumerate(finished) if done and compute_s[rank] > 0):
+            for stage, at_s in enumerate(stage_s[rank]):
+                if not math.isnan(at_s):
+                    after[stage].append(counts[rank] * (1 - at_s / compute_s[rank]))
+        left = [median(seen) if seen else 1.0 for seen in after]
+        return [
+            WholeTime(own_s)
+            if done or math.isnan(own_s)
+            else _projected(own_s, [*_microbatch_marks(microbatch_s[rank], m), *_stage_marks(stage_s[rank], left, m)])
+            for rank, (own_s, done, m) in enumerate(zip(compute_s, finished, counts, strict=True))
+        ]
 
     def any_late(self) -> bool:
         """Whether some rank was late or stood in for."""
@@ -167,9 +227,8 @@ class Table:
     def progress(self, stage_share: Tensor, granularity: Granularity) -> StepProgress:
         """How each rank came through the step; ``stage_share`` is the share of the model that each stage is."""
         first, stages, slots = len(_FIELDS), self._num_stages, MICROBATCH_SLOTS
-        computed, stage_s = (self._rows[:, first + k * stages : first + (k + 1) * stages] for k in (0, 2))
-        after = first + _PER_STAGE * stages
-        microbatch_s = self._rows[:, after : after + slots]
+        computed = self._rows[:, first : first + stages]
+        stage_s, microbatch_s = self._stage_s(), self._microbatch_s()
         counts = [_slot_counts(int(number)) for number in self._column("num_microbatches")]
         share = torch.tensor(counts, dtype=torch.float32)
         share /= share.sum(1, keepdim=True)
@@ -182,8 +241,8 @@ class Table:
             share, microbatch_s = torch.cat([share, of_stages * stage_share], 1), torch.cat([microbatch_s, stage_s], 1)
         busy_s, compute_s = self._column("busy_s"), [s for s in self._column("compute_s") if not math.isnan(s)]
         overhead_s = max(busy_s) - max(compute_s, default=0.0) + min(self._column("merge_s"))
-        weight = [0.0 if idle else own for own, idle in zip(self._column("weight"), self._column("idle"), strict=True)]
-        return StepProgress(microbatch_s, share, computed, torch.tensor(weight), torch.tensor(max(0.0, overhead_s)))
+        weight = torch.tensor(self.weight())
+        return StepProgress(microbatch_s, share, computed, weight, torch.tensor(max(0.0, overhead_s)))
 
     def report(self, step: int, seconds: float, deadline_s: float, plan: StagePlan, names: Iterable[str]) -> StepReport:
         """The step's report; ``names`` are the scalars that this rank knows by name."""
@@ -201,6 +260,14 @@ class Table:
             skipped=any(row[NONFINITE] for row in rows) and self.skipped(),
             different_ranks=self.different_ranks(),
         )
+
+    def _stage_s(self) -> Tensor:
+        first, stages = len(_FIELDS), self._num_stages
+        return self._rows[:, first + 2 * stages : first + 3 * stages]
+
+    def _microbatch_s(self) -> Tensor:
+        first = len(_FIELDS) + _PER_STAGE * self._num_stages
+        return self._rows[:, first : first + MICROBATCH_SLOTS]
 
     def _column(self, name: str) -> list[float]:
         column = _COLUMN[name]

@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from straggle.checkpoint import Checkpoint
 from straggle.configuration import complain_and_exit, config_dir
+from straggle.fairness import fairness_of
 from straggle.jobs import StagedJob, gather, process_group
 from straggle.replay import DecisionWriter, read_recording
 from straggle.report import StepReport
@@ -44,16 +45,18 @@ def train(config: DictConfig) -> None:
         job = StagedJob(config, instantiate(config.workload), device, stop)
         if config.replay is not None:
             job.model.replay(read_recording(decisions_of(Path(config.replay), dist.get_rank())))
+            if job.rebalance is not None:
+                job.rebalance.replay(json.loads(shares_of(Path(config.replay)).read_text()))
         checkpoint = Checkpoint(run_dir / "checkpoint")
         resume = any(gather(checkpoint.exists())) if config.resume == "auto" else config.resume
-        first_step = checkpoint.load(job.model, job.optimizer) if resume else 0
+        first_step = checkpoint.load(job.model, job.optimizer, job.rebalance) if resume else 0
         train_rank = _rank_zero if dist.get_rank() == 0 else _other_rank
         with _metrics(job, config):
             reports = train_rank(job, config, first_step)
             dist.barrier()
         is_first = dist.get_rank() == 0
         done = job.model.history.num_steps
-        checkpoint.save(done, job.model, job.optimizer)
+        checkpoint.save(done, job.model, job.optimizer, job.rebalance)
         if done < config.steps:
             if is_first:
                 sys.stdout.write(f"stopped after step {done} of {config.steps}; resume=true goes on from there\n")
@@ -117,6 +120,11 @@ def decisions_of(run_dir: Path, rank: int) -> Path:
     return run_dir / "decisions" / f"rank{rank}.jsonl"
 
 
+def shares_of(run_dir: Path) -> Path:
+    """Where it is recorded which shares the ranks had from which step on."""
+    return run_dir / "decisions" / "shares.json"
+
+
 def _compare_with_recorded(source: Path, steps: int, hashes: list[str]) -> None:
     before = json.loads((source / "summary.json").read_text()) if (source / "summary.json").exists() else {}
     if before.get("steps") != steps:
@@ -134,6 +142,8 @@ def _rank_zero(job: StagedJob, config: DictConfig, first_step: int) -> list[Step
     decisions = DecisionWriter(decisions_of(run_dir, 0), first_step=first_step)
     with trace, decisions, LiveView(config.steps, first_step=first_step) as view:
         for number in range(first_step, config.steps):
+            if job.rebalance is not None and number in (first_step, job.rebalance.schedule[-1][0]):
+                shares_of(run_dir).write_text(json.dumps(job.rebalance.schedule))
             _step(job, config, number, decisions)
             reports.append(job.report)
             trace.write(job.report)
@@ -158,7 +168,7 @@ def _step(job: StagedJob, config: DictConfig, number: int, decisions: DecisionWr
     decisions.write(job.model.last_decision, job.model.learned)
     if config.checkpoint_every and (number + 1) % config.checkpoint_every == 0 and number + 1 < config.steps:
         dist.barrier()  # everybody comes here, so nobody is late
-        Checkpoint(Path(config.run_dir) / "checkpoint").save(number + 1, job.model, job.optimizer)
+        Checkpoint(Path(config.run_dir) / "checkpoint").save(number + 1, job.model, job.optimizer, job.rebalance)
 
 
 def _finish(job: StagedJob, run_dir: Path, reports: list[StepReport], hashes: list[str]) -> None:
@@ -176,13 +186,14 @@ def summarize(
 ) -> dict[str, Any]:
     """The run in numbers; step times leave out the first tenth, in which caches and deadlines warm up.
 
-    ``samples_per_step``: how many samples each rank has in a step.
+    ``samples_per_step``: how many samples a rank has in a step of weight 1.
     """
     prediction = WaitForAllPrediction()
     waited = [prediction.seconds(report) for report in reports]
     start = min(len(reports) // 10, 10)
     seconds = [report.seconds for report in reports[start:]]
     ranks = range(len(hashes))
+    fairness = fairness_of(reports)
     losses = [report.scalars["loss"] for report in reports[-20:] if "loss" in report.scalars]
     return {
         "steps": reports[-1].step + 1,
@@ -199,8 +210,15 @@ def summarize(
         if len(reports) > 1
         else {},
         "dropped_samples_per_rank": [
-            round(sum((1 - report.ranks[rank].reach) * samples_per_step for report in reports)) for rank in ranks
+            round(sum((1 - rank.reach) * rank.weight * samples_per_step for rank in column))
+            for column in zip(*(report.ranks for report in reports), strict=True)
         ],
+        "weight_per_rank": [fmean(report.ranks[rank].weight for report in reports) for rank in ranks],
+        "depth_bias": fairness.depth_bias,
+        "fairness": fairness.index,
+        "fairness_input_stage": fairness.input_index,
+        "least_contribution": fairness.least,
+        "least_contribution_input_stage": fairness.input_least,
         "late_steps_per_rank": [sum(report.ranks[rank].late for report in reports) for rank in ranks],
         "stood_in_steps_per_rank": [sum(report.ranks[rank].stood_in for report in reports) for rank in ranks],
         "loss": fmean(losses) if losses else math.nan,
@@ -219,6 +237,9 @@ def _print(summary: dict[str, Any], run_dir: Path) -> None:
         ("step time, mean", f"{mean_ms:.0f} ms", f"waiting for everyone: {waited_mean_ms:.0f} ms"),
         ("gradients dropped", f"{summary['dropped_share']:.1%}", _shares("rank", summary["dropped_share_per_rank"])),
         ("times that a rank was late", _late(summary), _counts(summary)),
+        ("fairness over ranks", f"{summary['fairness']:.2f}", _least(summary, "")),
+        ("in the stage at the input", f"{summary['fairness_input_stage']:.2f}", _least(summary, "_input_stage")),
+        ("depth bias", f"{summary['depth_bias']:.1%}", "came in more for the first stage of backward than for the last"),
         ("training loss", f"{summary['loss']:.3f}", "mean of the last 20 steps"),
         ("validation loss", f"{summary['validation_loss']:.3f}", _accuracy(summary)),
         ("parameters on all ranks", "identical" if same else "DIFFERENT", summary["parameters_sha256"][0][:12]),
@@ -241,6 +262,10 @@ def _counts(summary: dict[str, Any]) -> str:
     counts = zip(summary["late_steps_per_rank"], summary["stood_in_steps_per_rank"], strict=True)
     late = [f"rank {rank}: {late} ({stood_in} stood in for)" for rank, (late, stood_in) in enumerate(counts) if late]
     return ", ".join(late) or "nobody"
+
+
+def _least(summary: dict[str, Any], where: str) -> str:
+    return f"least from one rank: {summary[f'least_contribution{where}']:.0%} of the mean"
 
 
 def _accuracy(summary: dict[str, Any]) -> str:

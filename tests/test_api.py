@@ -17,6 +17,7 @@ from straggle import FixedDeadline, StagedDataParallel
 
 HOUSE = (
     "report",
+    "fairness",
     "stages",
     "replay",
     "history",
@@ -37,6 +38,7 @@ HOUSE = (
     "checks",
     "coordinator",
     "parallel",
+    "rebalance",
     "sampler",
     "stopping",
 )
@@ -73,6 +75,7 @@ def test_public_names_are_pinned():
         "QuantileDeadline",
         "RankReport",
         "Reach",
+        "Rebalance",
         "RequeueSampler",
         "Shadow",
         "StageProfile",
@@ -98,6 +101,7 @@ def test_public_names_are_pinned():
         (straggle.StagedBackward, "module *stages *on_stage *estimator *granularity *clock"),
         (straggle.StagedBackward.backward, "self tensors gradient *retain_graph *create_graph *budget_s"),
         (straggle.StagedBackward.step, "self budget_s"),
+        (straggle.Rebalance, "model *total *least *multiple_of *window *least_gain"),
         (straggle.FixedDeadline, "budget_s *warmup_steps"),
         (straggle.QuantileDeadline, "q slack *window *warmup_steps"),
         (straggle.LastOwn, "weight"),

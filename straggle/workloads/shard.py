@@ -1,7 +1,8 @@
 """Which samples a rank trains on: each epoch is shuffled anew and dealt out to the ranks without overlap.
 
-Micro-batch ``i`` of rank ``r`` in an epoch is ``order[(i * world_size + r) * batch_size :][:batch_size]``, so that
-all ranks' micro-batches number ``i`` together are one global batch, however many ranks share it.
+Either equally, by `Shard.indices`: micro-batch ``i`` of rank ``r`` in an epoch is ``order[(i * world_size + r) * batch_size :][:batch_size]``, so that
+all ranks' micro-batches number ``i`` together are one global batch, however many ranks share it. Or step by step in parts
+of any size, by `Shard.part`: step ``i`` of an epoch has ``order[i * total :][:total]``, and each rank a slice of these.
 """
 
 import random
@@ -47,6 +48,20 @@ class Shard:
         epoch, batch = divmod(position, self.batches_per_epoch)
         start = (batch * self.world_size + self.rank) * self.batch_size
         return self._order(epoch)[start : start + self.batch_size]
+
+    def part(self, step: int, *, total: int, first: int, count: int) -> Tensor:
+        """Sample numbers ``first`` to ``first + count`` of the ``total`` that step ``step`` has over all ranks.
+
+        What is left of an epoch after its whole steps is dropped, as with `indices`.
+        """
+        if not 0 <= first <= first + count <= total <= self.num_samples:
+            raise ValueError(
+                f"samples {first} to {first + count} of a step of {total}, in an epoch of {self.num_samples}: "
+                "the part must lie in the step, and the step in the epoch"
+            )
+        epoch, number = divmod(step, self.num_samples // total)
+        start = number * total + first
+        return self._order(epoch)[start : start + count]
 
     def _order(self, epoch: int) -> Tensor:
         """The epoch's permutation of all samples: the same on every rank."""

@@ -1,0 +1,117 @@
+"""Whose gradients come in, and how deep into the model: what always truncating the same rank does to its data.
+
+With `c[r, k]` the weight that rank `r` contributed to stage `k`, summed over steps, and `w[r]` the weight that it had
+to give, stage `k` got the share `sum_r c[r, k] / sum_r w[r]`. Stages count in the order of backward, so that the last
+one is next to the input.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from straggle.report import StepReport
+
+
+@dataclass(frozen=True)
+class Fairness:
+    """``stages``: the share of each stage that came in; ``ranks``: each rank's contribution relative to the mean rank's.
+
+    1.0 in ``ranks`` is as much as the mean rank, 0 nothing. ``input_ranks`` is the same for the last stage of backward,
+    at the input, alone. Only gradients that a rank computed count, no estimates. Everything is NaN without a step.
+    """
+
+    stages: tuple[float, ...]
+    ranks: tuple[float, ...]
+    input_ranks: tuple[float, ...]
+
+    @property
+    def depth_bias(self) -> float:
+        """Share of the first stage of backward that came in, less the last one's: 0.25 if one of four never gets there."""
+        return self.stages[0] - self.stages[-1] if self.stages else math.nan
+
+    @property
+    def index(self) -> float:
+        """Jain's index over the ranks' contributions."""
+        return jain_index(self.ranks)
+
+    @property
+    def input_index(self) -> float:
+        """Jain's index over what they contributed to the stage at the input."""
+        return jain_index(self.input_ranks)
+
+    @property
+    def least(self) -> float:
+        """Contribution of the rank that gave least, relative to the mean."""
+        return min(self.ranks, default=math.nan)
+
+    @property
+    def input_least(self) -> float:
+        """The same in the stage at the input."""
+        return min(self.input_ranks, default=math.nan)
+
+
+def jain_index(values: Sequence[float]) -> float:
+    """``sum(x)**2 / (n * sum(x**2))``: 1 where all are equal, ``1 / n`` where one has all; NaN where nobody has any.
+
+    Source: Jain, Chiu, Hawe, "A quantitative measure of fairness and discrimination" (DEC-TR-301, 1984).
+    """
+    squares = math.fsum(value * value for value in values)
+    return math.fsum(values) ** 2 / (len(values) * squares) if squares > 0 else math.nan
+
+
+def fairness_of(reports: Iterable[StepReport]) -> Fairness:
+    """The fairness of these steps; of stages, since they were last planned anew."""
+    contributions = Contributions()
+    for report in reports:
+        contributions.add(report)
+    return contributions.fairness()
+
+
+class Contributions:
+    """What each rank has contributed, step after step.
+
+    With a ``decay`` of 0.98 a step counts 0.98 times as much as the one after it: the last 50 steps, about.
+    """
+
+    def __init__(self, decay: float = 1.0) -> None:
+        self._decay = decay
+        self._stages: tuple[tuple[str, int], ...] = ()
+        self._ranks: list[float] = []
+        self._given: list[list[float]] = []  # by rank and stage
+        self._whole = 0.0  # weight that the ranks had to give to each stage
+
+    def add(self, report: StepReport) -> None:
+        """One more step."""
+        self._begin(tuple((stage.name, stage.numel) for stage in report.stages), len(report.ranks))
+        decay = self._decay
+        self._whole *= decay
+        for number, rank in enumerate(report.ranks):
+            known = len(rank.stages) == len(self._stages) and math.isfinite(rank.reach)  # a trace may lack them
+            weight, reach = (rank.weight, rank.reach) if known and not rank.idle else (0.0, 0.0)
+            shares = rank.stages if known else (0.0,) * len(self._stages)
+            self._whole += weight
+            self._ranks[number] = decay * self._ranks[number] + weight * reach
+            given = zip(self._given[number], shares, strict=True)
+            self._given[number] = [decay * before + weight * share for before, share in given]
+
+    def fairness(self) -> Fairness:
+        """Of all steps until now."""
+        whole = self._whole or math.nan
+        stages = tuple(math.fsum(column) / whole for column in zip(*self._given, strict=True))
+        at_input = [given[-1] for given in self._given if given]
+        return Fairness(stages, _relative(self._ranks), _relative(at_input))
+
+    def _begin(self, stages: tuple[tuple[str, int], ...], num_ranks: int) -> None:
+        """Forget other stages and another number of ranks."""
+        if num_ranks != len(self._ranks):
+            self._ranks, self._stages = [0.0] * num_ranks, ()
+        if stages != self._stages:
+            self._stages, self._whole = stages, 0.0
+            self._given = [[0.0] * len(stages) for _ in range(num_ranks)]
+
+
+def _relative(values: Sequence[float]) -> tuple[float, ...]:
+    mean = math.fsum(values) / len(values) if values else 0.0
+    return tuple(value / mean if mean else math.nan for value in values)

@@ -1,0 +1,288 @@
+"""`Rebalance`: each rank gets as many samples, or micro-batches, of a step as it has time for.
+
+A rank that takes `t_r` seconds for `n_r` samples would take `t_r (n + c) / (n_r + c)` for `n` of them, where `c` is what
+a step costs beside its samples, in samples. Shares `n = T v_r - c` with the speed `v_r = (n_r + c) / t_r` let all ranks
+finish together after `T = (total + ranks * c) / sum(v)`. `c` is taken as 0 at first, and learned from what the changes
+of shares did to the times. Where it is too small, a change is too small too: shares come to the balance from one side.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+
+from straggle.deadline import check_count
+from straggle.parallel import StagedDataParallel
+from straggle.telemetry import StepRecord, Table
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """A rank's part of a step: ``count`` samples (or micro-batches) from number ``first`` on."""
+
+    first: int
+    count: int
+
+    def __iter__(self) -> Iterator[int]:
+        """For ``first, count = rebalance.share()``."""
+        return iter((self.first, self.count))
+
+
+@final
+class Rebalance:
+    """Deals the ``total`` samples of a step out to the ranks by their measured speed; equally at first.
+
+    >>> rebalance = straggle.Rebalance(model, total=256, least=8, multiple_of=8)
+    >>> first, count = rebalance.share()
+    >>> with model.step() as step:
+    ...     step.weight = count
+    ...     criterion(model(x[first : first + count]), y[first : first + count]).backward()
+
+    Set ``step.weight`` to the share, so that the merged gradient is the mean over all samples of the step. To shift
+    micro-batches, let ``total`` count those of all ranks and give the share as ``num_microbatches``. Each rank has at
+    least ``least`` of them, and a multiple of ``multiple_of``.
+
+    A rank's speed is the median over the last ``window`` steps, at least half as many, since its last change: one that
+    stalled now and then is not slow. Shares change only where that makes the slowest rank's expected time shorter by
+    ``least_gain`` (0.05: a twentieth). All comes from the telemetry of the merged steps, so that every rank computes
+    the same shares and no message is needed. ``schedule``: which shares held from which step on.
+
+    Raises ``ValueError`` where ``total`` cannot be dealt out so.
+    """
+
+    def __init__(
+        self,
+        model: StagedDataParallel,
+        *,
+        total: int,
+        least: int = 1,
+        multiple_of: int = 1,
+        window: int = 20,
+        least_gain: float = 0.05,
+    ) -> None:
+        check_count("least", least, least=1)
+        check_count("multiple_of", multiple_of, least=1)
+        check_count("window", window, least=2)
+        if not 0 < least_gain < math.inf:
+            raise ValueError(f"least_gain={least_gain}: must be a positive number, such as 0.05 for a twentieth")
+        self._least = -(-least // multiple_of) * multiple_of
+        if total % multiple_of or total < self._least * model.world_size:
+            raise ValueError(
+                f"total={total}: must be a multiple of {multiple_of}, and {self._least} at least for each of "
+                f"{model.world_size} ranks"
+            )
+        self._rank = model.rank
+        self._total = total
+        self._multiple_of = multiple_of
+        self._window = window
+        self._least_gain = least_gain
+        self._speeds: list[list[float]] = []  # samples a second in the last steps with these shares; NaN: not known
+        self._vague: list[list[bool]] = []  # where the time was only "at least"
+        self._last_known = [math.nan] * model.world_size
+        self._before: tuple[list[int], list[float]] | None = None  # shares and seconds before the last change
+        self._overhead = Overhead(total / model.world_size)
+        self._shares = self._dealt([1.0] * model.world_size, 0.0)
+        self.schedule: list[tuple[int, tuple[int, ...]]] = [(0, self._shares)]
+        self._replayed: dict[int, tuple[int, ...]] | None = None
+        self._warned = False
+        self._hook = model.register_step_hook(self._measure)
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """What each rank has in the next step."""
+        return self._shares
+
+    def share(self) -> RankShare:
+        """What this rank has in the next step."""
+        return RankShare(sum(self._shares[: self._rank]), self._shares[self._rank])
+
+    def replay(self, schedule: Sequence[tuple[int, Sequence[int]]]) -> None:
+        """Give the shares of a recorded run's ``schedule`` instead of measured ones; before the first step."""
+        self._replayed = {step: tuple(shares) for step, shares in schedule}
+        self._follow(0)
+
+    def close(self) -> None:
+        """Leave the shares as they are from here on."""
+        self._hook.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a resumed run needs, as plain numbers."""
+        return {
+            "total": self._total,
+            "shares": list(self._shares),
+            "speeds": [list(speeds) for speeds in self._speeds],
+            "vague": [list(vague) for vague in self._vague],
+            "last_known": list(self._last_known),
+            "before": self._before,
+            "overhead": list(self._overhead.misfit),
+            "schedule": [[step, list(shares)] for step, shares in self.schedule],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with saved shares. Raises ``ValueError`` where they are of another total or number of ranks."""
+        if state["total"] != self._total or len(state["shares"]) != len(self._shares):
+            raise ValueError(
+                f"these shares are of {state['total']} for {len(state['shares'])} ranks, not of {self._total} for "
+                f"{len(self._shares)}: begin without them"
+            )
+        self._shares = tuple(state["shares"])
+        self._speeds = [list(speeds) for speeds in state["speeds"]]
+        self._vague = [list(vague) for vague in state["vague"]]
+        self._last_known = list(state["last_known"])
+        self._before = state["before"] and (list(state["before"][0]), list(state["before"][1]))
+        self._overhead.misfit = list(state["overhead"])
+        self.schedule = [(step, tuple(shares)) for step, shares in state["schedule"]]
+
+    # -- after each step
+
+    def _measure(self, record: StepRecord) -> None:
+        if self._replayed is not None:
+            self._follow(record.step + 1)
+            return
+        weights = self._weights(record.table)
+        whole = record.table.whole_times()
+        pairs = zip(weights, whole, strict=True)
+        self._speeds.append([weight / of.seconds if weight > 0 and of.seconds > 0 else math.nan for weight, of in pairs])
+        self._vague.append([of.at_least for of in whole])
+        for rows in (self._speeds, self._vague):
+            del rows[: -self._window]
+        if 2 * len(self._speeds) >= self._window:
+            self._rebalance(record.step + 1)
+
+    def _rebalance(self, next_step: int) -> None:
+        """Deal out anew, if that is worth it."""
+        times_s = [count / speed for count, speed in zip(self._shares, self._typical(), strict=True)]
+        vague = [2 * sum(column) > len(column) for column in zip(*self._vague, strict=True)]
+        known_s = [math.nan if unknown else time_s for time_s, unknown in zip(times_s, vague, strict=True)]
+        if self._before is not None:
+            self._overhead.learn(*self._before, self._shares, known_s)
+            self._before = None
+        slowest = times_s.index(max(times_s))
+        most_s = times_s[slowest] / (1 + self._least_gain + 3 * self._error(slowest))
+        if len(self._shares) * most_s < math.fsum(times_s):  # not even the mean is as low
+            return
+        overhead = self._overhead.samples
+        cautious = min(overhead, self._total / len(self._shares))  # at most twice as far as without
+        pairs = list(zip(self._shares, times_s, strict=True))
+        shares = self._dealt([(count + cautious) / time_s for count, time_s in pairs], cautious)
+        new = zip(pairs, shares, strict=True)
+        if max(time_s * (share + overhead) / (count + overhead) for (count, time_s), share in new) <= most_s:
+            self._before = list(self._shares), known_s
+            self._use(shares, next_step)
+            self._speeds.clear()
+            self._vague.clear()
+
+    def _typical(self) -> list[float]:
+        """Each rank's median speed, or the last one known; of a rank never seen, the others' median."""
+        medians = torch.tensor(self._speeds, dtype=torch.float64).nanmedian(dim=0).values.tolist()
+        pairs = zip(medians, self._last_known, strict=True)
+        self._last_known = [before if math.isnan(own) else own for own, before in pairs]
+        known = torch.tensor(self._last_known, dtype=torch.float64).nanmedian().item()
+        others = 1.0 if math.isnan(known) else known
+        return [others if math.isnan(own) else own for own in self._last_known]
+
+    def _error(self, rank: int) -> float:
+        """Standard error of a rank's median speed, relative to it, from the median absolute deviation."""
+        own = torch.tensor([speeds[rank] for speeds in self._speeds], dtype=torch.float64)
+        median = own.nanmedian()
+        spread = (own - median).abs().nanmedian().item() / median.item()
+        return 0.0 if math.isnan(spread) else 1.2533 * 1.4826 * spread / math.sqrt(len(self._speeds))
+
+    def _weights(self, table: Table) -> list[float]:
+        """What each rank had in the step, by its own word: a loader that fetches ahead is late with new shares."""
+        weights = table.weight()
+        if len(set(self._shares)) > 1 and all(weight in (0.0, 1.0) for weight in weights) and max(self._shares) > 1:
+            if not self._warned:
+                self._warned = True
+                _log.log(
+                    logging.WARNING if self._rank == 0 else logging.DEBUG,
+                    "the ranks' shares differ (%s) and step.weight is not set: write step.weight = count in the step, "
+                    "or the samples of ranks with fewer of them count more",
+                    ", ".join(map(str, self._shares)),
+                )
+            return [weight * share for weight, share in zip(weights, self._shares, strict=True)]
+        return weights
+
+    def _follow(self, step: int) -> None:
+        """Use what the recorded run used from this step on."""
+        assert self._replayed is not None
+        if step in self._replayed:
+            self._use(self._replayed[step], step)
+
+    def _use(self, shares: tuple[int, ...], step: int) -> None:
+        self._shares = shares
+        self.schedule = [entry for entry in self.schedule if entry[0] < step] + [(step, shares)]
+
+    # -- arithmetic
+
+    def _dealt(self, speeds: Sequence[float], overhead: float) -> tuple[int, ...]:
+        unit = self._multiple_of
+        units = deal(self._total // unit, speeds, least=self._least // unit, overhead=overhead / unit)
+        return tuple(unit * count for count in units)
+
+
+@final
+class Overhead:
+    """What a step costs beside its samples, in samples, alike for all ranks: learned from changes of their shares.
+
+    The candidates are ``c = mean * (1 / u - 1)`` for shares ``u`` of the time that samples take at an equal share. Each
+    has its sum of squared residuals of ``log(t'/t) = log((n' + c) / (n + c))``; one over a cap counts no more, so that a
+    rank which becomes slow between two measurements says nothing. Older changes count half as much as the one after.
+    """
+
+    _SHARES = tuple(share / 20 for share in range(1, 21))
+    _CAP = 0.04  # a residual of a fifth
+    _PRIOR = 0.01  # a few ranks whose times are a twentieth off do not outweigh it
+
+    def __init__(self, mean: float) -> None:
+        self._candidates = [mean * (1 / share - 1) for share in self._SHARES]
+        self.misfit = [0.0] * len(self._SHARES)
+
+    @property
+    def samples(self) -> float:
+        """The candidate that fits best; 0 before any change."""
+        prior = [self._PRIOR * (1 - share) ** 2 for share in self._SHARES]
+        total = [own + misfit for own, misfit in zip(prior, self.misfit, strict=True)]
+        return self._candidates[total.index(min(total))]
+
+    def learn(
+        self, counts: Sequence[int], times_s: Sequence[float], new_counts: Sequence[int], new_times_s: Sequence[float]
+    ) -> None:
+        """The ranks took ``times_s`` for ``counts`` samples, then ``new_times_s`` for ``new_counts``; NaN: not known."""
+        both = zip(counts, times_s, new_counts, new_times_s, strict=True)
+        changes = [change for change in both if not math.isnan(change[1] + change[3])]
+        for number, c in enumerate(self._candidates):
+            residuals = (math.log(t2 / t1 * (n1 + c) / (n2 + c)) for n1, t1, n2, t2 in changes)
+            self.misfit[number] = self.misfit[number] / 2 + math.fsum(min(r * r, self._CAP) for r in residuals)
+
+
+def deal(total: int, speeds: Sequence[float], *, least: int = 0, overhead: float = 0.0) -> list[int]:
+    """``total`` whole units, at least ``least`` each: the largest ``(units + overhead) / speed`` is as small as can be.
+
+    The exact shares rounded down, and what is left one by one to whoever is done with it first. In Python's own floats,
+    whose results are the same on every machine.
+    """
+    small: set[int] = set()  # ranks that would have less than the least
+    while True:
+        others = [rank for rank in range(len(speeds)) if rank not in small]
+        left = total - least * len(small) + overhead * len(others)
+        seconds = left / math.fsum(speeds[rank] for rank in others) if others else 0.0
+        if not (more := {rank for rank in others if seconds * speeds[rank] - overhead < least}):
+            break
+        small |= more
+    units = [least if rank in small else int(seconds * speed - overhead) for rank, speed in enumerate(speeds)]
+    queue = [((count + 1 + overhead) / speed, rank) for rank, (count, speed) in enumerate(zip(units, speeds, strict=True))]
+    heapq.heapify(queue)
+    for _ in range(total - sum(units)):
+        _, rank = queue[0]
+        units[rank] += 1
+        heapq.heapreplace(queue, ((units[rank] + 1 + overhead) / speeds[rank], rank))
+    return units

@@ -1,0 +1,416 @@
+"""Slow ranks get less of a step: how it is dealt out, how soon, and that the merged gradient stays that of all samples."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import digest, run_ranks, staged
+from torch import nn
+from training import Stopper, features, grads, mlp
+
+from straggle import Rebalance
+from straggle.rebalance import deal
+from straggle.report import PHASES
+from straggle.telemetry import Row, Table
+from straggle.workloads import Shard
+
+STAGES = (0.4, 0.6, 0.8, 1.0)  # when, of a rank's whole time, each stage is whole
+
+
+class Telemetry:
+    """Ranks that take ``overhead_s`` + ``pace`` seconds for a sample, and what they tell of it, without any rank.
+
+    With ``deadline`` (over the median time) they are stopped there.
+    """
+
+    def __init__(self, pace, *, overhead=0.0, noise=0.0, deadline=math.inf, seed=0, **options):
+        self.pace, self.overhead, self.noise, self.deadline = list(pace), overhead, noise, deadline
+        self.rank, self.world_size = 0, len(self.pace)
+        self.step = 0
+        self.slowest_s = []
+        self._draw = random.Random(seed)
+        self.rebalance = Rebalance(self, **{"total": 64 * len(self.pace), **options})
+
+    def register_step_hook(self, hook):
+        self.hook = hook
+        return SimpleNamespace(remove=lambda: None)
+
+    def run(self, num_steps, **changes):
+        """Train; gives the shares of each step. ``stuck`` ranks never enter, ``idle`` ones have no data."""
+        seen = []
+        for _ in range(num_steps):
+            seen.append(self.rebalance.shares)
+            whole_s = [
+                pace * (self.overhead + count) * math.exp(self._draw.gauss(0, self.noise))
+                for pace, count in zip(self.pace, seen[-1], strict=True)
+            ]
+            if (stall := changes.get("stall")) and self._draw.random() < stall:
+                whole_s[self._draw.randrange(len(whole_s))] += 1000.0
+            self.slowest_s.append(max(whole_s))
+            limit_s = self.deadline * sorted(whole_s)[(len(whole_s) - 1) // 2]
+            rows = [
+                self._row(seen[-1][rank], own_s, limit_s, stuck=rank in changes.get("stuck", ()))
+                if rank not in changes.get("idle", ())
+                else self._idle_row()
+                for rank, own_s in enumerate(whole_s)
+            ]
+            self.hook(SimpleNamespace(step=self.step, table=Table(torch.stack([row.encode() for row in rows]), 4)))
+            self.step += 1
+        return seen
+
+    def _idle_row(self):
+        nothing = {"computed": (1.0,) * 4, "estimated": (0.0,) * 4, "stage_s": (math.nan,) * 4}
+        return Row(dict.fromkeys(PHASES, 0.0), math.nan, 0.0, idle=True, **nothing)
+
+    def _row(self, count, whole_s, limit_s, *, stuck):
+        late = whole_s > limit_s or stuck
+        ends = [math.nan if stuck or at * whole_s > limit_s else at * whole_s for at in STAGES]
+        return Row(
+            times=dict.fromkeys(PHASES, 0.0),
+            compute_s=math.nan if stuck else min(whole_s, limit_s),
+            busy_s=1.0,
+            late=late,
+            stood_in=stuck,
+            weight=float(count),
+            computed=tuple(0.0 if math.isnan(end) else 1.0 for end in ends),
+            estimated=(0.0,) * 4,
+            stage_s=tuple(ends),
+        )
+
+
+# -- dealing out
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_other_way_to_deal_out_lets_the_slowest_rank_finish_sooner(seed):
+    draw = random.Random(seed)
+    speeds = [draw.uniform(0.1, 3) for _ in range(3)]
+    least, overhead = draw.randrange(3), draw.choice([0.0, 2.5])
+    units = deal(17, speeds, least=least, overhead=overhead)
+
+    def slowest_s(counts):
+        return max((count + overhead) / speed for count, speed in zip(counts, speeds, strict=True))
+
+    ways = [(a, b, 17 - a - b) for a in range(18) for b in range(18 - a) if min(a, b, 17 - a - b) >= least]
+    assert sum(units) == 17
+    assert min(units) >= least
+    assert slowest_s(units) == pytest.approx(min(map(slowest_s, ways)))
+
+
+def test_shares_begin_equal_and_are_whole_multiples():
+    assert Telemetry([1] * 4, total=256).rebalance.shares == (64,) * 4
+    assert Telemetry([1] * 4, total=72, multiple_of=8).rebalance.shares == (24, 16, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"total": 10, "multiple_of": 4}, "total=10: must be a multiple of 4"),
+        ({"total": 16, "least": 5}, "total=16: must be a multiple of 1, and 5 at least for each of 4 ranks"),
+        ({"total": 16, "least": 3, "multiple_of": 8}, "and 8 at least for each of 4 ranks"),
+        ({"least": 0}, "least=0"),
+        ({"window": 1}, "window=1"),
+        ({"least_gain": 0.0}, "least_gain=0.0"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        Telemetry([1] * 4, **options)
+
+
+# -- following the ranks' speeds
+
+
+@pytest.mark.parametrize("overhead", [0.0, 16.0, 64.0])
+@pytest.mark.parametrize("deadline", [math.inf, 1.1])
+@pytest.mark.parametrize("slow", [1.5, 2.0, 4.0])
+def test_rank_that_becomes_slow_and_recovers_is_balanced_within_50_steps(overhead, deadline, slow):
+    ranks = Telemetry([1, 1, 1, 1], overhead=overhead, deadline=deadline, noise=0.02)
+    assert set(ranks.run(60)) == {(64,) * 4}
+    ranks.pace[3] = slow
+    seen = ranks.run(50)
+    best = deal(256, [1, 1, 1, 1 / slow], least=1, overhead=overhead)
+    best_s = max(pace * (count + overhead) for pace, count in zip(ranks.pace, best, strict=True))
+
+    def slowest_s(shares):
+        return max(pace * (count + overhead) for pace, count in zip(ranks.pace, shares, strict=True))
+
+    assert slowest_s(ranks.rebalance.shares) < 1.08 * best_s
+    of_slow = [shares[3] for shares in seen]
+    assert min(of_slow) >= 0.9 * best[3] - 1  # no further than the balance on its way there
+    ranks.pace[3] = 1
+    ranks.run(50)
+    assert slowest_s(ranks.rebalance.shares) < 1.08 * (64 + overhead)
+
+
+def test_shares_do_not_jitter_where_times_are_noisy():
+    ranks = Telemetry([1, 1, 2, 1], noise=0.1)
+    ranks.run(100)
+    assert len(set(ranks.run(400))) <= 4
+
+
+def test_rank_that_stalls_now_and_then_is_not_slow():
+    ranks = Telemetry([1] * 4, deadline=1.1)
+    assert set(ranks.run(300, stall=0.3)) == {(64,) * 4}
+
+
+def test_samples_stay_where_they_are_if_time_hardly_depends_on_them():
+    ranks = Telemetry([1, 1, 1, 2], overhead=5000.0)
+    seen = ranks.run(300)
+    assert len(set(seen)) <= 2  # it has to try once
+    assert min(min(shares) for shares in seen) > 30
+
+
+def test_rank_that_is_always_stopped_before_its_first_stage_gets_less_until_it_comes_through():
+    ranks = Telemetry([1, 1, 1, 8], deadline=1.1)
+    ranks.run(50)
+    assert ranks.rebalance.shares[3] <= 12
+    assert ranks.rebalance.shares[3] >= 7
+
+
+def test_no_rank_has_less_than_the_least():
+    ranks = Telemetry([1, 1, 1, 100], total=256, least=8, multiple_of=4)
+    seen = ranks.run(200)
+    assert min(min(shares) for shares in seen) == 8
+    assert {sum(shares) for shares in seen} == {256}
+    assert {count % 4 for shares in seen for count in shares} == {0}
+
+
+def test_rank_that_is_spoken_for_keeps_its_share_until_it_is_measured_again():
+    ranks = Telemetry([1, 1, 1, 2])
+    ranks.run(40)
+    settled = ranks.rebalance.shares
+    assert settled[3] < 40
+    assert set(ranks.run(60, stuck={3})) == {settled}
+
+
+def test_rank_that_was_never_measured_is_taken_as_the_others():
+    ranks = Telemetry([1, 1, 2, 1])
+    ranks.run(100, stuck={3})
+    assert ranks.rebalance.shares[2] < 40
+    assert ranks.rebalance.shares[3] > 64
+
+
+def test_rank_without_data_changes_nothing():
+    ranks = Telemetry([1, 1, 1, 2])
+    ranks.run(40)
+    settled = ranks.rebalance.shares
+    assert set(ranks.run(40, idle={0})) == {settled}
+    assert set(ranks.run(40, idle={0, 1, 2, 3})) == {settled}
+
+
+def test_closed_it_measures_no_more():
+    removed = []
+    ranks = Telemetry([1, 2])
+    ranks.rebalance._hook = SimpleNamespace(remove=lambda: removed.append(True))
+    ranks.rebalance.close()
+    assert removed == [True]
+
+
+# -- how long a late rank would have taken
+
+
+def late_table(ranks):
+    """Rows of (compute_s, finished, num_microbatches, ends of micro-batches, ends of stages)."""
+    rows = [
+        Row(
+            dict.fromkeys(PHASES, 0.0),
+            own_s,
+            own_s,
+            late=not done,
+            computed=(float(done),) * 2,
+            estimated=(0.0,) * 2,
+            stage_s=stage_s,
+            num_microbatches=count,
+            microbatch_s=microbatch_s,
+        ).encode()
+        for own_s, done, count, microbatch_s, stage_s in ranks
+    ]
+    return Table(torch.stack(rows), 2)
+
+
+NO = math.nan
+
+
+@pytest.mark.parametrize(
+    ("late", "expected_s"),
+    [
+        ((1.5, False, 1, (), (1.2, NO)), 2.0),  # its first stage is at 0.6
+        ((1.5, False, 1, (), (NO, NO)), 2.5),  # it had not even that: at least
+        ((1.9, False, 1, (), (0.6, NO)), 1.9),  # it was stuck after its first stage
+        ((1.5, False, 4, (0.7, 1.4), (NO, NO)), 2.8),  # two of four micro-batches
+        ((1.8, False, 2, (1.0,), (1.6, NO)), 2.0),  # 0.8 is the first stage of the second of two
+        ((NO, False, 1, (), (NO, NO)), NO),
+    ],
+)
+def test_late_rank_would_have_taken_as_long_as_its_last_mark_tells(late, expected_s):
+    peers = [(1.0, True, 1, (), (0.6, 1.0)), (1.1, True, 1, (), (0.66, 1.1)), (0.9, True, 1, (), (0.54, 0.9))]
+    whole = late_table([*peers, late]).whole_times()
+    assert [of.seconds for of in whole] == pytest.approx([1.0, 1.1, 0.9, expected_s], nan_ok=True)
+    assert [of.at_least for of in whole] == [False, False, False, expected_s == 2.5]
+
+
+def test_stages_are_marks_of_the_last_micro_batch_alone():
+    peer = (4.0, True, 4, (1.0, 2.0, 3.0, 4.0), (3.6, 4.0))  # 0.4 of a micro-batch is left after the first stage
+    late = (3.5, False, 2, (2.0,), (3.2, NO))
+    assert [of.seconds for of in late_table([peer, late]).whole_times()] == pytest.approx([4.0, 4.0])
+
+
+# -- its state
+
+
+def test_resumed_it_goes_on_as_if_it_had_not_been_interrupted():
+    ranks, others = (Telemetry([1, 1, 1, 2], overhead=20.0, noise=0.05) for _ in range(2))
+    ranks.run(13)
+    others.run(13)
+    state = json.loads(json.dumps(ranks.rebalance.state_dict()))
+    resumed = Rebalance(others, total=256)
+    resumed.load_state_dict(state)
+    others.rebalance = resumed
+    assert ranks.run(80) == others.run(80)
+    assert resumed.schedule == ranks.rebalance.schedule
+
+
+def test_state_of_other_ranks_is_refused():
+    state = Telemetry([1, 1], total=128).rebalance.state_dict()
+    with pytest.raises(ValueError, match="these shares are of 128 for 2 ranks, not of 256 for 4"):
+        Telemetry([1] * 4, total=256).rebalance.load_state_dict(state)
+
+
+def test_replayed_it_gives_the_recorded_shares_whatever_it_measures():
+    recorded = Telemetry([1, 1, 1, 3])
+    seen = recorded.run(60)
+    assert len(set(seen)) > 1
+    replayed = Telemetry([3, 1, 1, 1])
+    replayed.rebalance.replay(json.loads(json.dumps(recorded.rebalance.schedule)))
+    assert replayed.run(60) == seen
+    assert replayed.rebalance.schedule == recorded.rebalance.schedule
+
+
+# -- real ranks
+
+
+def merged_by_shares(rank, shares):
+    """The merged gradient where each rank takes its share of 24 samples, and that of one process over all of them."""
+    module = mlp()
+    x = features(0, 0, rows=24)
+    with staged(module) as model:
+        rebalance = Rebalance(model, total=24)
+        rebalance.replay([(0, shares)])
+        first, count = rebalance.share()
+        with model.step() as step:
+            step.weight = count
+            model(x[first : first + count]).square().mean().backward()
+    alone = mlp()
+    alone(x).square().mean().backward()
+    close = [torch.allclose(a, b, atol=1e-6) for a, b in zip(grads(module), grads(alone), strict=True)]
+    return close, digest(grads(module))
+
+
+@pytest.mark.parametrize("shares", [(24,), (20, 4), (1, 17, 6), (6, 6, 6, 6)])
+def test_merged_gradient_is_that_of_one_process_on_all_samples(shares):
+    results = run_ranks(merged_by_shares, len(shares), shares)
+    assert all(all(close) for close, _ in results)
+    assert len({gradients for _, gradients in results}) == 1
+
+
+def merged_by_microbatches(rank, shares):
+    module = mlp()
+    x = features(0, 0, rows=4 * sum(shares)).split(4)
+    with staged(module) as model:
+        rebalance = Rebalance(model, total=sum(shares))
+        rebalance.replay([(0, shares)])
+        first, count = rebalance.share()
+        with model.step(num_microbatches=count) as step:
+            step.weight = count
+            for part in x[first : first + count]:
+                (model(part).square().mean() / count).backward()
+    alone = mlp()
+    alone(torch.cat(x)).square().mean().backward()
+    return [torch.allclose(a, b, atol=1e-6) for a, b in zip(grads(module), grads(alone), strict=True)]
+
+
+@pytest.mark.parametrize("shares", [(5, 1), (2, 4, 1)])
+def test_micro_batches_can_be_shifted_instead(shares):
+    assert all(map(all, run_ranks(merged_by_microbatches, len(shares), shares)))
+
+
+def truncated(rank):
+    """Rank 1 has 4 of 24 samples and stops after two gradients: the others' samples make up for it where it stopped."""
+    module = mlp()
+    stopper = Stopper(module)
+    x = features(0, 0, rows=24)
+    with staged(module) as model:
+        rebalance = Rebalance(model, total=24)
+        rebalance.replay([(0, (12, 4, 8))])
+        first, count = rebalance.share()
+        with model.step() as step:
+            step.weight = count
+            stopper.arm(step, 2 if rank == 1 else None)
+            model(x[first : first + count]).square().mean().backward()
+        names = [name for name, _ in module.named_parameters()]
+        whole, others = mlp(), mlp()
+        whole(x).square().mean().backward()
+        others(torch.cat([x[:12], x[16:]])).square().mean().backward()
+        expected = [
+            (whole if name.startswith("4.") else others).get_parameter(name).grad for name in names
+        ]
+        same = [torch.allclose(a, b, atol=1e-6) for a, b in zip(grads(module), expected, strict=True)]
+        return same, model.last_report.ranks[1].weight
+
+
+def test_late_rank_counts_by_the_samples_that_it_has():
+    for same, weight in run_ranks(truncated, 3):
+        assert all(same)
+        assert weight == 4.0
+
+
+def without_weight(rank, caplog_level):
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("straggle.rebalance").addHandler(handler)
+    module = nn.Linear(4, 2)
+    with staged(module) as model:
+        rebalance = Rebalance(model, total=8)
+        rebalance._use((6, 2), 0)
+        for number in range(3):
+            with model.step():
+                model(features(rank, number)).sum().backward()
+    return [message for message in messages if "step.weight is not set" in message]
+
+
+def test_who_forgets_the_weight_is_warned_once():
+    warnings = run_ranks(without_weight, 2, logging.WARNING)
+    assert len(warnings[0]) == 1
+
+
+# -- the commands' data
+
+
+def test_every_sample_comes_once_in_an_epoch_however_shares_change():
+    shard = Shard(100, rank=0, world_size=4, batch_size=4, seed=0)
+    shares = [(6, 6, 6, 6), (9, 9, 5, 1), (1, 1, 1, 21), (8, 8, 8, 0)]
+    for epoch in (0, 1):
+        seen = []
+        for number, counts in enumerate(shares):
+            first = 0
+            for count in counts:
+                seen += shard.part(4 * epoch + number, total=24, first=first, count=count).tolist()
+                first += count
+        assert len(seen) == len(set(seen)) == 96
+        assert set(seen) <= set(range(100))
+
+
+def test_part_must_lie_in_the_step():
+    shard = Shard(100, rank=0, world_size=4, batch_size=4, seed=0)
+    with pytest.raises(ValueError, match="samples 20 to 26 of a step of 24"):
+        shard.part(0, total=24, first=20, count=6)
+
+
