@@ -160,7 +160,7 @@ class Rebalance:
     def _rebalance(self, next_step: int) -> None:
         """Deal out anew, if that is worth it."""
         times_s = [count / speed for count, speed in zip(self._shares, self._typical(), strict=True)]
-        vague = [2 * sum(column) > len(column) for column in zip(*self._vague, strict=True)]
+        vague = [2 * sum(column) >= len(column) for column in zip(*self._vague, strict=True)]
         known_s = [math.nan if unknown else time_s for time_s, unknown in zip(times_s, vague, strict=True)]
         if self._before is not None:
             self._overhead.learn(*self._before, self._shares, known_s)
