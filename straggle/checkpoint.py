@@ -1,7 +1,7 @@
 """Save and load what a run needs to go on: tensors as safetensors, numbers as JSON, no pickle.
 
-Model, optimizer, history, the ranks' shares and the step number are the same on every rank and written by rank 0; each rank writes what only
-it knows: its random state and its estimator's memory.
+Model, optimizer, history, the ranks' shares and the step number are the same on every rank and written by rank 0; each
+rank writes what only it knows: its random state and its estimator's memory.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from straggle.report import StepReport
 
 @dataclass(frozen=True)
 class Fairness:
-    """``stages``: the share of each stage that came in; ``ranks``: each rank's contribution relative to the mean rank's.
+    """``stages``: the share of each stage that came in; ``ranks``: each rank's contribution over the mean rank's.
 
     1.0 in ``ranks`` is as much as the mean rank, 0 nothing. ``input_ranks`` is the same for the last stage of backward,
     at the input, alone. Only gradients that a rank computed count, no estimates. Everything is NaN without a step.
@@ -28,7 +28,7 @@ class Fairness:
 
     @property
     def depth_bias(self) -> float:
-        """Share of the first stage of backward that came in, less the last one's: 0.25 if one of four never gets there."""
+        """Share of the first stage of backward that came in less the last one's: 0.25 if one of 4 never gets there."""
         return self.stages[0] - self.stages[-1] if self.stages else math.nan
 
     @property
@@ -77,7 +77,7 @@ class Contributions:
 
     def __init__(self, decay: float = 1.0) -> None:
         self._decay = decay
-        self._stages: tuple[tuple[str, int], ...] = ()
+        self._stages: tuple[tuple[str, int], ...] | None = None
         self._ranks: list[float] = []
         self._given: list[list[float]] = []  # by rank and stage
         self._whole = 0.0  # weight that the ranks had to give to each stage
@@ -88,9 +88,9 @@ class Contributions:
         decay = self._decay
         self._whole *= decay
         for number, rank in enumerate(report.ranks):
-            known = len(rank.stages) == len(self._stages) and math.isfinite(rank.reach)  # a trace may lack them
+            known = len(rank.stages) == len(report.stages) and math.isfinite(rank.reach)  # a trace may lack them
             weight, reach = (rank.weight, rank.reach) if known and not rank.idle else (0.0, 0.0)
-            shares = rank.stages if known else (0.0,) * len(self._stages)
+            shares = rank.stages if known else (0.0,) * len(report.stages)
             self._whole += weight
             self._ranks[number] = decay * self._ranks[number] + weight * reach
             given = zip(self._given[number], shares, strict=True)
@@ -106,7 +106,7 @@ class Contributions:
     def _begin(self, stages: tuple[tuple[str, int], ...], num_ranks: int) -> None:
         """Forget other stages and another number of ranks."""
         if num_ranks != len(self._ranks):
-            self._ranks, self._stages = [0.0] * num_ranks, ()
+            self._ranks, self._stages = [0.0] * num_ranks, None
         if stages != self._stages:
             self._stages, self._whole = stages, 0.0
             self._given = [[0.0] * len(stages) for _ in range(num_ranks)]

@@ -197,7 +197,8 @@ class StagedJob(Job):
             return super()._samples(number)
         first, count = (self._unit * part for part in self.rebalance.share())
         samples = self._shard.part(number, total=self._total, first=first, count=count)
-        return list(samples.split(count if self.num_microbatches == 1 else self._unit))
+        size = count if self.num_microbatches == 1 else self._unit
+        return [samples[start : start + size] for start in range(0, count, size)]
 
     @property
     def report(self) -> StepReport:

@@ -23,6 +23,7 @@ from prometheus_client.metrics_core import Metric
 
 import straggle
 from straggle.endpoint import Endpoint, Push, Security, Targets, check_port
+from straggle.fairness import Contributions
 from straggle.parallel import StagedDataParallel
 from straggle.report import PHASES, RankReport, StageReport, StepReport
 from straggle.stages import StagePlan
@@ -31,6 +32,7 @@ from straggle.whatif import WaitForAllPrediction
 
 _log = logging.getLogger(__name__)
 PORT = 9640
+_DECAY = 0.98  # of the steps in fairness: the last 50, about
 _REST_S = 0.1  # waking a thread for each step costs the training thread more than handing over the step
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
 
@@ -41,7 +43,7 @@ class MetricsExporter:
 
     The port is ``port`` plus this rank's number on its machine, or the next one that is free; ``None`` serves nothing.
     ``security``: TLS and a password. ``targets``: files that tell Prometheus where the endpoints are. ``push``: to a
-    Pushgateway. ``samples_per_step``: of this rank, for ``straggle_samples_total``.
+    Pushgateway. ``samples_per_step``: of this rank, in a step of weight 1, for ``straggle_samples_total``.
 
     Raises ``ValueError`` for what is no port. Beyond that it never fails a job: where no port is free, or there is
     nobody to push to, it logs a warning and training goes on.
@@ -159,6 +161,7 @@ class StepMetrics:
         self._policy = model.deadline
         self._samples_per_step = samples_per_step
         self._prediction = WaitForAllPrediction()
+        self._contributions = Contributions(_DECAY)
         self._plan: StagePlan | None = None
         self._stages: list[tuple[Counter, Gauge, Counter]] = []  # contributions, weight and estimates of each
         self._describe(model)
@@ -174,6 +177,7 @@ class StepMetrics:
         self._count_times(report, own)
         self._count_gradients(record.plan, own)
         self._count_stages(report.stages, own, sum(rank.weight for rank in report.ranks))
+        self._count_contributions(report)
         self._steps.inc()
         self._skipped.inc(report.skipped)
         self._dropped_ratio.set(report.dropped_share)
@@ -209,7 +213,19 @@ class StepMetrics:
             self._elements.inc(plan.numel)
             self._elements_dropped.inc(max(0.0, 1.0 - own.reach) * plan.numel)
         if self._samples_per_step is not None:
-            self._samples.labels(self._rank).inc(own.reach * self._samples_per_step)
+            self._samples.labels(self._rank).inc(own.reach * own.weight * self._samples_per_step)
+
+    def _count_contributions(self, report: StepReport) -> None:
+        own = report.ranks[self._rank]
+        self._weight.set(0.0 if own.idle else own.weight)
+        self._contributed.inc(0.0 if own.idle else own.weight * own.reach)
+        self._contributions.add(report)
+        fairness = self._contributions.fairness()
+        self._depth_bias.set(fairness.depth_bias)
+        self._fairness.set(fairness.index)
+        self._input_fairness.set(fairness.input_index)
+        self._least_contribution.set(fairness.least)
+        self._input_least_contribution.set(fairness.input_least)
 
     def _count_stages(self, stages: tuple[StageReport, ...], own: RankReport, whole: float) -> None:
         for (contributions, weight, estimates), stage, share in zip(self._stages, stages, own.stages, strict=True):
@@ -310,6 +326,26 @@ class StepMetrics:
         self._predicted_dropped_ratio = self._gauge(
             "predicted_dropped_ratio", "Share of all ranks' gradients that the deadline policy expects to be dropped."
         )
+        self._weight = self._gauge("step_weight", "Weight of this rank's last step; 0 without data.").labels(rank)
+        self._contributed = self._counter(
+            "contributed_weight", "Sum over steps of the weight times the share of the model that this rank computed."
+        ).labels(rank)
+        self._depth_bias = self._gauge(
+            "depth_bias_ratio",
+            "Share of the gradients that came in for the first stage of backward, less that of the last; recent steps.",
+        ).labels(rank)
+        self._fairness = self._gauge(
+            "fairness_ratio", "Jain's index of what the ranks contributed, 1 when all gave alike; recent steps."
+        ).labels(rank)
+        self._input_fairness = self._gauge(
+            "input_fairness_ratio", "The same of the stage at the input alone; recent steps."
+        ).labels(rank)
+        self._least_contribution = self._gauge(
+            "least_contribution_ratio", "What the rank that gave least contributed over the mean rank; recent steps."
+        ).labels(rank)
+        self._input_least_contribution = self._gauge(
+            "input_least_contribution_ratio", "The same of the stage at the input alone; recent steps."
+        ).labels(rank)
         self._nonfinite = self._counter(
             "nonfinite_contributions", "Parameters' gradients of this rank left out because they were not finite."
         ).labels(rank)

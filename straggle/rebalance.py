@@ -1,7 +1,7 @@
 """`Rebalance`: each rank gets as many samples, or micro-batches, of a step as it has time for.
 
-A rank that takes `t_r` seconds for `n_r` samples would take `t_r (n + c) / (n_r + c)` for `n` of them, where `c` is what
-a step costs beside its samples, in samples. Shares `n = T v_r - c` with the speed `v_r = (n_r + c) / t_r` let all ranks
+A rank that takes `t_r` seconds for `n_r` samples takes `t_r (n + c) / (n_r + c)` for `n` of them, where `c` is what a
+step costs beside its samples, in samples. Shares `n = T v_r - c` with the speed `v_r = (n_r + c) / t_r` let all ranks
 finish together after `T = (total + ranks * c) / sum(v)`. `c` is taken as 0 at first, and learned from what the changes
 of shares did to the times. Where it is too small, a change is too small too: shares come to the balance from one side.
 """
@@ -150,7 +150,9 @@ class Rebalance:
         weights = self._weights(record.table)
         whole = record.table.whole_times()
         pairs = zip(weights, whole, strict=True)
-        self._speeds.append([weight / of.seconds if weight > 0 and of.seconds > 0 else math.nan for weight, of in pairs])
+        self._speeds.append(
+            [weight / of.seconds if weight > 0 and of.seconds > 0 else math.nan for weight, of in pairs]
+        )
         self._vague.append([of.at_least for of in whole])
         for rows in (self._speeds, self._vague):
             del rows[: -self._window]
@@ -234,8 +236,8 @@ class Overhead:
     """What a step costs beside its samples, in samples, alike for all ranks: learned from changes of their shares.
 
     The candidates are ``c = mean * (1 / u - 1)`` for shares ``u`` of the time that samples take at an equal share. Each
-    has its sum of squared residuals of ``log(t'/t) = log((n' + c) / (n + c))``; one over a cap counts no more, so that a
-    rank which becomes slow between two measurements says nothing. Older changes count half as much as the one after.
+    has its sum of squared residuals of ``log(t'/t) = log((n' + c) / (n + c))``. They are capped, so that a rank which
+    becomes slow between two measurements says nothing. A change counts half as much as the one after it.
     """
 
     _SHARES = tuple(share / 20 for share in range(1, 21))
@@ -256,7 +258,7 @@ class Overhead:
     def learn(
         self, counts: Sequence[int], times_s: Sequence[float], new_counts: Sequence[int], new_times_s: Sequence[float]
     ) -> None:
-        """The ranks took ``times_s`` for ``counts`` samples, then ``new_times_s`` for ``new_counts``; NaN: not known."""
+        """The ranks took ``times_s`` for ``counts`` samples, ``new_times_s`` for ``new_counts`` then; NaN: not known."""
         both = zip(counts, times_s, new_counts, new_times_s, strict=True)
         changes = [change for change in both if not math.isnan(change[1] + change[3])]
         for number, c in enumerate(self._candidates):
@@ -279,7 +281,9 @@ def deal(total: int, speeds: Sequence[float], *, least: int = 0, overhead: float
             break
         small |= more
     units = [least if rank in small else int(seconds * speed - overhead) for rank, speed in enumerate(speeds)]
-    queue = [((count + 1 + overhead) / speed, rank) for rank, (count, speed) in enumerate(zip(units, speeds, strict=True))]
+    queue = [
+        ((count + 1 + overhead) / speed, rank) for rank, (count, speed) in enumerate(zip(units, speeds, strict=True))
+    ]
     heapq.heapify(queue)
     for _ in range(total - sum(units)):
         _, rank = queue[0]

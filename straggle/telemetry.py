@@ -118,7 +118,7 @@ class _PerStage(NamedTuple):
 
 @dataclass(frozen=True)
 class WholeTime:
-    """Seconds of a rank's whole work in a step; NaN: it never entered. ``at_least``: of a late one nobody knows more."""
+    """Seconds of a rank's whole work in a step; NaN: it never entered. ``at_least``: it was late, and may take more."""
 
     seconds: float
     at_least: bool = False

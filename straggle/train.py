@@ -239,7 +239,11 @@ def _print(summary: dict[str, Any], run_dir: Path) -> None:
         ("times that a rank was late", _late(summary), _counts(summary)),
         ("fairness over ranks", f"{summary['fairness']:.2f}", _least(summary, "")),
         ("in the stage at the input", f"{summary['fairness_input_stage']:.2f}", _least(summary, "_input_stage")),
-        ("depth bias", f"{summary['depth_bias']:.1%}", "came in more for the first stage of backward than for the last"),
+        (
+            "depth bias",
+            f"{summary['depth_bias']:.1%}",
+            "came in for the first stage of backward beyond the last",
+        ),
         ("training loss", f"{summary['loss']:.3f}", "mean of the last 20 steps"),
         ("validation loss", f"{summary['validation_loss']:.3f}", _accuracy(summary)),
         ("parameters on all ranks", "identical" if same else "DIFFERENT", summary["parameters_sha256"][0][:12]),

@@ -1,4 +1,4 @@
-"""Slow ranks get less of a step: how it is dealt out, how soon, and that the merged gradient stays that of all samples."""
+"""Slow ranks get less of a step: how it is dealt out, how soon, and that the merged gradient is that of all samples."""
 
 from __future__ import annotations
 
@@ -358,9 +358,7 @@ def truncated(rank):
         whole, others = mlp(), mlp()
         whole(x).square().mean().backward()
         others(torch.cat([x[:12], x[16:]])).square().mean().backward()
-        expected = [
-            (whole if name.startswith("4.") else others).get_parameter(name).grad for name in names
-        ]
+        expected = [(whole if name.startswith("4.") else others).get_parameter(name).grad for name in names]
         same = [torch.allclose(a, b, atol=1e-6) for a, b in zip(grads(module), expected, strict=True)]
         return same, model.last_report.ranks[1].weight
 
@@ -412,5 +410,3 @@ def test_part_must_lie_in_the_step():
     shard = Shard(100, rank=0, world_size=4, batch_size=4, seed=0)
     with pytest.raises(ValueError, match="samples 20 to 26 of a step of 24"):
         shard.part(0, total=24, first=20, count=6)
-
-

@@ -18,6 +18,9 @@ ALWAYS = 0.5  # a rank that is late in at least this share of its steps is slow 
 SOMETIMES = 0.01  # below this share it is not worth a sentence
 SLOWER = 1.5  # a rank's median compute time over the others' that is worth a sentence
 BIAS = 0.1  # difference between the stages' shares that is
+LEAST = (
+    0.5  # what a rank contributed to the stage at the input over the mean rank's, below which that is worth a sentence
+)
 LITTLE = 0.02  # seconds saved, or gradients dropped, as a share, below which it is little
 IN_A_ROW = 3  # steps that a rank was stood in for
 WAITING = 0.2  # share of a step that ranks stand idle, above which that is worth a sentence
@@ -39,6 +42,8 @@ def advise(run: Run, numbers: Numbers) -> list[str]:
         *_now_and_then(numbers),
         *_stood_in(run, numbers),
         *_depth(run, numbers),
+        *_starved(numbers),
+        *_dealt_unequally(run),
         *_nobody_late(run, numbers),
         *_waiting(numbers),
         *_out_of_data(run),
@@ -85,11 +90,33 @@ def _always_slow(run: Run, numbers: Numbers) -> Iterator[str]:
         yield (
             f"Rank {rank.rank} was late in {_steps(rank.late, rank.steps)}{_doing(rank)}: it is slow as such, not now "
             f"and then. {rank.reach:.0%} of its gradients came in{_last_stage(run, rank.rank)}. Its data count that "
-            "much less than the others'. Give it less to do (a smaller batch, with step.weight), look at its machine, "
-            "or choose an estimator that fills in for it, such as LastOwn."
+            "much less than the others'. Give it less to do (straggle.Rebalance, rebalance=by_speed), look at its "
+            "machine, or choose an estimator that fills in for it, such as LastOwn."
         )
     if len(slow) > 3:
         yield f"{len(slow) - 3} more ranks were late in at least half of their steps: {_list(slow[3:])}."
+
+
+def _dealt_unequally(run: Run) -> Iterator[str]:
+    if not run.config.get("rebalance"):
+        return
+    last = run.ranks["weight"][-1]
+    share = last / np.nanmean(last)
+    for rank in np.flatnonzero(share <= 1 - BIAS)[:3]:
+        yield (
+            f"Rank {rank} had {share[rank]:.0%} of the mean rank's samples in the last step, because it is slower. "
+            "All samples count alike: step.weight is their number."
+        )
+
+
+def _starved(numbers: Numbers) -> Iterator[str]:
+    fairness = numbers.fairness
+    if numbers.late and fairness.input_least <= LEAST:
+        rank = fairness.input_ranks.index(fairness.input_least)
+        yield (
+            f"The stage at the input learned little from rank {rank}'s data: it got {fairness.input_least:.0%} of what "
+            f"the mean rank gave (Jain's index over the ranks {fairness.input_index:.2f}; 1 would be all alike)."
+        )
 
 
 def _now_and_then(numbers: Numbers) -> Iterator[str]:

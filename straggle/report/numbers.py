@@ -12,6 +12,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from straggle.fairness import Fairness
 from straggle.report import PHASES, Phase
 from straggle.report.run import Array, Run
 
@@ -74,6 +75,7 @@ class Numbers:
     ranks: tuple[RankNumbers, ...]
     stage_share: tuple[float, ...]
     with_deadline: int
+    fairness: Fairness
 
 
 def numbers_of(run: Run) -> Numbers:
@@ -106,6 +108,7 @@ def _numbers_of(run: Run) -> Numbers:
         ranks=tuple(_rank_numbers(run, has_data, *each) for each in enumerate(map(float, _slowness(run)))),
         stage_share=tuple(map(float, np.nanmean(run.stage_share, axis=1))),
         with_deadline=int(np.isfinite(run.deadline_s).sum()),
+        fairness=run.fairness,
     )
 
 

@@ -139,6 +139,11 @@ def _headline(runs: Sequence[Run], numbers: Sequence[Numbers]) -> list[tuple[str
         "step time, 95 of 100 below": [_seconds("step_seconds_p95", of.own.p95_s) for of in numbers],
         "slowest step": [_seconds("step_seconds_max", of.own.max_s) for of in numbers],
         "gradients dropped": [_cell("dropped_share", of.dropped_share, _share(of.dropped_share)) for of in numbers],
+        "fairness over ranks": [_fairness("fairness", of.fairness.index, of.fairness.least) for of in numbers],
+        "fairness in the stage at the input": [
+            _fairness("fairness_input_stage", of.fairness.input_index, of.fairness.input_least) for of in numbers
+        ],
+        "depth bias": [_cell("depth_bias", of.fairness.depth_bias, _share(of.fairness.depth_bias)) for of in numbers],
         "times that a rank was late": [_cell("late", of.late, f"{of.late:,} of {of.rank_steps:,}") for of in numbers],
         "times that a rank was stood in for": [_cell("stood_in", of.stood_in, f"{of.stood_in:,}") for of in numbers],
         "steps skipped": [_cell("skipped", of.skipped, f"{of.skipped:,}") for of in numbers],
@@ -243,6 +248,10 @@ def _seconds(key: str, seconds: float) -> Cell:
 
 def _cell(key: str, value: float, text: str) -> Cell:
     return Cell("not known" if math.isnan(value) else text, key, json.dumps(value) if math.isfinite(value) else "")
+
+
+def _fairness(key: str, index: float, least: float) -> Cell:
+    return _cell(key, index, f"{index:.2f} (least: {least:.0%} of the mean rank)")
 
 
 def _plain(value: float) -> str:

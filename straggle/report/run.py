@@ -13,13 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 from omegaconf import OmegaConf
 
+from straggle.fairness import Contributions, Fairness
 from straggle.report import PHASES, RankReport, StageReport, StepReport
 from straggle.trace import read_trace
 from straggle.whatif import WaitForAllPrediction
 
 Array: TypeAlias = NDArray[np.float64]
 _TIMES = ("outside_s", "data_s", "forward_s", "backward_s", "wait_s", "compute_s", "overrun_s")
-_FIELDS = (*_TIMES, "reach", "late", "stood_in", "cause", "idle", "nonfinite")
+_FIELDS = (*_TIMES, "reach", "weight", "late", "stood_in", "cause", "idle", "nonfinite")
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Run:
     stages: tuple[StageReport, ...]
     stage_share: Array
     num_stage_steps: int
+    fairness: Fairness
 
     @property
     def num_steps(self) -> int:
@@ -141,6 +143,7 @@ class _Columns:
         self._sum: Array = np.zeros((0, 0))
         self._count: Array = np.zeros((0, 0))
         self._num_stage_steps = 0
+        self._contributions = Contributions()
 
     def add(self, report: StepReport) -> None:
         """One more step."""
@@ -150,6 +153,7 @@ class _Columns:
         row = (report.step, report.seconds, self._prediction.seconds(report), report.deadline_s, loss, report.skipped)
         self._ranks.append(np.array([list(_values(rank)) for rank in report.ranks], dtype=float).T)
         self._add_stages(report)
+        self._contributions.add(report)
         self.steps.append(tuple(map(float, row)))
 
     def _add_stages(self, report: StepReport) -> None:
@@ -190,6 +194,7 @@ class _Columns:
             stages=self._plan,
             stage_share=share,
             num_stage_steps=self._num_stage_steps,
+            fairness=self._contributions.fairness(),
         )
 
 

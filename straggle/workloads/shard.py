@@ -1,8 +1,9 @@
 """Which samples a rank trains on: each epoch is shuffled anew and dealt out to the ranks without overlap.
 
-Either equally, by `Shard.indices`: micro-batch ``i`` of rank ``r`` in an epoch is ``order[(i * world_size + r) * batch_size :][:batch_size]``, so that
-all ranks' micro-batches number ``i`` together are one global batch, however many ranks share it. Or step by step in parts
-of any size, by `Shard.part`: step ``i`` of an epoch has ``order[i * total :][:total]``, and each rank a slice of these.
+Equally, by `Shard.indices`: micro-batch ``i`` of rank ``r`` in an epoch is
+``order[(i * world_size + r) * batch_size :][:batch_size]``, so that all ranks' micro-batches number ``i`` together are
+one global batch, however many ranks share it. Or in parts of any size, by `Shard.part`: step ``i`` of an epoch has
+``order[i * total :][:total]``, and each rank a slice of these.
 """
 
 import random
