@@ -258,7 +258,7 @@ class Overhead:
     def learn(
         self, counts: Sequence[int], times_s: Sequence[float], new_counts: Sequence[int], new_times_s: Sequence[float]
     ) -> None:
-        """The ranks took ``times_s`` for ``counts`` samples, ``new_times_s`` for ``new_counts`` then; NaN: not known."""
+        """The ranks took ``times_s`` for ``counts`` samples, now ``new_times_s`` for ``new_counts``; NaN: not known."""
         both = zip(counts, times_s, new_counts, new_times_s, strict=True)
         changes = [change for change in both if not math.isnan(change[1] + change[3])]
         for number, c in enumerate(self._candidates):

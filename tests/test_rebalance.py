@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import random
+import subprocess
+import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,12 +19,15 @@ from ranks import digest, run_ranks, staged
 from torch import nn
 from training import Stopper, features, grads, mlp
 
-from straggle import Rebalance
+from straggle import QuantileDeadline, Rebalance
+from straggle.checkpoint import Checkpoint
+from straggle.faults import FaultInjector, Slowdown
 from straggle.rebalance import deal
 from straggle.report import PHASES
 from straggle.telemetry import Row, Table
 from straggle.workloads import Shard
 
+ROOT = Path(__file__).parent.parent
 STAGES = (0.4, 0.6, 0.8, 1.0)  # when, of a rank's whole time, each stage is whole
 
 
@@ -410,3 +418,113 @@ def test_part_must_lie_in_the_step():
     shard = Shard(100, rank=0, world_size=4, batch_size=4, seed=0)
     with pytest.raises(ValueError, match="samples 20 to 26 of a step of 24"):
         shard.part(0, total=24, first=20, count=6)
+
+
+class Napping(nn.Module):
+    """Layers that sleep for each sample, forward and backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(Nap(), nn.Linear(4, 4)) for _ in range(4)))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Nap(nn.Module):
+    def forward(self, x):
+        time.sleep(0.0002 * len(x))
+        if x.requires_grad:
+            x.register_hook(lambda gradient: time.sleep(0.0004 * len(gradient)))
+        return x
+
+
+def with_a_slow_rank(rank, deadline):
+    """Rank 3 is twice as slow in steps 40 to 99; the shares after each part, the samples merged, and the parameters."""
+    torch.manual_seed(0)
+    module = Napping()
+    with (
+        FaultInjector(module, {"slow": Slowdown(2.0, ranks=[3])}, rank=rank) as injector,
+        staged(module, deadline=deadline) as model,
+    ):
+        rebalance = Rebalance(model, total=128, least=4)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        seen, weights = [], set()
+        for number in range(150):
+            first, count = rebalance.share()
+            x = features(0, number, rows=128)[first : first + count]
+            slow = 40 <= number < 100
+            faults, injector._faults = injector._faults, injector._faults if slow else []
+            injector.step(number)
+            with model.step() as step:
+                step.weight = count
+                model(x).square().mean().backward()
+            injector._faults = faults
+            optimizer.step()
+            optimizer.zero_grad()
+            weights.add(sum(part.weight for part in model.last_report.ranks))
+            if number in (39, 90, 149):
+                seen.append(rebalance.shares)
+        return seen, weights, digest(module.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deadline", [None, QuantileDeadline(0.5, 1.2)])
+def test_real_rank_that_becomes_slow_gets_less_and_more_again_once_it_recovers(deadline):
+    results = run_ranks(with_a_slow_rank, 4, deadline, timeout_s=200)
+    assert len({repr(seen) for seen, _, _ in results}) == 1
+    assert len({parameters for _, _, parameters in results}) == 1
+    before, slow, after = results[0][0]
+    assert slow[3] < 0.8 * before[3]
+    assert slow[3] < min(slow[:3])
+    assert after[3] > slow[3]
+
+
+def saved_and_loaded(rank, directory):
+    module = mlp()
+    checkpoint = Checkpoint(directory / "checkpoint")
+    with staged(module) as model:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        rebalance = Rebalance(model, total=24)
+        rebalance._use((20, 4), 3)
+        checkpoint.save(3, model, optimizer, rebalance)
+    with staged(module) as model:
+        rebalance = Rebalance(model, total=24)
+        checkpoint.load(model, optimizer, rebalance)
+        return rebalance.shares, rebalance.schedule
+
+
+def test_checkpoint_has_the_shares(tmp_path):
+    assert run_ranks(saved_and_loaded, 2, tmp_path) == [((20, 4), [(0, (12, 12)), (3, (20, 4))])] * 2
+
+
+# -- the command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [["batch_size=24"], ["batch_size=4", "num_microbatches=4"]])
+def test_train_deals_out_by_speed_resumes_and_is_replayed(keys, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+
+    def train(*more):
+        done = subprocess.run(
+            [*command, "straggle.train", "workload=digits", "report=false", "metrics=none", *keys, *more],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    slow = ["rebalance=by_speed", "faults.slow.ranks=[1]", "faults.slow.factor=4.0", "~faults.stall", "run_dir=runs/a"]
+    train(*slow, "steps=20")
+    train(*slow, "steps=40", "resume=true")
+    summary = json.loads((tmp_path / "runs/a/summary.json").read_text())
+    shares = json.loads((tmp_path / "runs/a/decisions/shares.json").read_text())
+    assert len(shares) > 1
+    assert summary["weight_per_rank"][1] < summary["weight_per_rank"][0]
+    assert len(set(summary["parameters_sha256"])) == 1
+    assert "parameters as in runs/a: identical" in train("replay=runs/a", "run_dir=runs/b", "steps=40")
