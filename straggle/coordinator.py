@@ -67,8 +67,8 @@ class Coordinator:
     ) -> None:
         if patience.granularity == "step" and estimator.supplements:
             raise ValueError(
-                f"granularity='step' with {type(estimator).__name__}: it adds to gradients of which a late rank then drops "
-                "all; use granularity='stage' or another estimator"
+                f"granularity='step' with {type(estimator).__name__}: it adds to gradients that a late rank then drops; "
+                "use granularity='stage' or another estimator"
             )
         self._parameters = parameters
         self._channel = channel

@@ -113,7 +113,10 @@ def test_view_prints_plain_lines_where_there_is_no_terminal() -> None:
     ("keys", "message"),
     [
         (["stepz=3"], "unknown key stepz; valid keys: steps, seed"),
-        (["deadline=soon"], "deadline=soon: choose one of anneal, auto, budget, first_k, fixed, median, none, quantile, shadow"),
+        (
+            ["deadline=soon"],
+            "deadline=soon: choose one of anneal, auto, budget, first_k, fixed, median, none, quantile, shadow",
+        ),
         (["deadline.budget_s=1"], "unknown key deadline.budget_s; deadline has q, slack, window, warmup_steps"),
         (["+faults.slow.speed=1"], "unknown key faults.slow.speed; faults.slow has factor, ranks"),
         (["steps=many"], "steps=many: must be a whole number of at least 1"),
