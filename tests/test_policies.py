@@ -380,7 +380,7 @@ def test_outcome_of_many_steps_is_that_of_each():
 
 def row(**fields):
     times = dict.fromkeys(("outside", "data", "forward", "backward"), 0.0)
-    return Row(times=times, computed=(1.0, 0.5), estimated=(0.0, 0.0), **fields)
+    return Row(times=times, computed=(1.0, 0.5), estimated=(0.0, 0.0), weights=(1.0, 0.5), **fields)
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 5, 16, 17, 40])
