@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from straggle.deadline import Deadline, Patience
 from straggle.parallel import StagedDataParallel
@@ -66,39 +65,40 @@ def run_real(setup: Setup, timeout_s: float = 1800.0) -> dict[str, Measured]:
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     context.set_forkserver_preload(["torch", "torch.distributed", "straggle"])
-    with tempfile.TemporaryDirectory() as folder:
-        ours, theirs = context.Pipe()
-        started = [
-            context.Process(target=_rank, args=(rank, ranks, folder, setup, theirs if rank == 0 else None), daemon=True)
-            for rank in range(ranks)
-        ]
-        try:
-            for process in started:
-                process.start()
-            theirs.close()
-            if not ours.poll(timeout_s):
-                raise RuntimeError(f"the ranks did not end within {timeout_s:.0f} s")
-            measured: dict[str, Measured] = ours.recv()
-        except EOFError:
-            raise RuntimeError("rank 0 ended without a result; what went wrong is above") from None
-        finally:
-            if before is None:
-                del os.environ["OMP_NUM_THREADS"]
-            else:
-                os.environ["OMP_NUM_THREADS"] = before
-            for process in started:
-                process.join(20)
-                if process.is_alive():
-                    process.kill()
-    return measured
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's agent hosts it likewise
+    ours, theirs = context.Pipe()
+    started = [
+        context.Process(target=_rank, args=(rank, store.port, setup, theirs if rank == 0 else None), daemon=True)
+        for rank in range(ranks)
+    ]
+    try:
+        for process in started:
+            process.start()
+        theirs.close()
+        if not ours.poll(timeout_s):
+            raise RuntimeError(f"the ranks did not end within {timeout_s:.0f} s")
+        rows: dict[str, list[tuple[float, float, float]]] = ours.recv()
+    except EOFError:
+        raise RuntimeError("rank 0 ended without a result; what went wrong is above") from None
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+        for process in started:
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+    return {name: Measured(*torch.tensor(own, dtype=torch.float64).unbind(1)) for name, own in rows.items()}
 
 
-def _rank(rank: int, ranks: int, folder: str, setup: Setup, result: Connection | None) -> None:
+def _rank(rank: int, port: int, setup: Setup, result: Connection | None) -> None:
     """One process."""
+    ranks = setup.unit_s.shape[1]
     torch.set_num_threads(1)
     if os.path.exists("/sys/class/net/lo"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=FileStore(f"{folder}/store"), rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", store=TCPStore("127.0.0.1", port), rank=rank, world_size=ranks)
     runs = {name: _Run(setup, method, rank) for name, method in setup.methods.items()}
     steps = len(setup.unit_s)
     for turn, first in enumerate(range(0, steps, setup.block)):
@@ -107,7 +107,7 @@ def _rank(rank: int, ranks: int, folder: str, setup: Setup, result: Connection |
             runs[name].turn(range(first, min(first + setup.block, steps)))
     dist.barrier()
     if result is not None:
-        result.send({name: run.measured() for name, run in runs.items()})
+        result.send({name: run.rows for name, run in runs.items()})
     for run in runs.values():
         run.model.close()
     dist.barrier()
@@ -126,7 +126,7 @@ class _Run:
         net = nn.Sequential(*(_Layer(self._sleeps) for _ in range(layers)))
         self.model = StagedDataParallel(net, stages=stages, deadline=method.deadline(), patience=method.patience)
         self._num_layers = layers
-        self._rows: list[tuple[float, float, float]] = []
+        self.rows: list[tuple[float, float, float]] = []
 
     def turn(self, steps: Sequence[int]) -> None:
         """Some steps."""
@@ -137,7 +137,7 @@ class _Run:
             report = self.model.last_report
             assert report is not None
             slowest_s = max(rank.compute_s for rank in report.ranks)
-            self._rows.append((now - before, report.dropped_share, now - before - slowest_s))
+            self.rows.append((now - before, report.dropped_share, now - before - slowest_s))
             before = now
 
     def _step(self, unit_s: list[float]) -> None:
@@ -159,10 +159,6 @@ class _Run:
         bounds = [middle, *ends[1:]]
         stages = [_between(begin, end, slices) for begin, end in pairwise(bounds)]
         return [_between(0.0, middle, layers) + [moment for stage in stages for moment in stage]]
-
-    def measured(self) -> Measured:
-        """Its steps."""
-        return Measured(*torch.tensor(self._rows, dtype=torch.float64).unbind(1))
 
 
 def _between(begin: float, end: float, parts: int) -> list[float]:

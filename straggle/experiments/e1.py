@@ -55,9 +55,9 @@ def run(quick: bool, out: Path) -> Result:
         Line("the same tau as the rule in loops, on random inputs", f"{inputs} of {inputs}", f"{same}", same == inputs),
     ]
     notes = (
-        f"{RANKS} ranks, {MICROBATCHES} micro-batches of {BASE_S} s before their delay, {STEPS} steps, {OVERHEAD_S} s of",
-        f"communication; mean and standard deviation over {draws} draws. The published run, a single one, printed 5.99 s,",
-        "7.45 %, 8.3 %.",
+        f"{RANKS} ranks, {MICROBATCHES} micro-batches of {BASE_S} s before their delay, {STEPS} steps, {OVERHEAD_S} s",
+        f"of communication; mean and standard deviation over {draws} draws. The published run, a single one, printed",
+        "5.99 s, 7.45 %, 8.3 %.",
     )
     return Result("automatic threshold of DropCompute", tuple(lines), notes, _plot(out))
 

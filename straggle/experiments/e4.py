@@ -50,8 +50,8 @@ def run(quick: bool, out: Path) -> Result:
     notes = (
         f"{MICROBATCHES} micro-batches of {1000 * MICROBATCH_S:.0f} ms, DropCompute's delays, gloo, all ranks on one",
         "machine; the methods take turns on the same delays. A rank stops between two layers of the forward pass, and",
-        "its running micro-batch is dropped, as in E2. The last variant finishes that first, which costs what micro-batches",
-        "vary by. The simulator is given the seconds that a step takes beside its slowest rank's work, as measured.",
+        "its running micro-batch is dropped, as in E2. The last variant finishes that first, which costs what",
+        "micro-batches vary by. The simulator is given what a step takes beside its slowest rank's work, as measured.",
     )
     return Result("DropCompute's delays on real ranks", tuple(lines), notes, plot)
 
