@@ -36,11 +36,12 @@ from straggle.history import History, Progress
 from straggle.measure import Reach, StageProfile, measure_stages
 from straggle.merge import Merge
 from straggle.parallel import StagedDataParallel, Step
-from straggle.report import BackwardReport, RankReport, StageReport, StageTime, StepReport
+from straggle.report import BackwardReport, RankReport, ShadowReport, StageReport, StageTime, StepReport
 from straggle.sampler import RequeueSampler
 from straggle.staged import BackwardStep, FinishedStage, StagedBackward
 from straggle.stages import BalancedByTime
 from straggle.threshold import AutoDeadline
+from straggle.watching import Watch, watch
 
 __version__ = "0.1.0"
 
@@ -74,6 +75,7 @@ __all__ = [
     "Reach",
     "RequeueSampler",
     "Shadow",
+    "ShadowReport",
     "StageProfile",
     "StageReport",
     "StageTime",
@@ -82,6 +84,8 @@ __all__ = [
     "Step",
     "StepReport",
     "WaitForAll",
+    "Watch",
     "Zero",
     "measure_stages",
+    "watch",
 ]

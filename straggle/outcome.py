@@ -6,10 +6,13 @@ dimensions (steps, say) before ranks and units.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from straggle.deadline import Deadline, Patience
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,16 @@ class Outcome:
     seconds: Tensor
 
 
+def rules_of(policy: Deadline, patience: Patience, world_size: int) -> Rules:
+    """The rules by which ``StagedDataParallel(deadline=policy, patience=patience)`` ends a step."""
+    return Rules(
+        quorum=patience.quorum_of(world_size, policy.quorum),
+        after_quorum_s=policy.grace_s,
+        finish_running=patience.granularity == "microbatch",
+        grace_s=patience.grace_s,
+    )
+
+
 def outcome(unit_s: Tensor, deadline_s: float | Tensor, rules: Rules, entered_s: Tensor | None = None) -> Outcome:
     """The step under a deadline of ``deadline_s`` seconds, a number or a tensor of shape (...).
 
@@ -62,3 +75,25 @@ def outcome(unit_s: Tensor, deadline_s: float | Tensor, rules: Rules, entered_s:
         end_s = torch.where(late, torch.minimum(running_s, stop_at + rules.grace_s), end_s)
         reached = reached | (in_time.unsqueeze(-1) & (unit_s == running_s.unsqueeze(-1)))
     return Outcome(late, end_s, reached, end_s.amax(-1))
+
+
+def part_in_time(unit_s: Tensor, stop_s: Tensor, rules: Rules) -> Tensor:
+    """How much of each unit is done by a rank that stops after ``stop_s`` seconds, of shape (...): 0 to 1.
+
+    A running stage counts with the part of its parameters that are finished (the first one, in which the forward pass
+    lies, does not); with ``rules.finish_running``, what runs counts where it ends within the grace.
+    """
+    times, stop = unit_s.nan_to_num(math.inf, posinf=math.inf), stop_s.to(unit_s).unsqueeze(-1)
+    if rules.finish_running:
+        begin_s = torch.cat([torch.zeros_like(times[..., :1]), times[..., :-1]], -1)
+        return ((times <= stop) | ((begin_s <= stop) & (times <= stop + rules.grace_s))).to(times)
+    begin_s = torch.cat([times[..., :1], times[..., :-1]], -1)
+    part = ((stop - begin_s) / (times - begin_s).clamp(min=1e-9)).clamp(0, 1).where(times > stop, 1.0)
+    return part.nan_to_num(0.0)
+
+
+def computed_part(unit_s: Tensor, would: Outcome, rules: Rules, entered_s: Tensor) -> Tensor:
+    """How much of each unit, (..., ranks, units), every rank has computed at the end of its ``outcome``."""
+    if rules.finish_running:
+        return would.reached.to(unit_s)
+    return part_in_time(unit_s, (would.end_s - entered_s).where(would.late, math.inf), rules)

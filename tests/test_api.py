@@ -21,9 +21,9 @@ HOUSE = (
     "replay",
     "history",
     "deadline",
+    "outcome",
     "threshold",
     "around",
-    "outcome",
     "telemetry",
     "estimators",
     "merge",
@@ -37,6 +37,7 @@ HOUSE = (
     "checks",
     "coordinator",
     "parallel",
+    "watching",
     "sampler",
     "stopping",
 )
@@ -73,6 +74,7 @@ def test_public_names_are_pinned():
         "Reach",
         "RequeueSampler",
         "Shadow",
+        "ShadowReport",
         "StageProfile",
         "StageReport",
         "StageTime",
@@ -81,8 +83,10 @@ def test_public_names_are_pinned():
         "Step",
         "StepReport",
         "WaitForAll",
+        "Watch",
         "Zero",
         "measure_stages",
+        "watch",
     ]
     assert all(hasattr(straggle, name) for name in straggle.__all__)
 

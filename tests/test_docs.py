@@ -178,7 +178,9 @@ def test_every_option_of_a_group_is_documented_with_its_keys(group: str) -> None
     assert load("train", [])[group] == options[default.split("`")[1]]
 
 
-@pytest.mark.parametrize("record", [straggle.StepReport, straggle.RankReport, straggle.StageReport])
+@pytest.mark.parametrize(
+    "record", [straggle.StepReport, straggle.RankReport, straggle.StageReport, straggle.ShadowReport]
+)
 def test_every_field_of_a_trace_is_documented(record: type) -> None:
     trace = CONFIGURATION.partition("### `trace.jsonl`")[2].partition("### `compare.json`")[0]
     assert {field.name for field in dataclasses.fields(record)} - documented(trace) == set()

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from omegaconf import OmegaConf
 
-from straggle.report import PHASES, RankReport, StageReport, StepReport
+from straggle.report import PHASES, RankReport, ShadowReport, StageReport, StepReport
 from straggle.trace import read_trace
 from straggle.whatif import WaitForAllPrediction
 
@@ -99,7 +99,31 @@ def step_report(record: Mapping[str, Any]) -> StepReport:
     deadline_s = math.inf if record["deadline_s"] is None else float(record["deadline_s"])
     scalars = {str(name): _number(value) for name, value in record.get("scalars", {}).items()}
     skipped = bool(record.get("skipped", False))
-    return StepReport(int(record["step"]), _number(record["seconds"]), deadline_s, ranks, stages, scalars, skipped)
+    different = record.get("different_ranks")
+    return StepReport(
+        step=int(record["step"]),
+        seconds=_number(record["seconds"]),
+        deadline_s=deadline_s,
+        ranks=ranks,
+        stages=stages,
+        scalars=scalars,
+        skipped=skipped,
+        different_ranks=None if different is None else tuple(different),
+        shadow=_shadow_report(record.get("shadow")),
+    )
+
+
+def _shadow_report(record: Mapping[str, Any] | None) -> ShadowReport | None:
+    if record is None:
+        return None
+    return ShadowReport(
+        deadline_s=math.inf if record["deadline_s"] is None else float(record["deadline_s"]),
+        seconds=_number(record["seconds"]),
+        late_ranks=tuple(record["late_ranks"]),
+        reach=tuple(map(_number, record["reach"])),
+        stages=tuple(map(_number, record["stages"])),
+        dropped_share=_number(record["dropped_share"]),
+    )
 
 
 def _rank_report(record: Mapping[str, Any]) -> RankReport:

@@ -225,7 +225,11 @@ def _plan(module: nn.Module, finished: list[int]) -> StagePlan:
 
 
 def _queue_callback(callback: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[no-untyped-call]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def _is_over(end: Any) -> bool:
+    return not isinstance(end, torch.cuda.Event) or bool(end.query())  # type: ignore[no-untyped-call]
 
 
 class _File:
@@ -246,7 +250,7 @@ class _File:
     def write(self, end: Any, record: Callable[[], dict[str, Any]]) -> None:
         """A step that is over when ``end`` is."""
         self._due.append((end, record))
-        while self._due and (not isinstance(self._due[0][0], torch.cuda.Event) or self._due[0][0].query()):
+        while self._due and _is_over(self._due[0][0]):
             self._line(self._due.popleft()[1]())
 
     def close(self) -> None:
