@@ -22,6 +22,7 @@ from torch import nn
 
 import straggle
 from straggle.configuration import GROUPS, load
+from straggle.experiments.__main__ import arguments as experiment_arguments
 from straggle.report.__main__ import arguments as report_arguments
 
 ROOT = Path(__file__).parent.parent
@@ -117,6 +118,8 @@ def check_command(words: list[str]) -> None:
             load(keys[0], keys[1:])
         elif module == "straggle.report":
             report_arguments(keys)
+        elif module == "straggle.experiments":
+            experiment_arguments(keys)
         else:
             load(module.rpartition(".")[2], keys)
     else:

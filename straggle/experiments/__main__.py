@@ -1,0 +1,97 @@
+"""Run experiments and print what was expected beside what was measured.
+
+python -m straggle.experiments E2
+python -m straggle.experiments E1 E3 quick=true out=runs/experiments
+"""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import cast
+
+import straggle.experiments
+from straggle.experiments.result import Result
+
+_KEYS = ("quick", "out")
+_FRAME = ("__main__", "result")
+_USAGE = """\
+python -m straggle.experiments NAME ... [key=value ...]
+  quick=true   smaller and sooner, for a first look; its numbers may miss their tolerance
+  out=FOLDER   where NAME.json and the picture are written; default: runs/experiments
+  all          as NAME: every experiment, one after another
+"""
+
+Experiment = Callable[[bool, Path], Result]
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The command line: ``names`` are modules of this package."""
+
+    names: tuple[str, ...]
+    quick: bool
+    out: Path
+
+
+def names() -> list[str]:
+    """The experiments that there are: each module with a ``run(quick, out)``, private ones and the frame aside."""
+    found = [module.name for module in pkgutil.iter_modules(straggle.experiments.__path__)]
+    return sorted((n for n in found if n not in _FRAME and not n.startswith("_")), key=lambda n: (len(n), n))
+
+
+def arguments(words: Sequence[str]) -> Arguments:
+    """The command line, read; raises ``ValueError`` where it is wrong."""
+    wanted = [word.lower().replace("-", "_") for word in words if "=" not in word]
+    keys = dict(word.split("=", 1) for word in words if "=" in word)
+    if unknown := sorted(keys.keys() - set(_KEYS)):
+        raise ValueError(f"unknown key {unknown[0]}; valid keys: {', '.join(_KEYS)}")
+    if (quick := keys.get("quick", "false")) not in ("true", "false"):
+        raise ValueError(f"quick={quick}: choose one of true, false")
+    wanted = names() if wanted == ["all"] else wanted
+    if not wanted:
+        raise ValueError(f"give one or more of {', '.join(name.upper() for name in names())}")
+    if missing := [name for name in wanted if name not in names()]:
+        raise ValueError(f"no experiment {missing[0]}; there are {', '.join(name.upper() for name in names())}")
+    return Arguments(tuple(wanted), quick == "true", Path(keys.get("out", "runs/experiments")))
+
+
+def main() -> int:
+    """The command; its exit status is 1 where something came out other than expected."""
+    words = sys.argv[1:]
+    if not words or {"-h", "--help"} & set(words):
+        sys.stdout.write(f"{_USAGE}experiments: {', '.join(name.upper() for name in names())}\n")
+        return 0 if words else 2
+    try:
+        given = arguments(words)
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    given.out.mkdir(parents=True, exist_ok=True)
+    results = [_run(name, given.quick, given.out) for name in given.names]  # all of them, whatever the first ones say
+    return int(not all(results))
+
+
+def _run(name: str, quick: bool, out: Path) -> bool:
+    """Run one, print and write what it found; whether all was as expected."""
+    run = cast(Experiment, import_module(f"straggle.experiments.{name}").run)
+    try:
+        result = run(quick, out)
+    except ImportError as error:
+        sys.stderr.write(f"{name.upper()}: {error}; the experiments need: pip install 'straggle[train]'\n")
+        return False
+    path = out / f"{name.upper()}.json"
+    path.write_text(json.dumps(result.as_dict(), indent=2) + "\n")
+    files = [str(path), *([str(result.plot)] if result.plot else [])]
+    sys.stdout.write(f"{name.upper()}: {result}\n\nfiles: {', '.join(files)}\n\n")
+    sys.stdout.flush()
+    return result.ok
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
