@@ -25,7 +25,7 @@ from straggle.deadline import Deadline, Patience, WaitForAll
 from straggle.estimators import Estimator
 from straggle.history import History, HistoryWindow
 from straggle.merge import Merge
-from straggle.outcome import rules_of
+from straggle.outcome import Rules
 from straggle.report import PHASES
 from straggle.rounds import Contribution, Layout, Round
 from straggle.stages import StagePlan
@@ -74,7 +74,7 @@ class Coordinator:
         self._patience = patience
         self._merge = merge
         self._num_changes = num_changes
-        self.rules = rules_of(deadline, patience, channel.world_size)
+        self.rules = Rules.of(deadline, patience, channel.world_size)
         self._clock = clock
         self.stopwatch = Stopwatch(clock)
         self._lock = threading.Lock()

@@ -6,13 +6,13 @@ dimensions (steps, say) before ranks and units.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from straggle.deadline import Deadline, Patience
+from straggle.threshold import part_computed
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,12 @@ class Rules:
     finish_running: bool = False
     grace_s: float = 0.0
 
+    @staticmethod
+    def of(policy: Deadline, patience: Patience, world_size: int) -> Rules:
+        """The rules that so many ranks follow under a policy."""
+        quorum = patience.quorum_of(world_size, policy.quorum)
+        return Rules(quorum, policy.grace_s, patience.granularity == "microbatch", patience.grace_s)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -40,16 +46,6 @@ class Outcome:
     end_s: Tensor
     reached: Tensor
     seconds: Tensor
-
-
-def rules_of(policy: Deadline, patience: Patience, world_size: int) -> Rules:
-    """The rules by which ``StagedDataParallel(deadline=policy, patience=patience)`` ends a step."""
-    return Rules(
-        quorum=patience.quorum_of(world_size, policy.quorum),
-        after_quorum_s=policy.grace_s,
-        finish_running=patience.granularity == "microbatch",
-        grace_s=patience.grace_s,
-    )
 
 
 def outcome(unit_s: Tensor, deadline_s: float | Tensor, rules: Rules, entered_s: Tensor | None = None) -> Outcome:
@@ -77,23 +73,9 @@ def outcome(unit_s: Tensor, deadline_s: float | Tensor, rules: Rules, entered_s:
     return Outcome(late, end_s, reached, end_s.amax(-1))
 
 
-def part_in_time(unit_s: Tensor, stop_s: Tensor, rules: Rules) -> Tensor:
-    """How much of each unit is done by a rank that stops after ``stop_s`` seconds, of shape (...): 0 to 1.
-
-    A running stage counts with the part of its parameters that are finished (the first one, in which the forward pass
-    lies, does not); with ``rules.finish_running``, what runs counts where it ends within the grace.
-    """
-    times, stop = unit_s.nan_to_num(math.inf, posinf=math.inf), stop_s.to(unit_s).unsqueeze(-1)
-    if rules.finish_running:
-        begin_s = torch.cat([torch.zeros_like(times[..., :1]), times[..., :-1]], -1)
-        return ((times <= stop) | ((begin_s <= stop) & (times <= stop + rules.grace_s))).to(times)
-    begin_s = torch.cat([times[..., :1], times[..., :-1]], -1)
-    part = ((stop - begin_s) / (times - begin_s).clamp(min=1e-9)).clamp(0, 1).where(times > stop, 1.0)
-    return part.nan_to_num(0.0)
-
-
-def computed_part(unit_s: Tensor, would: Outcome, rules: Rules, entered_s: Tensor) -> Tensor:
-    """How much of each unit, (..., ranks, units), every rank has computed at the end of its ``outcome``."""
-    if rules.finish_running:
-        return would.reached.to(unit_s)
-    return part_in_time(unit_s, (would.end_s - entered_s).where(would.late, math.inf), rules)
+def computed_share(unit_s: Tensor, step: Outcome, rules: Rules) -> Tensor:
+    """The share of each unit that comes in, (..., ranks, units): of the one that a late rank leaves, its part."""
+    share = step.reached.to(unit_s.dtype)
+    if not rules.finish_running:
+        share[step.late] = part_computed(unit_s[step.late], step.end_s[step.late].unsqueeze(-1))
+    return share

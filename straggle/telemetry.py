@@ -19,7 +19,7 @@ from torch import Tensor
 
 from straggle.deadline import Granularity
 from straggle.history import StepProgress
-from straggle.outcome import Rules, computed_part, outcome
+from straggle.outcome import Rules, computed_share, outcome
 from straggle.report import PHASES, Phase, RankReport, ShadowReport, StageReport, StepReport
 from straggle.stages import StagePlan
 
@@ -196,7 +196,8 @@ class Table:
         unit_s = torch.cat([unit_s[:, :-1], torch.maximum(unit_s[:, -1:], compute_s.unsqueeze(1))], 1)
         entered_s, has_data = (busy_s - compute_s).clamp(min=0.0), progress.weight > 0
         would = outcome(unit_s, deadline_s, rules, entered_s)
-        part = computed_part(unit_s, would, rules, entered_s) * has_data.unsqueeze(1)
+        own = replace(would, end_s=would.end_s - entered_s)
+        part = computed_share(unit_s, own, rules) * has_data.unsqueeze(1)
         given = part * progress.unit_share
         by_stage = given.sum(1, keepdim=True).expand(-1, len(plan.stages))
         if not rules.finish_running:  # the last micro-batch comes in stages

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from straggle.deadline import Deadline, Patience, check_count
 from straggle.history import History, Progress
-from straggle.outcome import Rules, part_in_time
 
 _FIRST_UNIT = 5  # thresholds before any rank has finished this one (from 0) are not looked at
 
@@ -95,12 +94,26 @@ def whole_times(progress: Progress, compute_s: Tensor) -> Tensor:
 def expected_drop(unit_s: Tensor, unit_share: Tensor, stop_s: Tensor, patience: Patience) -> float:
     """The share of all gradients that is dropped when ranks are stopped after ``stop_s`` seconds, of shape (steps,).
 
-    What is running when a rank is stopped counts as `part_in_time` says.
+    A running stage counts with the part of its parameters that are finished (the first one, in which the forward pass
+    lies, does not); a running micro-batch counts where it ends within the grace.
     """
-    finish_running = patience.granularity == "microbatch"
-    rules = Rules(unit_s.shape[1], finish_running=finish_running, grace_s=patience.grace_s)
-    part = part_in_time(unit_s, stop_s.unsqueeze(1), rules)
+    times, stop = unit_s.nan_to_num(math.inf, posinf=math.inf), stop_s.to(unit_s).view(-1, 1, 1)
+    if patience.granularity == "microbatch":
+        begin_s = torch.cat([torch.zeros_like(times[..., :1]), times[..., :-1]], -1)
+        part = ((times <= stop) | ((begin_s <= stop) & (times <= stop + patience.grace_s))).to(times)
+    else:
+        part = part_computed(times, stop)
     return float(1 - (part * unit_share).sum(-1).mean())
+
+
+def part_computed(unit_s: Tensor, stop_s: Tensor) -> Tensor:
+    """The part of each unit that a rank has computed when it is stopped after ``stop_s`` seconds.
+
+    Of a running stage that is what the seconds tell, of the first one, in which the forward pass lies, nothing.
+    """
+    begin_s = torch.cat([unit_s[..., :1], unit_s[..., :-1]], -1)
+    part = ((stop_s - begin_s) / (unit_s - begin_s).clamp(min=1e-9)).clamp(0, 1).where(unit_s > stop_s, 1.0)
+    return part.nan_to_num(0.0)
 
 
 @final

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from straggle.advise.timings import Array, Timings
 from straggle.around import DropBudget
 from straggle.deadline import Deadline, FirstK, MedianDeadline, Patience, QuantileDeadline, WaitForAll
 from straggle.history import HistoryWindow, StepProgress
-from straggle.outcome import computed_part, outcome, rules_of
+from straggle.outcome import Rules, computed_share, outcome
 from straggle.threshold import AutoDeadline
 
 WORTH_IT = 1.01  # effective speedup, from which on a policy is recommended
@@ -90,7 +90,7 @@ def replay(timings: Timings, policy: Deadline, patience: Patience | None = None)
     """Step by step: what the policy sees is what it would have seen, so a rank that it stops looks stopped."""
     patience = patience or Patience()
     policy.prepare(patience)
-    rules = rules_of(policy, patience, timings.num_ranks)
+    rules = Rules.of(policy, patience, timings.num_ranks)
     window = HistoryWindow(policy.window, timings.num_ranks)
     stage_share = torch.from_numpy(timings.stage_share).float()
     if policy.wants_progress:
@@ -101,7 +101,8 @@ def replay(timings: Timings, policy: Deadline, patience: Patience | None = None)
     deadline_s = math.inf
     for step in range(timings.num_steps):
         would = outcome(unit_s[step], deadline_s, rules, entered_s[step])
-        part = computed_part(unit_s[step], would, rules, entered_s[step])
+        own_s = would.end_s - entered_s[step]
+        part = computed_share(unit_s[step], replace(would, end_s=own_s), rules)
         network_s = float(timings.network_s[step])
         seconds.append(float(would.seconds) + network_s)
         dropped.append(float(1 - (part * share[step]).sum(-1).mean()))
@@ -113,7 +114,7 @@ def replay(timings: Timings, policy: Deadline, patience: Patience | None = None)
             weight=weight,
             overhead_s=torch.tensor(network_s),
         )
-        compute_s = (would.end_s - entered_s[step]).tolist()
+        compute_s = own_s.tolist()
         deadline_s = policy.decide(window.append(compute_s, (~would.late).tolist(), progress))
     return Replayed(np.array(seconds), np.array(dropped), np.array(late))
 
