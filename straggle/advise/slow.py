@@ -23,7 +23,7 @@ ATTRIBUTED = 0.8  # of the excess, that the named phases account for
 SLOW = 1.1  # times the other ranks' own work, from which on a rank is slow
 MATTERS = 0.03  # of the mean step, that a rank must cost to be named
 _LEAST_SEGMENT = 8  # steps
-_SURE = 1e-4  # chance that a change point is none
+_SURE = 1e-5  # chance that a change point is none
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def find_slow_ranks(timings: Timings) -> Slowness:
     found = list[SlowRank]()
     for rank in range(timings.num_ranks):
         cost = float(lost[slowest == rank].sum() / len(own))
-        if cost >= MATTERS * step_s and (one := _slow_rank(timings, rank, excess[:, rank], cost / lost.mean())):
+        if cost >= MATTERS * step_s and (one := _slow_rank(timings, rank, excess[:, rank], cost / float(lost.mean()))):
             found.append(one)
     explained = sum(rank.lost_share * rank.attributed for rank in found)
     found.sort(key=lambda rank: -rank.lost_share)
@@ -135,13 +135,15 @@ def _most(shares: dict[str, float]) -> tuple[tuple[str, ...], float]:
 def slowdown(timings: Timings, rank: int, seed: int = 0) -> Interval:
     """The job's time over what it would be if ``rank`` were as its peers.
 
-    In its place stands, in each step, a peer drawn at random with its time in a random step of the trace, so that the
-    slowest of as many ranks is still looked for. That is what a run without the slow rank would look like.
+    In its place stands one that differs from the middle of its peers in the step by as much as some peer does in some
+    step, drawn at random: the slowest of as many ranks is still looked for, and what slows all ranks at once stays.
     """
     random = np.random.default_rng(seed)
     own = timings.own_s.copy()
     peers = np.delete(own, rank, axis=1)
-    own[:, rank] = peers[random.integers(len(own), size=len(own)), random.integers(peers.shape[1], size=len(own))]
+    middle = np.median(peers, axis=1)
+    apart = (peers - middle[:, None]).ravel()
+    own[:, rank] = middle + apart[random.integers(len(apart), size=len(own))]
     before_s = timings.own_s.max(axis=1) + timings.network_s
     return interval(np.divide, before_s, own.max(axis=1) + timings.network_s, seed=seed)
 
@@ -166,18 +168,36 @@ def slow_period(ratio: Array) -> tuple[int, int]:
 def change_points(series: Array, begin: int = 0) -> list[int]:
     """Positions at which the level of a series changes for good.
 
-    Pettitt's test (Applied Statistics 28, 1979) on ranks, which single stalls do not move, again on both sides of each
-    change that it finds.
+    Pettitt's test (Applied Statistics 28, 1979) on ranks, which single stalls do not move, over the whole series and
+    ever shorter parts of it (seeded intervals, Kovács et al., Biometrika 110, 2023), so that a rank that was slow for a
+    while is found too; then again on both sides of the surest change.
     """
-    size = len(series)
-    if size < 2 * _LEAST_SEGMENT:
+    tested = [_change_point(series[a:b], a) for a, b in _intervals(len(series))]
+    if not tested or (surest := min(tested))[0] > _SURE:
         return []
+    at = surest[1]
+    return [*change_points(series[:at], begin), begin + at, *change_points(series[at:], begin + at)]
+
+
+def _intervals(size: int) -> list[tuple[int, int]]:
+    """The whole, and overlapping parts, each length 0.7 times the one before."""
+    parts, length = list[tuple[int, int]](), float(size)
+    while length >= 2 * _LEAST_SEGMENT:
+        number = 2 * math.ceil(size / length) - 1
+        begins = [round(k * (size - length) / max(1, number - 1)) for k in range(number)]
+        parts += [(begin, min(size, begin + round(length))) for begin in begins]
+        length *= 0.5**0.5
+    return parts
+
+
+def _change_point(series: Array, begin: int) -> tuple[float, int]:
+    """The chance that the likeliest change is none, and where it is."""
+    size = len(series)
     order = np.argsort(np.argsort(series, kind="stable"), kind="stable") + 1
     statistic = 2 * np.cumsum(order)[:-1] - np.arange(1, size) * (size + 1)
     inside = np.abs(statistic[_LEAST_SEGMENT - 1 : size - _LEAST_SEGMENT])
     at = int(inside.argmax()) + _LEAST_SEGMENT
-    chance = 2 * math.exp(-6 * float(inside.max()) ** 2 / (size**3 + size**2))
     before, after = float(np.median(series[:at])), float(np.median(series[at:]))
-    if chance > _SURE or abs(after - before) < (SLOW - 1) / 2 * before:
-        return []
-    return [*change_points(series[:at], begin), begin + at, *change_points(series[at:], begin + at)]
+    if abs(after - before) < (SLOW - 1) / 2 * before:  # sure or not, it is too little
+        return math.inf, begin + at
+    return 2 * math.exp(-6 * float(inside.max()) ** 2 / (size**3 + size**2)), begin + at
