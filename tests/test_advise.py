@@ -116,6 +116,17 @@ def test_equal_ranks_have_no_slow_one_and_no_policy(tmp_path):
     assert "wait for everyone" in str(given)
 
 
+def test_noise_of_all_ranks_names_nobody(tmp_path):
+    chance = random.Random(1)
+
+    def noisy(_rank, _step):
+        return {"forward": 0.1} if chance.random() < 0.2 else {}
+
+    found = find_slow_ranks(read_timings(write_watch(tmp_path, extra=noisy)))
+    assert found.ranks == ()
+    assert found.lost_s > 0.03
+
+
 def test_two_slow_ranks_of_six_are_both_named(tmp_path):
     def both(rank, step):
         return {"backward": 0.2 if (step + rank) % 2 else 0.19} if rank in (1, 4) else {}
@@ -224,7 +235,7 @@ def command(*words: object) -> subprocess.CompletedProcess[str]:
 def test_command_prints_sentences_or_json(tmp_path):
     write_watch(tmp_path, extra=when(1, range(1000), backward=0.2))
     told, plain = command(tmp_path), command("--json", tmp_path)
-    assert "Rank 1 is slow, all the time" in told.stdout
+    assert "Rank 1 is slow, from the first step on" in told.stdout
     content = json.loads(plain.stdout)
     assert content["slow_ranks"][0]["rank"] == 1
     assert content["slow_ranks"][0]["named"] == ["backward"]
@@ -278,3 +289,17 @@ def test_intervals_hold_their_value(tmp_path):
 @pytest.mark.slow
 def test_real_ranks_under_ddp_name_the_one_that_is_busy(tmp_path):
     assert run_e11(True, tmp_path).ok
+
+
+def test_report_draws_a_watched_run(tmp_path):
+    from straggle.report.numbers import numbers_of
+    from straggle.report.page import write_report
+    from straggle.report.run import read_run, read_steps
+
+    write_watch(tmp_path, steps=40, extra=when(1, range(1000), backward=0.2), noise=0.0)
+    run = read_run(tmp_path)
+    assert (run.num_steps, run.num_ranks) == (40, 4)
+    assert run.ranks["wait_s"][5] == pytest.approx([0.2, 0.0, 0.2, 0.2])
+    assert read_steps(run, [7])[7].ranks[1].backward_s == pytest.approx(0.26)
+    assert numbers_of(run).ranks[1].slowness == pytest.approx(0.29 / 0.09)
+    assert "waited for" in write_report(tmp_path).read_text()

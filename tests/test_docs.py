@@ -21,6 +21,7 @@ from ranks import run_ranks
 from torch import nn
 
 import straggle
+from straggle.advise.__main__ import arguments as advise_arguments
 from straggle.configuration import GROUPS, load
 from straggle.experiments.__main__ import arguments as experiment_arguments
 from straggle.report.__main__ import arguments as report_arguments
@@ -118,6 +119,8 @@ def check_command(words: list[str]) -> None:
             load(keys[0], keys[1:])
         elif module == "straggle.report":
             report_arguments(keys)
+        elif module == "straggle.advise":
+            advise_arguments(keys)
         elif module == "straggle.experiments":
             experiment_arguments(keys)
         else:

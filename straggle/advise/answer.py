@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 
 from straggle.advise.bootstrap import LEVEL, Interval
 from straggle.advise.gain import Gain, best, gains
-from straggle.advise.slow import MATTERS, Slowness, SlowRank, find_slow_ranks
+from straggle.advise.slow import MATTERS, UNUSUAL, Slowness, SlowRank, find_slow_ranks
 from straggle.advise.timings import Timings, dumps, read_timings
 from straggle.deadline import Patience
 from straggle.report import text_table
@@ -95,11 +95,11 @@ def _headline(timings: Timings, slowness: Slowness) -> str:
 
 
 def _about(rank: SlowRank, timings: Timings) -> str:
-    when = "all the time" if rank.since is None else f"since step {rank.since}"
+    manner = "slow" if rank.steady >= _STEADY else "slow now and then"
+    when = "from the first step on" if rank.since is None else f"since step {rank.since}"
     if rank.until is not None:
         begin = int(timings.step[0]) if rank.since is None else rank.since
         when = f"from step {begin} to step {rank.until - 1}"
-    manner = "slow" if rank.steady >= _STEADY else "slow now and then"
     where = ", ".join(f"{rank.phases[phase]:.0%} {_PLACES[phase]}" for phase in rank.named)
     return (
         f"Rank {rank.rank} is {manner}, {when}, in {rank.steady:.0%} of these steps: then it takes {rank.times:.2f} "
@@ -110,11 +110,14 @@ def _about(rank: SlowRank, timings: Timings) -> str:
 
 def _summed_up(slowness: Slowness) -> Iterator[str]:
     if slowness.ranks:
-        yield f"That explains {slowness.attributed:.0%} of what the job loses to slow ranks."
+        yield (
+            f"That explains {slowness.attributed:.0%} of what the job loses to the slowest rank of each step; the rest is "
+            "the ordinary difference between ranks."
+        )
     else:
         yield (
-            f"No rank is slow: none costs {MATTERS:.0%} of a step or more, and what is lost is the ordinary difference "
-            "between ranks."
+            f"No rank is slow: none costs {MATTERS:.0%} of a step or more and is behind {UNUSUAL:g} times as much as the "
+            "others. What is lost is the ordinary difference between ranks."
         )
     if slowness.network_s >= _NETWORK * slowness.step_s:
         yield (

@@ -22,6 +22,7 @@ Positions: TypeAlias = NDArray[np.signedinteger[Any]]
 ATTRIBUTED = 0.8  # of the excess, that the named phases account for
 SLOW = 1.1  # times the other ranks' own work, from which on a rank is slow
 MATTERS = 0.03  # of the mean step, that a rank must cost to be named
+UNUSUAL = 2.0  # times its peers' mean excess: where all ranks are noisy, now one is the slowest and now another
 _LEAST_SEGMENT = 8  # steps
 _SURE = 1e-5  # chance that a change point is none
 
@@ -72,10 +73,14 @@ def find_slow_ranks(timings: Timings) -> Slowness:
     excess = own - _others(own)
     slowest = own.argmax(axis=1)
     lost = np.maximum(0.0, excess[np.arange(len(own)), slowest])
+    behind_s = np.maximum(0.0, excess).mean(axis=0)
     step_s = float(timings.seconds.mean())
     found = list[SlowRank]()
     for rank in range(timings.num_ranks):
         cost = float(lost[slowest == rank].sum() / len(own))
+        usual_s = float(np.median(np.delete(behind_s, rank)))
+        if behind_s[rank] < UNUSUAL * usual_s:
+            continue
         if cost >= MATTERS * step_s and (one := _slow_rank(timings, rank, excess[:, rank], cost / float(lost.mean()))):
             found.append(one)
     explained = sum(rank.lost_share * rank.attributed for rank in found)
