@@ -111,13 +111,13 @@ def _about(rank: SlowRank, timings: Timings) -> str:
 def _summed_up(slowness: Slowness) -> Iterator[str]:
     if slowness.ranks:
         yield (
-            f"That explains {slowness.attributed:.0%} of what the job loses to the slowest rank of each step; the rest is "
-            "the ordinary difference between ranks."
+            f"That explains {slowness.attributed:.0%} of what the job loses to the slowest rank of each step; the rest "
+            "is the ordinary difference between ranks."
         )
     else:
         yield (
-            f"No rank is slow: none costs {MATTERS:.0%} of a step or more and is behind {UNUSUAL:g} times as much as the "
-            "others. What is lost is the ordinary difference between ranks."
+            f"No rank is slow: none costs {MATTERS:.0%} of a step or more and is behind {UNUSUAL:g} times as much as "
+            "the others. What is lost is the ordinary difference between ranks."
         )
     if slowness.network_s >= _NETWORK * slowness.step_s:
         yield (
