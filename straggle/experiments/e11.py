@@ -20,6 +20,7 @@ _TIMERS = {
     "avg_backward_compute_time": "backward",
     "avg_backward_comm_time": "allreduce",
 }
+_COLORS = {"forward": "tab:blue", "backward": "tab:orange", "data": "tab:green", "pauses": "tab:red"}
 _PARTS = ("avg_backward_compute_time", "avg_backward_comm_time")
 
 
@@ -88,7 +89,11 @@ def _plot(path: Path, timings: Timings, timers: list[dict[str, float]]) -> Path:
     ranks = [f"rank {rank}" for rank in range(RANKS)]
     wait_s = (timings.seconds[:, None] - timings.own_s).mean(axis=0)
     parts = {phase: timings.phases[phase].mean(axis=0) for phase in PHASES} | {"wait and network": wait_s}
-    _stack(ours, ranks, {name: 1e3 * values for name, values in parts.items() if values.max() > 1e-3})
+    _stack(
+        ours,
+        ranks,
+        {name: 1e3 * values for name, values in parts.items() if values.max() > 0.01 * timings.seconds.mean()},
+    )
     _stack(theirs, ranks, {name: np.array([t.get(key, 0) / 1e6 for t in timers]) for key, name in _TIMERS.items()})
     ours.set_title("straggle.watch")
     theirs.set_title("DDP's own timers")
@@ -103,7 +108,7 @@ def _stack(axes: object, ranks: list[str], parts: dict[str, np.ndarray[tuple[int
     assert isinstance(axes, Axes)
     below = np.zeros(len(ranks))
     for name, values in parts.items():
-        color = "lightgrey" if name in ("wait and network", "allreduce") else None
-        axes.bar(ranks, values, bottom=below, label=name, color=color)
+        axes.bar(ranks, values, bottom=below, label=name, color=_COLORS.get(name, "lightgrey"))
         below = below + values
-    axes.legend(frameon=False, fontsize="small")
+    axes.set_ylim(0, 1.3 * below.max())
+    axes.legend(frameon=False, fontsize="small", ncols=len(parts), loc="upper center")
