@@ -40,11 +40,12 @@ from straggle.measure import Reach, StageProfile, measure_stages
 from straggle.merge import Merge
 from straggle.parallel import StagedDataParallel, Step
 from straggle.rebalance import Rebalance
-from straggle.report import BackwardReport, RankReport, StageReport, StageTime, StepReport
+from straggle.report import BackwardReport, RankReport, ShadowReport, StageReport, StageTime, StepReport
 from straggle.sampler import RequeueSampler
 from straggle.staged import BackwardStep, FinishedStage, StagedBackward
 from straggle.stages import BalancedByTime
 from straggle.threshold import AutoDeadline
+from straggle.watching import Watch, watch
 
 __version__ = "0.1.0"
 
@@ -81,6 +82,7 @@ __all__ = [
     "Rebalance",
     "RequeueSampler",
     "Shadow",
+    "ShadowReport",
     "StageProfile",
     "StageReport",
     "StageTime",
@@ -90,6 +92,8 @@ __all__ = [
     "StepReport",
     "Supplement",
     "WaitForAll",
+    "Watch",
     "Zero",
     "measure_stages",
+    "watch",
 ]

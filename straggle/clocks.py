@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -57,7 +58,7 @@ class Timeline:
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.monotonic) -> None:
-        self._now: Callable[[], Any] = clock if device.type != "cuda" else _recorded_event
+        self._now: Callable[[], Any] = partial(moment, device, clock)
         self._moments: list[tuple[int | None, Any]] = []
 
     def begin(self) -> None:
@@ -75,19 +76,23 @@ class Timeline:
     def seconds(self, num_keys: int) -> list[float]:
         """Seconds that belong to each key from 0 to ``num_keys - 1``."""
         total = [0.0] * num_keys
-        for (_, before), (key, moment) in pairwise(self._moments):
+        for (_, before), (key, after) in pairwise(self._moments):
             if key is not None:
-                total[key] += _seconds_between(before, moment)
+                total[key] += seconds_between(before, after)
         return total
 
 
-def _recorded_event() -> torch.cuda.Event:
+def moment(device: torch.device, clock: Callable[[], float] = time.monotonic) -> Any:
+    """Now: by the host's clock or, on a CUDA device, as an event on its queue."""
+    if device.type != "cuda":
+        return clock()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record()
     return event
 
 
-def _seconds_between(before: Any, after: Any) -> float:
+def seconds_between(before: Any, after: Any) -> float:
+    """Seconds between two moments; waits for the device where they are events."""
     if isinstance(after, torch.cuda.Event):
         after.synchronize()
         return float(before.elapsed_time(after)) / 1000

@@ -25,6 +25,7 @@ from straggle.deadline import Deadline, Patience, WaitForAll
 from straggle.estimators import Estimator
 from straggle.history import History, HistoryWindow
 from straggle.merge import Merge, ReachedShares
+from straggle.outcome import Rules
 from straggle.report import PHASES
 from straggle.rounds import Contribution, Layout, Round
 from straggle.stages import Stage, StagePlan
@@ -67,7 +68,7 @@ class Coordinator:
     ) -> None:
         if patience.granularity == "step" and estimator.supplements:
             raise ValueError(
-                f"granularity='step' with {type(estimator).__name__}: it adds to gradients that a late rank then drops; "
+                f"granularity='step' with {type(estimator).__name__}: it adds to gradients that are dropped then; "
                 "use granularity='stage' or another estimator"
             )
         self._parameters = parameters
@@ -79,7 +80,7 @@ class Coordinator:
         self._num_changes = num_changes
         self._reached = ReachedShares(merge.chance_window)
         self._finishes_late = estimator.finishes_late and patience.max_lag > 0
-        self._quorum = patience.quorum_of(channel.world_size, deadline.quorum)
+        self.rules = Rules.of(deadline, patience, channel.world_size)
         self._clock = clock
         self.stopwatch = Stopwatch(clock)
         self._lock = threading.Lock()
@@ -94,7 +95,7 @@ class Coordinator:
         self._window = HistoryWindow(deadline.window, channel.world_size)
         self._deadline_s = math.inf  # of the step that is being merged; the first waits for everyone
         self._stage_share: Tensor | None = None  # of the model, where the policy looks at more than times
-        self._shadow_s = math.nan  # what it would be, of a policy that is not enforced
+        self._shadow_s = math.nan if deadline.enforced else math.inf  # of a policy that is not enforced
         self._waited_since = math.inf  # when a quorum was seen to wait
         self._merge_s = 0.0
         self._closed_at = self._merged_at
@@ -561,7 +562,7 @@ class Coordinator:
             wake_at = min(stop_at, post_at) if self._clock() < post_at else stop_at
             if self._closing or self._handed_over or self._post_due() or self._sleep_until(wake_at):
                 return
-        waited_for = self._channel.num_finished(step) >= self._quorum
+        waited_for = self._channel.num_finished(step) >= self.rules.quorum
         with self._lock:
             if waited_for and step == self._merging:
                 self._waited_since = min(self._waited_since, self._clock())

@@ -361,7 +361,16 @@ class StagedDataParallel(nn.Module):
         self._put_in_place(merged, step.kept)
         self._scalar_names |= step.scalars.keys()
         names = frozenset(self._scalar_names)
-        record = StepRecord(merged.step, merged.seconds, merged.deadline_s, merged.plan, merged.table, names)
+        record = StepRecord(
+            merged.step,
+            merged.seconds,
+            merged.deadline_s,
+            merged.plan,
+            merged.table,
+            names,
+            shadow_s=merged.shadow_s,
+            rules=self._coordinator.rules,
+        )
         self._last_record = record
         if self._finish_times is not None:
             self._learn(self._finish_times)

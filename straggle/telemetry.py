@@ -11,7 +11,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from statistics import median
 from typing import NamedTuple
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from straggle.deadline import Granularity
 from straggle.history import StepProgress
-from straggle.report import PHASES, Phase, RankReport, StageReport, StepReport
+from straggle.outcome import Rules, computed_share, outcome
+from straggle.report import PHASES, Phase, RankReport, ShadowReport, StageReport, StepReport
 from straggle.stages import StagePlan
 
 MAX_SCALARS = 8
@@ -269,6 +270,35 @@ class Table:
         first = len(_FIELDS) + _PER_STAGE * self._num_stages
         return self._rows[:, first : first + MICROBATCH_SLOTS]
 
+    def shadow(self, seconds: float, deadline_s: float, rules: Rules, plan: StagePlan) -> ShadowReport:
+        """What a deadline of ``deadline_s`` would have made of this step, for which everyone was waited for."""
+        stage_share = torch.tensor([stage.numel / plan.numel for stage in plan.stages])
+        progress = self.progress(stage_share, "microbatch" if rules.finish_running else "stage")
+        busy_s, compute_s = (torch.tensor(self._column(name)).nan_to_num(0.0) for name in ("busy_s", "compute_s"))
+        # slots without a unit end with the one before
+        unit_s = progress.unit_s.where(progress.unit_share > 0, 0.0).nan_to_num(0.0).cummax(-1).values
+        unit_s = torch.cat([unit_s[:, :-1], torch.maximum(unit_s[:, -1:], compute_s.unsqueeze(1))], 1)
+        entered_s, has_data = (busy_s - compute_s).clamp(min=0.0), progress.weight > 0
+        would = outcome(unit_s, deadline_s, rules, entered_s)
+        own = replace(would, end_s=would.end_s - entered_s)
+        part = computed_share(unit_s, own, rules) * has_data.unsqueeze(1)
+        given = part * progress.unit_share
+        by_stage = given.sum(1, keepdim=True).expand(-1, len(plan.stages))
+        if not rules.finish_running:  # the last micro-batch comes in stages
+            first = part.shape[1] - len(plan.stages)
+            whole = progress.unit_share[:, first:].sum(1, keepdim=True)
+            by_stage = given[:, :first].sum(1, keepdim=True) + whole * part[:, first:]
+        weight = progress.weight / progress.weight.sum().clamp(min=1e-12)
+        stages, reach = (by_stage * weight.unsqueeze(1)).sum(0), given.sum(1)
+        return ShadowReport(
+            deadline_s=deadline_s,
+            seconds=seconds - float(busy_s.max() - would.seconds),
+            late_ranks=tuple(would.late.nonzero().flatten().tolist()),
+            reach=tuple(reach.tolist()),
+            stages=tuple(stages.tolist()),
+            dropped_share=1.0 - float(reach[has_data].mean()) if bool(has_data.any()) else 0.0,
+        )
+
     def _column(self, name: str) -> list[float]:
         column = _COLUMN[name]
         return [row[column] for row in self._fixed]
@@ -321,7 +351,8 @@ class Table:
 class StepRecord:
     """A merged step as it came: cheap to keep, and its report is built when somebody asks, on any thread.
 
-    ``names`` are the scalars that this rank knows by name.
+    ``names`` are the scalars that this rank knows by name. ``shadow_s``: the deadline of a policy that is not enforced,
+    by whose ``rules`` the step would have ended; NaN: it is enforced.
     """
 
     step: int
@@ -330,8 +361,13 @@ class StepRecord:
     plan: StagePlan
     table: Table
     names: frozenset[str]
+    shadow_s: float = math.nan
+    rules: Rules | None = None
 
     @cached_property
     def report(self) -> StepReport:
         """What happened in the step, on all ranks."""
-        return self.table.report(self.step, self.seconds, self.deadline_s, self.plan, self.names)
+        report = self.table.report(self.step, self.seconds, self.deadline_s, self.plan, self.names)
+        if self.rules is None or math.isnan(self.shadow_s):
+            return report
+        return replace(report, shadow=self.table.shadow(self.seconds, self.shadow_s, self.rules, self.plan))

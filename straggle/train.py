@@ -219,12 +219,22 @@ def summarize(
         "fairness_input_stage": fairness.input_index,
         "least_contribution": fairness.least,
         "least_contribution_input_stage": fairness.input_least,
+        **_shadow(reports[start:]),
         "late_steps_per_rank": [sum(report.ranks[rank].late for report in reports) for rank in ranks],
         "stood_in_steps_per_rank": [sum(report.ranks[rank].stood_in for report in reports) for rank in ranks],
         "loss": fmean(losses) if losses else math.nan,
         "validation_loss": scores["loss"],
         **({"validation_accuracy": scores["accuracy"]} if "accuracy" in scores else {}),
         "parameters_sha256": hashes,
+    }
+
+
+def _shadow(reports: list[StepReport]) -> dict[str, float | None]:
+    """What a policy that stopped nobody would have made of these steps."""
+    shadows = [report.shadow for report in reports if report.shadow is not None]
+    return {
+        "shadow_dropped_share": fmean(shadow.dropped_share for shadow in shadows) if shadows else None,
+        "shadow_step_seconds_mean": fmean(shadow.seconds for shadow in shadows) if shadows else None,
     }
 
 
@@ -248,9 +258,18 @@ def _print(summary: dict[str, Any], run_dir: Path) -> None:
         ("validation loss", f"{summary['validation_loss']:.3f}", _accuracy(summary)),
         ("parameters on all ranks", "identical" if same else "DIFFERENT", summary["parameters_sha256"][0][:12]),
     ]
+    if summary["shadow_dropped_share"] is not None:
+        rows.insert(3, ("with the deadline enforced", *_would(summary)))
     print_table(f"{summary['steps']} steps", ("", "", ""), rows)
     stages = [(name, f"{share:.1%}") for name, share in summary["dropped_share_per_stage"].items()]
     print_table("dropped per stage, in the order of backward", ("stage", "dropped"), stages, {"files": run_dir})
+
+
+def _would(summary: dict[str, Any]) -> tuple[str, str]:
+    """What a policy that only looked on would have done."""
+    dropped, seconds = summary["shadow_dropped_share"], summary["shadow_step_seconds_mean"]
+    saved = 1 - seconds / summary["step_seconds_mean"]
+    return f"would have dropped {dropped:.1%}", f"and saved {saved:.1%} of the mean step: {1e3 * seconds:.0f} ms"
 
 
 def _shares(name: str, shares: list[float]) -> str:

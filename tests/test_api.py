@@ -39,6 +39,7 @@ HOUSE = (
     "coordinator",
     "parallel",
     "rebalance",
+    "watching",
     "sampler",
     "stopping",
 )
@@ -78,6 +79,7 @@ def test_public_names_are_pinned():
         "Rebalance",
         "RequeueSampler",
         "Shadow",
+        "ShadowReport",
         "StageProfile",
         "StageReport",
         "StageTime",
@@ -87,8 +89,10 @@ def test_public_names_are_pinned():
         "StepReport",
         "Supplement",
         "WaitForAll",
+        "Watch",
         "Zero",
         "measure_stages",
+        "watch",
     ]
     assert all(hasattr(straggle, name) for name in straggle.__all__)
 

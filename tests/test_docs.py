@@ -21,6 +21,7 @@ from ranks import run_ranks
 from torch import nn
 
 import straggle
+from straggle.advise.__main__ import arguments as advise_arguments
 from straggle.configuration import GROUPS, load
 from straggle.experiments.__main__ import arguments as experiment_arguments
 from straggle.report.__main__ import arguments as report_arguments
@@ -118,6 +119,8 @@ def check_command(words: list[str]) -> None:
             load(keys[0], keys[1:])
         elif module == "straggle.report":
             report_arguments(keys)
+        elif module == "straggle.advise":
+            advise_arguments(keys)
         elif module == "straggle.experiments":
             experiment_arguments(keys)
         else:
@@ -181,7 +184,9 @@ def test_every_option_of_a_group_is_documented_with_its_keys(group: str) -> None
     assert load("train", [])[group] == options[default.split("`")[1]]
 
 
-@pytest.mark.parametrize("record", [straggle.StepReport, straggle.RankReport, straggle.StageReport])
+@pytest.mark.parametrize(
+    "record", [straggle.StepReport, straggle.RankReport, straggle.StageReport, straggle.ShadowReport]
+)
 def test_every_field_of_a_trace_is_documented(record: type) -> None:
     trace = CONFIGURATION.partition("### `trace.jsonl`")[2].partition("### `compare.json`")[0]
     assert {field.name for field in dataclasses.fields(record)} - documented(trace) == set()

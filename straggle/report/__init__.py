@@ -67,12 +67,28 @@ class StageReport:
 
 
 @dataclass(frozen=True)
+class ShadowReport:
+    """What a policy that only looks on (`straggle.Shadow`) would have done in a step.
+
+    ``seconds`` is what the step would have taken. ``reach`` is for each rank the share of the model that it would have
+    computed, ``stages`` for each stage the share that would have come in of what all ranks had to give.
+    """
+
+    deadline_s: float
+    seconds: float
+    late_ranks: tuple[int, ...]
+    reach: tuple[float, ...]
+    stages: tuple[float, ...]
+    dropped_share: float
+
+
+@dataclass(frozen=True)
 class StepReport:
     """One merged step: ``seconds`` from the end of the merge before; ``deadline_s`` is infinite without one.
 
     ``skipped``: no rank had finite gradients, and no parameter has one now. ``different_ranks``: those whose parameters
     were not those of most ranks when they entered the step (a tie: not those of the lowest rank); ``None`` where they
-    were not compared (`Merge.check_every`).
+    were not compared (`Merge.check_every`). ``shadow``: what a policy that stops nobody would have done.
     """
 
     step: int
@@ -83,6 +99,7 @@ class StepReport:
     scalars: Mapping[str, float] = field(default_factory=dict)
     skipped: bool = False
     different_ranks: tuple[int, ...] | None = None
+    shadow: ShadowReport | None = None
 
     @property
     def dropped_share(self) -> float:

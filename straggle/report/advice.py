@@ -24,7 +24,7 @@ LEAST = (
 LITTLE = 0.02  # seconds saved, or gradients dropped, as a share, below which it is little
 IN_A_ROW = 3  # steps that a rank was stood in for
 WAITING = 0.2  # share of a step that ranks stand idle, above which that is worth a sentence
-_IN = {
+PLACES = {
     "outside": "outside of data and passes (the optimizer, evaluation, checkpoints)",
     "data": "while it loaded data",
     "forward": "in the forward pass",
@@ -70,7 +70,7 @@ def _bad_numbers(run: Run, numbers: Numbers) -> Iterator[str]:
 def _saved(numbers: Numbers) -> Iterator[str]:
     if not numbers.late or math.isnan(numbers.saved_share):
         return
-    own, waiting = _ms(numbers.own.mean_s), _ms(numbers.waiting.mean_s)
+    own, waiting = ms(numbers.own.mean_s), ms(numbers.waiting.mean_s)
     dropped = f"{numbers.dropped_share:.1%} of the gradients were dropped"
     if numbers.saved_share >= LITTLE:
         yield (
@@ -202,12 +202,12 @@ def _doing(rank: RankNumbers) -> str:
     """What a late rank was doing: all its causes where there are several."""
     causes: Mapping[Any, int] = rank.causes
     if len(causes) == 1:
-        return f", {_IN[next(iter(causes))]}"
+        return f", {PLACES[next(iter(causes))]}"
     if not causes:
         return ""
     first, *rest = causes
     others = ", ".join(f"{cause} {causes[cause]}" for cause in rest)
-    return f", mostly {_IN[first]} ({first} {causes[first]}, {others})"
+    return f", mostly {PLACES[first]} ({first} {causes[first]}, {others})"
 
 
 def _last_stage(run: Run, rank: int) -> str:
@@ -230,5 +230,6 @@ def _steps(count: int, of: int) -> str:
     return f"{share:.0%} of its steps ({count} of {of})" if share >= 0.01 else f"{count} of its {of} steps"
 
 
-def _ms(seconds: float) -> str:
+def ms(seconds: float) -> str:
+    """Seconds in words."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.0f} ms"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from omegaconf import OmegaConf
 
 from straggle.fairness import Contributions, Fairness
-from straggle.report import PHASES, RankReport, StageReport, StepReport
+from straggle.report import PHASES, RankReport, ShadowReport, StageReport, StepReport
 from straggle.trace import read_trace
+from straggle.watching import FOLDER
 from straggle.whatif import WaitForAllPrediction
 
 Array: TypeAlias = NDArray[np.float64]
@@ -66,15 +67,16 @@ class Run:
 
 
 def read_run(run_dir: Path, *, name: str | None = None) -> Run:
-    """Read ``trace.jsonl`` and, where they are, ``config.yaml`` and ``summary.json``.
+    """Read ``trace.jsonl``, or what `straggle.watch` wrote, and, where they are, ``config.yaml`` and ``summary.json``.
 
     Raises ``ValueError`` where there is no trace, or no step in it.
     """
     path = run_dir / "trace.jsonl"
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file; give the run_dir of a run of straggle.train")
+    watched = _watched(run_dir)
+    if not path.is_file() and not watched:
+        raise ValueError(f"{path}: no such file; give the run_dir of a run of straggle.train or straggle.watch")
     columns = _Columns()
-    for record in read_trace(path):
+    for record in read_trace(path) if path.is_file() else _of_ddp(watched):
         try:
             columns.add(step_report(record))
         except (KeyError, TypeError, AttributeError) as error:
@@ -87,8 +89,42 @@ def read_run(run_dir: Path, *, name: str | None = None) -> Run:
 
 def read_steps(run: Run, positions: Collection[int]) -> dict[int, StepReport]:
     """The whole reports of some steps, by their position in the run; other lines are not parsed again."""
-    with (run.run_dir / "trace.jsonl").open() as lines:
+    path = run.run_dir / "trace.jsonl"
+    if not path.is_file():
+        records = enumerate(_of_ddp(_watched(run.run_dir)))
+        return {at: step_report(record) for at, record in records if at in positions}
+    with path.open() as lines:
         return {at: step_report(json.loads(line)) for at, line in enumerate(lines) if at in positions}
+
+
+def _watched(run_dir: Path) -> list[Path]:
+    """The files of `straggle.watch`, in the order of the ranks."""
+    return sorted((run_dir / FOLDER).glob("rank*.jsonl"), key=lambda file: (len(file.name), file.name))
+
+
+def _of_ddp(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    """The steps of a watched DDP run as a trace would have them: everyone was waited for, and nothing is missing."""
+    heads, *steps = zip(*map(read_trace, files), strict=False)  # of ranks that were broken off, what all have
+    if any(head["stages"] != heads[0]["stages"] for head in heads):
+        raise ValueError(f"{files[0].parent}: ranks finish their gradients in different orders, which cannot be drawn")
+    stages = [{**stage, "weight": len(heads)} for stage in heads[0]["stages"]]
+    for lines in steps:
+        network_s = min(line["wait_s"] for line in lines)
+        ranks = [
+            {
+                **{name: line[name] for name in ("data_s", "forward_s", "backward_s", "compute_s", "stage_s")},
+                "rank": head["rank"],
+                "outside_s": line["outside_s"] + line["optimizer_s"],
+                "wait_s": line["wait_s"] - network_s,
+                "reach": 1.0,
+                "stages": [1.0] * len(stages),
+                "late": False,
+                "stood_in": False,
+            }
+            for head, line in zip(heads, lines, strict=True)
+        ]
+        seconds = max(line["seconds"] for line in lines)
+        yield {"step": lines[0]["step"], "seconds": seconds, "deadline_s": None, "ranks": ranks, "stages": stages}
 
 
 def step_report(record: Mapping[str, Any]) -> StepReport:
@@ -101,7 +137,31 @@ def step_report(record: Mapping[str, Any]) -> StepReport:
     deadline_s = math.inf if record["deadline_s"] is None else float(record["deadline_s"])
     scalars = {str(name): _number(value) for name, value in record.get("scalars", {}).items()}
     skipped = bool(record.get("skipped", False))
-    return StepReport(int(record["step"]), _number(record["seconds"]), deadline_s, ranks, stages, scalars, skipped)
+    different = record.get("different_ranks")
+    return StepReport(
+        step=int(record["step"]),
+        seconds=_number(record["seconds"]),
+        deadline_s=deadline_s,
+        ranks=ranks,
+        stages=stages,
+        scalars=scalars,
+        skipped=skipped,
+        different_ranks=None if different is None else tuple(different),
+        shadow=_shadow_report(record.get("shadow")),
+    )
+
+
+def _shadow_report(record: Mapping[str, Any] | None) -> ShadowReport | None:
+    if record is None:
+        return None
+    return ShadowReport(
+        deadline_s=math.inf if record["deadline_s"] is None else float(record["deadline_s"]),
+        seconds=_number(record["seconds"]),
+        late_ranks=tuple(record["late_ranks"]),
+        reach=tuple(map(_number, record["reach"])),
+        stages=tuple(map(_number, record["stages"])),
+        dropped_share=_number(record["dropped_share"]),
+    )
 
 
 def _rank_report(record: Mapping[str, Any]) -> RankReport:

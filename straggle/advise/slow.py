@@ -1,0 +1,208 @@
+"""Which ranks are slow, since when, how steadily, and in which phase.
+
+A rank's excess in a step is its own work less the median of the other ranks' in the same step. The job loses the excess
+of the slowest rank of each step; that is split among the ranks that were slowest, and each rank's among its phases by
+the same difference, phase by phase.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from straggle.advise.bootstrap import Interval, interval
+from straggle.advise.timings import PHASES, Array, Timings
+
+Positions: TypeAlias = NDArray[np.signedinteger[Any]]
+ATTRIBUTED = 0.8  # of the excess, that the named phases account for
+SLOW = 1.1  # times the other ranks' own work, from which on a rank is slow
+MATTERS = 0.03  # of the mean step, that a rank must cost to be named
+UNUSUAL = 2.0  # times its peers' mean excess: where all ranks are noisy, now one is the slowest and now another
+_LEAST_SEGMENT = 8  # steps
+_SURE = 1e-5  # chance that a change point is none
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """A rank that the others wait for.
+
+    ``since`` is the step from which on it is slow, ``None`` from the first; ``until`` the step at which it recovered,
+    ``None`` if it has not. ``steady`` is the share of these steps in which it was slow: 0.95 is a rank that is slow as
+    such, 0.02 one that stalls now and then. ``excess_s`` is its mean excess in them, ``times`` its own work over the
+    others'. ``phases`` are the shares of the excess, largest first, ``named`` those that make up most of it, and
+    ``attributed`` the share that these explain. ``slowdown``: how many times as long the job takes because of it, over
+    the whole trace; ``lost_share`` is its share of what the job loses to slow ranks.
+    """
+
+    rank: int
+    since: int | None
+    until: int | None
+    steady: float
+    excess_s: float
+    times: float
+    phases: dict[str, float]
+    named: tuple[str, ...]
+    attributed: float
+    slowdown: Interval
+    lost_share: float
+
+
+@dataclass(frozen=True)
+class Slowness:
+    """All slow ranks, the costliest first; ``lost_s`` is the mean excess of a step's slowest rank.
+
+    ``attributed`` is the share of it that the named ranks and phases explain; ``network_s`` the mean time of a step
+    after the slowest rank's own work.
+    """
+
+    ranks: tuple[SlowRank, ...]
+    step_s: float
+    lost_s: float
+    attributed: float
+    network_s: float
+
+
+def find_slow_ranks(timings: Timings) -> Slowness:
+    """The whole answer."""
+    own = timings.own_s
+    excess = own - _others(own)
+    slowest = own.argmax(axis=1)
+    lost = np.maximum(0.0, excess[np.arange(len(own)), slowest])
+    behind_s = np.maximum(0.0, excess).mean(axis=0)
+    step_s = float(timings.seconds.mean())
+    found = list[SlowRank]()
+    for rank in range(timings.num_ranks):
+        cost = float(lost[slowest == rank].sum() / len(own))
+        usual_s = float(np.median(np.delete(behind_s, rank)))
+        if behind_s[rank] < UNUSUAL * usual_s:
+            continue
+        if cost >= MATTERS * step_s and (one := _slow_rank(timings, rank, excess[:, rank], cost / float(lost.mean()))):
+            found.append(one)
+    explained = sum(rank.lost_share * rank.attributed for rank in found)
+    found.sort(key=lambda rank: -rank.lost_share)
+    return Slowness(tuple(found), step_s, float(lost.mean()), explained, float(timings.network_s.mean()))
+
+
+def _slow_rank(timings: Timings, rank: int, excess: Array, lost_share: float) -> SlowRank | None:
+    others = _others(timings.own_s)[:, rank]
+    ratio = 1 + excess / np.maximum(others, 1e-9)
+    first, end = slow_period(ratio)
+    flags = ratio[first:end] >= SLOW
+    if not flags.any():
+        return None
+    slow_steps = np.flatnonzero(flags) + first
+    shares = _phase_shares(timings, rank, slow_steps)
+    named, attributed = _most(shares)
+    return SlowRank(
+        rank=rank,
+        since=None if first == 0 else int(timings.step[first]),
+        until=None if end == len(ratio) else int(timings.step[end]),
+        steady=float(flags.mean()),
+        excess_s=float(excess[slow_steps].mean()),
+        times=float(np.median(ratio[slow_steps])),
+        phases=shares,
+        named=named,
+        attributed=attributed,
+        slowdown=slowdown(timings, rank),
+        lost_share=lost_share,
+    )
+
+
+def _others(values: Array) -> Array:
+    """For each rank the median of the other ranks' values in the same step."""
+    return np.stack([np.median(np.delete(values, rank, axis=1), axis=1) for rank in range(values.shape[1])], axis=1)
+
+
+def _phase_shares(timings: Timings, rank: int, steps: Positions) -> dict[str, float]:
+    """How much of the rank's excess in these steps lies in each phase, largest first; together at most 1."""
+    total = float((timings.own_s - _others(timings.own_s))[steps, rank].sum())
+    of = {p: float((values - _others(values))[steps, rank].sum()) for p, values in timings.phases.items()}
+    ordered = sorted(PHASES, key=lambda phase: -of[phase])
+    return {phase: of[phase] / total for phase in ordered}
+
+
+def _most(shares: dict[str, float]) -> tuple[tuple[str, ...], float]:
+    """The phases that explain most of the excess, and how much they do."""
+    named, explained = list[str](), 0.0
+    for phase, share in shares.items():
+        if explained >= ATTRIBUTED or share <= 0:
+            break
+        named.append(phase)
+        explained += share
+    return tuple(named), min(1.0, explained)
+
+
+def slowdown(timings: Timings, rank: int, seed: int = 0) -> Interval:
+    """The job's time over what it would be if ``rank`` were as its peers.
+
+    In its place stands one that differs from the middle of its peers in the step by as much as some peer does in some
+    step, drawn at random: the slowest of as many ranks is still looked for, and what slows all ranks at once stays.
+    """
+    random = np.random.default_rng(seed)
+    own = timings.own_s.copy()
+    peers = np.delete(own, rank, axis=1)
+    middle = np.median(peers, axis=1)
+    apart = (peers - middle[:, None]).ravel()
+    own[:, rank] = middle + apart[random.integers(len(apart), size=len(own))]
+    before_s = timings.own_s.max(axis=1) + timings.network_s
+    return interval(np.divide, before_s, own.max(axis=1) + timings.network_s, seed=seed)
+
+
+def slow_period(ratio: Array) -> tuple[int, int]:
+    """From which position to which a rank's times over its peers' are at their highest level.
+
+    The series is cut at its change points; of the pieces, those whose median is slow and that follow one another belong
+    together. Where none is slow by its median, a rank that stalls now and then has the whole series.
+    """
+    cuts = [0, *change_points(ratio), len(ratio)]
+    slow = [float(np.median(ratio[a:b])) >= SLOW for a, b in pairwise(cuts)]
+    if not any(slow):
+        return 0, len(ratio)
+    last = max(piece for piece, flag in enumerate(slow) if flag)
+    first = last
+    while first > 0 and slow[first - 1]:
+        first -= 1
+    return cuts[first], cuts[last + 1]
+
+
+def change_points(series: Array, begin: int = 0) -> list[int]:
+    """Positions at which the level of a series changes for good.
+
+    Pettitt's test (Applied Statistics 28, 1979) on ranks, which single stalls do not move, over the whole series and
+    ever shorter parts of it (seeded intervals, Kovács et al., Biometrika 110, 2023), so that a rank that was slow for a
+    while is found too; then again on both sides of the surest change.
+    """
+    tested = [_change_point(series[a:b], a) for a, b in _intervals(len(series))]
+    if not tested or (surest := min(tested))[0] > _SURE:
+        return []
+    at = surest[1]
+    return [*change_points(series[:at], begin), begin + at, *change_points(series[at:], begin + at)]
+
+
+def _intervals(size: int) -> list[tuple[int, int]]:
+    """The whole, and overlapping parts, each length 0.7 times the one before."""
+    parts, length = list[tuple[int, int]](), float(size)
+    while length >= 2 * _LEAST_SEGMENT:
+        number = 2 * math.ceil(size / length) - 1
+        begins = [round(k * (size - length) / max(1, number - 1)) for k in range(number)]
+        parts += [(begin, min(size, begin + round(length))) for begin in begins]
+        length *= 0.5**0.5
+    return parts
+
+
+def _change_point(series: Array, begin: int) -> tuple[float, int]:
+    """The chance that the likeliest change is none, and where it is."""
+    size = len(series)
+    order = np.argsort(np.argsort(series, kind="stable"), kind="stable") + 1
+    statistic = 2 * np.cumsum(order)[:-1] - np.arange(1, size) * (size + 1)
+    inside = np.abs(statistic[_LEAST_SEGMENT - 1 : size - _LEAST_SEGMENT])
+    at = int(inside.argmax()) + _LEAST_SEGMENT
+    before, after = float(np.median(series[:at])), float(np.median(series[at:]))
+    if abs(after - before) < (SLOW - 1) / 2 * before:  # sure or not, it is too little
+        return math.inf, begin + at
+    return 2 * math.exp(-6 * float(inside.max()) ** 2 / (size**3 + size**2)), begin + at

@@ -1,0 +1,300 @@
+"""The times of a run as arrays: of `straggle.watch`, one file for each rank, or of a trace, with all ranks in a line.
+
+What a late rank did not do is put back as it would have been (`threshold.whole_times`), so that a rank is as slow in
+these arrays as it is, whatever became of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from straggle.history import Progress
+from straggle.report import StepReport
+from straggle.report.run import step_report
+from straggle.threshold import whole_times
+from straggle.trace import read_trace
+from straggle.watching import FOLDER
+
+Array: TypeAlias = NDArray[np.float64]
+PHASES = ("outside", "optimizer", "data", "forward", "backward", "pauses")
+LEAST_STEPS = 10
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds of each step and rank, without the first steps, in which caches warm up.
+
+    ``step``, ``seconds`` and ``network_s`` have the shape (steps,): the number, the whole step, and what was left of it
+    after the slowest rank's own work. ``phases`` of shape (steps, ranks) sum up to a rank's own work between two
+    merges; ``pauses`` are not in the other phases. ``entered_s`` is when, in it, the rank entered the step, ``unit_s``
+    of shape (steps, ranks, units) when each unit of its gradients was done from then on, and ``unit_share`` of the same
+    shape the share of the gradients that it is. Stages are the last units, ``stage_share`` the model's share of each.
+    """
+
+    source: Path
+    watched: bool
+    step: Array
+    seconds: Array
+    network_s: Array
+    phases: Mapping[str, Array]
+    entered_s: Array
+    unit_s: Array
+    unit_share: Array
+    stage_share: Array
+    stages: tuple[str, ...]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that are looked at."""
+        return len(self.step)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks."""
+        return int(self.entered_s.shape[1])
+
+    @property
+    def own_s(self) -> Array:
+        """Each rank's own work in each step, shape (steps, ranks)."""
+        return np.asarray(sum(self.phases.values()))
+
+    def select(self, steps: Array | slice) -> Timings:
+        """Some of the steps, by position or as flags."""
+        rows = {name: getattr(self, name)[steps] for name in ("step", "seconds", "network_s", "entered_s", "unit_s")}
+        phases = {name: seconds[steps] for name, seconds in self.phases.items()}
+        return replace(self, phases=phases, unit_share=self.unit_share[steps], **rows)
+
+
+def read_timings(path: Path) -> Timings:
+    """A trace, or the folder of a run that has one or was watched; raises ``ValueError`` where there is none."""
+    if path.is_dir():
+        watched = path if path.name == FOLDER else path / FOLDER
+        trace = path / "trace.jsonl"
+        if trace.is_file():
+            return _without_warmup(_from_trace(trace))
+        if files := sorted(watched.glob("rank*.jsonl"), key=lambda file: (len(file.name), file.name)):
+            return _without_warmup(_from_watch(watched, files))
+        raise ValueError(
+            f"{path}: neither trace.jsonl nor {FOLDER}/rank*.jsonl in it; give the run_dir of straggle.train or "
+            "straggle.watch, or a trace.jsonl"
+        )
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; give a trace.jsonl or a run_dir")
+    if path.parent.name == FOLDER or path.name.startswith("rank"):
+        raise ValueError(f"{path}: one rank's times say nothing about the others; give the folder, {path.parent}")
+    return _without_warmup(_from_trace(path))
+
+
+def _without_warmup(timings: Timings) -> Timings:
+    if timings.num_steps < LEAST_STEPS:
+        raise ValueError(f"{timings.source}: {timings.num_steps} steps are too few; {LEAST_STEPS} are needed at least")
+    if timings.num_ranks < 2:
+        raise ValueError(f"{timings.source}: one rank waits for nobody; at least two are needed")
+    return timings.select(slice(min(timings.num_steps // 10, 10), None))
+
+
+# -- straggle.watch
+
+
+def _from_watch(folder: Path, files: list[Path]) -> Timings:
+    heads, lines = zip(*(_read_rank(file) for file in files), strict=True)
+    ranks = [head["rank"] for head in heads]
+    world_size = heads[0]["world_size"]
+    if missing := sorted(set(range(world_size)) - set(ranks)):
+        raise ValueError(
+            f"{folder}: {len(files)} of {world_size} ranks are there, rank {missing[0]} is missing; each rank writes "
+            "on its own machine: copy the files of all to one folder"
+        )
+    if any(head["world_size"] != world_size for head in heads) or len(ranks) != world_size:
+        raise ValueError(f"{folder}: the files are of runs of different sizes; remove those of the older one")
+    steps = min(map(len, lines))
+    column = {
+        name: np.array([[line[name] for line in own[:steps]] for own in lines], dtype=float).T
+        for name in ("seconds", "wait_s", "compute_s", *(f"{phase}_s" for phase in PHASES[:-1]))
+    }
+    phases = {phase: column[f"{phase}_s"] for phase in PHASES[:-1]}
+    pauses = np.zeros_like(column["seconds"])
+    for phase in phases:
+        paused = [[sum(line["pauses"].get(phase, {}).values()) for line in own[:steps]] for own in lines]
+        within = np.minimum(np.array(paused, dtype=float).T, phases[phase])
+        phases[phase], pauses = phases[phase] - within, pauses + within
+    phases["pauses"] = pauses
+    own_s, seconds = np.asarray(sum(phases.values())), np.median(column["seconds"], axis=1)
+    stages = heads[0]["stages"]
+    if any(head["stages"] != stages for head in heads):  # ranks finish their gradients in different orders
+        stages = [{"name": "all", "numel": 1}]
+    unit_s, unit_share, stage_share = _units(lines, steps, stages)
+    return Timings(
+        source=folder,
+        watched=True,
+        step=np.array([line["step"] for line in lines[0][:steps]], dtype=float),
+        seconds=seconds,
+        network_s=np.maximum(0.0, seconds - own_s.max(axis=1)),
+        phases=phases,
+        entered_s=np.maximum(0.0, own_s - column["compute_s"]),
+        unit_s=unit_s,
+        unit_share=unit_share,
+        stage_share=stage_share,
+        stages=tuple(stage["name"] for stage in stages),
+    )
+
+
+def _read_rank(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    records = list(read_trace(path))
+    if not records:
+        raise ValueError(f"{path}: there is no whole step in it yet")
+    if not isinstance(records[0], dict) or records[0].get("watch") != 1:
+        raise ValueError(f"{path}: not written by straggle.watch, or by another version of it")
+    return records[0], records[1:]
+
+
+def _units(lines: tuple[Any, ...], steps: int, stages: list[dict[str, Any]]) -> tuple[Array, Array, Array]:
+    """Micro-batches but the last, which comes in stages."""
+    stage_share = np.array([stage["numel"] for stage in stages], dtype=float)
+    stage_share /= stage_share.sum()
+    most = max(len(line["microbatch_s"]) for own in lines for line in own[:steps]) - 1
+    unit_s = np.zeros((steps, len(lines), most + len(stages)))
+    unit_share = np.zeros_like(unit_s)
+    for rank, own in enumerate(lines):
+        for step, line in enumerate(own[:steps]):
+            earlier = line["microbatch_s"][:-1]
+            in_stages = line["stage_s"] if len(stages) == len(line["stage_s"]) else line["stage_s"][-1:]
+            begin = earlier[-1] if earlier else 0.0
+            unit_s[step, rank, :most] = [*earlier, *[begin] * (most - len(earlier))]
+            unit_s[step, rank, most:] = np.maximum(in_stages, begin)
+            unit_s[step, rank, -1] = max(line["compute_s"], unit_s[step, rank, -1])
+            unit_share[step, rank, : len(earlier)] = 1 / (len(earlier) + 1)
+            unit_share[step, rank, most:] = stage_share / (len(earlier) + 1)
+    return unit_s, unit_share, stage_share
+
+
+# -- traces
+
+
+def _from_trace(path: Path) -> Timings:
+    reports = list[StepReport]()
+    for number, record in enumerate(read_trace(path), start=1):
+        try:
+            reports.append(step_report(record))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}: line {number} is no step of a straggle trace ({error!r})") from error
+    if not reports:
+        raise ValueError(f"{path}: there is no whole step in it yet")
+    plan, ranks = [(s.name, s.numel) for s in reports[-1].stages], len(reports[-1].ranks)
+    # the first step has other stages; one for which a rank had no data says nothing about its speed
+    kept = [
+        report
+        for report in reports
+        if [(s.name, s.numel) for s in report.stages] == plan
+        and len(report.ranks) == ranks
+        and not any(rank.idle for rank in report.ranks)
+    ]
+    return _of_reports(path, kept)
+
+
+def _of_reports(path: Path, reports: list[StepReport]) -> Timings:
+    stages = reports[-1].stages
+    stage_share = np.array([stage.numel for stage in stages], dtype=float)
+    stage_share /= stage_share.sum()
+    of = {
+        name: np.array([[getattr(rank, name) for rank in report.ranks] for report in reports], dtype=float)
+        for name in ("outside_s", "data_s", "forward_s", "backward_s", "wait_s", "compute_s", "late", "stood_in")
+    }
+    stage_s = np.array([[rank.stage_s for rank in report.ranks] for report in reports], dtype=float)
+    unit_share = np.broadcast_to(stage_share, stage_s.shape).copy()
+    unit_s = _whole(stage_s, unit_share, stage_share, of["compute_s"])
+    finished = of["late"] == 0
+    last = np.where(finished, np.maximum(unit_s[..., -1], np.nan_to_num(of["compute_s"])), unit_s[..., -1])
+    unit_s[..., -1] = last
+    seconds = np.array([report.seconds for report in reports])
+    phases, network_s = _whole_phases(of, last, seconds, reports)
+    entered_s = np.maximum(0.0, np.asarray(sum(phases.values())) - last)
+    return Timings(
+        source=path,
+        watched=False,
+        step=np.array([report.step for report in reports], dtype=float),
+        seconds=seconds,
+        network_s=network_s,
+        phases=phases,
+        entered_s=entered_s,
+        unit_s=unit_s,
+        unit_share=unit_share,
+        stage_share=stage_share,
+        stages=tuple(stage.name for stage in stages),
+    )
+
+
+def _whole(stage_s: Array, unit_share: Array, stage_share: Array, compute_s: Array) -> Array:
+    """When each stage would have been whole on a rank that was not stopped."""
+    steps, ranks, _ = stage_s.shape
+    progress = Progress(
+        unit_s=torch.from_numpy(stage_s),
+        unit_share=torch.from_numpy(unit_share),
+        computed=torch.ones(stage_s.shape),
+        stage_share=torch.from_numpy(stage_share),
+        weight=torch.ones(steps, ranks),
+        overhead_s=torch.zeros(steps),
+    )
+    whole = whole_times(progress, torch.from_numpy(compute_s)).numpy()
+    typical = np.nanmedian(whole, axis=1, keepdims=True)
+    filled = np.where(np.isnan(whole), typical, whole)  # a rank that never entered did its peers' work, once it came
+    return np.asarray(np.maximum.accumulate(filled, axis=-1))
+
+
+def _whole_phases(
+    of: Mapping[str, Array], whole_s: Array, seconds: Array, reports: list[StepReport]
+) -> tuple[dict[str, Array], Array]:
+    """The phases with what a late rank left undone, and the step's seconds beside the slowest rank's work.
+
+    A rank that was spoken for in several steps was stuck in one piece: it counts where it began, in what it was doing.
+    """
+    names = ("outside", "data", "forward", "backward")
+    phases = {name: np.nan_to_num(of[f"{name}_s"]) for name in names}
+    busy_s = np.asarray(sum(phases.values()))
+    network_s = np.maximum(0.0, seconds - busy_s.max(axis=1))
+    typical = {name: np.median(values, axis=1) for name, values in phases.items()}
+    for rank in range(busy_s.shape[1]):
+        stuck_since: int | None = None
+        for step in np.flatnonzero(of["late"][:, rank] == 1):
+            cause = reports[step].ranks[rank].cause or "backward"
+            if of["stood_in"][step, rank] == 1 and stuck_since is not None and of["stood_in"][step - 1, rank] == 1:
+                phases[cause][stuck_since, rank] += busy_s[step, rank]
+                for name in names:
+                    phases[name][step, rank] = typical[name][step]
+                continue
+            stuck_since = int(step) if of["stood_in"][step, rank] == 1 else None
+            left_s = whole_s[step, rank] - np.nan_to_num(of["compute_s"][step, rank])
+            slowness = whole_s[step, rank] / max(1e-9, float(np.median(whole_s[step])))
+            if cause == "forward":  # the forward pass was cut short, and there was no backward pass at all
+                to_forward = max(0.0, typical["forward"][step] * slowness - phases["forward"][step, rank])
+                phases["forward"][step, rank] += min(left_s, to_forward)
+                left_s -= min(left_s, to_forward)
+            phases["backward"][step, rank] += max(0.0, left_s)
+    return {**phases, "optimizer": np.zeros_like(busy_s), "pauses": np.zeros_like(busy_s)}, network_s
+
+
+def as_json(value: Any) -> Any:
+    """``value`` with every number that JSON cannot hold as ``None``, and arrays as lists."""
+    if isinstance(value, (np.floating, float)):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, np.integer):
+        return int(value)
+    if isinstance(value, Mapping):
+        return {str(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(item) for item in value]
+    return value
+
+
+def dumps(value: Any) -> str:
+    """`as_json`, as text."""
+    return json.dumps(as_json(value), indent=2)

@@ -1,0 +1,323 @@
+"""`watch(ddp_model)`: where the time of each rank goes under plain DDP, without changing what it does.
+
+It only reads clocks: hooks before the forward pass, at the model's output, on each finished gradient, and callbacks of
+the autograd engine on both sides of DDP's own, which waits for the allreduce there. So the end of a rank's own work is
+known before any waiting. Nothing is sent: each rank writes a file of its own, and ranks' steps belong together because
+the allreduce of a step is the same on all.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from straggle.backward import tensors_in
+from straggle.clocks import moment, seconds_between
+from straggle.stages import StagePlan, plan_stages, trainable
+
+PHASES = ("outside", "optimizer", "data", "forward", "backward", "wait")
+FOLDER = "watch"
+_BEAT_S = 0.02  # how often the pulse is felt
+_PAUSE_S = 0.05  # a beat that comes this much too late, while the process did nothing, was a pause
+_FLUSH_S = 1.0
+
+
+def watch(model: DistributedDataParallel, run_dir: str | Path = "runs/watch") -> Watch:
+    """Record this rank's times in each step of ``model``, for ``python -m straggle.advise RUN_DIR``.
+
+    Gradients, parameters and collectives are as they were. The file ``run_dir/watch/rank<r>.jsonl`` is closed when the
+    process ends, or by ``close()``; an older one of this name is overwritten.
+
+    Raises ``TypeError`` for what is not ``DistributedDataParallel``.
+    """
+    return Watch(model, run_dir)
+
+
+class Watch:
+    """What `watch` gives: ``close()`` ends it, as does a ``with`` statement around the loop."""
+
+    def __init__(self, model: DistributedDataParallel, run_dir: str | Path = "runs/watch") -> None:
+        if not isinstance(model, DistributedDataParallel):
+            raise TypeError(
+                f"watch({type(model).__name__}): give the model that DistributedDataParallel wraps; "
+                "StagedDataParallel has reports of its own (model.last_report)"
+            )
+        rank = dist.get_rank(model.process_group)
+        self.path = Path(run_dir) / FOLDER / f"rank{rank}.jsonl"
+        recorder = _Recorder(model, self.path, rank, dist.get_world_size(model.process_group))
+        self._finalizer = weakref.finalize(model, recorder.close)
+
+    def close(self) -> None:
+        """Remove all hooks and close the file; the model goes on as before."""
+        self._finalizer()
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Recorder:
+    """The hooks and the state of one watch. It does not hold the model, so that this one dies as it would."""
+
+    def __init__(self, model: DistributedDataParallel, path: Path, rank: int, world_size: int) -> None:
+        parameters = [parameter for _, parameter in trainable(model.module)]
+        self._module = weakref.ref(model.module)
+        self._now = partial(moment, parameters[0].device)
+        self._seconds: dict[str, list[tuple[Any, Any]]] = {}
+        self._phase, self._since = "outside", self._now()
+        self._pulse = _Pulse()
+        self._finished: list[tuple[int, Any]] = []  # gradients of the running pass, in their order
+        self._began: Any = None  # the step's first forward pass
+        self._microbatches: list[Any] = []
+        self._in_pass = self._synced = False
+        self._merged = self._since
+        self._step = 0
+        self._plan: StagePlan | None = None
+        self._file = _File(path, rank, world_size)
+        names = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._removers: list[Callable[[], None]] = [
+            handle.remove
+            for handle in (
+                model.register_forward_pre_hook(self._enter),
+                model.module.register_forward_pre_hook(self._enter_module),
+                model.register_forward_hook(self._leave),
+                *(p.register_post_accumulate_grad_hook(partial(self._gradient, i)) for i, p in enumerate(parameters)),  # type: ignore[no-untyped-call]
+                register_optimizer_step_pre_hook(partial(self._optimizer, names, "optimizer")),
+                register_optimizer_step_post_hook(partial(self._optimizer, names, "data")),
+            )
+        ]
+
+    def close(self) -> None:
+        """End it all."""
+        for remove in self._removers:
+            remove()
+        self._removers.clear()
+        self._pulse.close()
+        self._file.close()
+
+    # -- hooks
+
+    def _enter(self, model: nn.Module, _args: Any) -> None:
+        if not torch.is_grad_enabled():  # an evaluation
+            self._mark("outside")
+            return
+        assert isinstance(model, DistributedDataParallel)
+        self._synced = model.require_backward_grad_sync
+        self._in_pass = False
+        self._mark("wait")  # DDP copies rank 0's buffers here, for which ranks wait
+
+    def _enter_module(self, _module: nn.Module, _args: Any) -> None:
+        if self._phase == "wait" and torch.is_grad_enabled():
+            self._mark("forward")
+            if self._began is None:
+                self._began = self._since
+
+    def _leave(self, _model: nn.Module, _args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
+
+    def _backward_begins(self, _gradient: Tensor | None) -> None:
+        if not self._in_pass:
+            self._in_pass = True
+            self._finished = []
+            self._mark("backward")
+            # callbacks run in their order when the graph is done: this one before DDP's, which is queued later
+            _queue_callback(self._computed)
+
+    def _gradient(self, index: int, _parameter: Tensor) -> None:
+        if self._began is not None:
+            self._backward_begins(None)
+            self._finished.append((index, self._now()))
+
+    def _computed(self) -> None:
+        """This rank's own work of the pass is done."""
+        if not self._in_pass:
+            return
+        self._in_pass = False
+        self._mark("wait")
+        self._microbatches.append(self._since)
+        if self._synced:
+            _queue_callback(self._merge_ended)  # after DDP's
+        else:
+            self._mark("data")
+
+    def _merge_ended(self) -> None:
+        """The allreduce is over, and so is the step."""
+        computed = self._since
+        self._mark("outside")
+        self._write(computed)
+        self._seconds = {}
+        self._merged, self._began, self._microbatches, self._synced = self._since, None, [], False
+
+    def _optimizer(self, ours: Mapping[int, int], phase: str, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+        if id(first) in ours and self._phase in ("outside", "optimizer"):
+            self._mark(phase)
+
+    # -- what they gather
+
+    def _mark(self, phase: str) -> None:
+        """End the running phase and begin another."""
+        now = self._now()
+        self._seconds.setdefault(self._phase, []).append((self._since, now))
+        self._pulse.credit(self._phase)
+        self._phase, self._since = phase, now
+
+    def _write(self, computed: Any) -> None:
+        if self._plan is None:  # as this rank finished its gradients
+            module = self._module()
+            assert module is not None
+            self._plan = _plan(module, [index for index, _ in self._finished])
+            self._file.write_header(self._plan)
+        pauses = self._pulse.take()
+        parts = (self._seconds, self._merged, self._since, self._began, computed, self._microbatches, self._finished)
+        self._file.write(self._since, partial(_record, self._step, self._plan, parts, pauses))
+        self._step += 1
+
+
+def _record(step: int, plan: StagePlan, parts: Any, pauses: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """A step's line; ``parts`` are moments, or events of a device that has come to them by now."""
+    seconds, merged_before, merged, began, computed, microbatches, finished = parts
+    at = {index: seconds_between(began, when) for index, when in finished}
+    stage_s, reached_s = list[float](), 0.0
+    for stage in plan.stages:
+        reached_s = max([reached_s, *(at[index] for index in stage.parameters if index in at)])
+        stage_s.append(reached_s)
+    return {
+        "step": step,
+        "seconds": seconds_between(merged_before, merged),
+        **{f"{name}_s": sum(seconds_between(*pair) for pair in seconds.get(name, ())) for name in PHASES},
+        "compute_s": seconds_between(began, computed),
+        "merge_s": seconds_between(computed, merged),
+        "microbatch_s": [seconds_between(began, when) for when in microbatches],
+        "stage_s": stage_s,
+        "pauses": pauses,
+    }
+
+
+def _plan(module: nn.Module, finished: list[int]) -> StagePlan:
+    """Stages in the order in which the gradients were finished; parameters without one come last."""
+    number = len(trainable(module))
+    seen = list(dict.fromkeys(finished))
+    return plan_stages(module, None, [*seen, *sorted(set(range(number)) - set(seen), reverse=True)])
+
+
+def _queue_callback(callback: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def _is_over(end: Any) -> bool:
+    return not isinstance(end, torch.cuda.Event) or bool(end.query())  # type: ignore[no-untyped-call]
+
+
+class _File:
+    """One rank's lines. On a device, a step is written when the device has come to its end, which nobody waits for."""
+
+    def __init__(self, path: Path, rank: int, world_size: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w")
+        self._head = {"watch": 1, "rank": rank, "world_size": world_size}
+        self._due: deque[tuple[Any, Callable[[], dict[str, Any]]]] = deque()
+        self._flushed_at = time.monotonic()
+
+    def write_header(self, plan: StagePlan) -> None:
+        """The first line."""
+        stages = [{"name": stage.name, "numel": stage.numel} for stage in plan.stages]
+        self._line({**self._head, "stages": stages})
+
+    def write(self, end: Any, record: Callable[[], dict[str, Any]]) -> None:
+        """A step that is over when ``end`` is."""
+        self._due.append((end, record))
+        while self._due and _is_over(self._due[0][0]):
+            self._line(self._due.popleft()[1]())
+
+    def close(self) -> None:
+        """Write what is left."""
+        while self._due:
+            self._line(self._due.popleft()[1]())
+        self._file.close()
+
+    def _line(self, record: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        if (now := time.monotonic()) - self._flushed_at >= _FLUSH_S:
+            self._flushed_at = now
+            self._file.flush()
+
+
+class _Pulse:
+    """Pauses of this process: garbage collections, and times in which nothing of it ran at all.
+
+    A thread sleeps a little again and again. When it wakes much too late and the process used no processor meanwhile,
+    the process was stopped, throttled or swapped out; a long call that holds the interpreter is work, not a pause.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._gc_s = self._stopped_s = 0.0
+        self._gc_since = 0.0
+        self._pauses: dict[str, dict[str, float]] = {}
+        self._beat_at, self._cpu_s = time.monotonic(), time.process_time()
+        self._closing = threading.Event()
+        gc.callbacks.append(self._collecting)
+        threading.Thread(target=self._beat, name="straggle-pulse", daemon=True).start()
+
+    def credit(self, phase: str) -> None:
+        """The pauses since the last call were in this phase."""
+        self._feel()
+        with self._lock:
+            found, self._gc_s, self._stopped_s = {"gc_s": self._gc_s, "stopped_s": self._stopped_s}, 0.0, 0.0
+        for kind, seconds in found.items():
+            if seconds > 0:
+                kinds = self._pauses.setdefault(phase, {})
+                kinds[kind] = kinds.get(kind, 0.0) + seconds
+
+    def take(self) -> dict[str, dict[str, float]]:
+        """The pauses of each phase since the last call."""
+        pauses, self._pauses = self._pauses, {}
+        return pauses
+
+    def close(self) -> None:
+        """End the thread and the callback."""
+        self._closing.set()
+        if self._collecting in gc.callbacks:
+            gc.callbacks.remove(self._collecting)
+
+    def _beat(self) -> None:
+        while not self._closing.wait(_BEAT_S):
+            self._feel()
+
+    def _feel(self) -> None:
+        with self._lock:
+            now, cpu_s = time.monotonic(), time.process_time()
+            late_s = now - self._beat_at - _BEAT_S - (cpu_s - self._cpu_s)
+            if late_s > _PAUSE_S:
+                self._stopped_s += late_s
+            self._beat_at, self._cpu_s = now, cpu_s
+
+    def _collecting(self, event: str, _info: Any) -> None:
+        if event == "start":
+            self._gc_since = time.monotonic()
+        else:
+            self._gc_s += time.monotonic() - self._gc_since

@@ -1,0 +1,305 @@
+"""The advice on runs whose slow ranks are known, because the files are made here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from straggle import FirstK, RankReport, StageReport, StepReport, WaitForAll
+from straggle.advise.__main__ import arguments
+from straggle.advise.answer import answer
+from straggle.advise.gain import best, candidates, gains, replay
+from straggle.advise.slow import change_points, find_slow_ranks, slowdown
+from straggle.advise.timings import read_timings
+from straggle.experiments.e11 import run as run_e11
+from straggle.trace import TraceWriter
+
+NUM_STAGES, NETWORK_S = 8, 0.01
+USUAL = {"outside": 0.001, "optimizer": 0.004, "data": 0.005, "forward": 0.03, "backward": 0.06}
+
+
+def write_watch(
+    folder: Path,
+    steps: int = 120,
+    ranks: int = 4,
+    extra: Callable[[int, int], dict[str, float]] = lambda _rank, _step: {},
+    pauses: Callable[[int, int], dict[str, float]] = lambda _rank, _step: {},
+    noise: float = 0.02,
+) -> Path:
+    """Files as `straggle.watch` writes them, of ranks that wait for one another; ``extra`` seconds in phases."""
+    chance = random.Random(0)
+    lines = [[] for _ in range(ranks)]
+    stages = [{"name": f"blocks.{number}", "numel": 100} for number in range(NUM_STAGES)]
+    for step in range(steps):
+        phases = [
+            {name: s * (1 + noise * chance.random()) + extra(rank, step).get(name, 0.0) for name, s in USUAL.items()}
+            for rank in range(ranks)
+        ]
+        end = max(sum(own.values()) for own in phases) + NETWORK_S
+        for rank, own in enumerate(phases):
+            wait_s, compute_s = end - sum(own.values()), own["forward"] + own["backward"]
+            stage_s = [own["forward"] + own["backward"] * (stage + 1) / NUM_STAGES for stage in range(NUM_STAGES)]
+            lines[rank].append(
+                {"step": step, "seconds": end, **{f"{name}_s": s for name, s in own.items()}, "wait_s": wait_s}
+                | {"compute_s": compute_s, "merge_s": wait_s, "microbatch_s": [compute_s], "stage_s": stage_s}
+                | {"pauses": {name: {"gc_s": s} for name, s in pauses(rank, step).items()}}
+            )
+    (folder / "watch").mkdir(parents=True, exist_ok=True)
+    for rank, own in enumerate(lines):
+        head = {"watch": 1, "rank": rank, "world_size": ranks, "stages": stages}
+        (folder / "watch" / f"rank{rank}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [head, *own]))
+    return folder
+
+
+def when(rank: int, steps: range, **seconds: float) -> Callable[[int, int], dict[str, float]]:
+    return lambda other, step: seconds if other == rank and step in steps else {}
+
+
+@pytest.mark.parametrize("phase", USUAL)
+def test_slow_rank_is_named_with_its_phase(phase, tmp_path):
+    found = find_slow_ranks(read_timings(write_watch(tmp_path, extra=when(1, range(1000), **{phase: 0.2}))))
+    assert [rank.rank for rank in found.ranks] == [1]
+    one = found.ranks[0]
+    assert (one.named, one.since, one.until, one.steady) == ((phase,), None, None, 1.0)
+    assert one.excess_s == pytest.approx(0.2, abs=0.002)
+    assert one.attributed >= 0.8
+    assert found.attributed >= 0.8
+    assert found.network_s == pytest.approx(NETWORK_S)
+
+
+def test_two_phases_are_named_where_one_explains_too_little(tmp_path):
+    extra = when(2, range(1000), data=0.1, forward=0.08)
+    one = find_slow_ranks(read_timings(write_watch(tmp_path, extra=extra))).ranks[0]
+    assert one.named == ("data", "forward")
+    assert one.phases["data"] == pytest.approx(0.1 / 0.18, abs=0.02)
+    assert one.attributed == pytest.approx(1.0, abs=0.02)
+
+
+def test_rank_is_slow_since_the_step_at_which_it_became_so(tmp_path):
+    one = find_slow_ranks(read_timings(write_watch(tmp_path, extra=when(3, range(70, 1000), backward=0.1)))).ranks[0]
+    assert (one.rank, one.since, one.until) == (3, 70, None)
+
+
+def test_rank_that_recovered_is_slow_until_then(tmp_path):
+    one = find_slow_ranks(read_timings(write_watch(tmp_path, extra=when(0, range(40, 80), forward=0.1)))).ranks[0]
+    assert (one.rank, one.since, one.until) == (0, 40, 80)
+    assert "from step 40 to step 79" in str(answer(tmp_path))
+
+
+def test_rank_that_stalls_now_and_then_is_told_from_a_slow_one(tmp_path):
+    one = find_slow_ranks(read_timings(write_watch(tmp_path, extra=when(2, range(15, 1000, 20), data=1.0)))).ranks[0]
+    assert (one.rank, one.named, one.since) == (2, ("data",), None)
+    assert one.steady == pytest.approx(6 / 110, abs=0.01)
+    assert "slow now and then" in str(answer(tmp_path))
+
+
+def test_garbage_collection_is_not_taken_for_the_phase_it_fell_into(tmp_path):
+    slow = when(1, range(1000), backward=0.2)
+    one = find_slow_ranks(read_timings(write_watch(tmp_path, extra=slow, pauses=slow))).ranks[0]
+    assert one.named == ("pauses",)
+
+
+def test_equal_ranks_have_no_slow_one_and_no_policy(tmp_path):
+    write_watch(tmp_path)
+    given = answer(tmp_path)
+    assert given.slowness.ranks == ()
+    assert given.best is None
+    assert "No rank is slow" in str(given)
+    assert "wait for everyone" in str(given)
+
+
+def test_noise_of_all_ranks_names_nobody(tmp_path):
+    chance = random.Random(1)
+
+    def noisy(_rank, _step):
+        return {"forward": 0.1} if chance.random() < 0.2 else {}
+
+    found = find_slow_ranks(read_timings(write_watch(tmp_path, extra=noisy)))
+    assert found.ranks == ()
+    assert found.lost_s > 0.03
+
+
+def test_two_slow_ranks_of_six_are_both_named(tmp_path):
+    def both(rank, step):
+        return {"backward": 0.2 if (step + rank) % 2 else 0.19} if rank in (1, 4) else {}
+
+    found = find_slow_ranks(read_timings(write_watch(tmp_path, ranks=6, extra=both)))
+    assert sorted(rank.rank for rank in found.ranks) == [1, 4]
+
+
+def test_slowdown_is_the_ratio_of_the_steps_with_and_without(tmp_path):
+    timings = read_timings(write_watch(tmp_path, extra=when(1, range(1000), backward=0.2), noise=0.0))
+    found = slowdown(timings, 1)
+    assert (found.low, found.value, found.high) == pytest.approx((0.31 / 0.11,) * 3)
+
+
+def test_level_that_does_not_change_has_no_change_point():
+    random_ = np.random.default_rng(0)
+    assert change_points(1 + 0.2 * random_.random(400)) == []
+    series = np.concatenate([1 + 0.2 * random_.random(100), 2 + 0.2 * random_.random(100)])
+    series[::30] = 50.0  # stalls, which move every mean
+    assert change_points(series) == [100]
+
+
+def test_first_k_replayed_has_the_outcome_of_a_closed_form(tmp_path):
+    timings = read_timings(write_watch(tmp_path, extra=when(1, range(1000), backward=0.24), noise=0.0))
+    everyone, some = replay(timings, WaitForAll()), replay(timings, FirstK(3))
+    assert everyone.seconds == pytest.approx(0.35)
+    assert everyone.dropped == pytest.approx(0.0)
+    # its first step waits for all; then the peers are done after 0.1 s, and rank 1 after 0.3 s of its backward pass,
+    # of which it has done 0.06 s: one stage of eight, and six tenths of the next
+    assert some.seconds[1:] == pytest.approx(0.11)
+    assert some.late[1:, 1].all()
+    assert not some.late[:, [0, 2, 3]].any()
+    assert some.dropped[1:] == pytest.approx((1 - 1.6 / 8) / 4)
+
+
+def test_best_policy_is_worth_it_and_its_keys_are_valid(tmp_path):
+    from straggle.configuration import load
+
+    write_watch(tmp_path, extra=when(1, range(1000), backward=0.2))
+    given = answer(tmp_path)
+    assert given.best is not None
+    assert given.best.speedup.low > 1.5
+    assert given.best.code in str(given)
+    for candidate in candidates(4):
+        load("train", candidate.keys.split())
+        assert eval(candidate.code, {"straggle": __import__("straggle")}).__class__ is candidate.policy.__class__
+
+
+# -- traces of straggle
+
+STAGES = tuple(StageReport(f"blocks.{number}", 100, 4.0, False) for number in range(NUM_STAGES))
+
+
+def a_rank(rank: int, pace: float, stop_s: float) -> RankReport:
+    """A rank that takes ``pace`` times 0.8 s for its stages, and is stopped after ``stop_s``."""
+    stage_s = [pace * 0.1 * (stage + 1) for stage in range(NUM_STAGES)]
+    late = stage_s[-1] > stop_s
+    done = tuple(float(at <= stop_s) for at in stage_s)
+    compute_s = min(stage_s[-1], stop_s)
+    whole = tuple(at if at <= stop_s else float("nan") for at in stage_s)
+    return RankReport(
+        rank, 0.0, 0.0, 0.0, compute_s, 0.0, compute_s, sum(done) / NUM_STAGES, done, whole, late,
+        cause="backward" if late else None,
+    )  # fmt: skip
+
+
+def write_trace(folder: Path, stop_s: float) -> Path:
+    with TraceWriter(folder / "trace.jsonl") as trace:
+        for step in range(60):
+            paces = [1.0, 1.01, 2.0, 1.02]
+            ranks = tuple(a_rank(rank, pace, stop_s) for rank, pace in enumerate(paces))
+            seconds = max(rank.compute_s for rank in ranks) + NETWORK_S
+            trace.write(StepReport(step, seconds, stop_s, ranks, STAGES))
+    return folder
+
+
+@pytest.mark.parametrize("stop_s", [9.0, 1.0])
+def test_rank_of_a_trace_is_as_slow_whether_it_was_stopped_or_not(stop_s, tmp_path):
+    found = find_slow_ranks(read_timings(write_trace(tmp_path, stop_s)))
+    assert [(rank.rank, rank.named) for rank in found.ranks] == [(2, ("backward",))]
+    assert found.ranks[0].excess_s == pytest.approx(1.6 - 0.808, rel=0.02)
+    assert found.ranks[0].slowdown.value == pytest.approx(1.61 / 0.826, rel=0.02)
+
+
+def test_rank_that_was_stuck_for_several_steps_counts_once(tmp_path):
+    stuck = {"stood_in": True, "late": True, "cause": "data", "reach": 0.0, "compute_s": float("nan")}
+    stuck |= {"stages": (0.0,) * NUM_STAGES, "stage_s": (float("nan"),) * NUM_STAGES, "backward_s": 0.0, "data_s": 0.8}
+    with TraceWriter(tmp_path / "trace.jsonl") as trace:
+        for step in range(60):
+            ranks = [a_rank(rank, 1.0, 9.0) for rank in range(4)]
+            if step % 20 in (15, 16, 17):
+                ranks[1] = dataclasses.replace(ranks[1], **stuck)
+            trace.write(StepReport(step, 0.81, 1.0, tuple(ranks), STAGES))
+    found = find_slow_ranks(read_timings(tmp_path))
+    assert [(rank.rank, rank.named[0]) for rank in found.ranks] == [(1, "data")]
+    assert found.ranks[0].steady == pytest.approx(3 / 54, abs=0.01)
+
+
+# -- the command
+
+
+def command(*words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "straggle.advise", *map(str, words)], capture_output=True, text=True)
+
+
+def test_command_prints_sentences_or_json(tmp_path):
+    write_watch(tmp_path, extra=when(1, range(1000), backward=0.2))
+    told, plain = command(tmp_path), command("--json", tmp_path)
+    assert "Rank 1 is slow, from the first step on" in told.stdout
+    content = json.loads(plain.stdout)
+    assert content["slow_ranks"][0]["rank"] == 1
+    assert content["slow_ranks"][0]["named"] == ["backward"]
+    assert {policy["code"] for policy in content["policies"]} == {one.code for one in candidates(4)}
+    assert content["best"]["keys"].startswith("deadline=")
+
+
+def test_trace_is_read_by_its_name_and_by_its_folder(tmp_path):
+    write_trace(tmp_path, 1.0)
+    by_folder, by_name = answer(tmp_path), answer(tmp_path / "trace.jsonl")
+    assert str(by_folder) == str(by_name)
+    assert by_folder.sentences
+
+
+def test_wrong_input_is_refused_with_the_remedy(tmp_path):
+    def refusal(path):
+        with pytest.raises(ValueError) as error:  # noqa: PT011
+            answer(path)
+        return str(error.value)
+
+    assert "no such file" in refusal(tmp_path / "none.jsonl")
+    assert "neither trace.jsonl nor watch/rank*.jsonl" in refusal(tmp_path)
+    write_watch(tmp_path / "short", steps=5)
+    assert "5 steps are too few" in refusal(tmp_path / "short")
+    write_watch(tmp_path / "one", ranks=1)
+    assert "one rank waits for nobody" in refusal(tmp_path / "one")
+    folder = write_watch(tmp_path / "three") / "watch"
+    assert "give the folder" in refusal(folder / "rank0.jsonl")
+    (folder / "rank2.jsonl").unlink()
+    assert "rank 2 is missing" in refusal(folder)
+    (folder / "rank1.jsonl").write_text('{"loss": 1}\n')
+    assert "not written by straggle.watch" in refusal(folder)
+    (tmp_path / "trace.jsonl").write_text('{"loss": 1}\n')
+    assert "line 1 is no step" in refusal(tmp_path)
+    (tmp_path / "trace.jsonl").write_text("loss 1\n")
+    assert "no JSON" in refusal(tmp_path)
+    for words, told in (([], "one PATH"), (["a", "b"], "one PATH"), (["a", "--yaml"], "there is --json")):
+        with pytest.raises(ValueError, match=told):
+            arguments(words)
+    assert command(tmp_path / "none.jsonl").returncode == 2
+
+
+def test_intervals_hold_their_value(tmp_path):
+    timings = read_timings(write_watch(tmp_path, extra=when(1, range(60, 1000), backward=0.2)))
+    for gain in gains(timings):
+        for interval in (gain.saved, gain.dropped, gain.speedup):
+            assert interval.low <= interval.value <= interval.high
+    assert best(gains(timings)) is not None
+
+
+@pytest.mark.slow
+def test_real_ranks_under_ddp_name_the_one_that_is_busy(tmp_path):
+    assert run_e11(True, tmp_path).ok
+
+
+def test_report_draws_a_watched_run(tmp_path):
+    from straggle.report.numbers import numbers_of
+    from straggle.report.page import write_report
+    from straggle.report.run import read_run, read_steps
+
+    write_watch(tmp_path, steps=40, extra=when(1, range(1000), backward=0.2), noise=0.0)
+    run = read_run(tmp_path)
+    assert (run.num_steps, run.num_ranks) == (40, 4)
+    assert run.ranks["wait_s"][5] == pytest.approx([0.2, 0.0, 0.2, 0.2])
+    assert read_steps(run, [7])[7].ranks[1].backward_s == pytest.approx(0.26)
+    assert numbers_of(run).ranks[1].slowness == pytest.approx(0.29 / 0.09)
+    assert "waited for" in write_report(tmp_path).read_text()

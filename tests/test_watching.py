@@ -1,0 +1,175 @@
+"""Watching DDP changes nothing, and its times are those of a clock that only the model's layers move."""
+
+from __future__ import annotations
+
+import gc
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import digest, run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from training import features, grads, mlp
+
+import straggle
+from straggle import watching
+
+NUM_STEPS = 5
+
+
+def normed() -> nn.Module:
+    """A network with buffers, which DDP copies before each forward pass."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def train(rank, folder, watchers, options, microbatches):
+    model = DistributedDataParallel(normed(), **options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    seen = []
+    if rank in watchers:
+        straggle.watch(model, folder)
+    for number in range(NUM_STEPS):
+        for part in range(microbatches - 1):
+            with model.no_sync():
+                model(features(rank, 100 * part + number)).square().mean().backward()
+        model(features(rank, number)).square().mean().backward()
+        seen.append(digest(grads(model)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen, digest(model.parameters())
+
+
+OPTIONS = [({}, 1), ({}, 3), ({"gradient_as_bucket_view": True}, 3), ({"find_unused_parameters": True}, 1)]
+
+
+@pytest.mark.parametrize(("options", "microbatches"), [*OPTIONS, ({"static_graph": True}, 1)])
+def test_watched_ddp_trains_bit_for_bit_as_it_does_alone(options, microbatches, tmp_path):
+    plain, watched = (run_ranks(train, 2, tmp_path, who, options, microbatches) for who in ((), (0, 1)))
+    assert watched == plain
+    for rank in range(2):
+        head, *lines = map(json.loads, (tmp_path / "watch" / f"rank{rank}.jsonl").read_text().splitlines())
+        assert (head["rank"], head["world_size"]) == (rank, 2)
+        assert [line["step"] for line in lines] == list(range(NUM_STEPS))
+        assert {len(line["microbatch_s"]) for line in lines} == {microbatches}
+        assert {len(line["stage_s"]) for line in lines} == {len(head["stages"])}
+
+
+def test_one_rank_can_watch_alone(tmp_path):
+    """So it sends nothing that a peer would have to answer."""
+    assert run_ranks(train, 2, tmp_path, (1,), {}, 1) == run_ranks(train, 2, tmp_path, (), {}, 1)
+    assert [path.name for path in (tmp_path / "watch").iterdir()] == ["rank1.jsonl"]
+
+
+class Clock:
+    """Time that passes only where it is told to."""
+
+    now = 0.0
+
+
+class Spend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, forward_s, backward_s):
+        ctx.backward_s = backward_s
+        Clock.now += forward_s
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Clock.now += ctx.backward_s
+        return gradient, None, None
+
+
+class Timed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            x = Spend.apply(layer(x), 1.0, 10.0 * (number + 1))
+        return x
+
+
+class TimedOptimizer(torch.optim.SGD):
+    def step(self, closure=None):
+        Clock.now += 0.25
+        return super().step(closure)
+
+
+def watch_timed(rank, folder):
+    watching.moment = lambda _device: Clock.now
+    model = DistributedDataParallel(Timed())
+    optimizer = TimedOptimizer(model.parameters(), lr=0.1)
+    with straggle.watch(model, folder):
+        for number in range(4):
+            Clock.now += 0.5  # data
+            loss = model(features(rank, number)).square().mean()
+            loss.backward()
+            Clock.now += 0.125  # clipping
+            optimizer.step()
+            optimizer.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                model(features(rank, number))  # an evaluation: three seconds of forward passes
+            model.train()
+    return [json.loads(line) for line in (folder / "watch" / "rank0.jsonl").read_text().splitlines()]
+
+
+def test_each_second_is_in_the_phase_in_which_it_passed(tmp_path):
+    head, first, *lines = run_ranks(watch_timed, 1, tmp_path)[0]
+    assert [stage["name"] for stage in head["stages"]] == ["layers.2", "layers.1", "layers.0"]
+    assert first["seconds"] == 63.5
+    for line in lines:
+        assert line["seconds"] == 0.5 + 3 + 60 + 0.125 + 0.25 + 3
+        assert (line["forward_s"], line["backward_s"], line["optimizer_s"]) == (3, 60, 0.25)
+        # after an evaluation, nothing says where it ends and loading begins
+        assert (line["outside_s"], line["data_s"], line["wait_s"]) == (0.125 + 3 + 0.5, 0, 0)
+        assert line["stage_s"] == [33, 53, 63]
+        assert (line["compute_s"], line["microbatch_s"]) == (63, [63])
+
+
+def refuse(rank, folder):
+    model = DistributedDataParallel(mlp())
+    callbacks = len(gc.callbacks)
+    watched = straggle.watch(model, folder)
+    assert len(gc.callbacks) == callbacks + 1
+    watched.close()
+    watched.close()
+    left = [*model._forward_hooks, *model._forward_pre_hooks, *model.module._forward_pre_hooks]
+    left += [hook for p in model.parameters() for hook in p._post_accumulate_grad_hooks or ()]
+    try:
+        straggle.watch(model.module, folder)
+    except TypeError as error:
+        return left, len(gc.callbacks) - callbacks, str(error)
+
+
+def test_closed_watch_leaves_no_hook_and_a_plain_module_is_refused(tmp_path):
+    left, callbacks, message = run_ranks(refuse, 1, tmp_path)[0]
+    assert (left, callbacks) == ([], 0)
+    assert message.startswith("watch(Sequential): give the model that DistributedDataParallel wraps")
+
+
+def test_pause_is_time_in_which_the_process_did_nothing(monkeypatch):
+    times = SimpleNamespace(now=0.0, cpu=0.0)
+    monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: times.now, process_time=lambda: times.cpu))
+    monkeypatch.setattr(watching._Pulse, "_beat", lambda _self: None)
+    pulse = watching._Pulse()
+    try:
+        times.now, times.cpu = 3.0, 3.0  # three seconds of work that let no other thread run
+        pulse.credit("data")
+        times.now = 5.0  # stopped for two
+        pulse.credit("backward")
+        pulse._collecting("start", {})
+        times.now += 0.01
+        pulse._collecting("stop", {})
+        pulse.credit("forward")
+        pauses = pulse.take()
+    finally:
+        pulse.close()
+    assert pauses.keys() == {"backward", "forward"}
+    assert pauses["backward"]["stopped_s"] == pytest.approx(2.0, abs=0.05)
+    assert pauses["forward"] == {"gc_s": pytest.approx(0.01)}
+    assert pulse.take() == {}
