@@ -51,11 +51,15 @@ class Setup:
 
 @dataclass(frozen=True)
 class Measured:
-    """One method's steps on one rank, all of shape (steps,); ``overhead_s``: beside the slowest rank's own work."""
+    """One method's steps on one rank, all of shape (steps,).
+
+    ``overhead_s``: beside the slowest rank's own work. ``predicted``: what the policy expected to be dropped.
+    """
 
     step_s: Tensor
     dropped: Tensor
     overhead_s: Tensor
+    predicted: Tensor
 
 
 def run_real(setup: Setup, timeout_s: float = 1800.0) -> dict[str, Measured]:
@@ -77,7 +81,7 @@ def run_real(setup: Setup, timeout_s: float = 1800.0) -> dict[str, Measured]:
         theirs.close()
         if not ours.poll(timeout_s):
             raise RuntimeError(f"the ranks did not end within {timeout_s:.0f} s")
-        rows: dict[str, list[tuple[float, float, float]]] = ours.recv()
+        rows: dict[str, list[tuple[float, ...]]] = ours.recv()
     except EOFError:
         raise RuntimeError("rank 0 ended without a result; what went wrong is above") from None
     finally:
@@ -126,18 +130,19 @@ class _Run:
         net = nn.Sequential(*(_Layer(self._sleeps) for _ in range(layers)))
         self.model = StagedDataParallel(net, stages=stages, deadline=method.deadline(), patience=method.patience)
         self._num_layers = layers
-        self.rows: list[tuple[float, float, float]] = []
+        self.rows: list[tuple[float, ...]] = []
 
     def turn(self, steps: Sequence[int]) -> None:
         """Some steps."""
         before = time.perf_counter()
         for number in steps:
+            predicted = self.model.deadline.predicted_drop
             self._step(self._setup.unit_s[number, self._rank].tolist())
             now = time.perf_counter()
             report = self.model.last_report
             assert report is not None
             slowest_s = max(rank.compute_s for rank in report.ranks)
-            self.rows.append((now - before, report.dropped_share, now - before - slowest_s))
+            self.rows.append((now - before, report.dropped_share, now - before - slowest_s, predicted))
             before = now
 
     def _step(self, unit_s: list[float]) -> None:
