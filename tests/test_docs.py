@@ -130,6 +130,14 @@ def check_command(words: list[str]) -> None:
         assert (ROOT / script).exists() or program.startswith(".venv/bin/"), script
 
 
+def record_a_run(folder: Path) -> None:
+    """A trace of one step of one rank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rank = {"compute_s": 1.0, "stage_s": [1.0], "late": False, "idle": False}
+    step = {"step": 1, "seconds": 1.0, "ranks": [rank], "stages": [{"name": "all", "numel": 1}]}
+    (folder / "trace.jsonl").write_text(json.dumps(step) + "\n")
+
+
 @pytest.mark.parametrize("words", commands())
 def test_command_exists_and_its_keys_are_valid(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -139,6 +147,7 @@ def test_command_exists_and_its_keys_are_valid(
             (tmp_path / entry.name).symlink_to(entry)
     for folder in ("checkpoint", "decisions"):  # what resume=true and replay= look for
         (tmp_path / "runs" / "latest" / folder).mkdir(parents=True)
+    record_a_run(tmp_path / "runs" / "latest")
     monkeypatch.chdir(tmp_path)
     check_command(words)
 
@@ -169,19 +178,28 @@ def test_every_key_of_the_configuration_is_documented() -> None:
     keys |= {f"{part}.{key}" for part in ("patience", "merge") for key in config[part] if key != "_target_"}
     keys |= {str(key) for key in load("profile", []) if key not in (*GROUPS, "hydra")}
     assert keys - documented(CONFIGURATION) == set()
+    simulated = load("simulate", [])
+    keys = {str(key) for key in simulated if key not in (*GROUPS, "patience", "work", "hydra")}
+    keys |= {f"{part}.{key}" for part in ("patience", "work") for key in simulated[part] if key != "_target_"}
+    assert keys - documented((ROOT / "docs" / "simulate.md").read_text()) == set()
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_every_option_of_a_group_is_documented_with_its_keys(group: str) -> None:
+def test_every_option_of_a_group_is_documented_with_its_keys(
+    group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record_a_run(tmp_path / "runs" / "latest")  # what delays=replay looks for
+    monkeypatch.chdir(tmp_path)
+    command = "train" if group in load("train", []) else "simulate"
     section = CONFIGURATION.partition(f"**`{group}`**")[2]
     section = re.split(r"\n\*\*|\n## ", section)[0]
     rows = {line.split("`")[1]: documented(line) for line in section.splitlines() if line.startswith("| `")}
-    options = {path.stem: load("train", [f"{group}={path.stem}"])[group] for path in (ROOT / "conf" / group).iterdir()}
+    options = {path.stem: load(command, [f"{group}={path.stem}"])[group] for path in (ROOT / "conf" / group).iterdir()}
     assert rows.keys() == options.keys()
     for option, config in options.items():
         assert {str(key) for key in config} - {"_target_"} <= rows[option], option
     default = next(row for row in section.splitlines() if "(default)" in row)
-    assert load("train", [])[group] == options[default.split("`")[1]]
+    assert load(command, [])[group] == options[default.split("`")[1]]
 
 
 @pytest.mark.parametrize(
