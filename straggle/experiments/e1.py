@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from statistics import fmean, pstdev
 
@@ -20,7 +21,7 @@ BASE_S, OVERHEAD_S = 0.3256, 1.97
 def literal_threshold(t: Tensor, overhead_s: Tensor, first: int = 5) -> Threshold:
     """The rule as it is written, in loops: ``t`` (steps, ranks, micro-batches) are seconds of each micro-batch."""
     a = t.cumsum(-1)
-    best = Threshold(0.0, 0.0, -1.0)
+    best = Threshold(0.0, 0.0, -math.inf)
     for tau in torch.linspace(float(a[..., first:].min()), float(a.max()), 200, dtype=a.dtype):
         gains, drops = [], []
         for step, overhead in zip(a, overhead_s.tolist(), strict=True):
