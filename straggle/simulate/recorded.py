@@ -90,7 +90,7 @@ def recorded_times(records: Sequence[Mapping[str, Any]]) -> Recorded:
 def _usable(record: Mapping[str, Any], names: tuple[str, ...], ranks: int) -> bool:
     """Whether all ranks had data in the step, and its stages are those of the end."""
     same = tuple(stage["name"] for stage in record["stages"]) == names and len(record["ranks"]) == ranks
-    return same and not any(rank["idle"] for rank in record["ranks"])
+    return same and not any(rank.get("idle") for rank in record["ranks"])
 
 
 def _of_ranks(records: Sequence[Mapping[str, Any]], key: str) -> Tensor:
