@@ -149,7 +149,7 @@ def draw(scenarios: Mapping[str, Standings], path: Path) -> None:
         above.axhline(standings.target, color="0.6", linewidth=0.8, linestyle="--")
         above.set(title=scenario, xlabel="seconds of the method's own turns", ylabel="training loss, running mean")
         below.set_yticks(range(len(names)), names)
-        below.invert_yaxis()
+        below.set_ylim(len(names) - 0.5, -0.5)  # the first at the top, also where a bar is missing
         below.axvline(1.0, color="0.6", linewidth=0.8, linestyle="--")
         below.set_xlabel("time to DDP's final loss, over DDP's")
         for axes in (above, below):
