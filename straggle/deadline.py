@@ -85,7 +85,7 @@ class QuantileDeadline(Deadline):
     def decide(self, history: History) -> float:
         if history.num_steps < self.warmup_steps:
             return math.inf
-        return self.slack * _quantile(history.compute_s, self.q)
+        return self.slack * quantile_of(history.compute_s, self.q)
 
 
 @final
@@ -111,8 +111,8 @@ class MedianDeadline(Deadline):
     def decide(self, history: History) -> float:
         if history.num_steps < self.warmup_steps:
             return math.inf
-        median_s = _quantile(history.compute_s, 0.5)
-        spread_s = _quantile((history.compute_s - median_s).abs(), 0.5) if median_s < math.inf else 0.0
+        median_s = quantile_of(history.compute_s, 0.5)
+        spread_s = quantile_of((history.compute_s - median_s).abs(), 0.5) if median_s < math.inf else 0.0
         return max(median_s + self.k * spread_s, self.slack * median_s)
 
 
@@ -205,7 +205,7 @@ def check_granularity(granularity: str, valid: Sequence[str] = get_args(Granular
         raise ValueError(f"granularity={granularity!r}: choose one of {', '.join(valid)}")
 
 
-def _quantile(values: Tensor, q: float) -> float:
+def quantile_of(values: Tensor, q: float) -> float:
     """The ``q`` quantile of what is not NaN, between two values by their distance; infinite where there is nothing.
 
     As ``torch.nanquantile``, in a quarter of its time: every step of every rank waits for this.

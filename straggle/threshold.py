@@ -10,7 +10,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from straggle.deadline import Deadline, Patience, check_count
+from straggle.deadline import Deadline, Patience, check_count, quantile_of
 from straggle.history import History, Progress
 
 _FIRST_UNIT = 5  # thresholds before any rank has finished this one (from 0) are not looked at
@@ -113,7 +113,7 @@ def expected_drop(
         if len(parts):
             whole = times.shape[-1] - len(parts)
             part[..., whole:] = (part[..., whole:] * torch.tensor(parts)).ceil() / torch.tensor(parts)
-    return float(1 - (part * unit_share).sum(-1).mean())
+    return max(0.0, float(1 - (part * unit_share).sum(-1).mean()))
 
 
 def _silent(num_whole: int, unit_s: Tensor) -> Tensor:
@@ -144,22 +144,35 @@ class AutoDeadline(Deadline):
     """The threshold of DropCompute's rule (`choose_threshold`) over the last ``window`` steps, chosen ever anew.
 
     It weighs what is dropped against the seconds that are saved, on the clock that it is enforced by. Where the best
-    threshold promises less than ``least_gain`` (0.01: a hundredth more gradient per second), everyone is waited for.
-    ``every``: steps between two choices. ``predicted_drop`` is what the last choice is expected to drop.
+    threshold promises less than ``least_gain`` (0.01: a hundredth more gradient per second), there is none; but nobody
+    has more than ``at_most`` times the median of all ranks' times, so that a rank which was never slow before and
+    stalls is not waited for either. ``every``: steps between two choices. ``predicted_drop`` is what the last choice is
+    expected to drop.
     """
 
     wants_progress = True
 
-    def __init__(self, *, window: int = 50, warmup_steps: int = 10, every: int = 10, least_gain: float = 0.01) -> None:
+    def __init__(
+        self,
+        *,
+        window: int = 50,
+        warmup_steps: int = 10,
+        every: int = 10,
+        least_gain: float = 0.01,
+        at_most: float = 2.0,
+    ) -> None:
         check_count("window", window, least=1)
         check_count("warmup_steps", warmup_steps, least=1)
         check_count("every", every, least=1)
         if not least_gain >= 0:
             raise ValueError(f"least_gain={least_gain}: must be a number from 0 on, such as 0.01 for a hundredth")
+        if not at_most > 1:
+            raise ValueError(f"at_most={at_most}: must be more than 1 median time, such as 2")
         self.window = window + every - 1  # those since the last choice are not looked at
         self.warmup_steps = warmup_steps
         self.every = every
         self.least_gain = least_gain
+        self.at_most = at_most
         self.chosen: Threshold | None = None
         self._chosen_at = -1
         self._patience = Patience()
@@ -175,9 +188,8 @@ class AutoDeadline(Deadline):
         if self.chosen is None or history.num_steps - since != self._chosen_at:
             self._chosen_at = history.num_steps - since
             self.chosen = self._choose(history.last(self.window - self.every + 1, before=since))
-        worth_it = self.chosen.gain >= self.least_gain
-        self.predicted_drop = self.chosen.dropped if worth_it else 0.0
-        return self.chosen.tau_s if worth_it else math.inf
+        self.predicted_drop = self.chosen.dropped
+        return self.chosen.tau_s
 
     def _choose(self, history: History) -> Threshold:
         progress = history.progress
@@ -190,5 +202,7 @@ class AutoDeadline(Deadline):
         quorum_s = own_s.kthvalue(self._patience.quorum_of(own_s.shape[1]), dim=1).values
         times, share = times[..., used], progress.unit_share[..., used]
         chosen = choose_threshold(times, progress.overhead_s, unit_share=share, not_before_s=quorum_s)
-        stop_s = quorum_s.clamp(min=chosen.tau_s)
-        return replace(chosen, dropped=expected_drop(times, share, stop_s, self._patience, self._parts))
+        bound_s = self.at_most * quantile_of(history.compute_s, 0.5)
+        tau_s = min(chosen.tau_s, bound_s) if chosen.gain >= self.least_gain else bound_s
+        stop_s = quorum_s.clamp(min=tau_s)
+        return replace(chosen, tau_s=tau_s, dropped=expected_drop(times, share, stop_s, self._patience, self._parts))

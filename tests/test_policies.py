@@ -168,6 +168,7 @@ def test_annealed_deadline_grows_with_what_is_left_of_the_run(done, factor):
         (lambda: FirstK(1, grace_s=-1.0), "grace_s=-1.0"),
         (lambda: AutoDeadline(every=0), "every=0"),
         (lambda: AutoDeadline(least_gain=-1.0), "least_gain=-1.0"),
+        (lambda: AutoDeadline(at_most=1.0), "at_most=1.0"),
         (lambda: DropBudget(FixedDeadline(1.0), 0.0), "share=0.0"),
         (lambda: DropBudget(FixedDeadline(1.0), 0.05, window=10), "give window=20 or more"),
         (lambda: Anneal(FixedDeadline(1.0), 0), "num_steps=0"),
@@ -310,10 +311,10 @@ def test_auto_deadline_stops_a_slow_rank_and_says_what_that_drops():
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.005])
-def test_auto_deadline_waits_where_there_is_nothing_to_gain(factor):
-    policy = AutoDeadline()
-    assert policy.decide(history(one_slow(factor))) == INF
-    assert policy.predicted_drop == 0.0
+def test_auto_deadline_is_a_bound_only_where_there_is_nothing_to_gain(factor):
+    policy = AutoDeadline(at_most=1.5)
+    assert policy.decide(history(one_slow(factor))) == pytest.approx(1.5 * 2.0)
+    assert policy.predicted_drop == pytest.approx(0.0, abs=1e-9)
 
 
 def test_auto_deadline_is_a_function_of_the_history_alone():
@@ -332,7 +333,7 @@ def test_auto_deadline_follows_a_rank_that_recovers():
     times = torch.cat([one_slow(3.0, 40), one_slow(1.0, 40)])
     decided = [policy.decide(history(times[max(0, end - 24) : end], end)) for end in range(10, 81)]
     assert decided[0] < 4.0
-    assert decided[-1] == INF
+    assert decided[-1] == pytest.approx(2 * 2.0)
 
 
 # -- the model of a step
