@@ -65,7 +65,7 @@ def run(quick: bool, out: Path) -> Result:
         best.append((float(ranks), speedup))
         half.append((float(ranks), best_speedup_of_half(times)))
         expected = EXPECTED.get(ranks)
-        told = f"{speedup:.3f} (tau {tau / (1.5 * MICROBATCHES):.2f} of the mean time)"
+        told = f"{speedup:.3f} (tau {tau / (1.5 * MICROBATCHES):.2f} of the mean time; {steps:,} steps)"
         ok = None if expected is None else abs(speedup - expected) <= 0.02
         lines.append(Line(f"N = {ranks:,}", "" if expected is None else f"{expected} +- 0.02", told, ok))
     lines += [
@@ -90,7 +90,7 @@ def run(quick: bool, out: Path) -> Result:
 
 def _steps(ranks: int, quick: bool) -> int:
     """Steps to draw: fewer of more ranks, whose slowest varies less."""
-    return max(4, min(2000, 400_000 // ranks)) // (4 if quick else 1)
+    return max(4, min(4000, 4_000_000 // ranks)) // (4 if quick else 1)
 
 
 def _auto(ranks: int, steps: int) -> float:

@@ -50,7 +50,7 @@ def run(quick: bool, out: Path) -> Result:
 
 def _slowest(delays: Delays, ranks: int, quick: bool) -> tuple[float, float]:
     """Mean seconds of the slowest rank, micro-batches of one second before delays, and its standard error."""
-    steps = max(200, min(8000, 4_000_000 // ranks)) // (4 if quick else 1)
+    steps = max(200, min(40_000, 12_000_000 // ranks)) // (4 if quick else 1)
     work = Work(1.0 * MICROBATCHES, num_microbatches=MICROBATCHES, num_stages=1)
     patience = Patience(granularity="microbatch")
     seconds = simulate(steps, ranks, work, delays, WaitForAll(), patience=patience).step_s.tolist()

@@ -40,7 +40,7 @@ def run(quick: bool, out: Path) -> Result:
     lines: list[Line] = []
     curves = {}
     for ranks in (4, 8):
-        unit_s = delays(ranks, 40 if quick else 250)
+        unit_s = delays(ranks, 40 if quick else 150)
         measured = run_real(Setup(unit_s, WORK, METHODS, whole_microbatches=True, block=20))
         lines += _lines(ranks, measured, unit_s)
         for name in ("wait for all", "fixed"):

@@ -42,7 +42,7 @@ def run(quick: bool, out: Path) -> Result:
     for ranks in (4, 8):
         for name, delays in DELAYS.items():
             drawn = delays.steps(WORK.units("stage").base_s, ranks, Generator().manual_seed(ranks))
-            unit_s = torch.stack(list(islice(drawn, 40 if quick else 150)))
+            unit_s = torch.stack(list(islice(drawn, 40 if quick else 100)))
             measured = run_real(Setup(unit_s, WORK, methods(ranks), slices=8, block=25))
             overhead_s = float(measured["WaitForAll"].overhead_s.median())
             lines.append(Line(f"{ranks} ranks, {name}: a step's overhead", "", f"{1e3 * overhead_s:.1f} ms"))
