@@ -26,10 +26,22 @@ from straggle.faults import Fault
 from straggle.stages import BalancedByTime, plan_stages
 
 METHODS = "methods"  # a group of which several options are chosen
-GROUPS = ("workload", "deadline", "estimator", "faults", "optimizer", "metrics", "delays", "network", "rebalance")
+GROUPS = (
+    "workload",
+    "deadline",
+    "estimator",
+    "faults",
+    "optimizer",
+    "metrics",
+    "delays",
+    "network",
+    "rebalance",
+    "lateness",
+)
 _AT_LEAST = {
     "steps": 1,
     "ranks": 1,
+    "seeds": 1,
     "history_ranks": 1,
     "num_microbatches": 1,
     "batch_size": 1,
@@ -37,8 +49,19 @@ _AT_LEAST = {
     "block": 1,
     "checkpoint_every": 0,
 }
-_PARTS = ("workload", "deadline", "estimator", "optimizer", "merge", "patience", "delays", "work", "network")
-_BUILT = ("deadline", "merge", "patience", "delays", "work", "network")
+_PARTS = (
+    "workload",
+    "deadline",
+    "estimator",
+    "optimizer",
+    "merge",
+    "patience",
+    "delays",
+    "work",
+    "network",
+    "lateness",
+)
+_BUILT = ("deadline", "merge", "patience", "delays", "work", "network", "lateness")
 _OF_A_METHOD = ("job", "deadline", "estimator", "patience", "merge", "optimizer", "stages")
 _AT_LEAST_OF_A_JOB = {"every": 2, "warmup_steps": 0}
 _METRICS_PARTS = ("security", "targets", "push")

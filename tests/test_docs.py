@@ -181,6 +181,8 @@ def test_every_key_of_the_configuration_is_documented() -> None:
     simulated = load("simulate", [])
     keys = {str(key) for key in simulated if key not in (*GROUPS, "patience", "work", "hydra")}
     keys |= {f"{part}.{key}" for part in ("patience", "work") for key in simulated[part] if key != "_target_"}
+    learned = load("learn", [])
+    keys |= {str(key) for key in learned if key not in (*GROUPS, "patience", "merge", "hydra")}
     assert keys - documented((ROOT / "docs" / "simulate.md").read_text()) == set()
 
 
@@ -190,7 +192,7 @@ def test_every_option_of_a_group_is_documented_with_its_keys(
 ) -> None:
     record_a_run(tmp_path / "runs" / "latest")  # what delays=replay looks for
     monkeypatch.chdir(tmp_path)
-    command = "train" if group in load("train", []) else "simulate"
+    command = next(name for name in ("train", "simulate", "learn") if group in load(name, []))
     section = CONFIGURATION.partition(f"**`{group}`**")[2]
     section = re.split(r"\n\*\*|\n## ", section)[0]
     rows = {line.split("`")[1]: documented(line) for line in section.splitlines() if line.startswith("| `")}

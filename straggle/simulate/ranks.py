@@ -76,17 +76,17 @@ def simulate_times(
     history_ranks: int = 256,
 ) -> Simulation:
     """Simulate steps in which each rank takes, for each of its units, the given seconds: tensors (ranks, units)."""
-    cluster: _Cluster | None = None
+    cluster: Cluster | None = None
     for unit_s in step_times:
-        cluster = cluster or _Cluster(len(unit_s), units, deadline, patience, network, history_ranks)
+        cluster = cluster or Cluster(len(unit_s), units, deadline, patience, network, history_ranks)
         cluster.step(unit_s.cumsum(1))
     if cluster is None:
         raise ValueError("there are no steps to simulate")
     return cluster.result()
 
 
-class _Cluster:
-    """Ranks on their way through the steps."""
+class Cluster:
+    """Ranks on their way through the steps, for who wants each step by itself; `simulate` has them all."""
 
     def __init__(
         self,
@@ -114,8 +114,11 @@ class _Cluster:
         self._late_steps = torch.zeros(ranks, dtype=torch.int64)
         self._rows: list[tuple[float, ...]] = []
 
-    def step(self, unit_s: Tensor) -> None:
-        """One step; ``unit_s`` (ranks, units): when each unit would be finished, if nobody were stopped."""
+    def step(self, unit_s: Tensor) -> Tensor:
+        """One step; ``unit_s`` (ranks, units): when each unit would be finished, if nobody were stopped.
+
+        The share of each unit that comes in, of the same shape.
+        """
         done = outcome(unit_s, self._deadline_s, self._rules)
         computed = computed_share(unit_s, done, self._rules, self._units.silent)
         self._computed += computed
@@ -126,6 +129,7 @@ class _Cluster:
         late = int(done.late.sum())
         self._rows.append((step_s, all_s, self._deadline_s, 1 - kept, self._predicted_drop, late))
         self._decide(unit_s, done, computed, max(0.0, step_s - float(done.seconds)))
+        return computed
 
     def _merged_s(self, ready_s: Tensor) -> float:
         """When the step is over, if all ranks have handed in each unit at these seconds."""

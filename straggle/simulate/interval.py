@@ -1,0 +1,56 @@
+"""Means over runs with different seeds, and how sure they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean, stdev
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and half the width of its 95 % interval."""
+
+    mean: float
+    half: float
+
+    @property
+    def low(self) -> float:
+        """The lower end."""
+        return self.mean - self.half
+
+    @property
+    def high(self) -> float:
+        """The upper end."""
+        return self.mean + self.half
+
+    def __format__(self, spec: str) -> str:
+        spec = spec or ".2f"
+        return f"{self.mean:{spec}} +- {self.half:{spec.lstrip('+')}}"
+
+    def __str__(self) -> str:
+        return format(self)
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """The 95 % interval of the mean of independent values, by Student's t."""
+    if len(values) < 2:
+        return Interval(fmean(values), math.inf)
+    return Interval(fmean(values), _t975(len(values) - 1) * stdev(values) / math.sqrt(len(values)))
+
+
+def paired(values: Sequence[float], reference: Sequence[float]) -> Interval:
+    """The interval of the mean difference between runs of the same seeds."""
+    return interval([value - other for value, other in zip(values, reference, strict=True)])
+
+
+def _t975(degrees: int) -> float:
+    """Student's t at 0.975: from the normal quantile (Abramowitz and Stegun 1964, 26.7.5), and for 1 and 2 by table."""
+    if degrees <= 2:
+        return 12.706 if degrees == 1 else 4.303
+    z = NormalDist().inv_cdf(0.975)
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / degrees + second / degrees**2 + third / degrees**3

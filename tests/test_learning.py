@@ -1,0 +1,277 @@
+"""Logical ranks learn what real ranks learn, and rules for who is late mean what they say."""
+
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+
+import pytest
+import torch
+from ranks import digest, run_ranks, staged
+from torch import nn
+from training import Stopper, random_stops
+
+from straggle import (
+    Abstain,
+    Carry,
+    ErrorFeedback,
+    FixedDeadline,
+    LastMerged,
+    LastOwn,
+    Merge,
+    MovingAverage,
+    OptimizerMomentum,
+    Patience,
+    WaitForAll,
+    Zero,
+)
+from straggle.merge import inverse_chance
+from straggle.simulate import NoDelay, SlowRanks
+from straggle.simulate.lateness import (
+    ByDeadline,
+    DropWhole,
+    Lateness,
+    Nobody,
+    OtherRanks,
+    OtherRanksPerUnit,
+    PoissonDepth,
+    SameDepth,
+    SameRanks,
+    UniformDepth,
+)
+from straggle.simulate.learning import Rule, Setting, learn, units_of
+from straggle.simulate.logical import LogicalRanks
+from straggle.simulate.samples import FromOnePool, OfTheirOwn
+from straggle.simulate.weighting import Count, InverseChance
+from straggle.workloads import Digits
+
+RANKS, STEPS, BATCH, SEED = 4, 12, 4, 3
+NUM_STAGES = 3
+sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.5)
+
+
+def small():
+    return Digits(channels=4, depth=3)
+
+
+def units(workload, num_units):
+    """The parameters of each unit."""
+    torch.manual_seed(SEED)
+    setting = Setting(workload, sgd, FromOnePool(workload, RANKS, BATCH, seed=SEED), STEPS, num_units=num_units)
+    return units_of(setting, workload.model())
+
+
+def cuts(workload, num_units):
+    """For each rank the number of units that it finishes in each step."""
+    count = len(units(workload, num_units))
+    stops = [random_stops(rank, STEPS, count, seed=SEED) for rank in range(RANKS)]
+    for rank, each in enumerate(stops):
+        each[0] = None
+        each[4], each[5], each[7] = 2, 0, rank  # nobody comes to the end, nobody begins, rank 0 does not begin
+    return [[count if stop is None else stop for stop in each] for each in stops]
+
+
+class Given(Lateness):
+    """Each rank comes as far as it is told."""
+
+    def __init__(self, by_rank):
+        self._by_rank = by_rank
+        self._step = 0
+
+    def reached(self, _num_ranks, num_units, _generator):
+        self._step += 1
+        return torch.arange(num_units) < torch.tensor(self._by_rank)[:, self._step - 1, None]
+
+
+def real_rank(rank, make_estimator, merge, num_units):
+    """Parameters after training on a real rank, stopped by hand."""
+    workload = small()
+    sizes = [len(unit) for unit in units(workload, num_units)]
+    torch.manual_seed(SEED)
+    module = workload.model()
+    stopper = Stopper(module)
+    optimizer = sgd(module.parameters())
+    samples = FromOnePool(workload, RANKS, BATCH, seed=SEED)
+    with staged(module, estimator=make_estimator(optimizer), merge=merge, stages=num_units) as model:
+        for number, stop in enumerate(cuts(workload, num_units)[rank]):
+            with model.step() as step:
+                stopper.arm(step, None if stop == len(sizes) else sum(sizes[:stop]))
+                workload.loss(model, workload.batch(samples.indices(number)[rank])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [parameter.detach().numpy() for parameter in module.parameters()]
+
+
+def abstain(_):
+    return Abstain()
+
+
+def zero(_):
+    return Zero()
+
+
+def last_own(_):
+    return LastOwn(0.5)
+
+
+def last_merged(_):
+    return LastMerged(0.25)
+
+
+def moving_average(_):
+    return MovingAverage(0.5, 0.75)
+
+
+def feedback(_):
+    return ErrorFeedback(LastMerged(0.5), most=2.0)
+
+
+def feedback_of_zeros(_):
+    return ErrorFeedback(Zero())
+
+
+def carry(_):
+    return Carry(0.75, max_staleness=2)
+
+
+ESTIMATORS = [
+    abstain,
+    zero,
+    last_own,
+    last_merged,
+    moving_average,
+    OptimizerMomentum,
+    feedback,
+    feedback_of_zeros,
+    carry,
+]
+
+
+@pytest.mark.parametrize("make_estimator", ESTIMATORS, ids=lambda make: make.__name__)
+def test_logical_ranks_end_with_the_parameters_of_real_ranks(make_estimator):
+    assert_equal_to_real_ranks(make_estimator, Merge(), None)
+
+
+def test_weights_by_inverse_chance_are_those_of_real_ranks():
+    merge = Merge(weighting="inverse_chance", chance_window=3, chance_cap=2.5)
+    assert_equal_to_real_ranks(abstain, merge, NUM_STAGES)
+
+
+def assert_equal_to_real_ranks(make_estimator, merge, num_units):
+    workload = small()
+    setting = Setting(workload, sgd, FromOnePool(workload, RANKS, BATCH, seed=SEED), STEPS, seed=SEED)
+    setting = replace(setting, num_units=num_units)
+    make_weighting = (
+        Count if merge.weighting == "count" else partial(InverseChance, merge.chance_window, merge.chance_cap)
+    )
+    stops = cuts(workload, num_units)
+    learned = learn(setting, Rule(Given(stops), make_weighting, make_estimator), chunk=3)
+    real = run_ranks(real_rank, RANKS, make_estimator, merge, num_units)
+    for parameters in real:
+        torch.testing.assert_close(
+            [p.detach() for p in learned.model.parameters()], list(map(torch.tensor, parameters))
+        )
+    start = learn(replace(setting, steps=0), Rule(Nobody())).model
+    pairs = zip(start.parameters(), learned.model.parameters(), strict=True)
+    moved = max(float((a - b).detach().abs().max()) for a, b in pairs)
+    assert moved > 0.01  # or equality shows nothing
+
+
+# -- who is late
+
+
+def share(lateness, steps=400, num_ranks=6, num_units=6):
+    """In which share of the steps each rank finishes each unit."""
+    drawn = islice(lateness.steps(num_ranks, num_units, torch.Generator().manual_seed(0)), steps)
+    return torch.stack(list(drawn)).float().mean(0)
+
+
+def test_the_same_ranks_are_late_in_every_step_and_reach_a_layer_as_often_as_they_should():
+    uniform = share(SameRanks(4, UniformDepth()), 4000)
+    assert uniform[:2].unique().tolist() == [1.0]
+    assert uniform[2:].mean(0).tolist() == pytest.approx([1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6], abs=0.02)
+    poisson = share(SameRanks(6, PoissonDepth(3)), 4000).mean(0)
+    assert poisson.tolist() == pytest.approx([1, 0.950, 0.801, 0.577, 0.353, 0.185], abs=0.02)
+    assert share(SameRanks(1, SameDepth(0.5)))[5].tolist() == [1, 1, 1, 0, 0, 0]
+
+
+def test_other_ranks_are_late_in_each_step_or_for_each_unit():
+    for lateness in (OtherRanks(2), OtherRanksPerUnit(2)):
+        assert share(lateness, 2000).flatten().tolist() == pytest.approx([4 / 6] * 36, abs=0.05)
+    step, unit = (next(kind(2).steps(6, 50, torch.Generator())) for kind in (OtherRanks, OtherRanksPerUnit))
+    assert step.sum(0).tolist() == unit.sum(0).tolist() == [4] * 50
+    assert len(step.unique(dim=1).T) == 1
+    assert len(unit.unique(dim=1).T) > 1
+
+
+def test_a_late_ranks_whole_gradient_is_dropped():
+    reached = share(DropWhole(SameRanks(2, SameDepth(0.5))))
+    assert reached.tolist() == [[1.0] * 6] * 4 + [[0.0] * 6] * 2
+
+
+def test_ranks_are_late_by_a_deadline_as_in_the_simulation_of_its_times():
+    lateness = ByDeadline(FixedDeadline(1.0), SlowRanks(NoDelay(), 0.25, 2.0))
+    first, *later = islice(lateness.steps(4, 4, torch.Generator().manual_seed(0)), 5)
+    assert bool(first.all())  # everybody is waited for in the first step
+    # at twice the time the forward pass and the first of four stages take 2/3 + 2 * 1/6, all of the deadline
+    assert all(sorted(reached.sum(1).tolist()) == [1, 4, 4, 4] for reached in later)
+
+
+def test_a_deadline_that_nobody_passes_changes_nothing():
+    workload = small()
+    setting = Setting(workload, sgd, FromOnePool(workload, RANKS, BATCH, seed=0), 5)
+    plain, under = (learn(setting, Rule(kind)) for kind in (Nobody(), ByDeadline(FixedDeadline(1.5), NoDelay())))
+    assert digest(plain.model.parameters()) == digest(under.model.parameters())
+    assert plain.losses == under.losses
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: share(SameRanks(7)), "late=7: of 6 ranks"),
+        (lambda: SameDepth(1.0), "share=1.0"),
+        (lambda: PoissonDepth(-1.0), "mean=-1.0"),
+        (lambda: InverseChance(cap=0.5), "cap=0.5"),
+        (lambda: ByDeadline(WaitForAll(), NoDelay(), patience=Patience(granularity="microbatch")), "only stage"),
+        (lambda: OfTheirOwn(small(), 200, 16, seed=0), "fewer than batch_size=16"),
+        (lambda: OfTheirOwn(small(), 2, 16, seed=0, sorted_share=2.0), "sorted_share=2.0"),
+        (lambda: LogicalRanks(small(), nn.BatchNorm1d(2), 2), "has buffers, such as running_mean"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_value(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+# -- samples and weights
+
+
+@pytest.mark.parametrize("sorted_share", [0.0, 0.5, 1.0])
+def test_each_rank_goes_through_samples_of_its_own(sorted_share):
+    workload = small()
+    samples = OfTheirOwn(workload, 5, 8, seed=1, sorted_share=sorted_share)
+    assert torch.cat(samples.parts).sort().values.tolist() == list(range(workload.num_samples))
+    epoch = torch.cat([samples.indices(step) for step in range(len(samples.parts[4]) // 8)], dim=1)
+    for rank, part in enumerate(samples.parts):
+        seen = epoch[rank].tolist()
+        assert len(set(seen)) == len(seen)
+        assert set(seen) <= set(part.tolist())
+    classes = [len(workload.batch(part)[1].unique()) for part in samples.parts]
+    assert max(classes) <= 4 if sorted_share == 1 else classes == [10] * 5
+
+
+def test_seldom_reached_units_count_by_the_inverse_of_their_chance_in_the_steps_before():
+    weighting = InverseChance(window=4, cap=3.0)
+    reached = [torch.tensor([[True, step % 2 == 0, step == 0]]) for step in range(9)]
+    weights = [weighting.weights(each).tolist()[0] for each in reached]
+    assert weights[0] == [1.0, 1.0, 1.0]
+    assert weights[2] == [1.0, 2.0, 0.0]
+    assert weights[8] == [1.0, 2.0, 0.0]
+    assert inverse_chance(torch.tensor([0.0, 0.5, 1.0]), 3.0).tolist() == [3.0, 2.0, 1.0]
+
+
+def test_a_thousand_ranks_learn():
+    workload = Digits(channels=4, depth=1)
+    setting = Setting(workload, partial(torch.optim.SGD, lr=0.5), OfTheirOwn(workload, 1000, 1, seed=0), 3)
+    learned = learn(setting, Rule(OtherRanks(100)), chunk=256)
+    assert learned.reached.shape == (1000, 5)
+    assert learned.losses[-1] < learned.losses[0]
