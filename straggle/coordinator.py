@@ -455,7 +455,7 @@ class Coordinator:
         computed, weights = self._layout.by_stage(own.computed), current.weights(own)
         return Row(
             times={phase: times[phase] - self._times_at_merge[phase] for phase in PHASES},
-            compute_s=math.nan if entered_at is None or idle else now - entered_at,
+            compute_s=math.nan if entered_at is None or idle else now - self._clock_from,
             busy_s=now - self._merged_at,
             overrun_s=overrun_s,
             late=late,

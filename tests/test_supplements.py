@@ -243,6 +243,31 @@ def test_peers_go_on_while_a_late_rank_finishes_its_backward_pass():
     assert more == pytest.approx(left)
 
 
+def finish_late_and_go_on(rank):
+    """Rank 1 goes on with the backward pass of step 2, for a while, after it has handed in what it has."""
+    module, late = Chain(NUM_LAYERS), [False]
+    stopper = Stopper(module)
+    module.layers[0].weight.register_post_accumulate_grad_hook(lambda _: time.sleep(0.2 * late[0]))
+    with staged(module, estimator=Carry(), stages=LAYERS) as model:
+        for number in range(5):
+            late[0] = (rank, number) == (1, 2)
+            with model.step() as step:
+                stopper.arm(step, 2 if late[0] else None)
+                model(1.0).backward()
+            yield model.last_report.ranks[1]
+
+
+def compute_times(rank):
+    return [part.compute_s for part in finish_late_and_go_on(rank)]
+
+
+def test_time_of_a_rank_that_finished_late_counts_from_when_its_peers_began():
+    # or a slow rank's short steps would make the deadline of all ranks shorter
+    for compute_s in run_ranks(compute_times, 2):
+        assert compute_s[3] > 0.19
+        assert compute_s[2] < compute_s[3]
+
+
 def random_carry(rank, seed, num_steps):
     """Random stops, with a pass that sometimes takes longer than the peers' whole step."""
     module = mlp(seed=rank, depth=4)

@@ -20,9 +20,10 @@ class RankReport:
 
     ``outside_s`` is time between two ``step()`` blocks that was not spent on data: the optimizer, evaluation,
     checkpoints. ``data_s`` runs from the end of the optimizer's step to the first forward pass. ``compute_s`` counts as
-    the deadline does, from entering ``step()`` to the end of the rank's own work (NaN: it never entered). ``wait_s`` is
-    how long the rank stood idle for the slowest one. ``overrun_s`` is time that it went on with earlier steps after
-    these had been merged without it.
+    the deadline does, from entering ``step()`` to the end of the rank's own work (NaN: it never entered); where the
+    rank was still in its backward pass when the step before was merged (`Carry`), from then on. ``wait_s`` is how long
+    it stood idle for the slowest rank. ``overrun_s`` is time that it went on with earlier steps after these had been
+    merged without it.
 
     ``stages`` holds the share of each stage that the rank computed, and ``reach`` the share of the whole model: 0.5
     means that half of the gradient elements came from this rank's own backward pass. ``stage_s`` says when, in seconds
