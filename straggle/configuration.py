@@ -229,14 +229,15 @@ def build_optimizer(config: DictConfig, model: nn.Module) -> Optimizer:
 
 def build_estimator(config: DictConfig, optimizer: Optimizer) -> Estimator:
     """The estimator; one that takes an optimizer is given the run's own, also inside of another."""
-    return _build_estimator(config.estimator, optimizer)
+    return estimator_from(config.estimator, optimizer)
 
 
-def _build_estimator(config: DictConfig, optimizer: Optimizer) -> Estimator:
+def estimator_from(config: DictConfig, optimizer: Optimizer) -> Estimator:
+    """The estimator that is configured so."""
     wanted = inspect.signature(get_class(config._target_)).parameters
     given: dict[str, Any] = {"optimizer": optimizer} if "optimizer" in wanted else {}
     if isinstance(config.get("inner"), DictConfig):
-        given["inner"] = _build_estimator(config.inner, optimizer)
+        given["inner"] = estimator_from(config.inner, optimizer)
         config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "inner"])
     estimator: Estimator = instantiate(config, **given)
     return estimator
