@@ -61,6 +61,10 @@ class Measured:
     overhead_s: Tensor
     predicted: Tensor
 
+    def after(self, steps: int) -> Measured:
+        """Its steps without so many first ones."""
+        return Measured(self.step_s[steps:], self.dropped[steps:], self.overhead_s[steps:])
+
 
 def run_real(setup: Setup, timeout_s: float = 1800.0) -> dict[str, Measured]:
     """Every method's steps as rank 0 saw them. Raises ``RuntimeError`` where a rank fails."""

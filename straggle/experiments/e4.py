@@ -20,6 +20,7 @@ from straggle.threshold import AutoDeadline
 MICROBATCH_S = 0.020
 TAU_S = 0.95 * 1.5 * MICROBATCHES * MICROBATCH_S
 LAYERS = 12
+SKIP = 12  # steps of warm-up, in which everybody is waited for
 WORK = Work(MICROBATCHES * MICROBATCH_S, num_microbatches=MICROBATCHES, num_stages=LAYERS, forward_share=1.0)
 PATIENCE = Patience(quorum=1)
 METHODS = {
@@ -44,7 +45,7 @@ def run(quick: bool, out: Path) -> Result:
         measured = run_real(Setup(unit_s, WORK, METHODS, whole_microbatches=True, block=20))
         lines += _lines(ranks, measured, unit_s)
         for name in ("wait for all", "fixed"):
-            ordered = measured[name].step_s.sort().values.tolist()
+            ordered = measured[name].after(SKIP).step_s.sort().values.tolist()
             curves[f"{ranks} ranks, {name}"] = [(s, (n + 1) / len(ordered)) for n, s in enumerate(ordered)]
     plot = save_lines(out / "E4.png", curves, log_x=False, xlabel="seconds of a step", ylabel="share of steps")
     notes = (
@@ -52,6 +53,7 @@ def run(quick: bool, out: Path) -> Result:
         "machine; the methods take turns on the same delays. A rank stops between two layers of the forward pass, and",
         "its running micro-batch is dropped, as in E2. The last variant finishes that first, which costs what",
         "micro-batches vary by. The simulator is given what a step takes beside its slowest rank's work, as measured.",
+        f"The first {SKIP} steps are left out.",
     )
     return Result("DropCompute's delays on real ranks", tuple(lines), notes, plot)
 
@@ -63,6 +65,7 @@ def delays(ranks: int, steps: int) -> Tensor:
 
 
 def _lines(ranks: int, measured: dict[str, Measured], unit_s: Tensor) -> list[Line]:
+    measured = {name: run.after(SKIP) for name, run in measured.items()}
     every = measured["wait for all"]
     rows = [Line(f"{ranks} ranks, wait for all: step time", "", _step_time(every))]
     for name, label in NAMES.items():
@@ -88,7 +91,9 @@ def _simulated(name: str, unit_s: Tensor, overhead_s: float) -> float:
     units = replace(WORK.units(method.patience.granularity), overhead_s=overhead_s)
     nothing = unit_s.new_zeros((*unit_s.shape[:2], len(units.base_s) - MICROBATCHES))  # backward takes no time
     times = torch.cat([unit_s, nothing], -1)
-    return simulate_times(times, units, method.deadline(), method.patience, Constant()).speedup
+    result = simulate_times(times, units, method.deadline(), method.patience, Constant())
+    kept = float((1 - result.dropped[SKIP:]).mean())
+    return kept * float(result.all_s[SKIP:].sum() / result.step_s[SKIP:].sum())
 
 
 def _step_time(run: Measured) -> str:
