@@ -1,5 +1,8 @@
 """Logical ranks learn what real ranks learn, and rules for who is late mean what they say."""
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -24,8 +27,10 @@ from straggle import (
     WaitForAll,
     Zero,
 )
+from straggle.configuration import ConfigurationError, load
 from straggle.merge import inverse_chance
 from straggle.simulate import NoDelay, SlowRanks
+from straggle.simulate.interval import interval, paired
 from straggle.simulate.lateness import (
     ByDeadline,
     DropWhole,
@@ -275,3 +280,48 @@ def test_a_thousand_ranks_learn():
     learned = learn(setting, Rule(OtherRanks(100)), chunk=256)
     assert learned.reached.shape == (1000, 5)
     assert learned.losses[-1] < learned.losses[0]
+
+
+# -- the command and its numbers
+
+
+def test_interval_of_a_mean_is_students():
+    values = [1.0, 2.0, 4.0, 5.0]
+    for count, quantile in ((4, 3.182), (8, 2.365), (20, 2.093)):
+        sample = (values * 5)[:count]
+        expected = quantile * torch.tensor(sample).std().item() / count**0.5
+        assert interval(sample).half == pytest.approx(expected, rel=2e-3)
+    assert interval(values).mean == 3.0
+    assert f"{paired([2.0, 3.0], [1.0, 2.0]):+.1f}" == "+1.0 +- 0.0"
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("lateness=fixed", "choose one of deadline, nobody, other_ranks, per_unit, same_ranks"),
+        ("lateness.lates=2", "unknown key lateness.lates"),
+        ("seeds=0", "seeds=0: must be a whole number of at least 1"),
+        ("merge.weighting=most", "weighting='most': choose one of count, inverse_chance"),
+        ("stages=99", "this model can be divided into 1 to"),
+    ],
+)
+def test_wrong_configuration_is_refused_with_what_is_valid(override, complaint):
+    with pytest.raises(ConfigurationError, match=complaint):
+        load("learn", [override])
+
+
+@pytest.mark.slow
+def test_command_trains_beside_the_same_runs_with_nobody_late(tmp_path):
+    keys = ["workload.channels=4", "workload.depth=1", "ranks=4", "steps=8", "seeds=2", f"run_dir={tmp_path}"]
+    keys += ["lateness=deadline", "deadline=fixed", "deadline.budget_s=1.2", "delays=slow_ranks", "delays.factor=2.0"]
+    done = subprocess.run(
+        [sys.executable, "-m", "straggle.simulate.learn", *keys], capture_output=True, text=True, check=True
+    )
+    assert "accuracy" in done.stdout
+    numbers = json.loads((tmp_path / "learning.json").read_text())
+    assert [max(dropped) for dropped in numbers["nobody_late"]["dropped_by_rank"]] == [0.0, 0.0]
+    for dropped in numbers["under_the_rule"]["dropped_by_rank"]:
+        assert [share > 0 for share in sorted(dropped)] == [False, False, False, True]
+    for runs in numbers.values():
+        assert [len(losses) for losses in runs["training_loss"]] == [8, 8]
+    assert (tmp_path / "learning.png").read_bytes().startswith(b"\x89PNG")

@@ -45,10 +45,13 @@ def paired(values: Sequence[float], reference: Sequence[float]) -> Interval:
     return interval([value - other for value, other in zip(values, reference, strict=True)])
 
 
+_FEW = (12.706, 4.303, 3.182, 2.776, 2.571)  # for 1 to 5 degrees of freedom
+
+
 def _t975(degrees: int) -> float:
-    """Student's t at 0.975: from the normal quantile (Abramowitz and Stegun 1964, 26.7.5), and for 1 and 2 by table."""
-    if degrees <= 2:
-        return 12.706 if degrees == 1 else 4.303
+    """Student's t at 0.975; from 6 degrees of freedom on from the normal quantile (Abramowitz and Stegun, 26.7.5)."""
+    if degrees <= len(_FEW):
+        return _FEW[degrees - 1]
     z = NormalDist().inv_cdf(0.975)
     first = (z**3 + z) / 4
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
