@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from straggle.evaluate.task import Case, Task
 from straggle.simulate.learning import units_of
-from straggle.simulate.logical import LogicalRanks, per_parameter
+from straggle.simulate.logical import Computed, LogicalRanks, per_parameter
 
 WINDOW = 10
 PHASES = ("early", "middle", "late")
@@ -58,9 +58,9 @@ class _Judged:
         self._sums = [torch.zeros(1)] * len(setup.units)
         self._true_sums = [torch.zeros(1)] * len(setup.units)
 
-    def step(self, batch: tuple[Tensor, Tensor], truth: Sequence[Tensor], setup: _Setup) -> None:
+    def step(self, computed: Sequence[Computed], truth: Sequence[Tensor], setup: _Setup) -> None:
         reached = next(self.lateness)
-        self.ranks.merge(batch, per_parameter(self.weighting.weights(reached), setup.units))
+        self.ranks.merge_computed(computed, per_parameter(self.weighting.weights(reached), setup.units))
         merged = setup.gradients()
         dropped = (~reached).float().mean(0).tolist()
         self.rows.append([(d, *compare(m, t)) for d, m, t in zip(dropped, merged, truth, strict=True)])
@@ -117,11 +117,12 @@ def judge(task: Task, late_shares: Sequence[float], seed: int) -> list[Judgement
         indices = setup.setting.samples.indices(step)
         x, y = setup.workload.batch(indices.flatten())
         batch = x.view(*indices.shape, *x.shape[1:]), y.view(*indices.shape, *y.shape[1:])
-        setup.truth.merge(batch, torch.ones(task.ranks, len(setup.truth.parameters)))
+        computed = list(setup.truth.compute(batch))
+        setup.truth.merge_computed(computed, torch.ones(task.ranks, len(setup.truth.parameters)))
         true_gradients = [parameter.grad for parameter in setup.truth.parameters]
         truth = setup.gradients()
         for method in judged:
-            method.step(batch, truth, setup)
+            method.step(computed, truth, setup)
         for parameter, gradient in zip(setup.truth.parameters, true_gradients, strict=True):
             parameter.grad = gradient
         setup.optimizer.step()

@@ -7,9 +7,10 @@ library's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,14 @@ class MergedGradients:
 
     losses: Tensor
     weights: tuple[float, ...]
+
+
+class Computed(NamedTuple):
+    """Some ranks' gradients, by the parameters' names, and losses; their first dimension is the rank."""
+
+    ranks: Tensor
+    gradients: dict[str, Tensor]
+    losses: Tensor
 
 
 class LogicalRanks:
@@ -66,13 +75,21 @@ class LogicalRanks:
         ``batch`` has tensors of shape (ranks, samples, ...). ``weights`` of shape (ranks, parameters) is what each
         rank's gradient counts; 0 where the rank did not come so far.
         """
+        return self.merge_computed(self.compute(batch), weights)
+
+    def compute(self, batch: Batch) -> Iterator[Computed]:
+        """All ranks' gradients, some ranks at a time."""
         x, y = batch
-        sums = [_Sum(torch.zeros_like(parameter), self.num_ranks) for parameter in self.parameters]
-        losses = []
         for ranks in torch.split(torch.arange(self.num_ranks), self._chunk):
             values = dict(zip(self._names, (p.detach() for p in self.parameters), strict=True))
             with sdpa_kernel(SDPBackend.MATH):  # the fused attention cannot be vectorised over ranks
-                gradients, loss = self._gradients(values, (x[ranks], y[ranks]))
+                yield Computed(ranks, *self._gradients(values, (x[ranks], y[ranks])))
+
+    def merge_computed(self, computed: Iterable[Computed], weights: Tensor) -> MergedGradients:
+        """As `merge`, with gradients that were computed before, perhaps by others of the same model."""
+        sums = [_Sum(torch.zeros_like(parameter), self.num_ranks) for parameter in self.parameters]
+        losses = []
+        for ranks, gradients, loss in computed:
             losses.append(loss)
             for index, name in enumerate(self._names):
                 sums[index].add_all(gradients[name], weights[ranks, index])
