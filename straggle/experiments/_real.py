@@ -63,7 +63,7 @@ class Measured:
 
     def after(self, steps: int) -> Measured:
         """Its steps without so many first ones."""
-        return Measured(self.step_s[steps:], self.dropped[steps:], self.overhead_s[steps:])
+        return Measured(*(column[steps:] for column in vars(self).values()))
 
 
 def run_real(setup: Setup, timeout_s: float = 1800.0) -> dict[str, Measured]:

@@ -40,14 +40,13 @@ def run(quick: bool, out: Path) -> Result:
             drawn = delays.steps(units.base_s, RANKS, Generator().manual_seed(1))
             unit_s = torch.stack(list(islice(drawn, 60 if quick else 200)))
             measured = run_real(Setup(unit_s, work, {"auto": method}, method.patience.granularity == "microbatch"))
-            run = measured["auto"]
-            predicted, dropped = float(run.predicted[SKIP:].mean()), float(run.dropped[SKIP:].mean())
+            run = measured["auto"].after(SKIP)
+            predicted, dropped = float(run.predicted.mean()), float(run.dropped.mean())
             off = 100 * (dropped - predicted)
             told = f"{dropped:.2%} ({off:+.2f} points)"
             lines.append(Line(f"{unit}, {name}", f"{predicted:.2%} +- 1 point", told, abs(off) <= 1))
-            ends = torch.arange(len(run.dropped))[SKIP:].tolist()
-            mean = torch.stack([run.dropped[max(SKIP, end - 49) : end + 1].mean() for end in ends])
-            curves[f"{unit}, {name}"] = list(zip(map(float, ends), (100 * mean).tolist(), strict=True))
+            means = [100 * float(run.dropped[max(0, end - 49) : end + 1].mean()) for end in range(len(run.dropped))]
+            curves[f"{unit}, {name}"] = [(float(SKIP + step), mean) for step, mean in enumerate(means)]
     plot = save_lines(out / "DROP.png", curves, log_x=False, xlabel="step", ylabel="dropped, %, mean of 50 steps")
     notes = (f"{RANKS} processes of one machine, whose layers sleep; the first {SKIP} steps are left out.",)
     return Result("what AutoDeadline drops, and what it says", tuple(lines), notes, plot)
