@@ -19,7 +19,10 @@ BASE_S, OVERHEAD_S = 0.3256, 1.97
 
 
 def literal_threshold(t: Tensor, overhead_s: Tensor, first: int = 5) -> Threshold:
-    """The rule as it is written, in loops: ``t`` (steps, ranks, micro-batches) are seconds of each micro-batch."""
+    """The rule as it is written, in loops: ``t`` (steps, ranks, micro-batches) are seconds of each micro-batch.
+
+    It does not say which of several equally good thresholds; between two times they all are. The longest is taken.
+    """
     a = t.cumsum(-1)
     best = Threshold(0.0, 0.0, -math.inf)
     for tau in torch.linspace(float(a[..., first:].min()), float(a.max()), 200, dtype=a.dtype):
@@ -31,7 +34,7 @@ def literal_threshold(t: Tensor, overhead_s: Tensor, first: int = 5) -> Threshol
             d = float((step >= tau).sum()) / step.numel()
             gains.append((1 - d) / (1 - s) - 1 if s < 1 else -1.0)
             drops.append(d)
-        if fmean(gains) > best.gain:
+        if fmean(gains) >= best.gain:
             best = Threshold(float(tau), fmean(drops), fmean(gains))
     return best
 
