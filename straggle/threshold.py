@@ -198,7 +198,9 @@ class AutoDeadline(Deadline):
         steps = len(progress.unit_s)
         used = (progress.unit_share > 0).flatten(0, 1).any(0)
         times = whole_times(progress, history.compute_s[-steps:])
-        own_s = history.compute_s[-steps:].where(history.finished[-steps:], math.inf).nan_to_num(math.inf)
+        own_s = (
+            history.compute_s[-steps:].where(history.finished[-steps:], math.inf).nan_to_num(math.inf, posinf=math.inf)
+        )
         quorum_s = own_s.kthvalue(self._patience.quorum_of(own_s.shape[1]), dim=1).values
         times, share = times[..., used], progress.unit_share[..., used]
         chosen = choose_threshold(times, progress.overhead_s, unit_share=share, not_before_s=quorum_s)

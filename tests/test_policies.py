@@ -91,6 +91,14 @@ def test_rank_is_late_once_the_first_k_have_finished_whatever_the_quorum():
     assert late[0] == ()  # of the warm-up
 
 
+def test_ranks_ask_for_the_first_k_only_when_these_may_have_finished():
+    times = torch.tensor([[1.0, 2.0, 3.0, 9.0], [1.5, 1.0, 5.0, 4.0]], dtype=torch.float64)
+    finished = torch.tensor([[True] * 4, [True, False, True, True]])  # who was stopped after 1 s is not among them
+    assert FirstK(2).decide(History(2, times, finished)) == pytest.approx(0.8 * 2.0)
+    assert FirstK(2).decide(History(2, times, ~finished)) == 0.0
+    assert FirstK(2, warmup_steps=3).decide(History(2, times, finished)) == INF
+
+
 def too_many(rank):
     with staged(mlp(), deadline=FirstK(3)):
         pass
