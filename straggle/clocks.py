@@ -23,6 +23,10 @@ class Stopwatch:
         self._last_gradient_at = self._since
         self.phase: Phase = "outside"
 
+    def now(self) -> float:
+        """Seconds, by this clock."""
+        return self._clock()
+
     def enter(self, phase: Phase) -> None:
         """End the running phase and start another."""
         now = self._clock()

@@ -22,13 +22,14 @@ from straggle.backward import DeadlineReached, ParameterHooks, release_graph, te
 from straggle.channel import Channel
 from straggle.checks import check_module, check_same_on_all_ranks, fingerprint
 from straggle.clocks import FinishTimes, HostLimit
-from straggle.coordinator import Coordinator, MergedStep
+from straggle.coordinator import Coordinator
 from straggle.deadline import Deadline, Patience, as_deadline
 from straggle.estimators import Abstain, Estimator
 from straggle.history import History
 from straggle.merge import Merge, ModuleBuffers
 from straggle.replay import Decision, Recording
 from straggle.report import StepReport
+from straggle.rounds import MergedStep
 from straggle.stages import BalancedByTime, StagePlan, learning_steps, plan_stages, trainable
 from straggle.telemetry import MAX_SCALARS, NO_FINGERPRINT, StepRecord
 

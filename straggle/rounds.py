@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from straggle.buffers import Share, StageBuffers
 from straggle.estimators import Estimator, Supplement
 from straggle.stages import Stage, StagePlan
+from straggle.telemetry import Table
 
 
 class Layout:
@@ -196,3 +197,19 @@ class Round:
         name = ", ".join(stage.name for stage in self._layout.buckets[self._issued])
         self.works += [(work, name) for work in works]
         self._issued += 1
+
+
+@dataclass(frozen=True)
+class MergedStep:
+    """A step that all ranks have merged, waiting for this rank to apply it."""
+
+    step: int
+    plan: StagePlan
+    buffers: StageBuffers
+    table: Table
+    seconds: float
+    deadline_s: float
+    shadow_s: float
+    merged_at: float
+    stood_in: bool
+    num_gradients: int

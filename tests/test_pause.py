@@ -14,8 +14,8 @@ def times(rank, pause):
     """Three steps, and before the third a thousand seconds, by a clock that is put forward."""
     model_seconds = []
     with staged(module := Chain(), deadline=600.0) as model:
-        coordinator, ahead = model._coordinator, [0.0]
-        coordinator._clock = coordinator.stopwatch._clock = lambda: time.monotonic() + ahead[0]
+        ahead = [0.0]
+        model._coordinator.stopwatch._clock = lambda: time.monotonic() + ahead[0]
         for number in range(3):
             if number == 2:
                 if pause:
