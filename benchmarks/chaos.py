@@ -439,14 +439,14 @@ def bare(staged):
     def make_row(*_):
         stages = len(coordinator.plan.stages)
         if stages not in rows:
-            full = replace(row, computed=(1.0,) * stages, estimated=(0.0,) * stages, stage_s=(0.0,) * stages)
+            ones, zeros = (1.0,) * stages, (0.0,) * stages
+            full = replace(row, computed=ones, estimated=zeros, stage_s=zeros, weights=ones)
             rows[stages] = types.SimpleNamespace(encode=partial(torch.Tensor.view_as, full.encode(), full.encode()))
         return rows[stages]
 
-    coordinator._row = make_row
-    coordinator._policy = coordinator._window = types.SimpleNamespace(
-        append=lambda *_: None, decide=lambda _: math.inf, window=0
-    )
+    coordinator._where.row = make_row
+    coordinator.wait_for_all()
+    coordinator._deadline._window = types.SimpleNamespace(append=lambda *_: None)
     coordinator.start = lambda: None
     return staged
 
