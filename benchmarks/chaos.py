@@ -3,7 +3,7 @@
 python benchmarks/chaos.py stall                     # one of 4 ranks sleeps 2 s every 10 steps: DDP, straggle in turns
 python benchmarks/chaos.py long --steps 10000        # random stalls and NaNs: parameters, memory and counters
 python benchmarks/chaos.py evidence --clients 1000   # the job's store under one increment per rank and step
-python benchmarks/chaos.py overhead text             # nobody late: what stand-in and telemetry cost, 2 ranks, batch 16
+python benchmarks/chaos.py overhead text             # nobody late: what stand-in, telemetry and deciding cost, 2 ranks
 python benchmarks/chaos.py overhead small            # the same with steps of about 5 ms
 
 The job's store is a TCPStore in the parent process, as that of torchrun's agent; gloo goes over the loopback device.
@@ -33,7 +33,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from straggle import FixedDeadline, Patience, QuantileDeadline, StagedDataParallel, telemetry
+from straggle import AutoDeadline, FirstK, FixedDeadline, Patience, QuantileDeadline, StagedDataParallel, telemetry
 from straggle.report import PHASES, text_table
 from straggle.workloads import Text
 
@@ -420,12 +420,18 @@ WAYS = {
     "bare again": "a second one, to show how much of a difference is chance",
     "whole": "StagedDataParallel with stand-in, evidence, telemetry and QuantileDeadline(0.5, 1000), never hit",
     "report": "the same with model.last_report read after every step",
+    "auto": "as whole, with AutoDeadline, which gets every rank's progress and chooses anew every 10 steps; never hit",
+    "first k": "as whole, with FirstK of all ranks: each tells the store that it has finished, and asks for its peers",
 }
 
 
 def wrap(way, model):
     if way == "DDP":
         return DistributedDataParallel(model)
+    if way == "auto":
+        return StagedDataParallel(model, deadline=AutoDeadline(least_gain=1000.0, at_most=1000.0))
+    if way == "first k":
+        return StagedDataParallel(model, deadline=FirstK(dist.get_world_size()))
     staged = StagedDataParallel(model, deadline=QuantileDeadline(0.5, slack=1000.0))
     return bare(staged) if way.startswith("bare") else staged
 
