@@ -57,13 +57,15 @@ rendezvous() {
 
 # run MODULE key=value ...: check the configuration once, then start the workers
 run() {
-  local name=$1 workers cores where
+  local name=$1 workers cores where nodes=${NNODES:-1} ranks=
   shift
   install train
   case " $* " in *" --"* | *" -h "*) exec "$venv/bin/python" -m "straggle.$name" "$@" ;; esac
-  "$venv/bin/python" -m straggle.configuration "$name" "$@"
   workers=$( (nvidia-smi --list-gpus 2>/dev/null || true) | grep -c . || true)
   workers=${WORKERS:-$((workers > 0 ? workers : 4))}
+  if [ -n "${SLURM_STEP_ID:-}" ] && [ -z "${NNODES:-}" ]; then nodes=${SLURM_NNODES:-1}; fi
+  case $workers$nodes in *[!0-9]*) ;; *) ranks=$((workers * nodes)) ;; esac # not known where torchrun finds them
+  WORLD_SIZE=$ranks "$venv/bin/python" -m straggle.configuration "$name" "$@"
   cores=$(getconf _NPROCESSORS_ONLN)
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > workers ? cores / workers : 1))}
   where=$(rendezvous)

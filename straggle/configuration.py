@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from straggle.estimators import Estimator
 from straggle.faults import Fault
+from straggle.rebalance import Rebalance, check_shares
 from straggle.stages import BalancedByTime, plan_stages
 
 METHODS = "methods"  # a group of which several options are chosen
@@ -84,7 +85,10 @@ def load(name: str, overrides: Sequence[str]) -> DictConfig:
         if wrong := [override for override in overrides if "=" not in override and not override.startswith("~")]:
             raise ConfigurationError(f"{wrong[0]!r} is no key=value, such as steps=10")
         choices = [override for override in overrides if override.partition("=")[0] in (*GROUPS, METHODS)]
+        valid = compose(name)
         for choice in choices:
+            if choice.partition("=")[0] not in valid:
+                raise ConfigurationError(_unknown_key(choice.partition("=")[0], valid))
             _check_choice(*choice.split("=", 1))
         valid = compose(name, choices)
         try:
@@ -108,7 +112,7 @@ def _all_ranks_but(number: int) -> int:
 
 
 def _num_ranks() -> int:
-    return int(os.environ.get("WORLD_SIZE", "1"))  # torchrun's
+    return int(os.environ.get("WORLD_SIZE") or 1)  # torchrun's
 
 
 def check(config: DictConfig, valid: DictConfig) -> None:
@@ -135,14 +139,23 @@ def check(config: DictConfig, valid: DictConfig) -> None:
         raise ConfigurationError(f"resume=true: there is no checkpoint in run_dir={config.run_dir}")
     if METHODS in config:
         _check_methods(config)
-    for name in config.get("scenarios") or []:
+    scenarios = config.get("scenarios")
+    if scenarios is not None and not isinstance(scenarios, ListConfig):
+        raise ConfigurationError(f"scenarios={scenarios}: give a list, such as [{','.join(_options('faults')[:2])}]")
+    for name in scenarios or []:
         if name not in _options("faults"):
             raise ConfigurationError(f"scenarios={config.scenarios}: choose of {', '.join(_options('faults'))}")
     try:
         _build_all(config)
     except Exception as error:  # the constructor's own complaint, whatever it is
-        cause = error.__cause__ or error
-        raise ConfigurationError(str(cause)) from None
+        raise ConfigurationError(_complaint(error)) from None
+
+
+def _complaint(error: Exception) -> str:
+    """What a constructor said; of a value of another kind than it takes, it does not name the key."""
+    cause = error.__cause__ or error
+    where = re.search("^full_key: (.+)$", str(error), re.MULTILINE)
+    return f"{where[1]}: {cause}" if where and isinstance(cause, (AttributeError, TypeError)) else str(cause)
 
 
 def _check_at_least(key: str, value: Any, least: int) -> None:
@@ -202,17 +215,30 @@ def _build_all(config: DictConfig) -> None:
         check_port(metrics.get("port"))
         for part in _METRICS_PARTS:
             instantiate(metrics.get(part))
-    if "ranks" in config:
-        built["patience"].quorum_of(config.ranks, built["deadline"].quorum)
+    ranks = int(config.get("ranks") or os.environ.get("WORLD_SIZE") or 0)  # 0: not known yet
+    if ranks and built["patience"] is not None:
+        built["patience"].quorum_of(ranks, built["deadline"].quorum)
+    if config.get("rebalance"):
+        _check_shares(config, ranks)
     if "workload" not in config:
         return
     model = instantiate(config.workload).model()
     for own in (config, *(of_method(config, str(name)) for name in config.get(METHODS, {}))):
-        for part in ("deadline", "merge", "patience"):
-            instantiate(own.get(part))
+        parts = {part: instantiate(own.get(part)) for part in ("deadline", "merge", "patience")}
+        if ranks and parts["patience"] is not None:
+            parts["patience"].quorum_of(ranks, parts["deadline"].quorum)
         if "optimizer" in own:
             build_estimator(own, build_optimizer(own, model))
         plan_stages(model, stages_of(own.stages))
+
+
+def _check_shares(config: DictConfig, ranks: int) -> None:
+    """What `Rebalance` would refuse, if it is that one; it deals out samples, or whole micro-batches."""
+    if get_class(config.rebalance._target_) is Rebalance:
+        total = ranks * (config.num_microbatches if config.num_microbatches > 1 else config.batch_size)
+        check_shares(
+            ranks, total=total or None, **{key: value for key, value in config.rebalance.items() if key != "_target_"}
+        )
 
 
 def build_faults(config: DictConfig) -> dict[str, Fault]:
@@ -272,15 +298,17 @@ def _explain(problem: str, valid: DictConfig) -> str:
 
 
 def _unknown_key(key: str, valid: DictConfig) -> str:
-    root, _, rest = key.partition(".")
-    if rest and root in valid and isinstance(valid[root], DictConfig):
-        return f"unknown key {key}; {root} has {', '.join(str(name) for name in valid[root] if name != '_target_')}"
+    names = key.split(".")
+    for depth in range(len(names) - 1, 0, -1):
+        root = ".".join(names[:depth])
+        if isinstance(part := OmegaConf.select(valid, root), DictConfig):
+            return f"unknown key {key}; {root} has {', '.join(str(name) for name in part if name != '_target_')}"
     plain = [str(name) for name in valid if name not in GROUPS]
     groups = [f"  {group}={'|'.join(_options(group))}" for group in GROUPS if group in valid]
     if METHODS in valid:
         groups.append(f"  {METHODS}=[{','.join(_options(METHODS))}]")
-    lines = [f"unknown key {key}; valid keys: {', '.join(plain)}", "and groups, with keys of their own:", *groups]
-    return "\n".join(lines)
+    lines = [f"unknown key {key}; valid keys: {', '.join(plain)}"]
+    return "\n".join([*lines, "and groups, with keys of their own:", *groups] if groups else lines)
 
 
 def _options(group: str) -> list[str]:

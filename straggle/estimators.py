@@ -266,7 +266,9 @@ class ErrorFeedback(_Accounts):
         super().__init__()
         if not most > 0:
             raise ValueError(f"most={most}: how many missed gradients one may stand for, such as 4")
-        self.inner = inner or Abstain()
+        self.inner = Abstain() if inner is None else inner
+        if not isinstance(self.inner, Estimator):
+            raise TypeError(f"inner={inner!r}: give a straggle.Estimator")
         if self.inner.supplements:
             raise ValueError(f"{type(self.inner).__name__} adds to later contributions itself: wrap another estimator")
         self.most = most
@@ -316,7 +318,7 @@ class Carry(_Accounts):
 
     def __init__(self, weight: float = 1.0, max_staleness: int = 4) -> None:
         super().__init__()
-        if max_staleness < 1:
+        if not isinstance(max_staleness, int) or max_staleness < 1:
             raise ValueError(f"max_staleness={max_staleness}: a late gradient is at least 1 step old when it is used")
         self.weight = _checked(weight)
         self.max_staleness = max_staleness

@@ -47,7 +47,7 @@ class Merge:
                 raise ValueError(f"{name}={value!r}: choose one of {', '.join(get_args(kind))}")
         if self.check_every < 0:
             raise ValueError(f"check_every={self.check_every}: a number of steps, or 0 to compare never")
-        if self.chance_window < 1:
+        if not isinstance(self.chance_window, int) or self.chance_window < 1:
             raise ValueError(f"chance_window={self.chance_window}: must be a number of steps, such as 50")
         if not self.chance_cap >= 1:
             raise ValueError(

@@ -68,17 +68,10 @@ class Rebalance:
         window: int = 20,
         least_gain: float = 0.05,
     ) -> None:
-        check_count("least", least, least=1)
-        check_count("multiple_of", multiple_of, least=1)
-        check_count("window", window, least=2)
-        if not 0 < least_gain < math.inf:
-            raise ValueError(f"least_gain={least_gain}: must be a positive number, such as 0.05 for a twentieth")
-        self._least = -(-least // multiple_of) * multiple_of
-        if total % multiple_of or total < self._least * model.world_size:
-            raise ValueError(
-                f"total={total}: must be a multiple of {multiple_of}, and {self._least} at least for each of "
-                f"{model.world_size} ranks"
-            )
+        check_shares(
+            model.world_size, total=total, least=least, multiple_of=multiple_of, window=window, least_gain=least_gain
+        )
+        self._least = _rounded_up(least, multiple_of)
         self._rank = model.rank
         self._total = total
         self._multiple_of = multiple_of
@@ -264,6 +257,26 @@ class Overhead:
         for number, c in enumerate(self._candidates):
             residuals = (math.log(t2 / t1 * (n1 + c) / (n2 + c)) for n1, t1, n2, t2 in changes)
             self.misfit[number] = self.misfit[number] / 2 + math.fsum(min(r * r, self._CAP) for r in residuals)
+
+
+def check_shares(
+    ranks: int, *, total: int | None, least: int = 1, multiple_of: int = 1, window: int = 20, least_gain: float = 0.05
+) -> None:
+    """Raise ``ValueError`` for what `Rebalance` cannot do with so many ranks; a ``total`` of ``None`` is not known."""
+    check_count("least", least, least=1)
+    check_count("multiple_of", multiple_of, least=1)
+    check_count("window", window, least=2)
+    if not 0 < least_gain < math.inf:
+        raise ValueError(f"least_gain={least_gain}: must be a positive number, such as 0.05 for a twentieth")
+    each = _rounded_up(least, multiple_of)
+    if total is not None and (total % multiple_of or total < each * ranks):
+        raise ValueError(
+            f"total={total}: must be a multiple of {multiple_of}, and {each} at least for each of {ranks} ranks"
+        )
+
+
+def _rounded_up(count: int, multiple_of: int) -> int:
+    return -(-count // multiple_of) * multiple_of
 
 
 def deal(total: int, speeds: Sequence[float], *, least: int = 0, overhead: float = 0.0) -> list[int]:

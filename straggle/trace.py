@@ -16,7 +16,7 @@ class TraceWriter:
 
     def __init__(self, path: Path, *, first_step: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [record for record in read_trace(path) if record["step"] < first_step] if path.exists() else []
+        kept = [record for record in read_trace(path) if record["step"] < first_step] if first_step and path.exists() else []
         self._file = path.open("w", buffering=1)
         for record in kept:
             self._write(record)
@@ -43,7 +43,7 @@ class TraceWriter:
 
 def read_trace(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a trace; a last line that was cut off by the end of its job is left out."""
-    with path.open() as lines:
+    with path.open(errors="replace") as lines:
         for line in lines:
             try:
                 yield json.loads(line)

@@ -268,8 +268,19 @@ def test_wrong_input_is_refused_with_the_remedy(tmp_path):
     assert "rank 2 is missing" in refusal(folder)
     (folder / "rank1.jsonl").write_text('{"loss": 1}\n')
     assert "not written by straggle.watch" in refusal(folder)
+    lines = (folder / "rank0.jsonl").read_text().splitlines(keepends=True)
+    for rank in range(4):
+        (folder / f"rank{rank}.jsonl").write_text(lines[0].replace('"rank": 0', f'"rank": {rank}'))
+    assert "no step yet that all ranks have made" in refusal(folder)
+    for rank in range(4):
+        (folder / f"rank{rank}.jsonl").write_text(lines[0].replace('"rank": 0', f'"rank": {rank}') + '{"step": 0}\n')
+    assert "not written by straggle.watch: KeyError('seconds')" in refusal(folder)
     (tmp_path / "trace.jsonl").write_text('{"loss": 1}\n')
     assert "line 1 is no step" in refusal(tmp_path)
+    write_trace(tmp_path, 1.0)
+    idle = (tmp_path / "trace.jsonl").read_text().replace('"idle": false', '"idle": true')
+    (tmp_path / "trace.jsonl").write_text(idle)
+    assert "no step in which all ranks had data" in refusal(tmp_path)
     (tmp_path / "trace.jsonl").write_text("loss 1\n")
     assert "no JSON" in refusal(tmp_path)
     for words, told in (([], "one PATH"), (["a", "b"], "one PATH"), (["a", "--yaml"], "there is --json")):

@@ -127,6 +127,13 @@ def test_view_prints_plain_lines_where_there_is_no_terminal() -> None:
         (["stages=[blocks.9]"], "stages not found in GPT: ['blocks.9']; it has embedding"),
         (["estimator=last_own", "estimator.weight=2"], "weight=2: relative to a computed gradient's weight of 1"),
         (["estimator=optimizer_momentum", "optimizer=sgd", "optimizer.momentum=0"], "SGD keeps no momentum"),
+        (["deadline=auto", "deadline.at_most=null"], "deadline: '>' not supported between"),
+        (["+deadline.foo=1", "deadline=shadow"], "unknown key deadline.foo; deadline has inner"),
+        (["deadline=shadow", "deadline.inner.foo=1"], "unknown key deadline.inner.foo; deadline.inner has q, slack"),
+        (["estimator=error_feedback", "estimator.inner=3"], "inner=3: give a straggle.Estimator"),
+        (["merge.chance_window=2.5"], "chance_window=2.5: must be a number of steps"),
+        (["rebalance=by_speed", "rebalance.window=0"], "window=0: must be a whole number of at least 2"),
+        (["delays=none"], "unknown key delays; valid keys: steps"),
         (["resume=true", "run_dir=/nowhere"], "resume=true: there is no checkpoint in run_dir=/nowhere"),
     ],
 )
@@ -134,6 +141,47 @@ def test_wrong_key_or_value_is_refused_with_the_valid_ones(keys: list[str], mess
     with pytest.raises(ConfigurationError) as error:
         load("train", keys)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        ("train", ["deadline=first_k", "deadline.k=5"], "quorum=5: there are only 4 ranks"),
+        ("train", ["patience.quorum=5"], "quorum=5: there are only 4 ranks"),
+        ("train", ["rebalance=by_speed", "rebalance.least=9"], "total=32: .* 9 at least for each of 4 ranks"),
+        (
+            "train",
+            ["rebalance=by_speed", "num_microbatches=2", "rebalance.multiple_of=3"],
+            "total=8: must be a multiple of 3",
+        ),
+        ("compare", ["methods=[ddp,majority]", "methods.majority.deadline.k=5"], "quorum=5: there are only 4 ranks"),
+    ],
+)
+def test_what_too_few_ranks_are_there_for_is_refused_once_their_number_is_known(
+    name: str, keys: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    load(name, keys)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigurationError, match=message):
+        load(name, keys)
+
+
+def test_launch_checks_the_configuration_for_its_number_of_workers(tmp_path: Path) -> None:
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    for name in ("pyproject.toml", "constraints.txt", "launch.sh"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    for name in ("python", "torchrun"):
+        (tmp_path / ".venv" / "bin" / name).write_text(f'#!/bin/sh\necho {name} "${{WORLD_SIZE:-none}}" "$@"\n')
+        (tmp_path / ".venv" / "bin" / name).chmod(0o755)
+    (tmp_path / "launch.sh").chmod(0o755)
+    plain = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "RDZV", "NNODES"))}
+    for nodes, ranks in ({"WORKERS": "3"}, "3"), ({"WORKERS": "3", "NNODES": "2"}, "6"), ({"NNODES": "1:2"}, "none"):
+        environment = {**plain, "MASTER_ADDR": "node0", "NODE_RANK": "0", **nodes}
+        command = [str(tmp_path / "launch.sh"), "steps=2"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=True)
+        assert f"python {ranks} -m straggle.configuration train steps=2" in done.stdout
+        assert "torchrun none" in done.stdout  # it sets the variable itself
 
 
 def test_null_switches_one_fault_off() -> None:

@@ -70,6 +70,7 @@ def test_scenario_has_the_faults_of_its_name_and_a_folder():
     [
         (["methods=[ddp,straggel]"], "choose one of backup_workers, ddp, dropcompute, "),
         (["methods=[straggle]"], "ddp must be among them"),
+        (["scenarios=3"], "scenarios=3: give a list"),
         (["scenarios=[nobody]"], "choose of dropcompute, everyone_noisy, none, "),
         (["methods=[ddp,local_sgd]", "methods.local_sgd.job.every=1"], "a whole number of at least 2"),
         (["methods=[ddp,local_sgd]", "+methods.local_sgd.job.evry=2"], "unknown key methods.local_sgd.job.evry"),

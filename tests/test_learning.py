@@ -29,7 +29,7 @@ from straggle import (
 )
 from straggle.configuration import ConfigurationError, load
 from straggle.merge import inverse_chance
-from straggle.simulate import NoDelay, SlowRanks
+from straggle.simulate import Delays, NoDelay, SlowRanks, Work
 from straggle.simulate.interval import interval, paired
 from straggle.simulate.lateness import (
     ByDeadline,
@@ -229,10 +229,23 @@ def test_a_deadline_that_nobody_passes_changes_nothing():
     assert plain.losses == under.losses
 
 
+class Recorded(Delays):
+    """Has units of its own, as a trace does."""
+
+    def units(self, units):  # noqa: ARG002
+        return Work(1.0, num_stages=4).units("stage")
+
+    def steps(self, base_s, ranks, generator):  # noqa: ARG002
+        while True:
+            yield base_s.expand(ranks, -1)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (lambda: share(SameRanks(7)), "late=7: of 6 ranks"),
+        (lambda: OtherRanksPerUnit(-1), "late=-1: must be a whole number"),
+        (lambda: share(ByDeadline(WaitForAll(), Recorded())), "the recorded run has 4 stages, .* set stages=4"),
         (lambda: SameDepth(1.0), "share=1.0"),
         (lambda: PoissonDepth(-1.0), "mean=-1.0"),
         (lambda: InverseChance(cap=0.5), "cap=0.5"),

@@ -45,7 +45,7 @@ def main() -> int:
     except (ValueError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    sys.stdout.write(found.as_json() if as_json else str(found))
+    sys.stdout.write(f"{found.as_json()}\n" if as_json else str(found))
     return 0
 
 

@@ -82,7 +82,10 @@ def _patience(run_dir: Path) -> Patience | None:
     path = run_dir / "config.yaml"
     config: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
     patience = config.get("patience") if isinstance(config, dict) else None
-    return Patience(**{key: value for key, value in patience.items() if key != "_target_"}) if patience else None
+    try:
+        return Patience(**{key: value for key, value in patience.items() if key != "_target_"}) if patience else None
+    except TypeError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _headline(timings: Timings, slowness: Slowness) -> str:

@@ -82,7 +82,10 @@ def read_timings(path: Path) -> Timings:
         if trace.is_file():
             return _without_warmup(_from_trace(trace))
         if files := sorted(watched.glob("rank*.jsonl"), key=lambda file: (len(file.name), file.name)):
-            return _without_warmup(_from_watch(watched, files))
+            try:
+                return _without_warmup(_from_watch(watched, files))
+            except KeyError as error:
+                raise ValueError(f"{watched}: not written by straggle.watch: {error!r}") from None
         raise ValueError(
             f"{path}: neither trace.jsonl nor {FOLDER}/rank*.jsonl in it; give the run_dir of straggle.train or "
             "straggle.watch, or a trace.jsonl"
@@ -116,7 +119,8 @@ def _from_watch(folder: Path, files: list[Path]) -> Timings:
         )
     if any(head["world_size"] != world_size for head in heads) or len(ranks) != world_size:
         raise ValueError(f"{folder}: the files are of runs of different sizes; remove those of the older one")
-    steps = min(map(len, lines))
+    if not (steps := min(map(len, lines))):
+        raise ValueError(f"{folder}: there is no step yet that all ranks have made")
     column = {
         name: np.array([[line[name] for line in own[:steps]] for own in lines], dtype=float).T
         for name in ("seconds", "wait_s", "compute_s", *(f"{phase}_s" for phase in PHASES[:-1]))
@@ -198,6 +202,8 @@ def _from_trace(path: Path) -> Timings:
         and len(report.ranks) == ranks
         and not any(rank.idle for rank in report.ranks)
     ]
+    if not kept:
+        raise ValueError(f"{path}: there is no step in which all ranks had data")
     return _of_reports(path, kept)
 
 

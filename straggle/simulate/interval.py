@@ -10,7 +10,7 @@ from statistics import NormalDist, fmean, stdev
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and half the width of its 95 % interval."""
+    """A mean and half the width of its 95 % interval: infinite for a single value, and not printed then."""
 
     mean: float
     half: float
@@ -27,7 +27,7 @@ class Interval:
 
     def __format__(self, spec: str) -> str:
         spec = spec or ".2f"
-        return f"{self.mean:{spec}} +- {self.half:{spec.lstrip('+')}}"
+        return f"{self.mean:{spec}}" + (f" +- {self.half:{spec.lstrip('+')}}" if self.half < math.inf else "")
 
     def __str__(self) -> str:
         return format(self)

@@ -14,7 +14,7 @@ from typing import final
 import torch
 from torch import Generator, Tensor
 
-from straggle.deadline import Deadline, Patience
+from straggle.deadline import Deadline, Patience, check_count
 from straggle.simulate.communication import Constant
 from straggle.simulate.delays import Delays
 from straggle.simulate.ranks import Cluster
@@ -108,6 +108,9 @@ class SameRanks(Lateness):
     """The last ``late`` ranks are late in every step."""
 
     def __init__(self, late: int, depth: Depth | None = None) -> None:
+        check_count("late", late)
+        if depth is not None and not isinstance(depth, Depth):
+            raise TypeError(f"depth={depth!r}: give a depth, such as straggle.simulate.lateness.SameDepth(0.5)")
         self.late = late
         self.depth = depth or SameDepth()
 
@@ -122,6 +125,9 @@ class OtherRanks(Lateness):
     """In each step ``late`` ranks are late, drawn anew."""
 
     def __init__(self, late: int, depth: Depth | None = None) -> None:
+        check_count("late", late)
+        if depth is not None and not isinstance(depth, Depth):
+            raise TypeError(f"depth={depth!r}: give a depth, such as straggle.simulate.lateness.SameDepth(0.5)")
         self.late = late
         self.depth = depth or SameDepth()
 
@@ -136,6 +142,7 @@ class OtherRanksPerUnit(Lateness):
     """Of each unit the part of ``late`` ranks is missing, drawn anew for each unit: the first N - ``late`` packets."""
 
     def __init__(self, late: int) -> None:
+        check_count("late", late)
         self.late = late
 
     def reached(self, num_ranks: int, num_units: int, generator: Generator) -> Tensor:
@@ -170,6 +177,11 @@ class ByDeadline(Lateness):
 
     def _begin(self, num_ranks: int, num_units: int, generator: Generator) -> Iterator[Tensor]:
         units = self.delays.units(Work(self.step_s, num_stages=num_units).units("stage"))
+        if len(units.base_s) != num_units:
+            raise ValueError(
+                f"the recorded run has {len(units.base_s)} stages, and a rank here passes {num_units} units: set "
+                f"stages={len(units.base_s)}"
+            )
         cluster = Cluster(num_ranks, units, self.deadline, self.patience, Constant(), num_ranks)
         for unit_s in self.delays.steps(units.base_s, num_ranks, generator):
             yield cluster.step(unit_s.cumsum(1)) >= 1
@@ -194,5 +206,5 @@ def _reached(ranks: Tensor, depth: Depth, num_ranks: int, num_units: int, genera
 
 
 def _check(late: int, num_ranks: int) -> None:
-    if not 0 <= late <= num_ranks:
+    if late > num_ranks:
         raise ValueError(f"late={late}: of {num_ranks} ranks, 0 to {num_ranks} can be late")

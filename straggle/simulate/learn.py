@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from straggle.configuration import build_estimator, complain_and_exit, config_dir
 from straggle.simulate.interval import interval, paired
 from straggle.simulate.lateness import DropWhole, Nobody
-from straggle.simulate.learning import Learned, Rule, Setting, learn
+from straggle.simulate.learning import Learned, Rule, Setting, learn, units_of
 from straggle.simulate.samples import FromOnePool, OfTheirOwn
 from straggle.simulate.weighting import Count, InverseChance
 from straggle.view import print_table
@@ -35,10 +35,11 @@ def main(config: DictConfig) -> None:
     torch.set_num_threads(1)
     try:
         settings = [_setting(config, seed) for seed in range(config.seed, config.seed + config.seeds)]
-    except ValueError as error:  # the samples do not go round
+        rules = dict(zip(_NAMES, (Rule(Nobody()), _rule(config)), strict=True))
+        _try_one(settings[0], rules[_NAMES[1]])
+    except (TypeError, ValueError) as error:  # what does not go together: the samples do not go round, say
         sys.stderr.write(f"{error}\n")
         raise SystemExit(2) from None
-    rules = dict(zip(_NAMES, (Rule(Nobody()), _rule(config)), strict=True))
     runs = {name: [learn(setting, rule) for setting in settings] for name, rule in rules.items()}
     run_dir = Path(config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -48,6 +49,12 @@ def main(config: DictConfig) -> None:
     title = f"{config.ranks} ranks, {config.steps} steps, {config.seeds} seeds"
     files = f"{run_dir / 'learning.json'}, learning.png"
     print_table(title, ("", *_NAMES, "difference"), _rows(runs), {"files": files, "intervals": "95 %"})
+
+
+def _try_one(setting: Setting, rule: Rule) -> None:
+    """Draw who is late in one step, before any run."""
+    ranks, units = len(setting.samples.indices(0)), len(units_of(setting, setting.workload.model()))
+    next(rule.lateness.steps(ranks, units, torch.Generator()))
 
 
 def _setting(config: DictConfig, seed: int) -> Setting:

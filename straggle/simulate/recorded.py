@@ -51,8 +51,9 @@ def read_times(path: Path) -> Recorded:
     path = path / "trace.jsonl" if path.is_dir() else path
     if not path.exists():
         raise ValueError(f"{path}: no such file; give a trace.jsonl or the folder of a run")
+    records = list(read_trace(path))
     try:
-        return recorded_times([record for record in read_trace(path) if record["step"] > 0])
+        return recorded_times([record for record in records if record["step"] > 0])
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: not a trace of straggle.train: {error!r}") from None
     except ValueError as error:
