@@ -20,19 +20,22 @@ class Rules:
     """When the work of a step ends: the deadline, who must wait for it, and what becomes of the running unit.
 
     ``quorum`` ranks must have finished, ``after_quorum_s`` seconds ago. A late rank stops where it is; with
-    ``finish_running`` (micro-batches) it first finishes its running unit, for ``grace_s`` seconds at most.
+    ``finish_running`` (micro-batches) it first finishes its running unit, for ``grace_s`` seconds at most; with
+    ``drop_all`` (steps) nothing of what it has comes in.
     """
 
     quorum: int
     after_quorum_s: float = 0.0
     finish_running: bool = False
     grace_s: float = 0.0
+    drop_all: bool = False
 
     @staticmethod
     def of(policy: Deadline, patience: Patience, world_size: int) -> Rules:
         """The rules that so many ranks follow under a policy."""
         quorum = patience.quorum_of(world_size, policy.quorum)
-        return Rules(quorum, policy.grace_s, patience.granularity == "microbatch", patience.grace_s)
+        granularity = patience.granularity
+        return Rules(quorum, policy.grace_s, granularity == "microbatch", patience.grace_s, granularity == "step")
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,8 @@ def outcome(unit_s: Tensor, deadline_s: float | Tensor, rules: Rules, entered_s:
     stop_at = torch.maximum(deadline_at, quorum_at).expand_as(whole_s)
     late = whole_s > stop_at
     reached = unit_s <= stop_at.unsqueeze(-1)
+    if rules.drop_all:
+        reached = reached & ~late.unsqueeze(-1)
     end_s = torch.minimum(whole_s, stop_at)
     if rules.finish_running:
         running_s = unit_s.where(~reached, torch.inf).amin(-1)
@@ -79,6 +84,6 @@ def computed_share(unit_s: Tensor, step: Outcome, rules: Rules, silent: Tensor |
     ``silent``: see `part_computed`.
     """
     share = step.reached.to(unit_s.dtype)
-    if not rules.finish_running:
+    if not rules.finish_running and not rules.drop_all:
         share[step.late] = part_computed(unit_s[step.late], step.end_s[step.late].unsqueeze(-1), silent)
     return share

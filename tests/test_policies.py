@@ -24,7 +24,7 @@ from straggle import (
 )
 from straggle.around import dropped_per_stage
 from straggle.history import HistoryWindow, StepProgress
-from straggle.outcome import Rules, outcome
+from straggle.outcome import Rules, computed_share, outcome
 from straggle.telemetry import MICROBATCH_SLOTS, Row, Table
 from straggle.threshold import choose_threshold, expected_drop, whole_times
 
@@ -357,6 +357,14 @@ def test_outcome_of_a_step_in_closed_form():
     assert outcome(unit_s, 2.5, Rules(quorum=2)).late.tolist() == [False, False, True]
     assert float(outcome(unit_s, 0.0, Rules(quorum=2, after_quorum_s=0.5)).seconds) == 3.5
     assert float(outcome(unit_s, INF, Rules(quorum=1)).seconds) == 10.0
+
+
+def test_outcome_where_all_that_a_late_rank_has_is_dropped():
+    unit_s = torch.tensor([[1.0, 2.0, 3.0], [2.0, 4.0, 6.0]])
+    rules = Rules(quorum=1, drop_all=True)
+    cut = outcome(unit_s, 5.0, rules)
+    assert cut.end_s.tolist() == [3.0, 5.0]
+    assert computed_share(unit_s, cut, rules).tolist() == [[1.0] * 3, [0.0] * 3]
 
 
 def test_outcome_where_a_late_rank_finishes_what_it_has_begun():

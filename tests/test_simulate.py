@@ -119,11 +119,11 @@ def test_allreduce_around_a_ring_and_through_a_tree():
     assert ring.merge_s(1, 1.0) == tree.merge_s(1, 1.0) == 0.0
 
 
-@pytest.mark.parametrize("granularity", ["stage", "microbatch"])
+@pytest.mark.parametrize("granularity", ["stage", "microbatch", "step"])
 def test_units_of_work_take_the_step_and_bring_all_gradients(granularity):
     units = Work(6.0, num_stages=4, num_microbatches=3, forward_share=0.5).units(granularity)
     assert units.base_s.tolist() == pytest.approx(
-        {"stage": [2, 2, 1.25, 0.25, 0.25, 0.25], "microbatch": [2] * 3}[granularity]
+        {"stage": [2, 2, 1.25, 0.25, 0.25, 0.25], "microbatch": [2] * 3, "step": [6]}[granularity]
     )
     assert float(units.share.sum()) == pytest.approx(1.0)
     assert units.of_stage.sum(0).tolist() == pytest.approx([1.0] * 4)
@@ -177,6 +177,17 @@ def test_whole_microbatches_are_finished_within_the_grace():
         units = Work(2.0, num_microbatches=2, num_stages=3).units("microbatch")
         result = simulate_times([SLOW_LAST] * 2, units, FixedDeadline(2.0), patience, Constant())
         assert (float(result.step_s[1]), float(result.dropped[1])) == pytest.approx((seconds, dropped))
+
+
+def test_where_whole_steps_are_dropped_a_late_rank_hands_in_nothing():
+    patience = Patience(quorum=1, granularity="step")
+    in_one = run(SLOW_LAST.sum(1, keepdim=True), FixedDeadline(5.0), patience=patience)
+    in_stages = simulate_times(
+        [SLOW_LAST] * 3, Work(1.0, num_stages=2).units("stage"), FixedDeadline(5.0), patience, Constant()
+    )
+    for result in (in_one, in_stages):
+        assert result.step_s.tolist() == [6.0, 5.0, 5.0]
+        assert result.dropped.tolist() == pytest.approx([0.0, 1 / 3, 1 / 3])
 
 
 def test_a_stage_is_merged_while_those_after_it_are_computed():
@@ -303,6 +314,7 @@ def test_what_is_no_trace_is_refused_with_its_name(tmp_path):
         ("network.latency=1", "unknown key network.latency"),
         ("patience.quorum=65", "quorum=65: there are only 64 ranks"),
         ("delays=replay", "no such file"),
+        ("workload=text", "unknown key workload; valid keys: ranks"),
     ],
 )
 def test_wrong_configuration_is_refused_with_what_is_valid(override, complaint, tmp_path, monkeypatch):

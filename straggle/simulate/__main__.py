@@ -26,17 +26,21 @@ def main(config: DictConfig) -> None:
     """Simulate, print, and write ``simulation.json`` and ``simulation.png``."""
     torch.set_num_threads(1)  # its tensors are too small to be worth several
     deadline = instantiate(config.deadline)
-    simulation = simulate(
-        config.steps,
-        config.ranks,
-        instantiate(config.work),
-        instantiate(config.delays),
-        deadline,
-        patience=instantiate(config.patience),
-        network=instantiate(config.network),
-        seed=config.seed,
-        history_ranks=config.history_ranks,
-    )
+    try:
+        simulation = simulate(
+            config.steps,
+            config.ranks,
+            instantiate(config.work),
+            instantiate(config.delays),
+            deadline,
+            patience=instantiate(config.patience),
+            network=instantiate(config.network),
+            seed=config.seed,
+            history_ranks=config.history_ranks,
+        )
+    except ValueError as error:  # what does not go together
+        sys.stderr.write(f"{error}\n")
+        raise SystemExit(2) from None
     run_dir = Path(config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     numbers = numbers_of(simulation)

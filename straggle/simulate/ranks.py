@@ -59,9 +59,14 @@ def simulate(
     seed: int = 0,
     history_ranks: int = 256,
 ) -> Simulation:
-    """Simulate so many steps; raises ``ValueError`` where the policy wants more ranks than there are."""
+    """Simulate so many steps.
+
+    Raises ``ValueError`` where the policy wants more ranks than there are, and for micro-batches of a recorded run.
+    """
     patience = patience or Patience()
     units = delays.units(work.units(patience.granularity))
+    if units.merged and patience.granularity == "microbatch":
+        raise ValueError("granularity=microbatch: a trace has the times of stages, not of micro-batches")
     generator = Generator().manual_seed(seed)
     drawn = islice(delays.steps(units.base_s, ranks, generator), steps)
     return simulate_times(drawn, units, deadline, patience, network or Constant(), history_ranks)

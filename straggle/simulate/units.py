@@ -64,9 +64,12 @@ class Work:
         self.overlap = overlap
 
     def units(self, granularity: Granularity) -> Units:
-        """Its units, as the telemetry counts them (`Progress`): micro-batches, or stages in the last of these."""
+        """Its units, as the telemetry counts them (`Progress`): micro-batches, stages in the last one, or just one."""
         stages, passes = self.num_stages, self.num_microbatches
         stage_share = torch.full((stages,), 1 / stages)
+        if granularity == "step":  # its merge begins when a rank has finished
+            one = torch.ones(1)
+            return Units(one * self.step_s, one, torch.ones(1, stages), stage_share, one, self.overhead_s, False)
         whole_s = torch.full((passes,), self.step_s / passes)
         everything = torch.full((passes, stages), 1 / passes)
         silent = torch.full((passes,), self.forward_share)
