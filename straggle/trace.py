@@ -16,7 +16,8 @@ class TraceWriter:
 
     def __init__(self, path: Path, *, first_step: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [record for record in read_trace(path) if record["step"] < first_step] if first_step and path.exists() else []
+        goes_on = first_step > 0 and path.exists()
+        kept = [record for record in read_trace(path) if record["step"] < first_step] if goes_on else []
         self._file = path.open("w", buffering=1)
         for record in kept:
             self._write(record)
