@@ -250,6 +250,13 @@ def test_trace_is_read_by_its_name_and_by_its_folder(tmp_path):
     assert by_folder.sentences
 
 
+def test_folder_of_a_watch_is_read_whatever_the_run_dir_is_called(tmp_path):
+    for run_dir in (tmp_path / "mine", tmp_path / "watch"):  # runs/watch is the default
+        write_watch(run_dir)
+        for path in (run_dir, run_dir / "watch"):
+            assert read_timings(path).num_steps == 110
+
+
 def test_wrong_input_is_refused_with_the_remedy(tmp_path):
     def refusal(path):
         with pytest.raises(ValueError) as error:  # noqa: PT011

@@ -77,7 +77,7 @@ class Timings:
 def read_timings(path: Path) -> Timings:
     """A trace, or the folder of a run that has one or was watched; raises ``ValueError`` where there is none."""
     if path.is_dir():
-        watched = path if path.name == FOLDER else path / FOLDER
+        watched = path / FOLDER if path.name != FOLDER or (path / FOLDER).is_dir() else path  # runs/watch has one too
         trace = path / "trace.jsonl"
         if trace.is_file():
             return _without_warmup(_from_trace(trace))
