@@ -171,7 +171,7 @@ def work_until_late(rank):
 
 def test_users_own_policy_decides_alike_on_every_rank():
     first, second = run_ranks(work_until_late, 2)
-    assert first == second
+    assert repr(first) == repr(second)  # a rank that a busy machine held up has NaN, on both
     seen, late, deadlines = first
     assert late == [(), (), (1,), (1,)]
     assert deadlines == [math.inf, math.inf, 1e-6, 1e-6]
