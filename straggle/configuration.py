@@ -120,7 +120,7 @@ def check(config: DictConfig, valid: DictConfig) -> None:
     if unknown := [str(key) for key in config if key not in valid]:
         raise ConfigurationError(_unknown_key(unknown[0], valid))
     for key, least in _AT_LEAST.items():
-        _check_at_least(key, config.get(key, least), least)
+        check_at_least(key, config.get(key, least), least)
     for group in _PARTS:
         _check_arguments(group, config.get(group))
     if metrics := config.get("metrics"):
@@ -148,17 +148,18 @@ def check(config: DictConfig, valid: DictConfig) -> None:
     try:
         _build_all(config)
     except Exception as error:  # the constructor's own complaint, whatever it is
-        raise ConfigurationError(_complaint(error)) from None
+        raise ConfigurationError(complaint(error)) from None
 
 
-def _complaint(error: Exception) -> str:
+def complaint(error: Exception) -> str:
     """What a constructor said; of a value of another kind than it takes, it does not name the key."""
     cause = error.__cause__ or error
     where = re.search("^full_key: (.+)$", str(error), re.MULTILINE)
     return f"{where[1]}: {cause}" if where and isinstance(cause, (AttributeError, TypeError)) else str(cause)
 
 
-def _check_at_least(key: str, value: Any, least: int) -> None:
+def check_at_least(key: str, value: Any, least: int) -> None:
+    """Raise `ConfigurationError` for what is no whole number of at least ``least``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigurationError(f"{key}={value}: must be a whole number of at least {least}")
 
@@ -172,7 +173,7 @@ def _check_methods(config: DictConfig) -> None:
             raise ConfigurationError(f"unknown key methods.{name}.{unknown[0]}; it has {', '.join(_OF_A_METHOD)}")
         _check_arguments(METHODS, method.get("job", {}), f"methods.{name}.job")
         for key, least in _AT_LEAST_OF_A_JOB.items():
-            _check_at_least(f"methods.{name}.job.{key}", method.job.get(key, least), least)
+            check_at_least(f"methods.{name}.job.{key}", method.job.get(key, least), least)
         try:
             own = of_method(config, str(name))
         except OmegaConfBaseException as error:

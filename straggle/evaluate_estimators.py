@@ -18,14 +18,15 @@ from typing import Any
 
 import hydra
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from rich.console import Console
 
-from straggle.configuration import complain_and_exit, config_dir
+from straggle.configuration import ConfigurationError, check_at_least, complain_and_exit, complaint, config_dir
 from straggle.evaluate.result import BASELINE, DATA, Found, run_rows, save_picture, truth_rows, verdict_rows
 from straggle.evaluate.runs import WAIT, RunScore, train_once
 from straggle.evaluate.task import Case, Task
 from straggle.evaluate.truth import Judgement, judge
+from straggle.simulate.learning import units_of
 from straggle.view import print_table
 
 Work = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -37,11 +38,55 @@ _QUICK_SEEDS = 2
 def main(config: DictConfig) -> None:
     """Measure everything, print the tables, and write ``run_dir/estimators.json`` and ``estimators.png``."""
     began = time.perf_counter()
+    try:
+        check(config)
+    except ConfigurationError as error:
+        sys.stderr.write(f"{error}\n")
+        raise SystemExit(2) from None
     found = evaluate(config)
     run_dir = Path(config.run_dir)
     found.write(run_dir / "estimators.json")
     save_picture(found, run_dir / "estimators.png")
     _print(found, run_dir, time.perf_counter() - began)
+
+
+def check(config: DictConfig) -> None:
+    """Build once what each process will build; raises `ConfigurationError` for what cannot be."""
+    check_at_least("num_ranks", config.num_ranks, 2)
+    check_at_least("num_stages", config.num_stages, 1)
+    if config.workers is not None:
+        check_at_least("workers", config.workers, 1)
+    if config.quick not in (True, False):
+        raise ConfigurationError(f"quick={config.quick}: choose one of true, false")
+    if not isinstance(config.late, ListConfig) or not config.late:
+        raise ConfigurationError(f"late={config.late}: give a list of shares of the ranks, such as [0.1,0.3]")
+    for share in _late(config):
+        if not isinstance(share, float) or not 1 <= round(share * config.num_ranks) < config.num_ranks:
+            raise ConfigurationError(f"late={share}: must be a share of {config.num_ranks} ranks, not none and not all")
+    if not config.tasks or not config.judged:
+        raise ConfigurationError("there is nothing to judge: leave at least one of the tasks and one of the judged")
+    for name in config.tasks:
+        for key in ("steps", "seeds"):
+            check_at_least(f"tasks.{name}.{key}", config.tasks[name][key], 1)
+        try:
+            _build(_task(str(name), config))
+        except Exception as error:  # the constructor's own complaint, whatever it is
+            raise ConfigurationError(f"tasks.{name}: {complaint(error)}") from None
+
+
+def _build(task: Task) -> None:
+    for own_data in DATA:
+        setting = task.setting(own_data, 0)
+        model = setting.workload.model()
+        units_of(setting, model)
+        for method in task.methods:
+            rule = task.rule(method, Case(0.0, own_data))
+            rule.make_weighting()
+            rule.make_estimator(setting.make_optimizer(model.parameters()))
+
+
+def _late(config: DictConfig) -> list[Any]:
+    return [config.late[len(config.late) // 2]] if config.quick else list(config.late)
 
 
 def evaluate(config: DictConfig) -> Found:
@@ -68,7 +113,7 @@ def evaluate(config: DictConfig) -> Found:
 
 def _work(config: DictConfig) -> Iterator[Work]:
     """The longest first."""
-    late = [config.late[len(config.late) // 2]] if config.quick else list(config.late)
+    late = _late(config)
     tasks = {name: _task(str(name), config) for name in config.tasks}
     for task in tasks.values():
         for share in late:

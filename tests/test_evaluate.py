@@ -16,6 +16,7 @@ from straggle.evaluate import Case, Judgement, Paced, RunScore, Task, judge, tra
 from straggle.evaluate.result import Found, read, run_rows, save_picture, truth_rows, verdict_rows
 from straggle.evaluate.runs import WAIT, interval
 from straggle.evaluate.truth import compare
+from straggle.evaluate_estimators import check
 
 ROOT = Path(__file__).parent.parent
 UNITS = 20
@@ -178,6 +179,28 @@ def test_runs_are_compared_with_those_of_the_same_seed(tmp_path):
 def test_wrong_key_is_refused():
     with pytest.raises(ConfigurationError, match="unknown key stepps"):
         load("evaluate_estimators", ["stepps=3"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["late=[]"], r"late=\[\]: give a list"),
+        (["late=0.2"], "late=0.2: give a list"),
+        (["late=[0.3,2.0]"], "late=2.0: must be a share of 10 ranks"),
+        (["late=[0.1]", "num_ranks=4"], "late=0.1: must be a share of 4 ranks, not none"),
+        (["num_ranks=1"], "num_ranks=1: must be a whole number of at least 2"),
+        (["workers=0"], "workers=0: must be a whole number of at least 1"),
+        (["quick=maybe"], "quick=maybe: choose one of true, false"),
+        (["tasks.digits.seeds=0"], "tasks.digits.seeds=0: must be a whole number"),
+        (["~tasks.text", "~tasks.digits"], "there is nothing to judge"),
+        (["~tasks.text", "num_stages=99"], "tasks.digits: stages=99: this model can be divided into"),
+        (["~tasks.text", "judged.carry.estimator.weight=2"], "unknown key judged.carry.estimator.weight"),
+        (["~tasks.text", "judged.last_own.estimator.weight=2"], "tasks.digits: weight=2: relative to"),
+    ],
+)
+def test_what_cannot_be_judged_is_refused(keys, message):
+    with pytest.raises(ConfigurationError, match=message):
+        check(load("evaluate_estimators", keys))
 
 
 @pytest.mark.slow
