@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -14,9 +15,10 @@ import torch
 from straggle.configuration import ConfigurationError, load
 from straggle.evaluate import Case, Judgement, Paced, RunScore, Task, judge, train_once
 from straggle.evaluate.result import Found, read, run_rows, save_picture, truth_rows, verdict_rows
-from straggle.evaluate.runs import WAIT, interval
+from straggle.evaluate.runs import WAIT
 from straggle.evaluate.truth import compare
 from straggle.evaluate_estimators import check
+from straggle.simulate.interval import interval
 
 ROOT = Path(__file__).parent.parent
 UNITS = 20
@@ -167,6 +169,9 @@ def test_runs_are_compared_with_those_of_the_same_seed(tmp_path):
     relative = [1.8 / 1.5 - 1, 2.8 / 2.5 - 1, 3.8 / 3.5 - 1]
     assert found.relative("zero", task="digits", own_data=False) == interval(relative)
     assert verdict_rows(found)[0] == ["abstain", "+0.0% ±0.0%", "+0.0% ±0.0%"]
+    once = replace(found, scores=tuple(score for score in found.scores if score.seed == 0))  # no interval
+    assert run_rows(once, "digits", True)[1][1] == "+0.800"
+    assert verdict_rows(once)[0] == ["abstain", "+0.0%", "+0.0%"]
     found.write(tmp_path / "found.json")
     assert read(tmp_path / "found.json") == found
     save_picture(found, tmp_path / "found.png")

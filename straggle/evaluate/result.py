@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from straggle.evaluate.runs import WAIT, Interval, RunScore, interval
+from straggle.evaluate.runs import WAIT, RunScore
 from straggle.evaluate.truth import PHASES, Judgement
+from straggle.simulate.interval import Interval, interval
 
 BASELINE = "abstain"
 DATA = {False: "other ranks late each step, shuffled data", True: "always the same late, data of their own"}
@@ -106,7 +108,10 @@ def run_rows(found: Found, task: str, own_data: bool) -> list[list[str]]:
         row = [method]
         for late in found.late_shares:
             where = {"task": task, "method": method, "late_share": late, "own_data": own_data}
-            row += [str(found.excess("validation_loss", **where)), f"{found.of_runs('accuracy', **where).mean:.1%}"]
+            row += [
+                _signed(found.excess("validation_loss", **where), ".3f"),
+                f"{found.of_runs('accuracy', **where).mean:.1%}",
+            ]
         rows.append(row)
     return rows
 
@@ -117,8 +122,13 @@ def verdict_rows(found: Found) -> list[list[str]]:
     for method in found.methods:
         columns = [(task, own_data) for task in found.tasks for own_data in DATA]
         each = [found.relative(method, task=task, own_data=own_data) for task, own_data in columns]
-        rows.append([method, *(f"{one.mean:+.1%} ±{one.half:.1%}" for one in each)])
+        rows.append([method, *(_signed(one, ".1%") for one in each)])
     return rows
+
+
+def _signed(one: Interval, spec: str) -> str:
+    """The mean, and half the width where there is more than one seed."""
+    return f"{one.mean:+{spec}}" + (f" ±{one.half:{spec}}" if one.half < math.inf else "")
 
 
 def save_picture(found: Found, path: Path) -> None:
