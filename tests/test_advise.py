@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from straggle import FirstK, RankReport, StageReport, StepReport, WaitForAll
+from straggle import FirstK, Patience, RankReport, StageReport, StepReport, WaitForAll
 from straggle.advise.__main__ import arguments
-from straggle.advise.answer import answer
+from straggle.advise.answer import _patience, answer
 from straggle.advise.gain import best, candidates, gains, replay
 from straggle.advise.slow import change_points, find_slow_ranks, slowdown
 from straggle.advise.timings import read_timings
@@ -321,3 +321,15 @@ def test_report_draws_a_watched_run(tmp_path):
     assert read_steps(run, [7])[7].ranks[1].backward_s == pytest.approx(0.26)
     assert numbers_of(run).ranks[1].slowness == pytest.approx(0.29 / 0.09)
     assert "waited for" in write_report(tmp_path).read_text()
+
+
+@pytest.mark.parametrize("text", ["patience: [1", "patience: 3", "patience: {quorumm: 2}"])
+def test_configuration_that_cannot_be_read_is_told_with_its_file(text, tmp_path):
+    (tmp_path / "config.yaml").write_text(text + "\n")
+    with pytest.raises(ValueError, match=r"config\.yaml"):
+        _patience(tmp_path)
+
+
+def test_trace_of_a_run_that_dropped_micro_batches_is_judged_by_its_stages(tmp_path):
+    (tmp_path / "config.yaml").write_text("patience: {granularity: microbatch, grace_s: 0.5}\n")
+    assert _patience(tmp_path) == Patience(granularity="stage", grace_s=0.5)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from straggle.advise.bootstrap import LEVEL, Interval
 from straggle.advise.gain import Gain, best, gains
@@ -78,14 +80,17 @@ def answer(path: Path) -> Answer:
 
 
 def _patience(run_dir: Path) -> Patience | None:
-    """As the run was configured, where that is known."""
+    """As the run was configured, where that is known; its trace has the times of stages, so these are the units."""
     path = run_dir / "config.yaml"
-    config: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
-    patience = config.get("patience") if isinstance(config, dict) else None
     try:
-        return Patience(**{key: value for key, value in patience.items() if key != "_target_"}) if patience else None
-    except TypeError as error:
-        raise ValueError(f"{path}: {error}") from None
+        config: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
+        patience = config.get("patience") if isinstance(config, dict) else None
+        own = {key: value for key, value in (patience or {}).items() if key != "_target_"}
+        if own.get("granularity") == "microbatch":
+            own["granularity"] = "stage"
+        return Patience(**own) if own else None
+    except (TypeError, AttributeError, YAMLError, OmegaConfBaseException) as error:
+        raise ValueError(f"{path}: {str(error).splitlines()[0]}") from None
 
 
 def _headline(timings: Timings, slowness: Slowness) -> str:

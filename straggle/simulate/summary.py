@@ -18,7 +18,8 @@ _RANKS_IN_FULL = 1024  # of more ranks, the file has the distribution only
 def numbers_of(simulation: Simulation) -> dict[str, Any]:
     """The simulation as plain JSON values."""
     reach = simulation.reach.double()
-    predicted = simulation.predicted_drop[~simulation.predicted_drop.isnan()]
+    told = ~simulation.predicted_drop.isnan()  # not in a warm-up
+    predicted = simulation.predicted_drop[told]
     finite = simulation.deadline_s[simulation.deadline_s.isfinite()]
     by_rank = 1 - reach.mean(1)
     numbers = {
@@ -30,6 +31,7 @@ def numbers_of(simulation: Simulation) -> dict[str, Any]:
         "deadline_seconds_median": float(finite.median()) if len(finite) else None,
         "dropped_share": float(simulation.dropped.mean()),
         "predicted_drop": float(predicted.mean()) if len(predicted) else None,
+        "dropped_where_predicted": float(simulation.dropped[told].mean()) if len(predicted) else None,
         "late_ranks_mean": float(simulation.late_ranks.mean()),
         "dropped_by_stage": (1 - reach.mean(0)).tolist(),
         "dropped_by_rank": {"max": float(by_rank.max()), **{k: _quantile(by_rank, q) for k, q in _QUANTILES.items()}},
@@ -49,16 +51,23 @@ def rows_of(numbers: dict[str, Any]) -> list[tuple[str, str, str, str]]:
         if every[name] > 0
     ]
     stages = numbers["dropped_by_stage"]
-    predicted = numbers["predicted_drop"]
     return [
         *rows,
         ("effective speedup", "1", f"{numbers['effective_speedup']:.3f}", ""),
         ("gradients dropped", "0 %", f"{numbers['dropped_share']:.2%}", ""),
-        ("  predicted by the policy", "", "" if predicted is None else f"{predicted:.2%}", ""),
+        *_predicted(numbers),
         ("  of the first and last stage", "", f"{stages[0]:.2%}, {stages[-1]:.2%}", ""),
         ("  of the rank that drops most", "", f"{numbers['dropped_by_rank']['max']:.2%}", ""),
         ("late ranks in a step", "", f"{numbers['late_ranks_mean']:.1f}", ""),
     ]
+
+
+def _predicted(numbers: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """What the policy said would be dropped, beside what was in the same steps."""
+    if (predicted := numbers["predicted_drop"]) is None:
+        return []
+    told = f"{predicted:.2%} (came to {numbers['dropped_where_predicted']:.2%})"
+    return [("  predicted by the policy", "", told, "")]
 
 
 def save_chart(simulation: Simulation, path: Path, title: str) -> None:
