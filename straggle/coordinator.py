@@ -251,6 +251,7 @@ class Coordinator:
         with self._lock:
             mine = self._where.lag == 0 and not (current := self._open_round()).closed
             self._where.overran = self._finishes_late and not mine
+            self._where.taking = mine
             if mine:
                 if abstain:
                     self._close_abstaining(current)

@@ -51,8 +51,8 @@ class StandIn:
         """Start the thread.
 
         ``hand_in()``, which it calls with the lock held, closes the round that is being merged, for the training
-        thread; ``complete(round)``, which it calls without, waits for the merge of a closed round. The thread alone
-        holds the two, so that their owner, and the buffers with it, is freed as soon as the thread has ended.
+        thread; ``complete(round)``, which it calls without, waits for the merge of a closed round. Only the running
+        thread holds the two: it keeps nothing of their owner once it has ended.
         """
         work = (hand_in, complete)
         self._thread = threading.Thread(target=self._loop, args=work, name="straggle-stand-in", daemon=True)
@@ -169,7 +169,7 @@ class StandIn:
             return False
         if self._sleep_until(self._waited_since + self._deadline.after_quorum_s):
             return False
-        if where.entered_at is not None:
+        if where.entered:
             where.stop(step)
         return not self._sleep_until(hand_in_at)
 
@@ -179,10 +179,10 @@ class StandIn:
         if where.all_issued:  # nothing can be late before the next deadline is over
             next_stop_at = where.now() + deadline_s
             return next_stop_at, next_stop_at
-        if where.lag > 0:  # still stuck in an earlier step
+        if where.lag > int(where.taking):  # still stuck in an earlier step
             waited_for = where.lag >= patience.max_lag or deadline_s == math.inf
             return (math.inf, math.inf) if waited_for else (-math.inf, -math.inf)
-        stop_at = deadline_s + (where.merged_at if where.entered_at is None else where.clock_from)
+        stop_at = deadline_s + (where.clock_from if where.entered else where.merged_at)
         if patience.max_lag == 0:
             return stop_at, math.inf
         if self._waited_since == math.inf:

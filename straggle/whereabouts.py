@@ -39,6 +39,7 @@ class Whereabouts:
         self.entered_at: float | None = None
         self.clock_from = -math.inf  # what its deadline counts from
         self.took_at = -math.inf
+        self.taking = False  # it has merged its step itself, and is about to take it
         self.overran = False  # it was still in the backward pass of the step before when that was merged
         self.failed = False
         self.num_microbatches = 1
@@ -58,6 +59,11 @@ class Whereabouts:
     def lag(self) -> int:
         """Merged steps that the training thread has not yet taken."""
         return max(0, self.merging - self.training)
+
+    @property
+    def entered(self) -> bool:
+        """Whether the training thread has entered its step, and is not yet done with it."""
+        return self.entered_at is not None and not self.taking
 
     @property
     def in_step(self) -> bool:
@@ -112,6 +118,7 @@ class Whereabouts:
         self.took_at = now
         self.training += 1
         self.entered_at = None
+        self.taking = False
 
     # -- what happens to the merge
 

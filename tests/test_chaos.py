@@ -308,7 +308,7 @@ def test_what_ranks_finish_too_late_comes_once_and_later_and_no_peer_waits_for_i
                 assert part.weights[stage] >= part.stages[stage]
     always = [report.ranks[3] for report in reports[3:]]
     late = sum(part.weights[-1] - part.stages[-1] for part in always)
-    assert late >= len(always) / 4  # its input layers come, though seldom in time
+    assert late >= 3  # its input layers come, though seldom in time
     assert sum(part.stages[-1] for part in always) < len(always) / 4
 
 

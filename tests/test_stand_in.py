@@ -1,5 +1,6 @@
 """Ranks that are stuck: the peers go on without them, and they catch up with identical parameters."""
 
+import math
 import random
 import time
 
@@ -10,6 +11,10 @@ from torch import nn
 from training import Signals, features, mlp, shared
 
 from straggle import FixedDeadline, LastMerged, Patience, stages
+from straggle.clocks import Stopwatch
+from straggle.in_force import DeadlineInForce
+from straggle.stand_in import StandIn
+from straggle.whereabouts import Whereabouts
 
 PLACES = ["data", "forward", "backward", "optimizer"]
 
@@ -121,6 +126,15 @@ def enter_late(rank):
 @pytest.mark.slow
 def test_rank_that_enters_after_its_deadline_is_still_stopped_before_its_grace_is_over():
     assert run_ranks(enter_late, 2, timeout_s=30.0) == [((1,), False)] * 2
+
+
+@pytest.mark.parametrize(("taking", "expected"), [(True, (17.0, 17.5)), (False, (-math.inf, -math.inf))])
+def test_rank_that_is_about_to_take_the_step_it_merged_itself_is_not_stuck_in_it(taking, expected):
+    where = Whereabouts(Stopwatch(lambda: 12.0))
+    deadline = DeadlineInForce(FixedDeadline(5.0), Patience(grace_s=0.5), 2)
+    deadline.seconds = 5.0
+    where.merging, where.training, where.entered_at, where.taking = 3, 2, 9.0, taking
+    assert StandIn(where, deadline, None, device=torch.device("cpu"))._limits() == expected
 
 
 class Sleepy(nn.Module):
