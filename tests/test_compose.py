@@ -240,9 +240,9 @@ class Cluster:
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if not works("docker", "version") and (TOOLS / "engine-up").exists():
-        run(str(TOOLS / "engine-up"), timeout=600)
+        subprocess.run([TOOLS / "engine-up"], capture_output=True, timeout=600)
     if not works("docker", "version"):
-        pytest.skip("no Docker engine")
+        pytest.skip("no Docker engine, and none could be started")
     if not works("docker", "compose", "version"):
         pytest.skip("no docker compose plugin")
     base_image()
