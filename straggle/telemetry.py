@@ -40,9 +40,8 @@ NO_FINGERPRINT = -1
 class Row:
     """One rank's telemetry for one step; times in seconds, ``cause`` an index into ``PHASES`` or -1.
 
-    ``computed``, ``estimated`` and ``weights`` (of all that it hands in) are relative to the rank's own ``weight``;
-    ``idle``: it has no more data.
-    ``fingerprint`` has 48 bits, which go as two numbers that are exact in float32. ``merge_s``: seconds from the end of
+    ``computed``, ``estimated`` and ``weights`` (of all that it hands in; empty: as computed) are relative to the rank's
+    own ``weight``; ``idle``: it has no more data. ``fingerprint`` has 48 bits, which go as two numbers that are exact in float32. ``merge_s``: seconds from the end of
     the rank's own work in the step before to the end of its merge. ``microbatch_s``: when each micro-batch ended.
     """
 
@@ -79,7 +78,8 @@ class Row:
             slots[_slot(number, self.num_microbatches)] = seconds
         pairs = [number for name, value in self.scalars.items() for number in (name_hash(name), value)]
         pairs += [0.0] * (2 * MAX_SCALARS - len(pairs))
-        numbers = array("f", [*fixed, *self.computed, *self.estimated, *self.stage_s, *self.weights, *slots, *pairs])
+        weights = self.weights or self.computed
+        numbers = array("f", [*fixed, *self.computed, *self.estimated, *self.stage_s, *weights, *slots, *pairs])
         return torch.frombuffer(numbers, dtype=torch.float32)
 
 
