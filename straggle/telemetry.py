@@ -41,8 +41,9 @@ class Row:
     """One rank's telemetry for one step; times in seconds, ``cause`` an index into ``PHASES`` or -1.
 
     ``computed``, ``estimated`` and ``weights`` (of all that it hands in; empty: as computed) are relative to the rank's
-    own ``weight``; ``idle``: it has no more data. ``fingerprint`` has 48 bits, which go as two numbers that are exact in float32. ``merge_s``: seconds from the end of
-    the rank's own work in the step before to the end of its merge. ``microbatch_s``: when each micro-batch ended.
+    own ``weight``; ``idle``: it has no more data. ``fingerprint`` has 48 bits, which go as two numbers, exact
+    in float32. ``merge_s``: seconds from the end of the rank's own work in the step before to the end of its merge.
+    ``microbatch_s``: when each micro-batch ended.
     """
 
     times: Mapping[Phase, float]

@@ -396,7 +396,8 @@ def test_command_refuses_in_one_line(tmp_path: Path) -> None:
     done = command(str(tmp_path))
     assert done.returncode == 2
     assert (
-        done.stderr.strip() == f"{tmp_path / 'trace.jsonl'}: no such file; give the run_dir of a run of straggle.train"
+        done.stderr.strip() == f"{tmp_path / 'trace.jsonl'}: no such file; give the run_dir of a run of straggle.train "
+        "or straggle.watch"
     )
 
 
