@@ -23,7 +23,7 @@ from rich.console import Console
 from straggle.configuration import complain_and_exit, config_dir, of_method, of_scenario
 from straggle.jobs import gather, process_group
 from straggle.standings import REFERENCE, Standing, Standings, draw, print_summary
-from straggle.turns import Timed
+from straggle.turns import Timed, seconds_to
 from straggle.workloads import Workload
 
 _log = logging.getLogger(__name__)
@@ -51,15 +51,12 @@ def _scenario(name: str, config: DictConfig, workload: Workload, device: torch.d
             methods[method].turn(first, steps)
         times = "  ".join(f"{method} {1e3 * median(timed.step_s[-steps:]):.0f}" for method, timed in methods.items())
         console.print(f"{name} step {first + steps}/{config.steps}, ms: {times}".lstrip(), highlight=False)
-    scores = {method: timed.job.evaluate() for method, timed in methods.items()}
-    losses = _train_on(methods, config.block)
-    standings = {
-        method: Standing(timed, losses[method], scores[method], gather(timed.job.parameters_sha256()))
-        for method, timed in methods.items()
-    }
+    turns = len(methods[REFERENCE].turn_s)
+    _train_on(methods, config.block)
+    standings = {method: Standing(timed, gather(timed.job.parameters_sha256())) for method, timed in methods.items()}
     for timed in methods.values():
         timed.job.close()
-    done = Standings(standings, config.steps, faults=bool(config.faults))
+    done = Standings(standings, config.steps, turns, faults=bool(config.faults))
     if dist.get_rank() == 0:
         _write(config, done, name)
     return done
@@ -77,24 +74,18 @@ def _in_turn(methods: list[str], turn: int) -> list[str]:
     return order[::-1] if turn // len(methods) % 2 else order
 
 
-def _train_on(methods: dict[str, Timed], block: int) -> dict[str, list[float]]:
-    """Let each method use up DDP's seconds, or come to DDP's final loss; gives the running means of all losses."""
+def _train_on(methods: dict[str, Timed], block: int) -> None:
+    """Let each method use up DDP's seconds, or come to DDP's final validation loss."""
     reference = methods[REFERENCE]
-    losses = {method: timed.smooth_losses() for method, timed in methods.items()}
-    target = losses[REFERENCE][-1]
-    left = [method for method in methods if method != REFERENCE]
-    while left:
-        waits = {
-            method: methods[method].seconds_to(losses[method], target) is None
-            and methods[method].elapsed_s < reference.elapsed_s
-            for method in left
-        }
-        waits = gather(waits)[0]
-        left = [method for method in left if waits[method]]
-        for method in left:
-            methods[method].turn(len(methods[method].step_s), block)
-            losses[method] = methods[method].smooth_losses()
-    return losses
+
+    def waits(timed: Timed) -> bool:
+        too_high = seconds_to(timed.losses, timed.end_s, reference.losses[-1]) is None
+        return too_high and sum(timed.turn_s) < sum(reference.turn_s)
+
+    left = [timed for timed in methods.values() if timed is not reference]
+    while left := [timed for timed, on in zip(left, gather([waits(timed) for timed in left])[0], strict=True) if on]:
+        for timed in left:
+            timed.turn(len(timed.step_s), block)
 
 
 def _write(config: DictConfig, standings: Standings, scenario: str) -> None:

@@ -271,16 +271,25 @@ class LocalSgdJob(_TorchJob):
         return model
 
     def evaluate(self) -> dict[str, float]:
-        self._average()
-        return super().evaluate()
+        with self._averaged():
+            return super().evaluate()
 
     def parameters_sha256(self) -> str:
-        self._average()
-        return super().parameters_sha256()
+        with self._averaged():
+            return super().parameters_sha256()
 
-    def _average(self) -> None:
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """All ranks' mean parameters, and afterwards this rank's own again; collective."""
         assert dist.group.WORLD is not None
+        own = [parameter.detach().clone() for parameter in self.module.parameters()]
         average_parameters(iter(self.module.parameters()), dist.group.WORLD)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, before in zip(self.module.parameters(), own, strict=True):
+                    parameter.copy_(before)
 
 
 def gather(value: Any) -> list[Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from straggle.turns import Ratio, Timed, reference_losses, step_time_ratio, time_to_loss_ratio
+from straggle.turns import Ratio, Timed, reference_losses, seconds_to, step_time_ratio, time_to_loss_ratio
 from straggle.view import print_table
 
 REFERENCE = "ddp"
@@ -18,32 +18,34 @@ _WITHOUT_FAULTS = 1.02  # of DDP's step time, at most
 
 @dataclass(frozen=True)
 class Standing:
-    """One method's part: its clock, its running mean of the loss, its scores and every rank's parameters."""
+    """One method's part: its clock with its validation losses, and every rank's parameters."""
 
     timed: Timed
-    losses: Sequence[float]
-    scores: Mapping[str, float]
     parameters_sha256: Sequence[str]
 
 
 @dataclass(frozen=True)
 class Standings:
-    """The methods after ``steps`` steps each, by name, ``ddp`` among them; ``faults``: whether ranks were made slow."""
+    """The methods after ``steps`` steps in ``turns`` turns each, by name, ``ddp`` among them.
+
+    ``faults``: whether ranks were made slow.
+    """
 
     methods: Mapping[str, Standing]
     steps: int
+    turns: int
     faults: bool = True
 
     @property
     def target(self) -> float:
-        """The reference's final loss."""
-        return self.methods[REFERENCE].losses[self.steps - 1]
+        """The reference's final validation loss."""
+        return self._last(REFERENCE)["loss"]
 
     def seconds_to_loss(self, name: str) -> list[float | None]:
         """Seconds of this method to each of the losses by which methods are compared."""
-        one = self.methods[name]
-        levels = reference_losses(self.methods[REFERENCE].losses[: self.steps])
-        return [one.timed.seconds_to(one.losses, level) for level in levels]
+        timed = self.methods[name].timed
+        levels = reference_losses(self.methods[REFERENCE].timed.losses[: self.turns])
+        return [seconds_to(timed.losses, timed.end_s, level) for level in levels]
 
     def time_to_loss(self, name: str, than: str = REFERENCE) -> Ratio:
         """How long a method takes to come to the reference's final loss, over the time of another."""
@@ -51,24 +53,22 @@ class Standings:
 
     def step_time(self, name: str, than: str = REFERENCE) -> Ratio:
         """The mean step time of a method over that of another, over the turns of the first steps."""
-        turns = len(self.methods[REFERENCE].timed.turn_s)
-        return step_time_ratio(*(self.methods[one].timed.turn_s[:turns] for one in (name, than)))
+        return step_time_ratio(*(self.methods[one].timed.turn_s[: self.turns] for one in (name, than)))
 
     def results(self) -> dict[str, dict[str, Any]]:
         """For each method what is written."""
         results: dict[str, dict[str, Any]] = {}
         for name, one in self.methods.items():
-            step_time, to_loss = self.step_time(name), self.time_to_loss(name)
+            step_time, to_loss, last = self.step_time(name), self.time_to_loss(name), self._last(name)
             results[name] = {
-                **one.timed.summary(self.steps),
+                **one.timed.summary(self.steps, self.turns),
                 "step_time_ratio": step_time.value,
                 "step_time_ratio_interval": [step_time.low, step_time.high],
                 "dropped_share": one.timed.dropped_share(self.steps),
-                "validation_loss": one.scores["loss"],
-                **({"validation_accuracy": one.scores["accuracy"]} if "accuracy" in one.scores else {}),
-                "loss": one.losses[self.steps - 1],
+                "validation_loss": last["loss"],
+                **({"validation_accuracy": last["accuracy"]} if "accuracy" in last else {}),
                 "target_loss": self.target,
-                "seconds_to_loss": one.timed.seconds_to(one.losses, self.target),
+                "seconds_to_loss": self.seconds_to_loss(name)[-1],
                 "time_to_loss_ratio": to_loss.value,
                 "time_to_loss_ratio_range": [to_loss.low, to_loss.high],
                 "parameters_sha256": list(one.parameters_sha256),
@@ -97,12 +97,15 @@ class Standings:
         return f"straggle needs {_text(ratio)} of the time of {best}, the best other method: {first}{even}"
 
     def print(self, title: str, notes: Mapping[str, Any]) -> None:
-        """The table, with DDP's final loss as the target."""
+        """The table, with DDP's final validation loss as the target."""
         rows = [self._row(name, fields) for name, fields in self.results().items()]
         times = ("step, mean", "p95", "mean, over DDP's", "to DDP's loss", "over DDP's")
-        columns = ("", *times, "loss", "validation", "dropped", "replicas")
+        columns = ("", *times, "loss", "dropped", "replicas")
         verdict = self.verdict()
         print_table(title, columns, rows, {**({"verdict": verdict} if verdict else {}), **notes})
+
+    def _last(self, name: str) -> Mapping[str, float]:
+        return self.methods[name].timed.scores[self.turns - 1]
 
     def _row(self, name: str, fields: Mapping[str, Any]) -> tuple[str, ...]:
         to_loss = fields["seconds_to_loss"]
@@ -113,7 +116,6 @@ class Standings:
             _text(self.step_time(name)) if name != REFERENCE else "1",
             "never" if to_loss is None else f"{to_loss:.1f} s",
             _text(self.time_to_loss(name)) if name != REFERENCE else "1",
-            f"{fields['loss']:.3f}",
             f"{fields['validation_loss']:.3f}",
             f"{fields['dropped_share']:.1%}",
             "identical" if fields["replicas_identical"] else "DIFFERENT",
@@ -121,11 +123,11 @@ class Standings:
 
 
 def print_summary(scenarios: Mapping[str, Standings], notes: Mapping[str, Any]) -> None:
-    """Time to DDP's final loss over DDP's, of each method in each scenario."""
+    """Time to DDP's final validation loss over DDP's, of each method in each scenario."""
     names = [name for name in next(iter(scenarios.values())).methods if name != REFERENCE]
     rows = [(name, *(_text(one.time_to_loss(name)) for one in scenarios.values())) for name in names]
     verdicts = {name: one.verdict() for name, one in scenarios.items() if one.verdict()}
-    print_table("time to DDP's final loss, over DDP's", ("", *scenarios), rows, {**verdicts, **notes})
+    print_table("time to DDP's final validation loss, over DDP's", ("", *scenarios), rows, {**verdicts, **notes})
 
 
 def draw(scenarios: Mapping[str, Standings], path: Path) -> None:
@@ -138,7 +140,8 @@ def draw(scenarios: Mapping[str, Standings], path: Path) -> None:
         above, below = panels[0][column], panels[1][column]
         names = list(standings.methods)
         for index, (name, one) in enumerate(standings.methods.items()):
-            above.plot(one.timed.end_s, one.losses, color=f"C{index}", label=name, linewidth=2 if name == OURS else 1.2)
+            width = 2 if name == OURS else 1.2
+            above.plot(one.timed.end_s, one.timed.losses, color=f"C{index}", label=name, linewidth=width)
             ratio = standings.time_to_loss(name)
             if ratio.value is not None:
                 low, high = ratio.low or ratio.value, ratio.high or ratio.value
@@ -147,7 +150,7 @@ def draw(scenarios: Mapping[str, Standings], path: Path) -> None:
             else:
                 below.text(0.02, index, "never in DDP's time", va="center", fontsize=8)
         above.axhline(standings.target, color="0.6", linewidth=0.8, linestyle="--")
-        above.set(title=scenario, xlabel="seconds of the method's own turns", ylabel="training loss, running mean")
+        above.set(title=scenario, xlabel="seconds of the method's own turns", ylabel="validation loss")
         below.set_yticks(range(len(names)), names)
         below.set_ylim(len(names) - 0.5, -0.5)  # the first at the top, also where a bar is missing
         below.axvline(1.0, color="0.6", linewidth=0.8, linestyle="--")

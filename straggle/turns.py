@@ -7,13 +7,13 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import fmean, median, pstdev, quantiles
 
 import torch.distributed as dist
 
-from straggle.jobs import Job, gather
+from straggle.jobs import Job
 
-_SMOOTH = 20  # steps in a running mean of the loss
 _RESAMPLES = 2000
 
 
@@ -27,19 +27,31 @@ class Ratio:
 
 
 class Timed:
-    """A job and the clock of its own steps: the other jobs' turns do not count."""
+    """A job and the clock of its own steps: neither the other jobs' turns count, nor the evaluations after its own."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.step_s: list[float] = []
-        self.end_s: list[float] = []  # of each step, on this job's own clock
         self.turn_s: list[float] = []
-        self.elapsed_s = 0.0
+        self.scores: list[dict[str, float]] = []  # on held-out data, after each turn
         self._records = job.records()
         job.pause()
 
+    @property
+    def end_s(self) -> list[float]:
+        """When each turn ended, on this job's own clock."""
+        return list(accumulate(self.turn_s))
+
+    @property
+    def losses(self) -> list[float]:
+        """The validation loss after each turn."""
+        return [scores["loss"] for scores in self.scores]
+
     def turn(self, first: int, steps: int) -> None:
-        """Train some steps; whatever a rank still has to catch up with at the end of the turn counts too."""
+        """Train some steps, and evaluate; what a rank has to catch up with at the end of the turn counts too.
+
+        Collective.
+        """
         dist.barrier()
         self.job.resume()
         begin = before = time.perf_counter()
@@ -47,24 +59,25 @@ class Timed:
             self.job.step(number)
             now = time.perf_counter()
             self.step_s.append(now - before)
-            self.end_s.append(self.elapsed_s + now - begin)
             before = now
         dist.barrier()
         self.turn_s.append(time.perf_counter() - begin)
         self.job.pause()
-        self.elapsed_s += self.turn_s[-1]
-        self.end_s[-1] = self.elapsed_s
+        self.scores.append(self.job.evaluate())
 
-    def summary(self, steps: int) -> dict[str, float]:
-        """Times of the first ``steps``; medians leave out the first tenth, in which caches and deadlines warm up."""
+    def summary(self, steps: int, turns: int) -> dict[str, float]:
+        """Times of the first ``steps``, which were so many ``turns``.
+
+        Median and deviation leave out the first tenth, in which caches and deadlines warm up.
+        """
         whole = self.step_s[:steps]
         steady = whole[min(len(whole) // 10, 10) :]
         return {
             "step_seconds_median": median(steady),
-            "step_seconds_mean": self.end_s[steps - 1] / steps,
+            "step_seconds_mean": sum(self.turn_s[:turns]) / steps,
             "step_seconds_p95": quantiles(steady, n=20)[-1] if len(steady) > 1 else steady[0],
             "step_seconds_stdev": pstdev(steady),
-            "seconds": self.end_s[steps - 1],
+            "seconds": sum(self.turn_s[:turns]),
         }
 
     def dropped_share(self, steps: int) -> float:
@@ -72,19 +85,19 @@ class Timed:
         shares = [record.report.dropped_share for record in self._records[:steps]]
         return fmean(shares) if shares else 0.0
 
-    def smooth_losses(self) -> list[float]:
-        """Running mean over steps of the mean loss over ranks; collective."""
-        ranks = gather(self.job.losses)
-        means = [
-            fmean(known) if (known := [x for x in column if not math.isnan(x)]) else math.nan
-            for column in zip(*ranks, strict=True)
-        ]
-        return [fmean(means[max(0, end - _SMOOTH) : end]) for end in range(1, len(means) + 1)]
 
-    def seconds_to(self, losses: Sequence[float], target: float) -> float | None:
-        """Seconds of this job's clock until the running mean of the loss first came to ``target``."""
-        whole = range(min(_SMOOTH, len(losses)) - 1, len(losses))
-        return next((self.end_s[step] for step in whole if losses[step] <= target), None)
+def seconds_to(losses: Sequence[float], end_s: Sequence[float], target: float) -> float | None:
+    """When a loss that was measured at the times ``end_s`` first came to ``target``: on the line between two of them.
+
+    ``None``: never.
+    """
+    before_s, before = 0.0, math.inf
+    for after_s, after in zip(end_s, losses, strict=True):
+        if after <= target:
+            part = (before - target) / (before - after) if math.isfinite(before) else 1.0
+            return before_s + part * (after_s - before_s)
+        before_s, before = after_s, after
+    return None
 
 
 def step_time_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:

@@ -16,7 +16,7 @@ from straggle.compare import _in_turn
 from straggle.configuration import ConfigurationError, config_dir, load, of_method, of_scenario, plain
 from straggle.jobs import DdpJob, LocalSgdJob
 from straggle.standings import Standing, Standings
-from straggle.turns import Ratio, reference_losses, step_time_ratio, time_to_loss_ratio
+from straggle.turns import Ratio, reference_losses, seconds_to, step_time_ratio, time_to_loss_ratio
 from straggle.workloads import Synthetic
 
 METHODS = sorted(path.stem for path in (config_dir() / "methods").iterdir())
@@ -130,24 +130,32 @@ def test_reference_losses_are_those_that_were_new_in_the_second_half_and_the_las
     assert reference_losses([9.0, 8.0, 7.0, 5.0, 2.0, 4.0]) == [5.0, 4.0]
 
 
+@pytest.mark.parametrize(
+    ("target", "expected"), [(9.0, 1.0), (8.0, 1.0), (7.5, 1.5), (4.0, 4.5), (3.0, 5.0), (2.0, None)]
+)
+def test_loss_is_reached_on_the_line_between_two_measurements(target, expected):
+    assert seconds_to([8.0, 7.0, 9.0, 5.0, 3.0], [1.0, 2.0, 3.0, 4.0, 5.0], target) == expected
+
+
+@pytest.mark.parametrize("unknown", [math.nan, math.inf])
+def test_loss_after_one_that_is_no_number_is_reached_where_it_was_measured(unknown):
+    assert seconds_to([unknown, 2.0], [1.0, 2.0], 3.0) == 2.0
+
+
 class Clock:
     """What a comparison reads of a job's clock: every step takes as long as every other."""
 
-    def __init__(self, step_s, steps=100):
-        self.end_s = [step_s * (step + 1) for step in range(steps)]
-        self.turn_s = [10 * step_s] * (steps // 10)
-
-    def seconds_to(self, losses, target):
-        return next((at for at, loss in zip(self.end_s, losses, strict=True) if loss <= target), None)
+    def __init__(self, step_s, learns, turns=10):
+        self.turn_s = [10 * step_s] * turns
+        self.end_s = [10 * step_s * (turn + 1) for turn in range(turns)]
+        self.losses = [100.0 - turn if learns else math.inf for turn in range(turns)]
+        self.scores = [{"loss": loss} for loss in self.losses]
 
 
 def verdict(faults=True, never=(), **seconds):
     """Of methods that come to the same losses in the same steps, at different speeds, and some that learn nothing."""
-    methods = {}
-    for name, step_s in seconds.items():
-        losses = [math.inf if name in never else 100.0 - step for step in range(100)]
-        methods[name] = Standing(Clock(step_s), losses, {"loss": 1.0}, ["a"])
-    return Standings(methods, 100, faults).verdict()
+    methods = {name: Standing(Clock(step_s, name not in never), ["a"]) for name, step_s in seconds.items()}
+    return Standings(methods, 100, 10, faults).verdict()
 
 
 @pytest.mark.parametrize(
@@ -193,16 +201,18 @@ def local_sgd(rank):
             ddp.step(number)
             assert hashes[-1] == ddp.parameters_sha256()
     local.step(12)
-    average = local.parameters_sha256()
+    own = super(LocalSgdJob, local).parameters_sha256()
+    averages = [local.parameters_sha256(), str(local.evaluate())]
+    assert own == super(LocalSgdJob, local).parameters_sha256()  # looking at the average changes nothing
     local.close()
     ddp.close()
-    return [*hashes, average]
+    return [*hashes, own, *averages]
 
 
 def test_local_sgd_is_ddp_at_first_and_then_averages_every_so_many_steps():
     first, second = run_ranks(local_sgd, 2)
     same = [one == other for one, other in zip(first, second, strict=True)]
-    assert same == [True] * 3 + [False, False, True] * 3 + [True]
+    assert same == [True] * 3 + [False, False, True] * 3 + [False, True, True]
 
 
 # -- the command
@@ -220,5 +230,5 @@ def test_all_methods_train_in_turns_under_several_scenarios(tmp_path: Path) -> N
         assert results["ddp"]["dropped_share"] == results["local_sgd"]["dropped_share"] == 0.0
     assert results["majority"]["dropped_share"] > 0.1  # one rank of four is slow, and all of its step is dropped
     assert results["straggle"]["dropped_share"] > 0.0
-    assert "time to DDP's final loss, over DDP's" in out
+    assert "time to DDP's final validation loss, over DDP's" in out
     assert (tmp_path / "run" / "compare.png").read_bytes().startswith(b"\x89PNG")
