@@ -197,10 +197,12 @@ def of_method(config: DictConfig, name: str) -> DictConfig:
 
 
 def of_scenario(config: DictConfig, name: str) -> DictConfig:
-    """``config`` under the faults of this name, with a folder of their own for its files."""
+    """``config`` under the faults of this name, at ``config``'s own pace, with a folder of their own for its files."""
     merged = config.copy()
     OmegaConf.set_struct(merged, False)
     merged.faults = OmegaConf.load(config_dir() / "faults" / f"{name}.yaml")
+    if "pace" in merged.faults and "pace" in config.faults:
+        merged.faults.pace = config.faults.pace
     merged.run_dir = str(Path(config.run_dir) / name)
     return merged
 

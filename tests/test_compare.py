@@ -65,6 +65,16 @@ def test_scenario_has_the_faults_of_its_name_and_a_folder():
     assert config.run_dir == "runs/compare/stall"
 
 
+@pytest.mark.parametrize(("override", "expected"), [("factor=2.0", {"factor": 2.0}), ("factor=4.0", {"factor": 4.0})])
+def test_scenario_keeps_the_runs_pace(override, expected):
+    config = of_scenario(load("compare", ["scenarios=[stall]", f"faults.pace.{override}"]), "stall")
+    assert expected.items() <= config.faults.pace.items()
+
+
+def test_pace_can_be_switched_off_in_all_scenarios():
+    assert of_scenario(load("compare", ["scenarios=[stall]", "faults.pace=null"]), "stall").faults.pace is None
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
