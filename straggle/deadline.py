@@ -71,10 +71,9 @@ class QuantileDeadline(Deadline):
     """
 
     def __init__(self, q: float, slack: float = 1.2, *, window: int = 50, warmup_steps: int = 10) -> None:
-        if not 0 <= q <= 1:
+        if isinstance(q, bool) or not 0 <= q <= 1:
             raise ValueError(f"q={q}: a quantile lies between 0 and 1, such as 0.5 for the median")
-        if not slack >= 1:
-            raise ValueError(f"slack={slack}: must be at least 1, or the deadline shrinks from step to step")
+        _check_slack(slack)
         check_count("window", window, least=1)
         check_count("warmup_steps", warmup_steps, least=1)
         self.q = q
@@ -99,8 +98,7 @@ class MedianDeadline(Deadline):
     def __init__(self, k: float = 5.0, slack: float = 1.1, *, window: int = 50, warmup_steps: int = 10) -> None:
         if not 0 <= k < math.inf:
             raise ValueError(f"k={k}: must be a number from 0 on, such as 5")
-        if not slack >= 1:
-            raise ValueError(f"slack={slack}: must be at least 1, or half of all ranks are late by definition")
+        _check_slack(slack)
         check_count("window", window, least=1)
         check_count("warmup_steps", warmup_steps, least=1)
         self.k = k
@@ -229,5 +227,10 @@ def quantile_of(values: Tensor, q: float) -> float:
 
 def check_count(name: str, value: int, least: int = 0) -> None:
     """Raise ``ValueError`` for what is no whole number of at least ``least``."""
-    if not isinstance(value, int) or value < least:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name}={value}: must be a whole number of at least {least}")
+
+
+def _check_slack(slack: float) -> None:
+    if isinstance(slack, bool) or not 1 <= slack < math.inf:
+        raise ValueError(f"slack={slack}: must be a number from 1 on, or the deadline shrinks from step to step")

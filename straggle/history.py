@@ -23,8 +23,9 @@ class Progress:
 
     ``computed`` of shape (steps, ranks, stages) is the share of each stage that the rank handed in; ``stage_share`` of
     shape (stages,) the share of the model that a stage is; ``weight`` of shape (steps, ranks) the weight of the rank's
-    step (0: it had no data). ``overhead_s`` of shape (steps,): seconds of the step
-    beside its slowest rank's compute time.
+    step (0: it had no data). ``entered_s`` of shape (steps, ranks): seconds from the end of the step before to entering
+    this one; of a rank that never entered, to when it was stood in for. ``overhead_s`` of shape (steps,): seconds of
+    the step after its slowest rank's own work.
     """
 
     unit_s: Tensor
@@ -32,6 +33,7 @@ class Progress:
     computed: Tensor
     stage_share: Tensor
     weight: Tensor
+    entered_s: Tensor
     overhead_s: Tensor
 
 
@@ -77,12 +79,13 @@ class History:
 
 @dataclass(frozen=True)
 class StepProgress:
-    """One step of `Progress`: of shape (ranks, units), (ranks, units), (ranks, stages), (ranks,) and ()."""
+    """One step of `Progress`: of shape (ranks, units), (ranks, units), (ranks, stages), (ranks,), (ranks,) and ()."""
 
     unit_s: Tensor
     unit_share: Tensor
     computed: Tensor
     weight: Tensor
+    entered_s: Tensor
     overhead_s: Tensor
 
 

@@ -21,7 +21,8 @@ class Rules:
 
     ``quorum`` ranks must have finished, ``after_quorum_s`` seconds ago. A late rank stops where it is; with
     ``finish_running`` (micro-batches) it first finishes its running unit, for ``grace_s`` seconds at most; with
-    ``drop_all`` (steps) nothing of what it has comes in.
+    ``drop_all`` (steps) nothing of what it has comes in. A rank that has not entered ``grace_s`` seconds after the
+    deadline is stood in for.
     """
 
     quorum: int
@@ -55,15 +56,19 @@ def outcome(unit_s: Tensor, deadline_s: float | Tensor, rules: Rules, entered_s:
     """The step under a deadline of ``deadline_s`` seconds, a number or a tensor of shape (...).
 
     ``unit_s``, (..., ranks, units): seconds from entering the step to the end of each unit of a rank's work, if nobody
-    stops it. ``entered_s``, (..., ranks): when each rank enters, 0 for all if not given.
+    stops it. ``entered_s``, (..., ranks): when each rank enters, 0 for all if not given. What a rank that is stood in
+    for still has to do in the following steps is not in here.
     """
     if entered_s is not None:
         unit_s = unit_s + entered_s.unsqueeze(-1)
     whole_s = unit_s[..., -1]
     quorum_at = whole_s.kthvalue(rules.quorum, dim=-1).values.unsqueeze(-1) + rules.after_quorum_s
     deadline_at = torch.as_tensor(deadline_s, dtype=unit_s.dtype).unsqueeze(-1)
+    stood_in = torch.zeros_like(whole_s, dtype=torch.bool)
     if entered_s is not None:
-        deadline_at = deadline_at + entered_s
+        stood_in_at = torch.maximum(deadline_at, quorum_at) + rules.grace_s
+        stood_in = entered_s > stood_in_at  # so it reaches no unit before that
+        deadline_at = torch.where(stood_in, stood_in_at, deadline_at + entered_s)
     stop_at = torch.maximum(deadline_at, quorum_at).expand_as(whole_s)
     late = whole_s > stop_at
     reached = unit_s <= stop_at.unsqueeze(-1)
@@ -72,8 +77,8 @@ def outcome(unit_s: Tensor, deadline_s: float | Tensor, rules: Rules, entered_s:
     end_s = torch.minimum(whole_s, stop_at)
     if rules.finish_running:
         running_s = unit_s.where(~reached, torch.inf).amin(-1)
-        in_time = late & (running_s <= stop_at + rules.grace_s)
-        end_s = torch.where(late, torch.minimum(running_s, stop_at + rules.grace_s), end_s)
+        in_time = late & ~stood_in & (running_s <= stop_at + rules.grace_s)
+        end_s = torch.where(late & ~stood_in, torch.minimum(running_s, stop_at + rules.grace_s), end_s)
         reached = reached | (in_time.unsqueeze(-1) & (unit_s == running_s.unsqueeze(-1)))
     return Outcome(late, end_s, reached, end_s.amax(-1))
 

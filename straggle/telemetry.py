@@ -174,7 +174,7 @@ class Table:
 
         A late rank had come as far as the last mark that it passed, and not as far as the next. Its marks are the ends
         of its micro-batches and, in the last of these, of the stages: where these lie is known from the ranks that
-        finished.
+        finished. For what sees the rows alone; reports have `whatif.WaitForAllPrediction`.
         """
         compute_s, finished = self.compute_s(), self.finished()
         if all(finished):
@@ -241,10 +241,8 @@ class Table:
             share, microbatch_s = share[:, 1:], microbatch_s[:, : slots - 1]
             of_stages = 1.0 - share.sum(1, keepdim=True)
             share, microbatch_s = torch.cat([share, of_stages * stage_share], 1), torch.cat([microbatch_s, stage_s], 1)
-        busy_s, compute_s = self._column("busy_s"), [s for s in self._column("compute_s") if not math.isnan(s)]
-        overhead_s = max(busy_s) - max(compute_s, default=0.0) + min(self._column("merge_s"))
-        weight = torch.tensor(self.weight())
-        return StepProgress(microbatch_s, share, computed, weight, torch.tensor(max(0.0, overhead_s)))
+        weight, overhead_s = torch.tensor(self.weight()), torch.tensor(max(0.0, min(self._column("merge_s"))))
+        return StepProgress(microbatch_s, share, computed, weight, self._entered_s(), overhead_s)
 
     def report(self, step: int, seconds: float, deadline_s: float, plan: StagePlan, names: Iterable[str]) -> StepReport:
         """The step's report; ``names`` are the scalars that this rank knows by name."""
@@ -275,11 +273,11 @@ class Table:
         """What a deadline of ``deadline_s`` would have made of this step, for which everyone was waited for."""
         stage_share = torch.tensor([stage.numel / plan.numel for stage in plan.stages])
         progress = self.progress(stage_share, "microbatch" if rules.finish_running else "stage")
-        busy_s, compute_s = (torch.tensor(self._column(name)).nan_to_num(0.0) for name in ("busy_s", "compute_s"))
+        busy_s, compute_s = (self._tensor(name).nan_to_num(0.0) for name in ("busy_s", "compute_s"))
         # slots without a unit end with the one before
         unit_s = progress.unit_s.where(progress.unit_share > 0, 0.0).nan_to_num(0.0).cummax(-1).values
         unit_s = torch.cat([unit_s[:, :-1], torch.maximum(unit_s[:, -1:], compute_s.unsqueeze(1))], 1)
-        entered_s, has_data = (busy_s - compute_s).clamp(min=0.0), progress.weight > 0
+        entered_s, has_data = progress.entered_s, progress.weight > 0
         would = outcome(unit_s, deadline_s, rules, entered_s)
         own = replace(would, end_s=would.end_s - entered_s)
         part = computed_share(unit_s, own, rules) * has_data.unsqueeze(1)
@@ -299,6 +297,13 @@ class Table:
             stages=tuple(stages.tolist()),
             dropped_share=1.0 - float(reach[has_data].mean()) if bool(has_data.any()) else 0.0,
         )
+
+    def _entered_s(self) -> Tensor:
+        """For each rank the seconds from the end of the step before to entering this one, or to its row."""
+        return (self._tensor("busy_s") - self._tensor("compute_s").nan_to_num(0.0)).clamp(min=0.0)
+
+    def _tensor(self, name: str) -> Tensor:
+        return torch.tensor(self._column(name))
 
     def _column(self, name: str) -> list[float]:
         column = _COLUMN[name]

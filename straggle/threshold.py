@@ -30,29 +30,40 @@ def choose_threshold(
     unit_s: Tensor,
     overhead_s: Tensor,
     *,
+    entered_s: Tensor | None = None,
     unit_share: Tensor | None = None,
     not_before_s: Tensor | None = None,
+    longest_s: float | None = None,
+    waits_until_tau: bool = False,
     num_candidates: int = 200,
 ) -> Threshold:
     """The threshold with the largest mean effective speedup over recorded steps.
 
-    ``unit_s``, (steps, ranks, units): seconds from the step's begin to the end of each unit of work; not finite where a
-    unit never ends. ``overhead_s``, (steps,): seconds of each step beside its slowest rank's work. ``unit_share``: the
-    share of a rank's gradient that each unit brings, equal if not given. ``not_before_s``, (steps,): nobody is stopped
-    before, because no quorum waits.
+    ``unit_s``, (steps, ranks, units): seconds from entering the step to the end of each unit of work; not finite where
+    a unit never ends. ``overhead_s``, (steps,): seconds of each step after its slowest rank's work. ``entered_s``,
+    (steps, ranks): seconds from the step's begin to entering it, 0 if not given. ``unit_share``: the share of a rank's
+    gradient that each unit brings, equal if not given. ``not_before_s``, (steps,): nobody is stopped before, because no
+    quorum waits. ``longest_s``: the last threshold to look at, the longest time if not given.
 
     With ``A = unit_s``, ``R_i = max A_i + overhead_i``, ``gain_i = max A_i - (largest A_i < tau)``, ``d_i`` the share
     of ``A_i >= tau``: it maximizes ``mean_i[(1 - d_i) / (1 - gain_i / R_i) - 1]`` over ``num_candidates`` of ``tau``;
     of equals, it takes the longest. Source: Giladi et al., "DropCompute" (NeurIPS 2023), section 4 and algorithm 2.
+    With ``entered_s``, ``A + entered_s`` takes the place of ``A`` in ``R`` and ``gain``, and a rank that has not
+    entered by ``tau`` brings nothing. The rule ends a late rank's step with the last unit that it finished;
+    ``waits_until_tau`` ends it with ``tau``, as it is where a rank computes on until it is stopped.
     """
     steps, ranks, units = unit_s.shape
     share = torch.full_like(unit_s, 1 / units) if unit_share is None else unit_share
-    times = unit_s.nan_to_num(math.inf, posinf=math.inf)
-    past = times[..., min(_FIRST_UNIT, units - 1) :]
+    begin_s = torch.zeros_like(unit_s) if entered_s is None else entered_s.to(unit_s).unsqueeze(-1).expand_as(unit_s)
+    own = unit_s.nan_to_num(math.inf, posinf=math.inf)
+    times = torch.maximum(own, begin_s)  # with a longer tau, a unit comes in
+    past = own[..., min(_FIRST_UNIT, units - 1) :]
     if not past.isfinite().any():
         return Threshold(math.inf, 0.0, 0.0)
-    known = times.where(times.isfinite(), -math.inf)
-    candidates = torch.linspace(float(past.min()), float(known.max()), num_candidates, dtype=times.dtype)
+    known = own.where(own.isfinite(), -math.inf)
+    ends = (unit_s + begin_s).nan_to_num(-math.inf, posinf=-math.inf).reshape(steps, -1)
+    shortest, longest = float(past.min()), float(known.max()) if longest_s is None else longest_s
+    candidates = torch.linspace(shortest, max(shortest, longest), num_candidates, dtype=times.dtype)
     tau = candidates.expand(steps, -1)
     if not_before_s is not None:
         bound = torch.minimum(not_before_s.to(tau), known.flatten(1).amax(1))
@@ -62,8 +73,12 @@ def choose_threshold(
     count = torch.searchsorted(ordered, tau.contiguous())  # of the times below each threshold
     last = (count - 1).clamp(min=0)
     some = count > 0
-    reached, whole_s = kept.gather(1, last).where(some, 0.0), known.reshape(steps, -1).amax(1, keepdim=True)
-    gained_s = whole_s - ordered.gather(1, last).where(some, 0.0)
+    reached, whole_s = kept.gather(1, last).where(some, 0.0), ends.amax(1, keepdim=True)
+    ended_s = ends.gather(1, order).cummax(1).values.gather(1, last).where(some, 0.0)
+    if waits_until_tau:
+        awaited = count < ordered.shape[1]
+        ended_s = torch.maximum(ended_s, torch.minimum(tau, whole_s).where(awaited, 0.0))
+    gained_s = whole_s - ended_s
     step_s = whole_s + overhead_s.unsqueeze(1).to(times)
     gain = (reached / (1 - gained_s / step_s) - 1).nan_to_num(-1.0).mean(0)
     best = num_candidates - 1 - int(gain.flip(0).argmax())
@@ -74,7 +89,8 @@ def whole_times(progress: Progress, compute_s: Tensor) -> Tensor:
     """``progress.unit_s`` with the times that a late rank would have taken for what it did not finish.
 
     They are its peers' typical times, times how much longer than they it took for what it did finish. NaN where a rank
-    did not enter a step.
+    did not enter a step. Of many steps, unit by unit; `telemetry.Table.whole_times` and `whatif.WaitForAllPrediction`
+    tell a whole step's time from that step alone.
     """
     unit_s = progress.unit_s
     begin_s = torch.cat([torch.zeros_like(unit_s[..., :1]), unit_s[..., :-1]], -1)
@@ -93,11 +109,33 @@ def whole_times(progress: Progress, compute_s: Tensor) -> Tensor:
     return filled
 
 
+def whole_entries(progress: Progress, compute_s: Tensor) -> Tensor:
+    """``progress.entered_s`` as it would have been, had nobody been stood in for.
+
+    A rank that never entered had its whole delay in that step: what it still took of it in the following one counts to
+    the first.
+    """
+    never = compute_s.isnan() & (progress.weight > 0)
+    entered_s = progress.entered_s.clone()
+    for step in range(len(entered_s) - 2, -1, -1):
+        more_s, own = entered_s[step + 1].clone(), never[step]
+        entered_s[step] += more_s.where(own, 0.0)
+        entered_s[step + 1] = more_s.where(~own, 0.0)
+    return entered_s
+
+
 def expected_drop(
-    unit_s: Tensor, unit_share: Tensor, stop_s: Tensor, patience: Patience, parts: Sequence[int] = ()
+    unit_s: Tensor,
+    unit_share: Tensor,
+    stop_s: Tensor,
+    patience: Patience,
+    parts: Sequence[int] = (),
+    *,
+    entered_s: Tensor | None = None,
 ) -> float:
     """The share of all gradients that is dropped when ranks are stopped after ``stop_s`` seconds, of shape (steps,).
 
+    A rank that has not entered by then, and the patience's grace, brings nothing (``entered_s``, (steps, ranks)).
     The last units are stages, which come in so many ``parts`` each; the one that is being computed still counts, and
     a running micro-batch before them comes in steadily after its forward pass. The very first unit counts when it is
     finished. With micro-batches that are dropped whole, a running one counts where it ends within the grace.
@@ -113,6 +151,8 @@ def expected_drop(
         if len(parts):
             whole = times.shape[-1] - len(parts)
             part[..., whole:] = (part[..., whole:] * torch.tensor(parts)).ceil() / torch.tensor(parts)
+    if entered_s is not None:
+        part[entered_s > stop_s.to(entered_s).unsqueeze(-1) + patience.grace_s] = 0.0
     return max(0.0, float(1 - (part * unit_share).sum(-1).mean()))
 
 
@@ -143,7 +183,8 @@ def part_computed(unit_s: Tensor, stop_s: Tensor, silent: Tensor | None = None) 
 class AutoDeadline(Deadline):
     """The threshold of DropCompute's rule (`choose_threshold`) over the last ``window`` steps, chosen ever anew.
 
-    It weighs what is dropped against the seconds that are saved, on the clock that it is enforced by. Where the best
+    It weighs what is dropped against the seconds that are saved, on the clock that it is enforced by: a late rank is
+    waited for until the threshold, and not, as the rule has it, until its last unit before. Where the best
     threshold promises less than ``least_gain`` (0.01: a hundredth more gradient per second), there is none; but nobody
     has more than ``at_most`` times the median of all ranks' times, so that a rank which was never slow before and
     stalls is not waited for either. ``every``: steps between two choices. ``predicted_drop`` is what the last choice is
@@ -197,14 +238,24 @@ class AutoDeadline(Deadline):
             return Threshold(math.inf, 0.0, 0.0)
         steps = len(progress.unit_s)
         used = (progress.unit_share > 0).flatten(0, 1).any(0)
-        times = whole_times(progress, history.compute_s[-steps:])
+        entered_s = whole_entries(progress, history.compute_s[-steps:])
+        times = whole_times(progress, history.compute_s[-steps:].nan_to_num(0.0))
         own_s = (
             history.compute_s[-steps:].where(history.finished[-steps:], math.inf).nan_to_num(math.inf, posinf=math.inf)
         )
         quorum_s = own_s.kthvalue(self._patience.quorum_of(own_s.shape[1]), dim=1).values
         times, share = times[..., used], progress.unit_share[..., used]
-        chosen = choose_threshold(times, progress.overhead_s, unit_share=share, not_before_s=quorum_s)
         bound_s = self.at_most * quantile_of(history.compute_s, 0.5)
-        tau_s = min(chosen.tau_s, bound_s) if chosen.gain >= self.least_gain else bound_s
+        chosen = choose_threshold(
+            times,
+            progress.overhead_s,
+            entered_s=entered_s,
+            unit_share=share,
+            not_before_s=quorum_s,
+            longest_s=bound_s,
+            waits_until_tau=True,
+        )
+        tau_s = chosen.tau_s if chosen.gain >= self.least_gain else bound_s
         stop_s = quorum_s.clamp(min=tau_s)
-        return replace(chosen, tau_s=tau_s, dropped=expected_drop(times, share, stop_s, self._patience, self._parts))
+        dropped = expected_drop(times, share, stop_s, self._patience, self._parts, entered_s=entered_s)
+        return replace(chosen, tau_s=tau_s, dropped=dropped)

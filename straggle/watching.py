@@ -85,7 +85,8 @@ class _Recorder:
         self._now = partial(moment, parameters[0].device)
         self._seconds: dict[str, list[tuple[Any, Any]]] = {}
         self._phase, self._since = "outside", self._now()
-        self._pulse = _Pulse()
+        self._pulse = Pulse()
+        self._pulse.start()
         self._finished: list[tuple[int, Any]] = []  # gradients of the running pass, in their order
         self._began: Any = None  # the step's first forward pass
         self._microbatches: list[Any] = []
@@ -266,21 +267,28 @@ class _File:
             self._file.flush()
 
 
-class _Pulse:
+class Pulse:
     """Pauses of this process: garbage collections, and times in which nothing of it ran at all.
 
     A thread sleeps a little again and again. When it wakes much too late and the process used no processor meanwhile,
     the process was stopped, throttled or swapped out; a long call that holds the interpreter is work, not a pause.
+    ``now`` and ``cpu_now`` give seconds of wall time, and of the processor's time of this process.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, now: Callable[[], float] = time.monotonic, cpu_now: Callable[[], float] = time.process_time
+    ) -> None:
+        self._now, self._cpu_now = now, cpu_now
         self._lock = threading.Lock()
         self._gc_s = self._stopped_s = 0.0
         self._gc_since = 0.0
         self._pauses: dict[str, dict[str, float]] = {}
-        self._beat_at, self._cpu_s = time.monotonic(), time.process_time()
+        self._beat_at, self._cpu_s = now(), cpu_now()
         self._closing = threading.Event()
-        gc.callbacks.append(self._collecting)
+
+    def start(self) -> None:
+        """Begin to feel, in a thread of its own, and to hear of garbage collections."""
+        gc.callbacks.append(self.collecting)
         threading.Thread(target=self._beat, name="straggle-pulse", daemon=True).start()
 
     def credit(self, phase: str) -> None:
@@ -301,8 +309,15 @@ class _Pulse:
     def close(self) -> None:
         """End the thread and the callback."""
         self._closing.set()
-        if self._collecting in gc.callbacks:
-            gc.callbacks.remove(self._collecting)
+        if self.collecting in gc.callbacks:
+            gc.callbacks.remove(self.collecting)
+
+    def collecting(self, phase: str, _info: Any) -> None:
+        """A garbage collection begins or ends: a callback of ``gc``."""
+        if phase == "start":
+            self._gc_since = self._now()
+        else:
+            self._gc_s += self._now() - self._gc_since
 
     def _beat(self) -> None:
         while not self._closing.wait(_BEAT_S):
@@ -310,14 +325,8 @@ class _Pulse:
 
     def _feel(self) -> None:
         with self._lock:
-            now, cpu_s = time.monotonic(), time.process_time()
+            now, cpu_s = self._now(), self._cpu_now()
             late_s = now - self._beat_at - _BEAT_S - (cpu_s - self._cpu_s)
             if late_s > _PAUSE_S:
                 self._stopped_s += late_s
             self._beat_at, self._cpu_s = now, cpu_s
-
-    def _collecting(self, event: str, _info: Any) -> None:
-        if event == "start":
-            self._gc_since = time.monotonic()
-        else:
-            self._gc_s += time.monotonic() - self._gc_since

@@ -26,7 +26,10 @@ class WaitForAllPrediction:
         return report.seconds + (max(0.0, max(whole) - max(entered)) if entered else 0.0) + overrun_s
 
     def compute_s(self, report: StepReport) -> list[float]:
-        """For each rank, seconds of all its own work in the step, with what a late one left; NaN: nobody can tell."""
+        """For each rank, seconds of all its own work in the step, with what a late one left; NaN: nobody can tell.
+
+        As `telemetry.Table.whole_times`, but it remembers how slow a rank was when it has not finished a stage.
+        """
         finished = [rank for rank in report.ranks if not rank.late and not rank.idle]
         if not finished or not any(rank.late for rank in report.ranks):
             return [rank.compute_s for rank in report.ranks]

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,21 +27,21 @@ from straggle.around import dropped_per_stage
 from straggle.history import HistoryWindow, StepProgress
 from straggle.outcome import Rules, computed_share, outcome
 from straggle.telemetry import MICROBATCH_SLOTS, Row, Table
-from straggle.threshold import choose_threshold, expected_drop, whole_times
+from straggle.threshold import choose_threshold, expected_drop, whole_entries, whole_times
 
 NAN, INF = math.nan, math.inf
 
 
-def history(unit_s, num_steps=None, computed=None, overhead_s=0.0, unit_share=None):
+def history(unit_s, num_steps=None, computed=None, overhead_s=0.0, unit_share=None, entered_s=None):
     """Steps in which nobody was stopped, unless ``computed`` says so."""
     unit_s = torch.as_tensor(unit_s, dtype=torch.float64)
     steps, ranks, units = unit_s.shape
     share = torch.full_like(unit_s, 1 / units) if unit_share is None else torch.as_tensor(unit_share).expand_as(unit_s)
     computed = torch.ones(steps, ranks, units) if computed is None else torch.as_tensor(computed)
     finished = (computed == 1).all(-1)
-    progress = Progress(
-        unit_s, share, computed, share[0, 0], torch.ones(steps, ranks), torch.full((steps,), float(overhead_s))
-    )
+    entered_s = torch.zeros(steps, ranks) if entered_s is None else torch.as_tensor(entered_s)
+    weight, overhead_s = torch.ones(steps, ranks), torch.full((steps,), float(overhead_s))
+    progress = Progress(unit_s, share, computed, share[0, 0], weight, entered_s, overhead_s)
     return History(steps if num_steps is None else num_steps, unit_s[..., -1], finished, progress)
 
 
@@ -123,7 +124,7 @@ def steps_of_fate(policy, num_steps, ranks, stages, draw):
                 computed[rank, draw(stages) :] = 0.0
         dropped.append(1 - computed.mean(0))
         units = torch.ones(ranks, stages)
-        step = StepProgress(units, units / stages, computed, torch.ones(ranks), torch.tensor(0.0))
+        step = StepProgress(units, units / stages, computed, torch.ones(ranks), torch.zeros(ranks), torch.tensor(0.0))
         done = window.append([1.0] * ranks, (computed == 1).all(1).tolist(), step)
         deadline_s = policy.decide(done)
     return torch.stack(dropped)
@@ -153,6 +154,7 @@ def test_weight_of_a_rank_counts_in_what_it_drops_and_a_rank_without_data_drops_
         computed,
         torch.ones(1),
         torch.tensor([[1.0, 3.0, 0.0]]),
+        torch.zeros(1, 3),
         torch.zeros(1),
     )
     assert dropped_per_stage(progress).item() == pytest.approx(0.75)
@@ -230,18 +232,23 @@ def test_in_the_shadow_of_a_deadline_training_is_as_without_one():
 # -- the threshold
 
 
-def literal_rule(t, overhead_s):
-    """DropCompute's rule word for word, on the times t[n, i, m] of micro-batches."""
+def literal_rule(t, overhead_s, entered=None):
+    """DropCompute's rule word for word, on the times t[n, i, m] of micro-batches, for ranks that have entered."""
     ends = t.cumsum(2)
-    best = (-INF, None)
-    for tau in torch.linspace(float(ends[:, :, 5:].min()), float(ends.max()), 200, dtype=t.dtype).tolist():
+    best, longest = (-INF, None), float(ends.max()) if entered is None else 20.0
+    entered = torch.zeros(t.shape[:2], dtype=t.dtype) if entered is None else entered
+    for tau in torch.linspace(float(ends[:, :, 5:].min()), longest, 200, dtype=t.dtype).tolist():
         gains = []
         for i in range(t.shape[1]):
-            of_step = ends[:, i]
-            slowest = float(of_step.max())
-            below = [float(own[own < tau].max()) for own in of_step if bool((own < tau).any())]
+            of_step, begin = ends[:, i], entered[:, i]
+            slowest = float((of_step + begin.unsqueeze(1)).max())
+            below = [
+                float(first + own[own < tau].max())
+                for own, first in zip(of_step, begin, strict=True)
+                if first < tau and bool((own < tau).any())
+            ]
             gain = slowest - max(below, default=0.0)
-            dropped = float((of_step >= tau).double().mean())
+            dropped = float(((of_step >= tau) | (begin >= tau).unsqueeze(1)).double().mean())
             gains.append((1 - dropped) / (1 - gain / (slowest + overhead_s)) - 1)
         best = max(best, (sum(gains) / len(gains), tau))
     return best[1], best[0]
@@ -256,6 +263,26 @@ def test_threshold_is_that_of_the_rule_word_for_word(ranks, steps, units, overhe
     tau, gain = literal_rule(t, overhead_s)
     assert chosen.tau_s == pytest.approx(tau, rel=1e-9)
     assert chosen.gain == pytest.approx(gain, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_comes_of_a_rank_that_has_not_entered_by_the_threshold(seed):
+    generator = torch.Generator().manual_seed(seed)
+    t = torch.rand(4, 6, 8, generator=generator, dtype=torch.float64).exp()
+    held_up = torch.rand(4, 6, generator=generator, dtype=torch.float64) < 0.2
+    entered_s = (30 * torch.rand(4, 6, generator=generator, dtype=torch.float64)).where(held_up, 0.1)
+    chosen = choose_threshold(t.cumsum(2).transpose(0, 1), torch.zeros(6), entered_s=entered_s.T, longest_s=20.0)
+    tau, gain = literal_rule(t, 0.0, entered_s)
+    assert chosen.gain == pytest.approx(gain, rel=1e-9)
+    assert chosen.tau_s == pytest.approx(tau, rel=1e-9)
+
+
+def test_delay_of_a_rank_that_never_entered_belongs_to_that_step():
+    steps = torch.tensor([[[1.0]] * 3, [[1.0], [NAN], [NAN]], [[1.0], [1.0], [NAN]], [[1.0]] * 3])
+    entered_s = torch.tensor([[0.1] * 3, [0.1, 1.0, 1.0], [0.1, 0.3, 1.0], [0.1, 0.1, 0.5]])
+    seen = history(steps, entered_s=entered_s)
+    whole = whole_entries(seen.progress, seen.compute_s)
+    assert torch.allclose(whole, torch.tensor([[0.1] * 3, [0.1, 1.3, 2.5], [0.1, 0, 0], [0.1, 0.1, 0]]))
 
 
 def test_nobody_is_stopped_before_a_quorum_waits():
@@ -301,6 +328,15 @@ def test_expected_drop_counts_running_stages_in_part_and_running_microbatches_wh
     )  # in its forward pass
 
 
+def test_expected_drop_has_nothing_of_a_rank_that_has_not_entered():
+    unit_s, share = torch.tensor([[[1.0, 2.0], [1.0, 2.0]]]), torch.full((1, 2, 2), 0.5)
+    drops = [
+        expected_drop(unit_s, share, torch.tensor([3.0]), Patience(grace_s=1.0), entered_s=torch.tensor([[0.0, at]]))
+        for at in (3.9, 4.1)
+    ]
+    assert drops == [0.0, 0.5]
+
+
 def one_slow(factor, steps=30, stages=6):
     quick = torch.linspace(1.0, 2.0, stages)
     return torch.stack([quick, quick, quick, factor * quick]).expand(steps, 4, stages)
@@ -310,7 +346,7 @@ def test_auto_deadline_stops_a_slow_rank_and_says_what_that_drops():
     policy = AutoDeadline()
     policy.prepare(Patience(), [1] * 6)
     seconds = policy.decide(history(one_slow(3.0)))
-    assert 2.0 < seconds < 3.2
+    assert 2.0 <= seconds < 3.2
     assert policy.chosen.gain > 0.3
     stop_s = torch.full((30,), seconds)
     assert policy.predicted_drop == pytest.approx(
@@ -323,6 +359,26 @@ def test_auto_deadline_is_a_bound_only_where_there_is_nothing_to_gain(factor):
     policy = AutoDeadline(at_most=1.5)
     assert policy.decide(history(one_slow(factor))) == pytest.approx(1.5 * 2.0)
     assert policy.predicted_drop == pytest.approx(0.0, abs=1e-9)
+
+
+def test_auto_deadline_does_not_wait_in_the_middle_of_a_unit():
+    """A slow rank stops where its peers are done, whatever the unit that it is in."""
+    quick, slow = torch.tensor([1.0, 2.0, 3.0, 3.2, 3.4]), torch.tensor([2.2, 4.4, 6.6, 7.0, 7.5])
+    policy = AutoDeadline()
+    assert 3.4 < policy.decide(history(torch.stack([quick, quick, quick, slow]).expand(30, 4, 5))) < 3.5
+
+
+@pytest.mark.parametrize("stood_in", [False, True])
+def test_auto_deadline_does_not_wait_for_ranks_that_enter_late(stood_in):
+    """In every third step one rank loads for two steps' time, which may be known only from its being stood in for."""
+    times, entered_s = one_slow(1.0).double().clone(), torch.zeros(30, 4)
+    entered_s[::3, 1] = 4.0
+    if stood_in:
+        times[::3, 1] = NAN
+        entered_s[::3, 1], entered_s[1::3, 1] = 2.5, 1.5
+    policy = AutoDeadline(at_most=3.0)
+    assert 2.0 <= policy.decide(history(times, entered_s=entered_s)) < 2.3
+    assert policy.predicted_drop == pytest.approx(1 / 12, abs=1e-6)
 
 
 def test_auto_deadline_is_a_function_of_the_history_alone():
@@ -377,9 +433,20 @@ def test_outcome_where_a_late_rank_finishes_what_it_has_begun():
 
 def test_outcome_counts_the_deadline_from_each_ranks_entering():
     unit_s = torch.tensor([[1.0], [1.0]])
-    cut = outcome(unit_s, 0.5, Rules(quorum=1), entered_s=torch.tensor([0.0, 5.0]))
+    cut = outcome(unit_s, 0.5, Rules(quorum=1, grace_s=0.4), entered_s=torch.tensor([0.0, 1.25]))
     assert cut.late.tolist() == [False, True]
-    assert cut.end_s.tolist() == [1.0, 5.5]
+    assert cut.end_s.tolist() == [1.0, 1.75]
+
+
+@pytest.mark.parametrize("finish_running", [False, True])
+def test_outcome_has_a_rank_stood_in_for_that_has_not_entered(finish_running):
+    unit_s, entered_s = torch.tensor([[1.0, 2.0], [0.1, 2.0]]), torch.tensor([0.0, 2.75])
+    rules = Rules(quorum=1, grace_s=0.5, finish_running=finish_running)
+    cut = outcome(unit_s, 0.5, rules, entered_s)
+    assert cut.late.tolist() == [False, True]
+    assert cut.end_s.tolist() == [2.0, 2.5]  # the quorum, and the grace
+    assert cut.reached.tolist() == [[True, True], [False, False]]
+    assert computed_share(unit_s, replace(cut, end_s=cut.end_s - entered_s), rules)[1].tolist() == [0.0, 0.0]
 
 
 def test_outcome_of_many_steps_is_that_of_each():
@@ -419,7 +486,8 @@ def test_units_are_whole_and_in_the_order_of_time(num_microbatches, granularity)
     times = step.unit_s[0][used]
     assert torch.equal(times, times.sort().values)
     assert float(times[-1]) == ends[-1]
-    assert float(step.overhead_s) == pytest.approx(0.5 + 0.25)
+    assert float(step.overhead_s) == 0.25
+    assert step.entered_s.tolist() == [0.5, 0.5]
     assert step.computed.tolist() == [[1.0, 0.5]] * 2
 
 
@@ -429,7 +497,7 @@ def test_progress_of_a_window_is_that_of_its_last_steps_and_survives_being_saved
     assert window.read().progress is None
     for number in range(5):
         units = torch.full((2, 2), float(number))
-        step = StepProgress(units, units * 0 + 0.5, units, torch.ones(2), torch.tensor(float(number)))
+        step = StepProgress(units, units * 0 + 0.5, units, torch.ones(2), torch.zeros(2), torch.tensor(float(number)))
         seen = window.append([float(number)] * 2, [True, True], step)
     assert seen.progress.unit_s[:, 0, 0].tolist() == seen.progress.overhead_s.tolist() == [2.0, 3.0, 4.0]
     again = HistoryWindow(3, 2)

@@ -65,6 +65,13 @@ def test_rank_that_entered_late_would_have_had_its_whole_deadline():
     assert shadow.seconds == pytest.approx(1.0)
 
 
+def test_rank_that_had_not_entered_would_have_been_stood_in_for():
+    _, shadow = shadow_of([a_row(0.1), a_row(0.1), a_row(0.1, outside_s=0.9)], 0.6, Rules(quorum=2, grace_s=0.1))
+    assert shadow.late_ranks == (2,)
+    assert shadow.seconds == pytest.approx(0.8)  # deadline, grace and merge
+    assert shadow.reach == pytest.approx((1.0, 1.0, 0.0))
+
+
 def test_running_microbatch_would_have_been_finished_within_the_grace():
     rules = Rules(quorum=1, finish_running=True, grace_s=1.0)
     _, shadow = shadow_of([a_row(0.1), a_row(0.2)], 0.6, rules)

@@ -152,23 +152,18 @@ def test_closed_watch_leaves_no_hook_and_a_plain_module_is_refused(tmp_path):
     assert message.startswith("watch(Sequential): give the model that DistributedDataParallel wraps")
 
 
-def test_pause_is_time_in_which_the_process_did_nothing(monkeypatch):
+def test_pause_is_time_in_which_the_process_did_nothing():
     times = SimpleNamespace(now=0.0, cpu=0.0)
-    monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: times.now, process_time=lambda: times.cpu))
-    monkeypatch.setattr(watching._Pulse, "_beat", lambda _self: None)
-    pulse = watching._Pulse()
-    try:
-        times.now, times.cpu = 3.0, 3.0  # three seconds of work that let no other thread run
-        pulse.credit("data")
-        times.now = 5.0  # stopped for two
-        pulse.credit("backward")
-        pulse._collecting("start", {})
-        times.now += 0.01
-        pulse._collecting("stop", {})
-        pulse.credit("forward")
-        pauses = pulse.take()
-    finally:
-        pulse.close()
+    pulse = watching.Pulse(lambda: times.now, lambda: times.cpu)
+    times.now, times.cpu = 3.0, 3.0  # three seconds of work that let no other thread run
+    pulse.credit("data")
+    times.now = 5.0  # stopped for two
+    pulse.credit("backward")
+    pulse.collecting("start", {})
+    times.now += 0.01
+    pulse.collecting("stop", {})
+    pulse.credit("forward")
+    pauses = pulse.take()
     assert pauses.keys() == {"backward", "forward"}
     assert pauses["backward"]["stopped_s"] == pytest.approx(2.0, abs=0.05)
     assert pauses["forward"] == {"gc_s": pytest.approx(0.01)}

@@ -112,6 +112,7 @@ def replay(timings: Timings, policy: Deadline, patience: Patience | None = None)
             unit_share=share[step].float(),
             computed=_by_stage(part, share[step], stages),
             weight=weight,
+            entered_s=entered_s[step].float(),
             overhead_s=torch.tensor(network_s),
         )
         compute_s = own_s.tolist()

@@ -248,6 +248,7 @@ def _whole(stage_s: Array, unit_share: Array, stage_share: Array, compute_s: Arr
         computed=torch.ones(stage_s.shape),
         stage_share=torch.from_numpy(stage_share),
         weight=torch.ones(steps, ranks),
+        entered_s=torch.zeros(steps, ranks),
         overhead_s=torch.zeros(steps),
     )
     whole = whole_times(progress, torch.from_numpy(compute_s)).numpy()

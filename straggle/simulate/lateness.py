@@ -103,9 +103,8 @@ class Nobody(Lateness):
         return torch.ones(num_ranks, num_units, dtype=torch.bool)
 
 
-@final
-class SameRanks(Lateness):
-    """The last ``late`` ranks are late in every step."""
+class _SomeRanks(Lateness):
+    """``late`` ranks are late, and finish as much as ``depth`` says (default: nothing)."""
 
     def __init__(self, late: int, depth: Depth | None = None) -> None:
         check_count("late", late)
@@ -114,27 +113,32 @@ class SameRanks(Lateness):
         self.late = late
         self.depth = depth or SameDepth()
 
+    @abstractmethod
+    def _ranks(self, num_ranks: int, generator: Generator) -> Tensor:
+        """The late ranks of the next step, int64 of shape (late,)."""
+
+    @final
     def reached(self, num_ranks: int, num_units: int, generator: Generator) -> Tensor:
         _check(self.late, num_ranks)
-        ranks = torch.arange(num_ranks - self.late, num_ranks)
-        return _reached(ranks, self.depth, num_ranks, num_units, generator)
+        depths = torch.full((num_ranks,), num_units)
+        depths[self._ranks(num_ranks, generator)] = self.depth.draw(self.late, num_units, generator)
+        return torch.arange(num_units) < depths.unsqueeze(1)
 
 
 @final
-class OtherRanks(Lateness):
-    """In each step ``late`` ranks are late, drawn anew."""
+class SameRanks(_SomeRanks):
+    """The last ``late`` ranks are late in every step, and finish as much as ``depth`` says (default: nothing)."""
 
-    def __init__(self, late: int, depth: Depth | None = None) -> None:
-        check_count("late", late)
-        if depth is not None and not isinstance(depth, Depth):
-            raise TypeError(f"depth={depth!r}: give a depth, such as straggle.simulate.lateness.SameDepth(0.5)")
-        self.late = late
-        self.depth = depth or SameDepth()
+    def _ranks(self, num_ranks: int, generator: Generator) -> Tensor:  # noqa: ARG002
+        return torch.arange(num_ranks - self.late, num_ranks)
 
-    def reached(self, num_ranks: int, num_units: int, generator: Generator) -> Tensor:
-        _check(self.late, num_ranks)
-        ranks = torch.randperm(num_ranks, generator=generator)[: self.late]
-        return _reached(ranks, self.depth, num_ranks, num_units, generator)
+
+@final
+class OtherRanks(_SomeRanks):
+    """In each step ``late`` ranks, drawn anew, are late, and finish as much as ``depth`` says (default: nothing)."""
+
+    def _ranks(self, num_ranks: int, generator: Generator) -> Tensor:
+        return torch.randperm(num_ranks, generator=generator)[: self.late]
 
 
 @final
@@ -197,12 +201,6 @@ class DropWhole(Lateness):
     def reached(self, num_ranks: int, num_units: int, generator: Generator) -> Tensor:
         reached = self.inner.reached(num_ranks, num_units, generator)
         return reached.all(dim=1, keepdim=True).expand_as(reached)
-
-
-def _reached(ranks: Tensor, depth: Depth, num_ranks: int, num_units: int, generator: Generator) -> Tensor:
-    depths = torch.full((num_ranks,), num_units)
-    depths[ranks] = depth.draw(len(ranks), num_units, generator)
-    return torch.arange(num_units) < depths.unsqueeze(1)
 
 
 def _check(late: int, num_ranks: int) -> None:

@@ -153,6 +153,7 @@ class Cluster:
                 unit_share=units.share.expand(len(shown), -1),
                 computed=computed[shown] @ units.of_stage,
                 weight=torch.ones(len(shown)),
+                entered_s=torch.zeros(len(shown)),
                 overhead_s=torch.tensor(overhead_s),
             )
         history = self._window.append(done.end_s[shown].tolist(), (~done.late[shown]).tolist(), progress)

@@ -75,8 +75,8 @@ def recorded_times(records: Sequence[Mapping[str, Any]]) -> Recorded:
     last = ends[..., -1]
     ends[..., -1] = torch.where(late, last, compute_s)  # a rank that finished is done when its last hook is
     share = (numel / numel.sum()).expand_as(ends)
-    nothing = torch.zeros(len(kept))
-    progress = Progress(ends, share, share, numel / numel.sum(), torch.ones_like(compute_s), nothing)
+    weight, at_once = torch.ones_like(compute_s), torch.zeros_like(compute_s)
+    progress = Progress(ends, share, share, numel / numel.sum(), weight, at_once, torch.zeros(len(kept)))
     whole = whole_times(progress, compute_s)
     typical = whole.flatten(0, 1).nanmedian(0).values
     never = whole.isnan()  # it never entered the step: its own typical times, or everybody's
