@@ -65,6 +65,7 @@ _PARTS = (
 _BUILT = ("deadline", "merge", "patience", "delays", "work", "network", "lateness")
 _OF_A_METHOD = ("job", "deadline", "estimator", "patience", "merge", "optimizer", "stages")
 _AT_LEAST_OF_A_JOB = {"every": 2, "warmup_steps": 0}
+_NOT_COMPARED = ("resume", "replay", "report", "checkpoint_every")  # keys that only train follows
 _METRICS_PARTS = ("security", "targets", "push")
 
 
@@ -95,6 +96,10 @@ def load(name: str, overrides: Sequence[str]) -> DictConfig:
             config = compose(name, list(overrides))
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigurationError(_explain(str(error), valid)) from None
+    if METHODS in config:
+        for key in _NOT_COMPARED:
+            if config[key] != valid[key]:
+                raise ConfigurationError(f"{key}={config[key]}: only train does that, compare does not")
     check(config, valid)
     return config
 

@@ -187,8 +187,8 @@ class AutoDeadline(Deadline):
     waited for until the threshold, and not, as the rule has it, until its last unit before. Where the best
     threshold promises less than ``least_gain`` (0.01: a hundredth more gradient per second), there is none; but nobody
     has more than ``at_most`` times the median of all ranks' times, so that a rank which was never slow before and
-    stalls is not waited for either. ``every``: steps between two choices. ``predicted_drop`` is what the last choice is
-    expected to drop.
+    stalls is not waited for either. ``every``: steps between two choices, but at first it chooses in each of so many.
+    ``predicted_drop`` is what the last choice is expected to drop.
     """
 
     wants_progress = True
@@ -197,7 +197,7 @@ class AutoDeadline(Deadline):
         self,
         *,
         window: int = 50,
-        warmup_steps: int = 10,
+        warmup_steps: int = 3,
         every: int = 10,
         least_gain: float = 0.01,
         at_most: float = 2.0,
@@ -225,7 +225,8 @@ class AutoDeadline(Deadline):
     def decide(self, history: History) -> float:
         if history.num_steps < self.warmup_steps or history.progress is None:
             return math.inf
-        since = (history.num_steps - self.warmup_steps) % self.every
+        since = history.num_steps - self.warmup_steps
+        since = 0 if since < self.every else since % self.every
         if self.chosen is None or history.num_steps - since != self._chosen_at:
             self._chosen_at = history.num_steps - since
             self.chosen = self._choose(history.last(self.window - self.every + 1, before=since))

@@ -80,6 +80,8 @@ def test_pace_can_be_switched_off_in_all_scenarios():
     [
         (["methods=[ddp,straggel]"], "choose one of backup_workers, ddp, dropcompute, "),
         (["methods=[straggle]"], "ddp must be among them"),
+        (["checkpoint_every=10"], "checkpoint_every=10: only train does that"),
+        (["resume=auto"], "resume=auto: only train does that"),
         (["scenarios=3"], "scenarios=3: give a list"),
         (["scenarios=[nobody]"], "choose of dropcompute, everyone_noisy, none, "),
         (["methods=[ddp,local_sgd]", "methods.local_sgd.job.every=1"], "a whole number of at least 2"),

@@ -377,7 +377,7 @@ def test_auto_deadline_does_not_wait_for_ranks_that_enter_late(stood_in):
         times[::3, 1] = NAN
         entered_s[::3, 1], entered_s[1::3, 1] = 2.5, 1.5
     policy = AutoDeadline(at_most=3.0)
-    assert 2.0 <= policy.decide(history(times, entered_s=entered_s)) < 2.3
+    assert 2.0 <= policy.decide(history(times, 33, entered_s=entered_s)) < 2.3
     assert policy.predicted_drop == pytest.approx(1 / 12, abs=1e-6)
 
 
@@ -390,6 +390,18 @@ def test_auto_deadline_is_a_function_of_the_history_alone():
     for end in range(1, 91):
         seen = history(times[max(0, end - window) : end], end)
         assert AutoDeadline(window=20, every=7).decide(seen) == going_on.decide(seen)
+
+
+def test_auto_deadline_chooses_in_each_of_its_first_steps():
+    """What the first steps say of a job is little, and wrong where the first step of all is slow."""
+    times = one_slow(1.0, 60).clone()
+    times[8:, 3] *= 3
+    policy = AutoDeadline(warmup_steps=3, every=10, window=20)
+    decided = [policy.decide(history(times[max(0, end - 29) : end], end)) for end in range(1, 60)]
+    assert [seconds == math.inf for seconds in decided[:4]] == [True, True, False, False]
+    changes = [end for end in range(4, 60) if decided[end - 1] != decided[end - 2]]
+    assert 9 in changes  # at once
+    assert [end for end in changes if end > 12 and (end - 3) % 10] == []
 
 
 def test_auto_deadline_follows_a_rank_that_recovers():
