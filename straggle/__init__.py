@@ -1,6 +1,6 @@
 """Synchronous data-parallel training that does not wait for its slowest worker.
 
-model = straggle.StagedDataParallel(model, deadline=straggle.QuantileDeadline(0.5, slack=1.2))  # was: DDP(model)
+model = straggle.StagedDataParallel(model, deadline=straggle.AutoDeadline())  # was: DDP(model)
 
 for x, y in loader:
     with model.step():  # new

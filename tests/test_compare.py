@@ -189,7 +189,7 @@ def test_verdict_says_whether_straggle_is_first(faults, seconds, expected):
 
 def test_verdict_says_that_straggle_never_came_there():
     said = verdict(never=["straggle"], ddp=1.0, other=0.5, straggle=1.0)
-    assert "did NOT come to DDP's final loss in DDP's time; other was the first" in said
+    assert "did NOT come to DDP's final loss in 1.25 of DDP's time; other was the first" in said
 
 
 def test_without_straggle_there_is_no_verdict():
