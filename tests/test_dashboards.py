@@ -149,7 +149,7 @@ def test_page_shows_a_real_run(live: Prometheus) -> None:
     assert late[2] > max(late[:2])
     assert "StragglerRank: Rank 2 " in shown.text("alerts")
     assert "\N{EN DASH}" not in shown.text("tiles")  # nothing is missing
-    assert "QuantileDeadline" in shown.text("about")
+    assert "AutoDeadline" in shown.text("about")
 
 
 # -- a run whose numbers are known
