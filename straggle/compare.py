@@ -22,13 +22,11 @@ from rich.console import Console
 
 from straggle.configuration import complain_and_exit, config_dir, of_method, of_scenario
 from straggle.jobs import gather, process_group
-from straggle.standings import REFERENCE, Standing, Standings, draw, print_summary
+from straggle.standings import REFERENCE, TRAIN_ON, Standing, Standings, draw, print_summary
 from straggle.turns import Timed, seconds_to
 from straggle.workloads import Workload
 
 _log = logging.getLogger(__name__)
-
-_TRAIN_ON = 1.25  # of DDP's seconds
 
 
 def compare(config: DictConfig) -> None:
@@ -82,7 +80,7 @@ def _train_on(methods: dict[str, Timed], block: int) -> None:
 
     def waits(timed: Timed) -> bool:
         too_high = seconds_to(timed.losses, timed.end_s, reference.losses[-1]) is None
-        return too_high and sum(timed.turn_s) < _TRAIN_ON * sum(reference.turn_s)
+        return too_high and sum(timed.turn_s) < TRAIN_ON * sum(reference.turn_s)
 
     left = [timed for timed in methods.values() if timed is not reference]
     while left := [timed for timed, on in zip(left, gather([waits(timed) for timed in left])[0], strict=True) if on]:

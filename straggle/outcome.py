@@ -23,6 +23,10 @@ class Rules:
     ``finish_running`` (micro-batches) it first finishes its running unit, for ``grace_s`` seconds at most; with
     ``drop_all`` (steps) nothing of what it has comes in. A rank that has not entered ``grace_s`` seconds after the
     deadline is stood in for.
+
+    ``checks``: a rank can stop at so many moments of each unit, evenly over its time (the ends of layers), and is stood
+    in for ``grace_s`` seconds after the deadline at the latest; 0, and in the unit that has the forward pass: at any
+    moment.
     """
 
     quorum: int
@@ -30,6 +34,7 @@ class Rules:
     finish_running: bool = False
     grace_s: float = 0.0
     drop_all: bool = False
+    checks: int = 0
 
     @staticmethod
     def of(policy: Deadline, patience: Patience, world_size: int) -> Rules:
@@ -80,7 +85,23 @@ def outcome(unit_s: Tensor, deadline_s: float | Tensor, rules: Rules, entered_s:
         in_time = late & ~stood_in & (running_s <= stop_at + rules.grace_s)
         end_s = torch.where(late & ~stood_in, torch.minimum(running_s, stop_at + rules.grace_s), end_s)
         reached = reached | (in_time.unsqueeze(-1) & (unit_s == running_s.unsqueeze(-1)))
+    elif rules.checks and not rules.drop_all and bool(late.any()):
+        end_s[late] = _next_check(unit_s[late], stop_at[late], rules)
+        late, reached = late & (end_s < whole_s), unit_s <= end_s.unsqueeze(-1)
     return Outcome(late, end_s, reached, end_s.amax(-1))
+
+
+def _next_check(unit_s: Tensor, stop_at: Tensor, rules: Rules) -> Tensor:
+    """When ranks (..., units) come to stop after ``stop_at`` (...)."""
+    running = (unit_s <= stop_at.unsqueeze(-1)).sum(-1, keepdim=True)
+    end_s = unit_s.gather(-1, running).squeeze(-1)
+    begin_s = unit_s.gather(-1, (running - 1).clamp(min=0)).squeeze(-1)
+    between_s = (end_s - begin_s) / rules.checks
+    check_s = begin_s + ((stop_at - begin_s) / between_s).ceil() * between_s
+    check_s = torch.where(check_s > end_s - between_s / 2, end_s, check_s)  # not a rounding error before it
+    in_time = (running.squeeze(-1) > 0) & (check_s <= stop_at + rules.grace_s)
+    anywhere_s = torch.where(running.squeeze(-1) > 0, stop_at + rules.grace_s, stop_at)
+    return torch.where(in_time, check_s, torch.minimum(anywhere_s, end_s))
 
 
 def computed_share(unit_s: Tensor, step: Outcome, rules: Rules, silent: Tensor | None = None) -> Tensor:

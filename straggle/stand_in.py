@@ -1,4 +1,4 @@
-"""The stand-in: a second thread that speaks for the training thread where that is late, or stuck.
+"""The stand-in: a second thread that hands in for the training thread where that is late, or stuck.
 
 It sleeps until the deadline is over. If a quorum of peers waits by then, the training thread is to stop; if it has not
 handed in when the grace is over too, the stand-in hands in for it, with weight 0 for what is not finished.

@@ -13,6 +13,7 @@ from straggle.view import print_table
 
 REFERENCE = "ddp"
 OURS = "straggle"
+TRAIN_ON = 1.25  # of DDP's seconds, which a method has to come to DDP's final loss
 _WITHOUT_FAULTS = 1.02  # of DDP's step time, at most
 
 
@@ -89,7 +90,7 @@ class Standings:
         known = {name: at for name, at in seconds.items() if at is not None and name != OURS}
         best = min(known, key=lambda name: known[name])
         if seconds[OURS] is None:
-            return f"straggle did NOT come to DDP's final loss in 1.25 of DDP's time; {best} was the first"
+            return f"straggle did NOT come to DDP's final loss in {TRAIN_ON} of DDP's time; {best} was the first"
         ratio = self.time_to_loss(OURS, best)
         assert ratio.value is not None
         first = "at least as good" if ratio.value <= 1 else "NOT as good"
@@ -148,7 +149,7 @@ def draw(scenarios: Mapping[str, Standings], path: Path) -> None:
                 error = [[max(0.0, ratio.value - low)], [max(0.0, high - ratio.value)]]
                 below.barh(index, ratio.value, color=f"C{index}", xerr=error, ecolor="0.3")
             else:
-                below.text(0.02, index, "never in 1.25 of DDP's time", va="center", fontsize=8)
+                below.text(0.02, index, f"not in {TRAIN_ON} of DDP's time", va="center", fontsize=8)
         above.axhline(standings.target, color="0.6", linewidth=0.8, linestyle="--")
         above.set(title=scenario, xlabel="seconds of the method's own turns", ylabel="validation loss")
         below.set_yticks(range(len(names)), names)

@@ -42,47 +42,61 @@ def choose_threshold(
     ``unit_s``, (steps, ranks, units): seconds from entering the step to the end of each unit of work; not finite where
     a unit never ends. ``overhead_s``, (steps,): seconds of each step after its slowest rank's work. ``entered_s``,
     (steps, ranks): seconds from the step's begin to entering it, 0 if not given. ``unit_share``: the share of a rank's
-    gradient that each unit brings, equal if not given. ``not_before_s``, (steps,): nobody is stopped before, because no
-    quorum waits. ``longest_s``: the last threshold to look at, the longest time if not given.
+    gradient that each unit brings, equal if not given. ``not_before_s``, (steps,), from the step's begin: nobody is
+    stopped before, because no quorum waits. ``longest_s``: the last threshold to look at, the longest time if not
+    given.
 
     With ``A = unit_s``, ``R_i = max A_i + overhead_i``, ``gain_i = max A_i - (largest A_i < tau)``, ``d_i`` the share
     of ``A_i >= tau``: it maximizes ``mean_i[(1 - d_i) / (1 - gain_i / R_i) - 1]`` over ``num_candidates`` of ``tau``;
     of equals, it takes the longest. Source: Giladi et al., "DropCompute" (NeurIPS 2023), section 4 and algorithm 2.
     With ``entered_s``, ``A + entered_s`` takes the place of ``A`` in ``R`` and ``gain``, and a rank that has not
     entered by ``tau`` brings nothing. The rule ends a late rank's step with the last unit that it finished;
-    ``waits_until_tau`` ends it with ``tau``, as it is where a rank computes on until it is stopped.
+    ``waits_until_tau`` ends it ``tau`` after it entered, as it is where a rank computes on until it is stopped.
     """
     steps, ranks, units = unit_s.shape
     share = torch.full_like(unit_s, 1 / units) if unit_share is None else unit_share
-    begin_s = torch.zeros_like(unit_s) if entered_s is None else entered_s.to(unit_s).unsqueeze(-1).expand_as(unit_s)
-    own = unit_s.nan_to_num(math.inf, posinf=math.inf)
-    times = torch.maximum(own, begin_s)  # with a longer tau, a unit comes in
-    past = own[..., min(_FIRST_UNIT, units - 1) :]
+    begin_s = unit_s.new_zeros(steps, ranks, 1) if entered_s is None else entered_s.to(unit_s).unsqueeze(-1)
+    quorum_s = unit_s.new_zeros(steps, 1, 1) if not_before_s is None else not_before_s.to(unit_s).view(-1, 1, 1)
+    own_s = unit_s.nan_to_num(math.inf, posinf=math.inf)
+    past = own_s[..., min(_FIRST_UNIT, units - 1) :]
     if not past.isfinite().any():
         return Threshold(math.inf, 0.0, 0.0)
-    known = own.where(own.isfinite(), -math.inf)
-    ends = (unit_s + begin_s).nan_to_num(-math.inf, posinf=-math.inf).reshape(steps, -1)
-    shortest, longest = float(past.min()), float(known.max()) if longest_s is None else longest_s
-    candidates = torch.linspace(shortest, max(shortest, longest), num_candidates, dtype=times.dtype)
+    shortest, longest = float(past.min()), float(own_s[own_s.isfinite()].max()) if longest_s is None else longest_s
+    candidates = torch.linspace(shortest, max(shortest, longest), num_candidates, dtype=own_s.dtype)
     tau = candidates.expand(steps, -1)
-    if not_before_s is not None:
-        bound = torch.minimum(not_before_s.to(tau), known.flatten(1).amax(1))
-        tau = torch.maximum(tau, torch.nextafter(bound, bound + 1).unsqueeze(1))
-    ordered, order = times.reshape(steps, -1).sort(dim=1)
+    end_s = own_s + begin_s
+    # each unit comes in with a tau above this
+    needs_s = torch.where(begin_s <= quorum_s, own_s, torch.maximum(own_s, begin_s))
+    needs_s = needs_s.where((end_s > quorum_s) | end_s.isinf(), 0.0)
+    ordered, order = needs_s.reshape(steps, -1).sort(dim=1)
     kept = share.reshape(steps, -1).gather(1, order).cumsum(1) / ranks
-    count = torch.searchsorted(ordered, tau.contiguous())  # of the times below each threshold
+    count = torch.searchsorted(ordered, tau.contiguous())
     last = (count - 1).clamp(min=0)
     some = count > 0
-    reached, whole_s = kept.gather(1, last).where(some, 0.0), ends.amax(1, keepdim=True)
-    ended_s = ends.gather(1, order).cummax(1).values.gather(1, last).where(some, 0.0)
+    reached = kept.gather(1, last).where(some, 0.0)
+    known_s = end_s.where(end_s.isfinite(), -math.inf).reshape(steps, -1)
+    whole_s = known_s.amax(1, keepdim=True)
+    ended_s = known_s.gather(1, order).cummax(1).values.gather(1, last).where(some, 0.0)
     if waits_until_tau:
-        awaited = count < ordered.shape[1]
-        ended_s = torch.maximum(ended_s, torch.minimum(tau, whole_s).where(awaited, 0.0))
-    gained_s = whole_s - ended_s
-    step_s = whole_s + overhead_s.unsqueeze(1).to(times)
-    gain = (reached / (1 - gained_s / step_s) - 1).nan_to_num(-1.0).mean(0)
+        stopped_s = _stopped_at(tau, needs_s.amax(2), begin_s.squeeze(2), quorum_s.squeeze(2))
+        ended_s = torch.maximum(ended_s, torch.minimum(stopped_s, whole_s))
+    step_s = whole_s + overhead_s.unsqueeze(1).to(own_s)
+    gain = (reached / (1 - (whole_s - ended_s) / step_s) - 1).nan_to_num(-1.0).mean(0)
     best = num_candidates - 1 - int(gain.flip(0).argmax())
     return Threshold(float(candidates[best]), float(1 - reached.mean(0)[best]), float(gain[best]))
+
+
+def _stopped_at(tau: Tensor, needs_s: Tensor, begin_s: Tensor, quorum_s: Tensor) -> Tensor:
+    """When the last late rank is stopped, or stood in for, at each ``tau`` (steps, thresholds); 0 where nobody is late.
+
+    ``needs_s`` and ``begin_s`` (steps, ranks), ``quorum_s`` (steps, 1): see `choose_threshold`.
+    """
+    if not begin_s.any():
+        return torch.maximum(tau, quorum_s).where(tau <= needs_s.amax(1, keepdim=True), 0.0)
+    tau, begin_s, needs_s = tau.unsqueeze(2), begin_s.unsqueeze(1), needs_s.unsqueeze(1)
+    stood_in_s = torch.maximum(tau, quorum_s.unsqueeze(2))
+    stopped_s = torch.maximum(stood_in_s, tau + begin_s).where(begin_s <= stood_in_s, stood_in_s)
+    return stopped_s.where(tau <= needs_s, 0.0).amax(2)
 
 
 def whole_times(progress: Progress, compute_s: Tensor) -> Tensor:
@@ -130,17 +144,15 @@ def expected_drop(
     stop_s: Tensor,
     patience: Patience,
     parts: Sequence[int] = (),
-    *,
-    entered_s: Tensor | None = None,
 ) -> float:
-    """The share of all gradients that is dropped when ranks are stopped after ``stop_s`` seconds, of shape (steps,).
+    """The share of all gradients that is dropped when ranks are stopped ``stop_s`` seconds after entering.
 
-    A rank that has not entered by then, and the patience's grace, brings nothing (``entered_s``, (steps, ranks)).
+    ``stop_s`` has the shape (steps,) or (steps, ranks); -inf for a rank that is stood in for and brings nothing.
     The last units are stages, which come in so many ``parts`` each; the one that is being computed still counts, and
     a running micro-batch before them comes in steadily after its forward pass. The very first unit counts when it is
     finished. With micro-batches that are dropped whole, a running one counts where it ends within the grace.
     """
-    times, stop = unit_s.nan_to_num(math.inf, posinf=math.inf), stop_s.to(unit_s).view(-1, 1, 1)
+    times, stop = unit_s.nan_to_num(math.inf, posinf=math.inf), stop_s.to(unit_s).view(len(stop_s), -1, 1)
     if patience.granularity == "microbatch":
         begin_s = torch.cat([torch.zeros_like(times[..., :1]), times[..., :-1]], -1)
         part = ((times <= stop) | ((begin_s <= stop) & (times <= stop + patience.grace_s))).to(times)
@@ -151,8 +163,6 @@ def expected_drop(
         if len(parts):
             whole = times.shape[-1] - len(parts)
             part[..., whole:] = (part[..., whole:] * torch.tensor(parts)).ceil() / torch.tensor(parts)
-    if entered_s is not None:
-        part[entered_s > stop_s.to(entered_s).unsqueeze(-1) + patience.grace_s] = 0.0
     return max(0.0, float(1 - (part * unit_share).sum(-1).mean()))
 
 
@@ -184,11 +194,11 @@ class AutoDeadline(Deadline):
     """The threshold of DropCompute's rule (`choose_threshold`) over the last ``window`` steps, chosen ever anew.
 
     It weighs what is dropped against the seconds that are saved, on the clock that it is enforced by: a late rank is
-    waited for until the threshold, and not, as the rule has it, until its last unit before. Where the best
-    threshold promises less than ``least_gain`` (0.01: a hundredth more gradient per second), there is none; but nobody
-    has more than ``at_most`` times the median of all ranks' times, so that a rank which was never slow before and
-    stalls is not waited for either. ``every``: steps between two choices, but at first it chooses in each of so many.
-    ``predicted_drop`` is what the last choice is expected to drop.
+    waited for until the threshold, and not, as the rule has it for micro-batches, until its last unit before. Where
+    the best threshold promises less than ``least_gain`` (0.01: a hundredth more gradient per second), there is none;
+    but nobody has more than ``at_most`` times the median of all ranks' times, so that a rank which was never slow
+    before and stalls is not waited for either. ``every``: steps between two choices, but at first it chooses in each of
+    so many. ``predicted_drop`` is what the last choice is expected to drop.
     """
 
     wants_progress = True
@@ -239,13 +249,14 @@ class AutoDeadline(Deadline):
             return Threshold(math.inf, 0.0, 0.0)
         steps = len(progress.unit_s)
         used = (progress.unit_share > 0).flatten(0, 1).any(0)
-        entered_s = whole_entries(progress, history.compute_s[-steps:])
-        times = whole_times(progress, history.compute_s[-steps:].nan_to_num(0.0))
-        own_s = (
-            history.compute_s[-steps:].where(history.finished[-steps:], math.inf).nan_to_num(math.inf, posinf=math.inf)
-        )
-        quorum_s = own_s.kthvalue(self._patience.quorum_of(own_s.shape[1]), dim=1).values
-        times, share = times[..., used], progress.unit_share[..., used]
+        compute_s, finished, idle = history.compute_s[-steps:], history.finished[-steps:], progress.weight == 0
+        entered_s = whole_entries(progress, compute_s)
+        # what a rank without data does is nothing that could be dropped or waited for
+        times = whole_times(progress, compute_s.nan_to_num(0.0)).masked_fill(idle.unsqueeze(-1), 0.0)[..., used]
+        of_others = idle.shape[1] / (~idle).sum(1).clamp(min=1)
+        share = (progress.unit_share * of_others.view(-1, 1, 1)).masked_fill(idle.unsqueeze(-1), 0.0)[..., used]
+        end_s = (entered_s + compute_s).where(finished, math.inf).nan_to_num(math.inf, posinf=math.inf)
+        quorum_s = end_s.kthvalue(self._patience.quorum_of(end_s.shape[1]), dim=1).values
         bound_s = self.at_most * quantile_of(history.compute_s, 0.5)
         chosen = choose_threshold(
             times,
@@ -254,9 +265,10 @@ class AutoDeadline(Deadline):
             unit_share=share,
             not_before_s=quorum_s,
             longest_s=bound_s,
-            waits_until_tau=True,
+            waits_until_tau=self._patience.granularity != "microbatch",
         )
         tau_s = chosen.tau_s if chosen.gain >= self.least_gain else bound_s
-        stop_s = quorum_s.clamp(min=tau_s)
-        dropped = expected_drop(times, share, stop_s, self._patience, self._parts, entered_s=entered_s)
+        stood_in = entered_s > quorum_s.clamp(min=tau_s).unsqueeze(1) + self._patience.grace_s
+        stop_s = (quorum_s.unsqueeze(1) - entered_s).clamp(min=tau_s).masked_fill(stood_in, -math.inf)
+        dropped = expected_drop(times, share, stop_s, self._patience, self._parts)
         return replace(chosen, tau_s=tau_s, dropped=dropped)

@@ -330,11 +330,9 @@ def test_expected_drop_counts_running_stages_in_part_and_running_microbatches_wh
 
 def test_expected_drop_has_nothing_of_a_rank_that_has_not_entered():
     unit_s, share = torch.tensor([[[1.0, 2.0], [1.0, 2.0]]]), torch.full((1, 2, 2), 0.5)
-    drops = [
-        expected_drop(unit_s, share, torch.tensor([3.0]), Patience(grace_s=1.0), entered_s=torch.tensor([[0.0, at]]))
-        for at in (3.9, 4.1)
-    ]
-    assert drops == [0.0, 0.5]
+    stop_s = torch.tensor([[3.0, -INF]])
+    for granularity in ("stage", "microbatch", "step"):
+        assert expected_drop(unit_s, share, stop_s, Patience(granularity=granularity, grace_s=5.0)) == 0.5
 
 
 def one_slow(factor, steps=30, stages=6):
@@ -361,11 +359,30 @@ def test_auto_deadline_is_a_bound_only_where_there_is_nothing_to_gain(factor):
     assert policy.predicted_drop == pytest.approx(0.0, abs=1e-9)
 
 
-def test_auto_deadline_does_not_wait_in_the_middle_of_a_unit():
+@pytest.mark.parametrize("entered_s", [0.0, 0.5])
+def test_auto_deadline_does_not_wait_in_the_middle_of_a_unit(entered_s):
     """A slow rank stops where its peers are done, whatever the unit that it is in."""
     quick, slow = torch.tensor([1.0, 2.0, 3.0, 3.2, 3.4]), torch.tensor([2.2, 4.4, 6.6, 7.0, 7.5])
+    policy, unit_s = AutoDeadline(), torch.stack([quick, quick, quick, slow]).expand(30, 4, 5)
+    assert 3.3 < policy.decide(history(unit_s, entered_s=torch.full((30, 4), entered_s))) < 3.45
+
+
+def test_auto_deadline_of_whole_microbatches_is_the_rules():
+    """A late rank's step ends with the last micro-batch that it finished, so the longest of equals is taken."""
+    quick, slow = torch.tensor([1.0, 2.0, 3.0, 3.2, 3.4]), torch.tensor([2.2, 4.4, 6.6, 7.0, 7.5])
     policy = AutoDeadline()
-    assert 3.4 < policy.decide(history(torch.stack([quick, quick, quick, slow]).expand(30, 4, 5))) < 3.5
+    policy.prepare(Patience(granularity="microbatch"))
+    assert 4.3 < policy.decide(history(torch.stack([quick, quick, quick, slow]).expand(30, 4, 5))) < 4.4
+
+
+def test_auto_deadline_does_not_count_a_rank_without_data():
+    unit_s = one_slow(1.0).clone()
+    unit_s[:, 3] = NAN
+    seen = history(unit_s)
+    seen.progress.weight[:, 3] = 0.0
+    policy = AutoDeadline()
+    assert policy.decide(seen) == pytest.approx(4.0)
+    assert policy.predicted_drop == pytest.approx(0.0, abs=1e-6)
 
 
 @pytest.mark.parametrize("stood_in", [False, True])
@@ -469,6 +486,26 @@ def test_outcome_of_many_steps_is_that_of_each():
         one = outcome(unit_s[step], float(deadline_s[step]), Rules(quorum=2))
         assert torch.equal(many.reached[step], one.reached)
         assert many.seconds[step] == one.seconds
+
+
+@pytest.mark.parametrize(
+    ("deadline_s", "grace_s", "end_s", "reached"),
+    [
+        (1.5, 1.0, 1.5, 0),  # in the forward pass: at any moment
+        (2.0, 1.0, 2.0, 1),
+        (2.1, 1.0, 2.5, 1),  # at the end of its layer
+        (2.5, 1.0, 2.5, 1),
+        (3.6, 1.0, 4.0, 2),  # of its stage
+        (2.1, 0.1, 2.2, 1),  # when it is stood in for
+        (7.6, 1.0, 8.0, 3),  # it comes to the end after all
+    ],
+)
+def test_late_rank_stops_at_its_next_layer(deadline_s, grace_s, end_s, reached):
+    unit_s = torch.tensor([[0.5, 1.0, 1.5], [2.0, 4.0, 8.0]])
+    cut = outcome(unit_s, deadline_s, Rules(quorum=1, grace_s=grace_s, checks=4))
+    assert cut.end_s.tolist() == pytest.approx([1.5, end_s])
+    assert cut.reached.sum(1).tolist() == [3, reached]
+    assert cut.late.tolist() == [False, reached < 3]
 
 
 # -- what policies see

@@ -99,10 +99,14 @@ def replay(timings: Timings, policy: Deadline, patience: Patience | None = None)
     weight, stages = torch.ones(timings.num_ranks), len(stage_share)
     seconds, dropped, late = list[float](), list[float](), list[Array]()
     deadline_s = math.inf
+    behind_s = torch.zeros(timings.num_ranks)  # what a rank that was stood in for still has to do
     for step in range(timings.num_steps):
-        would = outcome(unit_s[step], deadline_s, rules, entered_s[step])
-        own_s = would.end_s - entered_s[step]
-        part = computed_share(unit_s[step], replace(would, end_s=own_s), rules)
+        begin_s = entered_s[step] + behind_s
+        would = outcome(unit_s[step], deadline_s, rules, begin_s)
+        behind_s = (begin_s - would.end_s).clamp(min=0.0)
+        stood_in = behind_s > 0
+        own_s = (would.end_s - begin_s).masked_fill(stood_in, math.nan)
+        part = computed_share(unit_s[step], replace(would, end_s=own_s.nan_to_num(0.0)), rules)
         network_s = float(timings.network_s[step])
         seconds.append(float(would.seconds) + network_s)
         dropped.append(float(1 - (part * share[step]).sum(-1).mean()))
@@ -112,7 +116,7 @@ def replay(timings: Timings, policy: Deadline, patience: Patience | None = None)
             unit_share=share[step].float(),
             computed=_by_stage(part, share[step], stages),
             weight=weight,
-            entered_s=entered_s[step].float(),
+            entered_s=torch.minimum(begin_s, would.end_s).float(),
             overhead_s=torch.tensor(network_s),
         )
         compute_s = own_s.tolist()

@@ -17,7 +17,8 @@ from straggle.experiments.result import Line, Result
 from straggle.simulate import Constant, DropCompute, Simulation, SlowRanks, Work, simulate_times
 from straggle.threshold import AutoDeadline
 
-WORK = Work(0.24, num_stages=12, forward_share=1 / 3)
+LAYERS = 8  # of a stage, after which a late rank can stop
+WORK = Work(0.24, num_stages=12, forward_share=1 / 3, checks_per_stage=LAYERS)
 DELAYS = {
     "DropCompute's delays": DropCompute(),
     "and one rank in four twice as slow": SlowRanks(DropCompute(), 0.25, 2.0),
@@ -43,7 +44,7 @@ def run(quick: bool, out: Path) -> Result:
         for name, delays in DELAYS.items():
             drawn = delays.steps(WORK.units("stage").base_s, ranks, Generator().manual_seed(ranks))
             unit_s = torch.stack(list(islice(drawn, 40 if quick else 100)))
-            measured = run_real(Setup(unit_s, WORK, methods(ranks), slices=8, block=25))
+            measured = run_real(Setup(unit_s, WORK, methods(ranks), slices=LAYERS, block=25))
             overhead_s = float(measured["WaitForAll"].overhead_s.median())
             lines.append(Line(f"{ranks} ranks, {name}: a step's overhead", "", f"{1e3 * overhead_s:.1f} ms"))
             for method, real in measured.items():

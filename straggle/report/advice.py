@@ -80,7 +80,8 @@ def _saved(numbers: Numbers) -> Iterator[str]:
     elif numbers.dropped_share >= LITTLE:
         yield (
             f"Not waiting saved little ({own} for a mean step, about {waiting} with everyone), but {dropped}. "
-            "A longer deadline would keep more of them: a larger slack, or a higher quantile."
+            "A longer deadline would keep more of them: a larger slack or quantile, or more of least_gain for "
+            "AutoDeadline; DropBudget puts a bound on it."
         )
 
 
@@ -164,7 +165,7 @@ def _nobody_late(run: Run, numbers: Numbers) -> Iterator[str]:
         if rank.slowness >= SLOWER:
             yield (
                 f"Rank {rank.rank} took {rank.slowness:.1f} times as long as the others and was waited for all the "
-                "same. A deadline at a quantile below the share of its times, such as q=0.5, would make it late."
+                "same. AutoDeadline, or a quantile below the share of its times, such as q=0.5, would make it late."
             )
 
 

@@ -103,7 +103,7 @@ class Cluster:
         history_ranks: int,
     ) -> None:
         shown = min(ranks, history_ranks)
-        self._rules = Rules.of(deadline, patience, ranks)
+        self._rules = replace(Rules.of(deadline, patience, ranks), checks=units.checks)
         # of those that it is shown, the same share makes a quorum
         deadline.prepare(replace(patience, quorum=math.ceil(self._rules.quorum * shown / ranks)))
         self._policy = deadline

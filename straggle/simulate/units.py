@@ -19,7 +19,7 @@ class Units:
     each stage; ``stage_share`` (stages,): of the model that each stage is; ``silent`` (units,): see `part_computed`.
     ``overhead_s``: seconds of a step beside the ranks' own work and the merge, such as the optimizer's. ``overlaps``:
     whether a stage is merged while those after it are computed; ``merged``: the overhead is that of a recorded step,
-    the merge included.
+    the merge included. ``checks``: at how many moments of a unit a late rank can stop (`Rules`).
     """
 
     base_s: Tensor
@@ -30,12 +30,14 @@ class Units:
     overhead_s: float = 0.0
     overlaps: bool = True
     merged: bool = False
+    checks: int = 0
 
 
 class Work:
     """A step of ``step_s`` seconds on every rank: micro-batches of a forward pass and ``num_stages`` equal stages.
 
-    ``forward_share`` is the part of a micro-batch's time that the forward pass takes.
+    ``forward_share`` is the part of a micro-batch's time that the forward pass takes. ``checks_per_stage``: at how many
+    moments of a stage, evenly over its time, a late rank can stop, which are as many as it has layers; 0: at any.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Work:
         forward_share: float = 1 / 3,
         overhead_s: float = 0.0,
         overlap: bool = True,
+        checks_per_stage: int = 0,
     ) -> None:
         if not 0 < step_s < math.inf:
             raise ValueError(f"step_s={step_s}: must be a positive number of seconds")
@@ -62,6 +65,13 @@ class Work:
         self.forward_share = forward_share
         self.overhead_s = overhead_s
         self.overlap = overlap
+        check_count("checks_per_stage", checks_per_stage)
+        if checks_per_stage and num_microbatches > 1:
+            raise ValueError(
+                f"checks_per_stage={checks_per_stage} with num_microbatches={num_microbatches}: only the last "
+                "micro-batch comes in stages; use 0, or one micro-batch"
+            )
+        self.checks_per_stage = checks_per_stage
 
     def units(self, granularity: Granularity) -> Units:
         """Its units, as the telemetry counts them (`Progress`): micro-batches, stages in the last one, or just one."""
@@ -82,4 +92,13 @@ class Work:
         silent_last[0] = 1 - backward_s / float(last_s[0])
         of_stage = torch.cat([everything[:-1], torch.eye(stages) / passes])
         base_s, silent = torch.cat([whole_s[:-1], last_s]), torch.cat([silent[:-1], silent_last])
-        return Units(base_s, of_stage.mean(1), of_stage, stage_share, silent, self.overhead_s, self.overlap)
+        return Units(
+            base_s,
+            of_stage.mean(1),
+            of_stage,
+            stage_share,
+            silent,
+            self.overhead_s,
+            self.overlap,
+            checks=self.checks_per_stage,
+        )
