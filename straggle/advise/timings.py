@@ -262,7 +262,8 @@ def _whole_phases(
 ) -> tuple[dict[str, Array], Array]:
     """The phases with what a late rank left undone, and the step's seconds beside the slowest rank's work.
 
-    A rank that was stood in for in several steps was stuck in one piece: it counts where it began, in what it was doing.
+    A rank that was stood in for in several steps was stuck in one piece, which counts where it began, in what the rank
+    was doing.
     """
     names = ("outside", "data", "forward", "backward")
     phases = {name: np.nan_to_num(of[f"{name}_s"]) for name in names}
