@@ -20,7 +20,7 @@ from straggle.threshold import AutoDeadline
 MICROBATCH_S = 0.020
 TAU_S = 0.95 * 1.5 * MICROBATCHES * MICROBATCH_S
 LAYERS = 12
-SKIP = 12  # steps of warm-up, in which everybody is waited for
+SKIP = 12  # steps of warm-up
 WORK = Work(MICROBATCHES * MICROBATCH_S, num_microbatches=MICROBATCHES, num_stages=LAYERS, forward_share=1.0)
 PATIENCE = Patience(quorum=1)
 METHODS = {

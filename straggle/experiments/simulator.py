@@ -23,7 +23,7 @@ DELAYS = {
     "DropCompute's delays": DropCompute(),
     "and one rank in four twice as slow": SlowRanks(DropCompute(), 0.25, 2.0),
 }
-SKIP = 12  # steps of warm-up, in which everybody is waited for
+SKIP = 12  # steps of warm-up
 
 
 def methods(ranks: int) -> dict[str, Method]:
