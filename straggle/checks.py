@@ -6,11 +6,11 @@ And whether replicas are still the same while they are trained.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 from torch.nn.parameter import UninitializedParameter
 
@@ -27,7 +27,7 @@ def check_module(module: nn.Module) -> None:
     for name, parameter in parameters:
         if isinstance(parameter, UninitializedParameter):
             raise ValueError(f"parameter {name} is not initialized: run one forward pass of the lazy module first")
-        if isinstance(parameter, DTensor):
+        if _is_sharded(parameter):
             raise ValueError(f"parameter {name} is sharded (DTensor): wrap the module before it is sharded")
     for name, child in module.named_modules():
         if isinstance(child, nn.SyncBatchNorm):
@@ -37,6 +37,12 @@ def check_module(module: nn.Module) -> None:
             )
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
             raise ValueError(f"{name} has sparse gradients, which have no place in flat buffers: set sparse=False")
+
+
+def _is_sharded(parameter: Tensor) -> bool:
+    """Whether this is a DTensor, whose module takes most of a second to import: without it there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(parameter, module.DTensor)
 
 
 def check_same_on_all_ranks(module: nn.Module, channel: Channel) -> None:
