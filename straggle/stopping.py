@@ -69,7 +69,8 @@ class StopSignal:
             self._store.set("requested", "")  # again in each step: cheap, and it has a few at the most
         elif time.monotonic() - self._polled_at > _POLL_S:
             self._polled_at = time.monotonic()
-            self._requested = bool(self._store.check(["requested"]))
+            if self._store.check(["requested"]):  # never set to what it says: the signal may come meanwhile
+                self._requested = True
         return self._requested
 
     def _hear(self, _number: int, _frame: FrameType | None) -> None:

@@ -16,7 +16,7 @@ import pytest
 from ranks import run_ranks, staged
 from training import Signals, features, mlp
 
-from straggle import FixedDeadline, Patience
+from straggle import FixedDeadline, Patience, stopping
 from straggle.stopping import StopSignal
 
 ROOT = Path(__file__).parent.parent
@@ -50,6 +50,38 @@ def test_request_before_the_first_step_ends_the_run_after_it():
 
 def test_run_that_nobody_ends_goes_on():
     assert run_ranks(train_until_asked, 2, None, 0) == [(19, True)] * 2
+
+
+class AskedMeanwhile:
+    """A store in which nobody has asked yet; the signal comes while it is looked into."""
+
+    def __init__(self, store):
+        self._store = store
+
+    def check(self, keys):
+        found = self._store.check(keys)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return found
+
+    def set(self, key, value):
+        self._store.set(key, value)
+
+
+def ask_while_it_looks(rank):
+    with staged(mlp()) as model, StopSignal() as stop:
+        stop._store = AskedMeanwhile(stop._store)
+        time.sleep(stopping._POLL_S + 0.05)  # so that the first step looks
+        for number in range(3):
+            with model.step() as step:
+                stop.tell(step)
+                model(features(rank, number)).sum().backward()
+            if stop.agreed(model.last_report):
+                return number
+    return None
+
+
+def test_signal_that_comes_while_the_store_is_looked_into_is_not_lost():
+    assert run_ranks(ask_while_it_looks, 1) == [1]  # the first step tells what it is called, and does not look
 
 
 def ask_while_stuck(rank):
