@@ -38,12 +38,13 @@ from straggle.estimators import (
 from straggle.history import History, Progress
 from straggle.measure import Reach, StageProfile, measure_stages
 from straggle.merge import Merge
-from straggle.parallel import StagedDataParallel, Step
+from straggle.parallel import StagedDataParallel
 from straggle.rebalance import Rebalance
 from straggle.report import BackwardReport, RankReport, ShadowReport, StageReport, StageTime, StepReport
 from straggle.sampler import RequeueSampler
 from straggle.staged import BackwardStep, FinishedStage, StagedBackward
 from straggle.stages import BalancedByTime
+from straggle.step import Step
 from straggle.threshold import AutoDeadline
 from straggle.watching import Watch, watch
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from straggle.buffers import StageBuffers
 from straggle.channel import Channel, PeerFailed
 from straggle.clocks import Stopwatch
-from straggle.deadline import Deadline, Patience
 from straggle.estimators import Estimator
 from straggle.history import History
 from straggle.in_force import DeadlineInForce
@@ -33,7 +31,10 @@ _log = logging.getLogger(__name__)
 
 
 class Coordinator:
-    """The rounds, the collectives and the ring of one wrapped model."""
+    """The rounds, the collectives and the ring of one wrapped model.
+
+    ``num_changes``: elements of the module's own buffers that ride along with each merge.
+    """
 
     def __init__(
         self,
@@ -41,14 +42,12 @@ class Coordinator:
         plan: StagePlan,
         channel: Channel,
         *,
-        deadline: Deadline,
+        deadline: DeadlineInForce,
         estimator: Estimator,
-        patience: Patience,
         merge: Merge,
-        num_changes: int = 0,
-        clock: Callable[[], float] = time.monotonic,
+        num_changes: int,
     ) -> None:
-        if patience.granularity == "step" and estimator.supplements:
+        if deadline.patience.granularity == "step" and estimator.supplements:
             raise ValueError(
                 f"granularity='step' with {type(estimator).__name__}: it adds to gradients that are dropped then; "
                 "use granularity='stage' or another estimator"
@@ -56,14 +55,13 @@ class Coordinator:
         self._parameters = parameters
         self._channel = channel
         self._estimator = estimator
-        self._patience = patience
         self._merge = merge
         self._num_changes = num_changes
         self._reached = ReachedShares(merge.chance_window)
-        self._finishes_late = estimator.finishes_late and patience.max_lag > 0
-        self._deadline = DeadlineInForce(deadline, patience, channel.world_size)
-        self.rules = self._deadline.rules
-        self.stopwatch = Stopwatch(clock)
+        self._finishes_late = estimator.finishes_late and deadline.patience.max_lag > 0
+        self._deadline = deadline
+        self.rules = deadline.rules
+        self.stopwatch = Stopwatch()
         self._where = Whereabouts(self.stopwatch)
         self._lock = self._where.lock
         self._ring: dict[int, MergedStep] = {}
@@ -320,7 +318,7 @@ class Coordinator:
             factors = None
             if self._merge.weighting == "inverse_chance":
                 factors = self._reached.factors(len(self.plan.stages), self._merge.chance_cap)
-            whole = self._patience.granularity == "step"
+            whole = self._deadline.patience.granularity == "step"
             group = self._channel.gradients
             where.round = Round(where.merging, self._layout, buffers, group, factors=factors, whole=whole)
             where.round.weight = where.weight  # of a rank that has not entered: its last step's

@@ -8,7 +8,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -26,12 +25,14 @@ from straggle.coordinator import Coordinator
 from straggle.deadline import Deadline, Patience, as_deadline
 from straggle.estimators import Abstain, Estimator
 from straggle.history import History
+from straggle.in_force import DeadlineInForce
 from straggle.merge import Merge, ModuleBuffers
 from straggle.replay import Decision, Recording
 from straggle.report import StepReport
 from straggle.rounds import MergedStep
 from straggle.stages import BalancedByTime, StagePlan, learning_steps, plan_stages, trainable
-from straggle.telemetry import MAX_SCALARS, NO_FINGERPRINT, StepRecord
+from straggle.step import Step
+from straggle.telemetry import NO_FINGERPRINT, StepRecord
 
 _log = logging.getLogger(__name__)
 
@@ -86,9 +87,8 @@ class StagedDataParallel(nn.Module):
             self._parameters_list,
             plan_stages(module, stages),
             self._channel,
-            deadline=self.deadline,
+            deadline=DeadlineInForce(self.deadline, patience, self.world_size),
             estimator=self.estimator,
-            patience=patience,
             merge=self._merge,
             num_changes=self._module_buffers.numel,
         )
@@ -132,7 +132,7 @@ class StagedDataParallel(nn.Module):
         """One optimizer step, ``with model.step(): ...``; ``num_microbatches`` is how many backward passes it has."""
         if num_microbatches < 1:
             raise ValueError(f"num_microbatches={num_microbatches}: a step has at least one backward pass")
-        return Step(self, num_microbatches)
+        return Step(num_microbatches, self._coordinator, enter=self._enter, leave=self._leave)
 
     def join(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """The batches of ``loader``, for ranks that have not all as many: ``for x, y in model.join(loader)``.
@@ -433,58 +433,6 @@ class StagedDataParallel(nn.Module):
 
     def _name(self, index: int) -> str:
         return trainable(self.module)[index][0]
-
-
-class Step:
-    """One optimizer step, as a context manager: leaving it merges the gradients of all ranks."""
-
-    def __init__(self, model: StagedDataParallel, num_microbatches: int) -> None:
-        self._model = model
-        self.num_microbatches = num_microbatches
-        self.stopped = False
-        self.goes_on = False  # it was late in a backward pass, which it finishes all the same
-        self._weight = 1.0
-        self.scalars: dict[str, float] = {}
-        self.kept: dict[int, Tensor] = {}
-        self.num_forward = 0  # passes that were finished
-        self.num_gradients = 0
-        self.num_checks = 0  # how often the pass asked whether to go on
-        self.replayed: Decision | None = None
-        self.outputs: list[weakref.ref[Tensor]] = []
-
-    def __enter__(self) -> Step:
-        self._model._enter(self)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
-        return self._model._leave(self, error)
-
-    @property
-    def weight(self) -> float:
-        """How much this rank's step counts against the others', such as its number of samples or tokens; 1 if not set.
-
-        Set it before the first backward pass. The loss is still this rank's own mean.
-        """
-        return self._weight
-
-    @weight.setter
-    def weight(self, weight: float) -> None:
-        self._model._coordinator.weigh(weight)
-        self._weight = weight
-
-    def log(self, **scalars: float | Tensor) -> None:
-        """Scalars that ride along with the merge; `StepReport.scalars` has the means over ranks that gave them."""
-        self.scalars.update(
-            {name: float(value.detach() if isinstance(value, Tensor) else value) for name, value in scalars.items()}
-        )
-        if len(self.scalars) > MAX_SCALARS:
-            raise ValueError(f"{len(self.scalars)} scalars in one step: at most {MAX_SCALARS}")
-
-    def stop(self) -> None:
-        """Stop this rank's pass at its next stage, as if its deadline were over; from any thread."""
-        self._model._coordinator.stop()
 
 
 def _watch_optimizers(model: StagedDataParallel) -> list[RemovableHandle]:

@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from straggle.parallel import Step
 from straggle.report import StepReport
+from straggle.step import Step
 
 _SCALAR = "stop"
 _POLL_S = 0.2  # between two looks into the store

@@ -1,0 +1,77 @@
+"""`Step`: the block around one optimizer step's passes, and what is known of it while it runs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+
+from torch import Tensor
+
+from straggle.coordinator import Coordinator
+from straggle.replay import Decision
+from straggle.telemetry import MAX_SCALARS
+
+
+class Step:
+    """One optimizer step, as a context manager: leaving it merges the gradients of all ranks.
+
+    Made by `StagedDataParallel.step`. ``enter`` and ``leave`` are called at the two ends of its block; ``leave`` says
+    whether the error, if any, was only the deadline.
+    """
+
+    def __init__(
+        self,
+        num_microbatches: int,
+        coordinator: Coordinator,
+        *,
+        enter: Callable[[Step], None],
+        leave: Callable[[Step, BaseException | None], bool],
+    ) -> None:
+        self._coordinator = coordinator
+        self._enter, self._leave = enter, leave
+        self.num_microbatches = num_microbatches
+        self.stopped = False
+        self.goes_on = False  # it was late in a backward pass, which it finishes all the same
+        self._weight = 1.0
+        self.scalars: dict[str, float] = {}
+        self.kept: dict[int, Tensor] = {}
+        self.num_forward = 0  # passes that were finished
+        self.num_gradients = 0
+        self.num_checks = 0  # how often the pass asked whether to go on
+        self.replayed: Decision | None = None
+        self.outputs: list[weakref.ref[Tensor]] = []
+
+    def __enter__(self) -> Step:
+        self._enter(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        return self._leave(self, error)
+
+    @property
+    def weight(self) -> float:
+        """How much this rank's step counts against the others', such as its number of samples or tokens; 1 if not set.
+
+        Set it before the first backward pass. The loss is still this rank's own mean.
+        """
+        return self._weight
+
+    @weight.setter
+    def weight(self, weight: float) -> None:
+        self._coordinator.weigh(weight)
+        self._weight = weight
+
+    def log(self, **scalars: float | Tensor) -> None:
+        """Scalars that ride along with the merge; `StepReport.scalars` has the means over ranks that gave them."""
+        self.scalars.update(
+            {name: float(value.detach() if isinstance(value, Tensor) else value) for name, value in scalars.items()}
+        )
+        if len(self.scalars) > MAX_SCALARS:
+            raise ValueError(f"{len(self.scalars)} scalars in one step: at most {MAX_SCALARS}")
+
+    def stop(self) -> None:
+        """Stop this rank's pass at its next stage, as if its deadline were over; from any thread."""
+        self._coordinator.stop()
