@@ -40,6 +40,7 @@ HOUSE = (
     "stand_in",
     "checks",
     "coordinator",
+    "step",
     "parallel",
     "rebalance",
     "watching",

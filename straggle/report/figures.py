@@ -13,7 +13,9 @@ import numpy as np
 import plotly.graph_objects as go  # type: ignore[import-untyped]
 
 from straggle.report import PHASES, RankReport, StepReport
+from straggle.report.cells import MAX_ROWS, cells_of
 from straggle.report.run import Array, Run
+from straggle.report.series import MAX_POINTS, cumulative, mean_of_known, running_mean, thinned
 
 BLUE, VERMILLION = "#0072B2", "#D55E00"
 GREY = "#808080"
@@ -31,9 +33,6 @@ _MISSING_COLOURS = (
     (0.501, "rgba(213,94,0,0.2)"),
     (1, "rgba(213,94,0,1)"),
 )
-_MAX_POINTS = 600  # of a line
-_MAX_CELLS = 16_000  # of a heat map
-_MAX_ROWS = 96
 _MAX_BARS = 32  # ranks in a timeline
 
 
@@ -52,7 +51,7 @@ def step_times(runs: Sequence[Run]) -> Chart:
     for number, run in enumerate(runs):
         for seconds, waiting in ((run.seconds, False), (run.wait_for_all_s, True)):
             colour = _RUN_COLOURS[number] if len(runs) > 1 or not waiting else VERMILLION
-            x, y = _cumulative(seconds[run.warmup :])
+            x, y = cumulative(seconds[run.warmup :])
             name = _label(runs, run, "waiting for everyone" if waiting else "as it was")
             figure.add_scatter(
                 x=x,
@@ -80,7 +79,7 @@ def step_times_over_steps(runs: Sequence[Run]) -> Chart:
             kinds.append(("deadline", np.where(np.isfinite(run.deadline_s), run.deadline_s, np.nan), GREY, "dot"))
         for name, seconds, colour, dash in kinds:
             if np.isfinite(seconds).any():
-                x, y = _thinned(run.step, seconds)
+                x, y = thinned(run.step, seconds)
                 figure.add_scatter(
                     x=x,
                     y=y,
@@ -95,30 +94,28 @@ def step_times_over_steps(runs: Sequence[Run]) -> Chart:
 
 def lateness(run: Run) -> Chart:
     """Ranks by steps: how much of a rank's gradients is missing, and why."""
-    size = _bin_sizes(run)
-    missing = _missing(run)
-    z, text, marks = _cells(run, missing, *size)
-    rows, columns = z.shape
+    cells = cells_of(run)
+    rows, columns = cells.missing.shape
     figure = _figure(height=110 + max(90, min(30 * rows, 620 if rows > 20 else 400)), x="step", y="rank")
     figure.add_heatmap(
-        z=z.astype(np.float32),
-        x0=run.step[0] + (size[1] - 1) / 2,
-        dx=size[1],
-        y0=(size[0] - 1) / 2,
-        dy=size[0],
+        z=cells.missing.astype(np.float32),
+        x0=run.step[0] + (cells.num_steps - 1) / 2,
+        dx=cells.num_steps,
+        y0=(cells.num_ranks - 1) / 2,
+        dy=cells.num_ranks,
         zmin=-1,
         zmax=1,
         colorscale=_MISSING_COLOURS,
-        hovertext=text,
+        hovertext=cells.texts,
         hoverinfo="text",
         showscale=False,
         xgap=1 if columns <= 100 else 0,
         ygap=1 if rows <= 70 else 0,
     )
-    if marks:
+    if cells.nonfinite:
         figure.add_scatter(
-            x=[x for x, _ in marks],
-            y=[y for _, y in marks],
+            x=[x for x, _ in cells.nonfinite],
+            y=[y for _, y in cells.nonfinite],
             mode="markers",
             name="gradients that were not finite",
             marker={"symbol": "x-thin", "size": 7, "line": {"width": 1.5, "color": "#000000"}},
@@ -128,9 +125,8 @@ def lateness(run: Run) -> Chart:
     figure.update_xaxes(showgrid=False)
     late = int(np.nansum(run.ranks["late"]))
     alt = f"Ranks by steps: {late} times that a rank was late; the table below has the count of each rank."
-    binned = " by ".join(
-        part for part in (f"{size[1]} steps" * (size[1] > 1), f"{size[0]} ranks" * (size[0] > 1)) if part
-    )
+    sizes = ((cells.num_steps, "steps"), (cells.num_ranks, "ranks"))
+    binned = " by ".join(f"{number} {what}" for number, what in sizes if number > 1)
     return Chart(figure, alt, f"A cell is the mean of {binned}." if binned else "")
 
 
@@ -138,11 +134,11 @@ def contributions(run: Run) -> Chart:
     """Stages by ranks: the share of each stage's gradients that came in."""
     share = run.stage_share
     num_stages, num_ranks = share.shape
-    size = math.ceil(num_ranks / _MAX_ROWS)
+    size = math.ceil(num_ranks / MAX_ROWS)
     if size > 1:
-        share = np.array([_mean(share[:, at : at + size], axis=1) for at in range(0, num_ranks, size)]).T
+        share = np.array([mean_of_known(share[:, at : at + size], axis=1) for at in range(0, num_ranks, size)]).T
     labels = [_ranks_label(at * size, size, num_ranks) for at in range(share.shape[1])]
-    share = np.column_stack([_mean(run.stage_share, axis=1), share])
+    share = np.column_stack([mean_of_known(run.stage_share, axis=1), share])
     labels = ["all", *labels]
     names = [f"stage {number}, {stage.name}" for number, stage in enumerate(run.stages)]
     hover = [
@@ -167,7 +163,7 @@ def contributions(run: Run) -> Chart:
     )
     figure.update_xaxes(type="category", showgrid=False)
     figure.update_yaxes(autorange="reversed", dtick=1 if num_stages <= 20 else None, showgrid=False)
-    first, last = (float(_mean(run.stage_share[row], axis=0)) for row in (0, -1))
+    first, last = (float(mean_of_known(run.stage_share[row], axis=0)) for row in (0, -1))
     alt = f"Stages by ranks: {_percent(first)} came in for the first stage of backward, {_percent(last)} for the last."
     return Chart(figure, alt)
 
@@ -220,7 +216,7 @@ def loss(runs: Sequence[Run], *, over: str) -> Chart:
     for number, run in enumerate(runs):
         x = run.step if over == "step" else np.nancumsum(run.seconds)
         if len(runs) == 1:
-            raw_x, raw_y = _thinned(x, run.loss)
+            raw_x, raw_y = thinned(x, run.loss)
             figure.add_scatter(
                 x=raw_x,
                 y=raw_y,
@@ -229,7 +225,7 @@ def loss(runs: Sequence[Run], *, over: str) -> Chart:
                 line={"color": "rgba(128,128,128,0.55)", "width": 1},
                 hoverinfo="skip",
             )
-        smooth_x, smooth_y = _thinned(x, _running_mean(run.loss, 20))
+        smooth_x, smooth_y = thinned(x, running_mean(run.loss, 20))
         figure.add_scatter(
             x=smooth_x,
             y=smooth_y,
@@ -324,66 +320,6 @@ def _state(rank: RankReport) -> str:
     return " late" if rank.late else ""
 
 
-def _missing(run: Run) -> Array:
-    """Share of each rank's gradients that did not come in; -1: it had no data; NaN: it was not there."""
-    return np.where(run.ranks["idle"] == 1, -1.0, 1 - run.ranks["reach"])
-
-
-def _bin_sizes(run: Run) -> tuple[int, int]:
-    """Ranks and steps in a cell of the heat map."""
-    ranks = math.ceil(run.num_ranks / _MAX_ROWS)
-    columns = min(_MAX_POINTS, max(60, _MAX_CELLS // math.ceil(run.num_ranks / ranks)))
-    return ranks, math.ceil(run.num_steps / columns)
-
-
-def _cells(
-    run: Run, missing: Array, rank_size: int, step_size: int
-) -> tuple[Array, list[list[str]], list[tuple[float, float]]]:
-    """The heat map's values, by rank and step, its hover texts, and where gradients were not finite."""
-    rows = [slice(at, at + rank_size) for at in range(0, run.num_ranks, rank_size)]
-    columns = [slice(at, at + step_size) for at in range(0, run.num_steps, step_size)]
-    z = np.full((len(rows), len(columns)), np.nan)
-    text, marks = list[list[str]](), list[tuple[float, float]]()
-    for y, row in enumerate(rows):
-        text.append([])
-        for x, column in enumerate(columns):
-            cell = missing[column, row]
-            with_data = cell[cell >= 0]
-            z[y, x] = with_data.mean() if with_data.size else (-1.0 if (cell == -1).any() else np.nan)
-            text[-1].append(_cell_text(run, row, column, z[y, x]))
-            if (run.ranks["nonfinite"][column, row] > 0).any():
-                middle = run.step[0] + x * step_size + (step_size - 1) / 2
-                marks.append((float(middle), y * rank_size + (rank_size - 1) / 2))
-    return z, text, marks
-
-
-def _cell_text(run: Run, row: slice, column: slice, value: float) -> str:
-    steps = run.step[column]
-    last_rank = min(row.stop, run.num_ranks) - 1
-    where = f"rank {row.start}" if last_rank == row.start else f"ranks {row.start} to {last_rank}"
-    when = f"step {steps[0]:.0f}" if len(steps) == 1 else f"steps {steps[0]:.0f} to {steps[-1]:.0f}"
-    if math.isnan(value) or value < 0:
-        return f"{where}, {when}: {'no data' if value < 0 else 'not known'}"
-    of = {name: run.ranks[name][column, row] for name in ("late", "stood_in", "cause", "nonfinite")}
-    late = of["late"] == 1
-    if not late.any():
-        return f"{where}, {when}: in time" + _nonfinite_text(of["nonfinite"])
-    causes = [PHASES[int(cause)] for cause in of["cause"][late].tolist() if not math.isnan(cause)]
-    stood_in = int((of["stood_in"] == 1).sum())
-    if late.size == 1:
-        what = f"late in {causes[0]}" if causes else "late"
-        what += ", stood in for" if stood_in else ""
-    else:
-        counts = ", ".join(f"{cause} {causes.count(cause)}" for cause in PHASES if cause in causes)
-        what = f"late {late.sum()} of {late.size} times ({counts})" + (f", stood in for {stood_in}" if stood_in else "")
-    return f"{where}, {when}: {what}<br>{1 - value:.0%} of its gradients came in" + _nonfinite_text(of["nonfinite"])
-
-
-def _nonfinite_text(nonfinite: Array) -> str:
-    number = int(np.nansum(nonfinite))
-    return f"<br>gradients that were not finite: {number}" if number else ""
-
-
 def _ranks_label(first: int, size: int, num_ranks: int) -> str:
     last = min(first + size, num_ranks) - 1
     return f"rank {first}" if last == first else f"ranks {first}-{last}"
@@ -399,42 +335,6 @@ def _percent(share: float) -> str:
     return "" if math.isnan(share) else f"{share:.0%}"
 
 
-def _cumulative(seconds: Array) -> tuple[Array, Array]:
-    """The values in order, and which share is at most each; thinned."""
-    known = np.sort(seconds[np.isfinite(seconds)])
-    share = np.arange(1, len(known) + 1) / max(1, len(known))
-    kept = np.unique(np.linspace(0, len(known) - 1, min(len(known), _MAX_POINTS)).round().astype(int))
-    return known[kept], share[kept]
-
-
-def _thinned(x: Array, y: Array) -> tuple[Array, Array]:
-    """At most `_MAX_POINTS` points: means over equal numbers of neighbours, so that sums stay what they are."""
-    size = math.ceil(len(x) / _MAX_POINTS)
-    if size == 1:
-        return x, y
-    starts = range(0, len(x), size)
-    middle = np.array([x[at : at + size].mean() for at in starts])
-    return middle, np.array([_mean(y[at : at + size], axis=0) for at in starts])
-
-
 def _thinned_note(runs: Sequence[Run]) -> str:
-    size = max(math.ceil(run.num_steps / _MAX_POINTS) for run in runs)
+    size = max(math.ceil(run.num_steps / MAX_POINTS) for run in runs)
     return f"Each point is the mean of {size} steps." if size > 1 else ""
-
-
-def _running_mean(values: Array, length: int) -> Array:
-    """Mean of the last ``length`` known values at each place."""
-    known = np.isfinite(values)
-    sums, counts = (np.concatenate([[0.0], np.cumsum(row)]) for row in (np.where(known, values, 0.0), known))
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(0, ends - length)
-    count = counts[ends] - counts[starts]
-    return np.asarray(np.divide(sums[ends] - sums[starts], count, out=np.full(len(values), np.nan), where=count > 0))
-
-
-def _mean(values: Array, axis: int) -> Array:
-    """The mean of what is known; NaN where nothing is."""
-    known = np.isfinite(values)
-    count = known.sum(axis=axis)
-    total = np.where(known, values, 0.0).sum(axis=axis)
-    return np.asarray(np.divide(total, count, out=np.full(np.shape(total), np.nan), where=count > 0))
