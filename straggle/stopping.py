@@ -20,7 +20,12 @@ from straggle.report import StepReport
 from straggle.step import Step
 
 _SCALAR = "stop"
-_POLL_S = 0.2  # between two looks into the store
+
+
+def _own_store() -> Any:
+    """A connection of its own to the job's store: a client serves one request at a time."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    return dist.PrefixStore("straggle/stop", store.clone())  # type: ignore[attr-defined]
 
 
 class StopSignal:
@@ -33,15 +38,16 @@ class StopSignal:
                 ...
             if stop.agreed(model.last_report):
                 break
+
+    ``poll_s``: seconds between two looks into ``store``, the default process group's if not given.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, poll_s: float = 0.2, store: Any = None) -> None:
+        self._poll_s = poll_s
         self._requested = False  # of this process
         self._told = False
         self._polled_at = time.monotonic()
-        # a connection of its own: a client serves one request at a time
-        store: Any = dist.distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore("straggle/stop", store.clone())  # type: ignore[attr-defined]
+        self._store = _own_store() if store is None else store
         self._before: Any = None
 
     def __enter__(self) -> StopSignal:
@@ -67,7 +73,7 @@ class StopSignal:
         """Whether this rank or a peer has been asked."""
         if self._requested:
             self._store.set("requested", "")  # again in each step: cheap, and it has a few at the most
-        elif time.monotonic() - self._polled_at > _POLL_S:
+        elif time.monotonic() - self._polled_at >= self._poll_s:
             self._polled_at = time.monotonic()
             if self._store.check(["requested"]):  # never set to what it says: the signal may come meanwhile
                 self._requested = True

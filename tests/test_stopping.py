@@ -13,10 +13,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from ranks import run_ranks, staged
 from training import Signals, features, mlp
 
-from straggle import FixedDeadline, Patience, stopping
+from straggle import FixedDeadline, Patience
 from straggle.stopping import StopSignal
 
 ROOT = Path(__file__).parent.parent
@@ -52,25 +53,17 @@ def test_run_that_nobody_ends_goes_on():
     assert run_ranks(train_until_asked, 2, None, 0) == [(19, True)] * 2
 
 
-class AskedMeanwhile:
+class AskedMeanwhile(dist.HashStore):
     """A store in which nobody has asked yet; the signal comes while it is looked into."""
 
-    def __init__(self, store):
-        self._store = store
-
     def check(self, keys):
-        found = self._store.check(keys)
+        found = super().check(keys)
         os.kill(os.getpid(), signal.SIGTERM)
         return found
 
-    def set(self, key, value):
-        self._store.set(key, value)
-
 
 def ask_while_it_looks(rank):
-    with staged(mlp()) as model, StopSignal() as stop:
-        stop._store = AskedMeanwhile(stop._store)
-        time.sleep(stopping._POLL_S + 0.05)  # so that the first step looks
+    with staged(mlp()) as model, StopSignal(poll_s=0.0, store=AskedMeanwhile()) as stop:
         for number in range(3):
             with model.step() as step:
                 stop.tell(step)

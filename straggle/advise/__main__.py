@@ -11,6 +11,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from straggle.command import run_command
+
 _USAGE = """\
 python -m straggle.advise PATH [--json]
   PATH     a run_dir of straggle.train or straggle.watch, or a trace.jsonl
@@ -28,25 +30,18 @@ def arguments(words: Sequence[str]) -> tuple[Path, bool]:
     return Path(paths[0]), "--json" in words
 
 
+def advise(words: Sequence[str]) -> str:
+    """What the command prints."""
+    path, as_json = arguments(words)
+    from straggle.advise.answer import answer  # needs an extra
+
+    found = answer(path)
+    return f"{found.as_json()}\n" if as_json else str(found)
+
+
 def main() -> int:
     """The command; gives its exit status."""
-    words = sys.argv[1:]
-    if not words or {"-h", "--help"} & set(words):
-        sys.stdout.write(_USAGE)
-        return 0 if words else 2
-    try:
-        path, as_json = arguments(words)
-        from straggle.advise.answer import answer
-
-        found = answer(path)
-    except ImportError as error:
-        sys.stderr.write(f"{error}; the advice needs: pip install 'straggle[report]'\n")
-        return 2
-    except (ValueError, OSError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    sys.stdout.write(f"{found.as_json()}\n" if as_json else str(found))
-    return 0
+    return run_command(sys.argv[1:], _USAGE, advise, extra="report")
 
 
 if __name__ == "__main__":

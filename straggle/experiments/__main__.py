@@ -73,15 +73,19 @@ def main() -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     given.out.mkdir(parents=True, exist_ok=True)
-    results = [_run(name, given.quick, given.out) for name in given.names]  # all of them, whatever the first ones say
+    # all of them, whatever the first ones say
+    results = [perform(name, _experiment(name), quick=given.quick, out=given.out) for name in given.names]
     return int(not all(results))
 
 
-def _run(name: str, quick: bool, out: Path) -> bool:
+def _experiment(name: str) -> Experiment:
+    return cast(Experiment, import_module(f"straggle.experiments.{name}").run)
+
+
+def perform(name: str, experiment: Experiment, *, quick: bool, out: Path) -> bool:
     """Run one, print and write what it found; whether all was as expected."""
-    run = cast(Experiment, import_module(f"straggle.experiments.{name}").run)
     try:
-        result = run(quick, out)
+        result = experiment(quick, out)
     except ImportError as error:
         sys.stderr.write(f"{name.upper()}: {error}; the experiments need: pip install 'straggle[train]'\n")
         return False

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from straggle.command import run_command
+
 _KEYS = ("compare", "steps", "out")
 _USAGE = """\
 python -m straggle.report RUN_DIR [key=value ...]
@@ -40,24 +42,18 @@ def arguments(words: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def report(words: Sequence[str]) -> str:
+    """What the command prints."""
+    given = arguments(words)
+    from straggle.report.page import write_report  # needs an extra
+
+    path = write_report(**given)
+    return f"report: {path} ({path.stat().st_size / 1e6:.1f} MB)\n"
+
+
 def main() -> int:
     """The command; gives its exit status."""
-    words = sys.argv[1:]
-    if not words or {"-h", "--help"} & set(words):
-        sys.stdout.write(_USAGE)
-        return 0 if words else 2
-    try:
-        from straggle.report.page import write_report
-
-        path = write_report(**arguments(words))
-    except ImportError as error:
-        sys.stderr.write(f"{error}; the report needs: pip install 'straggle[report]'\n")
-        return 2
-    except (ValueError, OSError) as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    sys.stdout.write(f"report: {path} ({path.stat().st_size / 1e6:.1f} MB)\n")
-    return 0
+    return run_command(sys.argv[1:], _USAGE, report, extra="report")
 
 
 if __name__ == "__main__":
