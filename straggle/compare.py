@@ -20,7 +20,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from rich.console import Console
 
-from straggle.configuration import complain_and_exit, config_dir, of_method, of_scenario
+from straggle.configuration import complain_and_exit, config_dir, of_method, of_scenario, slows_ranks
 from straggle.jobs import gather, process_group
 from straggle.standings import REFERENCE, TRAIN_ON, Standing, Standings, draw, print_summary
 from straggle.turns import Timed, seconds_to
@@ -56,7 +56,7 @@ def _scenario(name: str, config: DictConfig, workload: Workload, device: torch.d
     standings = {method: Standing(timed, gather(timed.job.parameters_sha256())) for method, timed in methods.items()}
     for timed in methods.values():
         timed.job.close()
-    done = Standings(standings, config.steps, turns, faults=bool(config.faults))
+    done = Standings(standings, config.steps, turns, faults=slows_ranks(config))
     if dist.get_rank() == 0:
         _write(config, done, name)
     return done
@@ -83,7 +83,9 @@ def _train_on(methods: dict[str, Timed], block: int) -> None:
         return too_high and sum(timed.turn_s) < TRAIN_ON * sum(reference.turn_s)
 
     left = [timed for timed in methods.values() if timed is not reference]
-    while left := [timed for timed, on in zip(left, gather([waits(timed) for timed in left])[0], strict=True) if on]:
+    while left:
+        go_on = gather([waits(timed) for timed in left])[0]  # rank 0's clock, for all
+        left = [timed for timed, on in zip(left, go_on, strict=True) if on]
         for timed in left:
             timed.turn(len(timed.step_s), block)
 

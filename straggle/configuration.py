@@ -97,18 +97,16 @@ def load(name: str, overrides: Sequence[str]) -> DictConfig:
             config = compose(name, list(overrides))
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigurationError(_explain(str(error), valid)) from None
-    if METHODS in config:
-        for key in _NOT_COMPARED:
-            if config[key] != valid[key]:
-                raise ConfigurationError(f"{key}={config[key]}: only train does that, compare does not")
     check(config, valid)
     return config
 
 
 @cache
 def _composed(name: str, *choices: str) -> DictConfig:
-    """What is valid, never changed: composing takes a third of a second."""
-    return compose(name, list(choices))
+    """What is valid; read only, because it is kept: composing takes a third of a second."""
+    valid = compose(name, list(choices))
+    OmegaConf.set_readonly(valid, True)
+    return valid
 
 
 def register_resolvers() -> None:
@@ -150,6 +148,7 @@ def check(config: DictConfig, valid: DictConfig) -> None:
     if config.get("resume") is True and not (Path(config.run_dir) / "checkpoint").is_dir():
         raise ConfigurationError(f"resume=true: there is no checkpoint in run_dir={config.run_dir}")
     if METHODS in config:
+        _check_compared(config, valid)
         _check_methods(config)
     scenarios = config.get("scenarios")
     if scenarios is not None and not isinstance(scenarios, ListConfig):
@@ -174,6 +173,13 @@ def check_at_least(key: str, value: Any, least: int) -> None:
     """Raise `ConfigurationError` for what is no whole number of at least ``least``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigurationError(f"{key}={value}: must be a whole number of at least {least}")
+
+
+def _check_compared(config: DictConfig, valid: DictConfig) -> None:
+    """Nothing is wanted that only ``train`` does."""
+    for key in _NOT_COMPARED:
+        if config.get(key) != valid.get(key):
+            raise ConfigurationError(f"{key}={config.get(key)}: only train does that, compare does not")
 
 
 def _check_methods(config: DictConfig) -> None:
@@ -209,7 +215,10 @@ def of_method(config: DictConfig, name: str) -> DictConfig:
 
 
 def of_scenario(config: DictConfig, name: str) -> DictConfig:
-    """``config`` under the faults of this name, at ``config``'s own pace, with a folder of their own for its files."""
+    """``config`` under the faults of this name, with a folder of their own for its files.
+
+    Faults that have a pace have ``config``'s.
+    """
     merged = config.copy()
     OmegaConf.set_struct(merged, False)
     merged.faults = OmegaConf.load(config_dir() / "faults" / f"{name}.yaml")
@@ -260,6 +269,11 @@ def build_faults(config: DictConfig) -> dict[str, Fault]:
     """The faults by name, without those that ``null`` switches off."""
     parts = config.get("faults") or {}
     return {str(name): instantiate(part) for name, part in parts.items() if part is not None}
+
+
+def slows_ranks(config: DictConfig) -> bool:
+    """Whether there are faults beside the pace, which all ranks have."""
+    return bool(build_faults(config).keys() - {"pace"})
 
 
 def build_optimizer(config: DictConfig, model: nn.Module) -> Optimizer:

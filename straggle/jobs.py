@@ -64,7 +64,7 @@ class Job(ABC):
         self.samples_per_step: int = config.num_microbatches * config.batch_size  # of a rank, in a step of weight 1
         self.module = workload.model().to(device)
         self.optimizer = build_optimizer(config, self.module)
-        self.losses: list[float] = []  # of this rank's steps; NaN where it was late before it knew
+        self._loss_so_far = 0.0  # of the running step's micro-batches, of each its part of the mean
         self._device = device
         rank, world_size = dist.get_rank(), dist.get_world_size()
         self._shard = Shard(
@@ -93,7 +93,7 @@ class Job(ABC):
         """Train step ``number``."""
         self._faults.step(number)
         batches = [self._load(samples) for samples in self._samples(number)]
-        self.losses.append(0.0)
+        self._loss_so_far = 0.0
         self._passes(batches)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -131,7 +131,7 @@ class Job(ABC):
     def _loss(self, batch: tuple[Tensor, Tensor], num_microbatches: int) -> Tensor:
         """This micro-batch's part of the mean loss of this rank's step."""
         loss = self.workload.loss(self.model, batch) / num_microbatches
-        self.losses[-1] += loss.item()
+        self._loss_so_far += loss.item()
         return loss
 
 
@@ -176,10 +176,8 @@ class StagedJob(Job):
             for batch in batches:
                 loss = self._loss(batch, len(batches))
                 done += 1
-                step.log(loss=self.losses[-1] * len(batches) / done)
+                step.log(loss=self._loss_so_far * len(batches) / done)
                 loss.backward()  # type: ignore[no-untyped-call]
-        if done < len(batches):
-            self.losses[-1] = self.losses[-1] * len(batches) / done if done else float("nan")
 
     def records(self) -> list[StepRecord]:
         kept: list[StepRecord] = []

@@ -13,7 +13,7 @@ from straggle.view import print_table
 
 REFERENCE = "ddp"
 OURS = "straggle"
-TRAIN_ON = 1.25  # of DDP's seconds, which a method has to come to DDP's final loss
+TRAIN_ON = 1.25  # of DDP's seconds, beyond which no method goes on to come to DDP's final loss
 _WITHOUT_FAULTS = 1.02  # of DDP's step time, at most
 
 
@@ -88,6 +88,8 @@ class Standings:
             return f"straggle's step time is {_text(ratio)} of DDP's: {'within' if kept else 'NOT within'} 2 %"
         seconds = {name: self.seconds_to_loss(name)[-1] for name in self.methods}
         known = {name: at for name, at in seconds.items() if at is not None and name != OURS}
+        if not known:
+            return f"DDP's final loss is {self.target}: there is nothing to compare by"
         best = min(known, key=lambda name: known[name])
         if seconds[OURS] is None:
             return f"straggle did NOT come to DDP's final loss in {TRAIN_ON} of DDP's time; {best} was the first"
