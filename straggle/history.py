@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -24,8 +24,8 @@ class Progress:
     ``computed`` of shape (steps, ranks, stages) is the share of each stage that the rank handed in; ``stage_share`` of
     shape (stages,) the share of the model that a stage is; ``weight`` of shape (steps, ranks) the weight of the rank's
     step (0: it had no data). ``entered_s`` of shape (steps, ranks): seconds from the end of the step before to entering
-    this one; of a rank that never entered, to when it was stood in for. ``overhead_s`` of shape (steps,): seconds of
-    the step after its slowest rank's own work.
+    this one; of a rank that never entered, to when it was stood in for. ``overhead_s`` of shape (steps,): seconds
+    from the end of the slowest rank's own work to the end of the step, as they were in the step before.
     """
 
     unit_s: Tensor
@@ -71,8 +71,13 @@ class History:
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, Tensor]) -> History:
-        """The history that `tensors` gave."""
+        """The history that `tensors` gave; raises ``ValueError`` for that of an older version."""
         parts = {name.removeprefix("progress."): t for name, t in tensors.items() if name.startswith("progress.")}
+        if parts and (missing := {field.name for field in fields(Progress)} - parts.keys()):
+            raise ValueError(
+                f"the saved history has no {', '.join(sorted(missing))}: it is of an older version; begin without it, "
+                "and the deadline is learned anew"
+            )
         progress = Progress(**parts) if parts else None
         return History(int(tensors["num_steps"]), tensors["compute_s"], tensors["finished"], progress)
 

@@ -59,22 +59,27 @@ class Work:
             raise ValueError(f"forward_share={forward_share}: must be a share of a micro-batch's time, from 0 to 1")
         if not 0 <= overhead_s < math.inf:
             raise ValueError(f"overhead_s={overhead_s}: must be a number of seconds")
-        self.step_s = step_s
-        self.num_stages = num_stages
-        self.num_microbatches = num_microbatches
-        self.forward_share = forward_share
-        self.overhead_s = overhead_s
-        self.overlap = overlap
         check_count("checks_per_stage", checks_per_stage)
         if checks_per_stage and num_microbatches > 1:
             raise ValueError(
                 f"checks_per_stage={checks_per_stage} with num_microbatches={num_microbatches}: only the last "
                 "micro-batch comes in stages; use 0, or one micro-batch"
             )
+        self.step_s = step_s
+        self.num_stages = num_stages
+        self.num_microbatches = num_microbatches
+        self.forward_share = forward_share
+        self.overhead_s = overhead_s
+        self.overlap = overlap
         self.checks_per_stage = checks_per_stage
 
     def units(self, granularity: Granularity) -> Units:
-        """Its units, as the telemetry counts them (`Progress`): micro-batches, stages in the last one, or just one."""
+        """Its units, as the telemetry counts them (`Progress`): micro-batches, stages in the last one, or just one.
+
+        Raises ``ValueError`` for ``checks_per_stage`` where there are no stages to be dropped.
+        """
+        if self.checks_per_stage and granularity != "stage":
+            raise ValueError(f"checks_per_stage={self.checks_per_stage} with granularity={granularity!r}: use 0")
         stages, passes = self.num_stages, self.num_microbatches
         stage_share = torch.full((stages,), 1 / stages)
         if granularity == "step":  # its merge begins when a rank has finished
