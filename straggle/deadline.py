@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ class FixedDeadline(Deadline):
     """The same ``budget_s`` seconds for every step after ``warmup_steps``."""
 
     def __init__(self, budget_s: float, *, warmup_steps: int = 1) -> None:
-        if not budget_s > 0:
+        if isinstance(budget_s, bool) or not budget_s > 0:
             raise ValueError(f"budget_s={budget_s}: a deadline needs a positive number of seconds (or deadline=None)")
         check_count("warmup_steps", warmup_steps)
         self.budget_s = float(budget_s)
@@ -73,7 +74,7 @@ class QuantileDeadline(Deadline):
     def __init__(self, q: float, slack: float = 1.2, *, window: int = 50, warmup_steps: int = 10) -> None:
         if isinstance(q, bool) or not 0 <= q <= 1:
             raise ValueError(f"q={q}: a quantile lies between 0 and 1, such as 0.5 for the median")
-        _check_slack(slack)
+        check_number("slack", slack, least=1, such_as="1.2; with less the deadline shrinks from step to step")
         check_count("window", window, least=1)
         check_count("warmup_steps", warmup_steps, least=1)
         self.q = q
@@ -96,9 +97,8 @@ class MedianDeadline(Deadline):
     """
 
     def __init__(self, k: float = 5.0, slack: float = 1.1, *, window: int = 50, warmup_steps: int = 10) -> None:
-        if not 0 <= k < math.inf:
-            raise ValueError(f"k={k}: must be a number from 0 on, such as 5")
-        _check_slack(slack)
+        check_number("k", k, least=0, such_as="5")
+        check_number("slack", slack, least=1, such_as="1.1; with less the deadline shrinks from step to step")
         check_count("window", window, least=1)
         check_count("warmup_steps", warmup_steps, least=1)
         self.k = k
@@ -129,8 +129,7 @@ class FirstK(Deadline):
     def __init__(self, k: int, *, grace_s: float = 0.0, warmup_steps: int = 1) -> None:
         check_count("k", k, least=1)
         check_count("warmup_steps", warmup_steps, least=1)
-        if not 0 <= grace_s < math.inf:
-            raise ValueError(f"grace_s={grace_s}: must be a number of seconds")
+        check_number("grace_s", grace_s, least=0, such_as="0.05 for seconds")
         self.quorum = k
         self.grace_s = grace_s
         self.warmup_steps = warmup_steps
@@ -231,6 +230,8 @@ def check_count(name: str, value: int, least: int = 0) -> None:
         raise ValueError(f"{name}={value}: must be a whole number of at least {least}")
 
 
-def _check_slack(slack: float) -> None:
-    if isinstance(slack, bool) or not 1 <= slack < math.inf:
-        raise ValueError(f"slack={slack}: must be a number from 1 on, or the deadline shrinks from step to step")
+def check_number(name: str, value: float, *, least: float = -math.inf, above: float = -math.inf, such_as: str) -> None:
+    """Raise ``ValueError`` for what is no finite number of at least ``least`` that is more than ``above``."""
+    if isinstance(value, bool) or not (max(least, -sys.float_info.max) <= value < math.inf and value > above):
+        where = f"above {above}" if above > -math.inf else f"from {least} on"
+        raise ValueError(f"{name}={value}: must be a number {where}, such as {such_as}")

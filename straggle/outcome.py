@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from straggle.deadline import Deadline, Patience
-from straggle.threshold import part_computed
 
 
 @dataclass(frozen=True)
@@ -46,23 +45,34 @@ class Rules:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``late`` (..., ranks); ``end_s`` (..., ranks), the end of each rank's own work; ``reached`` (..., ranks, units).
+    """``late`` and ``stood_in`` (..., ranks), of which a rank can be both; ``reached`` (..., ranks, units).
 
-    ``seconds``, (...): to the end of the last rank's work, without communication.
+    ``own_s`` (..., ranks): seconds of each rank's own work, from entering; 0 where it is stood in for. ``end_s``
+    (..., ranks), and ``seconds`` (...) of the last rank: from the step's begin to the end of that work, or to standing
+    in, without communication.
     """
 
     late: Tensor
+    stood_in: Tensor
+    own_s: Tensor
     end_s: Tensor
     reached: Tensor
     seconds: Tensor
 
 
-def outcome(unit_s: Tensor, deadline_s: float | Tensor, rules: Rules, entered_s: Tensor | None = None) -> Outcome:
+def outcome(
+    unit_s: Tensor,
+    deadline_s: float | Tensor,
+    rules: Rules,
+    entered_s: Tensor | None = None,
+    behind: Tensor | None = None,
+) -> Outcome:
     """The step under a deadline of ``deadline_s`` seconds, a number or a tensor of shape (...).
 
     ``unit_s``, (..., ranks, units): seconds from entering the step to the end of each unit of a rank's work, if nobody
-    stops it. ``entered_s``, (..., ranks): when each rank enters, 0 for all if not given. What a rank that is stood in
-    for still has to do in the following steps is not in here.
+    stops it. ``entered_s``, (..., ranks): when each rank enters, 0 for all if not given. ``behind``, (..., ranks):
+    which ranks were stood in for in the step before, and are again as soon as a quorum waits, unless they enter before.
+    What such a rank still has to do in the following steps is not in here.
     """
     if entered_s is not None:
         unit_s = unit_s + entered_s.unsqueeze(-1)
@@ -72,6 +82,8 @@ def outcome(unit_s: Tensor, deadline_s: float | Tensor, rules: Rules, entered_s:
     stood_in = torch.zeros_like(whole_s, dtype=torch.bool)
     if entered_s is not None:
         stood_in_at = torch.maximum(deadline_at, quorum_at) + rules.grace_s
+        if behind is not None:
+            stood_in_at = torch.where(behind, quorum_at, stood_in_at)
         stood_in = entered_s > stood_in_at  # so it reaches no unit before that
         deadline_at = torch.where(stood_in, stood_in_at, deadline_at + entered_s)
     stop_at = torch.maximum(deadline_at, quorum_at).expand_as(whole_s)
@@ -85,10 +97,12 @@ def outcome(unit_s: Tensor, deadline_s: float | Tensor, rules: Rules, entered_s:
         in_time = late & ~stood_in & (running_s <= stop_at + rules.grace_s)
         end_s = torch.where(late & ~stood_in, torch.minimum(running_s, stop_at + rules.grace_s), end_s)
         reached = reached | (in_time.unsqueeze(-1) & (unit_s == running_s.unsqueeze(-1)))
+        late = late & ~reached[..., -1]  # it was the last one
     elif rules.checks and not rules.drop_all and bool(late.any()):
         end_s[late] = _next_check(unit_s[late], stop_at[late], rules)
         late, reached = late & (end_s < whole_s), unit_s <= end_s.unsqueeze(-1)
-    return Outcome(late, end_s, reached, end_s.amax(-1))
+    own_s = end_s if entered_s is None else (end_s - entered_s).clamp(min=0.0)
+    return Outcome(late, stood_in, own_s, end_s, reached, end_s.amax(-1))
 
 
 def _next_check(unit_s: Tensor, stop_at: Tensor, rules: Rules) -> Tensor:
@@ -111,5 +125,20 @@ def computed_share(unit_s: Tensor, step: Outcome, rules: Rules, silent: Tensor |
     """
     share = step.reached.to(unit_s.dtype)
     if not rules.finish_running and not rules.drop_all:
-        share[step.late] = part_computed(unit_s[step.late], step.end_s[step.late].unsqueeze(-1), silent)
+        share[step.late] = part_computed(unit_s[step.late], step.own_s[step.late].unsqueeze(-1), silent)
     return share
+
+
+def part_computed(unit_s: Tensor, stop_s: Tensor, silent: Tensor | None = None) -> Tensor:
+    """The part of each unit that a rank has computed when it is stopped after ``stop_s`` seconds.
+
+    ``silent`` (units,) is the share of each unit's time before its first gradient is finished, in a forward pass; if it
+    is not given, all of the first unit, and nothing of the others.
+    """
+    if silent is None:
+        silent = torch.zeros(unit_s.shape[-1], dtype=unit_s.dtype)
+        silent[0] = 1.0
+    begin_s = torch.cat([torch.zeros_like(unit_s[..., :1]), unit_s[..., :-1]], -1)
+    first_s = begin_s + silent * (unit_s - begin_s)
+    part = ((stop_s - first_s) / (unit_s - first_s).clamp(min=1e-9)).clamp(0, 1).where(unit_s > stop_s, 1.0)
+    return part.nan_to_num(0.0)

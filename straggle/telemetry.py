@@ -279,8 +279,7 @@ class Table:
         unit_s = torch.cat([unit_s[:, :-1], torch.maximum(unit_s[:, -1:], compute_s.unsqueeze(1))], 1)
         entered_s, has_data = progress.entered_s, progress.weight > 0
         would = outcome(unit_s, deadline_s, rules, entered_s)
-        own = replace(would, end_s=would.end_s - entered_s)
-        part = computed_share(unit_s, own, rules) * has_data.unsqueeze(1)
+        part = computed_share(unit_s, would, rules) * has_data.unsqueeze(1)
         given = part * progress.unit_share
         by_stage = given.sum(1, keepdim=True).expand(-1, len(plan.stages))
         if not rules.finish_running:  # the last micro-batch comes in stages

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from straggle import FirstK, Patience, RankReport, StageReport, StepReport, WaitForAll
+from straggle import FirstK, FixedDeadline, Patience, RankReport, StageReport, StepReport, WaitForAll
 from straggle.advise.__main__ import arguments
 from straggle.advise.answer import _patience, answer
 from straggle.advise.gain import best, candidates, gains, replay
@@ -160,6 +160,17 @@ def test_first_k_replayed_has_the_outcome_of_a_closed_form(tmp_path):
     assert some.late[1:, 1].all()
     assert not some.late[:, [0, 2, 3]].any()
     assert some.dropped[1:] == pytest.approx((1 - 1.6 / 8) / 4)
+
+
+def test_rank_that_is_stuck_over_several_replayed_steps_has_the_outcome_of_a_closed_form(tmp_path):
+    timings = read_timings(write_watch(tmp_path, extra=when(2, range(50, 51), data=0.3), noise=0.0))
+    some = replay(timings, FixedDeadline(0.12), Patience(grace_s=0.05))
+    # peers enter after 0.01 s and are done after 0.1; rank 2 is stood in for 0.05 s after the deadline, 0.13 s before
+    # it enters; again when its peers are done, 0.04 s before; then it enters 0.03 s later than usual, and is in time
+    shown = slice(at := list(timings.step).index(49), at + 5)
+    assert some.seconds[shown] == pytest.approx([0.11, 0.18, 0.11, 0.14, 0.11])
+    assert some.dropped[shown] == pytest.approx([0.0, 0.25, 0.25, 0.0, 0.0])
+    assert some.late[shown, 2].tolist() == [False, True, True, False, False]
 
 
 def test_best_policy_is_worth_it_and_its_keys_are_valid(tmp_path):

@@ -10,7 +10,7 @@ from straggle.experiments.__main__ import arguments, perform
 from straggle.experiments.e1 import literal_threshold
 from straggle.experiments.e3 import expected_slowest
 from straggle.experiments.e9 import expected_s
-from straggle.threshold import choose_threshold
+from straggle.threshold import StepTimes, choose_threshold
 
 FINE = Line("a", "1 +- 0.1", "1.05", True)
 TOLD = Line("b", "", "7")
@@ -56,7 +56,7 @@ def test_threshold_is_that_of_the_rule_as_it_is_written(shape, overhead):
     for spread in (0.1, 0.5, 2.0):
         t = (torch.randn(shape, generator=generator, dtype=torch.float64) * spread).exp()
         overhead_s = overhead * torch.rand(shape[0], generator=generator, dtype=torch.float64)
-        chosen = choose_threshold(t.cumsum(-1), overhead_s)
+        chosen = choose_threshold(StepTimes.entered_at_once(t.cumsum(-1), overhead_s))
         literal = literal_threshold(t, overhead_s, min(5, shape[-1] - 1))
         assert chosen.tau_s == pytest.approx(literal.tau_s)
         assert chosen.dropped == pytest.approx(literal.dropped)

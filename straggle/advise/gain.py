@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -99,16 +99,16 @@ def replay(timings: Timings, policy: Deadline, patience: Patience | None = None)
     weight, stages = torch.ones(timings.num_ranks), len(stage_share)
     seconds, dropped, late = list[float](), list[float](), list[Array]()
     deadline_s = math.inf
-    behind_s = torch.zeros(timings.num_ranks)  # what a rank that was stood in for still has to do
+    behind_s = torch.zeros(timings.num_ranks)  # what a rank that was stood in for still has to do, and whether it was
+    stood_in = torch.zeros(timings.num_ranks, dtype=torch.bool)
     for step in range(timings.num_steps):
         begin_s = entered_s[step] + behind_s
-        would = outcome(unit_s[step], deadline_s, rules, begin_s)
-        behind_s = (begin_s - would.end_s).clamp(min=0.0)
-        stood_in = behind_s > 0
-        own_s = (would.end_s - begin_s).masked_fill(stood_in, math.nan)
-        part = computed_share(unit_s[step], replace(would, end_s=own_s.nan_to_num(0.0)), rules)
-        network_s = float(timings.network_s[step])
-        seconds.append(float(would.seconds) + network_s)
+        would = outcome(unit_s[step], deadline_s, rules, begin_s, behind=stood_in)
+        stood_in, network_s = would.stood_in, float(timings.network_s[step])
+        step_s = float(would.seconds) + network_s
+        behind_s = (begin_s - step_s).clamp(min=0.0).where(stood_in, 0.0)
+        part = computed_share(unit_s[step], would, rules)
+        seconds.append(step_s)
         dropped.append(float(1 - (part * share[step]).sum(-1).mean()))
         late.append(would.late.numpy())
         progress = StepProgress(
@@ -119,7 +119,7 @@ def replay(timings: Timings, policy: Deadline, patience: Patience | None = None)
             entered_s=torch.minimum(begin_s, would.end_s).float(),
             overhead_s=torch.tensor(network_s),
         )
-        compute_s = own_s.tolist()
+        compute_s = would.own_s.masked_fill(stood_in, math.nan).tolist()
         deadline_s = policy.decide(window.append(compute_s, (~would.late).tolist(), progress))
     return Replayed(np.array(seconds), np.array(dropped), np.array(late))
 

@@ -1,6 +1,6 @@
 """The times of a run as arrays: of `straggle.watch`, one file for each rank, or of a trace, with all ranks in a line.
 
-What a late rank did not do is put back as it would have been (`threshold.whole_times`), so that a rank is as slow in
+What a late rank did not do is put back as it would have been (`whole.whole_units`), so that a rank is as slow in
 these arrays as it is, whatever became of it.
 """
 
@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from straggle.history import Progress
 from straggle.report import StepReport
 from straggle.report.run import step_report
-from straggle.threshold import whole_times
 from straggle.trace import read_trace
 from straggle.watching import FOLDER
+from straggle.whole import whole_units
 
 Array: TypeAlias = NDArray[np.float64]
 PHASES = ("outside", "optimizer", "data", "forward", "backward", "pauses")
@@ -251,7 +251,7 @@ def _whole(stage_s: Array, unit_share: Array, stage_share: Array, compute_s: Arr
         entered_s=torch.zeros(steps, ranks),
         overhead_s=torch.zeros(steps),
     )
-    whole = whole_times(progress, torch.from_numpy(compute_s)).numpy()
+    whole = whole_units(progress, torch.from_numpy(compute_s)).numpy()
     typical = np.nanmedian(whole, axis=1, keepdims=True)
     filled = np.where(np.isnan(whole), typical, whole)  # a rank that never entered did its peers' work, once it came
     return np.asarray(np.maximum.accumulate(filled, axis=-1))

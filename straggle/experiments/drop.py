@@ -28,7 +28,7 @@ METHODS = {
         Method(AutoDeadline, Patience(granularity="microbatch", grace_s=0.2)),
     ),
 }
-SKIP = 20  # steps, in which it waits for everyone and chooses for the first time
+SKIP = 20  # steps: in the first it waits for everyone, then it chooses from a few
 
 
 def run(quick: bool, out: Path) -> Result:

@@ -12,7 +12,7 @@ from torch import Generator, Tensor
 from straggle.experiments._plot import save_lines
 from straggle.experiments.result import Line, Result
 from straggle.faults import dropcompute_factors
-from straggle.threshold import Threshold, choose_threshold
+from straggle.threshold import StepTimes, Threshold, choose_threshold
 
 RANKS, MICROBATCHES, STEPS = 16, 12, 44
 BASE_S, OVERHEAD_S = 0.3256, 1.97
@@ -49,7 +49,7 @@ def run(quick: bool, out: Path) -> Result:
     """The threshold over many draws of the setting, and against the transcription on inputs of many shapes."""
     draws = 20 if quick else 200
     overhead_s = torch.full((STEPS,), OVERHEAD_S, dtype=torch.float64)
-    chosen = [choose_threshold(draw(seed).cumsum(-1), overhead_s) for seed in range(draws)]
+    chosen = [choose_threshold(StepTimes.entered_at_once(draw(seed).cumsum(-1), overhead_s)) for seed in range(draws)]
     inputs = 10 if quick else 60
     same = sum(_agrees(seed) for seed in range(inputs))
     lines = [
@@ -79,7 +79,10 @@ def _agrees(seed: int) -> bool:
     spread = float(torch.rand((), generator=generator)) * 2
     t = (torch.randn((steps, ranks, units), generator=generator, dtype=torch.float64) * spread).exp()
     overhead_s = torch.rand(steps, generator=generator, dtype=torch.float64) * 5
-    ours, literal = choose_threshold(t.cumsum(-1), overhead_s), literal_threshold(t, overhead_s, min(5, units - 1))
+    ours, literal = (
+        choose_threshold(StepTimes.entered_at_once(t.cumsum(-1), overhead_s)),
+        literal_threshold(t, overhead_s, min(5, units - 1)),
+    )
     return all(abs(a - b) <= 1e-9 for a, b in zip(vars(ours).values(), vars(literal).values(), strict=True))
 
 

@@ -78,7 +78,7 @@ def run(quick: bool, out: Path) -> Result:
         "The threshold drops micro-batches that are not finished, the running one included. Waiting for half: nobody",
         "is late before half of the ranks have finished, which is the default in training. AutoDeadline does that too,",
         "chooses its threshold by itself, and lets a late rank finish its running micro-batch for up to a tenth of a",
-        "mean one's time; its first ten steps, in which it waits for everyone, are left out.",
+        "mean one's time; its first ten steps, in some of which it waits for everyone, are left out.",
     )
     expected_points = [(float(ranks), value) for ranks, value in EXPECTED.items()]
     curves = {"best threshold": best, "the same, waiting for half of the ranks": half, "AutoDeadline": auto}

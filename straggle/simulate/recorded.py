@@ -15,8 +15,8 @@ from straggle.deadline import check_count
 from straggle.history import Progress
 from straggle.simulate.delays import Delays
 from straggle.simulate.units import Units
-from straggle.threshold import whole_times
 from straggle.trace import read_trace
+from straggle.whole import whole_units
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Recorded:
     """The steps of a trace: seconds of each unit as if nobody had been stopped, and what a step takes beside them.
 
     ``unit_s`` (steps, ranks, stages): what a late rank did not finish is taken as its peers' typical time, times how
-    much longer than they it took for what it did finish (`whole_times`). ``overhead_s`` (steps,).
+    much longer than they it took for what it did finish (`whole_units`). ``overhead_s`` (steps,).
     """
 
     unit_s: Tensor
@@ -77,7 +77,7 @@ def recorded_times(records: Sequence[Mapping[str, Any]]) -> Recorded:
     share = (numel / numel.sum()).expand_as(ends)
     weight, at_once = torch.ones_like(compute_s), torch.zeros_like(compute_s)
     progress = Progress(ends, share, share, numel / numel.sum(), weight, at_once, torch.zeros(len(kept)))
-    whole = whole_times(progress, compute_s)
+    whole = whole_units(progress, compute_s)
     typical = whole.flatten(0, 1).nanmedian(0).values
     never = whole.isnan()  # it never entered the step: its own typical times, or everybody's
     own = whole.nanmedian(0).values.where(~whole.isnan().all(0), typical)

@@ -1,0 +1,49 @@
+"""What late ranks would have taken, had nobody stopped them or stood in for them: unit by unit, over many steps."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from straggle.history import Progress
+
+
+def whole_units(progress: Progress, compute_s: Tensor) -> Tensor:
+    """``progress.unit_s`` with the times that a late rank would have taken for what it did not finish.
+
+    They are its peers' typical times, times how much longer than they it took for what it did finish; ``compute_s``
+    (steps, ranks) is when it was stopped. Gives (steps, ranks, units), NaN where a rank did not enter a step.
+    `telemetry.Table.whole_times` and `whatif.WaitForAllPrediction` tell a whole step's time from that step alone.
+    """
+    unit_s = progress.unit_s
+    begin_s = torch.cat([torch.zeros_like(unit_s[..., :1]), unit_s[..., :-1]], -1)
+    used = progress.unit_share > 0
+    spent_s = (unit_s - begin_s).where(used, math.nan)
+    typical_s = spent_s.flatten(0, 1).nanmedian(0).values.nan_to_num(0.0)
+    slowness = (spent_s / typical_s.clamp(min=1e-9)).transpose(0, 1).flatten(1).nanmedian(1).values.nan_to_num(1.0)
+    expected_s = typical_s * slowness.unsqueeze(1)  # (ranks, units)
+    filled, before = unit_s.clone(), torch.zeros_like(unit_s[..., 0])
+    stopped_s = compute_s.to(unit_s)
+    for unit in range(unit_s.shape[-1]):
+        own = unit_s[..., unit]
+        missing = torch.maximum(before + expected_s[:, unit], stopped_s)  # NaN where the rank never entered
+        filled[..., unit] = torch.where(own.isnan(), torch.where(used[..., unit], missing, before), own)
+        before = filled[..., unit]
+    return filled
+
+
+def whole_entries(progress: Progress, compute_s: Tensor) -> Tensor:
+    """``progress.entered_s``, (steps, ranks), as it would have been, had nobody been stood in for.
+
+    A rank that never entered a step (``compute_s``, (steps, ranks), is NaN) had its whole delay in that step: what it
+    still took of it in the following one counts to the first.
+    """
+    never = compute_s.isnan() & (progress.weight > 0)
+    entered_s = progress.entered_s.clone()
+    for step in range(len(entered_s) - 2, -1, -1):
+        more_s, own = entered_s[step + 1].clone(), never[step]
+        entered_s[step] += more_s.where(own, 0.0)
+        entered_s[step + 1] = more_s.where(~own, 0.0)
+    return entered_s
