@@ -180,6 +180,8 @@ def _check_compared(config: DictConfig, valid: DictConfig) -> None:
     for key in _NOT_COMPARED:
         if config.get(key) != valid.get(key):
             raise ConfigurationError(f"{key}={config.get(key)}: only train does that, compare does not")
+    if config.get("metrics"):
+        raise ConfigurationError("metrics: only train exports them, compare does not")
 
 
 def _check_methods(config: DictConfig) -> None:
@@ -331,7 +333,8 @@ def _unknown_key(key: str, valid: DictConfig) -> str:
     for depth in range(len(names) - 1, 0, -1):
         root = ".".join(names[:depth])
         if isinstance(part := OmegaConf.select(valid, root), DictConfig):
-            return f"unknown key {key}; {root} has {', '.join(str(name) for name in part if name != '_target_')}"
+            keys = ", ".join(str(name) for name in part if name != "_target_") or "no keys"
+            return f"unknown key {key}; {root} has {keys}"
     plain = [str(name) for name in valid if name not in GROUPS]
     groups = [f"  {group}={'|'.join(_options(group))}" for group in GROUPS if group in valid]
     if METHODS in valid:

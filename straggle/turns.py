@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean, median, pstdev, quantiles
@@ -27,10 +27,14 @@ class Ratio:
 
 
 class Timed:
-    """A job and the clock of its own steps: neither the other jobs' turns count, nor the evaluations after its own."""
+    """A job and the clock of its own steps: neither the other jobs' turns count, nor the evaluations after its own.
 
-    def __init__(self, job: Job) -> None:
+    ``clock`` gives seconds.
+    """
+
+    def __init__(self, job: Job, clock: Callable[[], float] = time.perf_counter) -> None:
         self.job = job
+        self._clock = clock
         self.step_s: list[float] = []
         self.turn_s: list[float] = []
         self.scores: list[dict[str, float]] = []  # on held-out data, after each turn
@@ -54,14 +58,14 @@ class Timed:
         """
         dist.barrier()
         self.job.resume()
-        begin = before = time.perf_counter()
+        begin = before = self._clock()
         for number in range(first, first + steps):
             self.job.step(number)
-            now = time.perf_counter()
+            now = self._clock()
             self.step_s.append(now - before)
             before = now
         dist.barrier()
-        self.turn_s.append(time.perf_counter() - begin)
+        self.turn_s.append(self._clock() - begin)
         self.job.pause()
         self.scores.append(self.job.evaluate())
 

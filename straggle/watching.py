@@ -8,9 +8,7 @@ the allreduce of a step is the same on all.
 
 from __future__ import annotations
 
-import gc
 import json
-import threading
 import time
 import weakref
 from collections import deque
@@ -29,12 +27,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from straggle.backward import tensors_in
 from straggle.clocks import moment, seconds_between
+from straggle.pulse import Pulse
 from straggle.stages import StagePlan, plan_stages, trainable
 
 PHASES = ("outside", "optimizer", "data", "forward", "backward", "wait")
 FOLDER = "watch"
-_BEAT_S = 0.02  # how often the pulse is felt
-_PAUSE_S = 0.05  # a beat that comes this much too late, while the process did nothing, was a pause
 _FLUSH_S = 1.0
 
 
@@ -50,9 +47,18 @@ def watch(model: DistributedDataParallel, run_dir: str | Path = "runs/watch") ->
 
 
 class Watch:
-    """What `watch` gives: ``close()`` ends it, as does a ``with`` statement around the loop."""
+    """What `watch` gives: ``close()`` ends it, as does a ``with`` statement around the loop.
 
-    def __init__(self, model: DistributedDataParallel, run_dir: str | Path = "runs/watch") -> None:
+    ``clock`` gives seconds, where the model is on the CPU.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        run_dir: str | Path = "runs/watch",
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if not isinstance(model, DistributedDataParallel):
             raise TypeError(
                 f"watch({type(model).__name__}): give the model that DistributedDataParallel wraps; "
@@ -60,7 +66,7 @@ class Watch:
             )
         rank = dist.get_rank(model.process_group)
         self.path = Path(run_dir) / FOLDER / f"rank{rank}.jsonl"
-        recorder = _Recorder(model, self.path, rank, dist.get_world_size(model.process_group))
+        recorder = _Recorder(model, _File(self.path, rank, dist.get_world_size(model.process_group)), clock)
         self._finalizer = weakref.finalize(model, recorder.close)
 
     def close(self) -> None:
@@ -79,10 +85,10 @@ class Watch:
 class _Recorder:
     """The hooks and the state of one watch. It does not hold the model, so that this one dies as it would."""
 
-    def __init__(self, model: DistributedDataParallel, path: Path, rank: int, world_size: int) -> None:
+    def __init__(self, model: DistributedDataParallel, file: _File, clock: Callable[[], float]) -> None:
         parameters = [parameter for _, parameter in trainable(model.module)]
         self._module = weakref.ref(model.module)
-        self._now = partial(moment, parameters[0].device)
+        self._now = partial(moment, parameters[0].device, clock)
         self._seconds: dict[str, list[tuple[Any, Any]]] = {}
         self._phase, self._since = "outside", self._now()
         self._pulse = Pulse()
@@ -94,7 +100,7 @@ class _Recorder:
         self._merged = self._since
         self._step = 0
         self._plan: StagePlan | None = None
-        self._file = _File(path, rank, world_size)
+        self._file = file
         names = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._removers: list[Callable[[], None]] = [
             handle.remove
@@ -265,68 +271,3 @@ class _File:
         if (now := time.monotonic()) - self._flushed_at >= _FLUSH_S:
             self._flushed_at = now
             self._file.flush()
-
-
-class Pulse:
-    """Pauses of this process: garbage collections, and times in which nothing of it ran at all.
-
-    A thread sleeps a little again and again. When it wakes much too late and the process used no processor meanwhile,
-    the process was stopped, throttled or swapped out; a long call that holds the interpreter is work, not a pause.
-    ``now`` and ``cpu_now`` give seconds of wall time, and of the processor's time of this process.
-    """
-
-    def __init__(
-        self, now: Callable[[], float] = time.monotonic, cpu_now: Callable[[], float] = time.process_time
-    ) -> None:
-        self._now, self._cpu_now = now, cpu_now
-        self._lock = threading.Lock()
-        self._gc_s = self._stopped_s = 0.0
-        self._gc_since = 0.0
-        self._pauses: dict[str, dict[str, float]] = {}
-        self._beat_at, self._cpu_s = now(), cpu_now()
-        self._closing = threading.Event()
-
-    def start(self) -> None:
-        """Begin to feel, in a thread of its own, and to hear of garbage collections."""
-        gc.callbacks.append(self.collecting)
-        threading.Thread(target=self._beat, name="straggle-pulse", daemon=True).start()
-
-    def credit(self, phase: str) -> None:
-        """The pauses since the last call were in this phase."""
-        self._feel()
-        with self._lock:
-            found, self._gc_s, self._stopped_s = {"gc_s": self._gc_s, "stopped_s": self._stopped_s}, 0.0, 0.0
-        for kind, seconds in found.items():
-            if seconds > 0:
-                kinds = self._pauses.setdefault(phase, {})
-                kinds[kind] = kinds.get(kind, 0.0) + seconds
-
-    def take(self) -> dict[str, dict[str, float]]:
-        """The pauses of each phase since the last call."""
-        pauses, self._pauses = self._pauses, {}
-        return pauses
-
-    def close(self) -> None:
-        """End the thread and the callback."""
-        self._closing.set()
-        if self.collecting in gc.callbacks:
-            gc.callbacks.remove(self.collecting)
-
-    def collecting(self, phase: str, _info: Any) -> None:
-        """A garbage collection begins or ends: a callback of ``gc``."""
-        if phase == "start":
-            self._gc_since = self._now()
-        else:
-            self._gc_s += self._now() - self._gc_since
-
-    def _beat(self) -> None:
-        while not self._closing.wait(_BEAT_S):
-            self._feel()
-
-    def _feel(self) -> None:
-        with self._lock:
-            now, cpu_s = self._now(), self._cpu_now()
-            late_s = now - self._beat_at - _BEAT_S - (cpu_s - self._cpu_s)
-            if late_s > _PAUSE_S:
-                self._stopped_s += late_s
-            self._beat_at, self._cpu_s = now, cpu_s

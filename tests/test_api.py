@@ -44,6 +44,7 @@ HOUSE = (
     "step",
     "parallel",
     "rebalance",
+    "pulse",
     "watching",
     "sampler",
     "stopping",

@@ -13,10 +13,10 @@ from ranks import run_ranks
 from test_commands import torchrun
 
 from straggle.compare import _in_turn, _train_on
-from straggle.configuration import ConfigurationError, config_dir, load, of_method, of_scenario, plain
-from straggle.jobs import DdpJob, LocalSgdJob
+from straggle.configuration import ConfigurationError, config_dir, load, of_method, of_scenario, plain, slows_ranks
+from straggle.jobs import DdpJob, Job, LocalSgdJob
 from straggle.standings import Standing, Standings
-from straggle.turns import Ratio, reference_losses, seconds_to, step_time_ratio, time_to_loss_ratio
+from straggle.turns import Ratio, Timed, reference_losses, seconds_to, step_time_ratio, time_to_loss_ratio
 from straggle.workloads import Synthetic
 
 METHODS = sorted(path.stem for path in (config_dir() / "methods").iterdir())
@@ -33,6 +33,13 @@ def test_without_more_the_methods_are_ddp_and_straggle():
     config = load("compare", [])
     assert list(config.methods) == ["ddp", "straggle"]
     assert config.scenarios is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "slow"), [((), True), (("faults=none",), False), (("faults=pace",), False), (("faults=stall",), True)]
+)
+def test_ranks_that_all_have_the_same_pace_are_not_slow(keys, slow):
+    assert slows_ranks(load("compare", keys)) is slow
 
 
 def test_straggle_is_the_runs_own_configuration():
@@ -81,6 +88,8 @@ def test_pace_can_be_switched_off_in_all_scenarios():
         (["methods=[straggle]"], "ddp must be among them"),
         (["checkpoint_every=10"], "checkpoint_every=10: only train does that"),
         (["resume=auto"], "resume=auto: only train does that"),
+        (["~report"], "report=None: only train does that"),
+        (["metrics=prometheus"], "metrics: only train exports them"),
         (["scenarios=3"], "scenarios=3: give a list"),
         (["scenarios=[nobody]"], "choose of dropcompute, everyone_noisy, none, "),
         (["methods=[ddp,local_sgd]", "methods.local_sgd.job.every=1"], "a whole number of at least 2"),
@@ -153,36 +162,55 @@ def test_loss_after_one_that_is_no_number_is_reached_where_it_was_measured(unkno
     assert seconds_to([unknown, 2.0], [1.0, 2.0], 3.0) == 2.0
 
 
-class Clock:
-    """What a comparison reads of a job's clock: every step takes as long as every other."""
+class Learner(Job):
+    """Every step takes ``step_s``, and after each turn the loss is one less, or ``lost`` if that is given."""
 
-    def __init__(self, step_s, learns, turns=10):
-        self.turn_s = [10 * step_s] * turns
-        self.end_s = [10 * step_s * (turn + 1) for turn in range(turns)]
-        self.losses = [100.0 - turn if learns else math.inf for turn in range(turns)]
-        self.scores = [{"loss": loss} for loss in self.losses]
+    def __init__(self, step_s, loss=100.0, lost=None):
+        self.step_s, self.loss, self.lost, self.now_s = step_s, loss, lost, 0.0
+
+    def _wrap(self, config):
+        raise NotImplementedError
+
+    def _passes(self, batches):
+        raise NotImplementedError
+
+    def step(self, number):  # noqa: ARG002
+        self.now_s += self.step_s
+
+    def evaluate(self):
+        self.now_s += 7.0  # which counts for nobody
+        self.loss -= 1.0
+        return {"loss": self.loss if self.lost is None else self.lost}
+
+    def clock(self):
+        return self.now_s
 
 
-class Learner(Clock):
-    """One that loses 1.0 in each turn, however many there are."""
+def timed(*learner, turns=10, **more):
+    job = Learner(*learner, **more)
+    own = Timed(job, job.clock)
+    for turn in range(turns):
+        own.turn(10 * turn, 10)
+    return own
 
-    def turn(self, first, steps):
-        assert first == len(self.step_s)
-        self.step_s += [self.turn_s[0] / steps] * steps
-        self.turn_s.append(self.turn_s[0])
-        self.end_s.append(self.end_s[-1] + self.turn_s[0])
-        self.losses.append(self.losses[-1] - 1.0)
 
-    def behind(self, loss):
-        self.step_s = [0.0] * 100
-        self.losses = [own + loss for own in self.losses]
-        return self
+def own_clock(rank):
+    own = timed(0.5, turns=3)
+    return own.turn_s, own.end_s, own.losses, own.summary(20, 2)
+
+
+def test_only_the_steps_of_its_own_turns_count_for_a_job():
+    turn_s, end_s, losses, summary = run_ranks(own_clock, 1)[0]
+    assert turn_s == [5.0] * 3
+    assert end_s == [5.0, 10.0, 15.0]
+    assert losses == [99.0, 98.0, 97.0]
+    assert summary["seconds"] == 10.0
+    assert summary["step_seconds_mean"] == summary["step_seconds_median"] == 0.5
 
 
 def train_on(rank):
     """How many turns each method has had in the end; DDP's took 100 s, and so did the others' first ten."""
-    methods = {"ddp": Learner(1.0, True), "there": Learner(1.0, True).behind(0.0)}
-    methods |= {name: Learner(1.0, True).behind(loss) for name, loss in (("behind", 1.5), ("far", 9.0))}
+    methods = {"ddp": timed(1.0), "there": timed(1.0), "behind": timed(1.0, 101.5), "far": timed(1.0, 109.0)}
     _train_on(methods, 10)
     return {name: len(one.turn_s) for name, one in methods.items()}
 
@@ -191,10 +219,14 @@ def test_method_that_is_behind_trains_on_until_it_is_there_or_its_time_is_up():
     assert run_ranks(train_on, 1) == [{"ddp": 10, "there": 10, "behind": 12, "far": 13}]
 
 
-def verdict(faults=True, never=(), **seconds):
+def verdict_of(rank, faults, lost, seconds):
     """Of methods that come to the same losses in the same steps, at different speeds, and some that learn nothing."""
-    methods = {name: Standing(Clock(step_s, name not in never), ["a"]) for name, step_s in seconds.items()}
+    methods = {name: Standing(timed(step_s, lost=lost.get(name)), ["a"]) for name, step_s in seconds.items()}
     return Standings(methods, 100, 10, faults).verdict()
+
+
+def verdict(faults=True, lost=None, **seconds):
+    return run_ranks(verdict_of, 1, faults, lost or {}, seconds)[0]
 
 
 @pytest.mark.parametrize(
@@ -206,17 +238,24 @@ def verdict(faults=True, never=(), **seconds):
             {"ddp": 1.0, "straggle": 0.5, "other": 0.4},
             "1.250 (1.25 to 1.25) of the time of other, +NOT as good",
         ),
-        (False, {"ddp": 1.0, "straggle": 1.015}, "1.015 (1.01 to 1.01) of DDP's: within 2 %"),
-        (False, {"ddp": 1.0, "straggle": 1.03}, "1.030 (1.03 to 1.03) of DDP's: NOT within 2 %"),
+        (False, {"ddp": 1.0, "straggle": 1 + 1 / 64}, "1.016 (1.02 to 1.02) of DDP's: within 2 %"),
+        (False, {"ddp": 1.0, "straggle": 1 + 1 / 32}, "1.031 (1.03 to 1.03) of DDP's: NOT within 2 %"),
     ],
 )
 def test_verdict_says_whether_straggle_is_first(faults, seconds, expected):
-    assert all(part in verdict(faults, **seconds) for part in expected.split("+"))
+    said = verdict(faults, **seconds)
+    assert all(part in said for part in expected.split("+"))
 
 
 def test_verdict_says_that_straggle_never_came_there():
-    said = verdict(never=["straggle"], ddp=1.0, other=0.5, straggle=1.0)
+    said = verdict(lost={"straggle": math.inf}, ddp=1.0, other=0.5, straggle=1.0)
     assert "did NOT come to DDP's final loss in 1.25 of DDP's time; other was the first" in said
+
+
+def test_verdict_says_that_ddps_loss_is_no_number():
+    assert verdict(lost={"ddp": math.nan}, ddp=1.0, straggle=1.0) == (
+        "DDP's final loss is nan: there is nothing to compare by"
+    )
 
 
 def test_without_straggle_there_is_no_verdict():

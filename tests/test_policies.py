@@ -630,6 +630,13 @@ def test_progress_of_a_window_is_that_of_its_last_steps_and_survives_being_saved
     assert again.read().progress is None
 
 
+def test_history_of_an_older_version_is_refused_with_the_remedy():
+    tensors = history(one_slow(1.0)).tensors()
+    del tensors["progress.entered_s"]
+    with pytest.raises(ValueError, match="has no entered_s: it is of an older version; begin without it"):
+        History.from_tensors(tensors)
+
+
 def see(rank, num_microbatches, granularity):
     policy = AutoDeadline(warmup_steps=1000)
     with staged(mlp(), deadline=policy, patience=Patience(granularity=granularity), stages=2) as model:

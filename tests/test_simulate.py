@@ -104,6 +104,7 @@ def test_ranks_of_a_node_are_correlated_and_each_is_distributed_as_before():
         (lambda: ByNode(NoDelay(), ranks_per_node=0), "ranks_per_node=0"),
         (lambda: Work(0.0), "step_s=0.0"),
         (lambda: Work(1.0, forward_share=1.1), "forward_share=1.1"),
+        (lambda: Work(1.0, checks_per_stage=2).units("step"), "checks_per_stage=2 with granularity='step'"),
         (lambda: Ring(1.0, bytes_per_s=0.0, latency_s=0.0), "bytes_per_s=0"),
     ],
 )

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import features, grads, mlp
 
 import straggle
-from straggle import watching
+from straggle.pulse import Pulse
 
 NUM_STEPS = 5
 
@@ -100,10 +100,9 @@ class TimedOptimizer(torch.optim.SGD):
 
 
 def watch_timed(rank, folder):
-    watching.moment = lambda _device: Clock.now
     model = DistributedDataParallel(Timed())
     optimizer = TimedOptimizer(model.parameters(), lr=0.1)
-    with straggle.watch(model, folder):
+    with straggle.Watch(model, folder, clock=lambda: Clock.now):
         for number in range(4):
             Clock.now += 0.5  # data
             loss = model(features(rank, number)).square().mean()
@@ -154,7 +153,7 @@ def test_closed_watch_leaves_no_hook_and_a_plain_module_is_refused(tmp_path):
 
 def test_pause_is_time_in_which_the_process_did_nothing():
     times = SimpleNamespace(now=0.0, cpu=0.0)
-    pulse = watching.Pulse(lambda: times.now, lambda: times.cpu)
+    pulse = Pulse(lambda: times.now, lambda: times.cpu)
     times.now, times.cpu = 3.0, 3.0  # three seconds of work that let no other thread run
     pulse.credit("data")
     times.now = 5.0  # stopped for two

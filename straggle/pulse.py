@@ -1,0 +1,77 @@
+"""The pulse of this process: when it was paused by a garbage collection, or did not run at all."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+_BEAT_S = 0.02  # how often the pulse is felt
+_PAUSE_S = 0.05  # a beat that comes this much too late, while the process did nothing, was a pause
+
+
+class Pulse:
+    """Pauses of this process: garbage collections, and times in which nothing of it ran at all.
+
+    A thread sleeps a little again and again. When it wakes much too late and the process used no processor meanwhile,
+    the process was stopped, throttled or swapped out; a long call that holds the interpreter is work, not a pause.
+    ``now`` and ``cpu_now`` give seconds of wall time, and of the processor's time of this process.
+    """
+
+    def __init__(
+        self, now: Callable[[], float] = time.monotonic, cpu_now: Callable[[], float] = time.process_time
+    ) -> None:
+        self._now, self._cpu_now = now, cpu_now
+        self._lock = threading.Lock()
+        self._gc_s = self._stopped_s = 0.0
+        self._gc_since = 0.0
+        self._pauses: dict[str, dict[str, float]] = {}
+        self._beat_at, self._cpu_s = now(), cpu_now()
+        self._closing = threading.Event()
+
+    def start(self) -> None:
+        """Begin to feel, in a thread of its own, and to hear of garbage collections."""
+        gc.callbacks.append(self.collecting)
+        threading.Thread(target=self._beat, name="straggle-pulse", daemon=True).start()
+
+    def credit(self, phase: str) -> None:
+        """The pauses since the last call were in this phase."""
+        self._feel()
+        with self._lock:
+            found, self._gc_s, self._stopped_s = {"gc_s": self._gc_s, "stopped_s": self._stopped_s}, 0.0, 0.0
+        for kind, seconds in found.items():
+            if seconds > 0:
+                kinds = self._pauses.setdefault(phase, {})
+                kinds[kind] = kinds.get(kind, 0.0) + seconds
+
+    def take(self) -> dict[str, dict[str, float]]:
+        """The pauses of each phase since the last call."""
+        pauses, self._pauses = self._pauses, {}
+        return pauses
+
+    def close(self) -> None:
+        """End the thread and the callback."""
+        self._closing.set()
+        if self.collecting in gc.callbacks:
+            gc.callbacks.remove(self.collecting)
+
+    def collecting(self, phase: str, _info: Any) -> None:
+        """A garbage collection begins or ends: a callback of ``gc``."""
+        if phase == "start":
+            self._gc_since = self._now()
+        else:
+            self._gc_s += self._now() - self._gc_since
+
+    def _beat(self) -> None:
+        while not self._closing.wait(_BEAT_S):
+            self._feel()
+
+    def _feel(self) -> None:
+        with self._lock:
+            now, cpu_s = self._now(), self._cpu_now()
+            late_s = now - self._beat_at - _BEAT_S - (cpu_s - self._cpu_s)
+            if late_s > _PAUSE_S:
+                self._stopped_s += late_s
+            self._beat_at, self._cpu_s = now, cpu_s
