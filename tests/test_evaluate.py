@@ -172,6 +172,9 @@ def test_runs_are_compared_with_those_of_the_same_seed(tmp_path):
     once = replace(found, scores=tuple(score for score in found.scores if score.seed == 0))  # no interval
     assert run_rows(once, "digits", True)[1][1] == "+0.800"
     assert verdict_rows(once)[0] == ["abstain", "+0.0%", "+0.0%"]
+    more = [replace(s, late_share=0.6, validation_loss=2 * s.validation_loss) for s in found.scores if s.method != WAIT]
+    both = replace(found, scores=(*found.scores, *more))  # a seed's runs are no draws of their own
+    assert both.relative("zero", task="digits", own_data=False) == interval(relative)
     found.write(tmp_path / "found.json")
     assert read(tmp_path / "found.json") == found
     save_picture(found, tmp_path / "found.png")

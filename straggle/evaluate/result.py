@@ -56,16 +56,19 @@ class Found:
         )
 
     def relative(self, method: str, **where: Any) -> Interval:
-        """By what share validation losses are above those of `BASELINE` under the same circumstances and seed."""
+        """By what share validation losses are above those of `BASELINE` under the same circumstances and seed.
+
+        Runs of the same seed begin with the same parameters and data, so they are no draws of their own: the interval
+        is over the means of each seed's runs.
+        """
         keys = ("task", "late_share", "own_data", "seed")
         others = _those(self.scores, {"method": BASELINE, **where})
         loss = {tuple(getattr(score, key) for key in keys): score.validation_loss for score in others}
-        return interval(
-            [
-                score.validation_loss / loss[tuple(getattr(score, key) for key in keys)] - 1
-                for score in _those(self.scores, {"method": method, **where})
-            ]
-        )
+        of_seed: dict[int, list[float]] = {}
+        for score in _those(self.scores, {"method": method, **where}):
+            excess = score.validation_loss / loss[tuple(getattr(score, key) for key in keys)] - 1
+            of_seed.setdefault(score.seed, []).append(excess)
+        return interval([fmean(runs) for runs in of_seed.values()])
 
     def of_runs(self, field: str, **where: Any) -> Interval:
         """A field of the runs that have these values."""
