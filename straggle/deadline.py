@@ -232,6 +232,7 @@ def check_count(name: str, value: int, least: int = 0) -> None:
 
 def check_number(name: str, value: float, *, least: float = -math.inf, above: float = -math.inf, such_as: str) -> None:
     """Raise ``ValueError`` for what is no finite number of at least ``least`` that is more than ``above``."""
-    if isinstance(value, bool) or not (max(least, -sys.float_info.max) <= value < math.inf and value > above):
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not (max(least, -sys.float_info.max) <= value < math.inf and value > above):
         where = f"above {above}" if above > -math.inf else f"from {least} on"
         raise ValueError(f"{name}={value}: must be a number {where}, such as {such_as}")
