@@ -1,0 +1,9 @@
+"""Files with slow tests come first where several run at once, so that the others do not wait for them at the end."""
+
+from collections import Counter
+
+
+def pytest_collection_modifyitems(config, items):
+    if hasattr(config, "workerinput"):
+        slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+        items.sort(key=lambda item: (-slow[item.path], item.path))
