@@ -136,11 +136,20 @@ def _stopped_at(tau: Tensor, needs_s: Tensor, steps: StepTimes, grace_s: float) 
 
     ``needs_s`` (steps, ranks): above which threshold a rank is in time.
     """
-    tau, begin_s = tau.view(1, -1, 1), steps.entered_s.unsqueeze(1).to(needs_s)
-    quorum_s, needs_s = steps.quorum_s.view(-1, 1, 1).to(needs_s), needs_s.unsqueeze(1)
+    begin_s, quorum_s = steps.entered_s.to(needs_s), steps.quorum_s.unsqueeze(1).to(needs_s)
+    ordered, order = needs_s.sort(dim=1)
+    last_s = begin_s.gather(1, order).flip(1).cummax(1).values.flip(1)  # the last to enter of those from each one on
+    first_late = torch.searchsorted(ordered, tau.expand(len(needs_s), -1).contiguous())
+    last_s = last_s.gather(1, first_late.clamp(max=needs_s.shape[1] - 1))
     stood_in_s = torch.maximum(tau, quorum_s) + grace_s
-    stopped_s = torch.maximum(tau + begin_s, quorum_s).where(begin_s <= stood_in_s, stood_in_s)
-    return stopped_s.where(tau <= needs_s, 0.0).amax(2)
+    stopped_s = torch.maximum(tau + last_s, quorum_s)
+    # where that one is stood in for, it may be another that is stopped last: such steps are few
+    for step in (last_s > stood_in_s).any(1).nonzero().flatten().tolist():
+        of_each = torch.maximum(tau.unsqueeze(1) + begin_s[step], quorum_s[step])
+        enters = begin_s[step] <= stood_in_s[step].unsqueeze(1)
+        of_each = of_each.where(enters, stood_in_s[step].unsqueeze(1)).where(tau.unsqueeze(1) <= needs_s[step], 0.0)
+        stopped_s[step] = of_each.amax(1)
+    return stopped_s.where(first_late < needs_s.shape[1], 0.0)
 
 
 def expected_drop(steps: StepTimes, tau_s: float, rules: Rules, parts: Sequence[int] = ()) -> float:

@@ -24,14 +24,13 @@ def whole_units(progress: Progress, compute_s: Tensor) -> Tensor:
     typical_s = spent_s.flatten(0, 1).nanmedian(0).values.nan_to_num(0.0)
     slowness = (spent_s / typical_s.clamp(min=1e-9)).transpose(0, 1).flatten(1).nanmedian(1).values.nan_to_num(1.0)
     expected_s = typical_s * slowness.unsqueeze(1)  # (ranks, units)
-    filled, before = unit_s.clone(), torch.zeros_like(unit_s[..., 0])
-    stopped_s = compute_s.to(unit_s)
-    for unit in range(unit_s.shape[-1]):
-        own = unit_s[..., unit]
-        missing = torch.maximum(before + expected_s[:, unit], stopped_s)  # NaN where the rank never entered
-        filled[..., unit] = torch.where(own.isnan(), torch.where(used[..., unit], missing, before), own)
-        before = filled[..., unit]
-    return filled
+    known_s = unit_s.nan_to_num(0.0).cummax(-1).values  # of a unit that the rank does not have: the one before
+    missing = unit_s.isnan() & used
+    left_s = expected_s.where(missing, 0.0)
+    # the first missing one did not end before the rank was stopped; NaN where it never entered
+    first = missing & (missing.cumsum(-1) == 1)
+    wait_s = (compute_s.to(unit_s).unsqueeze(-1) - known_s - left_s).clamp(min=0.0).where(first, 0.0)
+    return known_s + (left_s + wait_s).cumsum(-1)
 
 
 def whole_entries(progress: Progress, compute_s: Tensor) -> Tensor:
@@ -42,6 +41,8 @@ def whole_entries(progress: Progress, compute_s: Tensor) -> Tensor:
     """
     never = compute_s.isnan() & (progress.weight > 0)
     entered_s = progress.entered_s.clone()
+    if not never.any():
+        return entered_s
     for step in range(len(entered_s) - 2, -1, -1):
         more_s, own = entered_s[step + 1].clone(), never[step]
         entered_s[step] += more_s.where(own, 0.0)
