@@ -30,7 +30,7 @@ from straggle.simulate.learning import units_of
 from straggle.view import print_table
 
 Work = tuple[Callable[..., Any], tuple[Any, ...]]
-_QUICK_STEPS = 30
+_QUICK_STEPS = 24
 _QUICK_SEEDS = 2
 
 
