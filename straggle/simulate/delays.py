@@ -92,7 +92,7 @@ class DropCompute(_Factor):
         self.factor = _at_least_0("factor", factor)
 
     def factors(self, shape: Sequence[int], generator: Generator) -> Tensor:
-        return dropcompute_factors(shape, generator, self.factor).float()
+        return dropcompute_factors(shape, generator, self.factor, torch.float32)
 
 
 class _Around(Delays):
