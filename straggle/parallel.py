@@ -13,8 +13,6 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from straggle.backward import DeadlineReached, ParameterHooks, release_graph, tensors_in
@@ -27,6 +25,7 @@ from straggle.estimators import Abstain, Estimator
 from straggle.history import History
 from straggle.in_force import DeadlineInForce
 from straggle.merge import Merge, ModuleBuffers
+from straggle.optimizers import around_steps
 from straggle.replay import Decision, Recording
 from straggle.report import StepReport
 from straggle.rounds import MergedStep
@@ -437,27 +436,15 @@ class StagedDataParallel(nn.Module):
 
 def _watch_optimizers(model: StagedDataParallel) -> list[RemovableHandle]:
     """Tell optimizer time from data time, and refuse an optimizer step that would find no gradients."""
-    reference = weakref.ref(model)
-    parameters = {id(parameter) for parameter in model._parameters_list}
+    reference, stopwatch = weakref.ref(model), model._coordinator.stopwatch
 
-    def ours(optimizer: Optimizer) -> StagedDataParallel | None:
-        owner = reference()
-        first = next((p for group in optimizer.param_groups for p in group["params"]), None)
-        return owner if id(first) in parameters else None
-
-    def before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        owner = ours(optimizer)
-        if owner is not None and owner._step is not None:
+    def before() -> None:
+        if (owner := reference()) is not None and owner._step is not None:
             raise RuntimeError(
                 "optimizer.step() inside of `with model.step()`: gradients are merged when it ends; step after it"
             )
 
-    def after(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        owner = ours(optimizer)
-        if owner is not None:
-            owner._coordinator.stopwatch.enter("data")
-
-    return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+    return around_steps(model._parameters_list, before, partial(stopwatch.enter, "data"))
 
 
 def _close(coordinator: Coordinator, hooks: ParameterHooks, optimizer_hooks: Sequence[RemovableHandle]) -> None:

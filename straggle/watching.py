@@ -22,11 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from straggle.backward import tensors_in
 from straggle.clocks import moment, seconds_between
+from straggle.optimizers import around_steps
 from straggle.pulse import Pulse
 from straggle.stages import StagePlan, plan_stages, trainable
 
@@ -101,7 +100,6 @@ class _Recorder:
         self._step = 0
         self._plan: StagePlan | None = None
         self._file = file
-        names = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._removers: list[Callable[[], None]] = [
             handle.remove
             for handle in (
@@ -109,8 +107,7 @@ class _Recorder:
                 model.module.register_forward_pre_hook(self._enter_module),
                 model.register_forward_hook(self._leave),
                 *(p.register_post_accumulate_grad_hook(partial(self._gradient, i)) for i, p in enumerate(parameters)),  # type: ignore[no-untyped-call]
-                register_optimizer_step_pre_hook(partial(self._optimizer, names, "optimizer")),
-                register_optimizer_step_post_hook(partial(self._optimizer, names, "data")),
+                *around_steps(parameters, partial(self._optimizer, "optimizer"), partial(self._optimizer, "data")),
             )
         ]
 
@@ -178,9 +175,8 @@ class _Recorder:
         self._seconds = {}
         self._merged, self._began, self._microbatches, self._synced = self._since, None, [], False
 
-    def _optimizer(self, ours: Mapping[int, int], phase: str, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        first = next((p for group in optimizer.param_groups for p in group["params"]), None)
-        if id(first) in ours and self._phase in ("outside", "optimizer"):
+    def _optimizer(self, phase: str) -> None:
+        if self._phase in ("outside", "optimizer"):
             self._mark(phase)
 
     # -- what they gather

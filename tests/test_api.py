@@ -41,6 +41,7 @@ HOUSE = (
     "stand_in",
     "checks",
     "coordinator",
+    "optimizers",
     "step",
     "parallel",
     "rebalance",
