@@ -75,6 +75,11 @@ def test_slow_rank_is_named_with_its_phase(phase, tmp_path):
     assert found.network_s == pytest.approx(NETWORK_S)
 
 
+def test_phase_that_is_all_of_it_and_more_is_told_as_all(tmp_path):
+    extra = when(1, range(1000), data=0.2, forward=-0.01)  # quicker than its peers in another phase
+    assert "Of that, 100% while it loaded data" in str(answer(write_watch(tmp_path, extra=extra)))
+
+
 def test_two_phases_are_named_where_one_explains_too_little(tmp_path):
     extra = when(2, range(1000), data=0.1, forward=0.08)
     one = find_slow_ranks(read_timings(write_watch(tmp_path, extra=extra))).ranks[0]

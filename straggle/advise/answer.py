@@ -108,7 +108,7 @@ def _about(rank: SlowRank, timings: Timings) -> str:
     if rank.until is not None:
         begin = int(timings.step[0]) if rank.since is None else rank.since
         when = f"from step {begin} to step {rank.until - 1}"
-    where = ", ".join(f"{rank.phases[phase]:.0%} {_PLACES[phase]}" for phase in rank.named)
+    where = ", ".join(f"{min(1.0, rank.phases[phase]):.0%} {_PLACES[phase]}" for phase in rank.named)
     return (
         f"Rank {rank.rank} is {manner}, {when}, in {rank.steady:.0%} of these steps: then it takes {rank.times:.2f} "
         f"times as long as the others, {ms(rank.excess_s)} more. Of that, {where}. The job takes "
