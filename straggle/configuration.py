@@ -129,6 +129,8 @@ def check(config: DictConfig, valid: DictConfig) -> None:
     """Raise `ConfigurationError` for what hydra itself lets through: added keys and values out of range."""
     if unknown := [str(key) for key in config if key not in valid]:
         raise ConfigurationError(_unknown_key(unknown[0], valid))
+    if METHODS in config:
+        _check_compared(config, valid)
     for key, least in _AT_LEAST.items():
         check_at_least(key, config.get(key, least), least)
     for group in _PARTS:
@@ -148,7 +150,6 @@ def check(config: DictConfig, valid: DictConfig) -> None:
     if config.get("resume") is True and not (Path(config.run_dir) / "checkpoint").is_dir():
         raise ConfigurationError(f"resume=true: there is no checkpoint in run_dir={config.run_dir}")
     if METHODS in config:
-        _check_compared(config, valid)
         _check_methods(config)
     scenarios = config.get("scenarios")
     if scenarios is not None and not isinstance(scenarios, ListConfig):

@@ -88,6 +88,8 @@ def test_pace_can_be_switched_off_in_all_scenarios():
         (["methods=[straggle]"], "ddp must be among them"),
         (["checkpoint_every=10"], "checkpoint_every=10: only train does that"),
         (["resume=auto"], "resume=auto: only train does that"),
+        (["resume=true"], "resume=True: only train does that"),
+        (["replay=nowhere"], "replay=nowhere: only train does that"),
         (["~report"], "report=None: only train does that"),
         (["metrics=prometheus"], "metrics: only train exports them"),
         (["scenarios=3"], "scenarios=3: give a list"),
