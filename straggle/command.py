@@ -6,8 +6,8 @@ import sys
 from collections.abc import Callable, Sequence
 
 
-def run_command(words: Sequence[str], usage: str, work: Callable[[Sequence[str]], str], *, extra: str) -> int:
-    """Print what ``work(words)`` gives, and return 0; with no words, or asked for help, print ``usage`` instead.
+def run_command(words: Sequence[str], usage: str, work: Callable[[Sequence[str]], int], *, extra: str) -> int:
+    """Give the exit status of ``work(words)``; with no words, or asked for help, print ``usage`` instead.
 
     2: there were no words, or ``work`` raised ``ValueError`` or ``OSError`` for wrong ones, or ``ImportError`` where
     the package's ``extra`` is not installed; its message goes to standard error.
@@ -16,12 +16,10 @@ def run_command(words: Sequence[str], usage: str, work: Callable[[Sequence[str]]
         sys.stdout.write(usage)
         return 0 if words else 2
     try:
-        output = work(words)
+        return work(words)
     except ImportError as error:
         sys.stderr.write(f"{error}; this needs: pip install 'straggle[{extra}]'\n")
         return 2
     except (ValueError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    sys.stdout.write(output)
-    return 0

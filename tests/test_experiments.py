@@ -21,7 +21,7 @@ WRONG = Line("c", "2", "3", False)
     ("words", "complaint"),
     [
         ([], "give one or more of"),
-        (["e999"], "no experiment e999"),
+        (["e999"], "no experiment E999"),
         (["quik=true"], "unknown key quik"),
         (["quick=yes"], "choose one of true, false"),
     ],

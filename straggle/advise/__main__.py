@@ -30,13 +30,14 @@ def arguments(words: Sequence[str]) -> tuple[Path, bool]:
     return Path(paths[0]), "--json" in words
 
 
-def advise(words: Sequence[str]) -> str:
-    """What the command prints."""
+def advise(words: Sequence[str]) -> int:
+    """Print the answer."""
     path, as_json = arguments(words)
     from straggle.advise.answer import answer  # needs an extra
 
     found = answer(path)
-    return f"{found.as_json()}\n" if as_json else str(found)
+    sys.stdout.write(f"{found.as_json()}\n" if as_json else str(found))
+    return 0
 
 
 def main() -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import cast
 
 import straggle.experiments
+from straggle.command import run_command
 from straggle.experiments.result import Result
 
 _KEYS = ("quick", "out")
@@ -57,25 +58,22 @@ def arguments(words: Sequence[str]) -> Arguments:
     if not wanted:
         raise ValueError(f"give one or more of {', '.join(name.upper() for name in names())}")
     if missing := [name for name in wanted if name not in names()]:
-        raise ValueError(f"no experiment {missing[0]}; there are {', '.join(name.upper() for name in names())}")
+        raise ValueError(f"no experiment {missing[0].upper()}; there are {', '.join(name.upper() for name in names())}")
     return Arguments(tuple(wanted), quick == "true", Path(keys.get("out", "runs/experiments")))
 
 
-def main() -> int:
-    """The command; its exit status is 1 where something came out other than expected."""
-    words = sys.argv[1:]
-    if not words or {"-h", "--help"} & set(words):
-        sys.stdout.write(f"{_USAGE}experiments: {', '.join(name.upper() for name in names())}\n")
-        return 0 if words else 2
-    try:
-        given = arguments(words)
-    except ValueError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
+def experiment(words: Sequence[str]) -> int:
+    """Perform all that are asked for, whatever the first ones say; 1 where something came out other than expected."""
+    given = arguments(words)
     given.out.mkdir(parents=True, exist_ok=True)
-    # all of them, whatever the first ones say
     results = [perform(name, _experiment(name), quick=given.quick, out=given.out) for name in given.names]
     return int(not all(results))
+
+
+def main() -> int:
+    """The command; gives its exit status."""
+    usage = f"{_USAGE}experiments: {', '.join(name.upper() for name in names())}\n"
+    return run_command(sys.argv[1:], usage, experiment, extra="train")
 
 
 def _experiment(name: str) -> Experiment:

@@ -42,13 +42,14 @@ def arguments(words: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def report(words: Sequence[str]) -> str:
-    """What the command prints."""
+def report(words: Sequence[str]) -> int:
+    """Write the page, and print where it is."""
     given = arguments(words)
     from straggle.report.page import write_report  # needs an extra
 
     path = write_report(**given)
-    return f"report: {path} ({path.stat().st_size / 1e6:.1f} MB)\n"
+    sys.stdout.write(f"report: {path} ({path.stat().st_size / 1e6:.1f} MB)\n")
+    return 0
 
 
 def main() -> int:
