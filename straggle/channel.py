@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -149,9 +149,7 @@ class Channel:
         return f"ranks {others}{self._doing(others)}"
 
     def _doing(self, ranks: Sequence[int]) -> str:
-        keys = [f"doing/{rank}" for rank in ranks]
-        words = [self._store.get(key).decode() for key in keys if self._store.check([key])]
-        return "".join(f"; {word}" for word in words if word)
+        return "".join(f"; {word}" for word in self._words(f"doing/{rank}" for rank in ranks) if word)
 
     def explain(self, what: str, patience_s: float = 2.0) -> str:
         """Why ``what`` failed: the failures that ranks left word of, or else the ranks that no longer answer."""
@@ -161,9 +159,12 @@ class Channel:
             self._store.add("survivors", 1)  # who waits for this rank, and not for the one that is gone, learns of it
             while not (failures := self._failures()):
                 missing = [rank for rank in range(self.world_size) if not self._store.check([f"survivor/{rank}"])]
-                if not missing or time.monotonic() > until:
-                    gone = f"no answer from ranks {missing}{self._doing(missing)}" if missing else "connection lost"
-                    return f"{what}: {gone}"
+                if not missing:  # those that another rank gave up may have come back in the meantime
+                    return f"{what}: {''.join(self._words(['given up'])) or 'connection lost'}"
+                if time.monotonic() > until:
+                    given_up = f"no answer from ranks {missing}{self._doing(missing)}"
+                    self._store.set("given up", given_up)
+                    return f"{what}: {given_up}"
                 time.sleep(0.05)
         except RuntimeError as error:  # the store died with its host
             return f"{what}: the job's store does not answer either ({error})"
@@ -172,5 +173,8 @@ class Channel:
     def _failures(self) -> list[str]:
         if self._store.add("failures", 0) == 0:
             return []
-        keys = [f"failure/{rank}" for rank in range(self.world_size)]
+        return self._words(f"failure/{rank}" for rank in range(self.world_size))
+
+    def _words(self, keys: Iterable[str]) -> list[str]:
+        """What ranks left under those of these keys that there are."""
         return [self._store.get(key).decode() for key in keys if self._store.check([key])]

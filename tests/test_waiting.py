@@ -120,6 +120,20 @@ def test_rank_whose_own_connections_hold_learns_from_another_that_one_is_gone():
     assert set(run_ranks(lose_rank_2, 3)) == {"the merge: no answer from ranks [2]"}
 
 
+def ask_after_rank_0_gave_up(rank):
+    channel, signals = Channel(None, give_up_s=300.0), Signals()
+    if rank > 0:
+        signals.wait("given up")
+    words = channel.explain("the merge", patience_s=0.1 if rank == 0 else 30.0)
+    if rank == 0:
+        signals.send("given up")
+    return words
+
+
+def test_who_asks_once_all_are_back_learns_whom_another_gave_up():
+    assert set(run_ranks(ask_after_rank_0_gave_up, 3)) == {"the merge: no answer from ranks [1, 2]"}
+
+
 # -- evidence that peers wait
 
 
