@@ -311,7 +311,8 @@ def test_cluster_trains_is_scraped_survives_and_stops(cluster: Cluster, record_p
     record_property("seconds_to_its_end", cluster.wait("its end", lambda: cluster.num_alerts(victim) == 0, 300.0))
     cluster.wait_for_more_steps(20)
 
-    run("docker", "pause", victim)
+    # a loaded engine sometimes cannot freeze a busy container at once
+    cluster.wait("the victim to be frozen", lambda: works("docker", "pause", victim), 60.0)
     time.sleep(4.0)
     run("docker", "unpause", victim)
     cluster.wait_for_more_steps(5)
