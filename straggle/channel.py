@@ -159,12 +159,10 @@ class Channel:
             self._store.add("survivors", 1)  # who waits for this rank, and not for the one that is gone, learns of it
             while not (failures := self._failures()):
                 missing = [rank for rank in range(self.world_size) if not self._store.check([f"survivor/{rank}"])]
-                if not missing:  # those that another rank gave up may have come back in the meantime
-                    return f"{what}: {''.join(self._words(['given up'])) or 'connection lost'}"
-                if time.monotonic() > until:
-                    given_up = f"no answer from ranks {missing}{self._doing(missing)}"
-                    self._store.set("given up", given_up)
-                    return f"{what}: {given_up}"
+                if not missing or time.monotonic() > until:
+                    gone = f"no answer from ranks {missing}{self._doing(missing)}" if missing else "connection lost"
+                    # who gave up first knows best: by now the lost ranks may be back, and end as well
+                    return f"{what}: {self._store.compare_set('given up', '', gone).decode()}"
                 time.sleep(0.05)
         except RuntimeError as error:  # the store died with its host
             return f"{what}: the job's store does not answer either ({error})"

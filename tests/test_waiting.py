@@ -120,18 +120,24 @@ def test_rank_whose_own_connections_hold_learns_from_another_that_one_is_gone():
     assert set(run_ranks(lose_rank_2, 3)) == {"the merge: no answer from ranks [2]"}
 
 
-def ask_after_rank_0_gave_up(rank):
+def ask_after_rank_0_gave_up(rank, patience_s):
+    """The lost rank 2 is back, and not stuck any more, when ranks 1 and 2 ask."""
     channel, signals = Channel(None, give_up_s=300.0), Signals()
-    if rank > 0:
-        signals.wait("given up")
-    words = channel.explain("the merge", patience_s=0.1 if rank == 0 else 30.0)
-    if rank == 0:
-        signals.send("given up")
+    if rank == 2:
+        channel.post_doing("rank 2 has been in forward")
+        signals.send("stuck")
+    signals.wait("stuck" if rank == 0 else "given up")
+    if rank == 2:
+        channel.post_doing("")
+    words = channel.explain("the merge", patience_s=patience_s if rank else 0.1)
+    signals.send("given up")
     return words
 
 
-def test_who_asks_once_all_are_back_learns_whom_another_gave_up():
-    assert set(run_ranks(ask_after_rank_0_gave_up, 3)) == {"the merge: no answer from ranks [1, 2]"}
+@pytest.mark.parametrize("patience_s", [0.0, 30.0])
+def test_who_asks_last_learns_whom_the_first_gave_up_and_why(patience_s):
+    words = run_ranks(ask_after_rank_0_gave_up, 3, patience_s)
+    assert set(words) == {"the merge: no answer from ranks [1, 2]; rank 2 has been in forward"}
 
 
 # -- evidence that peers wait
