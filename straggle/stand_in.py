@@ -1,7 +1,8 @@
 """The stand-in: a second thread that hands in for the training thread where that is late, or stuck.
 
-It sleeps until the deadline is over. If a quorum of peers waits by then, the training thread is to stop; if it has not
-handed in when the grace is over too, the stand-in hands in for it, with weight 0 for what is not finished.
+It sleeps until shortly before the deadline is over, and asks whether a quorum of peers waits. If so, the training
+thread is to stop when the deadline is over; if it has not handed in when the grace is over too, the stand-in hands in
+for it, with weight 0 for what is not finished.
 """
 
 from __future__ import annotations
@@ -141,10 +142,12 @@ class StandIn:
             return
         with where.lock:
             step, (stop_at, _), post_at = where.merging, self._limits(), self._post_at()
-            wake_at = min(stop_at, post_at) if where.now() < post_at else stop_at
+            ask_at = stop_at - self._notice_s() / 2  # the answer takes a while, the longer the busier the machine
+            wake_at = min(ask_at, post_at) if where.now() < post_at else ask_at
             if self._closing or self._handed_over or self._post_due() or self._sleep_until(wake_at):
                 return
-        waited_for = self._channel.num_finished(step) >= self._deadline.rules.quorum
+            waited_for = self._waited_since < math.inf
+        waited_for = waited_for or self._channel.num_finished(step) >= self._deadline.rules.quorum
         with where.lock:
             if not self._grace_is_over(step, waited_for=waited_for):
                 return
@@ -161,7 +164,7 @@ class StandIn:
             self._waited_since = min(self._waited_since, where.now())
         stop_at, hand_in_at = self._limits()
         # where all is issued there is nothing left to say
-        if step != where.merging or where.all_issued or where.now() < stop_at:
+        if step != where.merging or where.all_issued or self._sleep_until(stop_at):
             return False
         if not waited_for:
             asked_for_s = where.now() - max(stop_at, where.merged_at)
@@ -207,7 +210,11 @@ class StandIn:
         """
         if self._where.any_late:
             return -math.inf
-        return self._where.merged_at + self._deadline.seconds - max(0.002, 0.02 * self._deadline.seconds)
+        return self._where.merged_at + self._deadline.seconds - self._notice_s()
+
+    def _notice_s(self) -> float:
+        """How long before the deadline who has finished says so; half of it is left to who asks."""
+        return min(max(0.004, 0.04 * self._deadline.seconds), 0.1)
 
     def _to_post(self) -> int | None:
         """The step of which the peers are to learn now that this rank has finished it."""

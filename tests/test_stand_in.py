@@ -137,6 +137,35 @@ def test_rank_that_is_about_to_take_the_step_it_merged_itself_is_not_stuck_in_it
     assert StandIn(where, deadline, None, device=torch.device("cpu"))._limits() == expected
 
 
+class AllFinished:
+    """A channel by which all peers have finished; ``asked`` counts the questions."""
+
+    asked = 0
+
+    def num_finished(self, _):
+        self.asked += 1
+        return 2
+
+
+def test_stand_in_asks_once_shortly_before_the_deadline_and_stops_the_rank_when_it_is_over():
+    clock = [10.0]
+    where, channel = Whereabouts(Stopwatch(lambda: clock[0])), AllFinished()
+    deadline = DeadlineInForce(FixedDeadline(1.0), Patience(grace_s=0.01), 2)
+    deadline.seconds = 1.0
+    where.enter(1, idle=False, fingerprint=0)
+    stand_in = StandIn(where, deadline, channel, device=torch.device("cpu"))
+
+    def look(now):
+        clock[0] = now
+        stand_in._watch(pytest.fail, pytest.fail)
+        return channel.asked, where.stop_requested
+
+    assert look(10.97) == (0, False)
+    assert look(10.985) == (1, False)
+    assert look(10.99) == (1, False)
+    assert look(11.0) == (1, True)
+
+
 class Sleepy(nn.Module):
     """Sleeps in its backward pass when told to."""
 
