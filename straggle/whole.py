@@ -17,14 +17,13 @@ def whole_units(progress: Progress, compute_s: Tensor) -> Tensor:
     (steps, ranks) is when it was stopped. Gives (steps, ranks, units), NaN where a rank did not enter a step.
     `telemetry.Table.whole_times` and `whatif.WaitForAllPrediction` tell a whole step's time from that step alone.
     """
-    unit_s = progress.unit_s
-    begin_s = torch.cat([torch.zeros_like(unit_s[..., :1]), unit_s[..., :-1]], -1)
     used = progress.unit_share > 0
-    spent_s = (unit_s - begin_s).where(used, math.nan)
+    unit_s = progress.unit_s.where(used, math.nan)  # a micro-batch that comes in stages has a time of its own, too
+    known_s = unit_s.nan_to_num(0.0).cummax(-1).values  # of a unit that the rank does not have: the one before
+    spent_s = unit_s - torch.cat([torch.zeros_like(unit_s[..., :1]), known_s[..., :-1]], -1)
     typical_s = spent_s.flatten(0, 1).nanmedian(0).values.nan_to_num(0.0)
     slowness = (spent_s / typical_s.clamp(min=1e-9)).transpose(0, 1).flatten(1).nanmedian(1).values.nan_to_num(1.0)
     expected_s = typical_s * slowness.unsqueeze(1)  # (ranks, units)
-    known_s = unit_s.nan_to_num(0.0).cummax(-1).values  # of a unit that the rank does not have: the one before
     missing = unit_s.isnan() & used
     left_s = expected_s.where(missing, 0.0)
     # the first missing one did not end before the rank was stopped; NaN where it never entered

@@ -338,6 +338,17 @@ def test_time_of_a_stall_is_not_taken_for_slowness():
     assert whole[7, 2].tolist() == pytest.approx([9.0, 9.5, 10.0, 10.5])
 
 
+def test_time_of_a_whole_micro_batch_says_nothing_of_its_stages():
+    stages = torch.tensor([1.0, 1.5, 2.5]).expand(20, 3, 3).clone()
+    seen = torch.cat([stages[..., -1:], torch.full((20, 3, 1), NAN), stages], -1)  # two slots for micro-batches
+    seen[7, 2] = NAN  # stopped in its forward pass
+    stopped_s = torch.full((20, 3), 2.5)
+    stopped_s[7, 2] = 0.7
+    share = [0.0, 0.0, 0.25, 0.25, 0.5]
+    whole = whole_units(history(seen, unit_share=share).progress, stopped_s)
+    assert torch.allclose(whole[..., 2:].float(), stages)
+
+
 def test_rank_that_never_entered_has_no_time():
     seen = torch.tensor([[[1.0, 2.0], [NAN, NAN]]])
     assert whole_units(history(seen).progress, torch.tensor([[2.0, NAN]]))[0, 1].isnan().all()
@@ -658,6 +669,9 @@ def test_ranks_see_the_same_progress_of_all(num_microbatches, granularity):
     assert progress.unit_s[used].isfinite().all()
     assert len(progress.unit_s) == 3  # the first step planned the stages
     assert bool((progress.computed == 1).all())
+    # as nobody was late, that is how long everything takes
+    whole_s = StepTimes.of(History.from_tensors(first), 1).unit_s
+    assert torch.allclose(whole_s, progress.unit_s[used].view_as(whole_s).to(whole_s))
     assert bool((progress.overhead_s > 0).all())
     assert (used.sum(-1) == (num_microbatches if granularity == "microbatch" else num_microbatches + 1)).all()
 
