@@ -282,7 +282,8 @@ def check_page(url: str) -> None:
 @pytest.mark.timeout(1800)
 def test_cluster_trains_is_scraped_survives_and_stops(cluster: Cluster, record_property: Any) -> None:
     began_at = time.monotonic()
-    cluster.compose("up", "--detach", "--no-build", keys="steps=100000")
+    # with longer sleeps than it has by itself the cluster leaves the cores to other tests
+    cluster.compose("up", "--detach", "--no-build", keys="steps=100000 faults.pace.factor=8.0")
     cluster.wait("the first scraped step of every rank", lambda: len(cluster.steps()) == NUM_WORKERS)
     record_property("seconds_to_the_first_scraped_step", time.monotonic() - began_at)
 
