@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ def save_lines(
     axis = figure.subplots()
     for name, points in lines.items():
         axis.plot(*zip(*points, strict=True), "-o", markersize=3, label=name)
-    for name, points in (markers or {}).items():
-        axis.plot(*zip(*points, strict=True), "kx", markersize=8, label=name)
+    for mark, (name, points) in zip(cycle("x+1s"), (markers or {}).items(), strict=False):
+        axis.plot(*zip(*points, strict=True), f"k{mark}", markersize=8, fillstyle="none", label=name)
     if log_x:
         axis.set_xscale("log")
     axis.set(**axes)
