@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from training import TINY
 
 from straggle import RankReport, StageReport, StepReport
 from straggle.configuration import ConfigurationError, build_faults, load
@@ -204,7 +205,7 @@ def test_wrong_key_ends_the_command_with_one_message_and_no_traceback() -> None:
 
 @pytest.mark.slow
 def test_training_writes_its_files_and_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
-    keys = ("workload=digits", "faults=none", "deadline=none", "estimator=moving_average")
+    keys = (*TINY, "faults=none", "deadline=none", "estimator=moving_average")
     torchrun(2, "straggle.train", *keys, "steps=8", "run_dir=whole", folder=tmp_path)
     torchrun(2, "straggle.train", *keys, "steps=5", "run_dir=parts", folder=tmp_path)
     torchrun(2, "straggle.train", *keys, "steps=8", "run_dir=parts", "resume=true", folder=tmp_path)
@@ -236,7 +237,7 @@ def test_slow_rank_is_late_and_the_replicas_stay_identical(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_compare_trains_ddp_and_straggle_to_the_same_parameters_when_nobody_is_late(tmp_path: Path) -> None:
     faults = ("faults=pace", "faults.pace=null")  # the one that there is, switched off
-    keys = ("workload=digits", *faults, "deadline=none", "steps=6", "block=2", "num_microbatches=2")
+    keys = (*TINY, *faults, "deadline=none", "steps=6", "block=2", "num_microbatches=2")
     torchrun(2, "straggle.compare", *keys, "run_dir=run", folder=tmp_path)
     results = json.loads((tmp_path / "run" / "compare.json").read_text())
     stable = "step_seconds_median step_seconds_mean step_seconds_p95 validation_loss seconds_to_loss"

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from training import TINY
 
 from straggle.configuration import load
 
@@ -74,7 +75,7 @@ def slurm(folder: Path, *keys: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_batch_script_trains_on_two_nodes_and_goes_on_when_it_is_submitted_again(tmp_path: Path) -> None:
     for steps in (4, 7):
-        done = slurm(tmp_path, "workload=digits", "faults=none", f"steps={steps}", "run_dir=run")
+        done = slurm(tmp_path, *TINY, "faults=none", f"steps={steps}", "run_dir=run")
         assert done.returncode == 0, done.stdout + done.stderr
         summary = json.loads((tmp_path / "run" / "summary.json").read_text())
         assert summary["steps"] == steps

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks, staged
-from training import Signals, features, mlp
+from training import TINY, Signals, features, mlp
 
 from straggle import FixedDeadline, Patience
 from straggle.stopping import StopSignal
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-KEYS = ("workload=digits", "faults=none", "deadline=none")
+KEYS = (*TINY, "faults=none", "deadline=none")
 
 
 def train_until_asked(rank, signalled, at_step):

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from straggle import Step, StepReport
 
+# a workload for commands whose numbers do not matter: digits would load scikit-learn in each process, for a second
+TINY = ("workload=synthetic", "workload.width=16", "workload.depth=4", "workload.num_samples=512")
+
 
 class Layer(nn.Module):
     """Adds ``weight · (scale * x)`` to the running total: the gradient of each element is ``scale * x``."""
