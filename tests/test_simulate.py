@@ -248,7 +248,7 @@ def test_quorum_of_more_ranks_than_there_are_is_refused():
 
 
 def test_auto_deadline_drops_what_it_predicts():
-    result = simulate(200, 32, Work(1.0), DropCompute(), AutoDeadline())
+    result = simulate(300, 64, Work(1.0), DropCompute(), AutoDeadline())
     assert result.speedup > 1.2
     realised, predicted = result.dropped[20:].mean(), result.predicted_drop[20:].mean()
     assert float(realised) == pytest.approx(float(predicted), abs=0.01)
