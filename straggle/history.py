@@ -148,24 +148,31 @@ class ProgressWindow:
     def __init__(self, window: int, stage_share: Tensor) -> None:
         self._window = window
         self.stage_share = stage_share
-        self._rows: dict[str, Tensor] = {}
+        self._rows: Tensor | None = None  # (steps, ranks, all numbers of a rank): one write is cheaper than six
+        self._widths: list[int] = []
         self._num_steps = 0
 
     def append(self, step: StepProgress) -> None:
         """Add a step."""
+        overhead_s = step.overhead_s.to(step.weight).expand_as(step.weight)
+        alone = torch.stack([step.weight, step.entered_s, overhead_s], 1)
+        row = torch.cat([step.unit_s, step.unit_share, step.computed, alone], 1)
+        if self._rows is None:
+            self._rows = row.new_zeros((2 * self._window, *row.shape))
+            self._widths = [part.shape[1] for part in (step.unit_s, step.unit_share, step.computed, alone)]
         slot = self._num_steps % self._window
-        for name, value in vars(step).items():
-            rows = self._rows.setdefault(name, value.new_zeros((2 * self._window, *value.shape)))
-            rows[slot] = rows[slot + self._window] = value
+        self._rows[slot] = self._rows[slot + self._window] = row
         self._num_steps += 1
 
     def read(self) -> Progress | None:
         """The progress as it is now; its tensors are views."""
-        if self._num_steps == 0:
+        if self._rows is None:
             return None
         end = (self._num_steps - 1) % self._window + self._window + 1
-        steps = slice(end - min(self._num_steps, self._window), end)
-        return Progress(stage_share=self.stage_share, **{name: rows[steps] for name, rows in self._rows.items()})
+        rows = self._rows[end - min(self._num_steps, self._window) : end]
+        unit_s, unit_share, computed, alone = torch.split(rows, self._widths, -1)
+        weight, entered_s, overhead_s = alone.unbind(-1)
+        return Progress(unit_s, unit_share, computed, self.stage_share, weight, entered_s, overhead_s[:, 0])
 
     def restore(self, progress: Progress) -> None:
         """Go on from a saved progress."""

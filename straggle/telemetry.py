@@ -109,6 +109,19 @@ def _slot_counts(num_microbatches: int) -> list[int]:
     return counts
 
 
+@lru_cache(maxsize=64)
+def _unit_share(counts: tuple[int, ...], stage_share: tuple[float, ...], granularity: Granularity) -> Tensor:
+    """`StepProgress.unit_share` of ranks with so many micro-batches; not to be written to."""
+    if granularity == "step":  # nothing comes before the end of the last micro-batch
+        return torch.ones(len(counts), 1)
+    share = torch.tensor([_slot_counts(number) for number in counts], dtype=torch.float32)
+    share /= share.sum(1, keepdim=True)
+    if granularity == "microbatch":
+        return share
+    of_stages = 1.0 - share[:, 1:].sum(1, keepdim=True)  # the last micro-batch comes in stages
+    return torch.cat([share[:, 1:], of_stages * torch.tensor(stage_share)], 1)
+
+
 class _PerStage(NamedTuple):
     """The shares computed, the weights of estimates, when the stages were whole, and the weights in the merge."""
 
@@ -228,21 +241,17 @@ class Table:
 
     def progress(self, stage_share: Tensor, granularity: Granularity) -> StepProgress:
         """How each rank came through the step; ``stage_share`` is the share of the model that each stage is."""
-        first, stages, slots = len(_FIELDS), self._num_stages, MICROBATCH_SLOTS
+        first, stages = len(_FIELDS), self._num_stages
+        counts = tuple(map(int, self._column("num_microbatches")))
+        share = _unit_share(counts, tuple(stage_share.tolist()), granularity)
+        unit_s = self._microbatch_s()
+        if granularity == "step":
+            unit_s = unit_s.gather(1, torch.tensor([[_slot(number - 1, number)] for number in counts]))
+        if granularity == "stage":
+            unit_s = torch.cat([unit_s[:, :-1], self._stage_s()], 1)
         computed = self._rows[:, first : first + stages]
-        stage_s, microbatch_s = self._stage_s(), self._microbatch_s()
-        counts = [_slot_counts(int(number)) for number in self._column("num_microbatches")]
-        share = torch.tensor(counts, dtype=torch.float32)
-        share /= share.sum(1, keepdim=True)
-        if granularity == "step":  # nothing comes before the end of the last micro-batch
-            last = [[_slot(int(number) - 1, int(number))] for number in self._column("num_microbatches")]
-            microbatch_s, share = microbatch_s.gather(1, torch.tensor(last)), torch.ones(len(last), 1)
-        if granularity == "stage":  # the last micro-batch comes in stages
-            share, microbatch_s = share[:, 1:], microbatch_s[:, : slots - 1]
-            of_stages = 1.0 - share.sum(1, keepdim=True)
-            share, microbatch_s = torch.cat([share, of_stages * stage_share], 1), torch.cat([microbatch_s, stage_s], 1)
         weight, overhead_s = torch.tensor(self.weight()), torch.tensor(max(0.0, min(self._column("merge_s"))))
-        return StepProgress(microbatch_s, share, computed, weight, self._entered_s(), overhead_s)
+        return StepProgress(unit_s, share, computed, weight, self._entered_s(), overhead_s)
 
     def report(self, step: int, seconds: float, deadline_s: float, plan: StagePlan, names: Iterable[str]) -> StepReport:
         """The step's report; ``names`` are the scalars that this rank knows by name."""
@@ -299,7 +308,8 @@ class Table:
 
     def _entered_s(self) -> Tensor:
         """For each rank the seconds from the end of the step before to entering this one, or to its row."""
-        return (self._tensor("busy_s") - self._tensor("compute_s").nan_to_num(0.0)).clamp(min=0.0)
+        times = zip(self._column("busy_s"), self._column("compute_s"), strict=True)
+        return torch.tensor([max(0.0, busy_s if math.isnan(own_s) else busy_s - own_s) for busy_s, own_s in times])
 
     def _tensor(self, name: str) -> Tensor:
         return torch.tensor(self._column(name))
