@@ -420,7 +420,7 @@ WAYS = {
     "bare again": "a second one, to show how much of a difference is chance",
     "whole": "StagedDataParallel with stand-in, evidence, telemetry and QuantileDeadline(0.5, 1000), never hit",
     "report": "the same with model.last_report read after every step",
-    "auto": "as whole, with AutoDeadline, which gets every rank's progress and chooses anew every 10 steps; never hit",
+    "auto": "as whole, with AutoDeadline, which gets every rank's progress and chooses anew every 25 steps; never hit",
     "first k": "as whole, with FirstK of all ranks: each tells the store that it has finished, and asks for its peers",
 }
 

@@ -18,6 +18,7 @@ from straggle.whole import whole_entries, whole_units
 _CANDIDATES = 200  # thresholds that are looked at
 _FIRST_UNIT = 5  # none before any rank has finished this one (from 0)
 _FORWARD = 1 / 3  # of a micro-batch's time, in which no gradient comes
+_AT_FIRST = 10  # steps, in each of which AutoDeadline chooses
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ class AutoDeadline(Deadline):
     the best threshold promises less than ``least_gain`` (0.01: a hundredth more gradient per second), there is none;
     but nobody has more than ``at_most`` times the median of all ranks' times, so that a rank which was never slow
     before and stalls is not waited for either. ``every``: steps between two choices, but at first it chooses in each of
-    so many. ``predicted_drop`` is what the last choice is expected to drop.
+    ten. ``predicted_drop`` is what the last choice is expected to drop.
     """
 
     wants_progress = True
@@ -192,8 +193,8 @@ class AutoDeadline(Deadline):
         self,
         *,
         window: int = 50,
-        warmup_steps: int = 3,
-        every: int = 10,
+        warmup_steps: int = 2,
+        every: int = 25,
         least_gain: float = 0.01,
         at_most: float = 2.0,
     ) -> None:
@@ -219,8 +220,8 @@ class AutoDeadline(Deadline):
     def decide(self, history: History) -> float:
         if history.num_steps < self.warmup_steps or history.progress is None:
             return math.inf
-        since = history.num_steps - self.warmup_steps
-        since = 0 if since < self.every else since % self.every
+        number = history.num_steps - self.warmup_steps
+        since = number % self.every if number >= self.every else max(0, number - _AT_FIRST + 1)
         if self.chosen is None or history.num_steps - since != self._chosen_at:
             self._chosen_at = history.num_steps - since
             self.chosen = self._choose(history.last(self.window - self.every + 1, before=since))

@@ -442,11 +442,12 @@ def test_ranks_without_data_make_a_quorum_as_they_do_in_training():
 
 def test_auto_deadline_gives_a_rank_that_enters_within_the_grace_its_time():
     """All are done at 2; one enters at 2.5 in every third step, and is done 2 later, or stood in for."""
-    times, entered_s, policies = one_slow(1.0), torch.zeros(30, 4), [AutoDeadline(at_most=1.1) for _ in range(2)]
+    times, entered_s = one_slow(1.0), torch.zeros(30, 4)
+    policies = [AutoDeadline(every=1, at_most=1.1) for _ in range(2)]
     entered_s[::3, 1] = 2.5
     for policy, grace_s in zip(policies, (0.1, 1.0), strict=True):
         policy.prepare(Patience(grace_s=grace_s), [1] * 6)
-        policy.decide(history(times, 33, entered_s=entered_s))
+        policy.decide(history(times, entered_s=entered_s))
     assert [policy.predicted_drop for policy in policies] == [pytest.approx(1 / 12), pytest.approx(0.0, abs=1e-6)]
 
 
@@ -458,32 +459,37 @@ def test_auto_deadline_does_not_wait_for_ranks_that_enter_late(stood_in):
     if stood_in:
         times[::3, 1] = NAN
         entered_s[::3, 1], entered_s[1::3, 1] = 2.5, 1.5
-    policy = AutoDeadline(at_most=3.0)
-    assert 2.0 <= policy.decide(history(times, 33, entered_s=entered_s)) < 2.3
+    policy = AutoDeadline(every=1, at_most=3.0)
+    assert 2.0 <= policy.decide(history(times, entered_s=entered_s)) < 2.3
     assert policy.predicted_drop == pytest.approx(1 / 12, abs=1e-6)
 
 
-def test_auto_deadline_is_a_function_of_the_history_alone():
+@pytest.mark.parametrize("every", [7, 25])
+def test_auto_deadline_is_a_function_of_the_history_alone(every):
     """One that has decided at every step, and one that begins at any of them, as a resumed run does, say the same."""
     generator = torch.Generator().manual_seed(0)
     times = torch.rand(90, 4, 3, generator=generator).exp().cumsum(-1)
     times[:, 3] *= 2
-    going_on, window = AutoDeadline(window=20, every=7), 26
+    going_on, window = AutoDeadline(window=20, every=every), 19 + every
     for end in range(1, 91):
         seen = history(times[max(0, end - window) : end], end)
-        assert AutoDeadline(window=20, every=7).decide(seen) == going_on.decide(seen)
+        assert AutoDeadline(window=20, every=every).decide(seen) == going_on.decide(seen)
 
 
-def test_auto_deadline_chooses_in_each_of_its_first_steps():
+@pytest.mark.parametrize("every", [10, 25])
+def test_auto_deadline_chooses_in_each_of_its_first_steps(every):
     """What the first steps say of a job is little, and wrong where the first step of all is slow."""
     times = one_slow(1.0, 60).clone()
     times[8:, 3] *= 3
-    policy = AutoDeadline(warmup_steps=3, every=10, window=20)
-    decided = [policy.decide(history(times[max(0, end - 29) : end], end)) for end in range(1, 60)]
+    policy = AutoDeadline(warmup_steps=3, every=every, window=20)
+    decided, chosen = [], []
+    for end in range(1, 60):
+        decided.append(policy.decide(history(times[max(0, end - 19 - every) : end], end)))
+        chosen.append(policy.chosen)
     assert [seconds == math.inf for seconds in decided[:4]] == [True, True, False, False]
-    changes = [end for end in range(4, 60) if decided[end - 1] != decided[end - 2]]
-    assert 9 in changes  # at once
-    assert [end for end in changes if end > 12 and (end - 3) % 10] == []
+    assert decided[8] != decided[7]  # at once
+    choices = [end for end in range(2, 60) if chosen[end - 1] is not chosen[end - 2]]
+    assert choices == [*range(3, 13), *range(3 + every, 60, every)]
 
 
 def test_auto_deadline_follows_a_rank_that_recovers():
