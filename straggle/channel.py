@@ -6,6 +6,7 @@ Nothing here interleaves with the collectives of the user's own process groups.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -50,10 +51,11 @@ class Channel:
         self.control = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
         store = dist.distributed_c10d._get_default_store()
         prefix = f"straggle/{self.gradients.group_name}"
-        # each thread gets a connection of its own: a client serves one request at a time
+        # a client serves one request at a time: what the stand-in asks for often has a connection of its own
         self._store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]
         self._evidence = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
         self._counted: deque[int] = deque()  # steps whose counter this rank began
+        self._counting = threading.Lock()
 
     # -- all ranks together
 
@@ -75,15 +77,16 @@ class Channel:
     # -- evidence that peers wait
 
     def post_finished(self, step: int) -> None:
-        """Count this rank among those that have finished their own work for ``step``.
+        """Count this rank among those that have finished their own work for ``step``; from any thread.
 
         Who begins a step's counter removes it, when it begins one that is 32 steps or more later.
         """
-        if self._evidence.add(f"finished/{step}", 1) > 1:
-            return
-        self._counted.append(step)  # the first one cleans up, once no rank asks for a step that far back
-        while self._counted[0] <= step - 32:
-            self._evidence.delete_key(f"finished/{self._counted.popleft()}")
+        with self._counting:
+            if self._evidence.add(f"finished/{step}", 1) > 1:
+                return
+            self._counted.append(step)  # the first one cleans up, once no rank asks for a step that far back
+            while self._counted[0] <= step - 32:
+                self._evidence.delete_key(f"finished/{self._counted.popleft()}")
 
     def num_finished(self, step: int) -> int:
         """How many ranks have finished their own work for ``step``."""

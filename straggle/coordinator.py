@@ -7,6 +7,7 @@ is left issued with weight 0, and the merged steps wait in a ring until the trai
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -246,6 +247,7 @@ class Coordinator:
         finished and nothing else, as the stand-in does.
         Raises `PeerFailed` when a rank failed in this step or cannot be reached.
         """
+        tells = False
         with self._lock:
             mine = self._where.lag == 0 and not (current := self._open_round()).closed
             self._where.overran = self._finishes_late and not mine
@@ -255,8 +257,11 @@ class Coordinator:
                     self._close_abstaining(current)
                 else:
                     self._close_own(current, truncated=truncated, scalars=scalars, changes=changes)
-                self._stand_in.finished(current.step)
+                tells = self._stand_in.finished(current.step, truncated=truncated)
             self.stopwatch.enter("outside")
+        if tells:
+            with contextlib.suppress(RuntimeError):  # the store is gone: the merge below finds out with whom
+                self._channel.post_finished(current.step)
         if mine:
             self._complete(current)
         return self._take()

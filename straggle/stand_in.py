@@ -84,12 +84,21 @@ class StandIn:
         if where.entered_at is not None and where.entered_at >= where.merged_at + self._deadline.seconds:
             self._wakes.notify()  # it sleeps until it would hand in for a rank that has not entered
 
-    def finished(self, step: int) -> None:
-        """The training thread has handed in its own work, and waits for its peers, who may want to know."""
-        if self._deadline.seconds < math.inf:
-            self._unposted = step
-            if self._where.now() >= self._post_at():
-                self._wakes.notify()
+    def finished(self, step: int, *, truncated: bool) -> bool:
+        """The training thread has handed in its own work; whether it is to tell the peers of that itself, at once.
+
+        Otherwise the stand-in tells them: when they want to know, if the step is not over by then; and of a step that
+        is ``truncated``, because nobody waits to hear of that, but all for the training thread.
+        """
+        if self._deadline.seconds == math.inf:
+            return False
+        due = self._where.now() >= self._post_at()
+        if due and not truncated:
+            return True
+        self._unposted = step
+        if due:
+            self._wakes.notify()
+        return False
 
     def hand_over(self, current: Round) -> None:
         """The training thread has handed in what it has, and computes on: wait for the merge in its place."""
@@ -168,7 +177,7 @@ class StandIn:
             return False
         if not waited_for:
             asked_for_s = where.now() - max(stop_at, where.merged_at)
-            self._wakes.wait(0.002 + 0.05 * min(asked_for_s, 1.0))  # asks less often as time goes by
+            self._wakes.wait(0.002 + 0.02 * min(asked_for_s, 1.0))  # asks less often as time goes by
             return False
         if self._sleep_until(self._waited_since + self._deadline.after_quorum_s):
             return False

@@ -138,14 +138,19 @@ def test_rank_that_is_about_to_take_the_step_it_merged_itself_is_not_stuck_in_it
     assert StandIn(where, deadline, None, device=torch.device("cpu"))._limits() == expected
 
 
-def look_around_the_deadline(_rank):
-    """Whether the training thread is to stop, at some moments around its deadline of 1 s."""
-    clock, channel = [10.0], Channel(None, give_up_s=30.0)
-    where = Whereabouts(Stopwatch(lambda: clock[0]))
+def with_a_second(clock):
+    """A stand-in at the begin of a step with a deadline of 1 s, by ``clock[0]``; where it is, and its channel."""
+    where, channel = Whereabouts(Stopwatch(lambda: clock[0])), Channel(None, give_up_s=30.0)
     deadline = DeadlineInForce(FixedDeadline(1.0), Patience(grace_s=0.01, quorum=1), 2)
     deadline.seconds = 1.0
     where.enter(1, idle=False, fingerprint=0)
-    stand_in = StandIn(where, deadline, channel, device=torch.device("cpu"))
+    return StandIn(where, deadline, channel, device=torch.device("cpu")), where, channel
+
+
+def look_around_the_deadline(_rank):
+    """Whether the training thread is to stop, at some moments around its deadline."""
+    clock = [10.0]
+    stand_in, where, channel = with_a_second(clock)
 
     def look(now):
         clock[0] = now
@@ -160,6 +165,22 @@ def look_around_the_deadline(_rank):
 
 def test_stand_in_asks_shortly_before_the_deadline_and_stops_the_rank_when_it_is_over():
     assert run_ranks(look_around_the_deadline, 1) == [(False, False, True)]
+
+
+def finish_around_the_deadline(_rank):
+    """Whether the training thread is to tell the peers, at some moments before the deadline; what they are told."""
+    clock, tells = [10.0], []
+    stand_in, where, channel = with_a_second(clock)
+    for now, truncated in ((10.5, False), (10.97, False), (10.97, True)):
+        clock[0] = now
+        with where.lock:
+            tells.append(stand_in.finished(0, truncated=truncated))
+    stand_in._watch(pytest.fail, pytest.fail)
+    return tells, channel.num_finished(0)
+
+
+def test_who_finishes_when_peers_want_to_know_tells_them_itself_and_the_stand_in_all_else():
+    assert run_ranks(finish_around_the_deadline, 1) == [([False, True, False], 1)]
 
 
 class Sleepy(nn.Module):
