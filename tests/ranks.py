@@ -1,7 +1,7 @@
-"""Runs a function on several ranks: real processes in a real gloo group, forked from a server that has torch loaded.
+"""Runs a function, or a command, on several ranks: real processes in a real gloo group, forked from a server.
 
-A rank starts in about a tenth of a second. The store is a file: it outlives any rank, as that of torchrun's agent does,
-and needs no name server, which a connection of ``TCPStore`` asks.
+The server has torch loaded: a rank starts in about a tenth of a second. A function's store is a file: it outlives any
+rank, as that of torchrun's agent does, and needs no name server, which a connection of ``TCPStore`` asks.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import contextlib
 import faulthandler
 import fcntl
 import hashlib
+import importlib
 import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -27,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import TCPStore
 
 from straggle import StagedDataParallel
 
@@ -40,6 +43,8 @@ _MODULES = [
     "sklearn.datasets",
     "straggle",
     "straggle.workloads",
+    "straggle.train",
+    "straggle.compare",
 ]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_MODULES)
@@ -89,6 +94,35 @@ def run_ranks(
                     process.kill()
                     process.join()
     return results
+
+
+def run_command(module: str, world_size: int, *keys: str, folder: Path, timeout_s: float = 240.0) -> str:
+    """What ``module``'s ``main()`` prints, started in ``folder`` on several ranks with these keys.
+
+    With the environment and the store that torchrun's agent gives them. A rank that does not end with status 0, or not
+    in ``timeout_s``, fails the test at once, with what all have printed.
+    """
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as logs:
+        ranks = [
+            _context.Process(target=_command_main, args=(module, keys, rank, world_size, store.port, folder, logs))
+            for rank in range(world_size)
+        ]
+        until = time.monotonic() + timeout_s
+        try:
+            for process in ranks:
+                process.start()
+            running = list(ranks)
+            while running and not any(process.exitcode for process in ranks) and time.monotonic() < until:
+                wait([process.sentinel for process in running], until - time.monotonic())
+                running = [process for process in running if process.is_alive()]
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+        printed = "".join(path.read_text() for path in sorted(Path(logs).iterdir()))
+    assert {process.exitcode for process in ranks} == {0}, printed
+    return printed
 
 
 @contextlib.contextmanager
@@ -144,6 +178,21 @@ def _collect(connections: list[Connection], folder: Path, timeout_s: float, outc
         stacks = "\n".join(f"rank {rank}:\n{Path(folder, f'rank{rank}').read_text()}" for rank in hanging)
         raise AssertionError(f"ranks {hanging} did not end within {timeout_s} s\n{stacks}")
     return [results[rank] for rank in range(len(connections))]
+
+
+def _command_main(
+    module: str, keys: tuple[str, ...], rank: int, world_size: int, port: int, folder: Path, logs: str
+) -> None:
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    os.environ.update({name: str(value) for name, value in environment.items()}, GLOO_SOCKET_IFNAME="lo")
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    with open(f"{logs}/rank{rank}", "w") as log:
+        os.dup2(log.fileno(), sys.stdout.fileno())
+        os.dup2(log.fileno(), sys.stderr.fileno())
+    sys.argv = [module, *keys]
+    importlib.import_module(module).main()
 
 
 def _rank_main(

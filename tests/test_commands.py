@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ranks import run_command
 from rich.console import Console
 from training import TINY
 
@@ -206,9 +207,9 @@ def test_wrong_key_ends_the_command_with_one_message_and_no_traceback() -> None:
 @pytest.mark.slow
 def test_training_writes_its_files_and_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     keys = (*TINY, "faults=none", "deadline=none", "estimator=moving_average")
-    torchrun(2, "straggle.train", *keys, "steps=8", "run_dir=whole", folder=tmp_path)
-    torchrun(2, "straggle.train", *keys, "steps=5", "run_dir=parts", folder=tmp_path)
-    torchrun(2, "straggle.train", *keys, "steps=8", "run_dir=parts", "resume=true", folder=tmp_path)
+    run_command("straggle.train", 2, *keys, "steps=8", "run_dir=whole", folder=tmp_path)
+    run_command("straggle.train", 2, *keys, "steps=5", "run_dir=parts", folder=tmp_path)
+    run_command("straggle.train", 2, *keys, "steps=8", "run_dir=parts", "resume=true", folder=tmp_path)
     whole, parts = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "parts"))
     assert whole["parameters_sha256"] == parts["parameters_sha256"]
     assert len(set(whole["parameters_sha256"])) == 1
@@ -238,7 +239,7 @@ def test_slow_rank_is_late_and_the_replicas_stay_identical(tmp_path: Path) -> No
 def test_compare_trains_ddp_and_straggle_to_the_same_parameters_when_nobody_is_late(tmp_path: Path) -> None:
     faults = ("faults=pace", "faults.pace=null")  # the one that there is, switched off
     keys = (*TINY, *faults, "deadline=none", "steps=6", "block=2", "num_microbatches=2")
-    torchrun(2, "straggle.compare", *keys, "run_dir=run", folder=tmp_path)
+    run_command("straggle.compare", 2, *keys, "run_dir=run", folder=tmp_path)
     results = json.loads((tmp_path / "run" / "compare.json").read_text())
     stable = "step_seconds_median step_seconds_mean step_seconds_p95 validation_loss seconds_to_loss"
     for method in ("ddp", "straggle"):

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
-from test_commands import torchrun
+from ranks import run_command, run_ranks
 
 from straggle.compare import _in_turn, _train_on
 from straggle.configuration import ConfigurationError, config_dir, load, of_method, of_scenario, plain, slows_ranks
@@ -301,7 +300,7 @@ def test_local_sgd_is_ddp_at_first_and_then_averages_every_so_many_steps():
 @pytest.mark.slow
 def test_all_methods_train_in_turns_under_several_scenarios(tmp_path: Path) -> None:
     keys = (ALL, "scenarios=[none,slow_rank]", "workload=digits", "steps=12", "block=4", "num_microbatches=2")
-    out = torchrun(4, "straggle.compare", *keys, "run_dir=run", folder=tmp_path)
+    out = run_command("straggle.compare", 4, *keys, "run_dir=run", folder=tmp_path)
     for scenario in ("none", "slow_rank"):
         results = json.loads((tmp_path / "run" / scenario / "compare.json").read_text())
         assert sorted(results) == METHODS

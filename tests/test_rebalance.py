@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import random
-import subprocess
-import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import digest, run_ranks, staged
+from ranks import digest, run_command, run_ranks, staged
 from torch import nn
 from training import Stopper, features, grads, mlp
 
@@ -27,7 +23,6 @@ from straggle.report import PHASES
 from straggle.telemetry import Row, Table
 from straggle.workloads import Shard
 
-ROOT = Path(__file__).parent.parent
 STAGES = (0.4, 0.6, 0.8, 1.0)  # when, of a rank's whole time, each stage is whole
 
 
@@ -504,20 +499,10 @@ def test_checkpoint_has_the_shares(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [["batch_size=24"], ["batch_size=4", "num_microbatches=4"]])
 def test_train_deals_out_by_speed_resumes_and_is_replayed(keys, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-
     def train(*more):
-        done = subprocess.run(
-            [*command, "straggle.train", "workload=digits", "report=false", "metrics=none", *keys, *more],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=200,
+        return run_command(
+            "straggle.train", 2, "workload=digits", "report=false", "metrics=none", *keys, *more, folder=tmp_path
         )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
 
     slow = ["rebalance=by_speed", "faults.slow.ranks=[1]", "faults.slow.factor=4.0", "~faults.stall", "run_dir=runs/a"]
     train(*slow, "steps=20")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from ranks import run_ranks, staged
+from ranks import run_command, run_ranks, staged
 from training import TINY, Signals, features, mlp
 
 from straggle import FixedDeadline, Patience
@@ -148,9 +148,9 @@ def test_terminated_run_leaves_a_checkpoint_and_goes_on_as_if_it_had_not_been(ta
     assert done == (run / "trace.jsonl").read_text().count("\n") < 100_000
     assert f"stopped after step {done} of 100000" in printed
     assert code == 0 or target == "torchrun"  # torchrun itself says that it was ended by a signal
-    for keys in (("run_dir=run", "resume=auto"), ("run_dir=whole", "resume=auto")):
-        code, printed = finish(start(tmp_path, f"steps={done + 5}", *keys))
-        assert code == 0, printed
+    for name in ("run", "whole"):
+        keys = (*KEYS, f"steps={done + 5}", f"run_dir={name}", "resume=auto")
+        run_command("straggle.train", 2, *keys, folder=tmp_path)
     parts, whole = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "whole"))
     assert parts["parameters_sha256"] == whole["parameters_sha256"]
     assert parts["steps"] == whole["steps"] == done + 5
