@@ -2,6 +2,7 @@
 
 import math
 import random
+import threading
 import time
 
 import pytest
@@ -138,19 +139,19 @@ def test_rank_that_is_about_to_take_the_step_it_merged_itself_is_not_stuck_in_it
     assert StandIn(where, deadline, None, device=torch.device("cpu"))._limits() == expected
 
 
-def with_a_second(clock):
-    """A stand-in at the begin of a step with a deadline of 1 s, by ``clock[0]``; where it is, and its channel."""
-    where, channel = Whereabouts(Stopwatch(lambda: clock[0])), Channel(None, give_up_s=30.0)
+def with_a_second(clock, channel):
+    """A stand-in at the begin of a step with a deadline of 1 s, by ``clock[0]``, and where it is."""
+    where = Whereabouts(Stopwatch(lambda: clock[0]))
     deadline = DeadlineInForce(FixedDeadline(1.0), Patience(grace_s=0.01, quorum=1), 2)
     deadline.seconds = 1.0
     where.enter(1, idle=False, fingerprint=0)
-    return StandIn(where, deadline, channel, device=torch.device("cpu")), where, channel
+    return StandIn(where, deadline, channel, device=torch.device("cpu")), where
 
 
 def look_around_the_deadline(_rank):
     """Whether the training thread is to stop, at some moments around its deadline."""
-    clock = [10.0]
-    stand_in, where, channel = with_a_second(clock)
+    clock, channel = [10.0], Channel(None, give_up_s=30.0)
+    stand_in, where = with_a_second(clock, channel)
 
     def look(now):
         clock[0] = now
@@ -169,8 +170,8 @@ def test_stand_in_asks_shortly_before_the_deadline_and_stops_the_rank_when_it_is
 
 def finish_around_the_deadline(_rank):
     """Whether the training thread is to tell the peers, at some moments before the deadline; what they are told."""
-    clock, tells = [10.0], []
-    stand_in, where, channel = with_a_second(clock)
+    clock, channel, tells = [10.0], Channel(None, give_up_s=30.0), []
+    stand_in, where = with_a_second(clock, channel)
     for now, truncated in ((10.5, False), (10.97, False), (10.97, True)):
         clock[0] = now
         with where.lock:
@@ -181,6 +182,25 @@ def finish_around_the_deadline(_rank):
 
 def test_who_finishes_when_peers_want_to_know_tells_them_itself_and_the_stand_in_all_else():
     assert run_ranks(finish_around_the_deadline, 1) == [([False, True, False], 1)]
+
+
+def test_stand_in_is_woken_to_tell_of_a_truncated_step_that_peers_want_to_know_of():
+    clock, woken, asleep = [10.0], [], threading.Event()
+    stand_in, where = with_a_second(clock, None)
+    clock[0] = 10.97
+
+    def sleep():
+        with where.lock:
+            asleep.set()
+            woken.append(stand_in._wakes.wait(10.0))
+
+    thread = threading.Thread(target=sleep)
+    thread.start()
+    asleep.wait()
+    with where.lock:  # free from when the thread sleeps
+        stand_in.finished(0, truncated=True)
+    thread.join()
+    assert woken == [True]
 
 
 class Sleepy(nn.Module):
