@@ -67,7 +67,8 @@ def delays(ranks: int, steps: int) -> Tensor:
 def _lines(ranks: int, measured: dict[str, Measured], unit_s: Tensor) -> list[Line]:
     measured = {name: run.after(SKIP) for name, run in measured.items()}
     every = measured["wait for all"]
-    rows = [Line(f"{ranks} ranks, wait for all: step time", "", _step_time(every))]
+    beside = f"{_step_time(every)}, {1e3 * float(every.overhead_s.median()):.0f} ms beside the slowest rank's work"
+    rows = [Line(f"{ranks} ranks, wait for all: step time", "", beside)]
     for name, label in NAMES.items():
         run = measured[name]
         speedup = float((1 - run.dropped).mean() * every.step_s.sum() / run.step_s.sum())
