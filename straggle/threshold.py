@@ -221,7 +221,7 @@ class AutoDeadline(Deadline):
         if history.num_steps < self.warmup_steps or history.progress is None:
             return math.inf
         number = history.num_steps - self.warmup_steps
-        since = number % self.every if number >= self.every else max(0, number - _AT_FIRST + 1)
+        since = min(number % self.every, max(0, number - _AT_FIRST + 1))  # steps since the last choice
         if self.chosen is None or history.num_steps - since != self._chosen_at:
             self._chosen_at = history.num_steps - since
             self.chosen = self._choose(history.last(self.window - self.every + 1, before=since))
