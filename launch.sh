@@ -60,12 +60,12 @@ run() {
   local name=$1 workers cores where nodes=${NNODES:-1} ranks=
   shift
   install train
-  case " $* " in *" --"* | *" -h "*) exec "$venv/bin/python" -m "straggle.$name" "$@" ;; esac
+  case " $* " in *" --"* | *" -h "*) exec "$venv/bin/python" -m straggle "$name" "$@" ;; esac
   workers=$( (nvidia-smi --list-gpus 2>/dev/null || true) | grep -c . || true)
   workers=${WORKERS:-$((workers > 0 ? workers : 4))}
   if [ -n "${SLURM_STEP_ID:-}" ] && [ -z "${NNODES:-}" ]; then nodes=${SLURM_NNODES:-1}; fi
   case $workers$nodes in *[!0-9]*) ;; *) ranks=$((workers * nodes)) ;; esac # not known where torchrun finds them
-  WORLD_SIZE=$ranks "$venv/bin/python" -m straggle.configuration "$name" "$@"
+  WORLD_SIZE=$ranks "$venv/bin/python" -m straggle check "$name" "$@"
   cores=$(getconf _NPROCESSORS_ONLN)
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > workers ? cores / workers : 1))}
   where=$(rendezvous)
@@ -73,7 +73,7 @@ run() {
     export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
   fi
   # shellcheck disable=SC2086  # several arguments on purpose
-  exec "$venv/bin/torchrun" $where --nproc-per-node "$workers" -m "straggle.$name" "$@"
+  exec "$venv/bin/torchrun" $where --nproc-per-node "$workers" -m straggle "$name" "$@"
 }
 
 case "${1:-}" in
@@ -86,12 +86,12 @@ case "${1:-}" in
   report)
     shift
     install train
-    exec "$venv/bin/python" -m straggle.report "$@"
+    exec "$venv/bin/python" -m straggle report "$@"
     ;;
   simulate)
     shift
     install train
-    exec "$venv/bin/python" -m straggle.simulate "$@"
+    exec "$venv/bin/python" -m straggle simulate "$@"
     ;;
   compare | train) run "$@" ;;
   *) run train "$@" ;;

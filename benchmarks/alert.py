@@ -24,8 +24,8 @@ import torch.multiprocessing as mp
 from chaos import Net, rank_main, serve_store
 
 from straggle import QuantileDeadline, StagedDataParallel
-from straggle.endpoint import Targets
-from straggle.metrics import MetricsExporter
+from straggle.observe.metrics import MetricsExporter
+from straggle.observe.metrics_endpoint import Targets
 
 RULES = Path(__file__).parent.parent / "deploy" / "prometheus"
 SLOW = 2

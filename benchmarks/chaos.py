@@ -33,9 +33,10 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from straggle import AutoDeadline, FirstK, FixedDeadline, Patience, QuantileDeadline, StagedDataParallel, telemetry
+from straggle import AutoDeadline, FirstK, FixedDeadline, Patience, QuantileDeadline, StagedDataParallel
+from straggle.lab.workloads.text import Text
+from straggle.merge import telemetry
 from straggle.report import PHASES, text_table
-from straggle.workloads import Text
 
 PLACES = ("data", "forward", "backward", "optimizer")
 HOST = "127.0.0.1"
@@ -548,7 +549,7 @@ def arguments():
 if __name__ == "__main__":
     options = arguments()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a warning for each client whose name is not known
-    mp.set_forkserver_preload(["torch", "torch._dynamo", "straggle", "straggle.workloads"])
+    mp.set_forkserver_preload(["torch", "torch._dynamo", "straggle", "straggle.lab.workloads"])
     if options.command == "evidence":
         evidence(options)
     else:

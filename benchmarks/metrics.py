@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 import straggle
-from straggle.jobs import process_group
-from straggle.metrics import MetricsExporter, StepMetrics
-from straggle.telemetry import StepRecord, Table
+from straggle.lab.jobs import process_group
+from straggle.merge.telemetry import StepRecord, Table
+from straggle.observe.metrics import MetricsExporter, StepMetrics
 
 STEPS = 10  # in a turn
 
@@ -53,7 +53,7 @@ def measure(rounds, width):
     def watched(record):
         begin = time.perf_counter()
         exporter._records.put(
-            StepRecord(record.step, record.seconds, record.deadline_s, record.plan, record.table, frozenset({"loss"}))
+            StepRecord(record.step, record.seconds, record.deadline_s, record.plan, record.table, record.names)
         )
         hook_s.append(time.perf_counter() - begin)
         records.append(record)

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import nn
 
 import straggle
-from straggle.fairness import fairness_of
-from straggle.faults import FaultInjector, Slowdown, Stall
-from straggle.view import print_table
+from straggle.lab.faults import FaultInjector, Slowdown, Stall
+from straggle.observe.console import print_table
+from straggle.observe.fairness import fairness_of
 
 BLOCK = 10
 LAYERS = 8

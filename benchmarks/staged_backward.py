@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from straggle import StagedBackward
-from straggle.workloads import Synthetic, Text
+from straggle.lab.workloads.synthetic import Synthetic
+from straggle.lab.workloads.text import Text
 
 
 def model_and_loss(name):

@@ -12,7 +12,8 @@ import time
 import torch
 from torch import nn
 
-from straggle.workloads import Synthetic, Text
+from straggle.lab.workloads.synthetic import Synthetic
+from straggle.lab.workloads.text import Text
 
 
 def measure(name, workload, batch_size, rounds=40):

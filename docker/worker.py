@@ -74,7 +74,7 @@ def arguments() -> list[str]:
         *("--nnodes", str(nodes), "--nproc-per-node", os.environ.get("WORKERS_PER_NODE", "1")),
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", rendezvous_id),
         *("--rdzv-conf", f"join_timeout={patience_s},read_timeout={patience_s}"),
-        *("-m", "straggle.train", *sys.argv[1:], *shlex.split(os.environ.get("KEYS", ""))),
+        *("-m", "straggle", "train", *sys.argv[1:], *shlex.split(os.environ.get("KEYS", ""))),
     ]
 
 

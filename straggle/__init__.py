@@ -10,10 +10,16 @@ for x, y in loader:
     optimizer.zero_grad()
 """
 
-from straggle.around import Anneal, DropBudget, Shadow
-from straggle.backward import DeadlineReached
-from straggle.channel import PeerFailed
-from straggle.deadline import (
+from straggle.backward.hooks import DeadlineReached
+from straggle.backward.stage_profile import Reach, StageProfile, measure_stages
+from straggle.backward.staged import BackwardStep, FinishedStage, StagedBackward
+from straggle.backward.stages import BalancedByTime
+from straggle.merge.channel import PeerFailed
+from straggle.merge.options import Merge
+from straggle.observe.watch import Watch, watch
+from straggle.parallel import StagedDataParallel
+from straggle.policies.auto_deadline import AutoDeadline
+from straggle.policies.deadline import (
     Deadline,
     FirstK,
     FixedDeadline,
@@ -22,7 +28,7 @@ from straggle.deadline import (
     QuantileDeadline,
     WaitForAll,
 )
-from straggle.estimators import (
+from straggle.policies.estimators import (
     Abstain,
     Carry,
     ErrorFeedback,
@@ -35,20 +41,13 @@ from straggle.estimators import (
     Supplement,
     Zero,
 )
-from straggle.history import History, Progress
-from straggle.measure import Reach, StageProfile, measure_stages
-from straggle.merge import Merge
-from straggle.parallel import StagedDataParallel
+from straggle.policies.history import History, Progress
+from straggle.policies.wrappers import Anneal, DropBudget, Shadow
 from straggle.rebalance import Rebalance
 from straggle.report import BackwardReport, RankReport, ShadowReport, StageReport, StageTime, StepReport
 from straggle.sampler import RequeueSampler
-from straggle.staged import BackwardStep, FinishedStage, StagedBackward
-from straggle.stages import BalancedByTime
 from straggle.step import Step
-from straggle.threshold import AutoDeadline
-from straggle.watching import Watch, watch
-
-__version__ = "0.1.0"
+from straggle.version import __version__ as __version__
 
 __all__ = [
     "Abstain",

@@ -17,9 +17,9 @@ from typing import Any, final
 
 import torch
 
-from straggle.deadline import check_count
+from straggle.merge.telemetry import StepRecord, Table
 from straggle.parallel import StagedDataParallel
-from straggle.telemetry import StepRecord, Table
+from straggle.policies.deadline import check_count
 
 _log = logging.getLogger(__name__)
 

@@ -8,9 +8,12 @@ from types import TracebackType
 
 from torch import Tensor
 
-from straggle.coordinator import Coordinator
-from straggle.replay import Decision
-from straggle.telemetry import MAX_SCALARS
+from straggle.backward.kept import KeptGradients
+from straggle.backward.passes import Passes
+from straggle.merge.coordinator import Coordinator
+from straggle.merge.names import ScalarNames
+from straggle.merge.replay import Decision
+from straggle.merge.telemetry import MAX_SCALARS
 
 
 class Step:
@@ -24,19 +27,24 @@ class Step:
         self,
         num_microbatches: int,
         coordinator: Coordinator,
+        names: ScalarNames,
         *,
         enter: Callable[[Step], None],
         leave: Callable[[Step, BaseException | None], bool],
     ) -> None:
         self._coordinator = coordinator
+        self._names = names
         self._enter, self._leave = enter, leave
         self.num_microbatches = num_microbatches
         self.stopped = False
         self.goes_on = False  # it was late in a backward pass, which it finishes all the same
         self._weight = 1.0
         self.scalars: dict[str, float] = {}
-        self.kept: dict[int, Tensor] = {}
+        self.kept: KeptGradients  # from entering it on, as its passes
+        self.passes: Passes
         self.num_forward = 0  # passes that were finished
+        self.in_forward = False
+        self.num_timed = 0  # micro-batches whose end was noted
         self.num_gradients = 0
         self.num_checks = 0  # how often the pass asked whether to go on
         self.replayed: Decision | None = None
@@ -65,12 +73,16 @@ class Step:
         self._weight = weight
 
     def log(self, **scalars: float | Tensor) -> None:
-        """Scalars that ride along with the merge; `StepReport.scalars` has the means over ranks that gave them."""
+        """Scalars that ride along with the merge; `StepReport.scalars` has the means over ranks that gave them.
+
+        At most 8 in a step of each rank. The names may differ between ranks: every rank's report has them all.
+        """
         self.scalars.update(
             {name: float(value.detach() if isinstance(value, Tensor) else value) for name, value in scalars.items()}
         )
         if len(self.scalars) > MAX_SCALARS:
             raise ValueError(f"{len(self.scalars)} scalars in one step: at most {MAX_SCALARS}")
+        self._names.log(scalars)
 
     def stop(self) -> None:
         """Stop this rank's pass at its next stage, as if its deadline were over; from any thread."""

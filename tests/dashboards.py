@@ -144,11 +144,17 @@ class Page(HTMLParser):
 
 @contextlib.contextmanager
 def training(folder: Path, *keys: str, num_ranks: int = 3) -> Iterator[None]:
-    """A real run of ``straggle.train`` whose last rank is slow, with its files in ``folder``/run."""
+    """A real run of ``straggle train`` whose last rank is slow, with its files in ``folder``/run."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "-m"]
-    command += ["straggle.train", "workload=digits", "steps=100000", "faults.pace.factor=12", f"run_dir={folder}/run"]
+    command += ["straggle", "train", "workload=digits", "steps=100000", "faults.pace.factor=12"]
     last = num_ranks - 1
-    command += [f"faults.slow.ranks=[{last}]", "faults.slow.factor=4", f"faults.stall.rank={last}", *keys]
+    command += [
+        f"run_dir={folder}/run",
+        f"faults.slow.ranks=[{last}]",
+        "faults.slow.factor=4",
+        f"faults.stall.rank={last}",
+        *keys,
+    ]
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths}
     with open(folder / "train.log", "w") as log:

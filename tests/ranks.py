@@ -11,6 +11,7 @@ import faulthandler
 import fcntl
 import hashlib
 import importlib
+import logging
 import multiprocessing
 import os
 import pickle
@@ -42,9 +43,9 @@ _MODULES = [
     "torch.utils.checkpoint",
     "sklearn.datasets",
     "straggle",
-    "straggle.workloads",
-    "straggle.train",
-    "straggle.compare",
+    "straggle.lab.workloads",
+    "straggle.commands.train",
+    "straggle.commands.compare",
 ]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_MODULES)
@@ -96,8 +97,8 @@ def run_ranks(
     return results
 
 
-def run_command(module: str, world_size: int, *keys: str, folder: Path, timeout_s: float = 240.0) -> str:
-    """What ``module``'s ``main()`` prints, started in ``folder`` on several ranks with these keys.
+def run_command(word: str, world_size: int, *keys: str, folder: Path, timeout_s: float = 240.0) -> str:
+    """What ``python -m straggle word`` prints, started in ``folder`` on several ranks with these keys.
 
     With the environment and the store that torchrun's agent gives them. A rank that does not end with status 0, or not
     in ``timeout_s``, fails the test at once, with what all have printed.
@@ -105,7 +106,7 @@ def run_command(module: str, world_size: int, *keys: str, folder: Path, timeout_
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as logs:
         ranks = [
-            _context.Process(target=_command_main, args=(module, keys, rank, world_size, store.port, folder, logs))
+            _context.Process(target=_command_main, args=(word, keys, rank, world_size, store.port, folder, logs))
             for rank in range(world_size)
         ]
         until = time.monotonic() + timeout_s
@@ -133,6 +134,19 @@ def staged(module: nn.Module, **options: Any) -> Iterator[StagedDataParallel]:
         yield model
     finally:
         model.close()
+
+
+@contextlib.contextmanager
+def logged(logger: str, level: int = logging.WARNING) -> Iterator[list[str]]:
+    """The messages that a logger gives from here on, of this level and above."""
+    messages: list[str] = []
+    handler = logging.Handler(level)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(logger).addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logging.getLogger(logger).removeHandler(handler)
 
 
 def die() -> None:
@@ -181,7 +195,7 @@ def _collect(connections: list[Connection], folder: Path, timeout_s: float, outc
 
 
 def _command_main(
-    module: str, keys: tuple[str, ...], rank: int, world_size: int, port: int, folder: Path, logs: str
+    word: str, keys: tuple[str, ...], rank: int, world_size: int, port: int, folder: Path, logs: str
 ) -> None:
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
@@ -191,8 +205,8 @@ def _command_main(
     with open(f"{logs}/rank{rank}", "w") as log:
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())
-    sys.argv = [module, *keys]
-    importlib.import_module(module).main()
+    sys.argv = ["straggle", *keys]
+    importlib.import_module(f"straggle.commands.{word}").main()
 
 
 def _rank_main(

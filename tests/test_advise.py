@@ -5,22 +5,28 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from ranks import run_ranks
+from training import features, mlp
 
+from experiments.e11 import run as run_e11
 from straggle import FirstK, FixedDeadline, Patience, RankReport, StageReport, StepReport, WaitForAll
-from straggle.advise.__main__ import arguments
 from straggle.advise.answer import _patience, answer
+from straggle.advise.bootstrap import interval, predicted
 from straggle.advise.gain import best, candidates, gains, replay
 from straggle.advise.slow import change_points, find_slow_ranks, slowdown
 from straggle.advise.timings import read_timings
-from straggle.experiments.e11 import run as run_e11
-from straggle.trace import TraceWriter
+from straggle.commands.advise import arguments
+from straggle.observe.trace import TraceWriter
 
 NUM_STAGES, NETWORK_S = 8, 0.01
 USUAL = {"outside": 0.001, "optimizer": 0.004, "data": 0.005, "forward": 0.03, "backward": 0.06}
@@ -118,7 +124,7 @@ def test_equal_ranks_have_no_slow_one_and_no_policy(tmp_path):
     assert given.slowness.ranks == ()
     assert given.best is None
     assert "No rank is slow" in str(given)
-    assert "wait for everyone" in str(given)
+    assert "Wait for everyone" in str(given)
 
 
 def test_noise_of_all_ranks_names_nobody(tmp_path):
@@ -167,6 +173,54 @@ def test_first_k_replayed_has_the_outcome_of_a_closed_form(tmp_path):
     assert some.dropped[1:] == pytest.approx((1 - 1.6 / 8) / 4)
 
 
+def test_gain_is_of_the_steps_since_ranks_are_as_they_are_now(tmp_path):
+    given = answer(write_watch(tmp_path, extra=when(1, range(70, 1000), backward=0.2)))
+    assert "if the steps from 70 on were run with" in str(given)
+    first_k = next(gain for gain in given.gains if gain.code == "straggle.FirstK(3)")
+    # of 0.31 s: cautious, rank 1 stops 0.04 + 2 / 8 * 0.26 s after the merge before, and the network comes twice
+    stopped_s = 0.04 + 0.065 + 2 * NETWORK_S
+    assert first_k.saved.value == pytest.approx(1 - stopped_s / 0.31, abs=0.02)
+    assert first_k.saved.high == pytest.approx(1 - 0.11 / 0.31, abs=0.02)
+    assert given.best is not None
+
+
+def test_rank_that_recovered_is_no_reason_to_change_anything(tmp_path):
+    given = answer(write_watch(tmp_path, extra=when(0, range(20, 60), forward=0.3)))
+    assert given.slowness.ranks[0].until == 60
+    assert given.best is None
+
+
+def test_cautious_replay_lets_a_late_rank_finish_its_stage_and_merges_after_that(tmp_path):
+    timings = read_timings(write_watch(tmp_path, extra=when(1, range(1000), backward=0.24), noise=0.0))
+    some = replay(timings, FirstK(3), cautious=True)
+    # its second stage ends 0.04 + 2 / 8 * 0.3 s after the merge before, and the network comes twice
+    assert some.seconds[0] == pytest.approx(0.35)
+    assert some.seconds[1:] == pytest.approx(0.04 + 0.075 + 2 * NETWORK_S)
+    assert some.dropped[1:] == pytest.approx((1 - 2 / 8) / 4)
+
+
+def test_range_holds_what_a_comparison_of_two_new_runs_finds():
+    random_ = np.random.default_rng(0)
+    runs, steps, held, too_narrow = 200, 60, 0, 0
+
+    def saved(own_s, all_s):
+        return 1 - own_s / all_s
+
+    def seconds():
+        return random_.lognormal(0.0, 0.4, steps)
+
+    for seed in range(runs):
+        recorded = seconds()
+        truth = saved(0.8 * seconds().mean(), seconds().mean())
+        found = predicted(saved, 0.8 * recorded, recorded, seed=seed)
+        assert found.value == pytest.approx(0.2)
+        held += found.low <= truth <= found.high
+        narrow = interval(saved, 0.8 * recorded, recorded, seed=seed)
+        too_narrow += not narrow.low <= truth <= narrow.high
+    assert 0.85 <= held / runs <= 0.99
+    assert too_narrow == runs  # of the steps alone, which would have been as long in proportion
+
+
 def test_rank_that_is_stuck_over_several_replayed_steps_has_the_outcome_of_a_closed_form(tmp_path):
     timings = read_timings(write_watch(tmp_path, extra=when(2, range(50, 51), data=0.3), noise=0.0))
     some = replay(timings, FixedDeadline(0.12), Patience(grace_s=0.05))
@@ -179,7 +233,7 @@ def test_rank_that_is_stuck_over_several_replayed_steps_has_the_outcome_of_a_clo
 
 
 def test_best_policy_is_worth_it_and_its_keys_are_valid(tmp_path):
-    from straggle.configuration import load
+    from straggle.commands.config import load
 
     write_watch(tmp_path, extra=when(1, range(1000), backward=0.2))
     given = answer(tmp_path)
@@ -189,6 +243,70 @@ def test_best_policy_is_worth_it_and_its_keys_are_valid(tmp_path):
     for candidate in candidates(4):
         load("train", candidate.keys.split())
         assert eval(candidate.code, {"straggle": __import__("straggle")}).__class__ is candidate.policy.__class__
+
+
+def printed_code(text: str) -> list[str]:
+    """The indented lines, those that belong together as one."""
+    return [textwrap.dedent(block) for block in re.findall(r"(?:^  .*\n)+", text, re.MULTILINE)]
+
+
+def run_printed(rank: int, code: str) -> tuple[bool, str]:
+    names: dict[str, Any] = {"model": mlp()}  # what the user's program has
+    exec(code, names)
+    model = names["model"]
+    with model.step():
+        model(features(rank, 0)).square().mean().backward()
+    model.close()
+    return model.last_report is not None, type(model.deadline).__name__
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_printed_code_runs_in_a_program_that_has_a_model(ranks, tmp_path):
+    given = answer(write_watch(tmp_path, ranks=ranks, extra=when(1, range(1000), backward=0.2)))
+    use, shadow = printed_code(str(given))
+    assert given.best is not None
+    assert (
+        run_ranks(run_printed, ranks, use)
+        == [(True, given.best.code.partition("(")[0].removeprefix("straggle."))] * ranks
+    )
+    assert run_ranks(run_printed, ranks, shadow) == [(True, "Shadow")] * ranks
+    assert "launch.sh" not in str(given)  # the user's program knows nothing of it
+
+
+def test_run_of_the_command_is_told_keys_and_no_code(tmp_path):
+    from straggle.commands.config import load
+
+    write_trace(tmp_path, 9.0)
+    (tmp_path / "config.yaml").write_text("patience: {quorum: null}\n")
+    (keys,) = printed_code(str(answer(tmp_path)))
+    load("train", keys.split())
+
+
+def test_micro_batches_of_a_step_are_in_the_line_to_paste(tmp_path):
+    folder = write_watch(tmp_path, extra=when(1, range(1000), backward=0.2)) / "watch"
+    for file in folder.iterdir():
+        head, *lines = map(json.loads, file.read_text().splitlines())
+        lines = [line | {"microbatch_s": [line["compute_s"] / 2, line["compute_s"]]} for line in lines]
+        file.write_text("".join(json.dumps(line) + "\n" for line in [head, *lines]))
+    assert "`with model.step(num_microbatches=2):`" in str(answer(tmp_path))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_where_nobody_is_slow_nothing_is_to_be_changed(ranks, noise, tmp_path):
+    given = answer(write_watch(tmp_path, ranks=ranks, noise=noise))
+    assert given.best is None
+    assert "Change nothing" in str(given)
+    assert "StagedDataParallel" not in str(given)
+    assert json.loads(given.as_json())["best"] is None
+
+
+def test_ranks_that_are_held_up_at_random_are_worth_a_deadline(tmp_path):
+    chance = random.Random(1)
+    given = answer(write_watch(tmp_path, extra=lambda *_: {"forward": 0.3} if chance.random() < 0.1 else {}))
+    assert given.slowness.ranks == ()
+    assert given.best is not None
+    assert "now one and now another takes 1.5 times as long" in str(given)
 
 
 # -- traces of straggle
@@ -245,7 +363,9 @@ def test_rank_that_was_stuck_for_several_steps_counts_once(tmp_path):
 
 
 def command(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "straggle.advise", *map(str, words)], capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-m", "straggle", "advise", *map(str, words)], capture_output=True, text=True
+    )
 
 
 def test_command_prints_sentences_or_json(tmp_path):
@@ -315,20 +435,21 @@ def test_wrong_input_is_refused_with_the_remedy(tmp_path):
 def test_intervals_hold_their_value(tmp_path):
     timings = read_timings(write_watch(tmp_path, extra=when(1, range(60, 1000), backward=0.2)))
     for gain in gains(timings):
-        for interval in (gain.saved, gain.dropped, gain.speedup):
-            assert interval.low <= interval.value <= interval.high
+        for found in (gain.saved, gain.dropped, gain.speedup):
+            assert found.low <= found.value <= found.high
     assert best(gains(timings)) is not None
 
 
 @pytest.mark.slow
 def test_real_ranks_under_ddp_name_the_one_that_is_busy(tmp_path):
-    assert run_e11(True, tmp_path).ok
+    result = run_e11(True, tmp_path)
+    assert result.ok, result.lines
 
 
 def test_report_draws_a_watched_run(tmp_path):
-    from straggle.report.numbers import numbers_of
-    from straggle.report.page import write_report
-    from straggle.report.run import read_run, read_steps
+    from straggle.observe.page.page import write_report
+    from straggle.observe.run import read_run, read_steps
+    from straggle.observe.run_numbers import numbers_of
 
     write_watch(tmp_path, steps=40, extra=when(1, range(1000), backward=0.2), noise=0.0)
     run = read_run(tmp_path)

@@ -1304,6 +1304,30 @@ def test_pass_that_failed_may_be_run_again_in_the_same_step():
     assert same(grads(model), full)
 
 
+@pytest.mark.parametrize("retried", [True, False])
+def test_pass_that_failed_and_whose_gradients_were_kept_is_missing_the_others(retried):
+    model, failures = mlp(), [ValueError("out of memory")]
+
+    def fail(_gradient):
+        if failures:
+            raise failures.pop()
+
+    model[2].register_forward_hook(lambda _module, _args, output: output.register_hook(fail) and None)
+    staged = StagedBackward(model, stages=LAYERS)
+    with staged.step() as step:
+        with pytest.raises(ValueError, match="out of memory"):
+            loss_of(model).backward()
+        if retried:
+            loss_of(model).backward()
+    others = ("0.weight", "0.bias", "2.weight", "2.bias")
+    assert step.report.passes == {
+        **dict.fromkeys(("4.weight", "4.bias"), 1 + retried),
+        **dict.fromkeys(others, retried),
+    }
+    assert set(step.report.missing) == set(others)
+    assert not step.report.truncated
+
+
 def test_modules_whose_forward_pass_ran_before_have_no_output_gradients_but_are_staged():
     model, seen = mlp(), []
     full = plain_grads(model)

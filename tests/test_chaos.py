@@ -30,7 +30,8 @@ import torch.distributed as dist
 from ranks import die, digest, run_ranks, staged
 from training import Chain, shared
 
-from straggle import Carry, FixedDeadline, Patience, PeerFailed, StepReport, stages
+from straggle import Carry, FixedDeadline, Patience, PeerFailed, StepReport
+from straggle.backward import stages
 
 SLOWNET = Path(__file__).parents[2] / "shared" / "tools" / "slownet.py"
 LINK_DELAY_S = 0.04  # one way

@@ -1,11 +1,18 @@
 """A checkpoint brings everything back: model, optimizer, history, each rank's estimator memory and random state."""
 
+import os
+import resource
+import sys
+
+import pytest
 import torch
-from ranks import digest, run_ranks, staged
+import torch.distributed as dist
+from ranks import Raised, die, digest, run_ranks, staged
 from training import features, mlp
 
 from straggle import MovingAverage, QuantileDeadline
-from straggle.checkpoint import Checkpoint
+from straggle.commands import durable
+from straggle.commands.checkpoint import Checkpoint, NotSaved
 
 
 def trained(module, model, optimizer, rank, steps):
@@ -59,22 +66,22 @@ def test_resumed_run_equals_an_uninterrupted_one_in_every_part_of_the_state(tmp_
 
 def load(rank, directory):
     module = mlp()
-    with staged(module) as model:
-        Checkpoint(directory).load(model, torch.optim.AdamW(module.parameters()))
+    with staged(module, estimator=MovingAverage()) as model:
+        return Checkpoint(directory).load(model, torch.optim.SGD(module.parameters(), lr=0.1))
 
 
 def test_loading_what_is_not_there_is_refused(tmp_path):
     (outcome,) = run_ranks(load, 1, tmp_path / "nowhere", outcomes=True)
     assert "no checkpoint in" in outcome.message
-    assert outcome.kind == "ValueError"
+    assert outcome.kind == "Refused"
 
 
-def replaced(rank, directory):
+def replaced(rank, directory, steps=2):
     checkpoint = Checkpoint(directory / "checkpoint")
     module = mlp()
     with staged(module, estimator=MovingAverage()) as model:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        for step in range(2):
+        for step in range(steps):
             trained(module, model, optimizer, rank, [step])
             checkpoint.save(step + 1, model, optimizer)
     return sorted(path.name for path in directory.iterdir())
@@ -84,8 +91,153 @@ def test_second_checkpoint_takes_the_place_of_the_first_and_leaves_nothing_else(
     assert run_ranks(replaced, 2, tmp_path)[0] == ["checkpoint"]
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_death_between_the_two_renames_loses_neither_checkpoint(tmp_path, world_size):
+    """What then lies there is the newer one as ``.new`` and the older one as ``.old``."""
+    run_ranks(replaced, world_size, tmp_path)
+    os.replace(tmp_path / "checkpoint", tmp_path / "checkpoint.new")
+    (tmp_path / "older").mkdir()
+    run_ranks(replaced, world_size, tmp_path / "older", 1)
+    os.replace(tmp_path / "older" / "checkpoint", tmp_path / "checkpoint.old")
+    assert run_ranks(load, world_size, tmp_path / "checkpoint") == [2] * world_size
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir() and path.name != "older"] == ["checkpoint"]
+
+
+def damage(path):
+    """As a bad disk would: a thousand bytes of it are others."""
+    content = bytearray(path.read_bytes())
+    content[-1000:] = os.urandom(min(1000, len(content)))
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["model", "optimizer", "history", "rank1"])
+@pytest.mark.parametrize("how", [damage, lambda path: os.truncate(path, path.stat().st_size // 2)])
+def test_damaged_checkpoint_is_refused_on_all_ranks_with_file_and_step(tmp_path, name, how):
+    run_ranks(replaced, 2, tmp_path)
+    path = tmp_path / "checkpoint" / f"{name}.safetensors"
+    how(path)
+    outcomes = run_ranks(load, 2, tmp_path / "checkpoint", outcomes=True)
+    assert {outcome.kind for outcome in outcomes} == {"Refused"}
+    assert len({outcome.message for outcome in outcomes}) == 1
+    assert f"{path} of step 2 is damaged" in outcomes[0].message
+    assert ("rank 1: " in outcomes[0].message) == (name == "rank1")
+
+
+def test_older_checkpoint_that_is_whole_is_taken_where_the_newer_one_is_damaged(tmp_path):
+    run_ranks(replaced, 2, tmp_path, 1)
+    os.replace(tmp_path / "checkpoint", tmp_path / "checkpoint.old")
+    (tmp_path / "newer").mkdir()
+    run_ranks(replaced, 2, tmp_path / "newer")
+    os.replace(tmp_path / "newer" / "checkpoint", tmp_path / "checkpoint")
+    damage(tmp_path / "checkpoint" / "rank1.safetensors")  # which rank 0 does not read
+    assert run_ranks(load, 2, tmp_path / "checkpoint") == [1, 1]
+
+
+def load_own(rank, directory):
+    return load(rank, directory / str(rank) / "checkpoint")
+
+
+def test_ranks_that_do_not_see_the_same_checkpoint_are_refused(tmp_path):
+    for rank, steps in enumerate((1, 2)):
+        (tmp_path / str(rank)).mkdir()
+        run_ranks(replaced, 2, tmp_path / str(rank), steps)
+    outcomes = run_ranks(load_own, 2, tmp_path, outcomes=True)
+    for outcome in outcomes:
+        assert "rank 0: sees step 1 in checkpoint; rank 1: sees step 2 in checkpoint" in outcome.message
+        assert "run_dir must be on storage that all ranks see" in outcome.message
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_checkpoint_of_another_number_of_ranks_is_refused(tmp_path, world_size):
+    run_ranks(replaced, 2, tmp_path)
+    outcomes = run_ranks(load, world_size, tmp_path / "checkpoint", outcomes=True)
+    for outcome in outcomes:
+        assert f"checkpoint of step 2 is of 2 ranks, and this run has {world_size}" in outcome.message
+
+
+def load_other(rank, directory, width, kind):
+    module = mlp(width=width)
+    with staged(module, estimator=MovingAverage()) as model:
+        Checkpoint(directory).load(model, kind(module.parameters()))
+
+
+@pytest.mark.parametrize(("width", "kind"), [(9, torch.optim.SGD), (8, torch.optim.AdamW)])
+def test_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path, width, kind):
+    run_ranks(replaced, 2, tmp_path)
+    for outcome in run_ranks(load_other, 2, tmp_path / "checkpoint", width, kind, outcomes=True):
+        assert outcome.kind == "Refused"
+        assert f"{tmp_path / 'checkpoint'} of step 2 is of another model, optimizer or estimator" in outcome.message
+
+
+def save_on_a_full_disk(rank, directory):
+    """Rank 1 can write no file of more than 100 kB from the second checkpoint on, and can again in the third."""
+    checkpoint = Checkpoint(directory / "checkpoint")
+    module = mlp(width=200, depth=4)
+    said = []
+    with staged(module, estimator=MovingAverage()) as model:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for step in range(3):
+            trained(module, model, optimizer, rank, [step])
+            limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+            if (rank, step) == (1, 1):
+                resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+            try:
+                checkpoint.save(step + 1, model, optimizer)
+            except NotSaved as error:
+                said.append((str(error), sorted(path.name for path in directory.iterdir())))
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            dist.barrier()
+    return said, durable.snapshots(directory / "checkpoint")[0][0].step
+
+
+def test_checkpoint_that_cannot_be_written_is_told_on_all_ranks_and_the_one_before_stays(tmp_path):
+    for said, step in run_ranks(save_on_a_full_disk, 2, tmp_path):
+        ((sentence, left),) = said
+        assert f"{tmp_path / 'checkpoint'} of step 2 not saved: rank 1: " in sentence
+        assert "rank1.safetensors" in sentence
+        assert "File too large" in sentence
+        assert sentence.endswith("the last whole one is that of step 1")
+        assert left == ["checkpoint"]  # the half is gone, which makes room
+        assert step == 3
+
+
 def test_unfinished_checkpoint_is_no_checkpoint(tmp_path):
     run_ranks(replaced, 1, tmp_path)
     (tmp_path / "checkpoint" / "state.json").unlink()
     (outcome,) = run_ranks(load, 1, tmp_path / "checkpoint", outcomes=True)
     assert "no checkpoint in" in outcome.message
+
+
+def die_while_saving(rank, directory, operation):
+    """Saves after a step, and again after another; rank 0 dies before its file operation of this number then."""
+    checkpoint = Checkpoint(directory / "checkpoint")
+    module = mlp()
+    left = [operation]
+
+    def count(event, arguments):
+        if arguments and str(arguments[0]).startswith(str(directory)):
+            if left[0] == 0:
+                die()
+            left[0] -= 1
+
+    with staged(module, estimator=MovingAverage()) as model:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for step in range(2):
+            trained(module, model, optimizer, rank, [step])
+            if (rank, step) == (0, 1):
+                sys.addaudithook(count)
+            checkpoint.save(step + 1, model, optimizer)
+
+
+@pytest.mark.slow
+def test_rank_that_dies_at_any_file_operation_of_saving_leaves_a_checkpoint_that_loads(tmp_path):
+    steps, died = [], True
+    while died:
+        folder = tmp_path / str(len(steps))
+        outcomes = run_ranks(die_while_saving, 2, folder, len(steps), outcomes=True)
+        died = isinstance(outcomes[0], Raised) and outcomes[0].kind == "Killed"
+        (step,) = set(run_ranks(load, 2, folder / "checkpoint"))
+        steps.append(step)
+    assert len(steps) > 20
+    assert steps == sorted(steps)
+    assert set(steps) == {1, 2}

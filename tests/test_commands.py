@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -17,19 +18,21 @@ from rich.console import Console
 from training import TINY
 
 from straggle import RankReport, StageReport, StepReport
-from straggle.configuration import ConfigurationError, build_faults, load
-from straggle.trace import TraceWriter, read_trace
-from straggle.view import LiveView
-from straggle.whatif import WaitForAllPrediction
+from straggle.__main__ import COMMANDS, main
+from straggle.commands.config import ConfigurationError, load
+from straggle.lab.build import build_faults
+from straggle.observe.console import LiveView
+from straggle.observe.trace import TraceWriter, read_trace
+from straggle.observe.wait_for_all import WaitForAllPrediction
 
 ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
-def torchrun(world_size: int, module: str, *keys: str, folder: Path) -> str:
+def torchrun(world_size: int, *words: str, folder: Path) -> str:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
     done = subprocess.run(
-        [*command, "-m", module, *keys], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=240
+        [*command, "-m", "straggle", *words], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -130,11 +133,11 @@ def test_view_prints_plain_lines_where_there_is_no_terminal() -> None:
         (["estimator=last_own", "estimator.weight=2"], "weight=2: relative to a computed gradient's weight of 1"),
         (["estimator=optimizer_momentum", "optimizer=sgd", "optimizer.momentum=0"], "SGD keeps no momentum"),
         (["deadline=auto", "deadline.at_most=null"], "at_most=None: must be a number above 1"),
-        (["deadline=quantile", "deadline.q=null"], "deadline: '<=' not supported between"),
+        (["deadline=quantile", "deadline.q=null"], "q=None: a quantile lies between 0 and 1"),
         (["+deadline.foo=1", "deadline=shadow"], "unknown key deadline.foo; deadline has inner"),
         (["deadline=shadow", "deadline.inner.foo=1"], "unknown key deadline.inner.foo; deadline.inner has q, slack"),
         (["estimator=error_feedback", "estimator.inner=3"], "inner=3: give a straggle.Estimator"),
-        (["merge.chance_window=2.5"], "chance_window=2.5: must be a number of steps"),
+        (["merge.chance_window=2.5"], "chance_window=2.5: must be a whole number of at least 1"),
         (["rebalance=by_speed", "rebalance.window=0"], "window=0: must be a whole number of at least 2"),
         (["delays=none"], "unknown key delays; valid keys: steps"),
         (["resume=true", "run_dir=/nowhere"], "resume=true: there is no checkpoint in run_dir=/nowhere"),
@@ -183,7 +186,7 @@ def test_launch_checks_the_configuration_for_its_number_of_workers(tmp_path: Pat
         environment = {**plain, "MASTER_ADDR": "node0", "NODE_RANK": "0", **nodes}
         command = [str(tmp_path / "launch.sh"), "steps=2"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=True)
-        assert f"python {ranks} -m straggle.configuration train steps=2" in done.stdout
+        assert f"python {ranks} -m straggle check train steps=2" in done.stdout
         assert "torchrun none" in done.stdout  # it sets the variable itself
 
 
@@ -193,8 +196,26 @@ def test_null_switches_one_fault_off() -> None:
     assert build_faults(load("profile", [])) == {}
 
 
+@pytest.mark.parametrize(("words", "said"), [([], ""), (["trian"], "no command trian\n")])
+def test_without_a_command_that_exists_they_are_listed(words: list[str], said: str) -> None:
+    command = [sys.executable, "-m", "straggle", *words]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"{said}python -m straggle COMMAND")
+    assert set(re.findall(r"^  (\w+) ", done.stderr, re.MULTILINE)) == COMMANDS.keys()
+
+
+@pytest.mark.parametrize("word", COMMANDS)
+def test_every_command_has_help(word: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["straggle", word, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        raise SystemExit(main())
+    assert not ended.value.code
+    assert re.search(rf"\b{word}\b", capsys.readouterr().out)
+
+
 def test_wrong_key_ends_the_command_with_one_message_and_no_traceback() -> None:
-    command = [sys.executable, "-m", "straggle.train", "stepz=3"]
+    command = [sys.executable, "-m", "straggle", "train", "stepz=3"]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr.startswith("unknown key stepz")
@@ -207,9 +228,9 @@ def test_wrong_key_ends_the_command_with_one_message_and_no_traceback() -> None:
 @pytest.mark.slow
 def test_training_writes_its_files_and_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
     keys = (*TINY, "faults=none", "deadline=none", "estimator=moving_average")
-    run_command("straggle.train", 2, *keys, "steps=8", "run_dir=whole", folder=tmp_path)
-    run_command("straggle.train", 2, *keys, "steps=5", "run_dir=parts", folder=tmp_path)
-    run_command("straggle.train", 2, *keys, "steps=8", "run_dir=parts", "resume=true", folder=tmp_path)
+    run_command("train", 2, *keys, "steps=8", "run_dir=whole", folder=tmp_path)
+    run_command("train", 2, *keys, "steps=5", "run_dir=parts", folder=tmp_path)
+    run_command("train", 2, *keys, "steps=8", "run_dir=parts", "resume=true", folder=tmp_path)
     whole, parts = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "parts"))
     assert whole["parameters_sha256"] == parts["parameters_sha256"]
     assert len(set(whole["parameters_sha256"])) == 1
@@ -226,7 +247,7 @@ def test_training_writes_its_files_and_a_resumed_run_equals_an_uninterrupted_one
 @pytest.mark.slow
 def test_slow_rank_is_late_and_the_replicas_stay_identical(tmp_path: Path) -> None:
     keys = ("steps=14", "batch_size=4", "workload.depth=2", "faults.stall.step=8")
-    out = torchrun(4, "straggle.train", *keys, "run_dir=run", folder=tmp_path)
+    out = torchrun(4, "train", *keys, "run_dir=run", folder=tmp_path)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert len(summary["parameters_sha256"]) == 4
     assert len(set(summary["parameters_sha256"])) == 1
@@ -239,7 +260,7 @@ def test_slow_rank_is_late_and_the_replicas_stay_identical(tmp_path: Path) -> No
 def test_compare_trains_ddp_and_straggle_to_the_same_parameters_when_nobody_is_late(tmp_path: Path) -> None:
     faults = ("faults=pace", "faults.pace=null")  # the one that there is, switched off
     keys = (*TINY, *faults, "deadline=none", "steps=6", "block=2", "num_microbatches=2")
-    run_command("straggle.compare", 2, *keys, "run_dir=run", folder=tmp_path)
+    run_command("compare", 2, *keys, "run_dir=run", folder=tmp_path)
     results = json.loads((tmp_path / "run" / "compare.json").read_text())
     stable = "step_seconds_median step_seconds_mean step_seconds_p95 validation_loss seconds_to_loss"
     for method in ("ddp", "straggle"):
@@ -249,19 +270,23 @@ def test_compare_trains_ddp_and_straggle_to_the_same_parameters_when_nobody_is_l
 
 
 @pytest.mark.slow
-def test_wheel_carries_the_configuration_and_the_command_runs_from_it(tmp_path: Path) -> None:
+def test_wheel_carries_the_configuration_and_the_page_and_the_command_runs_from_it(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
     subprocess.run(build, check=True, timeout=240)
     (wheel,) = tmp_path.glob("straggle-*.whl")
     installed = tmp_path / "installed"
     zipfile.ZipFile(wheel).extractall(installed)
     environment = {**ENVIRONMENT, "PYTHONPATH": str(installed)}
-    where = "import straggle.configuration as c; print(c.config_dir())"
+    where = "import straggle.commands.config as c; print(c.config_dir())"
     found = subprocess.run([sys.executable, "-c", where], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert found.stdout.strip() == str(installed / "straggle" / "conf")
-    command = [sys.executable, "-m", "straggle.train", "workload=digits", "faults=none", "steps=2", "run_dir=run"]
+    command = [sys.executable, "-m", "straggle", "train", "workload=digits", "faults=none", "steps=2", "run_dir=run"]
     subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True, timeout=240)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
+    assert (tmp_path / "run" / "report.html").exists()  # made of a template that is no module
+    (entry,) = installed.glob("straggle-*.dist-info/entry_points.txt")
+    assert "straggle = straggle.__main__:main" in entry.read_text()
+    assert not (installed / "experiments").exists()
 
 
 def test_launch_help_names_its_commands() -> None:

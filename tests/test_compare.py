@@ -11,12 +11,12 @@ import pytest
 import torch
 from ranks import run_command, run_ranks
 
-from straggle.compare import _in_turn, _train_on
-from straggle.configuration import ConfigurationError, config_dir, load, of_method, of_scenario, plain, slows_ranks
-from straggle.jobs import DdpJob, Job, LocalSgdJob
-from straggle.standings import Standing, Standings
-from straggle.turns import Ratio, Timed, reference_losses, seconds_to, step_time_ratio, time_to_loss_ratio
-from straggle.workloads import Synthetic
+from straggle.commands.compare import _in_turn, _train_on
+from straggle.commands.config import ConfigurationError, config_dir, load, of_method, of_scenario, plain, slows_ranks
+from straggle.lab.comparison import Standing, Standings
+from straggle.lab.interleaved import Ratio, Timed, reference_losses, seconds_to, step_time_ratio, time_to_loss_ratio
+from straggle.lab.jobs import DdpJob, Job, LocalSgdJob
+from straggle.lab.workloads.synthetic import Synthetic
 
 METHODS = sorted(path.stem for path in (config_dir() / "methods").iterdir())
 ALL = f"methods=[{','.join(METHODS)}]"
@@ -300,7 +300,7 @@ def test_local_sgd_is_ddp_at_first_and_then_averages_every_so_many_steps():
 @pytest.mark.slow
 def test_all_methods_train_in_turns_under_several_scenarios(tmp_path: Path) -> None:
     keys = (ALL, "scenarios=[none,slow_rank]", "workload=digits", "steps=12", "block=4", "num_microbatches=2")
-    out = run_command("straggle.compare", 4, *keys, "run_dir=run", folder=tmp_path)
+    out = run_command("compare", 4, *keys, "run_dir=run", folder=tmp_path)
     for scenario in ("none", "slow_rank"):
         results = json.loads((tmp_path / "run" / scenario / "compare.json").read_text())
         assert sorted(results) == METHODS

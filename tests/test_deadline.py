@@ -8,8 +8,8 @@ from ranks import run_ranks, staged
 from training import features, mlp
 
 from straggle import Deadline, FixedDeadline, History, Patience, QuantileDeadline
-from straggle.deadline import WaitForAll, as_deadline
-from straggle.history import HistoryWindow
+from straggle.policies.deadline import WaitForAll, as_deadline
+from straggle.policies.history import HistoryWindow
 
 NAN = math.nan
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from training import TINY
 
-from straggle.configuration import load
+from straggle.commands.config import load
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
@@ -153,7 +153,7 @@ def test_component_starts_the_workers_that_it_is_asked_for() -> None:
     assert role.env["OMP_NUM_THREADS"] == "2"
     (command,) = [argument for argument in role.args if "torchrun" in argument]
     assert "--nproc_per_node 4" in command
-    assert command.endswith("-m straggle.train resume=auto steps=10")
+    assert command.endswith("-m straggle train resume=auto steps=10")
 
 
 def test_commands_of_the_component_have_valid_keys() -> None:

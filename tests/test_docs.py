@@ -10,8 +10,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Collection
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,10 @@ from ranks import run_ranks
 from torch import nn
 
 import straggle
-from straggle.advise.__main__ import arguments as advise_arguments
-from straggle.configuration import GROUPS, load
-from straggle.experiments.__main__ import arguments as experiment_arguments
-from straggle.report.__main__ import arguments as report_arguments
+from experiments.__main__ import arguments as experiment_arguments
+from straggle.commands.advise import arguments as advise_arguments
+from straggle.commands.config import GROUPS, load
+from straggle.commands.report import arguments as report_arguments
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -114,17 +112,17 @@ def check_command(words: list[str]) -> None:
             load(name, arguments[name != "train" :])
     elif "-m" in arguments:
         module, keys = arguments[arguments.index("-m") + 1], arguments[arguments.index("-m") + 2 :]
-        assert find_spec(module), module
-        if module == "straggle.configuration":
-            load(keys[0], keys[1:])
-        elif module == "straggle.report":
-            report_arguments(keys)
-        elif module == "straggle.advise":
-            advise_arguments(keys)
-        elif module == "straggle.experiments":
+        if module == "experiments":
             experiment_arguments(keys)
         else:
-            load(module.rpartition(".")[2], keys)
+            assert module == "straggle", module
+            word, keys = keys[0], keys[1:]
+            if word == "report":
+                report_arguments(keys)
+            elif word == "advise":
+                advise_arguments(keys)
+            else:
+                load(*((keys[0], keys[1:]) if word == "check" else (word, keys)))
     else:
         script = next((word for word in arguments if word.endswith(".py")), program)
         assert (ROOT / script).exists() or program.startswith(".venv/bin/"), script
@@ -147,6 +145,7 @@ def test_command_exists_and_its_keys_are_valid(
             (tmp_path / entry.name).symlink_to(entry)
     for folder in ("checkpoint", "decisions"):  # what resume=true and replay= look for
         (tmp_path / "runs" / "latest" / folder).mkdir(parents=True)
+    (tmp_path / "runs" / "latest" / "checkpoint" / "state.json").touch()
     record_a_run(tmp_path / "runs" / "latest")
     monkeypatch.chdir(tmp_path)
     check_command(words)
@@ -160,7 +159,7 @@ def test_command_exists_and_its_keys_are_valid(
         "./launch.sh report runs/latest comprae=runs/other",
         "NODES=2 ./launch.sh",
         "srun --nodes=2 ./launch.sh deadline.r=1",
-        "torchrun -m straggle.train workload.widht=8",
+        "torchrun -m straggle train workload.widht=8",
         "torchrun examples/none.py",
     ],
 )
@@ -216,7 +215,7 @@ def test_every_field_of_a_trace_is_documented(record: type) -> None:
 @pytest.mark.parametrize(("command", "file"), [("train", "summary.json"), ("compare", "compare.json")])
 def test_file_of_a_run_has_the_documented_fields(command: str, file: str, tmp_path: Path) -> None:
     keys = ["workload=digits", "steps=3", "faults=none", f"run_dir={tmp_path}"]
-    subprocess.run([sys.executable, "-m", f"straggle.{command}", *keys], cwd=tmp_path, env=environment(), check=True)
+    subprocess.run([sys.executable, "-m", "straggle", command, *keys], cwd=tmp_path, env=environment(), check=True)
     content = json.loads((tmp_path / file).read_text())
     section = CONFIGURATION.partition(f"### `{file}`")[2].partition("\n### ")[0]
     rows = [line.rpartition(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
@@ -239,32 +238,6 @@ def test_every_policy_is_in_the_readme() -> None:
         and kind not in (straggle.Deadline, straggle.Estimator)
     }
     assert {name for name in policies if f"`{name}(" not in (ROOT / "README.md").read_text()} == set()
-
-
-def test_modules_import_only_from_those_listed_above_them() -> None:
-    table = (ROOT / "docs" / "how-it-works.md").read_text().partition("## The modules")[2]
-    rows = [
-        re.findall(r"`straggle/([\w/]+)", line.split(" | ")[0]) for line in table.splitlines() if "`straggle/" in line
-    ]
-    order = {module.rstrip("/"): position for position, row in enumerate(rows) for module in row}
-    # a folder is one entry, except that report/ has its records, which come first, and the page, which comes last
-    folders = {path.parent.name for path in (ROOT / "straggle").glob("*/__init__.py")} - {"report"}
-    paths = [path for path in (ROOT / "straggle").rglob("*.py") if path.parent.name not in folders]
-    files = {"/".join(path.relative_to(ROOT / "straggle").with_suffix("").parts): path for path in paths}
-    files.pop("__init__")
-    assert files.keys() | folders == order.keys()
-    for name, path in files.items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("straggle."):
-                for other in imported_modules(node, order):
-                    assert order[other] <= order[name], f"{name} imports {other}"
-
-
-def imported_modules(node: ast.ImportFrom, modules: Collection[str]) -> list[str]:
-    """The entries of the table that an import is from."""
-    whole = (node.module or "").removeprefix("straggle.").replace(".", "/")
-    tried = [(f"{whole}/{alias.name}", whole, f"{whole}/__init__", whole.split("/")[0]) for alias in node.names]
-    return [next(name for name in names if name in modules) for names in tried]
 
 
 # -- links

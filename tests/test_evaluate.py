@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from straggle.configuration import ConfigurationError, load
-from straggle.evaluate import Case, Judgement, Paced, RunScore, Task, judge, train_once
-from straggle.evaluate.result import Found, read, run_rows, save_picture, truth_rows, verdict_rows
-from straggle.evaluate.runs import WAIT
-from straggle.evaluate.truth import compare
-from straggle.evaluate_estimators import check
-from straggle.simulate.interval import interval
+from straggle.commands.config import ConfigurationError, load
+from straggle.commands.evaluate import check
+from straggle.lab.estimators.lateness import Paced
+from straggle.lab.estimators.result import Found, read, run_rows, save_picture, truth_rows, verdict_rows
+from straggle.lab.estimators.runs import WAIT, RunScore, train_once
+from straggle.lab.estimators.task import Case, Task
+from straggle.lab.estimators.truth import Judgement, compare, judge
+from straggle.lab.intervals import interval
 
 ROOT = Path(__file__).parent.parent
 UNITS = 20
@@ -93,7 +94,7 @@ METHODS = {
 def task():
     return Task(
         "digits",
-        {"_target_": "straggle.workloads.Digits", "channels": 4, "depth": 2},
+        {"_target_": "straggle.lab.workloads.digits.Digits", "channels": 4, "depth": 2},
         {"_target_": "torch.optim.SGD", "lr": 0.05, "momentum": 0.9},
         METHODS,
         ranks=4,
@@ -186,7 +187,7 @@ def test_runs_are_compared_with_those_of_the_same_seed(tmp_path):
 
 def test_wrong_key_is_refused():
     with pytest.raises(ConfigurationError, match="unknown key stepps"):
-        load("evaluate_estimators", ["stepps=3"])
+        load("evaluate", ["stepps=3"])
 
 
 @pytest.mark.parametrize(
@@ -208,18 +209,18 @@ def test_wrong_key_is_refused():
 )
 def test_what_cannot_be_judged_is_refused(keys, message):
     with pytest.raises(ConfigurationError, match=message):
-        check(load("evaluate_estimators", keys))
+        check(load("evaluate", keys))
 
 
 @pytest.mark.slow
 def test_command_judges_all_methods_and_writes_what_it_prints(tmp_path):
     keys = ["quick=true", "~tasks.text", "num_ranks=4", "tasks.digits.steps=5", "tasks.digits.seeds=1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "straggle.evaluate_estimators", *keys, "run_dir=found"]
+    command = [sys.executable, "-m", "straggle", "evaluate", *keys, "run_dir=found"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     content = json.loads((tmp_path / "found" / "estimators.json").read_text())
-    methods = load("evaluate_estimators", []).judged.keys()
+    methods = load("evaluate", []).judged.keys()
     assert {run["method"] for run in content["runs"]} == {WAIT, *methods}
     assert len(content["runs"]) == 2 * (1 + len(methods))
     assert {judgement["method"] for judgement in content["judgements"]} == set(methods)

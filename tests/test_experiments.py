@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from straggle.experiments import Line, Result
-from straggle.experiments.__main__ import arguments, perform
-from straggle.experiments.e1 import literal_threshold
-from straggle.experiments.e3 import expected_slowest
-from straggle.experiments.e9 import expected_s
-from straggle.threshold import StepTimes, choose_threshold
+from experiments.__main__ import arguments, perform
+from experiments.e1 import literal_threshold
+from experiments.e3 import expected_slowest
+from experiments.e9 import expected_s
+from experiments.result import Line, Result
+from straggle.policies.auto_deadline import StepTimes, choose_threshold
 
 FINE = Line("a", "1 +- 0.1", "1.05", True)
 TOLD = Line("b", "", "7")

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from straggle import RankReport, StageReport, StepReport
-from straggle.fairness import Contributions, fairness_of, jain_index
+from straggle.observe.fairness import Contributions, fairness_of, jain_index
 
 
 def rank(number, *shares, weight=1.0, **rest):

@@ -1,4 +1,4 @@
-"""`straggle.faults` under a clock that only work and sleeps move."""
+"""`straggle.lab.faults` under a clock that only work and sleeps move."""
 
 import math
 from pathlib import Path
@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from straggle.faults import (
+from straggle.lab.faults import (
     DropComputeDelay,
     Fault,
     FaultInjector,

@@ -14,7 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from training import Stopper
 
 from straggle import StagedBackward
-from straggle.workloads import Digits, Text, Workload
+from straggle.lab.workloads.digits import Digits
+from straggle.lab.workloads.text import Text
+from straggle.lab.workloads.workload import Workload
 
 pytestmark = [
     pytest.mark.gpu,

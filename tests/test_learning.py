@@ -27,11 +27,9 @@ from straggle import (
     WaitForAll,
     Zero,
 )
-from straggle.configuration import ConfigurationError, load
-from straggle.merge import inverse_chance
-from straggle.simulate import Delays, NoDelay, SlowRanks, Work
-from straggle.simulate.interval import interval, paired
-from straggle.simulate.lateness import (
+from straggle.commands.config import ConfigurationError, load
+from straggle.lab.intervals import interval, paired
+from straggle.lab.learning.lateness import (
     ByDeadline,
     DropWhole,
     Lateness,
@@ -43,11 +41,14 @@ from straggle.simulate.lateness import (
     SameRanks,
     UniformDepth,
 )
-from straggle.simulate.learning import Rule, Setting, learn, units_of
-from straggle.simulate.logical import LogicalRanks
-from straggle.simulate.samples import FromOnePool, OfTheirOwn
-from straggle.simulate.weighting import Count, InverseChance
-from straggle.workloads import Digits
+from straggle.lab.learning.learning import Rule, Setting, learn, units_of
+from straggle.lab.learning.logical import LogicalRanks
+from straggle.lab.learning.samples import FromOnePool, OfTheirOwn
+from straggle.lab.learning.weighting import Count, InverseChance
+from straggle.lab.simulate.delays import Delays, NoDelay, SlowRanks
+from straggle.lab.simulate.units import Work
+from straggle.lab.workloads.digits import Digits
+from straggle.merge.options import inverse_chance
 
 RANKS, STEPS, BATCH, SEED = 4, 12, 4, 3
 NUM_STAGES = 3
@@ -328,7 +329,7 @@ def test_command_trains_beside_the_same_runs_with_nobody_late(tmp_path):
     keys = ["workload.channels=4", "workload.depth=1", "ranks=4", "steps=8", "seeds=2", f"run_dir={tmp_path}"]
     keys += ["lateness=deadline", "deadline=fixed", "deadline.budget_s=1.2", "delays=slow_ranks", "delays.factor=2.0"]
     done = subprocess.run(
-        [sys.executable, "-m", "straggle.simulate.learn", *keys], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "straggle", "learn", *keys], capture_output=True, text=True, check=True
     )
     assert "accuracy" in done.stdout
     numbers = json.loads((tmp_path / "learning.json").read_text())

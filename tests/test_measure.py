@@ -9,7 +9,7 @@ from torch import nn
 from training import Stopper, features, grads, mlp
 
 from straggle import BackwardReport, BalancedByTime, Patience, StagedBackward, StageProfile, StageTime, measure_stages
-from straggle.stages import plan_stages
+from straggle.backward.stages import plan_stages
 
 
 class Paced(nn.Module):

@@ -27,12 +27,12 @@ from ranks import run_ranks, staged
 from training import Chain, Signals, Stopper, features, mlp, random_stops
 
 from straggle import FixedDeadline, LastMerged, Merge, Patience
-from straggle.configuration import ConfigurationError, load
-from straggle.endpoint import Endpoint, Push, Security, Targets
-from straggle.metrics import MetricsExporter, stage_labels
+from straggle.backward.stages import Stage, StagePlan
+from straggle.commands.config import ConfigurationError, load
+from straggle.observe.metrics import MetricsExporter, stage_labels
+from straggle.observe.metrics_endpoint import Endpoint, Push, Security, Targets
+from straggle.observe.wait_for_all import WaitForAllPrediction
 from straggle.report import PHASES
-from straggle.stages import Stage, StagePlan
-from straggle.whatif import WaitForAllPrediction
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "metrics.md"
@@ -231,7 +231,7 @@ def go_without(rank, kind, folder):
     warnings = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger("straggle.metrics").addHandler(handler)
+    logging.getLogger("straggle.observe.metrics").addHandler(handler)
     options = {
         "off": {"port": None},
         "address": {"host": "192.0.2.1"},
@@ -286,6 +286,147 @@ def test_silent_client_holds_nobody_up(tls, certificates):
     assert run_ranks(stall_clients, 1, security) == [True]
 
 
+def ends(client):
+    """Whether the server closes the connection; what it has sent before is read and forgotten."""
+    client.settimeout(20)
+    with contextlib.suppress(ConnectionError):
+        while client.recv(1 << 20):
+            pass
+    return True
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_client_that_says_nothing_is_dropped_when_its_time_is_over(tls, registry, certificates):
+    now = [0.0]
+    files = {"certfile": certificates / "server.pem", "keyfile": certificates / "server.key"} if tls else {}
+    with (
+        served(registry, clock=lambda: now[0], **files) as endpoint,
+        socket.create_connection((endpoint.host, endpoint.port)) as silent,
+    ):
+        context = ssl._create_unverified_context() if tls else None
+        assert scrape(endpoint.url, name="answer", context=context) == {(): 42.0}  # so the server has the first one
+        now[0] = 10.5
+        assert ends(silent)
+
+
+def test_client_that_sends_a_byte_now_and_then_is_dropped_when_its_time_is_over(registry):
+    now = [0.0]
+    with (
+        served(registry, clock=lambda: now[0]) as endpoint,
+        socket.create_connection((endpoint.host, endpoint.port)) as slow,
+    ):
+        slow.sendall(b"GE")
+        assert scrape(endpoint.url, name="answer") == {(): 42.0}
+        slow.sendall(b"T")
+        now[0] = 10.5
+        assert ends(slow)
+
+
+def test_client_that_reads_nothing_is_dropped_when_its_time_is_over(registry):
+    from prometheus_client import Gauge
+
+    now, length = [0.0], 50_000_000  # more than the kernel takes for a reader that sleeps
+    Gauge("long", "Long.", ["text"], registry=registry).labels("x" * length).set(1)
+    with (
+        served(registry, clock=lambda: now[0]) as endpoint,
+        socket.create_connection((endpoint.host, endpoint.port)) as deaf,
+    ):
+        deaf.settimeout(20)
+        deaf.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        got = len(deaf.recv(1))  # the answer has begun
+        now[0] = 10.5
+        assert scrape(endpoint.url.replace("/metrics", "/favicon.ico")) == ""  # the server has looked at its clock
+        with contextlib.suppress(ConnectionError):
+            while content := deaf.recv(1 << 20):
+                got += len(content)
+        assert got < length
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_of_too_many_clients_the_first_are_dropped_and_a_scrape_is_answered(tls, registry, certificates):
+    files = {"certfile": certificates / "server.pem", "keyfile": certificates / "server.key"} if tls else {}
+    context = ssl._create_unverified_context() if tls else None
+    with served(registry, clock=lambda: 0.0, **files) as endpoint, contextlib.ExitStack() as stack:
+        address = endpoint.host, endpoint.port
+        clients = [stack.enter_context(socket.create_connection(address)) for _ in range(13)]
+        assert all(ends(client) for client in clients[:5])
+        clients[5].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            clients[5].recv(1)
+        assert scrape(endpoint.url, name="answer", context=context) == {(): 42.0}
+        assert ends(clients[5])  # it made room
+        for client in clients[6:]:
+            client.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                client.recv(1)
+
+
+def test_clients_are_dropped_where_the_endpoint_is_closed(registry):
+    with served(registry) as endpoint:
+        client = socket.create_connection((endpoint.host, endpoint.port))
+        assert scrape(endpoint.url, name="answer") == {(): 42.0}
+    with client:
+        assert ends(client)
+
+
+@pytest.mark.parametrize("content", ["", " \n"])
+def test_empty_password_is_refused(content, registry, tmp_path):
+    path = tmp_path / "password"
+    path.write_text(content)
+    for kind in (Security, Push):
+        with pytest.raises(ValueError, match=rf"password_file={re.escape(str(path))}: it is empty"):
+            kind(username="prometheus", password_file=str(path))
+    path.write_text("secret")
+    security = Security(username="prometheus", password_file=str(path))
+    path.write_text(content)
+    with pytest.raises(ValueError, match="it is empty"):
+        Endpoint(registry, host="127.0.0.1", port=0, security=security)
+
+
+TLS = {"certfile": "server.pem", "keyfile": "server.key"}
+HEALTH = {
+    "plain": ({}, {}),
+    "password": (
+        {"username": "name", "password_file": "password"},
+        {"METRICS_USERNAME": "name", "METRICS_PASSWORD_FILE": "password"},
+    ),
+    "TLS": (TLS, {}),
+    "client's certificate": ({**TLS, "client_cafile": "ca.pem"}, {"METRICS_CLIENT_CERT": "both.pem"}),
+}
+
+
+@pytest.mark.parametrize("kind", HEALTH)
+def test_container_is_healthy_by_its_endpoint_at_any_port_and_however_it_is_secured(
+    kind, registry, certificates, tmp_path
+):
+    from prometheus_client import Gauge
+
+    def in_folder(setting):
+        return {key: name if name == "name" else str(certificates / name) for key, name in setting.items()}
+
+    (certificates / "password").write_text("se:cret\n")
+    (certificates / "both.pem").write_text(
+        "".join((certificates / f"client.{end}").read_text() for end in ("pem", "key"))
+    )
+    security, environment = (in_folder(setting) for setting in HEALTH[kind])
+    since = Gauge("straggle_since_step_seconds", "Since.", ["rank"], registry=registry).labels(3)
+    with served(registry, **security) as endpoint:
+        Targets(str(tmp_path / "targets"), address=socket.gethostname()).write(3, endpoint)
+        Targets(str(tmp_path / "targets"), address="another", labels={"of": "another"}).write(4, endpoint)
+        for seconds, status in ((59.0, 0), (61.0, 1)):
+            since.set(seconds)
+            assert health(RUN_DIR=str(tmp_path), **environment) == status
+        since.set(0.0)
+        assert health(METRICS_URL=endpoint.url, **environment) == 0
+        assert (health(METRICS_URL=endpoint.url) == 0) == (not environment)
+    assert health(RUN_DIR=str(tmp_path), **environment) == 1
+
+
+def health(**environment):
+    command = [sys.executable, str(ROOT / "docker" / "health.py")]
+    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, timeout=60).returncode
+
+
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
     """An authority, and certificates of a server and a client that it signed."""
@@ -316,8 +457,8 @@ def registry():
 
 
 @contextlib.contextmanager
-def served(registry, **security):
-    endpoint = Endpoint(registry, host="127.0.0.1", port=0, security=Security(**security))
+def served(registry, clock=time.monotonic, **security):
+    endpoint = Endpoint(registry, host="127.0.0.1", port=0, security=Security(**security), clock=clock)
     try:
         yield endpoint
     finally:
@@ -602,7 +743,9 @@ def test_train_serves_its_metrics_while_it_runs_and_leaves_no_targets(tmp_path):
     keys = ["workload=digits", "steps=400", "faults=none", f"run_dir={tmp_path}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with open(tmp_path / "log", "w") as log:
-        job = subprocess.Popen([*command, "straggle.train", *keys], cwd=ROOT, env=environment, stdout=log, stderr=log)
+        job = subprocess.Popen(
+            [*command, "straggle", "train", *keys], cwd=ROOT, env=environment, stdout=log, stderr=log
+        )
     texts = {}
     try:
         while job.poll() is None and len(texts) < 2:

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import digest, run_ranks, staged
+from ranks import digest, logged, run_ranks, staged
 from torch import nn
 from training import Stopper
 
@@ -98,3 +98,74 @@ def test_local_leaves_every_rank_its_own():
 def test_buffer_that_is_not_saved_stays_local():
     results = run_ranks(train, 2, "mean", [[None] * 2])
     assert not torch.equal(results[0][0]["cache"], results[1][0]["cache"])
+
+
+class Watched(nn.Module):
+    """A causal mask, a maximum that begins at -inf, a mean that is a new tensor at every step, and BatchNorm."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4, momentum=0.5)
+        self.register_buffer("causal", torch.triu(torch.full((3, 3), -torch.inf), 1))
+        self.register_buffer("highest", torch.tensor([-torch.inf, -torch.inf]))
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x):
+        self.highest[0] = torch.maximum(self.highest[0], x.max())
+        self.mean = 0.5 * self.mean + 0.5 * x.mean()
+        return self.norm(self.linear(x))
+
+
+def watch_buffers(rank, values):
+    """All buffers after each step, on a rank whose input is ``values[step][rank]``."""
+    torch.manual_seed(0)
+    module = Watched()
+    seen = []
+    with staged(module) as model:
+        for value in values:
+            with model.step():
+                model(torch.arange(32.0).view(8, 4) + value[rank]).square().sum().backward()
+            seen.append({name: buffer.clone() for name, buffer in module.named_buffers()})
+    return seen
+
+
+def test_buffer_with_infinite_elements_keeps_no_other_from_being_merged():
+    for first, second in run_ranks(watch_buffers, 2, [[0.0, 2.0], [0.0, 2.0]]):
+        assert torch.equal(second["causal"], torch.triu(torch.full((3, 3), -torch.inf), 1))
+        assert second["norm.num_batches_tracked"] == 2
+        assert first["highest"].tolist() == [32.0, -torch.inf]  # the mean of 31 and 33; nobody has the other
+        assert second["highest"].tolist() == [32.5, -torch.inf]  # of 32 and 33
+
+
+def test_buffer_that_the_module_replaces_is_merged_too():
+    for first, second in run_ranks(watch_buffers, 2, [[0.0, 2.0], [0.0, 2.0]]):
+        assert first["mean"] == (15.5 + 17.5) / 2 / 2
+        assert second["mean"] == first["mean"] / 2 + (15.5 + 17.5) / 2 / 2
+
+
+def test_buffer_with_a_bad_number_is_left_out_by_itself_and_named():
+    result = run_ranks(watch_with_log, 2, [[0.0, 0.0], [0.0, torch.inf]])
+    for rank, ((first, second), messages) in enumerate(result):
+        assert second["mean"] == first["mean"] / 2 + 15.5 / 2  # rank 0's
+        assert second["norm.num_batches_tracked"] == 2  # of both ranks
+        assert torch.isfinite(second["norm.running_mean"]).all()
+        assert any("rank 1: buffer mean has NaN or infinite elements" in message for message in messages) == (rank == 1)
+
+
+def watch_with_log(rank, values):
+    with logged("straggle.merge.options") as messages:
+        return watch_buffers(rank, values), messages
+
+
+def test_buffer_of_another_shape_is_refused_by_name():
+    for raised in run_ranks(grow_a_buffer, 2, outcomes=True):
+        assert "buffer mean was () of torch.float32" in raised.message
+        assert "persistent=False" in raised.message
+
+
+def grow_a_buffer(_rank):
+    module = Watched()
+    with staged(module) as model, model.step():
+        model(torch.ones(8, 4)).square().sum().backward()
+        module.mean = torch.zeros(2)

@@ -13,8 +13,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from training import features, grads, mlp
 
-from straggle import StagedDataParallel, stages
-from straggle.workloads import Digits, Text
+from straggle import StagedDataParallel
+from straggle.backward import stages
+from straggle.lab.workloads.digits import Digits
+from straggle.lab.workloads.text import Text
 
 NUM_STEPS = 4
 

@@ -23,12 +23,12 @@ from straggle import (
     QuantileDeadline,
     Shadow,
 )
-from straggle.around import dropped_per_stage
-from straggle.history import HistoryWindow, StepProgress
-from straggle.outcome import Rules, computed_share, outcome
-from straggle.telemetry import MICROBATCH_SLOTS, Row, Table
-from straggle.threshold import StepTimes, choose_threshold, expected_drop
-from straggle.whole import whole_entries, whole_units
+from straggle.merge.telemetry import MICROBATCH_SLOTS, Row, Table
+from straggle.policies.auto_deadline import StepTimes, choose_threshold, expected_drop
+from straggle.policies.history import HistoryWindow, StepProgress
+from straggle.policies.step_model import Rules, computed_share, outcome
+from straggle.policies.untruncated import whole_entries, whole_units
+from straggle.policies.wrappers import dropped_per_stage
 
 NAN, INF = math.nan, math.inf
 

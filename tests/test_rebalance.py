@@ -16,12 +16,12 @@ from torch import nn
 from training import Stopper, features, grads, mlp
 
 from straggle import QuantileDeadline, Rebalance
-from straggle.checkpoint import Checkpoint
-from straggle.faults import FaultInjector, Slowdown
+from straggle.commands.checkpoint import Checkpoint
+from straggle.lab.faults import FaultInjector, Slowdown
+from straggle.lab.workloads.shard import Shard
+from straggle.merge.telemetry import Row, Table
 from straggle.rebalance import deal
 from straggle.report import PHASES
-from straggle.telemetry import Row, Table
-from straggle.workloads import Shard
 
 STAGES = (0.4, 0.6, 0.8, 1.0)  # when, of a rank's whole time, each stage is whole
 
@@ -500,9 +500,7 @@ def test_checkpoint_has_the_shares(tmp_path):
 @pytest.mark.parametrize("keys", [["batch_size=24"], ["batch_size=4", "num_microbatches=4"]])
 def test_train_deals_out_by_speed_resumes_and_is_replayed(keys, tmp_path):
     def train(*more):
-        return run_command(
-            "straggle.train", 2, "workload=digits", "report=false", "metrics=none", *keys, *more, folder=tmp_path
-        )
+        return run_command("train", 2, "workload=digits", "report=false", "metrics=none", *keys, *more, folder=tmp_path)
 
     slow = ["rebalance=by_speed", "faults.slow.ranks=[1]", "faults.slow.factor=4.0", "~faults.stall", "run_dir=runs/a"]
     train(*slow, "steps=20")

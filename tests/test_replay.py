@@ -10,7 +10,7 @@ from torch import nn
 from training import features
 
 from straggle import Carry, ErrorFeedback, LastOwn, Patience
-from straggle.replay import Decision, DecisionWriter, read_recording
+from straggle.merge.replay import Decision, DecisionWriter, read_recording
 
 STEPS = 30
 

@@ -9,9 +9,9 @@ from torch import nn
 from training import Signals, features, mlp
 
 from straggle import FixedDeadline, Merge, Patience
-from straggle.checks import fingerprint
+from straggle.merge.checks import fingerprint
+from straggle.merge.telemetry import Row, Table
 from straggle.report import PHASES
-from straggle.telemetry import Row, Table
 
 
 def table(*fingerprints):

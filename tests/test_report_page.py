@@ -20,14 +20,15 @@ from typing import Any
 import pytest
 from browser import BINARY, Page, browser, file_url
 
-from straggle import RankReport, StageReport, StepReport, train
-from straggle.report.__main__ import arguments
-from straggle.report.advice import advise
-from straggle.report.numbers import numbers_of
-from straggle.report.page import write_report
-from straggle.report.run import read_run, read_steps
-from straggle.trace import TraceWriter, read_trace
-from straggle.whatif import WaitForAllPrediction
+from straggle import RankReport, StageReport, StepReport
+from straggle.commands import train
+from straggle.commands.report import arguments
+from straggle.observe.findings import advise
+from straggle.observe.page.page import write_report
+from straggle.observe.run import read_run, read_steps
+from straggle.observe.run_numbers import numbers_of
+from straggle.observe.trace import TraceWriter, read_trace
+from straggle.observe.wait_for_all import WaitForAllPrediction
 
 STAGES = tuple(StageReport(f"blocks.{number}..blocks.{number}.norm", 100 + number, 0.0, False) for number in range(5))
 needs_browser = pytest.mark.skipif(BINARY is None, reason="no Chromium on this machine")
@@ -147,7 +148,7 @@ def test_numbers_shown_are_those_of_the_trace(tmp_path: Path) -> None:
 def test_page_of_a_real_run_agrees_with_its_summary(tmp_path: Path) -> None:
     keys = ["workload=digits", "faults=none", "steps=25", f"run_dir={tmp_path}"]
     done = subprocess.run(
-        [sys.executable, "-m", "straggle.train", *keys], capture_output=True, text=True, timeout=240, check=True
+        [sys.executable, "-m", "straggle", "train", *keys], capture_output=True, text=True, timeout=240, check=True
     )
     assert f"report: {tmp_path / 'report.html'}" in done.stdout
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -381,7 +382,9 @@ def test_compare_shows_both_runs_side_by_side(tmp_path: Path) -> None:
 
 
 def command(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "straggle.report", *words], capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-m", "straggle", "report", *words], capture_output=True, text=True, timeout=60
+    )
 
 
 def test_command_writes_the_page_and_says_where(tmp_path: Path) -> None:
@@ -396,7 +399,7 @@ def test_command_refuses_in_one_line(tmp_path: Path) -> None:
     done = command(str(tmp_path))
     assert done.returncode == 2
     assert (
-        done.stderr.strip() == f"{tmp_path / 'trace.jsonl'}: no such file; give the run_dir of a run of straggle.train "
+        done.stderr.strip() == f"{tmp_path / 'trace.jsonl'}: no such file; give the run_dir of a run of straggle train "
         "or straggle.watch"
     )
 
@@ -429,7 +432,7 @@ def test_report_that_fails_does_not_fail_the_run(
     def fail(run_dir: Path) -> Path:
         raise error
 
-    monkeypatch.setattr("straggle.report.page.write_report", fail)
+    monkeypatch.setattr("straggle.observe.page.page.write_report", fail)
     train._write_report(tmp_path)
     (record,) = caplog.records
     assert record.getMessage().startswith("no report: ")

@@ -11,11 +11,11 @@ from ranks import digest, run_ranks, staged
 from training import Chain, features, grads, mlp
 
 from straggle import FixedDeadline, Shadow
-from straggle.outcome import Rules
+from straggle.backward.stages import plan_stages
+from straggle.merge.telemetry import Row, Table
+from straggle.observe.run import step_report
+from straggle.policies.step_model import Rules
 from straggle.report import PHASES
-from straggle.report.run import step_report
-from straggle.stages import plan_stages
-from straggle.telemetry import Row, Table
 
 NUM_STAGES = 5
 

@@ -10,27 +10,13 @@ import pytest
 import torch
 
 from straggle import AutoDeadline, Deadline, FirstK, FixedDeadline, Patience, Shadow, WaitForAll
-from straggle.configuration import ConfigurationError, load
-from straggle.faults import dropcompute_factors
-from straggle.simulate import (
-    ByNode,
-    Constant,
-    DropCompute,
-    Exponential,
-    LogNormal,
-    NoDelay,
-    Normal,
-    Replay,
-    Ring,
-    SlowRanks,
-    Stalls,
-    Tree,
-    Work,
-    read_times,
-    recorded_times,
-    simulate,
-    simulate_times,
-)
+from straggle.commands.config import ConfigurationError, load
+from straggle.lab.faults import dropcompute_factors
+from straggle.lab.simulate.communication import Constant, Ring, Tree
+from straggle.lab.simulate.delays import ByNode, DropCompute, Exponential, LogNormal, NoDelay, Normal, SlowRanks, Stalls
+from straggle.lab.simulate.ranks import simulate, simulate_times
+from straggle.lab.simulate.recorded import Replay, read_times, recorded_times
+from straggle.lab.simulate.units import Work
 
 MODELS = [
     (NoDelay(), 1.0, 0.0),
@@ -328,7 +314,7 @@ def test_wrong_configuration_is_refused_with_what_is_valid(override, complaint, 
 def test_command_writes_numbers_that_agree_with_each_other_and_a_picture(tmp_path):
     keys = ["ranks=32", "steps=60", "deadline=quantile", f"run_dir={tmp_path}"]
     done = subprocess.run(
-        [sys.executable, "-m", "straggle.simulate", *keys], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "straggle", "simulate", *keys], capture_output=True, text=True, check=True
     )
     assert "effective speedup" in done.stdout
     numbers = json.loads((tmp_path / "simulation.json").read_text())
@@ -343,7 +329,8 @@ def test_command_writes_numbers_that_agree_with_each_other_and_a_picture(tmp_pat
 def test_a_hundred_thousand_ranks_stay_within_four_gibibytes():
     script = (
         "import resource, torch; torch.set_num_threads(1)\n"
-        "from straggle import AutoDeadline; from straggle.simulate import *\n"
+        "from straggle import AutoDeadline; from straggle.lab.simulate.delays import DropCompute\n"
+        "from straggle.lab.simulate.ranks import simulate; from straggle.lab.simulate.units import Work\n"
         "simulate(100, 100_000, Work(1.0), DropCompute(), AutoDeadline())\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )

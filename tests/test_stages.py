@@ -8,9 +8,11 @@ from ranks import run_ranks, staged
 from torch import nn
 from training import mlp
 
-from straggle import stages
-from straggle.stages import plan_stages, trainable
-from straggle.workloads import Digits, Synthetic, Text
+from straggle.backward import stages
+from straggle.backward.stages import plan_stages, trainable
+from straggle.lab.workloads.digits import Digits
+from straggle.lab.workloads.synthetic import Synthetic
+from straggle.lab.workloads.text import Text
 
 MODELS = {
     "mlp": mlp,

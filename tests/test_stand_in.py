@@ -11,12 +11,13 @@ from ranks import digest, run_ranks, staged
 from torch import nn
 from training import Signals, features, mlp, shared
 
-from straggle import FixedDeadline, LastMerged, Patience, stages
-from straggle.channel import Channel
-from straggle.clocks import Stopwatch
-from straggle.in_force import DeadlineInForce
-from straggle.stand_in import StandIn
-from straggle.whereabouts import Whereabouts
+from straggle import FixedDeadline, LastMerged, Patience
+from straggle.backward import stages
+from straggle.backward.clocks import Stopwatch
+from straggle.merge.channel import Channel
+from straggle.merge.current_deadline import DeadlineInForce
+from straggle.merge.rank_state import Whereabouts
+from straggle.merge.stand_in import StandIn
 
 PLACES = ["data", "forward", "backward", "optimizer"]
 
@@ -144,7 +145,7 @@ def with_a_second(clock, channel):
     where = Whereabouts(Stopwatch(lambda: clock[0]))
     deadline = DeadlineInForce(FixedDeadline(1.0), Patience(grace_s=0.01, quorum=1), 2)
     deadline.seconds = 1.0
-    where.enter(1, idle=False, fingerprint=0)
+    where.enter(1, idle=False, fingerprint=0, stepped=math.nan, kept=0, max_over=None)
     return StandIn(where, deadline, channel, device=torch.device("cpu")), where
 
 
@@ -160,7 +161,7 @@ def look_around_the_deadline(_rank):
 
     channel.post_finished(0)
     before = look(10.985)
-    channel._evidence.delete_key("finished/0")  # who asks from here on learns nothing
+    channel._store.ask(lambda store: store.delete_key("finished/0"))  # who asks from here on learns nothing
     return before, look(10.99), look(11.0)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from straggle.clocks import Stopwatch
+from straggle.backward.clocks import Stopwatch
 
 
 class FakeClock:

@@ -9,9 +9,10 @@ from ranks import digest, run_ranks, staged
 from torch import nn
 from training import Chain, Signals, Stopper, features, grads, mlp, random_stops, shared
 
-from straggle import Abstain, Carry, ErrorFeedback, Estimate, FixedDeadline, LastOwn, Merge, Patience, Zero, stages
-from straggle.checkpoint import Checkpoint
-from straggle.merge import ReachedShares, inverse_chance
+from straggle import Abstain, Carry, ErrorFeedback, Estimate, FixedDeadline, LastOwn, Merge, Patience, Zero
+from straggle.backward import stages
+from straggle.commands.checkpoint import Checkpoint
+from straggle.merge.options import ReachedShares, inverse_chance
 
 WORLD_SIZES = [1, 2, 3, 4]
 NUM_LAYERS = 4

@@ -10,7 +10,9 @@ from torch.utils.checkpoint import checkpoint
 from training import Chain, Stopper, Tied, features, grads, mlp
 
 from straggle import StepReport
-from straggle.workloads import Digits, Synthetic, Text
+from straggle.lab.workloads.digits import Digits
+from straggle.lab.workloads.synthetic import Synthetic
+from straggle.lab.workloads.text import Text
 
 
 class Checkpointed(nn.Module):

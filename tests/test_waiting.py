@@ -1,14 +1,22 @@
 """Peers that wait long say for whom and why, once; in the end they give up with the same words."""
 
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks, staged
+from stores import store_server
 from training import Signals, features, mlp
 
-from straggle import Patience, PeerFailed
-from straggle.channel import Channel
+from straggle import Abstain, Merge, Patience, PeerFailed, WaitForAll
+from straggle.merge.alike import Wrapped, check_alike
+from straggle.merge.channel import Channel
+
+ENDS = Path(__file__).parent / "ends.py"
 
 
 class Lines(logging.Handler):
@@ -105,8 +113,27 @@ class NeverEnds:
         return False
 
 
+_silent = []  # of a rank that is there and says nothing; one whose channel is gone says that it has ended
+
+
+class EndsAfter:
+    """A collective that needs so many waits."""
+
+    def __init__(self, num_waits):
+        self._left = num_waits
+
+    def wait(self, _timeout):
+        self._left -= 1
+        if self._left > 0:
+            raise RuntimeError("Operation timed out!")
+
+    def is_completed(self):
+        return False
+
+
 def lose_rank_2(rank):
     channel = Channel(None, give_up_s=300.0)
+    _silent.append(channel)
     if rank == 0:  # its connection to rank 2 broke
         return channel.explain("the merge")
     if rank == 1:
@@ -138,6 +165,101 @@ def ask_after_rank_0_gave_up(rank, patience_s):
 def test_who_asks_last_learns_whom_the_first_gave_up_and_why(patience_s):
     words = run_ranks(ask_after_rank_0_gave_up, 3, patience_s)
     assert set(words) == {"the merge: no answer from ranks [1, 2]; rank 2 has been in forward"}
+
+
+# -- ranks that end while their peers wait
+
+
+class Broken(Exception):
+    pass
+
+
+def end_early(rank, how, world_size):
+    """The last rank ends between two steps, but its process lives until its peers have ended, too."""
+    signals = Signals()
+    with staged(mlp()) as model:
+        for number in range(6):
+            if number == 3 and rank == world_size - 1:
+                if how == "raises":
+                    raise Broken("of the user")
+                if how == "sys.exit":
+                    sys.exit(3)
+                break
+            with model.step():
+                model(features(rank, number)).sum().backward()
+    signals.send("closed")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("raises", "raised after step 2, outside of a step: Broken('of the user')"),
+        ("sys.exit", "raised after step 2, outside of a step: SystemExit(3)"),
+        ("loop is over", "ended after step 2 (its loop was over, or it called sys.exit; use model.join(loader) for"),
+    ],
+)
+def test_rank_that_ends_between_two_steps_tells_its_peers_why(how, words, world_size):
+    *peers, _ = run_ranks(end_early, world_size, how, world_size, outcomes=True)
+    for peer in peers:
+        assert peer.kind == "PeerFailed"
+        assert "step 3, stage" in peer.message
+        assert f"rank {world_size - 1} {words}" in peer.message
+
+
+def end_while_wrapping(rank, when):
+    """Rank 1 has its process groups, and does not come to what all do then."""
+    if rank == 0:
+        with staged(mlp()):
+            return
+    channel = Channel(None, give_up_s=300.0)
+    if when == "broadcast":
+        options = {"stages": None, "deadline": WaitForAll(), "estimator": Abstain()}
+        check_alike(Wrapped.of(mlp(), {**options, "patience": Patience(), "merge": Merge()}), channel)
+    raise Broken("of the user")
+
+
+@pytest.mark.parametrize(("when", "what"), [("comparison", "the ranks' models"), ("broadcast", "rank 0's parameters")])
+def test_rank_that_ends_while_peers_wrap_the_model_tells_them(when, what):
+    peer, _ = run_ranks(end_while_wrapping, 2, when, outcomes=True)
+    assert peer.kind == "PeerFailed"
+    assert "rank 0, before step 0" in peer.message
+    assert what in peer.message
+    assert "rank 1 ended before its first step was merged" in peer.message
+
+
+def wrap_without_rank_1(rank):
+    if rank == 0:
+        Channel(None, give_up_s=0.5)
+
+
+def test_ranks_that_do_not_come_to_wrap_the_model_are_named():
+    end, _ = run_ranks(wrap_without_rank_1, 2, outcomes=True)
+    assert end.kind == "PeerFailed"
+    assert "rank 0, before step 0: no process groups of ranks [0, 1] within give_up_s=0.5" in end.message
+
+
+def train_to_the_end(rank):
+    """Rank 1 is through, and gone, while rank 0 is still in the last step's merge."""
+    signals = Signals()
+    with staged(mlp()) as model:
+        for number in range(3):
+            with model.step():
+                model(features(rank, number)).sum().backward()
+        if rank == 1:
+            model.close()
+            signals.send("closed")
+        else:
+            signals.wait("closed")
+            model._channel._store.look()
+            model._channel._store.ask(lambda store: store.check(["ended"]))  # what it is to see is there by now
+            model._channel.wait(EndsAfter(4), 2, "the merge of the last step")
+            with pytest.raises(PeerFailed, match=r"rank 1 ended after step 2"):
+                model._channel.wait(NeverEnds(), 3, "a step that rank 1 does not have")
+
+
+def test_rank_that_has_ended_does_not_end_the_steps_that_it_was_in():
+    run_ranks(train_to_the_end, 2)
 
 
 # -- evidence that peers wait
@@ -176,3 +298,36 @@ def post_many(rank):
 
 def test_counters_of_steps_long_ago_are_removed():
     assert run_ranks(post_many, 1) == [[0, 0, 1, 1]]
+
+
+# -- processes that end
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("raises", 'rank 1 raised after step 2, outside of a step: ValueError("of the user\'s loop")'),
+        ("sys.exit", "rank 1 ended after step 2 (its loop was over, or it called sys.exit; use model.join(loader)"),
+        ("loop is over", "rank 1 ended after step 2 (its loop was over, or it called sys.exit; use model.join(loader)"),
+        (
+            "wraps",
+            'rank 1 raised before its first step was merged, outside of a step: ValueError("of the user\'s policy")',
+        ),
+    ],
+)
+def test_process_that_ends_between_two_steps_tells_its_peers_why(how, words):
+    with store_server() as server:
+        environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port), "WORLD_SIZE": "2"}
+        environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, ENDS, how], env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE
+            )
+            for rank in range(2)
+        ]
+        said = [process.communicate(timeout=60)[1].decode() for process in ranks]
+    assert "PeerFailed: rank 0, " in said[0]
+    assert words in said[0]
+    assert "PeerFailed" not in said[1]
+    assert ranks[0].returncode == 1

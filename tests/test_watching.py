@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import features, grads, mlp
 
 import straggle
-from straggle.pulse import Pulse
+from straggle.observe.pauses import Pulse
 
 NUM_STEPS = 5
 

@@ -5,7 +5,8 @@ import torch
 from ranks import run_ranks, staged
 from training import Chain, Stopper
 
-from straggle import LastOwn, Patience, StagedBackward, Zero, stages
+from straggle import LastOwn, Patience, StagedBackward, Zero
+from straggle.backward import stages
 
 WHOLE = Patience(granularity="step")
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -127,3 +130,14 @@ class Signals:
 
     def absent(self, name: str) -> bool:
         return not self._store.check([f"signal/{name}"])
+
+
+@contextmanager
+def warned(logger: str = "straggle.parallel") -> Iterator[list[str]]:
+    """What is warned of meanwhile."""
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(logger).addHandler(handler)
+    yield warnings
+    logging.getLogger(logger).removeHandler(handler)

@@ -1,4 +1,4 @@
-"""A TorchX component: the training of ``straggle.train`` on any scheduler that TorchX knows.
+"""A TorchX component: the training of ``straggle train`` on any scheduler that TorchX knows.
 
 torchx run --scheduler local_cwd deploy/torchx/component.py:train --j 1x4 steps=100
 torchx run --scheduler slurm deploy/torchx/component.py:train --j 4x8 run_dir=/a/shared/folder/run steps=10000
@@ -14,7 +14,7 @@ def train(
     """Train with straggle.
 
     Args:
-        keys: key=value for straggle.train
+        keys: key=value for straggle train
         j: nodes x workers on each
         image: of the container, where the scheduler uses one
         cpu: cores of a node
@@ -22,9 +22,10 @@ def train(
         memory_mb: memory of a node
     """
     return ddp(
+        "train",
         "resume=auto",
         *keys,
-        m="straggle.train",
+        m="straggle",
         name="straggle",
         j=j,
         image=image,

@@ -7,20 +7,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from straggle.advise.bootstrap import LEVEL, Interval
 from straggle.advise.gain import Gain, best, gains
-from straggle.advise.slow import MATTERS, UNUSUAL, Slowness, SlowRank, find_slow_ranks
-from straggle.advise.timings import Timings, dumps, read_timings
-from straggle.deadline import Patience
+from straggle.advise.slow import HELD_UP, MATTERS, UNUSUAL, Slowness, SlowRank, find_slow_ranks
+from straggle.advise.timings import LEAST_STEPS, Timings, dumps, read_timings
+from straggle.observe.findings import PLACES, ms
+from straggle.observe.findings import advise as sentences_of_run
+from straggle.observe.run import read_run
+from straggle.observe.run_numbers import numbers_of
+from straggle.policies.deadline import Patience
 from straggle.report import text_table
-from straggle.report.advice import PLACES, ms
-from straggle.report.advice import advise as sentences_of_run
-from straggle.report.numbers import numbers_of
-from straggle.report.run import read_run
 
 _PLACES: Mapping[str, str] = {
     **PLACES,
@@ -29,6 +30,7 @@ _PLACES: Mapping[str, str] = {
     "pauses": "in pauses of its process (garbage collection, or stopped from outside)",
 }
 _STEADY = 0.5  # of its steps: a rank is slow as such, not now and then
+_CONFIG = "config.yaml"  # that `straggle train` leaves
 _NETWORK = 0.1  # of a step, from which on it is worth a sentence
 
 
@@ -44,7 +46,11 @@ class Answer:
 
     def __str__(self) -> str:
         parts = [_headline(self.timings, self.slowness), *(_about(rank, self.timings) for rank in self.slowness.ranks)]
-        parts += [*_summed_up(self.slowness), _table(self.gains), *_to_paste(self.best, self.slowness)]
+        parts += [
+            *_summed_up(self.slowness),
+            _table(self.gains, self.timings, self.slowness),
+            *_what_to_do(self.best, self.slowness, self.timings),
+        ]
         if self.sentences:
             parts += ["As the run was:", *(f"- {sentence}" for sentence in self.sentences)]
         return "\n\n".join(parts) + "\n"
@@ -71,21 +77,32 @@ def answer(path: Path) -> Answer:
     """Read and judge a run; raises ``ValueError`` where there is none."""
     timings = read_timings(path)
     run_dir = timings.source.parent
-    found = tuple(gains(timings, None if timings.watched else _patience(run_dir)))
+    slowness = find_slow_ranks(timings)
+    found = tuple(gains(timings, None if timings.watched else _patience(run_dir), _present(timings, slowness)))
     sentences = tuple[str, ...]()
     if not timings.watched and timings.source.name == "trace.jsonl":
         run = read_run(run_dir)
         sentences = tuple(sentences_of_run(run, numbers_of(run)))
-    return Answer(timings, find_slow_ranks(timings), found, best(list(found)), sentences)
+    chosen = best(list(found)) if slowness.somebody_is_waited_for else None
+    return Answer(timings, slowness, found, chosen, sentences)
+
+
+def _present(timings: Timings, slowness: Slowness) -> int:
+    """The position from which on ranks are as they are now, if that are enough steps to say something; else 0."""
+    if slowness.last_change is None:
+        return 0
+    first = int(np.searchsorted(timings.step, slowness.last_change))
+    return first if timings.num_steps - first >= LEAST_STEPS else 0
 
 
 def _patience(run_dir: Path) -> Patience | None:
     """As the run was configured, where that is known; its trace has the times of stages, so these are the units."""
-    path = run_dir / "config.yaml"
+    path = run_dir / _CONFIG
     try:
         config: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
         patience = config.get("patience") if isinstance(config, dict) else None
-        own = {key: value for key, value in (patience or {}).items() if key != "_target_"}
+        known = (patience or {}).items()  # what is written as ${...} is not: only that run knew what it stood for
+        own = {key: value for key, value in known if key != "_target_" and "${" not in str(value)}
         if own.get("granularity") == "microbatch":
             own["granularity"] = "stage"
         return Patience(**own) if own else None
@@ -125,7 +142,7 @@ def _summed_up(slowness: Slowness) -> Iterator[str]:
     else:
         yield (
             f"No rank is slow: none costs {MATTERS:.0%} of a step or more and is behind {UNUSUAL:g} times as much as "
-            "the others. What is lost is the ordinary difference between ranks."
+            f"the others. {_held_up(slowness)}"
         )
     if slowness.network_s >= _NETWORK * slowness.step_s:
         yield (
@@ -134,8 +151,19 @@ def _summed_up(slowness: Slowness) -> Iterator[str]:
         )
 
 
-def _table(found: tuple[Gain, ...]) -> str:
-    rows = [("if the same steps were run with", "mean step", "time saved", "dropped", "gradients per second")]
+def _held_up(slowness: Slowness) -> str:
+    if not slowness.somebody_is_waited_for:
+        return "What is lost is the ordinary difference between ranks."
+    return (
+        f"But now one and now another takes {HELD_UP:g} times as long as the others or more: such steps cost "
+        f"{slowness.held_up_s / slowness.step_s:.0%} of a step in the mean."
+    )
+
+
+def _table(found: tuple[Gain, ...], timings: Timings, slowness: Slowness) -> str:
+    first = _present(timings, slowness)
+    which = f"the steps from {int(timings.step[first])} on" if first else "the same steps"
+    rows = [(f"if {which} were run with", "mean step", "time saved", "dropped", "gradients per second")]
     rows += [
         (
             gain.code.replace("straggle.", ""),
@@ -146,25 +174,50 @@ def _table(found: tuple[Gain, ...]) -> str:
         )
         for gain in found
     ]
-    return f"{text_table(rows)}\nIn brackets: {LEVEL:.0%} intervals over the steps of this run."
-
-
-def _to_paste(one: Gain | None, slowness: Slowness) -> Iterator[str]:
-    if one is None:
-        yield "None of these is sure to be worth it here: wait for everyone, as DDP does."
-        return
-    yield (
-        "To paste:\n"
-        f"  model = straggle.StagedDataParallel(model, deadline={one.code})\n"
-        f"  ./launch.sh {one.keys}\n"
-        "Before that, to see on the real cluster what it would do without doing it:\n"
-        f"  model = straggle.StagedDataParallel(model, deadline=straggle.Shadow({one.code}))"
+    return (
+        f"{text_table(rows)}\nIn brackets: where {LEVEL:.0%} of comparisons are expected, of two runs with as many "
+        "steps and as much noise as these."
     )
+
+
+def _what_to_do(one: Gain | None, slowness: Slowness, timings: Timings) -> Iterator[str]:
+    if one is None:
+        yield f"Change nothing: {_why_nothing(slowness)}. Wait for everyone, as DDP does."
+        return
+    of_train = not timings.watched and (timings.source.parent / _CONFIG).is_file()
+    yield _to_add(one) if of_train else _to_paste(one, timings)
     if steady := [rank for rank in slowness.ranks if rank.steady >= _STEADY and rank.until is None]:
         yield (
             f"Rank {steady[0].rank} is slow as such, so it is its gradients that are dropped, step after step, and its "
             "data count less. Look at its machine first, or give it less to do."
         )
+
+
+def _why_nothing(slowness: Slowness) -> str:
+    if slowness.somebody_is_waited_for:
+        return "none of these is sure to be worth it here, as far as so many steps tell"
+    return (
+        "what is lost is the ordinary difference between ranks, and stopping a rank that is nearly done saves nothing"
+    )
+
+
+def _to_paste(one: Gain, timings: Timings) -> str:
+    """For a program of the user's own."""
+    microbatches = timings.num_microbatches
+    step = f"model.step(num_microbatches={microbatches})" if microbatches > 1 else "model.step()"
+    return (
+        f"To use it, in place of DistributedDataParallel(model), and `with {step}:` around the passes of each step:\n"
+        "  import straggle\n"
+        f"  model = straggle.StagedDataParallel(model, deadline={one.code})\n"
+        "To see before that, on the real cluster, what it would do without doing it:\n"
+        "  import straggle\n"
+        f"  model = straggle.StagedDataParallel(model, deadline=straggle.Shadow({one.code}))"
+    )
+
+
+def _to_add(one: Gain) -> str:
+    """For a run of ``straggle train``."""
+    return f"To use it, beside the keys that the run was started with:\n  {one.keys}"
 
 
 def _between(interval: Interval) -> str:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from straggle.advise.bootstrap import Interval, interval
+from straggle.advise.bootstrap import Interval, interval, predicted, span
 from straggle.advise.timings import Array, Timings
-from straggle.around import DropBudget
-from straggle.deadline import Deadline, FirstK, MedianDeadline, Patience, QuantileDeadline, WaitForAll
-from straggle.history import HistoryWindow, StepProgress
-from straggle.outcome import Rules, computed_share, outcome
-from straggle.threshold import AutoDeadline
+from straggle.policies.auto_deadline import AutoDeadline
+from straggle.policies.deadline import Deadline, FirstK, MedianDeadline, Patience, QuantileDeadline, WaitForAll
+from straggle.policies.history import HistoryWindow, StepProgress
+from straggle.policies.step_model import Rules, computed_share, outcome
+from straggle.policies.wrappers import DropBudget
 
 WORTH_IT = 1.01  # effective speedup, from which on a policy is recommended
 
@@ -36,12 +37,18 @@ class Replayed:
     dropped: Array
     late: Array
 
+    def since(self, first: int) -> Replayed:
+        """Without the steps before the position ``first``."""
+        return Replayed(self.seconds[first:], self.dropped[first:], self.late[first:])
+
 
 @dataclass(frozen=True)
 class Gain:
     """``saved`` is of the mean step's seconds with everyone waited for, ``dropped`` of all gradient elements.
 
-    ``speedup`` is effective: gradients per second, over those with everyone waited for.
+    ``speedup`` is effective: gradients per second, over those with everyone waited for. The values are those of the
+    cautious replay (`replay`); the intervals reach from its low end to the high end of the other one. ``surely`` is the
+    speedup's low end as far as these steps tell, without the noise of runs to come.
     """
 
     code: str
@@ -50,6 +57,7 @@ class Gain:
     saved: Interval
     dropped: Interval
     speedup: Interval
+    surely: float
 
 
 def candidates(num_ranks: int) -> list[Candidate]:
@@ -73,24 +81,38 @@ def candidates(num_ranks: int) -> list[Candidate]:
     return some
 
 
-def gains(timings: Timings, patience: Patience | None = None) -> list[Gain]:
-    """All candidates, the best first."""
-    everyone = replay(timings, WaitForAll(), patience)
-    found = [_gain(one, replay(timings, one.policy, patience), everyone) for one in candidates(timings.num_ranks)]
+def gains(timings: Timings, patience: Patience | None = None, first: int = 0) -> list[Gain]:
+    """All candidates, the best first: what they gain from position ``first`` on, having seen what was before."""
+    everyone = replay(timings, WaitForAll(), patience).since(first)
+    found = [
+        _gain(
+            one,
+            replay(timings, one.policy, patience, cautious=True).since(first),
+            replay(timings, same.policy, patience).since(first),
+            everyone,
+        )
+        for one, same in zip(candidates(timings.num_ranks), candidates(timings.num_ranks), strict=True)
+    ]
     return sorted(found, key=lambda gain: -gain.speedup.value)
 
 
 def best(found: list[Gain]) -> Gain | None:
-    """The one to use; ``None`` where even the best may be worth nothing."""
-    sure = max(found, key=lambda gain: gain.speedup.low)
-    return sure if sure.speedup.low >= WORTH_IT else None
+    """The one to use, whose gain is surest; ``None`` where even that may be worth nothing, or may not be seen."""
+    seen = [gain for gain in found if gain.saved.low > 0 and gain.surely >= WORTH_IT]
+    return max(seen, key=lambda gain: gain.surely, default=None)
 
 
-def replay(timings: Timings, policy: Deadline, patience: Patience | None = None) -> Replayed:
-    """Step by step: what the policy sees is what it would have seen, so a rank that it stops looks stopped."""
+def replay(timings: Timings, policy: Deadline, patience: Patience | None = None, *, cautious: bool = False) -> Replayed:
+    """Step by step: what the policy sees is what it would have seen, so a rank that it stops looks stopped.
+
+    ``cautious``: a late rank stops no sooner than it finishes its running stage, and the merge of what it leaves comes
+    after that, where it overlaps with nothing: another time of the network. Otherwise it stops at once.
+    """
     patience = patience or Patience()
     policy.prepare(patience)
     rules = Rules.of(policy, patience, timings.num_ranks)
+    if cautious:
+        rules = replace(rules, checks=1)
     window = HistoryWindow(policy.window, timings.num_ranks)
     stage_share = torch.from_numpy(timings.stage_share).float()
     if policy.wants_progress:
@@ -105,6 +127,8 @@ def replay(timings: Timings, policy: Deadline, patience: Patience | None = None)
         begin_s = entered_s[step] + behind_s
         would = outcome(unit_s[step], deadline_s, rules, begin_s, behind=stood_in)
         stood_in, network_s = would.stood_in, float(timings.network_s[step])
+        if cautious and bool(would.late.any()):
+            network_s *= 2
         step_s = float(would.seconds) + network_s
         behind_s = (begin_s - step_s).clamp(min=0.0).where(stood_in, 0.0)
         part = computed_share(unit_s[step], would, rules)
@@ -130,13 +154,21 @@ def _by_stage(part: torch.Tensor, share: torch.Tensor, stages: int) -> torch.Ten
     return (earlier + share[:, -stages:].sum(1, keepdim=True) * part[:, -stages:]).float()
 
 
-def _gain(candidate: Candidate, own: Replayed, everyone: Replayed) -> Gain:
-    kept = 1 - own.dropped
+def _gain(candidate: Candidate, cautious: Replayed, bold: Replayed, everyone: Replayed) -> Gain:
+    def between(statistic: Callable[..., Array]) -> Interval:
+        one, other = (predicted(statistic, 1 - own.dropped, own.seconds, everyone.seconds) for own in (cautious, bold))
+        return span(one, other)
+
+    def speedup(kept: Array, own_s: Array, all_s: Array) -> Array:
+        return kept * all_s / own_s
+
+    dropped = between(lambda kept, *_: 1 - kept)
     return Gain(
         candidate.code,
         candidate.keys,
-        step_s=float(own.seconds.mean()),
-        saved=interval(lambda own_s, all_s: 1 - own_s / all_s, own.seconds, everyone.seconds),
-        dropped=interval(lambda share: share, own.dropped),
-        speedup=interval(lambda share, own_s, all_s: share * all_s / own_s, kept, own.seconds, everyone.seconds),
+        step_s=float(cautious.seconds.mean()),
+        saved=between(lambda _, own_s, all_s: 1 - own_s / all_s),
+        dropped=replace(dropped, low=max(0.0, dropped.low)),
+        speedup=between(speedup),
+        surely=interval(speedup, 1 - cautious.dropped, cautious.seconds, everyone.seconds).low,
     )

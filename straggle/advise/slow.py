@@ -23,6 +23,7 @@ ATTRIBUTED = 0.8  # of the excess, that the named phases account for
 SLOW = 1.1  # times the other ranks' own work, from which on a rank is slow
 MATTERS = 0.03  # of the mean step, that a rank must cost to be named
 UNUSUAL = 2.0  # times its peers' mean excess: where all ranks are noisy, now one is the slowest and now another
+HELD_UP = 1.5  # times the other ranks' own work, from which on a step is held up, whoever does it
 _LEAST_SEGMENT = 8  # steps
 _SURE = 1e-5  # chance that a change point is none
 
@@ -57,7 +58,8 @@ class Slowness:
     """All slow ranks, the costliest first; ``lost_s`` is the mean excess of a step's slowest rank.
 
     ``attributed`` is the share of it that the named ranks and phases explain; ``network_s`` the mean time of a step
-    after the slowest rank's own work.
+    after the slowest rank's own work. ``held_up_s`` is what is lost, in the mean of all steps, to those in which a rank
+    takes much longer than the others, whichever it is.
     """
 
     ranks: tuple[SlowRank, ...]
@@ -65,6 +67,18 @@ class Slowness:
     lost_s: float
     attributed: float
     network_s: float
+    held_up_s: float
+
+    @property
+    def last_change(self) -> int | None:
+        """The step at which a rank last became slow, or recovered; ``None`` where all ranks are as they were."""
+        steps = [rank.since if rank.until is None else rank.until for rank in self.ranks]
+        return max((step for step in steps if step is not None), default=None)
+
+    @property
+    def somebody_is_waited_for(self) -> bool:
+        """Whether more is lost than the ordinary difference between ranks."""
+        return bool(self.ranks) or self.held_up_s >= MATTERS * self.step_s
 
 
 def find_slow_ranks(timings: Timings) -> Slowness:
@@ -85,7 +99,9 @@ def find_slow_ranks(timings: Timings) -> Slowness:
             found.append(one)
     explained = sum(rank.lost_share * rank.attributed for rank in found)
     found.sort(key=lambda rank: -rank.lost_share)
-    return Slowness(tuple(found), step_s, float(lost.mean()), explained, float(timings.network_s.mean()))
+    held_up = own.max(axis=1) >= HELD_UP * (own.max(axis=1) - lost)
+    held_up_s = float((lost * held_up).mean())
+    return Slowness(tuple(found), step_s, float(lost.mean()), explained, float(timings.network_s.mean()), held_up_s)
 
 
 def _slow_rank(timings: Timings, rank: int, excess: Array, lost_share: float) -> SlowRank | None:

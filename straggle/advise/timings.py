@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from straggle.history import Progress
+from straggle.observe.run import step_report
+from straggle.observe.trace import read_trace
+from straggle.observe.watch import FOLDER
+from straggle.policies.history import Progress
+from straggle.policies.untruncated import whole_units
 from straggle.report import StepReport
-from straggle.report.run import step_report
-from straggle.trace import read_trace
-from straggle.watching import FOLDER
-from straggle.whole import whole_units
 
 Array: TypeAlias = NDArray[np.float64]
 PHASES = ("outside", "optimizer", "data", "forward", "backward", "pauses")
@@ -63,6 +63,11 @@ class Timings:
         return int(self.entered_s.shape[1])
 
     @property
+    def num_microbatches(self) -> int:
+        """Of a step, at most; the last one comes in stages."""
+        return int(self.unit_s.shape[-1]) - len(self.stage_share) + 1
+
+    @property
     def own_s(self) -> Array:
         """Each rank's own work in each step, shape (steps, ranks)."""
         return np.asarray(sum(self.phases.values()))
@@ -87,7 +92,7 @@ def read_timings(path: Path) -> Timings:
             except KeyError as error:
                 raise ValueError(f"{watched}: not written by straggle.watch: {error!r}") from None
         raise ValueError(
-            f"{path}: neither trace.jsonl nor {FOLDER}/rank*.jsonl in it; give the run_dir of straggle.train or "
+            f"{path}: neither trace.jsonl nor {FOLDER}/rank*.jsonl in it; give the run_dir of straggle train or "
             "straggle.watch, or a trace.jsonl"
         )
     if not path.is_file():

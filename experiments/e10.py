@@ -1,0 +1,62 @@
+"""E10: the predicted slowdown of the job because of one slow rank, at three strengths, against the measured one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from experiments._watched import BACKWARD_S, FORWARD_S, LAYERS, SLOW, run_watched
+from experiments.result import Line, Result
+from straggle.advise.bootstrap import Interval
+from straggle.advise.slow import slowdown
+
+STRENGTHS = (0.0, 0.2, 0.4, 1.0)  # of a step's work, that rank 1's backward pass takes more
+TOLERANCE = 0.05
+BLOCK = 10
+
+
+def run(quick: bool, out: Path) -> Result:
+    """All strengths in one run, in turns, so that a drift of the machine's speed meets them all."""
+    whole_s = LAYERS * (FORWARD_S + BACKWARD_S)
+    steps = BLOCK * len(STRENGTHS) * (3 if quick else 12)
+    timings = run_watched(out / "E10", steps, BLOCK, "sleep", [share * whole_s for share in STRENGTHS])
+    strength = (timings.step // BLOCK % len(STRENGTHS)).astype(int)
+    mean_s = [float(timings.seconds[strength == number].mean()) for number in range(len(STRENGTHS))]
+    predicted = [slowdown(timings.select(strength == number), SLOW) for number in range(1, len(STRENGTHS))]
+    measured = [seconds / mean_s[0] for seconds in mean_s[1:]]
+    lines = tuple(
+        Line(
+            f"rank {SLOW} takes {share:.0%} more: slowdown of the job",
+            f"predicted = measured +- {TOLERANCE:.0%}",
+            f"predicted {one.value:.3f} ({one.low:.3f} to {one.high:.3f}), measured {real:.3f}: "
+            f"{one.value / real - 1:+.1%}",
+            abs(one.value / real - 1) <= TOLERANCE,
+        )
+        for share, one, real in zip(STRENGTHS[1:], predicted, measured, strict=True)
+    )
+    notes = (
+        f"{timings.num_steps} steps of {timings.num_ranks} ranks under DDP, gloo, in turns of {BLOCK} steps; a step "
+        f"without a slow rank took {1e3 * mean_s[0]:.0f} ms, and the additional seconds are sleeps. A prediction sees "
+        "only the steps of its own strength, a measurement compares with the steps in which no rank was slow.",
+    )
+    return Result("E10: what one slow rank costs the job", lines, notes, _plot(out / "E10.png", predicted, measured))
+
+
+def _plot(path: Path, predicted: list[Interval], measured: list[float]) -> Path:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.5, 3.4), layout="constrained")
+    axes = figure.add_subplot()
+    at = np.arange(len(measured))
+    values = [one.value for one in predicted]
+    spread = [[one.value - one.low for one in predicted], [one.high - one.value for one in predicted]]
+    axes.bar(at - 0.2, values, 0.4, yerr=spread, capsize=4, label="predicted, from the slow run alone")
+    axes.bar(at + 0.2, measured, 0.4, label="measured, against the run without")
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xticks(at, [f"{share:.0%} more work" for share in STRENGTHS[1:]])
+    axes.set_ylabel("time of the job, relative")
+    axes.set_ylim(0.9)
+    axes.legend(frameon=False, loc="upper left")
+    figure.savefig(path, dpi=120)
+    return path

@@ -1,0 +1,104 @@
+"""E2: effective speedup of the best threshold against the number of ranks, under DropCompute's delays."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Generator, Tensor
+
+from experiments._plot import save_lines
+from experiments.result import Line, Result
+from straggle.lab.simulate.delays import DropCompute
+from straggle.lab.simulate.ranks import simulate
+from straggle.lab.simulate.units import Work
+from straggle.policies.auto_deadline import AutoDeadline
+from straggle.policies.deadline import Patience
+from straggle.policies.step_model import Rules, outcome
+
+MICROBATCHES = 12
+EXPECTED = {2: 1.01, 4: 1.07, 8: 1.14, 16: 1.18, 32: 1.25, 64: 1.28, 200: 1.37, 512: 1.42, 2048: 1.50}
+BEYOND = (10_000, 100_000)
+WORK = Work(1.0 * MICROBATCHES, num_microbatches=MICROBATCHES, num_stages=1)
+
+
+def step_times(ranks: int, steps: int, seed: int = 0) -> list[Tensor]:
+    """When each micro-batch would be finished, for so many steps: (ranks, micro-batches) each."""
+    base_s = WORK.units("microbatch").base_s
+    return [
+        unit_s.cumsum(1) for unit_s in islice(DropCompute().steps(base_s, ranks, Generator().manual_seed(seed)), steps)
+    ]
+
+
+def best_speedup(times: list[Tensor], num_candidates: int = 60) -> tuple[float, float]:
+    """The largest effective speedup over thresholds, and its threshold in seconds.
+
+    ``S(tau) = (finished micro-batches / M) * T / min(tau, T)``, means over steps, ``T`` the slowest rank's time.
+    """
+    whole_s = torch.stack([unit_s[:, -1].amax() for unit_s in times])
+    found = []
+    for tau in torch.linspace(0.5 * MICROBATCHES, float(whole_s.max()), num_candidates).tolist():
+        kept = sum(float((unit_s < tau).float().mean()) for unit_s in times) / len(times)
+        found.append((kept * float(whole_s.mean() / whole_s.clamp(max=tau).mean()), tau))
+    return max(found)
+
+
+def best_speedup_of_half(times: list[Tensor], num_candidates: int = 20) -> float:
+    """The same where nobody is late before half of the ranks have finished, as by default in training."""
+    rules = Rules(max(1, times[0].shape[0] // 2))
+    all_s = sum(float(unit_s[:, -1].amax()) for unit_s in times)
+    found = []
+    for tau in torch.linspace(MICROBATCHES, 2.0 * MICROBATCHES, num_candidates).tolist():
+        done = [outcome(unit_s, tau, rules) for unit_s in times]
+        kept = sum(float(d.reached.float().mean()) for d in done) / len(done)
+        found.append(kept * all_s / sum(float(d.seconds) for d in done))
+    return max(found)
+
+
+def run(quick: bool, out: Path) -> Result:
+    """The best threshold for each number of ranks, and beside it what `AutoDeadline` comes to by itself."""
+    lines: list[Line] = []
+    best, half, auto = [], [], []
+    for ranks in (*EXPECTED, *BEYOND):
+        steps = _steps(ranks, quick)
+        times = step_times(ranks, steps)
+        speedup, tau = best_speedup(times)
+        best.append((float(ranks), speedup))
+        half.append((float(ranks), best_speedup_of_half(times)))
+        expected = EXPECTED.get(ranks)
+        told = f"{speedup:.3f} (tau {tau / (1.5 * MICROBATCHES):.2f} of the mean time; {steps:,} steps)"
+        ok = None if expected is None else abs(speedup - expected) <= 0.02
+        lines.append(Line(f"N = {ranks:,}", "" if expected is None else f"{expected} +- 0.02", told, ok))
+    lines += [
+        Line(f"waiting for half of the ranks, N = {int(ranks):,}", "", f"{speedup:.3f}") for ranks, speedup in half
+    ]
+    for ranks in EXPECTED:
+        auto.append((float(ranks), _auto(ranks, 60 if quick else 400)))
+        lines.append(Line(f"AutoDeadline, N = {ranks:,}", "", f"{auto[-1][1]:.3f}"))
+    notes = (
+        "The threshold drops micro-batches that are not finished, the running one included. Waiting for half: nobody",
+        "is late before half of the ranks have finished, which is the default in training. AutoDeadline does that too,",
+        "chooses its threshold by itself, and lets a late rank finish its running micro-batch for up to a tenth of a",
+        "mean one's time; its first ten steps, in some of which it waits for everyone, are left out.",
+    )
+    expected_points = [(float(ranks), value) for ranks, value in EXPECTED.items()]
+    curves = {"best threshold": best, "the same, waiting for half of the ranks": half, "AutoDeadline": auto}
+    plot = save_lines(
+        out / "E2.png", curves, markers={"expected": expected_points}, xlabel="ranks", ylabel="effective speedup"
+    )
+    return Result("effective speedup against the number of ranks, DropCompute's delays", tuple(lines), notes, plot)
+
+
+def _steps(ranks: int, quick: bool) -> int:
+    """Steps to draw: fewer of more ranks, whose slowest varies less."""
+    return max(4, min(4000, 4_000_000 // ranks)) // (4 if quick else 1)
+
+
+def _auto(ranks: int, steps: int) -> float:
+    """AutoDeadline's effective speedup, its warm-up left out."""
+    patience = Patience(granularity="microbatch", grace_s=0.15)
+    result = simulate(steps, ranks, WORK, DropCompute(), AutoDeadline(), patience=patience)
+    after = slice(10, None)
+    kept = float((1 - result.dropped[after]).mean())
+    return kept * float(result.all_s[after].sum() / result.step_s[after].sum())

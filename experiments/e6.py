@@ -1,0 +1,215 @@
+"""E6: nobody is delayed, and still the group does not wait for all: what does dropping the last of six cost?
+
+Six ranks wait for all; wait with a deadline that nobody passes; merge the first five of six, where the sixth is always
+the same, another in each step, or another for each stage. Real ranks show that the deadline alone changes nothing;
+logical ranks, which merge as real ones do, show the rest over many seeds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from torch import nn
+
+from experiments._models import WithModel, digits_mlp
+from experiments._ranks import on_real_ranks
+from experiments.result import Line, Result
+from straggle.lab.intervals import interval, paired
+from straggle.lab.learning.lateness import (
+    ByDeadline,
+    Nobody,
+    OtherRanks,
+    OtherRanksPerUnit,
+    SameDepth,
+    SameRanks,
+)
+from straggle.lab.learning.learning import Learned, Rule, Setting, learn
+from straggle.lab.learning.samples import FromOnePool, OfTheirOwn, Samples
+from straggle.lab.simulate.delays import NoDelay
+from straggle.lab.workloads.digits import Digits
+from straggle.lab.workloads.text import Text
+from straggle.lab.workloads.workload import Workload
+from straggle.parallel import StagedDataParallel
+from straggle.policies.deadline import FixedDeadline
+
+RANKS, BATCH = 6, 8
+REAL_STEPS = 30
+ALL, DEADLINE = "wait for all", "deadline only"
+RULES = {
+    ALL: Rule(Nobody()),
+    DEADLINE: Rule(ByDeadline(FixedDeadline(1.2), NoDelay())),
+    "5 of 6, the same rank late": Rule(SameRanks(1)),
+    "the same rank late, stops half way": Rule(SameRanks(1, SameDepth(0.5))),
+    "5 of 6, another rank in each step": Rule(OtherRanks(1)),
+    "5 of 6, another rank for each stage": Rule(OtherRanksPerUnit(1)),
+    "3 of 6, others in each step": Rule(OtherRanks(3)),
+    "3 of 6, others for each stage": Rule(OtherRanksPerUnit(3)),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """One workload with its samples; ``score`` is higher where the model is better, and told with ``digits``."""
+
+    name: str
+    workload: Callable[[int], Workload]
+    samples: Callable[[Workload, int], Samples]
+    make_optimizer: Callable[..., torch.optim.Optimizer]
+    steps: int
+    seeds: int
+    num_stages: int
+    unit: str
+    score: Callable[[Learned], float]
+    digits: int = 2
+
+
+def run(quick: bool, out: Path) -> Result:
+    """20 seeds on digits and 4 on text; quick: 3 on digits, with fewer steps."""
+    torch.set_num_threads(1)
+    lines = [_real_line()]
+    found = {task.name: _runs(task) for task in _tasks(quick)}
+    for task in _tasks(quick):
+        lines += _lines(task, found[task.name])
+    return Result(f"{RANKS} ranks, nobody delayed", tuple(lines), _notes(quick), _plot(_tasks(quick), found, out))
+
+
+# -- real ranks
+
+
+def _real_line() -> Line:
+    """Real ranks with and without a deadline: the same parameters, bit for bit."""
+    ranks = on_real_ranks(_train_both, RANKS)
+    late = sum(count for _, _, count in ranks)
+    same = len({digest for plain, under, _ in ranks for digest in (plain, under)}) == 1
+    measured = f"{'equal' if same else 'DIFFERENT'}, {late} late"
+    what = f"{RANKS} real ranks, {REAL_STEPS} steps: parameters under a deadline and without"
+    return Line(what, "equal bit for bit, 0 late", measured, same and late == 0)
+
+
+def _train_both(rank: int) -> tuple[str, str, int]:
+    """Train without a deadline and with one that nobody passes: the parameters' hashes, and how often it was late."""
+    return _train(rank, None)[0], *_train(rank, 60.0)
+
+
+def _train(rank: int, budget_s: float | None) -> tuple[str, int]:
+    """Train on a real rank: a hash of the parameters, and how often it was late."""
+    torch.manual_seed(0)
+    workload = Digits(channels=8, depth=3)
+    module = workload.model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+    samples = FromOnePool(workload, RANKS, BATCH, seed=0)
+    model = StagedDataParallel(module, deadline=None if budget_s is None else FixedDeadline(budget_s))
+    late = 0
+    for step in range(REAL_STEPS):
+        with model.step():
+            workload.loss(model, workload.batch(samples.indices(step)[rank])).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        late += model.last_report is not None and rank in model.last_report.late_ranks
+    model.close()
+    return _digest(module), late
+
+
+def _digest(module: nn.Module) -> str:
+    content = hashlib.sha256()
+    for parameter in module.parameters():
+        content.update(parameter.detach().contiguous().numpy().tobytes())
+    return content.hexdigest()
+
+
+# -- logical ranks
+
+
+def _tasks(quick: bool) -> list[Task]:
+    sgd = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
+    adam = partial(torch.optim.AdamW, lr=0.003)
+    steps, seeds = (60, 3) if quick else (150, 20)
+
+    def mlp(seed: int) -> Workload:
+        return WithModel(Digits(seed=seed), digits_mlp)
+
+    def text(_seed: int) -> Workload:
+        return Text(context=32, width=32, depth=2, heads=2)
+
+    def accuracy(learned: Learned) -> float:
+        return 100 * learned.scores["accuracy"]
+
+    def loss(learned: Learned) -> float:
+        return -learned.scores["loss"]
+
+    tasks = [
+        Task("digits, samples alike", mlp, _pool, sgd, steps, seeds, 3, "accuracy (%)", accuracy),
+        Task("digits, own classes", mlp, _own, sgd, steps, seeds, 3, "accuracy (%)", accuracy),
+        Task("text, own parts of it", text, _own, adam, steps, 4, 8, "minus validation loss", loss, 4),
+    ]
+    return tasks[:2] if quick else tasks
+
+
+def _pool(workload: Workload, seed: int) -> Samples:
+    return FromOnePool(workload, RANKS, BATCH, seed=seed)
+
+
+def _own(workload: Workload, seed: int) -> Samples:
+    return OfTheirOwn(workload, RANKS, BATCH, seed=seed, sorted_share=1.0)
+
+
+def _runs(task: Task) -> dict[str, tuple[Learned, ...]]:
+    """Each rule's runs, one for each seed."""
+    found: dict[str, list[Learned]] = {}
+    for seed in range(task.seeds):
+        workload = task.workload(seed)
+        setting = Setting(
+            workload, task.make_optimizer, task.samples(workload, seed), task.steps, seed, task.num_stages
+        )
+        for name, rule in RULES.items():
+            if seed == 0 or name != DEADLINE:  # equal bit for bit: once is enough
+                found.setdefault(name, []).append(learn(setting, rule))
+    return {name: tuple(runs) for name, runs in found.items()}
+
+
+def _lines(task: Task, found: dict[str, tuple[Learned, ...]]) -> list[Line]:
+    scores = {name: [task.score(run) for run in runs] for name, runs in found.items()}
+    reference = scores[ALL]
+    lines = [Line(f"{task.name}: {ALL}, {task.unit}", "", f"{interval(reference):.{task.digits}f}")]
+    same = _digest(found[ALL][0].model) == _digest(found[DEADLINE][0].model)
+    lines.append(Line(f"{task.name}: {DEADLINE}", "equal bit for bit", "equal" if same else "DIFFERENT", same))
+    for name, values in scores.items():
+        if name not in (ALL, DEADLINE):
+            gap = paired(values, reference)
+            lines.append(Line(f"{task.name}: {name}", "an open question", f"{gap:+.{task.digits}f}"))
+    return lines
+
+
+def _notes(quick: bool) -> tuple[str, ...]:
+    counts = ", ".join(f"{task.seeds} seeds of {task.steps} steps for {task.name}" for task in _tasks(quick))
+    return (
+        f"{counts}.",
+        "Differences from waiting for all are between runs of the same seed, with 95 % intervals.",
+    )
+
+
+def _plot(tasks: list[Task], found: dict[str, dict[str, tuple[Learned, ...]]], out: Path) -> Path:
+    """The difference from waiting for all, by rule, one panel for each task."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(15, 3.6), layout="constrained")
+    axes = figure.subplots(1, len(tasks), sharey=True)
+    names = [name for name in reversed(RULES) if name not in (ALL, DEADLINE)]
+    for axis, task in zip(axes, tasks, strict=True):
+        reference = [task.score(run) for run in found[task.name][ALL]]
+        for row, name in enumerate(names):
+            gap = paired([task.score(run) for run in found[task.name][name]], reference)
+            axis.errorbar(gap.mean, row, xerr=gap.half, fmt="o", capsize=4)
+        axis.axvline(0, color="grey", linewidth=0.8)
+        axis.set_title(f"{task.name}\nwaiting for all: {fmean(reference):.2f}", fontsize=10)
+        axis.set_xlabel(f"{task.unit}, difference from that")
+    axes[0].set_yticks(range(len(names)), names)
+    path = out / "E6.png"
+    figure.savefig(path, dpi=110)
+    return path

@@ -1,0 +1,168 @@
+"""E7: 27 of 30 users late in every round: what each merge makes of layers that few of them reach.
+
+The setting of Lang et al. 2024, "Stragglers-aware low-latency synchronous federated learning via layer-wise model
+updates" (SALF) and of its program: the same users are late in every round and finish some of the layers, from the
+output on. As there, each weight and each bias of the network is a unit of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+import torch
+from torch.optim import Optimizer
+
+from experiments._models import WithModel, digits_mlp
+from experiments.result import Line, Result
+from straggle.lab.intervals import Interval, interval, paired
+from straggle.lab.learning.lateness import Depth, Nobody, PoissonDepth, SameRanks, UniformDepth
+from straggle.lab.learning.learning import Learned, Rule, Setting, learn
+from straggle.lab.learning.samples import OfTheirOwn
+from straggle.lab.learning.weighting import InverseChance
+from straggle.lab.workloads.digits import Digits
+from straggle.policies.estimators import Estimator, Zero
+
+USERS, LATE, BATCH, ROUNDS = 30, 27, 16, 100
+DEPTHS: dict[str, Depth] = {"uniform": UniformDepth(), "3 of 6 expected": PoissonDepth(3)}
+CHANCES = (1.0, 0.95, 0.80, 0.58, 0.35, 0.19)
+SAMPLES = {"alike": 0.0, "own classes": 1.0}
+NEARLY = 1.0  # points of accuracy that count as the same
+
+NOBODY, DROP, DROP_N, ZERO, COUNT, INVERSE = (
+    "nobody late",
+    "drop-late",
+    "drop-late over N",
+    "zero-fill over N",
+    "count-weighted",
+    "bias-corrected",
+)
+
+
+def zero(_optimizer: Optimizer) -> Estimator:
+    """Zeros with full weight fill in."""
+    return Zero()
+
+
+def rules(depth: Depth) -> dict[str, Rule]:
+    """The merges, from the least to the most that they are expected to reach."""
+    late = SameRanks(LATE, depth)
+    return {
+        DROP_N: Rule(SameRanks(LATE), make_estimator=zero),
+        DROP: Rule(SameRanks(LATE)),
+        ZERO: Rule(late, make_estimator=zero),
+        COUNT: Rule(late),
+        INVERSE: Rule(late, InverseChance),
+        NOBODY: Rule(Nobody()),
+    }
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The runs of one rule, one for each seed."""
+
+    learned: tuple[Learned, ...]
+
+    @property
+    def accuracy(self) -> list[float]:
+        """Per cent of the held-out digits."""
+        return [100 * run.scores["accuracy"] for run in self.learned]
+
+    def loss(self, round_: int) -> float:
+        """The mean training loss of a round, over users and seeds."""
+        return fmean(run.losses[round_] for run in self.learned)
+
+
+def run(quick: bool, out: Path) -> Result:
+    """20 seeds; quick: 4."""
+    torch.set_num_threads(1)
+    seeds = 4 if quick else 20
+    found: dict[tuple[str, str], dict[str, Runs]] = {}
+    for samples, share in SAMPLES.items():
+        # who does not come to any layer, or to all, does not depend on the depth
+        first = {name: _runs(rule, share, seeds) for name, rule in rules(UniformDepth()).items()}
+        others = {name: _runs(rule, share, seeds) for name, rule in rules(PoissonDepth(3)).items() if _by_depth(name)}
+        found[samples, "uniform"] = first
+        found[samples, "3 of 6 expected"] = first | others
+    lines = [_chance_line(found["alike", "3 of 6 expected"][COUNT])]
+    for (samples, depth), runs in found.items():
+        lines += _lines(f"samples {samples}, depth {depth}", runs)
+    return Result(
+        f"{LATE} of {USERS} users late in all of {ROUNDS} rounds", tuple(lines), _notes(seeds), _plot(found, out)
+    )
+
+
+def _by_depth(name: str) -> bool:
+    return name in (ZERO, COUNT, INVERSE)
+
+
+def _runs(rule: Rule, sorted_share: float, seeds: int) -> Runs:
+    runs = []
+    for seed in range(seeds):
+        workload = WithModel(Digits(seed=seed), digits_mlp)
+        samples = OfTheirOwn(workload, USERS, BATCH, seed=seed, sorted_share=sorted_share)
+        optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.5)
+        runs.append(learn(Setting(workload, optimizer, samples, ROUNDS, seed=seed), rule))
+    return Runs(tuple(runs))
+
+
+def _chance_line(runs: Runs) -> Line:
+    """How often late users came to each unit, over all rounds and seeds."""
+    measured = torch.stack([run.reached[-LATE:].mean(0) for run in runs.learned]).mean(0).tolist()
+    ok = all(abs(chance - expected) <= 0.01 for chance, expected in zip(measured, CHANCES, strict=True))
+    expected, found = (", ".join(f"{chance:.2f}" for chance in chances) for chances in (CHANCES, measured))
+    return Line("chance of reaching a layer at 3 expected of 6", f"{expected} +- 0.01", found, ok)
+
+
+def _lines(what: str, runs: dict[str, Runs]) -> list[Line]:
+    """Accuracy under each merge, and the steps of the expected order."""
+    lines = [Line(f"{what}: {name}, accuracy (%)", "", str(interval(each.accuracy))) for name, each in runs.items()]
+    lines.append(_order(what, runs, DROP, ZERO, strictly=True))
+    lines.append(_order(what, runs, DROP_N, ZERO, strictly=True))
+    lines.append(_order(what, runs, ZERO, COUNT, strictly=True))
+    lines.append(_order(what, runs, COUNT, INVERSE, strictly=False))
+    gap = paired(runs[INVERSE].accuracy, runs[NOBODY].accuracy)
+    about = f"within {NEARLY:g} point"
+    lines.append(Line(f"{what}: {INVERSE} ~ {NOBODY}", about, f"{gap:+.2f} points", _near(gap)))
+    return lines
+
+
+def _order(what: str, runs: dict[str, Runs], worse: str, better: str, *, strictly: bool) -> Line:
+    """``worse < better``, or ``<=``, by the interval of the difference between runs of the same seed."""
+    gap = paired(runs[better].accuracy, runs[worse].accuracy)
+    sign, expected = ("<", "above 0") if strictly else ("<=", "not below 0")
+    ok = gap.low > 0 if strictly else gap.high >= 0
+    return Line(f"{what}: {worse} {sign} {better}", expected, f"{gap:+.2f} points", ok)
+
+
+def _near(gap: Interval) -> bool:
+    """Whether the difference can be this small."""
+    return gap.low <= NEARLY and gap.high >= -NEARLY
+
+
+def _notes(seeds: int) -> tuple[str, ...]:
+    return (
+        f"{seeds} seeds, which draw the split, the model, the users' samples and the depths. Intervals: 95 %;",
+        "differences are between runs of the same seed.",
+        "Digits (8 x 8 pixels) and a 64-32-16-10 network instead of MNIST and 784-32-16-10; momentum is that of the",
+        "merged gradient, not each user's own. 'over N' divides by all 30 users, as the program of the paper does.",
+    )
+
+
+def _plot(found: dict[tuple[str, str], dict[str, Runs]], out: Path) -> Path:
+    """Training loss by round, one panel for each setting."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.2 * len(found), 4), layout="constrained")
+    axes = figure.subplots(1, len(found), sharey=True)
+    for axis, ((samples, depth), runs) in zip(axes, found.items(), strict=True):
+        for name, each in runs.items():
+            axis.plot([each.loss(number) for number in range(ROUNDS)], label=name, linewidth=1.5)
+        axis.set(title=f"samples {samples}, depth {depth}", xlabel="round", ylim=(0, 3))
+    axes[0].set_ylabel("training loss, mean over all users")
+    axes[0].legend(fontsize=8)
+    path = out / "E7.png"
+    figure.savefig(path, dpi=110)
+    return path

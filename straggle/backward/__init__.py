@@ -1,0 +1,1 @@
+"""One process's pass: stages, hooks, clocks; `StagedBackward`."""

@@ -1,0 +1,130 @@
+"""The hooks: see each gradient as backward finishes it, stop when late, and let go of what was not computed.
+
+Stopping is exact for any graph: autograd accumulates into a parameter only after every path into it has been summed, so
+what has arrived is the true gradient and what has not is untouched.
+"""
+
+from __future__ import annotations
+
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+
+class DeadlineReached(BaseException):
+    """Leaves the forward or backward pass of a late rank.
+
+    A ``BaseException``, as ``asyncio.CancelledError`` is, so that a loop's ``except Exception`` cannot eat it.
+    """
+
+
+class PassObserver(Protocol):
+    """Who is told about a pass."""
+
+    def finished(self, index: int, parameter: Tensor) -> None:
+        """Parameter ``index`` has its gradient of this backward pass in ``p.grad``; may raise `DeadlineReached`.
+
+        Called for an undefined gradient too: ``p.grad`` is then as it was before.
+        """
+
+    def check(self) -> None:
+        """Between two stages: raise `DeadlineReached` to stop here."""
+
+
+class ModuleHook:
+    """A hook on a module that stays behind when the module is copied.
+
+    A copy or a pickle of the module has in its place the standard library's function that does nothing: it is a plain
+    module, takes nothing of the observer along, and can be loaded where there is no straggle.
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return getattr, (nullcontext(), "__exit__")
+
+
+class ParameterHooks:
+    """Hooks on a module that report each finished gradient, and check between stages whether to go on."""
+
+    def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], observer: PassObserver) -> None:
+        self._module = module
+        self._observer = observer
+        self._entries: list[RemovableHandle] = []
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
+            for index, parameter in enumerate(parameters)
+        ]
+
+    def check_at(self, modules: Sequence[str]) -> None:
+        """Check before the forward pass of each of these modules, in place of those given before."""
+        for handle in self._entries:
+            handle.remove()
+        found = dict(self._module.named_modules())
+        hook = ModuleHook(self._before_forward)
+        self._entries = [found[name].register_forward_pre_hook(hook) for name in dict.fromkeys(modules)]
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        for handle in (*self._hooks, *self._entries):
+            handle.remove()
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        return partial(self._observer.finished, index)
+
+    def _before_forward(self, _module: nn.Module, _args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._observer.check()
+
+
+def observers_of(parameter: Tensor) -> list[object]:
+    """Who is told of this parameter's gradients, among others by `ParameterHooks` that are not closed."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    calls = [hook.func for hook in hooks.values() if isinstance(hook, partial)]
+    return [getattr(call, "__self__", None) for call in calls]
+
+
+def release_graph(error: BaseException, outputs: Iterable[weakref.ref[Tensor]]) -> None:
+    """Let go of the graph of the backward pass that ``error`` left, so that its activations are freed at once.
+
+    Otherwise the loop's own ``loss`` would hold what was not computed until the next forward pass is over. The roots
+    are found in the frame of ``torch.autograd.backward``; they and the ``outputs`` of the model that the pass went
+    through are detached in place, unless the pass was to retain its graph.
+    """
+    held = [tensor for output in outputs if (tensor := output()) is not None]
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code is torch.autograd.backward.__code__:
+            if frame.f_locals.get("retain_graph") or frame.f_locals.get("create_graph"):
+                return
+            held += tensors_in(frame.f_locals.get("tensors"))
+    for tensor in held:
+        if tensor.grad_fn is not None and not tensor._is_view():
+            tensor.detach_()
+    # this thread's autograd queue still holds the next node of the pass that was left, until its next pass: this one
+    with torch.enable_grad():
+        leaf = torch.zeros((), requires_grad=True)
+        torch.autograd.grad(leaf.clone(), leaf)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in nested tuples, lists, mappings and dataclasses, such as the output of a model."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Mapping):
+        return [tensor for item in value.values() for tensor in tensors_in(item)]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in tensors_in(item)]
+    if hasattr(value, "__dataclass_fields__"):
+        return [tensor for name in value.__dataclass_fields__ for tensor in tensors_in(getattr(value, name))]
+    return []

@@ -1,0 +1,111 @@
+"""Gradients that the loop did not zero: they are added to the merged ones, as DDP accumulates into them.
+
+Which ones these are is known when the first backward pass of a step begins: until then a loop may still zero them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor, nn
+
+UNDECIDED, NONE = -1, 0
+
+
+class KeptGradients:
+    """What is in ``p.grad`` of these parameters, from entering a step until its first backward pass begins.
+
+    They lie in the buffers of the step before, which must not be used again before `decide`.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        entered = {index: p.grad for index, p in enumerate(parameters) if p.grad is not None}
+        self._entered = {index: (gradient, gradient._version) for index, gradient in entered.items()}
+        self._aside: dict[int, Tensor] | None = None
+        self.decided = not entered
+        self.gradients: dict[int, Tensor] = {}
+        self._written: list[int] = []  # kept, but not as they were on entering
+
+    @property
+    def mark(self) -> int:
+        """A number for what is kept, exact in float32; `UNDECIDED` before that is known."""
+        return mark_of(self.gradients, self._written) if self.decided else UNDECIDED
+
+    def set_aside(self) -> None:
+        """A backward pass begins: what is there now is kept, if the pass has a gradient for any parameter."""
+        if not self.decided and self._aside is None:
+            self._aside = self._take()
+
+    def put_back(self) -> None:
+        """The pass had none: the loop may still zero them."""
+        for index, gradient in (self._aside or {}).items():
+            self._parameters[index].grad = gradient
+        self._aside = None
+
+    def decide(self, first: int) -> bool:
+        """Parameter ``first`` is the first to have a gradient of this step; false where that is not a new one.
+
+        Raises ``RuntimeError`` where its gradient was added to one that may have been kept or zeroed.
+        """
+        if self._aside is None:  # the pass did not come through the model's output
+            parameter = self._parameters[first]
+            own, (before, version) = parameter.grad, self._entered.get(first, (None, -1))
+            if own is before:
+                if own is None or own._version == version:  # the pass has no gradient for it
+                    return False
+                raise RuntimeError(
+                    "a backward pass that was not seen to come through the output of model(...) added to a gradient "
+                    "that was there before: call the wrapped model itself, with tensors, tuples, lists, mappings or "
+                    "dataclasses as its output, or zero_grad(set_to_none=True) before the block"
+                )
+            parameter.grad = None
+            self._aside = self._take()
+            parameter.grad = own
+        written = [index for index, gradient in self._aside.items() if not self._is_as_entered(index, gradient)]
+        # zeroed in place: not kept, just as if it had been set to None
+        zeroed = {index for index in written if not self._aside[index].any()}
+        self._written = [index for index in written if index not in zeroed]
+        self._settle({index: gradient for index, gradient in self._aside.items() if index not in zeroed})
+        return True
+
+    def follow(self, decision: int, last: Iterable[int]) -> bool:
+        """This rank had no backward pass, and keeps what its peers kept: ``decision`` is their `mark`.
+
+        ``last``: what this rank kept itself when it last decided. False where it cannot tell what they kept.
+        """
+        self.put_back()
+        there = self._take()
+        for choice in ([], list(there), [index for index in last if index in there]):
+            if mark_of(choice) == decision:
+                self._settle({index: there[index] for index in choice})
+                return True
+        self._settle(there)
+        return False
+
+    def _is_as_entered(self, index: int, gradient: Tensor) -> bool:
+        before, version = self._entered.get(index, (None, -1))
+        return gradient is before and gradient._version == version
+
+    def _take(self) -> dict[int, Tensor]:
+        there = {index: p.grad for index, p in enumerate(self._parameters) if p.grad is not None}
+        for index in there:
+            self._parameters[index].grad = None
+        return there
+
+    def _settle(self, kept: dict[int, Tensor]) -> None:
+        self.gradients = {index: gradient.detach().clone() for index, gradient in kept.items()}
+        self.decided = True
+
+
+def mark_of(kept: Iterable[int], written: Sequence[int] = ()) -> int:
+    """A number for a set of parameters, exact in float32; `NONE` for none of them.
+
+    ``written``: those of them whose gradients were written to within the step.
+    """
+    numbers = sorted(kept)
+    if not numbers:
+        return NONE
+    content = repr((numbers, sorted(written))).encode()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=3).digest(), "big") | 1

@@ -1,0 +1,50 @@
+"""Hooks around the steps of the optimizer that a model is trained by, whichever that is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+_FRAMES = 16  # between a hook and GradScaler.step: torch's own wrappers, a scheduler's, a framework's
+
+
+def around_steps(
+    parameters: Iterable[Tensor], before: Callable[[], None], after: Callable[[], None]
+) -> list[RemovableHandle]:
+    """Call ``before()`` and ``after()`` around each step of an optimizer whose first parameter is one of these.
+
+    Every optimizer of the process is looked at, also one that is made later; the parameters are not kept alive.
+    """
+    ids = {id(parameter) for parameter in parameters}
+
+    def of_ours(call: Callable[[], None]) -> Callable[[Optimizer, Any, Any], None]:
+        def hook(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+            first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+            if id(first) in ids:
+                call()
+
+        return hook
+
+    return [register_optimizer_step_pre_hook(of_ours(before)), register_optimizer_step_post_hook(of_ours(after))]
+
+
+def stepped_by_scaler() -> bool:
+    """In a hook before an optimizer's step: whether a `GradScaler` makes that step, which looks for infinite gradients.
+
+    Nothing of the optimizer's tells in general; its caller, a few frames up, does.
+    """
+    frame, step = sys._getframe(), GradScaler.step.__code__
+    for _ in range(_FRAMES):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        if frame.f_code is step:
+            return bool(frame.f_locals["self"].is_enabled())
+    return False

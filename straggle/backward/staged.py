@@ -1,0 +1,518 @@
+"""`StagedBackward`: the backward pass of any model in stages, on one process: look at each, time it, stop when late.
+
+Nothing here needs ``torch.distributed``; `StagedDataParallel` does the same on every rank and merges what is finished.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from straggle.backward.clocks import FinishTimes, HostLimit, Timeline
+from straggle.backward.hooks import (
+    DeadlineReached,
+    ModuleHook,
+    ParameterHooks,
+    release_graph,
+    tensors_in,
+)
+from straggle.backward.stages import BalancedByTime, Registered, Stage, learning_steps, plan_stages, trainable
+from straggle.policies.deadline import Granularity, check_granularity
+from straggle.policies.estimators import Abstain, Estimator
+from straggle.report import BackwardReport, StageTime
+
+
+@dataclass(frozen=True)
+class FinishedStage:
+    """A stage whose gradients a backward pass has just finished, before the stages below have run.
+
+    ``parameters`` maps names to parameters with their gradient in ``p.grad``; of a stage that the pass uses only in
+    part, the part. ``output_gradients`` are the gradients with respect to the output of the stage's last module, one
+    for each of its calls, the last call first (empty where the module's output does not require grad).
+    """
+
+    name: str
+    parameters: Mapping[str, nn.Parameter]
+    output_gradients: tuple[Tensor, ...]
+    stop: Callable[[], None]  # end the backward pass here
+
+    def norm(self) -> Tensor:
+        """Euclidean norm of the stage's gradients, a scalar tensor."""
+        gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        return nn.utils.get_total_norm([g.coalesce().values() if g.is_sparse else g for g in gradients])
+
+
+class StagedBackward:
+    """Runs the backward passes of ``module`` in stages; the model is used as it is, whatever its graph.
+
+    ``stages`` as for `StagedDataParallel`: planned by size, a number, module names or `BalancedByTime`. Unless named,
+    they are planned anew after the first whole step, in the order in which it finished the gradients. ``on_stage`` is
+    called with each `FinishedStage`. ``estimator``: what `DeadlineReached` leaves without a gradient gets this one's
+    contribution (its weight means nothing without other ranks). ``granularity="microbatch"`` stops only between the
+    backward passes of a step, so that each one that was begun is whole.
+
+    >>> staged = StagedBackward(model, on_stage=lambda stage: print(stage.name, stage.norm()))
+    >>> print(staged.backward(criterion(model(x), y), budget_s=0.1).report)
+
+    Gradients are in ``p.grad`` as after ``loss.backward()``, bit for bit; those of the stages that were not reached are
+    as they were before. Frozen parameters belong to no stage, and may change from step to step.
+    Raises ``ValueError`` for a module without trainable parameters and for stages that it does not have.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        stages: int | Sequence[str] | BalancedByTime | None = None,
+        on_stage: Callable[[FinishedStage], None] | None = None,
+        estimator: Estimator | None = None,
+        granularity: Granularity = "stage",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        check_granularity(granularity, ("stage", "microbatch"))
+        self.module = module
+        self.estimator = estimator or Abstain()
+        self._on_stage = on_stage
+        self._wanted = stages
+        self._whole_microbatches = granularity == "microbatch"
+        self._clock = clock
+        self._step: BackwardStep | None = None
+        self._seen_whole = False  # a whole backward pass, which no parameter refused
+        self._hook()
+
+    # -- what users call
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages, in the order in which backward finishes them."""
+        return self._plan.stages
+
+    def backward(
+        self,
+        tensors: Tensor | Sequence[Tensor],
+        gradient: Tensor | Sequence[Tensor | None] | None = None,
+        *,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        budget_s: float | None = None,
+    ) -> BackwardStep:
+        """``torch.autograd.backward(tensors, gradient)`` in stages, stopped after ``budget_s`` seconds.
+
+        A step of its own, whose ``report`` says what was computed; inside of a `step` it is one of that step's passes,
+        and leaves its block when it is stopped. Raises ``ValueError`` for something
+        that is no scalar and comes without a gradient.
+        """
+        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if gradient is None:
+            gradients: list[Tensor | None] = [None] * len(roots)
+        else:
+            gradients = [gradient] if isinstance(gradient, Tensor) else list(gradient)
+        if len(gradients) != len(roots):
+            raise ValueError(f"got {len(roots)} tensors and {len(gradients)} gradients: give one for each, or None")
+        for root, given in zip(roots, gradients, strict=True):
+            if given is None and root.numel() != 1:
+                raise ValueError(
+                    f"backward from a tensor of shape {tuple(root.shape)} needs gradient=, of the same shape "
+                    "(or reduce it to a scalar first, such as loss.mean())"
+                )
+        if self._step is None:
+            with self.step(budget_s) as step:
+                self._run(step, roots, gradients, retain_graph, create_graph)
+            return step
+        if budget_s is not None:
+            raise ValueError("budget_s is the step's: write `with staged.step(budget_s)`")
+        self._run(self._step, roots, gradients, retain_graph, create_graph)
+        return self._step
+
+    def step(self, budget_s: float | None = None) -> BackwardStep:
+        """One optimizer step, ``with staged.step(0.1) as step: ...``, with any number of forward and backward passes.
+
+        After ``budget_s`` seconds, or when it is stopped, `DeadlineReached` leaves the block, which swallows it. Its
+        report is ``step.report``.
+        """
+        if budget_s is not None and not budget_s > 0:
+            raise ValueError(f"budget_s={budget_s}: must be a positive number of seconds (or None)")
+        return BackwardStep(self, budget_s)
+
+    def stop(self) -> None:
+        """End the running step at its next gradient or stage; from any thread."""
+        if (step := self._step) is not None:
+            step.stop()
+
+    def close(self) -> None:
+        """Remove all hooks; the module stays usable by itself."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._hooks is not None:
+            self._hooks.close()
+
+    # -- copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is in no step, and has hooks of its own on the copied module; those of a closed one stay removed."""
+        closed = not self._handles
+        return {**self.__dict__, "_step": None, "_handles": [], "_hooks": None, "_closed": closed}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        closed = state.pop("_closed")
+        self.__dict__.update(state)
+        if not closed:
+            self._hook()
+
+    # -- planning
+
+    def _hook(self) -> None:
+        self._handles = [
+            self.module.register_forward_pre_hook(ModuleHook(self._before_forward)),
+            self.module.register_forward_hook(ModuleHook(self._after_forward)),
+        ]
+        self._hooks: ParameterHooks | None = None
+        self._watch()
+
+    def _watch(self) -> None:
+        """Plan the stages of what is trainable now, and hook it."""
+        named = trainable(self.module)
+        if not named:
+            kind = type(self.module).__name__
+            raise ValueError(f"{kind} has no parameter with requires_grad=True: there is nothing to compute")
+        if self._hooks is not None:
+            self._hooks.close()
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self._all = list(self.module.parameters())
+        self._registered = Registered(self.module)
+        self._trainable = [parameter.requires_grad for parameter in self._all]
+        self._num_watched = learning_steps(self._wanted)
+        self._hooks = ParameterHooks(self.module, self.parameters, self)
+        self._use_plan(order=None, seconds=None)
+
+    def _watch_if_changed(self) -> None:
+        """Plan anew if parameters were frozen, unfrozen, replaced, added or tied since."""
+        frozen_alike = [parameter.requires_grad for parameter in self._all] == self._trainable
+        if not frozen_alike or not self._registered.unchanged():
+            self._watch()
+
+    def _use_plan(self, order: Sequence[int] | None, seconds: Sequence[float] | None) -> None:
+        self._plan = plan_stages(self.module, self._wanted, order, seconds)
+        stage_of = {index: number for number, stage in enumerate(self.stages) for index in stage.parameters}
+        self.stage_of = [stage_of[index] for index in range(len(stage_of))]
+        assert self._hooks is not None
+        root = ""
+        self._hooks.check_at([root] if self._whole_microbatches else [stage.entry for stage in self.stages])
+        for handle in self._handles[2:]:
+            handle.remove()
+        del self._handles[2:]
+        if self._on_stage is not None:
+            modules = dict(self.module.named_modules())
+            self._handles += [
+                modules[name].register_forward_hook(ModuleHook(self._keep_output_gradient(name)))
+                for name in dict.fromkeys(stage.exit for stage in self.stages)
+            ]
+
+    def _learn(self, times: FinishTimes) -> None:
+        """Plan anew from a whole step."""
+        self._num_watched -= 1
+        if self._num_watched == 0:
+            number = len(self.parameters)
+            self._use_plan(times.order(number), times.seconds(number))
+
+    # -- what the hooks call
+
+    def finished(self, index: int, parameter: Tensor) -> None:
+        """A parameter has its gradient of the running pass."""
+        if (step := self._step) is not None:
+            step._finished(index, parameter)
+
+    def check(self) -> None:
+        """Leave the step if it is stopped or its budget is spent."""
+        if self._step is None:
+            return
+        self._step._settle_failed_pass()
+        if not (self._whole_microbatches and self._step._in_pass):  # a checkpoint's recomputation
+            self._step._check()
+
+    def _before_forward(self, _module: nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if self._step is not None:
+            self._step._settle_failed_pass()
+            return
+        if any(parameter.requires_grad for parameter in self._all):  # else it is only evaluated
+            self._watch_if_changed()
+
+    def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._arrived, weakref.ref(tensor)))  # type: ignore[no-untyped-call]
+
+    def _arrived(self, output: weakref.ref[Tensor], _gradient: Tensor) -> None:
+        if self._step is not None:
+            self._step._begin_pass(queue_end=True)
+            self._step._outputs.append(output)
+
+    def _keep_output_gradient(self, module: str) -> Callable[[nn.Module, Any, Any], None]:
+        def keep(gradient: Tensor) -> None:
+            if (step := self._step) is not None:
+                step._begin_pass(queue_end=True)
+                for number, stage in enumerate(step.stages):  # those of now: the plan may have changed since forward
+                    if stage.exit == module:
+                        step._output_gradients.setdefault(number, []).append(gradient)
+
+        def after_forward(_module: nn.Module, _args: Any, output: Any) -> None:
+            if torch.compiler.is_compiling():
+                return
+            tensor = next((tensor for tensor in tensors_in(output) if tensor.requires_grad), None)
+            if tensor is not None:
+                tensor.register_hook(keep)  # type: ignore[no-untyped-call]
+
+        return after_forward
+
+    # -- running
+
+    def _run(
+        self,
+        step: BackwardStep,
+        roots: list[Tensor],
+        gradients: list[Tensor | None],
+        retain_graph: bool | None,
+        create_graph: bool,
+    ) -> None:
+        step._settle_failed_pass()
+        step._check()
+        step._begin_pass(queue_end=False)
+        torch.autograd.backward(roots, gradients, retain_graph, create_graph)
+        step._end_pass()
+
+    def _enter(self, step: BackwardStep) -> None:
+        if self._step is not None:
+            raise RuntimeError("a step() cannot be nested in another of the same model")
+        self._watch_if_changed()
+        self._step = step
+
+    def _leave(self, step: BackwardStep, error: BaseException | None) -> None:
+        self._step = None
+        if isinstance(error, DeadlineReached):
+            release_graph(error, step._outputs)
+        if error is None and not step._num_failed and step._finish_times is not None and step._finished_in:
+            self._learn(step._finish_times)
+
+
+class BackwardStep:
+    """One step of `StagedBackward`, as a context manager."""
+
+    def __init__(self, owner: StagedBackward, budget_s: float | None) -> None:
+        self._owner = owner
+        self._budget_s = math.inf if budget_s is None else budget_s
+
+    def __enter__(self) -> BackwardStep:
+        owner = self._owner
+        owner._enter(self)
+        self.stages = owner.stages
+        device = owner.parameters[0].device
+        self._stop_at = owner._clock() + self._budget_s
+        self._stopped = self._truncated = False
+        self._failed: tuple[list[int], dict[int, tuple[Tensor, int]]] | None = None  # a pass and what it left in p.grad
+        self._num_failed = 0  # passes that failed, and whose gradients are still there
+        self._timeline = Timeline(device, owner._clock)
+        self._finish_times = FinishTimes(device, owner._clock) if owner._num_watched else None
+        self._limit = HostLimit() if device.type == "cuda" and self._budget_s < math.inf else None
+        self._finished_in: list[
+            list[int]
+        ] = []  # for each backward pass, the parameters in the order they were finished
+        self._stage_passes = [0] * len(self.stages)
+        self._in_pass = False
+        self._task = -1  # of the autograd engine
+        self._outputs: list[weakref.ref[Tensor]] = []
+        self._output_gradients: dict[int, list[Tensor]] = {}
+        self._before = self._held_gradients()
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
+    ) -> bool:
+        if self._in_pass and error is None:
+            self._settle_failed_pass()
+        self._count_failed()
+        self._before.clear()
+        self._output_gradients.clear()
+        self._truncated = isinstance(error, DeadlineReached)
+        if self._truncated and self._in_pass:
+            self._refuse_repeated()
+        self._owner._leave(self, error)
+        if error is None or self._truncated:
+            self._estimate()
+        return self._truncated
+
+    def stop(self) -> None:
+        """End the step at its next gradient or stage; from any thread."""
+        self._stopped = True
+
+    # -- passes
+
+    def _begin_pass(self, *, queue_end: bool, first: int = -1) -> None:
+        """A backward pass begins; with the gradient of parameter ``first``, if that is the first sign of it."""
+        task = torch._C._current_graph_task_id()
+        if self._in_pass:
+            self._task = task if self._task == -1 else self._task  # at the output, before any checkpoint's own pass
+            return
+        self._in_pass = True
+        self._task, self._nested = task, False
+        self._count_failed()
+        self._missing = [len(stage.parameters) for stage in self.stages]
+        self._log: list[int] = []
+        self._finished_in.append(self._log)
+        self._output_gradients.clear()
+        # an undefined gradient changes nothing: remember what there is, to tell it from a new one
+        held = self._before.get(first)
+        self._before = self._held_gradients()
+        self._before.pop(first, None)
+        if held is not None:
+            self._before[first] = held
+        self._timeline.begin()
+        if self._finish_times is not None:
+            self._finish_times.begin()
+        if queue_end:  # called by the autograd engine when the pass is over, not when it fails
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+
+    def _held_gradients(self) -> dict[int, tuple[Tensor, int]]:
+        return {
+            index: (parameter.grad, parameter.grad._version)
+            for index, parameter in enumerate(self._owner.parameters)
+            if parameter.grad is not None
+        }
+
+    def _settle_failed_pass(self) -> None:
+        """User code runs while a backward pass is not over: it failed, and the error was caught.
+
+        Not if this is within that one, as a checkpoint's recomputation is.
+        """
+        if self._in_pass and torch._C._current_graph_task_id() == -1:
+            self._in_pass = False
+            self._outputs.clear()
+            log, held = self._finished_in.pop(), self._held_gradients()
+            self._failed = log, {index: held[index] for index in log if index in held}
+
+    def _count_failed(self) -> None:
+        """A pass that failed is one of the step's if its gradients are there still; the loop may have zeroed them."""
+        failed, self._failed = self._failed, None
+        if failed is None:
+            return
+        log, held = failed
+        parameters = self._owner.parameters
+        if any(parameters[i].grad is own and own._version == version for i, (own, version) in held.items()):
+            self._finished_in.append(log)
+            self._num_failed += 1
+
+    def _finished(self, index: int, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if not self._in_pass and gradient is not None:
+            self._begin_pass(queue_end=True, first=index)
+        if gradient is None or (self._before and self._unchanged(index, gradient)):
+            return
+        self._log.append(index)
+        task = torch._C._current_graph_task_id()
+        self._task = task if self._task == -1 else self._task
+        self._nested |= task != self._task
+        if self._finish_times is not None:
+            self._finish_times.finished(index)
+        stage = self._owner.stage_of[index]
+        self._missing[stage] -= 1
+        if self._missing[stage] <= 0:
+            self._stage_finished(stage)
+        if (self._stopped or self._stop_at < math.inf) and not self._owner._whole_microbatches:
+            self._check()
+
+    def _unchanged(self, index: int, gradient: Tensor) -> bool:
+        before, version = self._before.get(index, (None, 0))
+        return gradient is before and gradient._version == version
+
+    def _stage_finished(self, number: int) -> None:
+        self._stage_passes[number] += 1
+        self._timeline.mark(number)
+        if self._limit is not None:
+            self._limit.stage_finished()
+        if (on_stage := self._owner._on_stage) is None:
+            return
+        finished = [index for index in self._log if self._owner.stage_of[index] == number]
+        own = {self._owner.names[index]: self._owner.parameters[index] for index in finished}
+        gradients = tuple(self._output_gradients.pop(number, ()))
+        on_stage(FinishedStage(self.stages[number].name, own, gradients, self.stop))
+
+    def _end_pass(self) -> None:
+        """The pass is over: a stage of which it uses only a part is finished with that."""
+        if not self._in_pass:
+            return
+        self._in_pass = False
+        self._before = self._held_gradients()
+        self._outputs.clear()  # a later pass that is stopped leaves their graph alone
+        if not self._log:  # torch.autograd.grad went through the model
+            del self._finished_in[-1]
+            return
+        self._refuse_repeated()
+        self._owner._seen_whole = True
+        self._timeline.mark(self._owner.stage_of[self._log[-1]])
+        for number, missing in enumerate(self._missing):
+            if 0 < missing < len(self.stages[number].parameters):
+                self._stage_finished(number)
+
+    def _refuse_repeated(self) -> None:
+        if len(self._log) > len(set(self._log)):
+            twice = next(index for index in self._log if self._log.count(index) > 1)
+            raise RuntimeError(
+                f"parameter {self._owner.names[twice]} got a gradient twice in one backward pass, as shared weights do "
+                "under reentrant checkpointing: use checkpoint(..., use_reentrant=False)"
+            )
+
+    def _check(self) -> None:
+        if self._in_pass and self._nested and not self._owner._seen_whole:
+            return  # under reentrant checkpointing only a whole pass tells that no weight is shared
+        if self._stopped or self._owner._clock() >= self._stop_at:
+            raise DeadlineReached
+
+    # -- afterwards
+
+    def _estimate(self) -> None:
+        """Show the estimator what was computed, and let it fill what was not."""
+        estimator = self._owner.estimator
+        if isinstance(estimator, Abstain):
+            return
+        for parameter, passes in zip(self._owner.parameters, self._count(), strict=True):
+            if passes and parameter.grad is not None:
+                if estimator.watches_own:
+                    estimator.observe(parameter, parameter.grad, merged=False)
+                estimator.observe(parameter, parameter.grad, merged=True)
+            elif self._truncated and not passes and (estimate := estimator.contribution(parameter)) is not None:
+                own = estimate.gradient.clone()
+                parameter.grad = own if parameter.grad is None else own.add_(parameter.grad)
+
+    def _count(self) -> list[int]:
+        """For each parameter, the backward passes whose gradient it holds."""
+        counts = Counter(index for log in self._finished_in for index in log)
+        return [counts[index] for index in range(len(self._owner.parameters))]
+
+    @property
+    def report(self) -> BackwardReport:
+        """What was computed so far; on a CUDA device, waits for it."""
+        seconds = self._timeline.seconds(len(self.stages))
+        times = tuple(
+            StageTime(stage.name, stage.numel, stage.nbytes, seconds[number], self._stage_passes[number])
+            for number, stage in enumerate(self.stages)
+        )
+        passes = dict(zip(self._owner.names, self._count(), strict=True))
+        expected = max(1, len(self._finished_in))
+        cut = self._truncated or self._num_failed > 0
+        missing = tuple(name for name, count in passes.items() if count < expected) if cut else ()
+        return BackwardReport(times, passes, self._truncated, missing)

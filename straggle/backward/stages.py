@@ -1,0 +1,212 @@
+"""Which parameters form which stage: contiguous runs of the order in which backward finishes gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby
+from operator import is_, methodcaller
+
+from torch import nn
+
+STAGE_BYTES = 25 * 2**20  # DDP's bucket size
+MIN_STAGES = 8
+BUCKET_BYTES = 2**20  # below this, the latency of a message costs more than sending it early gains
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Parameters (numbers into the model's list), and where they are.
+
+    ``entry`` is the module that the forward pass meets first, ``exit`` the one whose output is the stage's output.
+    """
+
+    name: str
+    parameters: tuple[int, ...]
+    numel: int
+    nbytes: int
+    entry: str
+    exit: str
+
+
+@dataclass(frozen=True)
+class BalancedByTime:
+    """Stages that take about the same time in backward, as measured in the first steps, instead of about equal bytes.
+
+    ``num_stages``: how many; as many as there would be by size if it is ``None``.
+    """
+
+    num_stages: int | None = None
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """All stages, in the order in which backward finishes them."""
+
+    stages: tuple[Stage, ...]
+
+    def buckets(self) -> list[tuple[Stage, ...]]:
+        """Consecutive stages that are merged by one allreduce: stages below 1 MB share one."""
+        buckets: list[tuple[Stage, ...]] = []
+        for stage in self.stages:
+            if buckets and sum(other.nbytes for other in buckets[-1]) < BUCKET_BYTES:
+                buckets[-1] += (stage,)
+            else:
+                buckets.append((stage,))
+        return buckets
+
+    @property
+    def numel(self) -> int:
+        """Gradient elements of the whole model."""
+        return sum(stage.numel for stage in self.stages)
+
+
+_values = methodcaller("values")
+
+
+class Registered:
+    """The parameters and modules that a module has now, by identity, to notice what is replaced, added or tied."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._parameters = dict(module.named_parameters(remove_duplicate=False))
+        tables = [table for child in module.modules() for table in (child._parameters, child._modules)]
+        self._empty = [table for table in tables if not table]
+        self._tables = [table for table in tables if table]
+        self._entries = [entry for table in self._tables for entry in table.values()]
+
+    def unchanged(self) -> bool:
+        """Whether all of them are still the same; every step of every rank asks this."""
+        if any(self._empty) or sum(map(len, self._tables)) != len(self._entries):
+            return False
+        return all(map(is_, chain.from_iterable(map(_values, self._tables)), self._entries))
+
+    def differences(self) -> str:
+        """The parameters that are not what they were, in words; empty where only modules without any are others."""
+        then, now = self._parameters, dict(self._module.named_parameters(remove_duplicate=False))
+        kinds = {
+            "replaced": [name for name in now if name in then and now[name] is not then[name]],
+            "added": [name for name in now if name not in then],
+            "removed": [name for name in then if name not in now],
+        }
+        return "; ".join(f"{kind}: {', '.join(names)}" for kind, names in kinds.items() if names)
+
+
+def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that the stages are made of, each shared one once, in the module tree's order."""
+    return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+
+
+def learning_steps(stages: int | Sequence[str] | BalancedByTime | None) -> int:
+    """Whole steps to watch before the stages are planned for good: the first one's times are those of warming up."""
+    return 3 if isinstance(stages, BalancedByTime) else 1
+
+
+def plan_stages(
+    module: nn.Module,
+    stages: int | Sequence[str] | BalancedByTime | None = None,
+    order: Sequence[int] | None = None,
+    seconds: Sequence[float] | None = None,
+    *,
+    named: Sequence[tuple[str, nn.Parameter]] | None = None,
+) -> StagePlan:
+    """Divide the trainable parameters of ``module`` into stages; or those in ``named``, which it gave before.
+
+    ``order`` lists the parameters in the order in which backward finishes them (default: the module tree reversed),
+    ``seconds`` how long each took. ``stages`` is ``None`` (stages of about 25 MB, but not fewer than eight where the
+    model allows), a number, `BalancedByTime`, or a list of module names, each a stage of its own; parameters outside of
+    them form further stages.
+    Raises ``ValueError`` for names that the module does not have and for a number that it cannot be divided into.
+    """
+    named = trainable(module) if named is None else named
+    order = list(reversed(range(len(named)))) if order is None else list(order)
+    if stages is None or isinstance(stages, (int, BalancedByTime)):
+        number = stages.num_stages if isinstance(stages, BalancedByTime) else stages
+        runs = [list(run) for _, run in groupby(order, key=lambda index: _owner(named[index][0]))]
+        sizes: list[float] = [sum(_nbytes(named, run)) for run in runs]
+        if isinstance(stages, BalancedByTime) and seconds is not None:
+            sizes = [sum(seconds[index] for index in run) for run in runs]
+        groups = _balanced(runs, sizes, _num_stages(named, runs, number))
+        return StagePlan(tuple(_stage(named, group) for group in groups))
+    return StagePlan(
+        tuple(_stage(named, group, name) for name, group in _by_module(module, named, order, list(stages)))
+    )
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _nbytes(named: Sequence[tuple[str, nn.Parameter]], indices: Sequence[int]) -> list[int]:
+    return [named[index][1].numel() * named[index][1].element_size() for index in indices]
+
+
+def _num_stages(named: Sequence[tuple[str, nn.Parameter]], runs: list[list[int]], stages: int | None) -> int:
+    if stages is None:
+        total = sum(_nbytes(named, range(len(named))))
+        return min(len(runs), max(MIN_STAGES, math.ceil(total / STAGE_BYTES)))
+    if not 1 <= stages <= len(runs):
+        raise ValueError(f"stages={stages}: this model can be divided into 1 to {len(runs)} stages")
+    return stages
+
+
+def _balanced(runs: list[list[int]], sizes: Sequence[float], num_stages: int) -> list[list[int]]:
+    """Exactly ``num_stages`` contiguous groups of ``runs``, of about equal size (bytes or seconds)."""
+    groups: list[list[int]] = []
+    remaining, position = sum(sizes), 0
+    for missing in range(num_stages, 0, -1):
+        target, size, group = remaining / missing, 0.0, list[int]()
+        # leave at least one run to each stage that still comes
+        while position <= len(runs) - missing and (not group or missing == 1 or size + sizes[position] / 2 <= target):
+            group += runs[position]
+            size += sizes[position]
+            position += 1
+        remaining -= size
+        groups.append(group)
+    return groups
+
+
+def _by_module(
+    module: nn.Module, named: Sequence[tuple[str, nn.Parameter]], order: Sequence[int], names: list[str]
+) -> list[tuple[str | None, list[int]]]:
+    """The stages' parameters, each with the name that the user gave it, if any."""
+    # a module that is frozen now is known, and has no stage
+    known = {prefix for name, _ in module.named_parameters() for prefix in _prefixes(name)}
+    wrong = [name for name in names if name not in known]
+    if wrong:
+        depth = wrong[0].count(".")
+        valid = [name for name, _ in module.named_modules() if name in known and name.count(".") <= depth]
+        raise ValueError(f"stages not found in {type(module).__name__}: {wrong}; it has {', '.join(valid)}")
+    chosen = [max((p for p in _prefixes(named[i][0]) if p in names), key=len, default=None) for i in order]
+    groups: dict[str | int, list[int]] = {}
+    for position, (index, name) in enumerate(zip(order, chosen, strict=True)):
+        if name is None and position and chosen[position - 1] is None:
+            groups[next(reversed(groups))].append(index)  # a run of parameters outside of all named modules
+        else:
+            groups.setdefault(position if name is None else name, []).append(index)
+    finished = {index: position for position, index in enumerate(order)}
+    stages = [(name if isinstance(name, str) else None, group) for name, group in groups.items()]
+    return sorted(stages, key=lambda stage: max(finished[index] for index in stage[1]))
+
+
+def _prefixes(name: str) -> list[str]:
+    """``a.b.weight`` lies in the modules ``a.b`` and ``a``."""
+    parts = name.split(".")[:-1]
+    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+
+
+def _stage(named: Sequence[tuple[str, nn.Parameter]], group: list[int], module: str | None = None) -> Stage:
+    """The stage of these parameters, which are all in ``module`` if one was named."""
+    owners = list(dict.fromkeys(_owner(named[index][0]) for index in group))
+    labels = [owner or named[group[0]][0] for owner in owners]
+    name = labels[0] if len(labels) == 1 else f"{labels[0]}..{labels[-1]}"
+    numel = sum(named[index][1].numel() for index in group)
+    return Stage(
+        name=module or name,
+        parameters=tuple(group),
+        numel=numel,
+        nbytes=sum(_nbytes(named, group)),
+        entry=module or owners[-1],
+        exit=module or owners[0],
+    )

@@ -1,0 +1,1 @@
+"""The commands: `python -m straggle train`, `compare`, ... over `conf/`."""

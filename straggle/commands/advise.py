@@ -1,0 +1,45 @@
+"""Say which ranks are slow, since when and in what, and what each policy would be worth.
+
+python -m straggle advise runs/watch
+python -m straggle advise runs/latest/trace.jsonl
+python -m straggle advise runs/latest --json
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from straggle.commands.plain_args import run_command
+
+_USAGE = """\
+python -m straggle advise PATH [--json]
+  PATH     a run_dir of straggle train or straggle.watch, or a trace.jsonl
+  --json   the same for programs
+"""
+
+
+def arguments(words: Sequence[str]) -> tuple[Path, bool]:
+    """The path, and whether the answer is for programs; raises ``ValueError`` where the command line is wrong."""
+    paths = [word for word in words if not word.startswith("-")]
+    if unknown := [word for word in words if word.startswith("-") and word != "--json"]:
+        raise ValueError(f"unknown option {unknown[0]}; there is --json")
+    if len(paths) != 1:
+        raise ValueError(f"one PATH is needed, not {len(paths)}: a run_dir, or a trace.jsonl")
+    return Path(paths[0]), "--json" in words
+
+
+def advise(words: Sequence[str]) -> int:
+    """Print the answer."""
+    path, as_json = arguments(words)
+    from straggle.advise.answer import answer  # needs an extra
+
+    found = answer(path)
+    sys.stdout.write(f"{found.as_json()}\n" if as_json else str(found))
+    return 0
+
+
+def main() -> int:
+    """The command; gives its exit status."""
+    return run_command(sys.argv[1:], _USAGE, advise, extra="report")

@@ -1,0 +1,242 @@
+"""Save and load what a run needs to go on: tensors as safetensors, numbers as JSON, no pickle.
+
+Model, optimizer, history, the ranks' shares and the step number are the same on every rank and written by rank 0; each
+rank writes what only it knows: its random state and its estimator's memory. `durable` says why a death at any moment
+leaves a whole one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from straggle.commands import durable
+from straggle.commands.agreement import Refused, of_ranks, on_all_ranks
+from straggle.commands.durable import Seal, Snapshot
+from straggle.lab.jobs import gather
+from straggle.parallel import StagedDataParallel
+from straggle.policies.estimators import Estimator
+from straggle.policies.history import History
+from straggle.rebalance import Rebalance
+
+_REACHED = "reached"
+_COMMON = ("model.safetensors", "optimizer.safetensors", "history.safetensors")
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_log = logging.getLogger(__name__)
+
+
+class NotSaved(RuntimeError):
+    """A checkpoint could not be written; says why, and which is the last whole one. The same on all ranks."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A directory with one run's state; every rank calls the same method together.
+
+    What goes wrong on one rank is raised on all, and names the rank.
+    """
+
+    directory: Path
+
+    def save(
+        self, step: int, model: StagedDataParallel, optimizer: Optimizer, rebalance: Rebalance | None = None
+    ) -> None:
+        """Write the state after ``step`` steps; the checkpoint before it stays whole until this one is.
+
+        Raises `NotSaved` where it cannot be written, such as on a full disk.
+        """
+        try:
+            on_all_ranks(lambda: durable.begin(self.directory) if dist.get_rank() == 0 else None)
+            sealed = on_all_ranks(lambda: self._write(model, optimizer))
+            files = {name: seal for of_rank in sealed for name, seal in of_rank.items()}
+            on_all_ranks(lambda: self._publish(step, model, optimizer, rebalance, files))
+        except Refused as error:
+            on_all_ranks(self._give_up)
+            last = next(iter(durable.snapshots(self.directory)[0]), None)
+            whole = "there is no whole one" if last is None else f"the last whole one is that of step {last.step}"
+            raise NotSaved(f"checkpoint {self.directory} of step {step} not saved: {error}; {whole}") from None
+
+    def exists(self) -> bool:
+        """Whether this rank sees one, be it damaged."""
+        return durable.exists(self.directory)
+
+    def load(self, model: StagedDataParallel, optimizer: Optimizer, rebalance: Rebalance | None = None) -> int:
+        """Put the saved state into place; gives the number of steps it was saved after.
+
+        The latest that is whole on all ranks. Raises `Refused` where there is none, or it is of something else.
+        """
+        found = self._choose()
+
+        def restore() -> None:
+            try:
+                self._restore(found, model, optimizer, rebalance)
+            except (RuntimeError, LookupError, TypeError, AttributeError) as error:  # torch says it in several ways
+                said = " ".join(str(error).split())
+                raise ValueError(
+                    f"{_named(found)} is of another model, optimizer or estimator than this run's: give the keys that "
+                    f"it was made with, or another run_dir ({said[:300]})"
+                ) from None
+
+        on_all_ranks(restore)
+        on_all_ranks(lambda: durable.adopt(found, self.directory) if dist.get_rank() == 0 else None)
+        return found.step
+
+    def set_aside(self) -> None:
+        """Keep what there is beside this run's own, under another name: the run begins anew; rank 0 alone calls it."""
+        if kept := durable.set_aside(self.directory):
+            _log.warning("%s was there before this run, which begins anew: kept as %s", self.directory, kept)
+
+    # -- writing
+
+    def _write(self, model: StagedDataParallel, optimizer: Optimizer) -> dict[str, Seal]:
+        """This rank's files, and rank 0's those that are common."""
+        new, rank = durable.being_written(self.directory), dist.get_rank()
+        new.mkdir(parents=True, exist_ok=True)
+        tensors = {_of_rank(rank): {"random": torch.get_rng_state(), **_memory(model)}}
+        if rank == 0:
+            flat = get_optimizer_state_dict(model.module, optimizer, options=_FLAT)
+            common = (_separate(model.module.state_dict()), _separate(flat), model.history.tensors())
+            tensors |= dict(zip(_COMMON, common, strict=True))
+        try:
+            for name, content in tensors.items():
+                save_file(content, new / name)
+        except SafetensorError as error:  # the full disk, as it says it
+            raise OSError(f"{new / name}: {error}") from None
+        return {name: durable.seal(new / name) for name in tensors}
+
+    def _publish(
+        self,
+        step: int,
+        model: StagedDataParallel,
+        optimizer: Optimizer,
+        rebalance: Rebalance | None,
+        files: dict[str, Seal],
+    ) -> None:
+        if dist.get_rank() != 0:
+            return
+        flat = get_optimizer_state_dict(model.module, optimizer, options=_FLAT)
+        numbers = {name: value for name, value in flat.items() if not isinstance(value, Tensor)}
+        shares = {} if rebalance is None else {"rebalance": rebalance.state_dict()}
+        state = {"step": step, "ranks": dist.get_world_size(), "optimizer": numbers, **shares}
+        durable.publish(self.directory, state, files)
+
+    def _give_up(self) -> None:
+        """Make room: what was written of a checkpoint that is not whole."""
+        new = durable.being_written(self.directory)
+        if dist.get_rank() == 0 and not (new / durable.STATE).exists():
+            with contextlib.suppress(OSError):  # why it could not be written is said already
+                durable.remove(new)
+
+    # -- reading
+
+    def _choose(self) -> Snapshot:
+        """The same on all ranks."""
+        whole, damaged = self._whole()
+        seen = gather(([_identity(snapshot) for snapshot in whole], damaged))
+        for snapshot in whole:
+            if all(_identity(snapshot) in identities for identities, _ in seen):
+                if problems := of_ranks([problems for _, problems in seen]):
+                    _log.log(_on_rank0(), "%s; going on from %s", problems, _named(snapshot))
+                return snapshot
+        if problems := of_ranks([problems for _, problems in seen]):
+            raise Refused(f"{self.directory}: {problems}; or begin anew with resume=false")
+        if not any(identities for identities, _ in seen):
+            raise Refused(f"no checkpoint in {self.directory}: start without resume=true first")
+        sees = of_ranks([[f"sees step {step} in {name}" for step, name, _ in ids] or ["sees none"] for ids, _ in seen])
+        raise Refused(
+            f"the ranks do not see the same checkpoint in {self.directory}: {sees}; run_dir must be on storage that "
+            "all ranks see"
+        )
+
+    def _whole(self) -> tuple[list[Snapshot], list[str]]:
+        """The checkpoints whose files this rank could load, the latest first, and why not the others."""
+        whole, (found, damaged) = list[Snapshot](), durable.snapshots(self.directory)
+        ranks = dist.get_world_size()
+        for snapshot in found:
+            try:
+                if snapshot.state["ranks"] != ranks:
+                    raise ValueError(
+                        f"{_named(snapshot)} is of {snapshot.state['ranks']} ranks, and this run has {ranks}: start it "
+                        "with as many"
+                    )
+                for name in (*_COMMON, _of_rank(dist.get_rank())):
+                    snapshot.check(name)
+                whole.append(snapshot)
+            except ValueError as error:
+                damaged.append(str(error))
+        return whole, damaged
+
+    def _restore(
+        self, found: Snapshot, model: StagedDataParallel, optimizer: Optimizer, rebalance: Rebalance | None
+    ) -> None:
+        of_model, of_optimizer, of_history = (load_file(found.directory / name) for name in _COMMON)
+        model.module.load_state_dict(of_model)
+        flat: dict[str, Any] = {**of_optimizer, **found.state["optimizer"]}
+        set_optimizer_state_dict(model.module, optimizer, flat, options=_FLAT)
+        model.restore(History.from_tensors(of_history))
+        if rebalance is not None and "rebalance" in found.state:
+            rebalance.load_state_dict(found.state["rebalance"])
+        tensors = load_file(found.directory / _of_rank(dist.get_rank()))
+        torch.set_rng_state(tensors.pop("random"))
+        if _REACHED in tensors:
+            model.restore_reached(tensors.pop(_REACHED))
+        parameters = dict(model.module.named_parameters())
+        for depth, estimator in enumerate(_chain(model.estimator)):
+            own_memory = {name[depth:]: tensor for name, tensor in tensors.items() if _depth(name) == depth}
+            estimator.remember({parameters[name]: t.to(parameters[name].device) for name, t in own_memory.items()})
+
+
+def _named(snapshot: Snapshot) -> str:
+    return f"{snapshot.directory} of step {snapshot.step}"
+
+
+def _identity(snapshot: Snapshot) -> tuple[int, str, str]:
+    return snapshot.step, snapshot.directory.name, snapshot.sha256
+
+
+def _on_rank0() -> int:
+    return logging.WARNING if dist.get_rank() == 0 else logging.DEBUG
+
+
+def _of_rank(rank: int) -> str:
+    return f"rank{rank}.safetensors"
+
+
+def _memory(model: StagedDataParallel) -> dict[str, Tensor]:
+    """What only this rank knows; the name of a tensor of an inner estimator begins with as many slashes."""
+    names = {parameter: name for name, parameter in model.module.named_parameters()}
+    own = {
+        "/" * depth + names[parameter]: tensor
+        for depth, estimator in enumerate(_chain(model.estimator))
+        for parameter, tensor in estimator.memory.items()
+    }
+    return _separate({**own, **({_REACHED: model.reached} if len(model.reached) else {})})
+
+
+def _chain(estimator: Estimator) -> list[Estimator]:
+    """The estimator, the one that it wraps, and so on."""
+    return [estimator, *(_chain(estimator.inner) if estimator.inner is not None else [])]
+
+
+def _depth(name: str) -> int:
+    return len(name) - len(name.lstrip("/"))
+
+
+def _separate(tensors: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors, each with memory of its own, as safetensors wants them (tied weights share theirs)."""
+    return {name: value.detach().cpu().clone() for name, value in tensors.items() if isinstance(value, Tensor)}

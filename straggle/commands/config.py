@@ -1,0 +1,410 @@
+"""The configuration of the commands: where it lies, and refusals that list what is valid.
+
+python -m straggle check train steps=10 deadline=fixed     # exit status 2 and a message if something is wrong
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from straggle.extras import needs_extra
+
+with needs_extra("train"):
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+    from hydra.utils import get_class, instantiate
+    from omegaconf import DictConfig, ListConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+from straggle.backward.stages import plan_stages
+from straggle.commands import durable
+from straggle.commands.plain_args import run_command
+from straggle.commands.run_dir import check_run_dir
+from straggle.lab.build import build_estimator, build_faults, build_optimizer, stages_of
+from straggle.rebalance import Rebalance, check_shares
+
+METHODS = "methods"  # a group of which several options are chosen
+GROUPS = (
+    "workload",
+    "deadline",
+    "estimator",
+    "faults",
+    "optimizer",
+    "metrics",
+    "delays",
+    "network",
+    "rebalance",
+    "lateness",
+)
+_AT_LEAST = {
+    "steps": 1,
+    "ranks": 1,
+    "seeds": 1,
+    "history_ranks": 1,
+    "num_microbatches": 1,
+    "batch_size": 1,
+    "seed": 0,
+    "block": 1,
+    "checkpoint_every": 0,
+}
+_PARTS = (
+    "workload",
+    "deadline",
+    "estimator",
+    "optimizer",
+    "merge",
+    "patience",
+    "delays",
+    "work",
+    "network",
+    "lateness",
+)
+_BUILT = ("deadline", "merge", "patience", "delays", "work", "network", "lateness")
+_OF_A_METHOD = ("job", "deadline", "estimator", "patience", "merge", "optimizer", "stages")
+_AT_LEAST_OF_A_JOB = {"every": 2, "warmup_steps": 0}
+_NOT_COMPARED = ("resume", "replay", "report", "checkpoint_every")  # keys that only train follows
+_METRICS_PARTS = ("security", "targets", "push")
+
+
+class ConfigurationError(ValueError):
+    """A key or value that the configuration does not have; the message lists the valid ones."""
+
+
+def config_dir() -> Path:
+    """``conf/`` of the checkout, or the copy that an installed wheel carries."""
+    package = Path(__file__).parents[1]
+    return next(path for path in (package / "conf", package.parent / "conf") if path.is_dir())
+
+
+def load(name: str, overrides: Sequence[str]) -> DictConfig:
+    """The configuration ``name`` with ``overrides`` such as ``steps=10``; raises `ConfigurationError`."""
+    register_resolvers()
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        if wrong := [override for override in overrides if "=" not in override and not override.startswith("~")]:
+            raise ConfigurationError(f"{wrong[0]!r} is no key=value, such as steps=10")
+        choices = [override for override in overrides if override.partition("=")[0] in (*GROUPS, METHODS)]
+        valid = _composed(name)
+        for choice in choices:
+            if choice.partition("=")[0] not in valid:
+                raise ConfigurationError(_unknown_key(choice.partition("=")[0], valid))
+            _check_choice(*choice.split("=", 1))
+        valid = _composed(name, *choices)
+        try:
+            config = compose(name, list(overrides))
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ConfigurationError(_explain(str(error), valid)) from None
+    check(config, valid)
+    return config
+
+
+@cache
+def _composed(name: str, *choices: str) -> DictConfig:
+    """What is valid; read only, because it is kept: composing takes a third of a second."""
+    valid = compose(name, list(choices))
+    OmegaConf.set_readonly(valid, True)
+    return valid
+
+
+def register_resolvers() -> None:
+    """What a value may say of the number of ranks: ``${all_ranks_but:1}`` and ``${more_than_half:}``, at least 1."""
+    OmegaConf.register_new_resolver("all_ranks_but", _all_ranks_but, replace=True)
+    OmegaConf.register_new_resolver("more_than_half", lambda: _num_ranks() // 2 + 1, replace=True)
+
+
+def _all_ranks_but(number: int) -> int:
+    if not isinstance(number, int) or number < 0:
+        raise ConfigurationError(f"${{all_ranks_but:{number}}}: must be a whole number of at least 0")
+    return max(1, _num_ranks() - number)
+
+
+def _num_ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE") or 1)  # torchrun's
+
+
+def check(config: DictConfig, valid: DictConfig) -> None:
+    """Raise `ConfigurationError` for what hydra itself lets through: added keys and values out of range."""
+    if unknown := [str(key) for key in config if key not in valid]:
+        raise ConfigurationError(_unknown_key(unknown[0], valid))
+    if METHODS in config:
+        _check_compared(config, valid)
+    for key, least in _AT_LEAST.items():
+        check_at_least(key, config.get(key, least), least)
+    for group in _PARTS:
+        _check_arguments(group, config.get(group))
+    if metrics := config.get("metrics"):
+        for key, part in (("metrics", metrics), *((f"metrics.{key}", metrics.get(key)) for key in _METRICS_PARTS)):
+            _check_arguments(key, part)
+    _check_arguments("rebalance", config.get("rebalance") or None)
+    for name, fault in config.get("faults", {}).items():
+        _check_arguments(f"faults.{name}", fault)
+    if config.get("replay") and not (Path(config.replay) / "decisions").is_dir():
+        raise ConfigurationError(f"replay={config.replay}: no recorded run there; give the run_dir of an earlier one")
+    if config.get("resume") and config.get("replay"):
+        raise ConfigurationError("resume=true and replay=... exclude each other: a replay begins at step 0")
+    if config.get("resume") not in (None, True, False, "auto"):
+        raise ConfigurationError(f"resume={config.resume}: choose one of true, false, auto")
+    if config.get("resume") is True and not durable.exists(Path(config.run_dir) / "checkpoint"):
+        raise ConfigurationError(f"resume=true: there is no checkpoint in run_dir={config.run_dir}")
+    if METHODS in config:
+        _check_methods(config)
+    scenarios = config.get("scenarios")
+    if scenarios is not None and not isinstance(scenarios, ListConfig):
+        raise ConfigurationError(f"scenarios={scenarios}: give a list, such as [{','.join(_options('faults')[:2])}]")
+    for name in scenarios or []:
+        if name not in _options("faults"):
+            raise ConfigurationError(f"scenarios={config.scenarios}: choose of {', '.join(_options('faults'))}")
+    try:
+        _build_all(config)
+    except Exception as error:  # the constructor's own complaint, whatever it is
+        raise ConfigurationError(complaint(error)) from None
+
+
+def complaint(error: Exception) -> str:
+    """What a constructor said; of a value of another kind than it takes, it does not name the key."""
+    cause = error.__cause__ or error
+    where = re.search("^full_key: (.+)$", str(error), re.MULTILINE)
+    return f"{where[1]}: {cause}" if where and isinstance(cause, (AttributeError, TypeError)) else str(cause)
+
+
+def check_at_least(key: str, value: Any, least: int) -> None:
+    """Raise `ConfigurationError` for what is no whole number of at least ``least``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigurationError(f"{key}={value}: must be a whole number of at least {least}")
+
+
+def _check_compared(config: DictConfig, valid: DictConfig) -> None:
+    """Nothing is wanted that only ``train`` does."""
+    for key in _NOT_COMPARED:
+        if config.get(key) != valid.get(key):
+            raise ConfigurationError(f"{key}={config.get(key)}: only train does that, compare does not")
+    if config.get("metrics"):
+        raise ConfigurationError("metrics: only train exports them, compare does not")
+
+
+def _check_methods(config: DictConfig) -> None:
+    """The parts of each method of ``compare``, as if they were the run's own."""
+    if "ddp" not in config.methods:
+        raise ConfigurationError(f"methods={list(config.methods)}: ddp must be among them, for comparison")
+    for name, method in config.methods.items():
+        if unknown := [str(key) for key in method if key not in _OF_A_METHOD]:
+            raise ConfigurationError(f"unknown key methods.{name}.{unknown[0]}; it has {', '.join(_OF_A_METHOD)}")
+        _check_arguments(METHODS, method.get("job", {}), f"methods.{name}.job")
+        for key, least in _AT_LEAST_OF_A_JOB.items():
+            check_at_least(f"methods.{name}.job.{key}", method.job.get(key, least), least)
+        try:
+            own = of_method(config, str(name))
+        except OmegaConfBaseException as error:
+            raise ConfigurationError(f"methods.{name}: {str(error).splitlines()[0]}") from None
+        for part in _PARTS:
+            if part in method:
+                _check_arguments(part, own[part], f"methods.{name}.{part}")
+
+
+def of_method(config: DictConfig, name: str) -> DictConfig:
+    """``config`` with what the method ``name`` of ``compare`` has of its own in place."""
+    own = OmegaConf.to_container(config.methods[name], resolve=True)
+    assert isinstance(own, dict)
+    merged = config.copy()
+    OmegaConf.set_struct(merged, False)
+    for key, part in own.items():
+        if key != "job":
+            replaces = not isinstance(part, dict) or "_target_" in part
+            merged[key] = part if replaces else OmegaConf.merge(merged[key], part)
+    return merged
+
+
+def of_scenario(config: DictConfig, name: str) -> DictConfig:
+    """``config`` under the faults of this name, with a folder of their own for its files.
+
+    Faults that have a pace have ``config``'s.
+    """
+    merged = config.copy()
+    OmegaConf.set_struct(merged, False)
+    merged.faults = OmegaConf.load(config_dir() / "faults" / f"{name}.yaml")
+    if "pace" in merged.faults and "pace" in config.faults:
+        merged.faults.pace = config.faults.pace
+    merged.run_dir = str(Path(config.run_dir) / name)
+    return merged
+
+
+def _build_all(config: DictConfig) -> None:
+    """What each rank will build, once before there are ranks, so that a wrong value is told once."""
+    built = {part: instantiate(config.get(part)) for part in _BUILT}
+    if "faults" in config:
+        build_faults(config)
+    if metrics := config.get("metrics"):
+        from straggle.observe.metrics_endpoint import check_port  # needs an extra
+
+        check_port(metrics.get("port"))
+        for part in _METRICS_PARTS:
+            instantiate(metrics.get(part))
+    ranks = int(config.get("ranks") or os.environ.get("WORLD_SIZE") or 0)  # 0: not known yet
+    if ranks and built["patience"] is not None:
+        built["patience"].quorum_of(ranks, built["deadline"].quorum)
+    if config.get("rebalance"):
+        _check_shares(config, ranks)
+    if "workload" not in config:
+        return
+    model = instantiate(config.workload).model()
+    for own in (config, *(of_method(config, str(name)) for name in config.get(METHODS, {}))):
+        parts = {part: instantiate(own.get(part)) for part in ("deadline", "merge", "patience")}
+        if ranks and parts["patience"] is not None:
+            parts["patience"].quorum_of(ranks, parts["deadline"].quorum)
+        if "optimizer" in own:
+            build_estimator(own, build_optimizer(own, model))
+        plan_stages(model, stages_of(own.stages))
+
+
+def _check_shares(config: DictConfig, ranks: int) -> None:
+    """What `Rebalance` would refuse, if it is that one; it deals out samples, or whole micro-batches."""
+    if get_class(config.rebalance._target_) is Rebalance:
+        total = ranks * (config.num_microbatches if config.num_microbatches > 1 else config.batch_size)
+        check_shares(
+            ranks, total=total or None, **{key: value for key, value in config.rebalance.items() if key != "_target_"}
+        )
+
+
+def slows_ranks(config: DictConfig) -> bool:
+    """Whether there are faults beside the pace, which all ranks have."""
+    return bool(build_faults(config).keys() - {"pace"})
+
+
+def _check_choice(group: str, option: str) -> None:
+    chosen = [name.strip() for name in option.strip("[]").split(",")] if group == METHODS else [option]
+    if not set(chosen) <= set(_options(group)):
+        raise ConfigurationError(f"{group}={option}: choose one of {', '.join(_options(group))}")
+
+
+def _check_arguments(key: str, config: Any, name: str | None = None) -> None:
+    """The class's constructor is the schema of its part of the configuration; ``name``: where that is written."""
+    if config is None:
+        return
+    if not isinstance(config, DictConfig) or "_target_" not in config:
+        raise ConfigurationError(f"{name or key}={config}: choose one of {', '.join(_options(key.partition('.')[0]))}")
+    key = name or key
+    try:
+        parameters = inspect.signature(get_class(config._target_)).parameters
+    except Exception as error:
+        raise ConfigurationError(f"{key}._target_={config._target_}: {error}") from None
+    own = {str(name) for name in config if not str(name).startswith("_")}
+    if unknown := sorted(own - parameters.keys()):
+        raise ConfigurationError(f"unknown key {key}.{unknown[0]}; {key} has {', '.join(parameters)}")
+
+
+def _explain(problem: str, valid: DictConfig) -> str:
+    """Hydra's complaint in one line, or what stands in place of an unknown key."""
+    found = re.match("Could not override '(.*)'", problem)
+    return _unknown_key(found[1], valid) if found else problem.strip().splitlines()[0]
+
+
+def _unknown_key(key: str, valid: DictConfig) -> str:
+    names = key.split(".")
+    for depth in range(len(names) - 1, 0, -1):
+        root = ".".join(names[:depth])
+        if isinstance(part := OmegaConf.select(valid, root), DictConfig):
+            keys = ", ".join(str(name) for name in part if name != "_target_") or "no keys"
+            return f"unknown key {key}; {root} has {keys}"
+    plain = [str(name) for name in valid if name not in GROUPS]
+    groups = [f"  {group}={'|'.join(_options(group))}" for group in GROUPS if group in valid]
+    if METHODS in valid:
+        groups.append(f"  {METHODS}=[{','.join(_options(METHODS))}]")
+    lines = [f"unknown key {key}; valid keys: {', '.join(plain)}"]
+    return "\n".join([*lines, "and groups, with keys of their own:", *groups] if groups else lines)
+
+
+def _options(group: str) -> list[str]:
+    return sorted(path.stem for path in (config_dir() / group).glob("*.yaml"))
+
+
+def check_targets(config: DictConfig, own: DictConfig, where: str) -> None:
+    """Raise `ConfigurationError` where a configuration that somebody else may have written builds what it should not.
+
+    It may build classes of this project and of ``torch.optim``, and those that this run's ``own`` configuration names.
+    """
+    try:
+        theirs, ours = (OmegaConf.to_container(each, resolve=True) for each in (config, own))
+    except OmegaConfBaseException as error:
+        raise ConfigurationError(f"{where}: {str(error).splitlines()[0]}") from None
+    trusted = {target for _, target in _targets(ours, "")}
+    for key, target in _targets(theirs, ""):
+        if target in trusted:
+            continue
+        module = _module_of(target)
+        if not f"{module}.".startswith(("straggle.", "torch.optim.")):
+            unknown = module is None and target.startswith("straggle.")
+            raise ConfigurationError(
+                f"{where}: {key}={target}: only classes of straggle and torch.optim are built from there; if you trust "
+                f"this one, name it on the command line too: {key}={target}"
+                + ("; this version of straggle has none of that name: repeat a run with its own version" * unknown)
+            )
+
+
+def _targets(config: Any, key: str) -> Iterator[tuple[str, str]]:
+    """The keys that name what is built, and what they name."""
+    parts = config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, list) else ()
+    for name, part in parts:
+        at = f"{key}.{name}" if key else str(name)
+        if name == "_target_":
+            yield at, str(part)
+        yield from _targets(part, at)
+
+
+def _module_of(target: str) -> str | None:
+    """The module that defines a class, which straggle or ``torch.optim`` may only have imported; of others ``None``.
+
+    Imports nothing else. ``None``, too, where there is no such class.
+    """
+    if not target.startswith(("straggle.", "torch.optim.")):
+        return None
+    try:
+        return str(get_class(target).__module__)
+    except Exception:
+        return None
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """The configuration as ordinary dictionaries and lists, with everything resolved."""
+    container = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}
+
+
+def complain_and_exit(name: str, arguments: Sequence[str]) -> None:
+    """End the program, with a message from rank 0, if the command line is not valid; flags are left to hydra.
+
+    As it is not where ``run_dir`` cannot be written, or another run writes into it, which is for rank 0 to see.
+    """
+    register_resolvers()
+    if any(argument.startswith("-") for argument in arguments):
+        return
+    is_first = os.environ.get("RANK", "0") == "0"
+    try:
+        config = load(name, arguments)
+        if is_first and config.get("run_dir"):
+            check_run_dir(Path(config.run_dir))
+    except ValueError as error:
+        if is_first:
+            sys.stderr.write(f"{error}\n")
+        raise SystemExit(2) from None
+
+
+def _check_command(words: Sequence[str]) -> int:
+    names = sorted(path.stem for path in config_dir().glob("*.yaml"))
+    if words[0] not in names:
+        raise ValueError(f"no command {words[0]} with a configuration: choose one of {', '.join(names)}")
+    complain_and_exit(words[0], words[1:])
+    return 0
+
+
+def main() -> int:
+    """The command ``check``; gives its exit status."""
+    return run_command(
+        sys.argv[1:], "python -m straggle check COMMAND [key=value ...]\n", _check_command, extra="train"
+    )

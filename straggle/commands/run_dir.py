@@ -1,0 +1,67 @@
+"""The folder of a run: can it be written, and is it this run's alone."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_LOCK = "lock"
+_log = logging.getLogger(__name__)
+
+
+def check_run_dir(run_dir: Path) -> None:
+    """Raise ``ValueError`` where ``run_dir`` cannot be written, or another run writes into it; leaves nothing there."""
+    place = run_dir.absolute()
+    while not place.exists():
+        place = place.parent
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise _unwritable(run_dir, f"{place}: {error.strerror}") from None
+    if (run_dir / _LOCK).exists():
+        with one_run(run_dir):
+            pass
+
+
+@contextmanager
+def one_run(run_dir: Path) -> Iterator[None]:
+    """Make ``run_dir``, and keep others out of it until the end of the block or of this process, however it ends.
+
+    Raises ``ValueError`` where it cannot be written, or another run holds it. The lock is the process's: no child that
+    outlives it keeps it, as with ``flock``. A file system without locks is used without, which is logged.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        handle = os.open(run_dir / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise _unwritable(run_dir, str(error)) from None
+    try:
+        _lock(handle, run_dir)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int, run_dir: Path) -> None:
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.truncate(handle, 0)
+        os.write(handle, f"process {os.getpid()} on host {socket.gethostname()}\n".encode())
+    except (BlockingIOError, PermissionError):
+        holder = os.read(handle, 1000).decode(errors="replace").strip() or "another process"
+        raise ValueError(
+            f"run_dir={run_dir} is in use by {holder}: wait for the end of that run, or give another run_dir"
+        ) from None
+    except OSError as error:
+        _log.warning("%s cannot be locked (%s): do not start a second run there", run_dir / _LOCK, error)
+
+
+def _unwritable(run_dir: Path, why: str) -> ValueError:
+    return ValueError(f"run_dir={run_dir} cannot be written ({why}): give another run_dir")

@@ -1,0 +1,63 @@
+"""Simulate many ranks under a deadline, without a cluster.
+
+python -m straggle simulate ranks=1000 steps=500 deadline=auto delays=dropcompute
+python -m straggle simulate ranks=64 delays=replay delays.trace=runs/latest deadline=quantile deadline.slack=1.3
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from straggle.extras import needs_extra
+
+with needs_extra("train"):
+    import hydra
+    import torch
+    from hydra.utils import instantiate
+    from omegaconf import DictConfig
+
+    from straggle.commands.config import complain_and_exit, config_dir
+    from straggle.lab.simulate.ranks import simulate
+    from straggle.lab.simulate.summary import numbers_of, rows_of, save_chart
+    from straggle.observe.console import print_table
+
+
+@hydra.main(config_path=str(config_dir()), config_name="simulate", version_base="1.3")
+def _hydra(config: DictConfig) -> None:
+    """Simulate, print, and write ``simulation.json`` and ``simulation.png``."""
+    torch.set_num_threads(1)  # its tensors are too small to be worth several
+    deadline = instantiate(config.deadline)
+    try:
+        simulation = simulate(
+            config.steps,
+            config.ranks,
+            instantiate(config.work),
+            instantiate(config.delays),
+            deadline,
+            patience=instantiate(config.patience),
+            network=instantiate(config.network),
+            seed=config.seed,
+            history_ranks=config.history_ranks,
+        )
+    except ValueError as error:  # what does not go together
+        sys.stderr.write(f"{error}\n")
+        raise SystemExit(2) from None
+    run_dir = Path(config.run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    numbers = numbers_of(simulation)
+    (run_dir / "simulation.json").write_text(json.dumps(numbers, indent=2) + "\n")
+    title = f"{config.steps:,} steps of {config.ranks:,} ranks, {type(deadline).__name__}"
+    with needs_extra("plot"):
+        save_chart(simulation, run_dir / "simulation.png", title)
+    notes = {"files": f"{run_dir / 'simulation.json'}, simulation.png"}
+    if not deadline.enforced:
+        notes["note"] = "this deadline stops nobody; simulate the one that it goes around"
+    print_table(title, ("", "waiting for all", "deadline", "ratio"), rows_of(numbers), notes)
+
+
+def main() -> None:
+    """The command."""
+    complain_and_exit("simulate", sys.argv[1:])
+    _hydra()

@@ -1,5 +1,0 @@
-"""Experiments with known answers: each is a command that prints what was expected beside what was measured."""
-
-from straggle.experiments.result import Line, Result
-
-__all__ = ["Line", "Result"]

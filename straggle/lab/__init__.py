@@ -1,0 +1,1 @@
+"""Faults, workloads, jobs, the simulator, judged estimators."""

@@ -1,0 +1,54 @@
+"""The parts of a run, built as its configuration names them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from straggle.extras import needs_extra
+
+with needs_extra("train"):
+    from hydra.utils import get_class, instantiate
+    from omegaconf import DictConfig, ListConfig, OmegaConf
+from torch import nn
+from torch.optim import Optimizer
+
+from straggle.backward.stages import BalancedByTime
+from straggle.lab.faults import Fault
+from straggle.policies.estimators import Estimator
+
+
+def build_faults(config: DictConfig) -> dict[str, Fault]:
+    """The faults by name, without those that ``null`` switches off."""
+    parts = config.get("faults") or {}
+    return {str(name): instantiate(part) for name, part in parts.items() if part is not None}
+
+
+def build_optimizer(config: DictConfig, model: nn.Module) -> Optimizer:
+    """The optimizer over all parameters of ``model``."""
+    optimizer: Optimizer = instantiate(config.optimizer, params=model.parameters(), _convert_="all")
+    return optimizer
+
+
+def build_estimator(config: DictConfig, optimizer: Optimizer) -> Estimator:
+    """The estimator; one that takes an optimizer is given the run's own, also inside of another."""
+    return estimator_from(config.estimator, optimizer)
+
+
+def estimator_from(config: DictConfig, optimizer: Optimizer) -> Estimator:
+    """The estimator that is configured so."""
+    wanted = inspect.signature(get_class(config._target_)).parameters
+    given: dict[str, Any] = {"optimizer": optimizer} if "optimizer" in wanted else {}
+    if isinstance(config.get("inner"), DictConfig):
+        given["inner"] = estimator_from(config.inner, optimizer)
+        config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "inner"])
+    estimator: Estimator = instantiate(config, **given)
+    return estimator
+
+
+def stages_of(stages: int | ListConfig | DictConfig | None) -> int | list[str] | BalancedByTime | None:
+    """The key ``stages`` as the library takes it."""
+    if isinstance(stages, DictConfig):
+        by_time: BalancedByTime = instantiate(stages)
+        return by_time
+    return [str(name) for name in stages] if isinstance(stages, ListConfig) else stages

@@ -1,0 +1,171 @@
+"""What a comparison found: numbers for its file, tables, and a picture."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from straggle.lab.interleaved import Ratio, Timed, reference_losses, seconds_to, step_time_ratio, time_to_loss_ratio
+from straggle.observe.console import print_table
+
+REFERENCE = "ddp"
+OURS = "straggle"
+TRAIN_ON = 1.25  # of DDP's seconds, beyond which no method goes on to come to DDP's final loss
+_WITHOUT_FAULTS = 1.02  # of DDP's step time, at most
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One method's part: its clock with its validation losses, and every rank's parameters."""
+
+    timed: Timed
+    parameters_sha256: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Standings:
+    """The methods after ``steps`` steps in ``turns`` turns each, by name, ``ddp`` among them.
+
+    ``faults``: whether ranks were made slow.
+    """
+
+    methods: Mapping[str, Standing]
+    steps: int
+    turns: int
+    faults: bool = True
+
+    @property
+    def target(self) -> float:
+        """The reference's final validation loss."""
+        return self._last(REFERENCE)["loss"]
+
+    def seconds_to_loss(self, name: str) -> list[float | None]:
+        """Seconds of this method to each of the losses by which methods are compared."""
+        timed = self.methods[name].timed
+        levels = reference_losses(self.methods[REFERENCE].timed.losses[: self.turns])
+        return [seconds_to(timed.losses, timed.end_s, level) for level in levels]
+
+    def time_to_loss(self, name: str, than: str = REFERENCE) -> Ratio:
+        """How long a method takes to come to the reference's final loss, over the time of another."""
+        return time_to_loss_ratio(self.seconds_to_loss(name), self.seconds_to_loss(than))
+
+    def step_time(self, name: str, than: str = REFERENCE) -> Ratio:
+        """The mean step time of a method over that of another, over the turns of the first steps."""
+        return step_time_ratio(*(self.methods[one].timed.turn_s[: self.turns] for one in (name, than)))
+
+    def results(self) -> dict[str, dict[str, Any]]:
+        """For each method what is written."""
+        results: dict[str, dict[str, Any]] = {}
+        for name, one in self.methods.items():
+            step_time, to_loss, last = self.step_time(name), self.time_to_loss(name), self._last(name)
+            results[name] = {
+                **one.timed.summary(self.steps, self.turns),
+                "step_time_ratio": step_time.value,
+                "step_time_ratio_interval": [step_time.low, step_time.high],
+                "dropped_share": one.timed.dropped_share(self.steps),
+                "validation_loss": last["loss"],
+                **({"validation_accuracy": last["accuracy"]} if "accuracy" in last else {}),
+                "target_loss": self.target,
+                "seconds_to_loss": self.seconds_to_loss(name)[-1],
+                "time_to_loss_ratio": to_loss.value,
+                "time_to_loss_ratio_range": [to_loss.low, to_loss.high],
+                "parameters_sha256": list(one.parameters_sha256),
+                "replicas_identical": len(set(one.parameters_sha256)) == 1,
+            }
+        return results
+
+    def verdict(self) -> str:
+        """Whether straggle keeps what is asked of it: DDP's speed without faults, the first place with them."""
+        if OURS not in self.methods:
+            return ""
+        if not self.faults:
+            ratio = self.step_time(OURS)
+            assert ratio.value is not None
+            kept = ratio.value <= _WITHOUT_FAULTS
+            return f"straggle's step time is {_text(ratio)} of DDP's: {'within' if kept else 'NOT within'} 2 %"
+        seconds = {name: self.seconds_to_loss(name)[-1] for name in self.methods}
+        known = {name: at for name, at in seconds.items() if at is not None and name != OURS}
+        if not known:
+            return f"DDP's final loss is {self.target}: there is nothing to compare by"
+        best = min(known, key=lambda name: known[name])
+        if seconds[OURS] is None:
+            return f"straggle did NOT come to DDP's final loss in {TRAIN_ON} of DDP's time; {best} was the first"
+        ratio = self.time_to_loss(OURS, best)
+        assert ratio.value is not None
+        first = "at least as good" if ratio.value <= 1 else "NOT as good"
+        even = " (even, by the range)" if (ratio.low or 0) <= 1 <= (ratio.high or math.inf) else ""
+        return f"straggle needs {_text(ratio)} of the time of {best}, the best other method: {first}{even}"
+
+    def print(self, title: str, notes: Mapping[str, Any]) -> None:
+        """The table, with DDP's final validation loss as the target."""
+        rows = [self._row(name, fields) for name, fields in self.results().items()]
+        times = ("step, mean", "p95", "mean, over DDP's", "to DDP's loss", "over DDP's")
+        columns = ("", *times, "loss", "dropped", "replicas")
+        verdict = self.verdict()
+        print_table(title, columns, rows, {**({"verdict": verdict} if verdict else {}), **notes})
+
+    def _last(self, name: str) -> Mapping[str, float]:
+        return self.methods[name].timed.scores[self.turns - 1]
+
+    def _row(self, name: str, fields: Mapping[str, Any]) -> tuple[str, ...]:
+        to_loss = fields["seconds_to_loss"]
+        return (
+            name,
+            f"{1e3 * fields['step_seconds_mean']:.0f} ms",
+            f"{1e3 * fields['step_seconds_p95']:.0f} ms",
+            _text(self.step_time(name)) if name != REFERENCE else "1",
+            "never" if to_loss is None else f"{to_loss:.1f} s",
+            _text(self.time_to_loss(name)) if name != REFERENCE else "1",
+            f"{fields['validation_loss']:.3f}",
+            f"{fields['dropped_share']:.1%}",
+            "identical" if fields["replicas_identical"] else "DIFFERENT",
+        )
+
+
+def print_summary(scenarios: Mapping[str, Standings], notes: Mapping[str, Any]) -> None:
+    """Time to DDP's final validation loss over DDP's, of each method in each scenario."""
+    names = [name for name in next(iter(scenarios.values())).methods if name != REFERENCE]
+    rows = [(name, *(_text(one.time_to_loss(name)) for one in scenarios.values())) for name in names]
+    verdicts = {name: one.verdict() for name, one in scenarios.items() if one.verdict()}
+    print_table("time to DDP's final validation loss, over DDP's", ("", *scenarios), rows, {**verdicts, **notes})
+
+
+def draw(scenarios: Mapping[str, Standings], path: Path) -> None:
+    """For each scenario the loss over each method's own seconds, and below it the times to DDP's final loss."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6 * len(scenarios), 7.0), layout="constrained")
+    panels = figure.subplots(2, len(scenarios), squeeze=False, height_ratios=[3, 2])
+    for column, (scenario, standings) in enumerate(scenarios.items()):
+        above, below = panels[0][column], panels[1][column]
+        names = list(standings.methods)
+        for index, (name, one) in enumerate(standings.methods.items()):
+            width = 2 if name == OURS else 1.2
+            above.plot(one.timed.end_s, one.timed.losses, color=f"C{index}", label=name, linewidth=width)
+            ratio = standings.time_to_loss(name)
+            if ratio.value is not None:
+                low, high = ratio.low or ratio.value, ratio.high or ratio.value
+                error = [[max(0.0, ratio.value - low)], [max(0.0, high - ratio.value)]]
+                below.barh(index, ratio.value, color=f"C{index}", xerr=error, ecolor="0.3")
+            else:
+                below.text(0.02, index, f"not in {TRAIN_ON} of DDP's time", va="center", fontsize=8)
+        above.axhline(standings.target, color="0.6", linewidth=0.8, linestyle="--")
+        above.set(title=scenario, xlabel="seconds of the method's own turns", ylabel="validation loss")
+        below.set_yticks(range(len(names)), names)
+        below.set_ylim(len(names) - 0.5, -0.5)  # the first at the top, also where a bar is missing
+        below.axvline(1.0, color="0.6", linewidth=0.8, linestyle="--")
+        below.set_xlabel("time to DDP's final loss, over DDP's")
+        for axes in (above, below):
+            axes.spines[["top", "right"]].set_visible(False)
+    panels[0][0].legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def _text(ratio: Ratio) -> str:
+    if ratio.value is None:
+        return "never"
+    low, high = (("never" if bound is None else f"{bound:.2f}") for bound in (ratio.low, ratio.high))
+    return f"{ratio.value:.3f} ({low} to {high})"

@@ -1,0 +1,146 @@
+"""Jobs that take turns, each on a clock of its own, and how much sooner one of them is than another."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from statistics import fmean, median, pstdev, quantiles
+
+import torch.distributed as dist
+
+from straggle.lab.jobs import Job
+
+_RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One number over another, and the interval in which it lies; ``None``: the first was never reached."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+
+
+class Timed:
+    """A job and the clock of its own steps: neither the other jobs' turns count, nor the evaluations after its own.
+
+    ``clock`` gives seconds.
+    """
+
+    def __init__(self, job: Job, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.job = job
+        self._clock = clock
+        self.step_s: list[float] = []
+        self.turn_s: list[float] = []
+        self.scores: list[dict[str, float]] = []  # on held-out data, after each turn
+        self._records = job.records()
+        job.pause()
+
+    @property
+    def end_s(self) -> list[float]:
+        """When each turn ended, on this job's own clock."""
+        return list(accumulate(self.turn_s))
+
+    @property
+    def losses(self) -> list[float]:
+        """The validation loss after each turn."""
+        return [scores["loss"] for scores in self.scores]
+
+    def turn(self, first: int, steps: int) -> None:
+        """Train some steps, and evaluate; what a rank has to catch up with at the end of the turn counts too.
+
+        Collective.
+        """
+        dist.barrier()
+        self.job.resume()
+        begin = before = self._clock()
+        for number in range(first, first + steps):
+            self.job.step(number)
+            now = self._clock()
+            self.step_s.append(now - before)
+            before = now
+        dist.barrier()
+        self.turn_s.append(self._clock() - begin)
+        self.job.pause()
+        self.scores.append(self.job.evaluate())
+
+    def summary(self, steps: int, turns: int) -> dict[str, float]:
+        """Times of the first ``steps``, which were so many ``turns``.
+
+        Median and deviation leave out the first tenth, in which caches and deadlines warm up.
+        """
+        whole = self.step_s[:steps]
+        steady = whole[min(len(whole) // 10, 10) :]
+        return {
+            "step_seconds_median": median(steady),
+            "step_seconds_mean": sum(self.turn_s[:turns]) / steps,
+            "step_seconds_p95": quantiles(steady, n=20)[-1] if len(steady) > 1 else steady[0],
+            "step_seconds_stdev": pstdev(steady),
+            "seconds": sum(self.turn_s[:turns]),
+        }
+
+    def dropped_share(self, steps: int) -> float:
+        """Share of all gradient elements of the first ``steps`` that did not come in time."""
+        shares = [record.report.dropped_share for record in self._records[:steps]]
+        return fmean(shares) if shares else 0.0
+
+
+def seconds_to(losses: Sequence[float], end_s: Sequence[float], target: float) -> float | None:
+    """When a loss that was measured at the times ``end_s`` first came to ``target``: on the line between two of them.
+
+    ``None``: never.
+    """
+    before_s, before = 0.0, math.inf
+    for after_s, after in zip(end_s, losses, strict=True):
+        if after <= target:
+            part = (before - target) / (before - after) if math.isfinite(before) else 1.0
+            return before_s + part * (after_s - before_s)
+        before_s, before = after_s, after
+    return None
+
+
+def step_time_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
+    """Our seconds over theirs, from turns that were taken one after the other, with a bootstrap interval of 95 %.
+
+    The interval is over pairs of turns: it says how much of the ratio is noise of this run, not of another one.
+    """
+    draw, number = random.Random(0), len(ours)
+    ratios = []
+    for _ in range(_RESAMPLES):
+        turns = draw.choices(range(number), k=number)
+        ratios.append(sum(ours[turn] for turn in turns) / sum(theirs[turn] for turn in turns))
+    ratios.sort()
+    low, high = ratios[_RESAMPLES // 40], ratios[-_RESAMPLES // 40 - 1]
+    return Ratio(sum(ours) / sum(theirs), low, high)
+
+
+def time_to_loss_ratio(ours: Sequence[float | None], theirs: Sequence[float | None]) -> Ratio:
+    """Our seconds to the last loss over theirs, and the range of that ratio over all losses but a tenth at each end.
+
+    ``None``: a loss was never reached.
+    """
+    ratios = sorted(
+        math.inf if our is None else our / their for our, their in zip(ours, theirs, strict=True) if their is not None
+    )
+    tenth = len(ratios) // 10
+    last = None if ours[-1] is None or theirs[-1] is None else ours[-1] / theirs[-1]
+    return Ratio(last, *(_finite(ratios[at]) for at in (tenth, -1 - tenth))) if ratios else Ratio(None, None, None)
+
+
+def reference_losses(losses: Sequence[float]) -> list[float]:
+    """The losses by which runs are compared: those that the reference came to in its second half, its last one last."""
+    lowest, levels = math.inf, []
+    for loss in losses[len(losses) // 2 :]:
+        if loss < lowest:
+            lowest = loss
+            levels.append(loss)
+    return [*(level for level in levels if level > losses[-1]), losses[-1]]
+
+
+def _finite(number: float) -> float | None:
+    return number if math.isfinite(number) else None

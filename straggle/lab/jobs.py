@@ -1,0 +1,302 @@
+"""One model being trained by one method, on this rank: what `train` runs once and `compare` runs in turns."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
+from torch.distributed.rendezvous import rendezvous
+from torch.nn.parallel import DistributedDataParallel
+
+from straggle.lab.build import build_estimator, build_faults, build_optimizer, stages_of
+from straggle.lab.faults import FaultInjector
+from straggle.lab.restarts import fresh_store
+from straggle.lab.workloads.shard import Shard
+from straggle.lab.workloads.workload import Workload
+from straggle.merge.telemetry import StepRecord
+from straggle.parallel import StagedDataParallel
+from straggle.rebalance import Rebalance
+from straggle.report import StepReport
+from straggle.stop_signal import StopSignal
+
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def process_group() -> Iterator[torch.device]:
+    """The job's process group, by torchrun's environment or alone; gives the device of this rank.
+
+    nccl where every rank of this machine has a GPU, gloo on the CPU otherwise.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ:
+        store, rank, world_size = next(rendezvous("env://"))
+        store = fresh_store(store, rank, world_size)
+        dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world_size)
+    else:
+        dist.init_process_group("nccl" if on_gpu else "gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+class Job(ABC):
+    """A model, its optimizer, its share of the data and its faults; built the same whatever the method."""
+
+    def __init__(self, config: DictConfig, workload: Workload, device: torch.device) -> None:
+        torch.manual_seed(config.seed)
+        self.workload = workload
+        self.num_microbatches: int = config.num_microbatches
+        self.samples_per_step: int = config.num_microbatches * config.batch_size  # of a rank, in a step of weight 1
+        self.module = workload.model().to(device)
+        self.optimizer = build_optimizer(config, self.module)
+        self._loss_so_far = 0.0  # of the running step's micro-batches, of each its part of the mean
+        self._device = device
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        self._shard = Shard(
+            workload.num_samples, rank=rank, world_size=world_size, batch_size=config.batch_size, seed=config.seed
+        )
+        faults = build_faults(config)
+        if idle := [name for name, fault in faults.items() if not any(map(fault.affects, range(world_size)))]:
+            _log.log(logging.WARNING if rank == 0 else logging.DEBUG, "no rank of %d has faults %s", world_size, idle)
+        self._faults = FaultInjector(self.module, faults, rank=rank, seed=config.seed)
+        self.model = self._wrap(config)
+
+    @abstractmethod
+    def _wrap(self, config: DictConfig) -> nn.Module:
+        """The module, made data-parallel by the method."""
+
+    @abstractmethod
+    def _passes(self, batches: list[tuple[Tensor, Tensor]]) -> None:
+        """Forward and backward over the step's micro-batches."""
+
+    def _samples(self, number: int) -> list[Tensor]:
+        """Sample numbers of each micro-batch that this rank has in step ``number``."""
+        first = number * self.num_microbatches
+        return [self._shard.indices(first + position) for position in range(self.num_microbatches)]
+
+    def step(self, number: int) -> None:
+        """Train step ``number``."""
+        self._faults.step(number)
+        batches = [self._load(samples) for samples in self._samples(number)]
+        self._loss_so_far = 0.0
+        self._passes(batches)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def records(self) -> list[StepRecord]:
+        """A list to which each step's record comes from here on; it stays empty where nothing is dropped."""
+        return []
+
+    def pause(self) -> None:  # noqa: B027
+        """Others use the ranks from here on, until `resume`."""
+
+    def resume(self) -> None:  # noqa: B027
+        """It is this job's turn again."""
+
+    def evaluate(self) -> dict[str, float]:
+        """Scores on held-out data, by the plain module; collective."""
+        return self.workload.evaluate(self.module)
+
+    def parameters_sha256(self) -> str:
+        """A fingerprint of all parameters: equal on two ranks if these are equal bit for bit; collective."""
+        digest = hashlib.sha256()
+        for parameter in self.module.parameters():
+            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        self._faults.close()
+
+    def _load(self, samples: Tensor) -> tuple[Tensor, Tensor]:
+        x, y = self.workload.batch(samples)
+        self._faults.data()
+        return x.to(self._device), y.to(self._device)
+
+    def _loss(self, batch: tuple[Tensor, Tensor], num_microbatches: int) -> Tensor:
+        """This micro-batch's part of the mean loss of this rank's step."""
+        loss = self.workload.loss(self.model, batch) / num_microbatches
+        self._loss_so_far += loss.item()
+        return loss
+
+
+@final
+class StagedJob(Job):
+    """Training by `StagedDataParallel`; ``stop`` may end it early.
+
+    With ``rebalance``, its unit is a sample where a step has one micro-batch, and a whole micro-batch otherwise.
+    """
+
+    model: StagedDataParallel
+
+    def __init__(
+        self, config: DictConfig, workload: Workload, device: torch.device, stop: StopSignal | None = None
+    ) -> None:
+        super().__init__(config, workload, device)
+        self._stop = stop
+        self.rebalance: Rebalance | None = None
+        if config.get("rebalance"):
+            self._unit: int = config.batch_size if self.num_microbatches > 1 else 1  # samples
+            self._total = dist.get_world_size() * self.samples_per_step
+            self.rebalance = instantiate(config.rebalance, model=self.model, total=self._total // self._unit)
+            self.samples_per_step = self._unit  # the weight is the rank's share
+
+    def _wrap(self, config: DictConfig) -> StagedDataParallel:
+        return StagedDataParallel(
+            self.module,
+            stages=stages_of(config.stages),
+            deadline=instantiate(config.deadline),
+            estimator=build_estimator(config, self.optimizer),
+            patience=instantiate(config.patience),
+            merge=instantiate(config.merge),
+        )
+
+    def _passes(self, batches: list[tuple[Tensor, Tensor]]) -> None:
+        done = 0
+        with self.model.step(num_microbatches=len(batches)) as step:
+            if self.rebalance is not None:
+                step.weight = self.rebalance.share().count
+            if self._stop is not None:
+                self._stop.tell(step)
+            for batch in batches:
+                loss = self._loss(batch, len(batches))
+                done += 1
+                step.log(loss=self._loss_so_far * len(batches) / done)
+                loss.backward()  # type: ignore[no-untyped-call]
+
+    def records(self) -> list[StepRecord]:
+        kept: list[StepRecord] = []
+        self.model.register_step_hook(kept.append)
+        return kept
+
+    def pause(self) -> None:
+        self.model.pause()
+
+    def resume(self) -> None:
+        self.model.resume()
+
+    def _samples(self, number: int) -> list[Tensor]:
+        if self.rebalance is None:
+            return super()._samples(number)
+        first, count = (self._unit * part for part in self.rebalance.share())
+        samples = self._shard.part(number, total=self._total, first=first, count=count)
+        size = count if self.num_microbatches == 1 else self._unit
+        return [samples[start : start + size] for start in range(0, count, size)]
+
+    @property
+    def report(self) -> StepReport:
+        """What happened in the last step."""
+        assert self.model.last_report is not None
+        return self.model.last_report
+
+    @property
+    def asked_to_stop(self) -> bool:
+        """Whether the last step was the last of the run, on all ranks, though there are more to do."""
+        return self._stop is not None and self._stop.agreed(self.report)
+
+    def close(self) -> None:
+        super().close()
+        self.model.close()
+
+
+class _TorchJob(Job):
+    """Training by something around torch's ``DistributedDataParallel``."""
+
+    model: DistributedDataParallel
+
+    def _passes(self, batches: list[tuple[Tensor, Tensor]]) -> None:
+        with self.model.no_sync():
+            for batch in batches[:-1]:
+                self._loss(batch, len(batches)).backward()  # type: ignore[no-untyped-call]
+        self._loss(batches[-1], len(batches)).backward()  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Remove all hooks, and the wrapper while its process group lives.
+
+        DDP's reducer, where it holds the group last, ends gloo's threads with the GIL held, and one that still drops a
+        tensor waits for it: the process never ends.
+        """
+        super().close()
+        del self.model
+
+
+@final
+class DdpJob(_TorchJob):
+    """Training by torch's ``DistributedDataParallel``."""
+
+    def _wrap(self, config: DictConfig) -> DistributedDataParallel:  # noqa: ARG002
+        return DistributedDataParallel(self.module)
+
+
+@final
+class LocalSgdJob(_TorchJob):
+    """Training by torch's post-local SGD: ranks train alone, and their parameters are averaged ``every`` steps.
+
+    The first ``warmup_steps`` steps are DDP's. The optimizer's state and module buffers stay each rank's own. Scores
+    and fingerprints are those of the average. Source: Lin et al., "Don't use large mini-batches, use local SGD" (2020).
+    """
+
+    def __init__(
+        self, config: DictConfig, workload: Workload, device: torch.device, *, every: int = 10, warmup_steps: int = 10
+    ) -> None:
+        self._every = every
+        self._warmup_steps = warmup_steps
+        super().__init__(config, workload, device)
+
+    def _wrap(self, config: DictConfig) -> DistributedDataParallel:  # noqa: ARG002
+        model = DistributedDataParallel(self.module)
+        model.broadcast_buffers = False  # each forward pass would wait for rank 0; the argument for it has two names
+        state = PostLocalSGDState(None, None, self._warmup_steps, post_local_gradient_allreduce=False)  # type: ignore[no-untyped-call]
+        model.register_comm_hook(state, post_localSGD_hook)
+        # the averager counts from 0: it first averages after `every` steps of training alone
+        averager = PeriodicModelAverager(self._every, warmup_steps=self._warmup_steps + self._every - 1)
+        self.optimizer.register_step_post_hook(lambda *_: averager.average_parameters(self.module.parameters()))
+        return model
+
+    def evaluate(self) -> dict[str, float]:
+        with self._averaged():
+            return super().evaluate()
+
+    def parameters_sha256(self) -> str:
+        with self._averaged():
+            return super().parameters_sha256()
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """All ranks' mean parameters, and afterwards this rank's own again; collective."""
+        assert dist.group.WORLD is not None
+        own = [parameter.detach().clone() for parameter in self.module.parameters()]
+        average_parameters(iter(self.module.parameters()), dist.group.WORLD)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for parameter, before in zip(self.module.parameters(), own, strict=True):
+                    parameter.copy_(before)
+
+
+def gather(value: Any) -> list[Any]:
+    """Every rank's ``value``."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -1,0 +1,1 @@
+"""Training of many logical ranks in one process, under partial gradients."""

@@ -1,0 +1,208 @@
+"""How far each logical rank comes in each step: rules that say which units of its work are finished.
+
+A unit is a stage, or a single gradient; units are numbered in the order in which backward finishes them.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Generator, Tensor
+
+from straggle.lab.simulate.communication import Constant
+from straggle.lab.simulate.delays import Delays
+from straggle.lab.simulate.ranks import Cluster
+from straggle.lab.simulate.units import Work
+from straggle.policies.deadline import Deadline, Patience, check_count
+
+
+class Lateness(ABC):
+    """Who is late in a step, and what it has finished by then. It may keep what it needs from step to step."""
+
+    @abstractmethod
+    def reached(self, num_ranks: int, num_units: int, generator: Generator) -> Tensor:
+        """The next step: which units each rank finishes, bool of shape (ranks, units).
+
+        All random numbers come from ``generator``, so that a seed gives the same lateness whatever the merge.
+        """
+
+    def steps(self, num_ranks: int, num_units: int, generator: Generator) -> Iterator[Tensor]:
+        """The steps of a run, without end; each run begins anew."""
+        run = copy.deepcopy(self)
+        while True:
+            yield run.reached(num_ranks, num_units, generator)
+
+
+class Depth(ABC):
+    """How many units a late rank finishes."""
+
+    @abstractmethod
+    def draw(self, count: int, num_units: int, generator: Generator) -> Tensor:
+        """For ``count`` late ranks the number of units, int64 of shape (count,)."""
+
+
+@final
+@dataclass(frozen=True)
+class SameDepth(Depth):
+    """Always this share of the units, rounded down; 0 is the whole gradient dropped, as with backup workers."""
+
+    share: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.share < 1:
+            raise ValueError(f"share={self.share}: a late rank has finished less than everything, from 0 to below 1")
+
+    def draw(self, count: int, num_units: int, generator: Generator) -> Tensor:  # noqa: ARG002
+        return torch.full((count,), int(self.share * num_units))
+
+
+@final
+@dataclass(frozen=True)
+class UniformDepth(Depth):
+    """Any number of units from one to all, with the same chance.
+
+    As the program of Lang et al. 2024 draws it, "Stragglers-aware low-latency synchronous federated learning via
+    layer-wise model updates".
+    """
+
+    def draw(self, count: int, num_units: int, generator: Generator) -> Tensor:
+        return torch.randint(1, num_units + 1, (count,), generator=generator)
+
+
+@final
+@dataclass(frozen=True)
+class PoissonDepth(Depth):
+    """The first unit, and then a Poisson number of further ones, all if that is more than there are.
+
+    The chance of unit ``i`` (from 0) is ``P(Poisson(mean) >= i)``: with ``mean=3`` 1, 0.95, 0.80, 0.58, 0.35 and 0.18.
+    So it is where each unit takes an exponentially distributed time, as Goren et al. 2025, "Adaptive deadline and batch
+    layered synchronized federated learning", have it.
+    """
+
+    mean: float
+
+    def __post_init__(self) -> None:
+        if not self.mean >= 0:
+            raise ValueError(f"mean={self.mean}: units that a late rank finishes on average, such as 3")
+
+    def draw(self, count: int, num_units: int, generator: Generator) -> Tensor:
+        further = torch.poisson(torch.full((count,), float(self.mean)), generator=generator)
+        return (1 + further.long()).clamp(max=num_units)
+
+
+@final
+class Nobody(Lateness):
+    """Everyone finishes everything."""
+
+    def reached(self, num_ranks: int, num_units: int, generator: Generator) -> Tensor:  # noqa: ARG002
+        return torch.ones(num_ranks, num_units, dtype=torch.bool)
+
+
+class _SomeRanks(Lateness):
+    """``late`` ranks are late, and finish as much as ``depth`` says (default: nothing)."""
+
+    def __init__(self, late: int, depth: Depth | None = None) -> None:
+        check_count("late", late)
+        if depth is not None and not isinstance(depth, Depth):
+            raise TypeError(f"depth={depth!r}: give a depth, such as straggle.lab.learning.lateness.SameDepth(0.5)")
+        self.late = late
+        self.depth = depth or SameDepth()
+
+    @abstractmethod
+    def _ranks(self, num_ranks: int, generator: Generator) -> Tensor:
+        """The late ranks of the next step, int64 of shape (late,)."""
+
+    @final
+    def reached(self, num_ranks: int, num_units: int, generator: Generator) -> Tensor:
+        _check(self.late, num_ranks)
+        depths = torch.full((num_ranks,), num_units)
+        depths[self._ranks(num_ranks, generator)] = self.depth.draw(self.late, num_units, generator)
+        return torch.arange(num_units) < depths.unsqueeze(1)
+
+
+@final
+class SameRanks(_SomeRanks):
+    """The last ``late`` ranks are late in every step, and finish as much as ``depth`` says (default: nothing)."""
+
+    def _ranks(self, num_ranks: int, generator: Generator) -> Tensor:  # noqa: ARG002
+        return torch.arange(num_ranks - self.late, num_ranks)
+
+
+@final
+class OtherRanks(_SomeRanks):
+    """In each step ``late`` ranks, drawn anew, are late, and finish as much as ``depth`` says (default: nothing)."""
+
+    def _ranks(self, num_ranks: int, generator: Generator) -> Tensor:
+        return torch.randperm(num_ranks, generator=generator)[: self.late]
+
+
+@final
+class OtherRanksPerUnit(Lateness):
+    """Of each unit the part of ``late`` ranks is missing, drawn anew for each unit: the first N - ``late`` packets."""
+
+    def __init__(self, late: int) -> None:
+        check_count("late", late)
+        self.late = late
+
+    def reached(self, num_ranks: int, num_units: int, generator: Generator) -> Tensor:
+        _check(self.late, num_ranks)
+        drawn = torch.rand(num_ranks, num_units, generator=generator)
+        return drawn.argsort(dim=0).argsort(dim=0) >= self.late
+
+
+@final
+class ByDeadline(Lateness):
+    """Whoever a deadline makes late, with such delays; the part of a unit that a late rank leaves does not count.
+
+    The policy is one of the library's own, and sees the times of the steps as in training (`straggle.lab.simulate`).
+    ``step_s``: seconds of a step's work without delay.
+    """
+
+    def __init__(
+        self, deadline: Deadline, delays: Delays, *, patience: Patience | None = None, step_s: float = 1.0
+    ) -> None:
+        self.deadline = deadline
+        self.delays = delays
+        self.patience = patience or Patience()
+        self.step_s = step_s
+        self._steps: Iterator[Tensor] | None = None
+        if self.patience.granularity != "stage":
+            raise ValueError(f"granularity={self.patience.granularity}: with one micro-batch in a step, only stage")
+
+    def reached(self, num_ranks: int, num_units: int, generator: Generator) -> Tensor:
+        if self._steps is None:
+            self._steps = self._begin(num_ranks, num_units, generator)
+        return next(self._steps)
+
+    def _begin(self, num_ranks: int, num_units: int, generator: Generator) -> Iterator[Tensor]:
+        units = self.delays.units(Work(self.step_s, num_stages=num_units).units("stage"))
+        if len(units.base_s) != num_units:
+            raise ValueError(
+                f"the recorded run has {len(units.base_s)} stages, and a rank here passes {num_units} units: set "
+                f"stages={len(units.base_s)}"
+            )
+        cluster = Cluster(num_ranks, units, self.deadline, self.patience, Constant(), num_ranks)
+        for unit_s in self.delays.steps(units.base_s, num_ranks, generator):
+            yield cluster.step(unit_s.cumsum(1)) >= 1
+
+
+@final
+class DropWhole(Lateness):
+    """As ``inner``, but a late rank's whole gradient is dropped."""
+
+    def __init__(self, inner: Lateness) -> None:
+        self.inner = inner
+
+    def reached(self, num_ranks: int, num_units: int, generator: Generator) -> Tensor:
+        reached = self.inner.reached(num_ranks, num_units, generator)
+        return reached.all(dim=1, keepdim=True).expand_as(reached)
+
+
+def _check(late: int, num_ranks: int) -> None:
+    if late > num_ranks:
+        raise ValueError(f"late={late}: of {num_ranks} ranks, 0 to {num_ranks} can be late")

@@ -1,0 +1,107 @@
+"""What partial gradients do to learning: up to a thousand logical ranks in one process, under a rule for who is late.
+
+The losses are those of all ranks, late or not, so that runs are compared by the same thing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from straggle.backward.stages import plan_stages
+from straggle.lab.learning.lateness import Lateness
+from straggle.lab.learning.logical import LogicalRanks, finish_order, per_parameter
+from straggle.lab.learning.samples import Samples
+from straggle.lab.learning.weighting import Count, Weighting
+from straggle.lab.workloads.workload import Workload
+from straggle.policies.estimators import Abstain, Estimator
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+MakeEstimator = Callable[[Optimizer], Estimator]
+Units = Sequence[Sequence[int]]
+
+
+def abstain(_optimizer: Optimizer) -> Estimator:
+    """Nothing fills in."""
+    return Abstain()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is trained, the same for all rules: ``samples`` has as many ranks as it deals to.
+
+    ``num_units``: how many stages a rank passes in a step (`plan_stages`); ``None``: each gradient is a unit.
+    """
+
+    workload: Workload
+    make_optimizer: MakeOptimizer
+    samples: Samples
+    steps: int
+    seed: int = 0
+    num_units: int | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Who is late, what a gradient counts, and what fills in for the missing ones."""
+
+    lateness: Lateness
+    make_weighting: Callable[[], Weighting] = Count
+    make_estimator: MakeEstimator = abstain
+
+
+@dataclass(frozen=True)
+class Learned:
+    """How a run went: each step's ``losses`` (mean over ranks), the ``scores`` on held-out data after the last step.
+
+    ``reached``, of shape (ranks, units): in which share of the steps a rank finished a unit. ``seconds``: how long
+    the run took.
+    """
+
+    losses: tuple[float, ...]
+    scores: dict[str, float]
+    reached: Tensor
+    model: nn.Module
+    seconds: float
+
+
+def learn(setting: Setting, rule: Rule, *, chunk: int = 64) -> Learned:
+    """Train under a rule; the model, the samples and who is late follow from the setting's seed."""
+    began = time.perf_counter()
+    torch.manual_seed(setting.seed)
+    model = setting.workload.model()
+    optimizer = setting.make_optimizer(model.parameters())
+    num_ranks = len(setting.samples.indices(0))
+    ranks = LogicalRanks(
+        setting.workload, model, num_ranks, estimator=lambda: rule.make_estimator(optimizer), chunk=chunk
+    )
+    units = units_of(setting, model)
+    weighting = rule.make_weighting()
+    generator = torch.Generator().manual_seed(setting.seed)
+    losses, total = [], torch.zeros(num_ranks, len(units))
+    lateness = rule.lateness.steps(num_ranks, len(units), generator)
+    for step, reached in enumerate(islice(lateness, setting.steps)):
+        indices = setting.samples.indices(step)
+        x, y = setting.workload.batch(indices.flatten())
+        batch = x.view(*indices.shape, *x.shape[1:]), y.view(*indices.shape, *y.shape[1:])
+        merged = ranks.merge(batch, per_parameter(weighting.weights(reached), units))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(merged.losses.mean()))
+        total += reached
+    scores = setting.workload.evaluate(model)
+    return Learned(tuple(losses), scores, total / setting.steps, model, time.perf_counter() - began)
+
+
+def units_of(setting: Setting, model: nn.Module) -> Units:
+    """The parameters of each unit, in the order in which backward finishes them."""
+    order = finish_order(setting.workload, model)
+    if setting.num_units is None:
+        return [[parameter] for parameter in order]
+    return [stage.parameters for stage in plan_stages(model, setting.num_units, order).stages]

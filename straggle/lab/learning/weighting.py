@@ -1,0 +1,47 @@
+"""What each rank's gradient counts in the merge of a step, from what the ranks have reached."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from typing import final
+
+import torch
+from torch import Tensor
+
+from straggle.merge.options import inverse_chance
+
+
+class Weighting(ABC):
+    """Weights of gradients."""
+
+    @abstractmethod
+    def weights(self, reached: Tensor) -> Tensor:
+        """The next step's, of shape (ranks, units), from the units that were reached; 0 where they were not."""
+
+
+@final
+class Count(Weighting):
+    """Every gradient that was computed counts the same."""
+
+    def weights(self, reached: Tensor) -> Tensor:
+        return reached.float()
+
+
+@final
+class InverseChance(Weighting):
+    """A gradient counts by the inverse of its rank's chance of coming so far, as in the last ``window`` steps.
+
+    Like the real merge it knows a rank's chance only from the steps before; before the first of them it is 1.
+    """
+
+    def __init__(self, window: int = 50, cap: float = 10.0) -> None:
+        if not cap >= 1:
+            raise ValueError(f"cap={cap}: a weight is at least 1")
+        self.cap = cap
+        self._steps: deque[Tensor] = deque(maxlen=window)
+
+    def weights(self, reached: Tensor) -> Tensor:
+        share = torch.stack(tuple(self._steps)).mean(0) if self._steps else torch.ones(reached.shape)
+        self._steps.append(reached.float())
+        return inverse_chance(share, self.cap) * reached

@@ -1,0 +1,194 @@
+"""What delays the ranks of a simulated cluster: models that draw the seconds of each rank's work, step after step."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import final
+
+import torch
+from torch import Generator, Tensor
+
+from straggle.lab.faults import dropcompute_factors
+from straggle.lab.simulate.units import Units
+from straggle.policies.deadline import check_count
+
+
+class Delays(ABC):
+    """Draws, without end, the seconds of a step's work for each rank."""
+
+    def units(self, units: Units) -> Units:
+        """The work that is delayed: what it is given, or its own where it was recorded."""
+        return units
+
+    @abstractmethod
+    def steps(self, base_s: Tensor, ranks: int, generator: Generator) -> Iterator[Tensor]:
+        """For each step the seconds of each unit, of shape (ranks, units); ``base_s`` (units,) is without delay.
+
+        All random numbers come from ``generator``, so that a seed gives the same delays whatever the policy.
+        """
+
+
+class _Factor(Delays):
+    """Each unit of each rank takes its time times a factor of its own."""
+
+    @abstractmethod
+    def factors(self, shape: Sequence[int], generator: Generator) -> Tensor:
+        """Independent factors."""
+
+    def steps(self, base_s: Tensor, ranks: int, generator: Generator) -> Iterator[Tensor]:
+        while True:
+            yield self.factors((ranks, len(base_s)), generator).mul_(base_s)
+
+
+@final
+class NoDelay(_Factor):
+    """All ranks take the same time in all steps."""
+
+    def factors(self, shape: Sequence[int], generator: Generator) -> Tensor:  # noqa: ARG002
+        return torch.ones(tuple(shape))
+
+
+@final
+class Normal(_Factor):
+    """Normal times: a unit's has this ``std``, relative to its mean; no time is below 0."""
+
+    def __init__(self, std: float = 0.1) -> None:
+        self.std = _at_least_0("std", std)
+
+    def factors(self, shape: Sequence[int], generator: Generator) -> Tensor:
+        return torch.randn(tuple(shape), generator=generator).mul_(self.std).add_(1.0).clamp_(min=0.0)
+
+
+@final
+class LogNormal(_Factor):
+    """Log-normal times: their logarithm has the standard deviation ``sigma``, and their median is the base time."""
+
+    def __init__(self, sigma: float = 0.3) -> None:
+        self.sigma = _at_least_0("sigma", sigma)
+
+    def factors(self, shape: Sequence[int], generator: Generator) -> Tensor:
+        return torch.randn(tuple(shape), generator=generator).mul_(self.sigma).exp_()
+
+
+@final
+class Exponential(_Factor):
+    """Each unit takes longer by an exponentially distributed part of its time, ``mean`` on average."""
+
+    def __init__(self, mean: float = 0.5) -> None:
+        self.mean = _at_least_0("mean", mean)
+
+    def factors(self, shape: Sequence[int], generator: Generator) -> Tensor:
+        uniform = torch.rand(tuple(shape), generator=generator)  # below 1, so that the logarithm is finite
+        return uniform.neg_().log1p_().mul_(-self.mean).add_(1.0)
+
+
+@final
+class DropCompute(_Factor):
+    """The delay model of DropCompute: a unit takes ``1 + 0.5 * factor * X`` times its time (`dropcompute_factors`)."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        self.factor = _at_least_0("factor", factor)
+
+    def factors(self, shape: Sequence[int], generator: Generator) -> Tensor:
+        return dropcompute_factors(shape, generator, self.factor, torch.float32)
+
+
+class _Around(Delays):
+    """Delays on top of others."""
+
+    def __init__(self, inner: Delays) -> None:
+        if not isinstance(inner, Delays):
+            raise TypeError(f"inner={inner!r}: give delays, such as straggle.lab.simulate.delays.NoDelay()")
+        self.inner = inner
+
+    def units(self, units: Units) -> Units:
+        return self.inner.units(units)
+
+
+@final
+class Stalls(_Around):
+    """``inner``, and with this ``probability`` a rank stalls in a step, for ``seconds``, in one of its units."""
+
+    def __init__(self, inner: Delays, probability: float, seconds: float) -> None:
+        super().__init__(inner)
+        self.probability = _share("probability", probability)
+        self.seconds = _at_least_0("seconds", seconds)
+
+    def steps(self, base_s: Tensor, ranks: int, generator: Generator) -> Iterator[Tensor]:
+        for unit_s in self.inner.steps(base_s, ranks, generator):
+            stalled = (torch.rand(ranks, generator=generator) < self.probability).nonzero().squeeze(1)
+            where = torch.randint(unit_s.shape[1], (len(stalled),), generator=generator)
+            unit_s[stalled, where] += self.seconds
+            yield unit_s
+
+
+@final
+class SlowRanks(_Around):
+    """``inner``, and a ``share`` of the ranks takes ``factor`` times as long: always, or for a time.
+
+    ``lasts_steps``: how many steps a rank stays slow on average, geometrically distributed; others become slow then, so
+    that the share stays the same in the mean. Infinite: the same ranks are slow in all steps. At least one rank is slow
+    then, unless the share is 0.
+    """
+
+    def __init__(self, inner: Delays, share: float, factor: float, *, lasts_steps: float = math.inf) -> None:
+        super().__init__(inner)
+        self.share = _share("share", share)
+        self.factor = _at_least_0("factor", factor)
+        if not lasts_steps >= 1:
+            raise ValueError(f"lasts_steps={lasts_steps}: must be a number of steps from 1 on")
+        if lasts_steps < math.inf and share >= lasts_steps / (1 + lasts_steps):
+            raise ValueError(f"share={share}: with lasts_steps={lasts_steps} it must be below lasts / (1 + lasts)")
+        self.lasts_steps = lasts_steps
+
+    def steps(self, base_s: Tensor, ranks: int, generator: Generator) -> Iterator[Tensor]:
+        ends = 1 / self.lasts_steps
+        begins = ends * self.share / (1 - self.share) if ends else 0.0  # as many begin as end
+        if ends:
+            slow = torch.rand(ranks, generator=generator) < self.share
+        else:
+            slow = torch.zeros(ranks, dtype=torch.bool)
+            slow[torch.randperm(ranks, generator=generator)[: math.ceil(self.share * ranks)]] = True
+        for unit_s in self.inner.steps(base_s, ranks, generator):
+            unit_s[slow] *= self.factor
+            yield unit_s
+            if ends:
+                draw = torch.rand(ranks, generator=generator)
+                slow = torch.where(slow, draw >= ends, draw < begins)
+
+
+@final
+class ByNode(_Around):
+    """``inner``'s delays, correlated between the ranks of a node: their times have this ``correlation``.
+
+    In each step a rank takes its node's delays instead of its own with probability ``sqrt(correlation)``; so each
+    rank's times are distributed as without.
+    """
+
+    def __init__(self, inner: Delays, *, ranks_per_node: int = 8, correlation: float = 0.5) -> None:
+        super().__init__(inner)
+        check_count("ranks_per_node", ranks_per_node, least=1)
+        self.ranks_per_node = ranks_per_node
+        self.correlation = _share("correlation", correlation)
+
+    def steps(self, base_s: Tensor, ranks: int, generator: Generator) -> Iterator[Tensor]:
+        node = torch.arange(ranks) // self.ranks_per_node
+        nodes = self.inner.steps(base_s, int(node[-1]) + 1, generator)
+        for own_s, node_s in zip(self.inner.steps(base_s, ranks, generator), nodes, strict=True):
+            alike = torch.rand(ranks, generator=generator) < math.sqrt(self.correlation)
+            own_s[alike] = node_s[node[alike]]
+            yield own_s
+
+
+def _at_least_0(name: str, value: float) -> float:
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name}={value}: must be a finite number from 0 on")
+    return float(value)
+
+
+def _share(name: str, value: float) -> float:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name}={value}: must lie between 0 and 1")
+    return float(value)

@@ -1,0 +1,168 @@
+"""Steps of many ranks under a deadline: the policy decides from their telemetry, `outcome` says what becomes of a step.
+
+The policy is one of the library's own, and sees the same history as in training. Where there are very many ranks it is
+shown ``history_ranks`` of them, evenly spread, or each of its decisions would sort millions of times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import torch
+from torch import Generator, Tensor
+
+from straggle.lab.simulate.communication import Constant, Network
+from straggle.lab.simulate.delays import Delays
+from straggle.lab.simulate.units import Units, Work
+from straggle.policies.deadline import Deadline, Patience
+from straggle.policies.history import HistoryWindow, StepProgress
+from straggle.policies.step_model import Outcome, Rules, computed_share, outcome
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What happened: of shape (steps,), (ranks,) and (ranks, stages).
+
+    ``step_s`` is under the policy, ``all_s`` what waiting for everyone takes with the same delays. ``dropped``: share
+    of the step's gradients; ``predicted_drop``: what the policy expected (NaN: it has no idea). ``late_ranks``: how
+    many were late; ``late_steps``: in how many steps each rank was. ``reach``: how much of each stage each rank
+    computed, over all steps.
+    """
+
+    step_s: Tensor
+    all_s: Tensor
+    deadline_s: Tensor
+    dropped: Tensor
+    predicted_drop: Tensor
+    late_ranks: Tensor
+    late_steps: Tensor
+    reach: Tensor
+
+    @property
+    def speedup(self) -> float:
+        """Effective speedup: gradients that came in per second, relative to waiting for everyone."""
+        return float((1 - self.dropped).mean() * self.all_s.sum() / self.step_s.sum())
+
+
+def simulate(
+    steps: int,
+    ranks: int,
+    work: Work,
+    delays: Delays,
+    deadline: Deadline,
+    *,
+    patience: Patience | None = None,
+    network: Network | None = None,
+    seed: int = 0,
+    history_ranks: int = 256,
+) -> Simulation:
+    """Simulate so many steps.
+
+    Raises ``ValueError`` where the policy wants more ranks than there are, and for micro-batches of a recorded run.
+    """
+    patience = patience or Patience()
+    units = delays.units(work.units(patience.granularity))
+    if units.merged and patience.granularity == "microbatch":
+        raise ValueError("granularity=microbatch: a trace has the times of stages, not of micro-batches")
+    generator = Generator().manual_seed(seed)
+    drawn = islice(delays.steps(units.base_s, ranks, generator), steps)
+    return simulate_times(drawn, units, deadline, patience, network or Constant(), history_ranks)
+
+
+def simulate_times(
+    step_times: Iterable[Tensor],
+    units: Units,
+    deadline: Deadline,
+    patience: Patience,
+    network: Network,
+    history_ranks: int = 256,
+) -> Simulation:
+    """Simulate steps in which each rank takes, for each of its units, the given seconds: tensors (ranks, units)."""
+    cluster: Cluster | None = None
+    for unit_s in step_times:
+        cluster = cluster or Cluster(len(unit_s), units, deadline, patience, network, history_ranks)
+        cluster.step(unit_s.cumsum(1))
+    if cluster is None:
+        raise ValueError("there are no steps to simulate")
+    return cluster.result()
+
+
+class Cluster:
+    """Ranks on their way through the steps, for who wants each step by itself; `simulate` has them all."""
+
+    def __init__(
+        self,
+        ranks: int,
+        units: Units,
+        deadline: Deadline,
+        patience: Patience,
+        network: Network,
+        history_ranks: int,
+    ) -> None:
+        shown = min(ranks, history_ranks)
+        self._rules = replace(Rules.of(deadline, patience, ranks), checks=units.checks)
+        # of those that it is shown, the same share makes a quorum
+        deadline.prepare(replace(patience, quorum=math.ceil(self._rules.quorum * shown / ranks)))
+        self._policy = deadline
+        self._units = units
+        self._shown = torch.linspace(0, ranks - 1, shown).round().to(torch.int64)
+        self._window = HistoryWindow(deadline.window, shown)
+        if deadline.wants_progress:
+            self._window.watch(units.stage_share)
+        shares = [1.0] if not units.overlaps else units.stage_share.tolist()
+        self._merge_s = [0.0 if units.merged else network.merge_s(ranks, share) for share in shares]
+        self._deadline_s, self._predicted_drop = math.inf, math.nan
+        self._computed = torch.zeros(ranks, len(units.share))
+        self._late_steps = torch.zeros(ranks, dtype=torch.int64)
+        self._rows: list[tuple[float, ...]] = []
+
+    def step(self, unit_s: Tensor) -> Tensor:
+        """One step; ``unit_s`` (ranks, units): when each unit would be finished, if nobody were stopped.
+
+        The share of each unit that comes in, of the same shape.
+        """
+        done = outcome(unit_s, self._deadline_s, self._rules)
+        computed = computed_share(unit_s, done, self._rules, self._units.silent)
+        self._computed += computed
+        self._late_steps += done.late
+        last_s = unit_s.T.contiguous().amax(1)  # when nobody is stopped; in half the time of amax(0)
+        step_s, all_s = (self._merged_s(last_s.clamp(max=end_s)) for end_s in (float(done.seconds), math.inf))
+        kept = float(computed.mean(0) @ self._units.share)
+        late = int(done.late.sum())
+        self._rows.append((step_s, all_s, self._deadline_s, 1 - kept, self._predicted_drop, late))
+        self._decide(unit_s, done, computed, max(0.0, step_s - float(done.seconds)))
+        return computed
+
+    def _merged_s(self, ready_s: Tensor) -> float:
+        """When the step is over, if all ranks have handed in each unit at these seconds."""
+        seconds = 0.0
+        for ready, merge_s in zip(ready_s[-len(self._merge_s) :].tolist(), self._merge_s, strict=True):
+            seconds = max(seconds, ready) + merge_s
+        return seconds + self._units.overhead_s
+
+    def _decide(self, unit_s: Tensor, done: Outcome, computed: Tensor, overhead_s: float) -> None:
+        """Show the policy the step; it decides the next deadline."""
+        shown, units = self._shown, self._units
+        progress = None
+        if self._policy.wants_progress:
+            progress = StepProgress(
+                unit_s=unit_s[shown].where(done.reached[shown], math.nan),
+                unit_share=units.share.expand(len(shown), -1),
+                computed=computed[shown] @ units.of_stage,
+                weight=torch.ones(len(shown)),
+                entered_s=torch.zeros(len(shown)),
+                overhead_s=torch.tensor(overhead_s),
+            )
+        history = self._window.append(done.end_s[shown].tolist(), (~done.late[shown]).tolist(), progress)
+        decided_s = self._policy.decide(history)
+        if self._policy.enforced:
+            self._deadline_s, self._predicted_drop = decided_s, self._policy.predicted_drop
+
+    def result(self) -> Simulation:
+        """All that happened."""
+        step_s, all_s, deadline_s, dropped, predicted, late = torch.tensor(self._rows, dtype=torch.float64).unbind(1)
+        reach = self._computed @ (self._units.of_stage / self._units.of_stage.sum(0)) / len(self._rows)
+        return Simulation(step_s, all_s, deadline_s, dropped, predicted, late, self._late_steps, reach)

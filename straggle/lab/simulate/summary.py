@@ -1,0 +1,109 @@
+"""A simulation in numbers, as a table and as a picture."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from straggle.lab.simulate.ranks import Simulation
+
+_QUANTILES = {"median": 0.5, "p95": 0.95, "p99": 0.99}
+_RANKS_IN_FULL = 1024  # of more ranks, the file has the distribution only
+
+
+def numbers_of(simulation: Simulation) -> dict[str, Any]:
+    """The simulation as plain JSON values."""
+    reach = simulation.reach.double()
+    told = ~simulation.predicted_drop.isnan()  # not in a warm-up
+    predicted = simulation.predicted_drop[told]
+    finite = simulation.deadline_s[simulation.deadline_s.isfinite()]
+    by_rank = 1 - reach.mean(1)
+    numbers = {
+        "steps": len(simulation.step_s),
+        "ranks": len(reach),
+        "effective_speedup": simulation.speedup,
+        "step_seconds": _distribution(simulation.step_s),
+        "wait_for_all_seconds": _distribution(simulation.all_s),
+        "deadline_seconds_median": float(finite.median()) if len(finite) else None,
+        "dropped_share": float(simulation.dropped.mean()),
+        "predicted_drop": float(predicted.mean()) if len(predicted) else None,
+        "dropped_where_predicted": float(simulation.dropped[told].mean()) if len(predicted) else None,
+        "late_ranks_mean": float(simulation.late_ranks.mean()),
+        "dropped_by_stage": (1 - reach.mean(0)).tolist(),
+        "dropped_by_rank": {"max": float(by_rank.max()), **{k: _quantile(by_rank, q) for k, q in _QUANTILES.items()}},
+    }
+    if len(reach) <= _RANKS_IN_FULL:
+        numbers["ranks_dropped"] = by_rank.tolist()
+        numbers["ranks_late_steps"] = simulation.late_steps.tolist()
+    return numbers
+
+
+def rows_of(numbers: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """The rows of the table: a label, waiting for all, the policy, and their ratio."""
+    every, ours = numbers["wait_for_all_seconds"], numbers["step_seconds"]
+    rows = [
+        (f"step time, {name}", _ms(every[name]), _ms(ours[name]), f"{ours[name] / every[name]:.3f}")
+        for name in ("mean", "stdev", *_QUANTILES)
+        if every[name] > 0
+    ]
+    stages = numbers["dropped_by_stage"]
+    return [
+        *rows,
+        ("effective speedup", "1", f"{numbers['effective_speedup']:.3f}", ""),
+        ("gradients dropped", "0 %", f"{numbers['dropped_share']:.2%}", ""),
+        *_predicted(numbers),
+        ("  of the first and last stage", "", f"{stages[0]:.2%}, {stages[-1]:.2%}", ""),
+        ("  of the rank that drops most", "", f"{numbers['dropped_by_rank']['max']:.2%}", ""),
+        ("late ranks in a step", "", f"{numbers['late_ranks_mean']:.1f}", ""),
+    ]
+
+
+def _predicted(numbers: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """What the policy said would be dropped, beside what was in the same steps."""
+    if (predicted := numbers["predicted_drop"]) is None:
+        return []
+    told = f"{predicted:.2%} (came to {numbers['dropped_where_predicted']:.2%})"
+    return [("  predicted by the policy", "", told, "")]
+
+
+def save_chart(simulation: Simulation, path: Path, title: str) -> None:
+    """Step times, drop per stage and drop per rank; needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    times, stages, ranks = figure.subplots(1, 3)
+    figure.suptitle(title, fontsize=11)
+    both = torch.cat([simulation.step_s, simulation.all_s])
+    edges = torch.linspace(float(both.min()), float(both.quantile(0.999)) + 1e-9, 61).tolist()
+    for seconds, label in ((simulation.all_s, "waiting for all"), (simulation.step_s, "under the deadline")):
+        times.hist(seconds.tolist(), bins=edges, alpha=0.6, label=label)
+    times.set(xlabel="seconds of a step", ylabel="steps")
+    times.legend()
+    dropped = 1 - simulation.reach
+    stages.bar(range(dropped.shape[1]), (100 * dropped.mean(0)).tolist(), color="tab:orange")
+    stages.set(xlabel="stage, in the order of backward", ylabel="dropped, %", ylim=(0, None))
+    by_rank = (100 * dropped.mean(1)).sort(descending=True).values
+    picked = torch.linspace(0, len(by_rank) - 1, min(len(by_rank), 500)).round().long()
+    ranks.step([*picked.tolist(), len(by_rank)], [*by_rank[picked].tolist(), float(by_rank[-1])], where="post")
+    ranks.set(xlabel="rank, by what it drops", ylabel="dropped, %", ylim=(0, None), xlim=(0, len(by_rank)))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _distribution(seconds: Tensor) -> dict[str, float]:
+    spread = float(seconds.std(correction=0))
+    ends = {"mean": float(seconds.mean()), "stdev": spread, "max": float(seconds.max())}
+    return ends | {name: _quantile(seconds, q) for name, q in _QUANTILES.items()}
+
+
+def _quantile(values: Tensor, q: float) -> float:
+    """The smallest value that a share ``q`` of all lies at or below; `torch.quantile` takes 16 million at most."""
+    return float(values.kthvalue(max(1, math.ceil(q * len(values)))).values)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.4g} ms"

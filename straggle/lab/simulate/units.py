@@ -1,0 +1,109 @@
+"""What a rank has to do in a step: units of work, one after another, and what each brings to the gradients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from straggle.policies.deadline import Granularity, check_count
+
+
+@dataclass(frozen=True)
+class Units:
+    """``base_s`` (units,): seconds of each, one after another, with nothing that delays it.
+
+    ``share`` (units,): the share of the rank's gradient that each brings; ``of_stage`` (units, stages): the share of
+    each stage; ``stage_share`` (stages,): of the model that each stage is; ``silent`` (units,): see `part_computed`.
+    ``overhead_s``: seconds of a step beside the ranks' own work and the merge, such as the optimizer's. ``overlaps``:
+    whether a stage is merged while those after it are computed; ``merged``: the overhead is that of a recorded step,
+    the merge included. ``checks``: at how many moments of a unit a late rank can stop (`Rules`).
+    """
+
+    base_s: Tensor
+    share: Tensor
+    of_stage: Tensor
+    stage_share: Tensor
+    silent: Tensor | None = None
+    overhead_s: float = 0.0
+    overlaps: bool = True
+    merged: bool = False
+    checks: int = 0
+
+
+class Work:
+    """A step of ``step_s`` seconds on every rank: micro-batches of a forward pass and ``num_stages`` equal stages.
+
+    ``forward_share`` is the part of a micro-batch's time that the forward pass takes. ``checks_per_stage``: at how many
+    moments of a stage, evenly over its time, a late rank can stop, which are as many as it has layers; 0: at any.
+    """
+
+    def __init__(
+        self,
+        step_s: float,
+        *,
+        num_stages: int = 12,
+        num_microbatches: int = 1,
+        forward_share: float = 1 / 3,
+        overhead_s: float = 0.0,
+        overlap: bool = True,
+        checks_per_stage: int = 0,
+    ) -> None:
+        if not 0 < step_s < math.inf:
+            raise ValueError(f"step_s={step_s}: must be a positive number of seconds")
+        check_count("num_stages", num_stages, least=1)
+        check_count("num_microbatches", num_microbatches, least=1)
+        if not 0 <= forward_share <= 1:
+            raise ValueError(f"forward_share={forward_share}: must be a share of a micro-batch's time, from 0 to 1")
+        if not 0 <= overhead_s < math.inf:
+            raise ValueError(f"overhead_s={overhead_s}: must be a number of seconds")
+        check_count("checks_per_stage", checks_per_stage)
+        if checks_per_stage and num_microbatches > 1:
+            raise ValueError(
+                f"checks_per_stage={checks_per_stage} with num_microbatches={num_microbatches}: only the last "
+                "micro-batch comes in stages; use 0, or one micro-batch"
+            )
+        self.step_s = step_s
+        self.num_stages = num_stages
+        self.num_microbatches = num_microbatches
+        self.forward_share = forward_share
+        self.overhead_s = overhead_s
+        self.overlap = overlap
+        self.checks_per_stage = checks_per_stage
+
+    def units(self, granularity: Granularity) -> Units:
+        """Its units, as the telemetry counts them (`Progress`): micro-batches, stages in the last one, or just one.
+
+        Raises ``ValueError`` for ``checks_per_stage`` where there are no stages to be dropped.
+        """
+        if self.checks_per_stage and granularity != "stage":
+            raise ValueError(f"checks_per_stage={self.checks_per_stage} with granularity={granularity!r}: use 0")
+        stages, passes = self.num_stages, self.num_microbatches
+        stage_share = torch.full((stages,), 1 / stages)
+        if granularity == "step":  # its merge begins when a rank has finished
+            one = torch.ones(1)
+            return Units(one * self.step_s, one, torch.ones(1, stages), stage_share, one, self.overhead_s, False)
+        whole_s = torch.full((passes,), self.step_s / passes)
+        everything = torch.full((passes, stages), 1 / passes)
+        silent = torch.full((passes,), self.forward_share)
+        if granularity == "microbatch":
+            return Units(whole_s, everything.mean(1), everything, stage_share, silent, self.overhead_s, False)
+        backward_s = (1 - self.forward_share) * self.step_s / passes / stages
+        last_s = torch.full((stages,), backward_s)
+        last_s[0] += self.forward_share * self.step_s / passes
+        silent_last = torch.zeros(stages)
+        silent_last[0] = 1 - backward_s / float(last_s[0])
+        of_stage = torch.cat([everything[:-1], torch.eye(stages) / passes])
+        base_s, silent = torch.cat([whole_s[:-1], last_s]), torch.cat([silent[:-1], silent_last])
+        return Units(
+            base_s,
+            of_stage.mean(1),
+            of_stage,
+            stage_share,
+            silent,
+            self.overhead_s,
+            self.overlap,
+            checks=self.checks_per_stage,
+        )

@@ -1,0 +1,1 @@
+"""The models and data that the commands train."""

@@ -1,0 +1,1 @@
+"""Many ranks: rounds, buffers, coordinator, stand-in, channel, telemetry."""

@@ -1,0 +1,117 @@
+"""Whether all ranks were given the same: the options of a wrapped model, and the state that it goes on from."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, is_dataclass
+from itertools import zip_longest
+from typing import Any, TypeAlias
+
+from torch import nn
+
+from straggle.merge.channel import Channel
+from straggle.policies.deadline import Deadline
+from straggle.policies.estimators import Estimator
+from straggle.policies.history import History
+
+Described: TypeAlias = "str | list[Any]"  # in words, or a class's name and its arguments, of which each is described
+
+
+def describe(value: Any) -> Described:
+    """An option in words that can be compared: a plain value, or a policy's class and what its constructor was given.
+
+    That is looked for in attributes of the arguments' names, with an underscore or without. What is neither plain nor
+    a policy, such as an optimizer, is described by its class alone.
+    """
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(str, map(describe, value)))}]"
+    kind = type(value)
+    if not isinstance(value, (Deadline, Estimator)) and not is_dataclass(value):
+        return kind.__qualname__
+    state = vars(value)
+    names = [name for name in inspect.signature(kind).parameters if name in state or f"_{name}" in state]
+    return [kind.__qualname__, {name: describe(state.get(name, state.get(f"_{name}"))) for name in names or state}]
+
+
+def difference(ours: Described, theirs: Described) -> tuple[str, str]:
+    """Both in words, of two policies of the same class only what differs: ``Patience(quorum=2)``."""
+    if isinstance(ours, str) or isinstance(theirs, str) or ours[0] != theirs[0]:
+        return _in_words(ours), _in_words(theirs)
+    pairs = {name: (ours[1].get(name, "nothing"), theirs[1].get(name, "nothing")) for name in ours[1] | theirs[1]}
+    differing = {name: difference(*pair) for name, pair in pairs.items() if pair[0] != pair[1]}
+    first, second = (
+        f"{ours[0]}({', '.join(f'{name}={pair[side]}' for name, pair in differing.items())})" for side in range(2)
+    )
+    return first, second
+
+
+def _in_words(described: Described) -> str:
+    if isinstance(described, str):
+        return described
+    return f"{described[0]}({', '.join(f'{name}={_in_words(value)}' for name, value in described[1].items())})"
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """What one rank wraps: the parameters and buffers of its model, and its options, in words; or why it cannot."""
+
+    refusal: str = ""
+    parameters: Sequence[str] = ()
+    buffers: Sequence[str] = ()
+    options: Mapping[str, Described] = field(default_factory=dict)
+
+    @staticmethod
+    def of(module: nn.Module, options: Mapping[str, Any]) -> Wrapped:
+        """A module that can be trained in stages."""
+        saved = module.state_dict().keys()
+        return Wrapped(
+            parameters=[
+                repr((name, tuple(p.shape), str(p.dtype), p.requires_grad)) for name, p in module.named_parameters()
+            ],
+            buffers=[repr((name, tuple(b.shape), str(b.dtype), name in saved)) for name, b in module.named_buffers()],
+            options={name: describe(option) for name, option in options.items()},
+        )
+
+
+def check_alike(mine: Wrapped, channel: Channel) -> None:
+    """Raise ``ValueError``, on every rank, naming the first that cannot be wrapped, or the first difference."""
+    everyone = [Wrapped(**theirs) for theirs in channel.gather(asdict(mine))]
+    if refusals := [(rank, theirs.refusal) for rank, theirs in enumerate(everyone) if theirs.refusal]:
+        alone = len({theirs.refusal for theirs in everyone}) > 1
+        raise ValueError(f"rank {refusals[0][0]}: {refusals[0][1]}" if alone else refusals[0][1])
+    first = everyone[0]
+    for rank, theirs in enumerate(everyone):
+        for ours, others in ((first.parameters, theirs.parameters), (first.buffers, theirs.buffers)):
+            for own, other in zip_longest(ours, others, fillvalue="nothing"):
+                if own != other:
+                    raise ValueError(f"the model differs between ranks: rank 0 has {own} where rank {rank} has {other}")
+        for name, option in first.options.items():
+            if theirs.options[name] != option:
+                own, other = difference(option, theirs.options[name])
+                raise ValueError(
+                    f"{name} differs between ranks: rank {rank} has {other} where rank 0 has {own}; "
+                    "give the same to all"
+                )
+
+
+def check_same_state(history: History, *, replays: bool, channel: Channel) -> None:
+    """Raise ``ValueError`` on every rank where some have gone on from another state: after the first step."""
+    content = hashlib.sha256()
+    for name, numbers in sorted(history.tensors().items()):
+        content.update(f"{name} {numbers.tolist()}".encode())
+    everyone = channel.gather((history.num_steps, replays, content.hexdigest()))
+    for rank, (num_steps, theirs_replay, theirs) in enumerate(everyone):
+        if theirs_replay != everyone[0][1]:
+            which = "replays" if theirs_replay else "does not replay"
+            raise ValueError(
+                f"rank {rank} {which} a recorded run, unlike rank 0: call replay() on all ranks or on none"
+            )
+        if (num_steps, theirs) != (everyone[0][0], everyone[0][2]):
+            raise ValueError(
+                f"rank {rank} has a history of {num_steps} steps, and not that of rank 0, of {everyone[0][0]} steps: "
+                "call restore() with the same history on all ranks, or on none"
+            )

@@ -1,0 +1,189 @@
+"""Flat buffers that hold one step's gradients, their weights and the telemetry, ready for allreduce.
+
+A contribution is scaled by ``1 / world_size`` as it is copied in, as DDP does, so that after the allreduce
+``merged = sum(w * g) / sum(w) = buffer * (world_size / sum(w))``, which is the buffer itself when nobody is late.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from straggle.backward.stages import StagePlan
+from straggle.merge.telemetry import NONFINITE, row_length
+
+_ALIGN = 16  # elements: each gradient starts on a cache line
+
+
+@dataclass(frozen=True)
+class Share:
+    """What is in the buffer for one parameter: a weight, and whether a gradient or an estimate is there.
+
+    After the merge, the sum over ranks. Weight without presence: the graph did not use the parameter, a zero gradient.
+    """
+
+    weight: float
+    present: bool
+
+
+FULL = Share(1.0, True)
+NOTHING = Share(0.0, False)
+
+
+@dataclass(frozen=True)
+class _Flat:
+    """The ``gradients`` of one bucket that share a dtype and a device; ``tail``: their weights and presence flags.
+
+    The tail is fp32 or finer. It lies at the end of the gradients' buffer where that is, and travels in one message.
+    """
+
+    parameters: tuple[int, ...]
+    gradients: Tensor
+    tail: Tensor
+    messages: tuple[Tensor, ...]
+
+
+class StageBuffers:
+    """One step's gradients of all stages. Not thread-safe: the coordinator's lock guards it.
+
+    ``views`` holds one gradient for each parameter. With the last bucket go ``rows``, a row of telemetry for each rank,
+    and ``changes``, those of the module's buffers with their weights at the end. ``drop_nonfinite``: gradients with
+    elements that are not finite are left out.
+    """
+
+    def __init__(
+        self,
+        plan: StagePlan,
+        parameters: Sequence[nn.Parameter],
+        world_size: int,
+        *,
+        num_changes: int = 0,
+        drop_nonfinite: bool = False,
+    ) -> None:
+        self._world_size = world_size
+        self._drop_nonfinite = drop_nonfinite
+        self._num_changes = num_changes
+        self._nonfinite: float | Tensor = 0.0  # parameters of this rank that were left out so far
+        self._rank = -1  # whose row was told
+        self._scale = torch.tensor(1 / world_size)  # a tensor, because a number is made into one anew at each call
+        self.views: list[Tensor] = [torch.empty(0)] * len(parameters)
+        self.rows = torch.empty(0)
+        buckets = [[index for stage in bucket for index in stage.parameters] for bucket in plan.buckets()]
+        length = row_length(len(plan.stages))
+        last = world_size * length + num_changes
+        self._buckets = [self._allocate(bucket, parameters, last if bucket is buckets[-1] else 0) for bucket in buckets]
+        self.changes = self.rows[world_size * length :]
+        self.rows = self.rows[: world_size * length].view(world_size, -1)
+
+    def begin(self) -> None:
+        """A new step begins."""
+        self._nonfinite = 0.0
+
+    def put(self, index: int, gradient: Tensor, *, add: bool, weight: float = 1.0) -> None:
+        """Write ``weight * gradient`` of parameter ``index``, or add it to what is there."""
+        if gradient.requires_grad:  # backward(create_graph=True)
+            gradient = gradient.detach()
+        if add:
+            self.views[index].add_(gradient, alpha=weight / self._world_size)
+        else:
+            torch.mul(gradient, self._scale if weight == 1.0 else weight / self._world_size, out=self.views[index])
+
+    def read(self, index: int, weight: float = 1.0) -> Tensor:
+        """A copy of this rank's gradient of parameter ``index`` as it was put in with ``weight``."""
+        return self.views[index] * (self._world_size / weight)
+
+    def tell(self, rank: int, row: Tensor, changes: Tensor | None) -> None:
+        """This rank's telemetry and changes of buffers, before the last bucket goes."""
+        self._rank = rank
+        self.rows.zero_()
+        self.rows[rank] = row
+        self.changes.zero_()
+        if changes is not None:
+            self.changes.copy_(changes)
+
+    def all_reduce(
+        self, bucket: int, shares: Mapping[int, Share], group: dist.ProcessGroup, weight: float = 1.0
+    ) -> list[dist.Work]:
+        """Start the merge of a bucket; a parameter not in ``shares`` has its whole gradient in it, with ``weight``."""
+        works = []
+        for flat in self._buckets[bucket]:
+            if shares.keys().isdisjoint(flat.parameters):
+                flat.tail.fill_(1.0)
+                if weight != 1.0:
+                    flat.tail[: len(flat.parameters)] = weight
+            else:
+                full = Share(weight, True)
+                own = [shares.get(index, full) for index in flat.parameters]
+                tail = [share.weight for share in own] + [float(share.present) for share in own]
+                flat.tail.copy_(torch.tensor(tail, dtype=flat.tail.dtype), non_blocking=True)
+                for index, share in zip(flat.parameters, own, strict=True):
+                    if not share.present:
+                        self.views[index].zero_()
+            if self._drop_nonfinite:
+                self._leave_out_nonfinite(flat)
+            if flat is self._buckets[-1][-1]:
+                self.rows[self._rank, NONFINITE] = self._nonfinite
+            works += [dist.all_reduce(message, group=group, async_op=True) for message in flat.messages]
+        return works
+
+    def _leave_out_nonfinite(self, flat: _Flat) -> None:
+        """Make zeros with weight 0 of gradients that have elements which are not finite."""
+        # one pass over the whole is enough on the CPU; a device is not waited for
+        if not flat.gradients.is_cuda and math.isfinite(flat.gradients.sum(dtype=torch.float32).item()):
+            return
+        views, count = [self.views[index] for index in flat.parameters], len(flat.parameters)
+        finite = torch.stack([torch.isfinite(view).all() for view in views])
+        for view, fine in zip(views, finite, strict=True):
+            view.masked_fill_(~fine, 0.0)
+        flat.tail[:count] *= finite.to(flat.tail)
+        flat.tail[count:] *= finite.to(flat.tail)
+        self._nonfinite = self._nonfinite + (~finite).sum()
+
+    def settle(self) -> list[Share]:
+        """After all merges: scale each gradient to the weighted mean, in place, and tell what is in it."""
+        merged = [NOTHING] * len(self.views)
+        everyone = Share(float(self._world_size), True)
+        for flat in (flat for bucket in self._buckets for flat in bucket):
+            tail, count = flat.tail.tolist(), len(flat.parameters)
+            for index, weight, present in zip(flat.parameters, tail[:count], tail[count:], strict=True):
+                if weight == self._world_size and present:
+                    merged[index] = everyone
+                else:
+                    merged[index] = Share(weight, present > 0)
+                    if weight > 0:
+                        self.views[index].mul_(self._world_size / weight)
+        return merged
+
+    def _allocate(self, indices: Sequence[int], parameters: Sequence[nn.Parameter], num_rows: int) -> list[_Flat]:
+        alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index in indices:
+            alike.setdefault((parameters[index].dtype, parameters[index].device), []).append(index)
+        flats = []
+        for position, ((dtype, device), members) in enumerate(alike.items()):
+            starts, end = [], 0
+            for index in members:
+                starts.append(end)
+                end += -(-parameters[index].numel() // _ALIGN) * _ALIGN
+            exact = dtype in (torch.float32, torch.float64)
+            extra = [2 * len(members), num_rows if position == len(alike) - 1 else 0]
+            data = torch.zeros(end + (sum(extra) if exact else 0), dtype=dtype, device=device)
+            numbers = data[end:] if exact else torch.zeros(sum(extra), device=device)
+            for index, start in zip(members, starts, strict=True):
+                self.views[index] = _view(data, start, parameters[index])
+            messages = (data,) if exact else (data, numbers)
+            flats.append(_Flat(tuple(members), data[:end], numbers[: extra[0]], messages))
+            self.rows = numbers[extra[0] :]
+        return flats
+
+
+def _view(data: Tensor, start: int, parameter: nn.Parameter) -> Tensor:
+    """A gradient's place in the buffer, in the memory format of its parameter."""
+    for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if parameter.dim() == dims and parameter.is_contiguous(memory_format=layout):
+            return data.as_strided(parameter.size(), parameter.stride(), start)
+    return data[start : start + parameter.numel()].view(parameter.shape)

@@ -1,0 +1,353 @@
+"""How the ranks of one model talk: process groups and a corner of the job's store that belong to straggle alone.
+
+Nothing here interleaves with the collectives of the user's own process groups.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from straggle.merge.store import JobStore, StoreUnreachable, check_answers, connect, default_store, place_of
+
+_SLICE_S = 0.5
+_POLL_S = 50e-6
+_TROUBLE, _ENDED = "trouble", "ended"  # keys that say that ranks left word
+LONG_S = 2.0  # a rank that takes longer for something says what it is doing, or for whom it waits
+
+_log = logging.getLogger(__name__)
+
+
+class PeerFailed(RuntimeError):
+    """A rank ended in an error or could not be reached; says which one, in which step and stage."""
+
+
+class Channel:
+    """Two process groups (gradients; control, always on the CPU by gloo) and a store, for one wrapped model.
+
+    Raises ``RuntimeError`` where there is no process group, where the job's store does not answer, and where not all
+    ranks come within ``give_up_s``.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None, *, give_up_s: float) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError(
+                "straggle needs a process group: launch with torchrun and call torch.distributed.init_process_group() "
+                "before StagedDataParallel(model)"
+            )
+        parent = process_group or dist.group.WORLD
+        ranks = dist.get_process_group_ranks(parent)
+        timeout = timedelta(seconds=give_up_s)
+        self.give_up_s = give_up_s
+        self.rank = dist.get_rank(parent)
+        self.world_size = len(ranks)
+        backend = dist.get_backend(parent)
+        self._queued = backend != "gloo"  # collectives run on the device's own queue, not on the host
+        store = default_store()
+        check_answers(store, give_up_s)
+        try:
+            self.gradients = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
+            self.control = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+        except RuntimeError as error:
+            raise PeerFailed(
+                f"rank {self.rank}, before step 0: no process groups of ranks {ranks} within give_up_s={give_up_s:g}: "
+                "each of them has to wrap the model; one has ended, hangs, or cannot be reached"
+            ) from error
+        self._store = JobStore(
+            partial(connect, store, f"straggle/{self.gradients.group_name}"),
+            place_of(store),
+            who=f"rank {self.rank}",
+            without="this rank is not late, however slow, and learns of no peer's failure but by its connections",
+            watched=(_TROUBLE, _ENDED),
+        )
+        self._counted: deque[int] = deque()  # steps whose counter this rank began; by the store's thread
+        self._progress = _Progress()
+        self._finalizer = weakref.finalize(self, _end, self._store, self.rank, self._progress)
+
+    @property
+    def store_reachable(self) -> bool:
+        """Whether the job's store answered this rank when it last looked; without it the rank cannot be late."""
+        return self._store.reachable
+
+    def close(self) -> None:
+        """Leave word that this rank takes no further part, unless its peers know; after that, use nothing of this."""
+        self._finalizer()
+
+    def merged(self, step: int) -> None:
+        """This rank has merged ``step``: its peers need it in the later ones only."""
+        self._progress.merged = step
+
+    # -- all ranks together
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, of what JSON can hold. Raises `PeerFailed` where a rank ended instead.
+
+        torch's own way with objects needs numpy, and builds what the others send from pickles.
+        """
+        what = self._between_steps("the comparison of the ranks' models")
+        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [int(size) for size in self._gather(torch.tensor([len(own)]), what)]
+        everyone = self._gather(pad(own, (0, max(sizes) - len(own))), what)
+        return [json.loads(bytes(other[:size].tolist())) for other, size in zip(everyone, sizes, strict=True)]
+
+    def _gather(self, tensor: Tensor, what: str) -> list[Tensor]:
+        tensors = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        self._between(what, partial(dist.all_gather, tensors, tensor, group=self.control, async_op=True))
+        return tensors
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrite ``tensor`` with rank 0's. Raises `PeerFailed` where a rank ended instead."""
+        what = self._between_steps("rank 0's parameters and buffers")
+        self._between(what, partial(dist.broadcast, tensor, group=self.gradients, group_src=0, async_op=True))
+
+    def of_rank0(self, numbers: Tensor) -> Tensor:
+        """Rank 0's ``numbers``, on the CPU; overwrites this rank's. Raises `PeerFailed` where a rank ended instead."""
+        what = self._between_steps("rank 0's stages")
+        self._between(what, partial(dist.broadcast, numbers, group=self.control, group_src=0, async_op=True))
+        return numbers
+
+    def _between(self, what: str, begin: Callable[[], dist.Work | None]) -> None:
+        """Wait for a collective between two steps."""
+        try:
+            work = begin()
+        except RuntimeError as error:
+            raise PeerFailed(self.explain(what)) from error
+        assert work is not None
+        self.wait(work, self._progress.merged + 1, what)
+
+    def _between_steps(self, what: str) -> str:
+        return f"rank {self.rank}, before step {self._progress.merged + 1}, {what}"
+
+    # -- evidence that peers wait
+
+    def post_finished(self, step: int) -> None:
+        """Count this rank among those that have finished their own work for ``step``; from any thread, without waiting.
+
+        Who begins a step's counter removes it, when it begins one that is 32 steps or more later.
+        """
+        self._store.post(partial(_count, self._counted, step))
+
+    def num_finished(self, step: int) -> int:
+        """How many ranks have finished their own work for ``step``; 0 where the store does not answer."""
+        try:
+            return self._store.ask(lambda store: int(store.add(f"finished/{step}", 0)))
+        except StoreUnreachable:
+            return 0
+
+    # -- names
+
+    def publish_name(self, key: int, name: str) -> str:
+        """The first name that a rank published under this key: this one, if there was none.
+
+        Raises `StoreUnreachable` where the store does not answer.
+        """
+        return self._store.ask(lambda store: str(store.compare_set(f"name/{key}", "", name).decode()))
+
+    def published_name(self, key: int) -> str | None:
+        """The name under this key, if there is one. Raises `StoreUnreachable` where the store does not answer."""
+        return self._store.ask(lambda store: _words(store, "name", [key])).get(key)
+
+    # -- failures
+
+    def post_doing(self, words: str) -> None:
+        """Leave word of what this rank has been doing for so long; empty: it is not stuck any more."""
+        key = f"doing/{self.rank}"
+        self._store.post(lambda store: store.set(key, words))
+
+    def post_failure(self, message: str) -> None:
+        """Leave word of this rank's failure for its peers."""
+        self._progress.told = True
+        try:
+            self._store.ask(partial(_leave_word, f"failure/{self.rank}", message, _TROUBLE))
+        except StoreUnreachable as error:
+            _log.warning("%s; the peers cannot learn more than that it failed: %s", message, error)
+
+    def wait(self, work: dist.Work, step: int, what: str, give_up_s: float | None = None) -> None:
+        """Wait for a collective of ``step``; raises `PeerFailed` when a peer failed or ``give_up_s`` is over.
+
+        A long wait is logged once, with the ranks that it is for and what they are doing. That, and whether a peer has
+        ended, is all that the store is asked meanwhile, for half a second at the most.
+        """
+        began_at = time.monotonic()
+        give_up_at = began_at + (give_up_s or self.give_up_s)
+        told = None
+        while not self._ended(work, what, min(_SLICE_S, max(0.0, give_up_at - time.monotonic()))):
+            if time.monotonic() >= give_up_at or self._is_in_vain(step):
+                raise PeerFailed(self.explain(what))
+            self._store.look()
+            waited_s = time.monotonic() - began_at
+            with contextlib.suppress(StoreUnreachable):  # then nobody knows for whom
+                if told is None and waited_s > LONG_S:
+                    told = self._note_waiting(step)
+                elif told == 1 and waited_s > 2 * LONG_S:  # one rank says it for all, and says it once
+                    told = 0
+                    _log.warning("%s: waiting for %s", what, self._waited_for(step))
+        if self._queued:
+            work.wait()  # makes this thread's stream wait, and raises what went wrong
+
+    def _is_in_vain(self, step: int) -> bool:
+        """Whether a peer is known to have failed, or to have ended before ``step``."""
+        seen = self._store.seen
+        if _TROUBLE in seen:
+            return True
+        if _ENDED not in seen:
+            return False
+        with contextlib.suppress(StoreUnreachable):
+            return any(end.merged < step for end in self._ends())
+        return False
+
+    def _ended(self, work: dist.Work, what: str, seconds: float) -> bool:
+        """Wait for a collective to end, for so long at the most."""
+        if self._queued:  # nccl would take the end of a short wait for a failure, and abort
+            until = time.monotonic() + seconds
+            while not work.is_completed() and time.monotonic() < until:
+                time.sleep(_POLL_S)
+            return work.is_completed()
+        try:
+            work.wait(timedelta(seconds=max(seconds, 0.001)))  # 0 is no time limit
+        except RuntimeError:
+            if not work.is_completed():
+                return False
+            try:
+                work.wait()  # it failed, or it ended just when the time was over
+            except RuntimeError as error:
+                raise PeerFailed(self.explain(what)) from error
+        return True
+
+    def _note_waiting(self, step: int) -> int:
+        """Tell the peers that this rank waits in ``step``; how many have told so by now, this one included."""
+
+        def note(store: Any) -> int:
+            store.set(f"waiting/{step}/{self.rank}", "")
+            return int(store.add(f"waiting/{step}", 1))
+
+        return self._store.ask(note, _SLICE_S)
+
+    def _waited_for(self, step: int) -> str:
+        """The ranks that do not wait in ``step``, and what they are doing, as far as they say."""
+        others = self._store.ask(lambda store: _absent(store, f"waiting/{step}", self.world_size), _SLICE_S)
+        return f"ranks {others}{self._doing(others, _SLICE_S)}"
+
+    def _doing(self, ranks: Sequence[int], limit_s: float) -> str:
+        words = self._store.ask(lambda store: _words(store, "doing", ranks), limit_s)
+        return "".join(f"; {word}" for word in words.values() if word)
+
+    def explain(self, what: str, patience_s: float = 1.7) -> str:
+        """Why ``what`` failed: the failures that ranks left word of, or else the ranks that no longer answer.
+
+        After ``patience_s`` at the latest, and where the store does not answer by then it says that.
+        """
+        self._progress.told = True  # this rank ends for what others did
+        try:
+            return f"{what}: {self._reason(time.monotonic() + patience_s)}"
+        except StoreUnreachable as error:
+            return f"{what}: no answer from peers, and {error}"
+
+    def _reason(self, until: float) -> str:
+        def ask(request: Callable[[Any], Any]) -> Any:
+            return self._store.ask(request, max(until - time.monotonic(), _SLICE_S))
+
+        # who waits for this rank, and not for the one that is gone, learns of it
+        ask(partial(_leave_word, f"survivor/{self.rank}", "", _TROUBLE))
+        while not (reasons := ask(self._reasons)):
+            missing = ask(lambda store: _absent(store, "survivor", self.world_size))
+            if not missing or time.monotonic() > until:
+                return self._first_given_up(missing)
+            time.sleep(0.05)
+        return "; ".join(reasons)
+
+    def _first_given_up(self, missing: Sequence[int]) -> str:
+        """What the rank said that gave up first: by now the lost ranks may be back, and end as well."""
+        gone = f"no answer from ranks {missing}{self._doing(missing, _SLICE_S)}" if missing else "connection lost"
+        first: bytes = self._store.ask(lambda store: store.compare_set("given up", "", gone), _SLICE_S)
+        return first.decode()
+
+    def _reasons(self, store: Any) -> list[str]:
+        """What ranks left word of: failures, or else that they ended."""
+        ranks = range(self.world_size)
+        failures = _words(store, "failure", ranks)
+        ends = _words(store, "ended", ranks)
+        return list(failures.values()) or [_End.read(word).words for word in ends.values()]
+
+    def _ends(self) -> list[_End]:
+        words = self._store.ask(lambda store: _words(store, "ended", range(self.world_size)), _SLICE_S)
+        return [_End.read(word) for word in words.values()]
+
+
+@dataclass
+class _Progress:
+    """How far this rank is, for its last word: the last merged step, and whether the peers know why it ends."""
+
+    merged: int = -1
+    told: bool = False
+
+
+@dataclass(frozen=True)
+class _End:
+    """A rank's last word: it takes part in no step after ``merged``."""
+
+    merged: int
+    words: str
+
+    @classmethod
+    def read(cls, word: str) -> _End:
+        merged, _, words = word.partition(" ")
+        return cls(int(merged), words)
+
+
+def _end(store: JobStore, rank: int, progress: _Progress) -> None:
+    """When the model is closed, or the process ends: tell the peers why, where they do not know yet."""
+    if not progress.told:
+        after = f"after step {progress.merged}" if progress.merged >= 0 else "before its first step was merged"
+        # an exception that nobody caught is where the interpreter leaves it for debuggers
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        if error is not None:
+            message = f"rank {rank} raised {after}, outside of a step: {error!r}"
+            store.post(partial(_leave_word, f"failure/{rank}", message, _TROUBLE))
+        else:
+            why = "its loop was over, or it called sys.exit; use model.join(loader) for uneven data"
+            word = f"{progress.merged} rank {rank} ended {after} ({why})"
+            store.post(partial(_leave_word, f"ended/{rank}", word, _ENDED))
+    store.close()
+
+
+# -- what the store's thread does
+
+
+def _leave_word(key: str, word: str, sign: str, store: Any) -> None:
+    """``sign`` says to those that watch it that there are words."""
+    store.set(key, word)
+    store.set(sign, "")
+
+
+def _count(counted: deque[int], step: int, store: Any) -> None:
+    if store.add(f"finished/{step}", 1) > 1:
+        return
+    counted.append(step)  # the first one cleans up, once no rank asks for a step that far back
+    while counted[0] <= step - 32:
+        store.delete_key(f"finished/{counted.popleft()}")
+
+
+def _absent(store: Any, key: str, world_size: int) -> list[int]:
+    """The ranks without a word under ``key``."""
+    return [rank for rank in range(world_size) if not store.check([f"{key}/{rank}"])]
+
+
+def _words(store: Any, key: str, ranks: Iterable[int]) -> dict[int, str]:
+    """What ranks left under ``key``, of those that did."""
+    return {rank: store.get(f"{key}/{rank}").decode() for rank in ranks if store.check([f"{key}/{rank}"])}

@@ -1,0 +1,167 @@
+"""What a module must be for its gradients to be merged in stages; every refusal says what to do instead.
+
+And whether replicas are still the same while they are trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Iterable
+from inspect import unwrap
+from types import FrameType
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from torch.nn.parameter import UninitializedParameter
+
+from straggle.backward.hooks import observers_of
+from straggle.backward.stages import trainable
+
+# what DistributedDataParallel calls it, and what to write instead
+INSTEAD = {
+    "device_ids": "leave it out; move the module to its device before wrapping it",
+    "output_device": "leave it out; outputs stay on the module's device",
+    "dim": "leave it out; every rank has a process, and batches of its own",
+    "broadcast_buffers": 'merge=straggle.Merge(buffers="mean"), "rank0" or "local"',
+    "forward_sync_buffers": 'merge=straggle.Merge(buffers="mean"), "rank0" or "local"',
+    "init_sync": "leave it out; parameters and buffers are overwritten with rank 0's",
+    "bucket_cap_mb": "stages=<a number of stages>; small ones share a message of about 1 MB",
+    "bucket_cap_mb_list": "stages=<a number of stages>; small ones share a message of about 1 MB",
+    "find_unused_parameters": "leave it out; a parameter that the graph does not use is found without it",
+    "check_reduction": "leave it out; it does nothing in DDP either",
+    "gradient_as_bucket_view": "leave it out; gradients are always views of the merged buffers",
+    "batched_grad_copy": "leave it out; each gradient is copied as soon as it is finished",
+    "static_graph": "leave it out; any graph will do, and it may change from step to step",
+    "delay_all_reduce_named_params": "leave it out; which gradients are merged together is planned in stages=",
+    "param_to_hook_all_reduce": "leave it out; which gradients are merged together is planned in stages=",
+    "mixed_precision": "torch.autocast in the block, or convert the module before wrapping it",
+    "device_mesh": "process_group=mesh.get_group()",
+    "skip_all_reduce_unused_params": "leave it out; all parameters travel with their stage",
+    "no_sync": "`with model.step(num_microbatches=n):` around the n backward passes",
+    "require_backward_grad_sync": "`with model.step(num_microbatches=n):` around the n backward passes",
+    "register_comm_hook": "an Estimator or a Merge; how contributions are merged cannot be replaced",
+    "register_builtin_comm_hook": "an Estimator or a Merge; how contributions are merged cannot be replaced",
+}
+_CLIPPING = {unwrap(clip).__code__ for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_)}
+CLIP_AFTER_THE_BLOCK = (
+    "gradients are clipped inside of `with model.step()`, where every p.grad is None until the merge, so nothing is "
+    "clipped: clip after the block, before optimizer.step()"
+)
+
+
+def clips(frame: FrameType | None) -> bool:
+    """Whether this frame is that of a function of torch's that clips gradients, or of a comprehension in it."""
+    return frame is not None and (
+        frame.f_code in _CLIPPING or (frame.f_code.co_name == "<listcomp>" and clips(frame.f_back))
+    )
+
+
+def refuse_words_of_ddp(given: Iterable[str]) -> None:
+    """Raise ``TypeError`` for constructor arguments that there are not, with what to write instead of DDP's."""
+    words = [f"{name} ({INSTEAD[name]})" if name in INSTEAD else name for name in given]
+    if words:
+        raise TypeError(f"StagedDataParallel() has no argument {', '.join(words)}")
+
+
+def check_unwrapped(module: nn.Module, wrapper: type[nn.Module]) -> None:
+    """Raise ``ValueError`` for a module that is or has a data-parallel one, or whose ``wrapper`` was not closed."""
+    for name, child in module.named_modules():
+        if isinstance(child, (wrapper, nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            where = f"{name} is" if name else "this is already"
+            raise ValueError(f"{where} a {type(child).__name__}: wrap the plain module, once, as a whole (its .module)")
+    for name, parameter in module.named_parameters():
+        if any(isinstance(observer, wrapper) for observer in observers_of(parameter)):
+            raise ValueError(
+                f"parameter {name} belongs to a {wrapper.__name__} that is not closed: use that, or close() it first"
+            )
+
+
+def check_module(module: nn.Module) -> None:
+    """Raise ``ValueError`` for a module that cannot be trained in stages."""
+    kind = type(module).__name__
+    parameters = trainable(module)
+    if not parameters:
+        raise ValueError(f"{kind} has no parameter with requires_grad=True: there is nothing to train or merge")
+    for name, parameter in parameters:
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(f"parameter {name} is not initialized: run one forward pass of the lazy module first")
+        if _is_sharded(parameter):
+            raise ValueError(f"parameter {name} is sharded (DTensor): wrap the module before it is sharded")
+    for name, child in module.named_modules():
+        if isinstance(child, nn.SyncBatchNorm):
+            raise ValueError(
+                f"{name} is a SyncBatchNorm: its collectives in the forward pass would hang when a late rank stops; "
+                "use BatchNorm or GroupNorm"
+            )
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
+            raise ValueError(f"{name} has sparse gradients, which have no place in flat buffers: set sparse=False")
+
+
+def _is_sharded(parameter: Tensor) -> bool:
+    """Whether this is a DTensor, whose module takes most of a second to import: without it there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(parameter, module.DTensor)
+
+
+def kinds_of(parameters: Iterable[Tensor]) -> list[tuple[torch.dtype, torch.device]]:
+    """What the buffers of the merge are made for."""
+    return [(parameter.dtype, parameter.device) for parameter in parameters]
+
+
+def check_kinds(named: Iterable[tuple[str, Tensor]], wrapped: Iterable[tuple[torch.dtype, torch.device]]) -> None:
+    """Raise ``RuntimeError`` naming the first parameter that has another dtype or device than when it was wrapped."""
+    for (name, parameter), (dtype, device) in zip(named, wrapped, strict=True):
+        if (parameter.dtype, parameter.device) != (dtype, device):
+            raise RuntimeError(
+                f"parameter {name} was {dtype} on {device} when the model was wrapped and is {parameter.dtype} on "
+                f"{parameter.device} now: convert or move the module before StagedDataParallel(model), or close() this "
+                "one and wrap the module again with a new optimizer"
+            )
+
+
+def check_num_microbatches(num_microbatches: int) -> None:
+    """Raise ``ValueError`` for what is no number of backward passes."""
+    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int):
+        raise ValueError(f"num_microbatches={num_microbatches!r}: must be a whole number of backward passes, such as 4")
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches={num_microbatches}: a step has at least one backward pass")
+
+
+def too_few_passes(announced: int, came: int) -> str:
+    """What to tell of a rank that was not cut short and had some of its backward passes; empty: all of them came."""
+    if not 0 < came < announced:
+        return ""
+    return (
+        f"{came} of {announced} backward passes came, and nobody stopped the others: gradients count as if all had "
+        f"come. Write model.step(num_microbatches={came}) where a step has fewer, such as at the end of an epoch"
+    )
+
+
+def left_out(ranks: Iterable[int], skipped: bool) -> str:
+    """What to tell of ranks whose gradients were not finite."""
+    nobody = ", no rank had others, and the step changes nothing" if skipped else ""
+    return (
+        f"gradients of ranks {list(ranks)} were not finite and are left out of the merge{nobody}. They are counted in "
+        'RankReport.nonfinite. If a GradScaler is to see them, write merge=straggle.Merge(nonfinite="keep")'
+    )
+
+
+def fingerprint(parameters: Iterable[Tensor]) -> int:
+    """48 bits that are equal where all parameters are equal bit for bit, and hardly ever where they are not.
+
+    It hashes the sum of each parameter's bits, read as 64-bit integers: exact, and one fast pass on any device. The
+    order of these integers within one parameter makes no difference to it.
+    """
+    sums = [_words(parameter.detach()).sum() for parameter in parameters]
+    content = repr(torch.stack(sums).tolist()).encode()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=6).digest(), "big")
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """The bits of ``tensor`` as int64, filled up with zeros; copied only where they do not lie so."""
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    if flat.numel() % 8 or flat.storage_offset() % 8:
+        flat = pad(flat, (0, -flat.numel() % 8)).clone()
+    return flat.view(torch.int64)

@@ -1,0 +1,98 @@
+"""The deadline in force: what the policy has seen of the steps so far, and what it decided for the running one.
+
+Nothing here is thread-safe: the coordinator's lock guards it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import SupportsFloat
+
+import torch
+from torch import Tensor, nn
+
+from straggle.backward.stages import Stage, StagePlan
+from straggle.merge.telemetry import Table
+from straggle.policies.deadline import Deadline, Patience, WaitForAll, name_of
+from straggle.policies.history import History, HistoryWindow
+from straggle.policies.step_model import Rules
+
+
+class DeadlineInForce:
+    """``seconds`` for the step that is being merged; ``shadow_s``: those of a policy that is not enforced."""
+
+    def __init__(self, policy: Deadline, patience: Patience, world_size: int) -> None:
+        self.patience = patience
+        self.rules = Rules.of(policy, patience, world_size)
+        self.seconds = math.inf  # the first step waits for everyone
+        self.shadow_s = math.nan if policy.enforced else math.inf
+        self._policy = policy
+        self._window = HistoryWindow(policy.window, world_size)
+        self._stage_share: Tensor | None = None  # of the model, where the policy looks at more than times
+
+    @property
+    def after_quorum_s(self) -> float:
+        """Seconds that a rank has once a quorum waits."""
+        return self._policy.grace_s
+
+    @property
+    def history(self) -> History:
+        """What the policy has seen; its tensors are views."""
+        return self._window.read()
+
+    def restore(self, history: History) -> None:
+        """Go on from a history that was saved."""
+        self._window.restore(history)
+
+    def wait_for_all(self) -> None:
+        """Nobody is late from here on."""
+        self._policy = WaitForAll()
+
+    def prepare(self, plan: StagePlan, parameters: Sequence[nn.Parameter]) -> None:
+        """Tell the policy how late ranks are treated, and of the stages, which stay as they are."""
+        self._policy.prepare(self.patience, [_parts(stage, parameters) for stage in plan.stages])
+
+    def watch(self, plan: StagePlan) -> None:
+        """From here on keep how the ranks come through the stages, for a policy that looks at more than times."""
+        if self._policy.wants_progress:
+            numel = torch.tensor([stage.numel for stage in plan.stages], dtype=torch.float32)
+            self._stage_share = numel / numel.sum()
+            self._window.watch(self._stage_share)
+
+    def decide(self, table: Table) -> None:
+        """A step is merged: the deadline of the next one."""
+        shares = self._stage_share
+        progress = None if shares is None else table.progress(shares, self.patience.granularity)
+        decided_s = self._seconds(
+            self._policy.decide(self._window.append(table.compute_s(), table.finished(), progress))
+        )
+        if self._policy.enforced:
+            self.seconds = decided_s
+        else:
+            self.shadow_s = decided_s
+
+    def _seconds(self, decided: object) -> float:
+        """What the policy decided. Raises ``ValueError``, naming it, for what are no seconds."""
+        seconds = _number(decided)
+        if seconds >= 0:
+            return seconds
+        raise ValueError(
+            f"{name_of(self._policy)}.decide() gave {decided!r} for step {self.history.num_steps}: give a number of "
+            "seconds of at least 0, or math.inf to wait for everyone"
+        )
+
+
+def _number(value: object) -> float:
+    """A number of any kind, a tensor of one element included, as a float; NaN for what is none."""
+    if not isinstance(value, SupportsFloat) or isinstance(value, bool):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # a tensor of several elements
+        return math.nan
+
+
+def _parts(stage: Stage, parameters: Sequence[nn.Parameter]) -> int:
+    """How many gradients of the same size would come as evenly as those of the stage."""
+    return round(stage.numel**2 / sum(parameters[index].numel() ** 2 for index in stage.parameters))

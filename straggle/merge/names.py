@@ -1,0 +1,65 @@
+"""The names of scalars: a row of telemetry has room for numbers only, so each name travels as its hash.
+
+What a hash stands for is said once, in the job's store, when its name is first logged anywhere, and looked up once by
+each rank that meets a hash which it does not know. No step waits for it where no new name is logged.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterable
+from typing import Protocol
+
+
+class Directory(Protocol):
+    """Where ranks tell one another names; raises ``RuntimeError`` where it is gone."""
+
+    def publish_name(self, key: int, name: str) -> str:
+        """The first name that was published under this key: this one, if there was none."""
+
+    def published_name(self, key: int) -> str | None:
+        """The name under this key, if there is one."""
+
+
+class ScalarNames:
+    """The names that one rank knows: those that it has logged, and those of its peers that it has met."""
+
+    def __init__(self, directory: Directory | None = None, logged: Iterable[str] = ()) -> None:
+        self._directory = directory
+        self._logged = set(logged)
+        self._known = {name_hash(name): name for name in logged}
+
+    def log(self, names: Iterable[str]) -> None:
+        """Publish those that are new. Raises ``ValueError`` for one that cannot be told from another by its hash."""
+        for name in names:
+            if name not in self._logged:
+                self._publish(name)
+
+    def of(self, hashes: Iterable[float]) -> dict[float, str]:
+        """The names behind these hashes; one that is not known yet is left out where the job's store is gone."""
+        with contextlib.suppress(RuntimeError):
+            for key in hashes:
+                if key not in self._known and self._directory is not None:
+                    name = self._directory.published_name(int(key))
+                    if name is not None:
+                        self._known[key] = name
+        return dict(self._known)
+
+    def _publish(self, name: str) -> None:
+        key, first = name_hash(name), name
+        if self._directory is not None:
+            with contextlib.suppress(RuntimeError):  # the store is gone: the merge will tell
+                first = self._directory.publish_name(int(key), name)
+        first = self._known.get(key, first)
+        if first != name:
+            raise ValueError(
+                f"scalars {first!r} and {name!r} have the same hash by chance: give one of them another name"
+            )
+        self._known[key] = name
+        self._logged.add(name)
+
+
+def name_hash(name: str) -> float:
+    """A number for a scalar's name, exact in float32 and never 0, which marks an empty slot."""
+    return float(int.from_bytes(hashlib.sha256(name.encode()).digest()[:3], "big") | 1)

@@ -1,0 +1,300 @@
+"""One step of one rank on its way through the merge: what is in its buffers, what is missing, what has been issued.
+
+Nothing here is thread-safe: the coordinator's lock guards it.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from straggle.backward.stages import Stage, StagePlan
+from straggle.merge.buffers import Share, StageBuffers
+from straggle.merge.telemetry import Table
+from straggle.policies.estimators import Estimator, Supplement, check_estimate, supplement_of
+from straggle.report import Cause, Phase
+
+
+class Usage:
+    """In which backward passes of a step, by their number, each parameter has ever had a gradient.
+
+    So a head that belongs to the second loss of a step is not counted as missing, or as a zero, in the first.
+    """
+
+    def __init__(self) -> None:
+        self._over = 0  # passes that were over in any step, as a set of bits
+        self._all = 0  # those that gave every parameter a gradient
+        self._some: dict[int, int] = {}  # for each of the others' parameters
+
+    def add_all(self, number: int) -> None:
+        """Pass ``number`` is over, and had a gradient for every parameter."""
+        self._over |= 1 << number
+        self._all |= 1 << number
+
+    def add(self, indices: Iterable[int], number: int) -> None:
+        """Pass ``number`` is over, and had gradients for these parameters and no others."""
+        self._over |= 1 << number
+        for index in indices:
+            self._some[index] = self._some.get(index, 0) | 1 << number
+
+    def passes(self, index: int, num_passes: int) -> int:
+        """The passes of a step in which parameter ``index`` may have a gradient, as a set of bits.
+
+        One that was never over may have one, and all may where none ever had.
+        """
+        every, used = (1 << num_passes) - 1, self._all | self._some.get(index, 0)
+        return (used | ~self._over) & every or every if used else every
+
+
+class Layout:
+    """A plan as the merge needs it: which bucket ends with which stage, and which parameter is in which."""
+
+    def __init__(self, plan: StagePlan, parameters: Sequence[nn.Parameter]) -> None:
+        self.plan = plan
+        self.buckets: list[tuple[Stage, ...]] = plan.buckets()
+        self.bucket_ends = [sum(len(bucket) for bucket in self.buckets[: b + 1]) for b in range(len(self.buckets))]
+        self.stage_of = {index: number for number, stage in enumerate(plan.stages) for index in stage.parameters}
+        self.numel = [parameter.numel() for parameter in parameters]
+
+    def by_stage(self, shares: Sequence[float]) -> tuple[float, ...]:
+        """The mean share over the elements of each stage, from a share for each parameter."""
+        if (lowest := min(shares)) == max(shares):
+            return (lowest,) * len(self.plan.stages)
+        return tuple(sum(shares[i] * self.numel[i] for i in s.parameters) / s.numel for s in self.plan.stages)
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a rank hands in: for each parameter the share of the step's micro-batches, and the weights of estimates.
+
+    ``late``: it was cut short. ``cause``: why something is missing, if anything is.
+    """
+
+    computed: Sequence[float]
+    estimated: Mapping[int, float]
+    late: bool = False
+    cause: Cause | None = None
+
+
+class Round:
+    """One step; ``num_microbatches`` and ``weight`` are those that this rank gave it.
+
+    ``factors``: what a computed gradient of each stage counts beside that; ``None``: 1. ``whole``: all that the rank
+    computes goes into the merge, or nothing does.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        layout: Layout,
+        buffers: StageBuffers,
+        group: dist.ProcessGroup,
+        *,
+        factors: Sequence[float] | None = None,
+        whole: bool = False,
+        usage: Usage | None = None,
+    ) -> None:
+        self.step = step
+        self.buffers = buffers
+        self.closed = False  # all collectives are issued
+        self.stood_in = False
+        self.num_microbatches = 1
+        self.weight = 1.0
+        self.stage_s = [math.nan] * len(layout.plan.stages)  # when each stage was whole
+        self.works: list[tuple[dist.Work, str]] = []
+        self._layout = layout
+        self._group = group
+        self._factors = factors
+        self._supplemented: dict[int, float] = {}  # for some parameters, the weight of what was added to them
+        self._unusual: dict[int, Share] = {}  # complete parameters that do not simply have the rank's weight
+        self._whole = whole
+        self._usage = usage or Usage()
+        self._passes = [0] * len(layout.numel)  # for each parameter, the micro-batches that are in
+        self._last_in = [-1] * len(layout.numel)  # and the number of the last of them
+        self._num_in_pass = 0  # parameters whose gradient of the running pass is in
+        self._unused: dict[int, int] = {}  # for some parameters, the passes that are over without a gradient: bits
+        self.num_over = 0  # passes that are over
+        self.max_over = sys.maxsize
+        self._missing = [len(stage.parameters) for stage in layout.plan.stages]  # parameters that are not complete
+        self._issued = 0  # buckets whose merge has begun
+        buffers.begin()
+
+    @property
+    def num_gradients(self) -> int:
+        """Finished gradients that are in, over all micro-batches."""
+        return sum(self._passes)
+
+    def is_full(self, index: int) -> bool:
+        """Whether parameter ``index`` has had all its backward passes."""
+        return self._passes[index] == self.num_microbatches
+
+    def is_in(self, index: int, number: int) -> bool:
+        """Whether parameter ``index`` has its gradient of pass ``number``."""
+        return self._last_in[index] == number
+
+    def put(self, index: int, gradient: Tensor, number: int = 0) -> bool:
+        """Take the gradient of pass ``number``; true where the parameter is complete with it."""
+        self._last_in[index] = number
+        self._num_in_pass += 1
+        self.buffers.put(index, gradient, add=self._passes[index] > 0, weight=self.weight * self._factor(index))
+        self._passes[index] += 1
+        return self.is_full(index)
+
+    def end_pass(self, number: int) -> None:
+        """Pass ``number`` is over: what it gave no gradient to is a computed zero."""
+        num_in, self._num_in_pass = self._num_in_pass, 0
+        if self.num_over >= self.max_over:
+            return
+        self.num_over += 1
+        if num_in == len(self._last_in):
+            self._usage.add_all(number)
+            return
+        self._usage.add((index for index, last in enumerate(self._last_in) if last == number), number)
+        for index, last in enumerate(self._last_in):
+            if last != number:
+                self._unused[index] = self._unused.get(index, 0) | 1 << number
+
+    def begin_pass(self) -> None:
+        """A pass begins; the one before it may have failed."""
+        self._num_in_pass = 0
+
+    def read(self, index: int) -> Tensor:
+        """A copy of this rank's own gradient of parameter ``index``, as far as it is in."""
+        return self.buffers.read(index, self.weight * self._factor(index))
+
+    def add(self, index: int, supplement: Supplement | None) -> None:
+        """Add to this rank's contribution to parameter ``index``."""
+        if supplement is not None:
+            add = self._passes[index] > 0
+            self.buffers.put(index, supplement.gradient, add=add, weight=self.weight)
+            self._supplemented[index] = supplement.weight
+
+    def parameter_complete(self, index: int, after_s: float) -> bool:
+        """Merge what is complete now; true where the parameter's stage is, ``after_s`` seconds into the step."""
+        stage, layout = self._layout.stage_of[index], self._layout
+        if self._factors is not None or index in self._supplemented:
+            self._unusual[index] = Share(self.weight * self._weight(index, 1.0), True)
+        self._missing[stage] -= 1
+        if self._missing[stage] > 0:
+            return False
+        self.stage_s[stage] = after_s
+        if self._whole:
+            return True
+        # the last bucket waits for the end of the step, because the telemetry goes with it
+        while self._issued < len(layout.buckets) - 1 and not any(self._missing[: layout.bucket_ends[self._issued]]):
+            self._issue(self._unusual)
+        return True
+
+    def finished_part(self, phase: Phase) -> Contribution:
+        """What a rank computed that is stood in for in this phase."""
+        computed = self._computed()
+        late = min(computed) < 1
+        return Contribution(computed, {}, late, phase if late else None)
+
+    def own_part(self, phase: Phase, *, truncated: bool, failed: bool) -> Contribution:
+        """What a rank computed that left its block in this phase; ``failed``: a backward pass did not come to its end.
+
+        Where the graph did not use a parameter, its gradient is a computed zero.
+        """
+        if truncated:
+            return Contribution(self._computed(), {}, True, phase)
+        if failed and min(computed := self._computed()) < 1:
+            return Contribution(computed, {}, False, "error")
+        if not any(self._passes):
+            return Contribution([0.0] * len(self._passes), {}, False, "skipped")
+        return Contribution([1.0] * len(self._passes), {})
+
+    def _computed(self) -> list[float]:
+        """For each parameter the share of its passes that are in, or over without a gradient for it."""
+        if not any(self._missing) and any(self._passes):
+            return [1.0] * len(self._passes)
+        computed = [self._share(index, count) for index, count in enumerate(self._passes)]
+        if self._whole and min(computed) < 1:
+            self._passes = [0] * len(computed)
+            computed = [0.0] * len(computed)
+        return computed
+
+    def _share(self, index: int, num_in: int) -> float:
+        may = self._usage.passes(index, self.num_microbatches)
+        zeros = self._unused.get(index, 0) & may
+        return min(1.0, (num_in + zeros.bit_count()) / may.bit_count())
+
+    def estimate(self, own: Contribution, estimator: Estimator, parameters: Sequence[nn.Parameter]) -> Contribution:
+        """Put the estimator's contributions in for what is not in ``own``."""
+        weights = {}
+        for index, share in enumerate(own.computed):
+            if share == 1:
+                continue
+            if estimator.supplements:
+                self.add(index, supplement_of(estimator, parameters[index], None))
+            estimate = estimator.contribution(parameters[index])
+            check_estimate(estimate, estimator, parameters[index])
+            if estimate is not None and estimate.weight > 0:
+                weights[index] = estimate.weight * (1 - share)
+                self.buffers.put(index, estimate.gradient, add=self._is_in(index), weight=self.weight * weights[index])
+            estimator.missed(parameters[index], 1 - share, estimate)
+        return replace(own, estimated=weights)
+
+    def abstain(self, own: Contribution, estimator: Estimator, parameters: Sequence[nn.Parameter]) -> None:
+        """Nothing stands in for what is not in ``own``."""
+        for parameter, share in zip(parameters, own.computed, strict=True):
+            if share < 1:
+                estimator.missed(parameter, 1 - share, None)
+
+    def weights(self, own: Contribution) -> Sequence[float]:
+        """What this rank's contribution to each parameter counts, relative to the rank's own weight."""
+        if self._factors is None and not self._supplemented and not own.estimated:
+            return own.computed
+        return [self._weight(i, share) + own.estimated.get(i, 0.0) for i, share in enumerate(own.computed)]
+
+    def _factor(self, index: int) -> float:
+        return 1.0 if self._factors is None else self._factors[self._layout.stage_of[index]]
+
+    def _weight(self, index: int, share: float) -> float:
+        """What counts beside an estimate."""
+        return share * self._factor(index) + self._supplemented.get(index, 0.0)
+
+    def _is_in(self, index: int) -> bool:
+        """Whether something is in the buffer for a parameter."""
+        return self._passes[index] > 0 or index in self._supplemented
+
+    def close(self, own: Contribution) -> None:
+        """Issue what is left; the telemetry is in the buffers."""
+        weights = self.weights(own)
+        shares = self._unusual | {
+            index: Share(self.weight * weights[index], self._is_in(index) or index in own.estimated)
+            for index in range(len(weights))
+            if not self.is_full(index)
+        }
+        while self._issued < len(self._layout.buckets):
+            self._issue(shares)
+        self.closed = True
+
+    def _issue(self, shares: Mapping[int, Share]) -> None:
+        """Begin the merge of the next bucket."""
+        works = self.buffers.all_reduce(self._issued, shares, self._group, self.weight)
+        name = ", ".join(stage.name for stage in self._layout.buckets[self._issued])
+        self.works += [(work, name) for work in works]
+        self._issued += 1
+
+
+@dataclass(frozen=True)
+class MergedStep:
+    """A step that all ranks have merged, waiting for this rank to apply it."""
+
+    step: int
+    plan: StagePlan
+    buffers: StageBuffers
+    table: Table
+    seconds: float
+    deadline_s: float
+    shadow_s: float
+    merged_at: float
+    stood_in: bool
+    num_gradients: int
+    num_over: int

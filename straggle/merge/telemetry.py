@@ -1,0 +1,426 @@
+"""What each rank tells the others with every merge: one row of numbers, in its own slot, so that no message is added.
+
+A row holds the fixed fields of `Row`, then four numbers for each stage, then the user's scalars as (hash of the name,
+value) pairs, so that ranks need not agree on names or their order.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from statistics import median
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from straggle.backward.kept import UNDECIDED
+from straggle.backward.stages import StagePlan
+from straggle.merge.names import ScalarNames, name_hash
+from straggle.policies.deadline import Granularity
+from straggle.policies.history import StepProgress
+from straggle.policies.step_model import Rules, computed_share, outcome
+from straggle.report import CAUSES, PHASES, Phase, RankReport, ShadowReport, StageReport, StepReport
+
+MAX_SCALARS = 8
+MICROBATCH_SLOTS = 16  # for the times at which micro-batches end; of more of them, several share one
+_TIMES = tuple(f"{phase}_s" for phase in PHASES)
+_FLAGS = ("late", "stood_in", "cause", "failed", "idle", "weight", "nonfinite", "fingerprint_high", "fingerprint_low")
+_STATE = ("stepped", "kept", "without_store")
+_FIELDS = (*_TIMES, "compute_s", "busy_s", "overrun_s", *_FLAGS, "merge_s", "num_microbatches", *_STATE)
+_PER_STAGE = 4
+_COLUMN = {name: column for column, name in enumerate(_FIELDS)}
+NONFINITE = _COLUMN["nonfinite"]  # counted while the row is on its way
+NO_FINGERPRINT = -1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rank's telemetry for one step; times in seconds, ``cause`` an index into ``CAUSES`` or -1.
+
+    ``computed``, ``estimated`` and ``weights`` (of all that it hands in; empty: as computed) are relative to the rank's
+    own ``weight``; ``idle``: it has no more data. ``fingerprint`` has 48 bits, which go as two numbers, exact
+    in float32. ``merge_s``: seconds from the end of the rank's own work in the step before to the end of its merge.
+    ``microbatch_s``: when each micro-batch ended. ``stepped``: how often its optimizers stepped since the merge before
+    (NaN: not known). ``kept``: which gradients it had before its first backward pass (`kept.mark`).
+    ``without_store``: the job's store did not answer it.
+    """
+
+    times: Mapping[Phase, float]
+    compute_s: float
+    busy_s: float
+    overrun_s: float = 0.0
+    late: bool = False
+    stood_in: bool = False
+    cause: int = -1
+    failed: bool = False
+    idle: bool = False
+    weight: float = 1.0
+    fingerprint: int = NO_FINGERPRINT
+    computed: tuple[float, ...] = ()
+    estimated: tuple[float, ...] = ()
+    stage_s: tuple[float, ...] = ()
+    weights: tuple[float, ...] = ()
+    merge_s: float = 0.0
+    num_microbatches: int = 1
+    microbatch_s: tuple[float, ...] = ()
+    stepped: float = math.nan
+    kept: int = UNDECIDED
+    without_store: bool = False
+    scalars: Mapping[str, float] = field(default_factory=dict)
+
+    def encode(self) -> Tensor:
+        """The row as a tensor of `row_length` elements."""
+        fixed = [self.times[phase] for phase in PHASES]
+        fixed += [self.compute_s, self.busy_s, self.overrun_s]
+        fixed += [float(self.late), float(self.stood_in), float(self.cause), float(self.failed)]
+        fixed += [float(self.idle), self.weight, 0.0]
+        fixed += [float(self.fingerprint >> 24), float(self.fingerprint & 0xFFFFFF)]
+        fixed += [self.merge_s, float(self.num_microbatches)]
+        fixed += [self.stepped, float(self.kept), float(self.without_store)]
+        slots = [math.nan] * MICROBATCH_SLOTS
+        for number, seconds in enumerate(self.microbatch_s):
+            slots[_slot(number, self.num_microbatches)] = seconds
+        pairs = [number for name, value in self.scalars.items() for number in (name_hash(name), value)]
+        pairs += [0.0] * (2 * MAX_SCALARS - len(pairs))
+        weights = self.weights or self.computed
+        numbers = array("f", [*fixed, *self.computed, *self.estimated, *self.stage_s, *weights, *slots, *pairs])
+        return torch.frombuffer(numbers, dtype=torch.float32)
+
+
+def row_length(num_stages: int) -> int:
+    """Elements of an encoded row."""
+    return len(_FIELDS) + _PER_STAGE * num_stages + MICROBATCH_SLOTS + 2 * MAX_SCALARS
+
+
+def _slot(microbatch: int, num_microbatches: int) -> int:
+    """Where the end of a micro-batch is told."""
+    most = MICROBATCH_SLOTS
+    return microbatch if num_microbatches <= most else microbatch * most // num_microbatches
+
+
+@lru_cache(maxsize=64)
+def _slot_counts(num_microbatches: int) -> list[int]:
+    """How many micro-batches each slot stands for."""
+    counts = [0] * MICROBATCH_SLOTS
+    for number in range(num_microbatches):
+        counts[_slot(number, num_microbatches)] += 1
+    return counts
+
+
+@lru_cache(maxsize=64)
+def _unit_share(counts: tuple[int, ...], stage_share: tuple[float, ...], granularity: Granularity) -> Tensor:
+    """`StepProgress.unit_share` of ranks with so many micro-batches; not to be written to."""
+    if granularity == "step":  # nothing comes before the end of the last micro-batch
+        return torch.ones(len(counts), 1)
+    share = torch.tensor([_slot_counts(number) for number in counts], dtype=torch.float32)
+    share /= share.sum(1, keepdim=True)
+    if granularity == "microbatch":
+        return share
+    of_stages = 1.0 - share[:, 1:].sum(1, keepdim=True)  # the last micro-batch comes in stages
+    return torch.cat([share[:, 1:], of_stages * torch.tensor(stage_share)], 1)
+
+
+class _PerStage(NamedTuple):
+    """The shares computed, the weights of estimates, when the stages were whole, and the weights in the merge."""
+
+    computed: tuple[float, ...]
+    estimated: tuple[float, ...]
+    stage_s: tuple[float, ...]
+    weights: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class WholeTime:
+    """Seconds of a rank's whole work in a step; NaN: it never entered. ``at_least``: it was late, and may take more."""
+
+    seconds: float
+    at_least: bool = False
+
+
+def _microbatch_marks(microbatch_s: list[float], num_microbatches: int) -> list[tuple[float, float]]:
+    """For each micro-batch but the last: the share of the rank's work that is done with it, and when it was."""
+    most, marks = MICROBATCH_SLOTS, []
+    for slot in range(min(num_microbatches, most)):
+        done = slot + 1 if num_microbatches <= most else -(-(slot + 1) * num_microbatches // most)
+        marks.append((done / num_microbatches, microbatch_s[slot]))
+    return marks[:-1]
+
+
+def _stage_marks(stage_s: list[float], left: list[float], num_microbatches: int) -> list[tuple[float, float]]:
+    """The same for each stage; ``left``: micro-batches' time that is left after it."""
+    return [(1 - after / num_microbatches, at_s) for after, at_s in zip(left, stage_s, strict=True)]
+
+
+def _projected(own_s: float, marks: list[tuple[float, float]]) -> WholeTime:
+    """The whole work of a rank that was stopped after ``own_s`` seconds."""
+    marks = [(share, at_s) for share, at_s in marks if share > 0]
+    passed = [at_s / share for share, at_s in marks if not math.isnan(at_s)]
+    ahead = [own_s / share for share, at_s in marks if math.isnan(at_s)]
+    return WholeTime(max(own_s, *passed[-1:], *ahead[:1]), at_least=not passed)
+
+
+_Told = TypeVar("_Told")
+
+
+def _most(told: Mapping[int, _Told]) -> _Told:
+    """What most ranks told; of two that as many told, that of the lowest rank."""
+    return Counter(told[rank] for rank in sorted(told)).most_common(1)[0][0]
+
+
+def _minority(told: Mapping[int, _Told]) -> tuple[int, ...] | None:
+    """The ranks that told something else than most; ``None`` where fewer than two told anything."""
+    if len(told) < 2:
+        return None
+    most = _most(told)
+    return tuple(rank for rank, own in told.items() if own != most)
+
+
+class Table:
+    """The rows of all ranks for one step: a matrix of shape (ranks, `row_length`), on the CPU."""
+
+    def __init__(self, rows: Tensor, num_stages: int) -> None:
+        self._rows = rows
+        self._num_stages = num_stages
+        # of these few numbers every step needs some, and a tensor's operation costs more than the whole list
+        self._fixed: list[list[float]] = rows[:, : len(_FIELDS)].tolist()
+
+    def compute_s(self) -> list[float]:
+        """Seconds from entering ``step()`` to the end of each rank's own work; NaN: it never entered."""
+        return self._column("compute_s")
+
+    def finished(self) -> list[bool]:
+        """Which ranks finished all of their own work."""
+        columns = (self._column(name) for name in ("late", "idle", "cause"))
+        return [not late and not idle and cause < 0 for late, idle, cause in zip(*columns, strict=True)]
+
+    def weight(self) -> list[float]:
+        """Weight of each rank's step; 0 where it had no data."""
+        return [0.0 if idle else own for own, idle in zip(self._column("weight"), self._column("idle"), strict=True)]
+
+    def whole_times(self) -> list[WholeTime]:
+        """For each rank the time of all its own work in the step, with what a late one left.
+
+        A late rank had come as far as the last mark that it passed, and not as far as the next. Its marks are the ends
+        of its micro-batches and, in the last of these, of the stages: where these lie is known from the ranks that
+        finished. For what sees the rows alone; reports have `whatif.WaitForAllPrediction`.
+        """
+        compute_s, finished = self.compute_s(), self.finished()
+        if all(finished):
+            return [WholeTime(own_s) for own_s in compute_s]
+        stage_s, microbatch_s = self._stage_s().tolist(), self._microbatch_s().tolist()
+        counts = [int(number) for number in self._column("num_microbatches")]
+        after: list[list[float]] = [[] for _ in range(self._num_stages)]  # micro-batches' time after each stage
+        for rank in (rank for rank, done in enumerate(finished) if done and compute_s[rank] > 0):
+            for stage, at_s in enumerate(stage_s[rank]):
+                if not math.isnan(at_s):
+                    after[stage].append(counts[rank] * (1 - at_s / compute_s[rank]))
+        left = [median(seen) if seen else 1.0 for seen in after]
+        return [
+            WholeTime(own_s)
+            if done or math.isnan(own_s)
+            else _projected(own_s, [*_microbatch_marks(microbatch_s[rank], m), *_stage_marks(stage_s[rank], left, m)])
+            for rank, (own_s, done, m) in enumerate(zip(compute_s, finished, counts, strict=True))
+        ]
+
+    def any_late(self) -> bool:
+        """Whether some rank was late or stood in for."""
+        return any(self._column("late")) or any(self._column("stood_in"))
+
+    def failed_ranks(self) -> list[int]:
+        """Ranks whose own code raised an error in this step."""
+        return [rank for rank, failed in enumerate(self._column("failed")) if failed]
+
+    def ranks_without_store(self) -> tuple[int, ...]:
+        """Ranks that the job's store did not answer."""
+        return tuple(rank for rank, without in enumerate(self._column("without_store")) if without)
+
+    def all_idle(self) -> bool:
+        """Whether no rank has data any more."""
+        return all(self._column("idle"))
+
+    def nonfinite_ranks(self) -> list[int]:
+        """Ranks of whose gradients some were left out, because they were not finite."""
+        return [rank for rank, number in enumerate(self._column("nonfinite")) if number]
+
+    def nothing_to_apply(self) -> bool:
+        """Whether the step changes nothing, because it is `skipped` or nobody had data for it."""
+        return self.all_idle() or (any(self._column("nonfinite")) and self.skipped())
+
+    def skipped(self) -> bool:
+        """Whether no rank has anything that could be applied, but some have gradients that are not finite."""
+        nonfinite = self._rows[:, NONFINITE] > 0
+        first = len(_FIELDS)
+        nothing = self._rows[:, first : first + self._num_stages].sum(1) == 0
+        return bool(nonfinite.any() and (nonfinite | nothing).all())
+
+    def different_ranks(self) -> tuple[int, ...] | None:
+        """Ranks whose parameters are not those of most ranks; ``None`` where that was not compared."""
+        high, low = (self._column(f"fingerprint_{half}") for half in ("high", "low"))
+        differ = _minority({rank: pair for rank, pair in enumerate(zip(high, low, strict=True)) if pair[0] >= 0})
+        if unlike := self.stepped_unlike():
+            return tuple(sorted({*unlike, *(differ or ())}))
+        return differ
+
+    def stepped_unlike(self) -> tuple[int, ...]:
+        """Ranks whose optimizers stepped more or less often than those of most ranks since the merge before."""
+        stepped = enumerate(self._column("stepped"))
+        return _minority({rank: number for rank, number in stepped if not math.isnan(number)}) or ()
+
+    def kept(self) -> int:
+        """The mark of the gradients that most ranks keep beside the merged ones; `UNDECIDED` where none knows."""
+        known = {rank: mark for rank, mark in enumerate(self._column("kept")) if mark != UNDECIDED}
+        return int(_most(known)) if known else UNDECIDED
+
+    def progress(self, stage_share: Tensor, granularity: Granularity) -> StepProgress:
+        """How each rank came through the step; ``stage_share`` is the share of the model that each stage is."""
+        first, stages = len(_FIELDS), self._num_stages
+        counts = tuple(map(int, self._column("num_microbatches")))
+        share = _unit_share(counts, tuple(stage_share.tolist()), granularity)
+        unit_s = self._microbatch_s()
+        if granularity == "step":
+            unit_s = unit_s.gather(1, torch.tensor([[_slot(number - 1, number)] for number in counts]))
+        if granularity == "stage":
+            unit_s = torch.cat([unit_s[:, :-1], self._stage_s()], 1)
+        computed = self._rows[:, first : first + stages]
+        weight, overhead_s = torch.tensor(self.weight()), torch.tensor(max(0.0, min(self._column("merge_s"))))
+        return StepProgress(unit_s, share, computed, weight, self._entered_s(), overhead_s)
+
+    def report(self, step: int, seconds: float, deadline_s: float, plan: StagePlan, names: ScalarNames) -> StepReport:
+        """The step's report; ``names`` are those of its scalars."""
+        rows = self._rows.tolist()
+        slowest = max(row[_COLUMN["busy_s"]] for row in rows)
+        ranks = tuple(self._rank_report(rank, row, slowest, plan) for rank, row in enumerate(rows))
+        stages, scalars = self._stage_reports(rows, plan), self._scalars(rows, names)
+        return StepReport(
+            step,
+            seconds,
+            deadline_s,
+            ranks,
+            stages,
+            scalars,
+            skipped=any(row[NONFINITE] for row in rows) and self.skipped(),
+            different_ranks=self.different_ranks(),
+            ranks_without_store=self.ranks_without_store(),
+        )
+
+    def _stage_s(self) -> Tensor:
+        first, stages = len(_FIELDS), self._num_stages
+        return self._rows[:, first + 2 * stages : first + 3 * stages]
+
+    def _microbatch_s(self) -> Tensor:
+        first = len(_FIELDS) + _PER_STAGE * self._num_stages
+        return self._rows[:, first : first + MICROBATCH_SLOTS]
+
+    def shadow(self, seconds: float, deadline_s: float, rules: Rules, plan: StagePlan) -> ShadowReport:
+        """What a deadline of ``deadline_s`` would have made of this step, for which everyone was waited for."""
+        stage_share = torch.tensor([stage.numel / plan.numel for stage in plan.stages])
+        progress = self.progress(stage_share, "microbatch" if rules.finish_running else "stage")
+        busy_s, compute_s = (self._tensor(name).nan_to_num(0.0) for name in ("busy_s", "compute_s"))
+        # slots without a unit end with the one before
+        unit_s = progress.unit_s.where(progress.unit_share > 0, 0.0).nan_to_num(0.0).cummax(-1).values
+        unit_s = torch.cat([unit_s[:, :-1], torch.maximum(unit_s[:, -1:], compute_s.unsqueeze(1))], 1)
+        entered_s, has_data = progress.entered_s, progress.weight > 0
+        would = outcome(unit_s, deadline_s, rules, entered_s)
+        part = computed_share(unit_s, would, rules) * has_data.unsqueeze(1)
+        given = part * progress.unit_share
+        by_stage = given.sum(1, keepdim=True).expand(-1, len(plan.stages))
+        if not rules.finish_running:  # the last micro-batch comes in stages
+            first = part.shape[1] - len(plan.stages)
+            whole = progress.unit_share[:, first:].sum(1, keepdim=True)
+            by_stage = given[:, :first].sum(1, keepdim=True) + whole * part[:, first:]
+        weight = progress.weight / progress.weight.sum().clamp(min=1e-12)
+        stages, reach = (by_stage * weight.unsqueeze(1)).sum(0), given.sum(1)
+        return ShadowReport(
+            deadline_s=deadline_s,
+            seconds=seconds - float(busy_s.max() - would.seconds),
+            late_ranks=tuple(would.late.nonzero().flatten().tolist()),
+            reach=tuple(reach.tolist()),
+            stages=tuple(stages.tolist()),
+            dropped_share=1.0 - float(reach[has_data].mean()) if bool(has_data.any()) else 0.0,
+        )
+
+    def _entered_s(self) -> Tensor:
+        """For each rank the seconds from the end of the step before to entering this one, or to its row."""
+        times = zip(self._column("busy_s"), self._column("compute_s"), strict=True)
+        return torch.tensor([max(0.0, busy_s if math.isnan(own_s) else busy_s - own_s) for busy_s, own_s in times])
+
+    def _tensor(self, name: str) -> Tensor:
+        return torch.tensor(self._column(name))
+
+    def _column(self, name: str) -> list[float]:
+        column = _COLUMN[name]
+        return [row[column] for row in self._fixed]
+
+    def _rank_report(self, rank: int, row: list[float], slowest: float, plan: StagePlan) -> RankReport:
+        computed, _, stage_s, weights = self._per_stage(row)
+        reach = sum(share * stage.numel for share, stage in zip(computed, plan.stages, strict=True)) / plan.numel
+        cause = int(row[_COLUMN["cause"]])
+        return RankReport(
+            rank=rank,
+            **{name: row[_COLUMN[name]] for name in (*_TIMES, "compute_s", "overrun_s")},
+            wait_s=slowest - row[_COLUMN["busy_s"]],
+            reach=reach,
+            stages=computed,
+            stage_s=stage_s,
+            late=bool(row[_COLUMN["late"]]),
+            stood_in=bool(row[_COLUMN["stood_in"]]),
+            cause=CAUSES[cause] if cause >= 0 else None,
+            idle=bool(row[_COLUMN["idle"]]),
+            weight=row[_COLUMN["weight"]],
+            weights=tuple(row[_COLUMN["weight"]] * weight for weight in weights),
+            nonfinite=int(row[NONFINITE]),
+        )
+
+    def _stage_reports(self, rows: list[list[float]], plan: StagePlan) -> tuple[StageReport, ...]:
+        numbers = [(row[_COLUMN["weight"]], self._per_stage(row)) for row in rows]
+        weights = [sum(column) for column in zip(*([own * w for w in n.weights] for own, n in numbers), strict=True)]
+        estimated = [max(column) > 0 for column in zip(*(n.estimated for _, n in numbers), strict=True)]
+        return tuple(
+            StageReport(stage.name, stage.numel, weights[index], estimated[index])
+            for index, stage in enumerate(plan.stages)
+        )
+
+    def _per_stage(self, row: list[float]) -> _PerStage:
+        first, length = len(_FIELDS), self._num_stages
+        return _PerStage(*(tuple(row[first + k * length : first + (k + 1) * length]) for k in range(_PER_STAGE)))
+
+    def _scalars(self, rows: list[list[float]], names: ScalarNames) -> dict[str, float]:
+        values: dict[float, list[float]] = {}
+        first = len(_FIELDS) + _PER_STAGE * self._num_stages + MICROBATCH_SLOTS
+        for row in rows:
+            for key, value in zip(row[first::2], row[first + 1 :: 2], strict=True):
+                if key > 0:
+                    values.setdefault(key, []).append(value)
+        known = names.of(values)
+        return {known[key]: math.fsum(seen) / len(seen) for key, seen in values.items() if key in known}
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A merged step as it came: cheap to keep, and its report is built when somebody asks, on any thread.
+
+    ``names`` are those of its scalars. ``shadow_s``: the deadline of a policy that is not enforced,
+    by whose ``rules`` the step would have ended; NaN: it is enforced.
+    """
+
+    step: int
+    seconds: float
+    deadline_s: float
+    plan: StagePlan
+    table: Table
+    names: ScalarNames
+    shadow_s: float = math.nan
+    rules: Rules | None = None
+
+    @cached_property
+    def report(self) -> StepReport:
+        """What happened in the step, on all ranks."""
+        report = self.table.report(self.step, self.seconds, self.deadline_s, self.plan, self.names)
+        if self.rules is None or math.isnan(self.shadow_s):
+            return report
+        return replace(report, shadow=self.table.shadow(self.seconds, self.shadow_s, self.rules, self.plan))

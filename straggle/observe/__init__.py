@@ -1,0 +1,1 @@
+"""What is reported: trace, metrics, the page of a run, `watch`."""

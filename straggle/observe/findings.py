@@ -1,0 +1,248 @@
+"""What the numbers of a run mean, in sentences: each rule says what it saw and, where there is one, what may help.
+
+A rule that has nothing to say says nothing; no sentence holds a number that is not the run's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from straggle.observe.run import Run
+from straggle.observe.run_numbers import Numbers, RankNumbers
+
+ALWAYS = 0.5  # a rank that is late in at least this share of its steps is slow as such
+SOMETIMES = 0.01  # below this share it is not worth a sentence
+SLOWER = 1.5  # a rank's median compute time over the others' that is worth a sentence
+BIAS = 0.1  # difference between the stages' shares that is
+LEAST = (
+    0.5  # what a rank contributed to the stage at the input over the mean rank's, below which that is worth a sentence
+)
+LITTLE = 0.02  # seconds saved, or gradients dropped, as a share, below which it is little
+IN_A_ROW = 3  # steps that a rank was stood in for
+WAITING = 0.2  # share of a step that ranks stand idle, above which that is worth a sentence
+PLACES = {
+    "outside": "outside of data and passes (the optimizer, evaluation, checkpoints)",
+    "data": "while it loaded data",
+    "forward": "in the forward pass",
+    "backward": "in the backward pass",
+    "error": "after an error in the backward pass that the loop caught",
+    "skipped": "without a backward pass",
+}
+
+
+def advise(run: Run, numbers: Numbers) -> list[str]:
+    """Plain sentences about the run, the most important first."""
+    return [
+        *_replicas(run),
+        *_not_written(run),
+        *_bad_numbers(run, numbers),
+        *_saved(numbers),
+        *_always_slow(run, numbers),
+        *_now_and_then(numbers),
+        *_stood_in(run, numbers),
+        *_depth(run, numbers),
+        *_starved(numbers),
+        *_dealt_unequally(run),
+        *_nobody_late(run, numbers),
+        *_waiting(numbers),
+        *_out_of_data(run),
+    ]
+
+
+def _replicas(run: Run) -> Iterator[str]:
+    hashes = run.summary.get("parameters_sha256", [])
+    if len(set(hashes)) > 1:
+        yield "The ranks ended with different parameters. That must not happen: the run is not to be trusted."
+
+
+def _not_written(run: Run) -> Iterator[str]:
+    steps = run.step.astype(int)
+    if lacking := sorted(set(range(int(steps[0]), int(steps[-1]))) - set(steps.tolist())):
+        yield (
+            f"The trace lacks {_steps(len(lacking), len(steps) + len(lacking))}, the first of them step {lacking[0]}: "
+            "they could not be written, as on a full disk. What follows is about the others."
+        )
+
+
+def _bad_numbers(run: Run, numbers: Numbers) -> Iterator[str]:
+    for rank in numbers.ranks:
+        if rank.nonfinite_steps:
+            yield (
+                f"Rank {rank.rank} had gradients that were not finite in {_steps(rank.nonfinite_steps, rank.steps)}. "
+                "Look at its data and its hardware, and at the learning rate if other ranks have them too."
+            )
+    if numbers.skipped:
+        yield f"In {numbers.skipped} of {run.num_steps} steps no rank had finite gradients, and nothing was applied."
+
+
+def _saved(numbers: Numbers) -> Iterator[str]:
+    if not numbers.late or math.isnan(numbers.saved_share):
+        return
+    own, waiting = ms(numbers.own.mean_s), ms(numbers.waiting.mean_s)
+    dropped = f"{numbers.dropped_share:.1%} of the gradients were dropped"
+    if numbers.saved_share >= LITTLE:
+        yield (
+            f"A step took {own} in the mean; waiting for everyone would have taken about {waiting}. "
+            f"That is {numbers.saved_share:.0%} less time, for which {dropped}."
+        )
+    elif numbers.dropped_share >= LITTLE:
+        yield (
+            f"Not waiting saved little ({own} for a mean step, about {waiting} with everyone), but {dropped}. "
+            "A longer deadline would keep more of them: a larger slack or quantile, or more of least_gain for "
+            "AutoDeadline; DropBudget puts a bound on it."
+        )
+
+
+def _always_slow(run: Run, numbers: Numbers) -> Iterator[str]:
+    slow = _late_ranks(numbers, ALWAYS, 1.01)
+    for rank in slow[:3]:
+        yield (
+            f"Rank {rank.rank} was late in {_steps(rank.late, rank.steps)}{_doing(rank)}: it is slow as such, not now "
+            f"and then. {rank.reach:.0%} of its gradients came in{_last_stage(run, rank.rank)}. Its data count that "
+            "much less than the others'. Give it less to do (straggle.Rebalance, rebalance=by_speed), look at its "
+            "machine, or choose an estimator that fills in for it, such as LastOwn."
+        )
+    if len(slow) > 3:
+        yield f"{len(slow) - 3} more ranks were late in at least half of their steps: {_list(slow[3:])}."
+
+
+def _dealt_unequally(run: Run) -> Iterator[str]:
+    if not run.config.get("rebalance"):
+        return
+    last = run.ranks["weight"][-1]
+    share = last / np.nanmean(last)
+    for rank in np.flatnonzero(share <= 1 - BIAS)[:3]:
+        yield (
+            f"Rank {rank} had {share[rank]:.0%} of the mean rank's samples in the last step, because it is slower. "
+            "All samples count alike: step.weight is their number."
+        )
+
+
+def _starved(numbers: Numbers) -> Iterator[str]:
+    fairness = numbers.fairness
+    if numbers.late and fairness.input_least <= LEAST:
+        rank = fairness.input_ranks.index(fairness.input_least)
+        yield (
+            f"The stage at the input learned little from rank {rank}'s data: it got {fairness.input_least:.0%} of what "
+            f"the mean rank gave (Jain's index over the ranks {fairness.input_index:.2f}; 1 would be all alike)."
+        )
+
+
+def _now_and_then(numbers: Numbers) -> Iterator[str]:
+    some = _late_ranks(numbers, SOMETIMES, ALWAYS)
+    if len(some) == 1:
+        yield f"Rank {some[0].rank} was late now and then: in {_steps(some[0].late, some[0].steps)}{_doing(some[0])}."
+    elif some:
+        share = sum(rank.late for rank in some) / sum(rank.steps for rank in some)
+        yield (
+            f"{len(some)} ranks were late now and then, in {share:.1%} of their steps together. Rank {some[0].rank} "
+            f"was most often: in {_steps(some[0].late, some[0].steps)}{_doing(some[0])}."
+        )
+
+
+def _stood_in(run: Run, numbers: Numbers) -> Iterator[str]:
+    for rank in sorted(numbers.ranks, key=lambda rank: -rank.stood_in)[:3]:
+        row = _longest_row(run.ranks["stood_in"][:, rank.rank] == 1)
+        if row >= IN_A_ROW:
+            yield (
+                f"Rank {rank.rank} was stuck where it could not stop by itself and was stood in for, up to {row} steps "
+                "in a row. Nothing from these steps counts unless it was finished before."
+            )
+
+
+def _depth(run: Run, numbers: Numbers) -> Iterator[str]:
+    known = [share for share in numbers.stage_share if not math.isnan(share)]
+    if len(known) > 1 and known[0] - known[-1] >= BIAS:
+        micro = run.config.get("num_microbatches")
+        advice = "Several micro-batches in a step would spread it: those that are finished reach all stages."
+        yield (
+            f"Stages near the input get less: {known[0]:.0%} of what the ranks had to give came in for the first stage "
+            f"of the backward pass, {known[-1]:.0%} for the last, because a late rank stops before it comes there. "
+            + (advice if micro == 1 else "")
+        ).rstrip()
+
+
+def _nobody_late(run: Run, numbers: Numbers) -> Iterator[str]:
+    if numbers.late or run.num_ranks == 1:
+        return
+    if not numbers.with_deadline:
+        yield "There was no deadline in this run: everyone was waited for."
+    else:
+        yield f"No rank was late in {run.num_steps} steps: the run took what waiting for everyone takes."
+    for rank in numbers.ranks:
+        if rank.slowness >= SLOWER:
+            yield (
+                f"Rank {rank.rank} took {rank.slowness:.1f} times as long as the others and was waited for all the "
+                "same. AutoDeadline, or a quantile below the share of its times, such as q=0.5, would make it late."
+            )
+
+
+def _waiting(numbers: Numbers) -> Iterator[str]:
+    if numbers.late and numbers.wait_share >= WAITING:
+        yield (
+            f"With that, a rank still stood idle for {numbers.wait_share:.0%} of the time, for others that were within "
+            "their deadline or had to be stood in for. A shorter deadline would save more of it and drop more."
+        )
+
+
+def _out_of_data(run: Run) -> Iterator[str]:
+    idle = np.nan_to_num(run.ranks["idle"]) == 1
+    uneven = idle.any(axis=1) & ~idle.all(axis=1)
+    if uneven.any():
+        first = int(uneven.argmax())
+        yield (
+            f"Not all ranks had as much data: from step {int(run.step[first])} on some had none, the first of them "
+            f"rank {int(idle[first].argmax())}. "
+            f"Fewer than all took part in {int(uneven.sum())} of {run.num_steps} steps."
+        )
+
+
+def _late_ranks(numbers: Numbers, least: float, below: float) -> list[RankNumbers]:
+    late = [rank for rank in numbers.ranks if rank.late and least <= rank.late_share < below]
+    return sorted(late, key=lambda rank: -rank.late_share)
+
+
+def _list(ranks: list[RankNumbers]) -> str:
+    """At most ten numbers of ranks."""
+    return ", ".join(str(rank.rank) for rank in ranks[:10]) + (" and others" if len(ranks) > 10 else "")
+
+
+def _doing(rank: RankNumbers) -> str:
+    """What a late rank was doing: all its causes where there are several."""
+    causes: Mapping[Any, int] = rank.causes
+    if len(causes) == 1:
+        return f", {PLACES[next(iter(causes))]}"
+    if not causes:
+        return ""
+    first, *rest = causes
+    others = ", ".join(f"{cause} {causes[cause]}" for cause in rest)
+    return f", mostly {PLACES[first]} ({first} {causes[first]}, {others})"
+
+
+def _last_stage(run: Run, rank: int) -> str:
+    """How much of the stage next to the input came from this rank."""
+    if len(run.stages) < 2 or math.isnan(share := float(run.stage_share[-1, rank])):
+        return ""
+    return f", and {share:.0%} of those next to the input"
+
+
+def _longest_row(flags: Any) -> int:
+    longest = row = 0
+    for flag in flags.tolist():
+        row = row + 1 if flag else 0
+        longest = max(longest, row)
+    return longest
+
+
+def _steps(count: int, of: int) -> str:
+    share = count / of
+    return f"{share:.0%} of its steps ({count} of {of})" if share >= 0.01 else f"{count} of its {of} steps"
+
+
+def ms(seconds: float) -> str:
+    """Seconds in words."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.0f} ms"

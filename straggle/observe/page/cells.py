@@ -1,0 +1,100 @@
+"""The heat map of ranks by steps as numbers and words: what is missing in a cell, and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from straggle.observe.page.series import MAX_POINTS
+from straggle.observe.run import Array, Run
+from straggle.report import CAUSES, PHASES
+
+MAX_ROWS = 96
+_MAX_CELLS = 16_000
+
+
+@dataclass(frozen=True)
+class Cells:
+    """``missing`` and ``texts``, by row (ranks) and column (steps), and where gradients were not finite.
+
+    ``missing``: the share of the gradients that did not come in; -1: no data; NaN: not there. ``num_ranks`` and
+    ``num_steps``: of one cell, which has their mean. ``nonfinite``: pairs of step and rank.
+    """
+
+    missing: Array
+    texts: list[list[str]]
+    nonfinite: list[tuple[float, float]]
+    num_ranks: int
+    num_steps: int
+
+
+def cells_of(run: Run) -> Cells:
+    """The cells of a run, at most `MAX_ROWS` by `MAX_POINTS` of them."""
+    num_ranks, num_steps = _sizes(run)
+    of_rank = np.where(run.ranks["idle"] == 1, -1.0, 1 - run.ranks["reach"])
+    rows = [slice(at, at + num_ranks) for at in range(0, run.num_ranks, num_ranks)]
+    columns = [slice(at, at + num_steps) for at in range(0, run.num_steps, num_steps)]
+    missing = np.full((len(rows), len(columns)), np.nan)
+    texts, nonfinite = list[list[str]](), list[tuple[float, float]]()
+    for y, row in enumerate(rows):
+        texts.append([])
+        for x, column in enumerate(columns):
+            missing[y, x] = _missing(of_rank[column, row])
+            texts[-1].append(_text(run, row, column, missing[y, x]))
+            if (run.ranks["nonfinite"][column, row] > 0).any():
+                middle = run.step[0] + x * num_steps + (num_steps - 1) / 2
+                nonfinite.append((float(middle), y * num_ranks + (num_ranks - 1) / 2))
+    return Cells(missing, texts, nonfinite, num_ranks, num_steps)
+
+
+def _sizes(run: Run) -> tuple[int, int]:
+    """Ranks and steps in a cell."""
+    ranks = math.ceil(run.num_ranks / MAX_ROWS)
+    columns = min(MAX_POINTS, max(60, _MAX_CELLS // math.ceil(run.num_ranks / ranks)))
+    return ranks, math.ceil(run.num_steps / columns)
+
+
+def _missing(of_rank: Array) -> float:
+    with_data = of_rank[of_rank >= 0]
+    if with_data.size:
+        return float(with_data.mean())
+    return -1.0 if (of_rank == -1).any() else math.nan
+
+
+def _text(run: Run, row: slice, column: slice, value: float) -> str:
+    steps = run.step[column]
+    last_rank = min(row.stop, run.num_ranks) - 1
+    where = f"rank {row.start}" if last_rank == row.start else f"ranks {row.start} to {last_rank}"
+    when = f"step {steps[0]:.0f}" if len(steps) == 1 else f"steps {steps[0]:.0f} to {steps[-1]:.0f}"
+    if math.isnan(value) or value < 0:
+        return f"{where}, {when}: {'no data' if value < 0 else 'not known'}"
+    of = {name: run.ranks[name][column, row] for name in ("late", "stood_in", "cause", "nonfinite")}
+    late = of["late"] == 1
+    others = [CAUSES[int(cause)] for cause in of["cause"][~late].tolist() if not math.isnan(cause)]
+    if others and not late.any():
+        return f"{where}, {when}: {_missing_text(others)}<br>{1 - value:.0%} of its gradients came in"
+    if not late.any():
+        return f"{where}, {when}: in time" + _nonfinite_text(of["nonfinite"])
+    causes = [PHASES[int(cause)] for cause in of["cause"][late].tolist() if not math.isnan(cause)]
+    stood_in = int((of["stood_in"] == 1).sum())
+    if late.size == 1:
+        what = f"late in {causes[0]}" if causes else "late"
+        what += ", stood in for" if stood_in else ""
+    else:
+        counts = ", ".join(f"{cause} {causes.count(cause)}" for cause in PHASES if cause in causes)
+        what = f"late {late.sum()} of {late.size} times ({counts})" + (f", stood in for {stood_in}" if stood_in else "")
+    return f"{where}, {when}: {what}<br>{1 - value:.0%} of its gradients came in" + _nonfinite_text(of["nonfinite"])
+
+
+def _missing_text(causes: Sequence[str]) -> str:
+    """What is missing of ranks that were not late."""
+    words = {"error": "after an error in backward", "skipped": "without a backward pass"}
+    return ", ".join(f"{words[cause]}: {causes.count(cause)}" for cause in words if cause in causes)
+
+
+def _nonfinite_text(nonfinite: Array) -> str:
+    number = int(np.nansum(nonfinite))
+    return f"<br>gradients that were not finite: {number}" if number else ""

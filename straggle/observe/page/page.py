@@ -1,0 +1,272 @@
+"""Builds ``report.html``: one file, with the plotting library in it, that loads nothing from anywhere."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+from omegaconf import OmegaConf
+from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
+
+from straggle.observe.findings import advise
+from straggle.observe.page import figures
+from straggle.observe.page.figures import Chart
+from straggle.observe.run import Run, read_run, read_steps
+from straggle.observe.run_numbers import Numbers, RankNumbers, numbers_of
+
+FILE = "report.html"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A number as it is shown, and as it is: ``data-key`` and ``data-value`` of its cell in the page."""
+
+    text: str
+    key: str = ""
+    value: float | str = ""
+
+
+def write_report(
+    run_dir: Path, *, compare: Path | None = None, steps: Sequence[int] = (), path: Path | None = None
+) -> Path:
+    """Write the report of a run, or of two side by side, to ``path`` (``run_dir/report.html``), and give its path.
+
+    ``steps`` are those drawn in detail; by default the slowest, a typical one, and one in which a rank was stood
+    in for. Raises ``ValueError`` where a run has no trace, no step, or not this one.
+    """
+    folders = [run_dir] if compare is None else [run_dir, compare]
+    names = _names(folders)
+    runs = [read_run(folder, name=name) for folder, name in zip(folders, names, strict=True)]
+    path = path or run_dir / FILE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # written beside it first: a reader never sees half a page
+    half = path.with_name(path.name + ".part")
+    half.write_text(page(runs, steps), encoding="utf-8")
+    half.replace(path)
+    return path
+
+
+def page(runs: Sequence[Run], steps: Sequence[int] = ()) -> str:
+    """The page of one run or two."""
+    numbers = [numbers_of(run) for run in runs]
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    charts = _Charts()
+    return environment.get_template("page.html").render(
+        title=" and ".join(run.name for run in runs),
+        runs=[_run_part(charts, run, of, steps) for run, of in zip(runs, numbers, strict=True)],
+        headline=_headline(runs, numbers),
+        times=[charts.add(figures.step_times(runs)), charts.add(figures.step_times_over_steps(runs))],
+        loss=[charts.add(figures.loss(runs, over=over)) for over in ("step", "seconds")] if _has_loss(runs) else [],
+        charts=charts.json(),
+        plotly=_packed_library(),
+    )
+
+
+@cache
+def _packed_library() -> str:
+    """plotly.min.js, gzipped to a third of its size; the page unpacks it in the browser."""
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
+
+
+class _Charts:
+    """The figures of a page, numbered."""
+
+    def __init__(self) -> None:
+        self._figures: list[str] = []
+
+    def add(self, chart: Chart) -> dict[str, Any]:
+        """What the template needs of a figure."""
+        self._figures.append(chart.figure.to_json())
+        height = chart.figure.layout.height
+        return {"id": f"chart{len(self._figures) - 1}", "alt": chart.alt, "note": chart.note, "height": height}
+
+    def json(self) -> Markup:
+        """All figures, safe inside of a script element."""
+        return Markup("[" + ",\n".join(self._figures).replace("<", "\\u003c") + "]")
+
+
+def _run_part(charts: _Charts, run: Run, numbers: Numbers, steps: Sequence[int]) -> dict[str, Any]:
+    """What the page shows of each run by itself."""
+    chosen = _chosen(run, steps)
+    reports = read_steps(run, chosen.keys())
+    return {
+        "name": run.name,
+        "about": _about(run, numbers),
+        "config": OmegaConf.to_yaml(OmegaConf.create(dict(run.config))) if run.config else "",
+        "advice": advise(run, numbers),
+        "lateness": charts.add(figures.lateness(run)),
+        "ranks": [_rank_row(rank) for rank in numbers.ranks],
+        "contributions": charts.add(figures.contributions(run)) if run.stages and run.stage_share.size else None,
+        "stages": [
+            (
+                str(number),
+                stage.name,
+                f"{stage.numel:,}",
+                _cell(f"stage_share.{number}", numbers.stage_share[number], _share(numbers.stage_share[number])),
+            )
+            for number, stage in enumerate(run.stages)
+        ],
+        "stage_steps": run.num_stage_steps,
+        "timelines": [
+            {"why": why, "step": reports[at].step, "chart": charts.add(figures.timeline(reports[at]))}
+            for at, why in chosen.items()
+        ],
+    }
+
+
+def _headline(runs: Sequence[Run], numbers: Sequence[Numbers]) -> list[tuple[str, list[Cell]]]:
+    """The table at the top: rows of a label and a cell for each run."""
+    rows = {
+        "step time, median": [_seconds("step_seconds_median", of.own.median_s) for of in numbers],
+        "waiting for everyone, median": [
+            _seconds("wait_for_all_seconds_median", of.waiting.median_s) for of in numbers
+        ],
+        "step time, mean": [_seconds("step_seconds_mean", of.own.mean_s) for of in numbers],
+        "waiting for everyone, mean": [_seconds("wait_for_all_seconds_mean", of.waiting.mean_s) for of in numbers],
+        "less time than waiting": [_cell("saved_share", of.saved_share, _share(of.saved_share)) for of in numbers],
+        "step time, 95 of 100 below": [_seconds("step_seconds_p95", of.own.p95_s) for of in numbers],
+        "slowest step": [_seconds("step_seconds_max", of.own.max_s) for of in numbers],
+        "gradients dropped": [_cell("dropped_share", of.dropped_share, _share(of.dropped_share)) for of in numbers],
+        "fairness over ranks": [_fairness("fairness", of.fairness.index, of.fairness.least) for of in numbers],
+        "fairness in the stage at the input": [
+            _fairness("fairness_input_stage", of.fairness.input_index, of.fairness.input_least) for of in numbers
+        ],
+        "depth bias": [_cell("depth_bias", of.fairness.depth_bias, _share(of.fairness.depth_bias)) for of in numbers],
+        "times that a rank was late": [_cell("late", of.late, f"{of.late:,} of {of.rank_steps:,}") for of in numbers],
+        "times that a rank was stood in for": [_cell("stood_in", of.stood_in, f"{of.stood_in:,}") for of in numbers],
+        "steps skipped": [_cell("skipped", of.skipped, f"{of.skipped:,}") for of in numbers],
+        "training loss, last 20 steps": [_cell("loss", of.loss, _plain(of.loss)) for of in numbers],
+        "validation loss": [_of_summary(run, "validation_loss") for run in runs],
+        "validation accuracy": [_of_summary(run, "validation_accuracy", _share) for run in runs],
+        "parameters on all ranks": [_replicas(run) for run in runs],
+    }
+    optional = {"steps skipped", "training loss, last 20 steps", "validation loss", "validation accuracy"}
+    optional |= {"parameters on all ranks"}
+    return [
+        (label, cells)
+        for label, cells in rows.items()
+        if label not in optional or any(cell.text not in ("", "0", "not known") for cell in cells)
+    ]
+
+
+def _rank_row(rank: RankNumbers) -> list[Cell]:
+    key = f"ranks.{rank.rank}"
+    causes = ", ".join(f"{cause} {count}" for cause, count in rank.causes.items())
+    return [
+        Cell(str(rank.rank)),
+        _cell(f"{key}.late", rank.late, f"{rank.late:,} ({_share(rank.late_share)})"),
+        _cell(f"{key}.reach", rank.reach, _share(rank.reach)),
+        _cell(f"{key}.stood_in", rank.stood_in, f"{rank.stood_in:,}"),
+        _seconds(f"{key}.compute_s", rank.compute_s),
+        _seconds(f"{key}.wait_s", rank.wait_s),
+        _cell(f"{key}.nonfinite_steps", rank.nonfinite_steps, f"{rank.nonfinite_steps:,}"),
+        Cell(causes),
+    ]
+
+
+def _chosen(run: Run, steps: Sequence[int]) -> dict[int, str]:
+    """Positions of the steps to draw, and why these."""
+    if steps:
+        position = {int(step): at for at, step in enumerate(run.step.tolist())}
+        if unknown := [step for step in steps if step not in position]:
+            raise ValueError(
+                f"{run.run_dir}: no step {unknown[0]} in its trace; it has {run.step[0]:.0f} to {run.step[-1]:.0f}"
+            )
+        return {position[step]: "as asked for" for step in steps}
+    after = np.arange(run.num_steps) >= run.warmup
+    known = after & np.isfinite(run.seconds)
+    if not known.any():
+        return {}
+    seconds = np.where(known, run.seconds, -math.inf)
+    chosen = {int(seconds.argmax()): "the slowest"}
+    distance = np.where(known, np.abs(run.seconds - np.median(run.seconds[known])), math.inf)
+    chosen.setdefault(int(distance.argmin()), "a typical one, of median length")
+    # of the steps with a rank that was stood in for, the one in which least came from it
+    reach = np.where(run.ranks["stood_in"] == 1, run.ranks["reach"], np.inf).min(axis=1)
+    if np.isfinite(reach[known]).any():
+        chosen.setdefault(
+            int(np.where(known, np.nan_to_num(reach, nan=np.inf), np.inf).argmin()), "a rank was stood in for"
+        )
+    return chosen
+
+
+def _about(run: Run, numbers: Numbers) -> str:
+    """The run in a line."""
+    text = f"{run.num_steps:,} steps of {run.num_ranks} {'rank' if run.num_ranks == 1 else 'ranks'}"
+    text += f" in {_duration(numbers.seconds)}" if numbers.seconds else ""
+    parts = [
+        f"{key} {_target(run.config[key])}" for key in ("workload", "deadline", "estimator") if run.config.get(key)
+    ]
+    faults = run.config.get("faults")
+    parts += [f"faults: {', '.join(map(str, faults))}"] if faults else []
+    return "; ".join([text, *parts])
+
+
+def _target(config: Any) -> str:
+    """The name of the class that a part of the configuration builds."""
+    return str(config.get("_target_", "")).rpartition(".")[2] if isinstance(config, dict) else str(config)
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The last part of each path, or all of it where these are the same."""
+    names = [folder.resolve().name for folder in folders]
+    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
+
+
+def _has_loss(runs: Sequence[Run]) -> bool:
+    return any(np.isfinite(run.loss).any() for run in runs)
+
+
+def _of_summary(run: Run, key: str, show: Any = None) -> Cell:
+    value = run.summary.get(key)
+    return Cell("") if value is None else _cell(key, value, (show or _plain)(value))
+
+
+def _replicas(run: Run) -> Cell:
+    hashes = run.summary.get("parameters_sha256")
+    if not hashes:
+        return Cell("")
+    same = len(set(hashes)) == 1
+    return Cell("identical" if same else "DIFFERENT", "replicas_identical", str(same).lower())
+
+
+def _seconds(key: str, seconds: float) -> Cell:
+    return _cell(key, seconds, f"{1e3 * seconds:,.0f} ms" if seconds < 10 else _duration(seconds))
+
+
+def _cell(key: str, value: float, text: str) -> Cell:
+    return Cell("not known" if math.isnan(value) else text, key, json.dumps(value) if math.isfinite(value) else "")
+
+
+def _fairness(key: str, index: float, least: float) -> Cell:
+    return _cell(key, index, f"{index:.2f} (least: {least:.0%} of the mean rank)")
+
+
+def _plain(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def _share(share: float) -> str:
+    return "not known" if math.isnan(share) else f"{share:.1%}"
+
+
+def _duration(seconds: float) -> str:
+    if math.isnan(seconds):
+        return "not known"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

@@ -1,0 +1,47 @@
+"""Series of numbers as a figure shows them: in no more points than there are pixels, over what is known."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from straggle.observe.run import Array
+
+MAX_POINTS = 600  # of a line
+
+
+def cumulative(seconds: Array) -> tuple[Array, Array]:
+    """The values in order, and which share is at most each; thinned."""
+    known = np.sort(seconds[np.isfinite(seconds)])
+    share = np.arange(1, len(known) + 1) / max(1, len(known))
+    kept = np.unique(np.linspace(0, len(known) - 1, min(len(known), MAX_POINTS)).round().astype(int))
+    return known[kept], share[kept]
+
+
+def thinned(x: Array, y: Array) -> tuple[Array, Array]:
+    """At most `MAX_POINTS` points: means over equal numbers of neighbours, so that sums stay what they are."""
+    size = math.ceil(len(x) / MAX_POINTS)
+    if size == 1:
+        return x, y
+    starts = range(0, len(x), size)
+    middle = np.array([x[at : at + size].mean() for at in starts])
+    return middle, np.array([mean_of_known(y[at : at + size], axis=0) for at in starts])
+
+
+def running_mean(values: Array, length: int) -> Array:
+    """Mean of the last ``length`` known values at each place."""
+    known = np.isfinite(values)
+    sums, counts = (np.concatenate([[0.0], np.cumsum(row)]) for row in (np.where(known, values, 0.0), known))
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(0, ends - length)
+    count = counts[ends] - counts[starts]
+    return np.asarray(np.divide(sums[ends] - sums[starts], count, out=np.full(len(values), np.nan), where=count > 0))
+
+
+def mean_of_known(values: Array, axis: int) -> Array:
+    """The mean of what is known; NaN where nothing is."""
+    known = np.isfinite(values)
+    count = known.sum(axis=axis)
+    total = np.where(known, values, 0.0).sum(axis=axis)
+    return np.asarray(np.divide(total, count, out=np.full(np.shape(total), np.nan), where=count > 0))

@@ -1,0 +1,281 @@
+"""A run's files as arrays: what happened in each step and to each rank, read line by line so that long traces fit."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from omegaconf import OmegaConf
+
+from straggle.observe.fairness import Contributions, Fairness
+from straggle.observe.trace import read_trace, whole_lines
+from straggle.observe.wait_for_all import WaitForAllPrediction
+from straggle.observe.watch import FOLDER
+from straggle.report import CAUSES, RankReport, ShadowReport, StageReport, StepReport
+
+Array: TypeAlias = NDArray[np.float64]
+_TIMES = ("outside_s", "data_s", "forward_s", "backward_s", "wait_s", "compute_s", "overrun_s")
+_FIELDS = (*_TIMES, "reach", "weight", "late", "stood_in", "cause", "idle", "nonfinite")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Arrays over steps have shape (steps,), those over ranks too (steps, ranks); NaN: not known, or no such rank.
+
+    ``ranks`` has the numeric fields of `RankReport`, flags as 0 and 1 and ``cause`` as an index into `CAUSES`.
+    ``wait_for_all_s`` is predicted (`WaitForAllPrediction`). ``stages`` are those of the last step, and ``stage_share``
+    the mean share of each that each rank computed, shape (stages, ranks), over the ``num_stage_steps`` last steps,
+    which have this plan. ``lines`` are the trace's line numbers, from 0.
+    """
+
+    name: str
+    run_dir: Path
+    config: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    step: Array
+    seconds: Array
+    wait_for_all_s: Array
+    deadline_s: Array
+    loss: Array
+    skipped: Array
+    ranks: Mapping[str, Array]
+    stages: tuple[StageReport, ...]
+    stage_share: Array
+    num_stage_steps: int
+    fairness: Fairness
+
+    @property
+    def num_steps(self) -> int:
+        """Steps in the trace."""
+        return len(self.step)
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks in the trace."""
+        return int(self.ranks["late"].shape[1])
+
+    @property
+    def warmup(self) -> int:
+        """First steps that step times leave out, as ``summary.json`` does: a tenth, at most ten."""
+        return min(self.num_steps // 10, 10)
+
+
+def read_run(run_dir: Path, *, name: str | None = None) -> Run:
+    """Read ``trace.jsonl``, or what `straggle.watch` wrote, and, where they are, ``config.yaml`` and ``summary.json``.
+
+    Raises ``ValueError`` where there is no trace, or no step in it.
+    """
+    path = run_dir / "trace.jsonl"
+    watched = _watched(run_dir)
+    if not path.is_file() and not watched:
+        raise ValueError(f"{path}: no such file; give the run_dir of a run of straggle train or straggle.watch")
+    columns = _Columns()
+    for record in read_trace(path) if path.is_file() else _of_ddp(watched):
+        try:
+            columns.add(step_report(record))
+        except (KeyError, TypeError, AttributeError) as error:
+            line = len(columns.steps) + 1
+            raise ValueError(f"{path}: line {line} is no step of a straggle trace ({error!r})") from error
+    if not columns.steps:
+        raise ValueError(f"{path}: there is no whole step in it yet")
+    return columns.run(name or run_dir.resolve().name, run_dir)
+
+
+def read_steps(run: Run, positions: Collection[int]) -> dict[int, StepReport]:
+    """The whole reports of some steps, by their position in the run; other lines are not parsed again."""
+    path = run.run_dir / "trace.jsonl"
+    if not path.is_file():
+        records = enumerate(_of_ddp(_watched(run.run_dir)))
+        return {at: step_report(record) for at, record in records if at in positions}
+    lines = enumerate(whole_lines(path))
+    return {at: step_report(json.loads(line)) for at, line in lines if at in positions}
+
+
+def _watched(run_dir: Path) -> list[Path]:
+    """The files of `straggle.watch`, in the order of the ranks."""
+    return sorted((run_dir / FOLDER).glob("rank*.jsonl"), key=lambda file: (len(file.name), file.name))
+
+
+def _of_ddp(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    """The steps of a watched DDP run as a trace would have them: everyone was waited for, and nothing is missing."""
+    heads, *steps = zip(*map(read_trace, files), strict=False)  # of ranks that were broken off, what all have
+    if any(head["stages"] != heads[0]["stages"] for head in heads):
+        raise ValueError(f"{files[0].parent}: ranks finish their gradients in different orders, which cannot be drawn")
+    stages = [{**stage, "weight": len(heads)} for stage in heads[0]["stages"]]
+    for lines in steps:
+        network_s = min(line["wait_s"] for line in lines)
+        ranks = [
+            {
+                **{name: line[name] for name in ("data_s", "forward_s", "backward_s", "compute_s", "stage_s")},
+                "rank": head["rank"],
+                "outside_s": line["outside_s"] + line["optimizer_s"],
+                "wait_s": line["wait_s"] - network_s,
+                "reach": 1.0,
+                "stages": [1.0] * len(stages),
+                "late": False,
+                "stood_in": False,
+            }
+            for head, line in zip(heads, lines, strict=True)
+        ]
+        seconds = max(line["seconds"] for line in lines)
+        yield {"step": lines[0]["step"], "seconds": seconds, "deadline_s": None, "ranks": ranks, "stages": stages}
+
+
+def step_report(record: Mapping[str, Any]) -> StepReport:
+    """A trace's record as the report that it was: ``None`` is NaN again, and fields that it lacks their defaults."""
+    ranks = tuple(_rank_report(rank) for rank in record["ranks"])
+    stages = tuple(
+        StageReport(str(s["name"]), int(s["numel"]), _number(s.get("weight")), bool(s.get("estimated", False)))
+        for s in record["stages"]
+    )
+    deadline_s = math.inf if record["deadline_s"] is None else float(record["deadline_s"])
+    scalars = {str(name): _number(value) for name, value in record.get("scalars", {}).items()}
+    skipped = bool(record.get("skipped", False))
+    different = record.get("different_ranks")
+    return StepReport(
+        step=int(record["step"]),
+        seconds=_number(record["seconds"]),
+        deadline_s=deadline_s,
+        ranks=ranks,
+        stages=stages,
+        scalars=scalars,
+        skipped=skipped,
+        different_ranks=None if different is None else tuple(different),
+        ranks_without_store=tuple(record.get("ranks_without_store", ())),
+        shadow=_shadow_report(record.get("shadow")),
+    )
+
+
+def _shadow_report(record: Mapping[str, Any] | None) -> ShadowReport | None:
+    if record is None:
+        return None
+    return ShadowReport(
+        deadline_s=math.inf if record["deadline_s"] is None else float(record["deadline_s"]),
+        seconds=_number(record["seconds"]),
+        late_ranks=tuple(record["late_ranks"]),
+        reach=tuple(map(_number, record["reach"])),
+        stages=tuple(map(_number, record["stages"])),
+        dropped_share=_number(record["dropped_share"]),
+    )
+
+
+def _rank_report(record: Mapping[str, Any]) -> RankReport:
+    cause = record.get("cause")
+    return RankReport(
+        rank=int(record["rank"]),
+        outside_s=_number(record.get("outside_s")),
+        data_s=_number(record.get("data_s")),
+        forward_s=_number(record.get("forward_s")),
+        backward_s=_number(record.get("backward_s")),
+        wait_s=_number(record["wait_s"]),
+        compute_s=_number(record["compute_s"]),
+        reach=_number(record["reach"]),
+        stages=tuple(_number(share) for share in record.get("stages", ())),
+        stage_s=tuple(_number(at) for at in record.get("stage_s", ())),
+        late=bool(record["late"]),
+        stood_in=bool(record["stood_in"]),
+        cause=cause if cause in CAUSES else None,
+        overrun_s=_number(record.get("overrun_s", 0.0)),
+        idle=bool(record.get("idle", False)),
+        weight=_number(record.get("weight", 1.0)),
+        nonfinite=int(record.get("nonfinite", 0)),
+        weights=tuple(_number(weight) for weight in record.get("weights", ())),
+    )
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)
+
+
+class _Columns:
+    """Gathers a run step by step."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[float, ...]] = []
+        self._ranks: list[Array] = []
+        self._prediction = WaitForAllPrediction()
+        self._plan: tuple[StageReport, ...] = ()
+        self._sum: Array = np.zeros((0, 0))
+        self._count: Array = np.zeros((0, 0))
+        self._num_stage_steps = 0
+        self._contributions = Contributions()
+
+    def add(self, report: StepReport) -> None:
+        """One more step."""
+        if not report.ranks:
+            raise KeyError("ranks")
+        loss = report.scalars.get("loss", math.nan)
+        row = (report.step, report.seconds, self._prediction.seconds(report), report.deadline_s, loss, report.skipped)
+        self._ranks.append(np.array([list(_values(rank)) for rank in report.ranks], dtype=float).T)
+        self._add_stages(report)
+        self._contributions.add(report)
+        self.steps.append(tuple(map(float, row)))
+
+    def _add_stages(self, report: StepReport) -> None:
+        names = [(stage.name, stage.numel) for stage in report.stages]
+        shape = (len(names), len(report.ranks))
+        planned = [(stage.name, stage.numel) for stage in self._plan]
+        if len(self.steps) == 1 or names != planned or shape != self._sum.shape:  # stages are planned after the first
+            self._plan, self._sum, self._count = report.stages, np.zeros(shape), np.zeros(shape)
+            self._num_stage_steps = 0
+        self._num_stage_steps += 1
+        unknown = (math.nan,) * len(names)  # of a rank without data, too: it had nothing to give
+        given = [unknown if rank.idle or len(rank.stages) != len(names) else rank.stages for rank in report.ranks]
+        shares = np.array(given, dtype=float).reshape(shape[::-1]).T
+        self._sum += np.nan_to_num(shares)
+        self._count += np.isfinite(shares)
+
+    def run(self, name: str, run_dir: Path) -> Run:
+        """The whole run."""
+        columns = np.array(self.steps, dtype=float).T
+        num_ranks = max(values.shape[1] for values in self._ranks)
+        ranks = np.full((len(_FIELDS), len(self.steps), num_ranks), np.nan)
+        for number, values in enumerate(self._ranks):
+            ranks[:, number, : values.shape[1]] = values
+        share = np.divide(self._sum, self._count, out=np.full_like(self._sum, np.nan), where=self._count > 0)
+        step, seconds, wait_for_all_s, deadline_s, loss, skipped = columns
+        return Run(
+            name=name,
+            run_dir=run_dir,
+            config=_config(run_dir / "config.yaml"),
+            summary=_summary(run_dir / "summary.json", last_step=int(step[-1])),
+            step=step,
+            seconds=seconds,
+            wait_for_all_s=wait_for_all_s,
+            deadline_s=deadline_s,
+            loss=loss,
+            skipped=skipped,
+            ranks=dict(zip(_FIELDS, ranks, strict=True)),
+            stages=self._plan,
+            stage_share=share,
+            num_stage_steps=self._num_stage_steps,
+            fairness=self._contributions.fairness(),
+        )
+
+
+def _values(rank: RankReport) -> Iterator[float]:
+    for name in _FIELDS:
+        value = getattr(rank, name)
+        yield (math.nan if value is None else CAUSES.index(value)) if name == "cause" else float(value)
+
+
+def _config(path: Path) -> Mapping[str, Any]:
+    """The run's configuration; nothing where there is none."""
+    if not path.is_file():
+        return {}
+    container = OmegaConf.to_container(OmegaConf.load(path))
+    return {str(key): value for key, value in container.items()} if isinstance(container, dict) else {}
+
+
+def _summary(path: Path, *, last_step: int) -> Mapping[str, Any]:
+    """The run's summary; nothing where there is none, or an older one than the trace."""
+    if not path.is_file():
+        return {}
+    summary: Mapping[str, Any] = json.loads(path.read_text())
+    return summary if summary.get("steps") == last_step + 1 else {}

@@ -1,0 +1,155 @@
+"""A run in numbers, with the definitions of ``summary.json``, so that the page and the table of the run agree."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from straggle.observe.fairness import Fairness
+from straggle.observe.run import Array, Run
+from straggle.report import CAUSES, Cause
+
+Flags: TypeAlias = NDArray[np.bool_]
+_ENOUGH_STEPS = 5  # of which a median is worth telling
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a run's steps, without the first ones (`Run.warmup`)."""
+
+    median_s: float
+    mean_s: float
+    p95_s: float
+    max_s: float
+
+
+@dataclass(frozen=True)
+class RankNumbers:
+    """One rank over the whole run; ``causes`` counts its late steps by what it was doing, and those of which gradients
+    are missing for another reason.
+
+    ``steps`` are those in which it had data. ``reach`` is the mean share of the gradient elements that it computed, in
+    these steps. ``slowness`` is its median compute time over the median of the other ranks' medians, where it finished:
+    2.0 means that it takes twice as long.
+    """
+
+    rank: int
+    steps: int
+    late: int
+    stood_in: int
+    causes: Mapping[Cause, int]
+    reach: float
+    compute_s: float
+    wait_s: float
+    slowness: float
+    nonfinite_steps: int
+
+    @property
+    def late_share(self) -> float:
+        """Share of its steps in which it was late: 0 to 1."""
+        return self.late / self.steps if self.steps else 0.0
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A whole run. ``saved_share`` is of the mean step's seconds: 0.3 means 30 % less than waiting for everyone."""
+
+    own: Times
+    waiting: Times
+    saved_share: float
+    seconds: float
+    dropped_share: float
+    late: int
+    rank_steps: int
+    stood_in: int
+    skipped: int
+    nonfinite: int
+    loss: float
+    wait_share: float
+    ranks: tuple[RankNumbers, ...]
+    stage_share: tuple[float, ...]
+    with_deadline: int
+    fairness: Fairness
+
+
+def numbers_of(run: Run) -> Numbers:
+    """The run's numbers; NaN where the trace does not have them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # the mean of nothing is NaN, which is what we want
+        return _numbers_of(run)
+
+
+def _numbers_of(run: Run) -> Numbers:
+    own, waiting = _times(run.seconds[run.warmup :]), _times(run.wait_for_all_s[run.warmup :])
+    has_data = has_data_of(run)
+    reach = np.where(has_data, run.ranks["reach"], np.nan)
+    losses = run.loss[-20:]
+    # nobody's gradients are missing in a step for which nobody had data
+    dropped = np.where(has_data.any(axis=1), 1 - np.nanmean(reach, axis=1), 0.0)
+    return Numbers(
+        own=own,
+        waiting=waiting,
+        saved_share=1 - own.mean_s / waiting.mean_s if waiting.mean_s else math.nan,
+        seconds=float(np.nansum(run.seconds)),
+        dropped_share=float(np.nanmean(dropped)),
+        late=int(np.nansum(run.ranks["late"])),
+        rank_steps=int(has_data.sum()),
+        stood_in=int(np.nansum(run.ranks["stood_in"])),
+        skipped=int(run.skipped.sum()),
+        nonfinite=int(np.nansum(run.ranks["nonfinite"])),
+        loss=float(np.nanmean(losses)),
+        wait_share=float(np.nanmean(run.ranks["wait_s"]) / np.nanmean(run.seconds)),
+        ranks=tuple(_rank_numbers(run, has_data, *each) for each in enumerate(map(float, _slowness(run)))),
+        stage_share=tuple(map(float, np.nanmean(run.stage_share, axis=1))),
+        with_deadline=int(np.isfinite(run.deadline_s).sum()),
+        fairness=run.fairness,
+    )
+
+
+def has_data_of(run: Run) -> Flags:
+    """Where a rank was in the run and had data, shape (steps, ranks)."""
+    return np.asarray(run.ranks["idle"] == 0)
+
+
+def _times(seconds: Array) -> Times:
+    return Times(
+        float(np.nanmedian(seconds)),
+        float(np.nanmean(seconds)),
+        float(np.nanquantile(seconds, 0.95)),
+        float(np.nanmax(seconds)) if np.isfinite(seconds).any() else math.nan,
+    )
+
+
+def _rank_numbers(run: Run, has_data: Flags, rank: int, slowness: float) -> RankNumbers:
+    with_data = has_data[:, rank]
+    of = {name: values[with_data, rank] for name, values in run.ranks.items()}
+    late = of["late"] == 1
+    causes = Counter(CAUSES[int(cause)] for cause in of["cause"] if not math.isnan(cause))
+    return RankNumbers(
+        rank=rank,
+        steps=int(with_data.sum()),
+        late=int(late.sum()),
+        stood_in=int((of["stood_in"] == 1).sum()),
+        causes=dict(causes.most_common()),
+        reach=float(np.nanmean(of["reach"])),
+        compute_s=float(np.nanmedian(of["compute_s"])),
+        wait_s=float(np.nanmean(of["wait_s"])),
+        slowness=slowness,
+        nonfinite_steps=int((of["nonfinite"] > 0).sum()),
+    )
+
+
+def _slowness(run: Run) -> Array:
+    """How many times as long as the others each rank takes, in steps that it finished; NaN where these are too few."""
+    whole = np.where((run.ranks["late"] == 0) & (run.ranks["idle"] == 0), run.ranks["compute_s"], np.nan)
+    median_s = np.nanmedian(whole, axis=0)
+    median_s[np.isfinite(whole).sum(axis=0) < _ENOUGH_STEPS] = np.nan
+    others_s = np.array([np.nanmedian(np.delete(median_s, rank)) for rank in range(run.num_ranks)])
+    return np.asarray(median_s / others_s)

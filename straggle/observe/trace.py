@@ -1,0 +1,54 @@
+"""One record per step on disk, all ranks in it: JSON lines that programs and people can read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from straggle.merge.lines import LineWriter, bytes_before, is_cut
+from straggle.report import StepReport
+
+
+class TraceWriter:
+    """Appends step reports to a file, a line each. ``first_step`` > 0 goes on with a trace that was begun before.
+
+    A step that cannot be written, as on a full disk, is left out, with one warning: step numbers say which are missing.
+    """
+
+    def __init__(self, path: Path, *, first_step: int = 0) -> None:
+        self._file = LineWriter(path, keep_bytes=bytes_before(path, first_step) if first_step else 0)
+
+    def write(self, report: StepReport) -> None:
+        """Add a step."""
+        self._file.write(json.dumps(report.as_dict()))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_trace(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a trace; lines that were cut off, by a full disk or the end of the job, are left out."""
+    for line in whole_lines(path):
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            if line.endswith("\n"):
+                raise ValueError(f"{path}: not a trace, this line is no JSON: {line[:80]!r}") from None
+
+
+def whole_lines(path: Path) -> Iterator[str]:
+    """The lines of a trace, without those that were cut off; the last one may be, where it has no end."""
+    with path.open(errors="replace") as lines:
+        yield from (line for line in lines if not is_cut(line))

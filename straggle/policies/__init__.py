@@ -1,0 +1,1 @@
+"""What the user chooses: deadlines, wrappers around them, estimators, and what they see."""

@@ -1,0 +1,243 @@
+"""The deadline that makes most of the ranks' own times: DropCompute's rule, on stages as well as on micro-batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+from torch import Tensor
+
+from straggle.policies.deadline import Deadline, Patience, check_count, check_number, quantile_of
+from straggle.policies.history import History
+from straggle.policies.step_model import Rules, computed_share, outcome
+from straggle.policies.untruncated import whole_entries, whole_units
+
+_CANDIDATES = 200  # thresholds that are looked at
+_FIRST_UNIT = 5  # none before any rank has finished this one (from 0)
+_FORWARD = 1 / 3  # of a micro-batch's time, in which no gradient comes
+_AT_FIRST = 10  # steps, in each of which AutoDeadline chooses
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """``tau_s`` and what is expected of it: the share ``dropped``, and the ``gain`` (0.1: a tenth more per second)."""
+
+    tau_s: float
+    dropped: float
+    gain: float
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Recorded steps as they would have been, had nobody been late.
+
+    ``unit_s``, (steps, ranks, units): seconds from entering the step to the end of each unit of work; not finite where
+    a unit never ends. ``unit_share``, of the same shape: the share of a rank's gradient that it brings, of a mean of 1
+    over ranks. ``entered_s``, (steps, ranks): seconds from the step's begin to entering it. ``overhead_s``, (steps,):
+    seconds of the step after its slowest rank's work. ``quorum_s``, (steps,): when a quorum waits, from the step's
+    begin; nobody is stopped before.
+    """
+
+    unit_s: Tensor
+    unit_share: Tensor
+    entered_s: Tensor
+    overhead_s: Tensor
+    quorum_s: Tensor
+
+    @staticmethod
+    def entered_at_once(unit_s: Tensor, overhead_s: Tensor) -> StepTimes:
+        """Steps that all ranks enter when they begin, for which no quorum is needed, of equal units."""
+        at_once = torch.zeros_like(unit_s[..., 0])
+        return StepTimes(unit_s, torch.full_like(unit_s, 1 / unit_s.shape[-1]), at_once, overhead_s, at_once[:, 0])
+
+    @staticmethod
+    def of(history: History, quorum: int) -> StepTimes | None:
+        """The steps of which a policy sees the progress; ``None`` where it sees none in which a rank had data."""
+        progress = history.progress
+        if progress is None or len(progress.unit_s) == 0:
+            return None
+        compute_s, idle = history.compute_s[-len(progress.unit_s) :], progress.weight == 0
+        used = (progress.unit_share > 0).flatten(0, 1).any(0)
+        # what a rank without data does is nothing that could be dropped or waited for
+        unit_s = whole_units(progress, compute_s.nan_to_num(0.0)).masked_fill(idle.unsqueeze(-1), 0.0)
+        of_others = idle.shape[1] / (~idle).sum(1).clamp(min=1)
+        share = (progress.unit_share * of_others.view(-1, 1, 1)).masked_fill(idle.unsqueeze(-1), 0.0)
+        entered_s = whole_entries(progress, compute_s)
+        quorum_s = (entered_s + unit_s[..., -1]).kthvalue(quorum, dim=1).values
+        steps = StepTimes(unit_s[..., used], share[..., used], entered_s, progress.overhead_s, quorum_s)
+        worked = ~idle.all(1)
+        return StepTimes(**{name: value[worked] for name, value in vars(steps).items()}) if worked.any() else None
+
+
+def choose_threshold(
+    steps: StepTimes,
+    *,
+    grace_s: float = 0.0,
+    longest_s: float | None = None,
+    least_gain: float = -math.inf,
+    waits_until_tau: bool = False,
+) -> Threshold:
+    """The threshold with the largest mean effective speedup over recorded steps.
+
+    ``longest_s``: the last threshold to look at, the longest time if not given; it is chosen too where the largest
+    speedup is less than ``least_gain``. A rank that has not entered ``grace_s`` seconds after the threshold is stood in
+    for.
+
+    With ``A = unit_s``, ``R_i = max A_i + overhead_i``, ``gain_i = max A_i - (largest A_i < tau)``, ``d_i`` the share
+    of ``A_i >= tau``: it maximizes ``mean_i[(1 - d_i) / (1 - gain_i / R_i) - 1]`` over 200 values of ``tau``; of
+    equals, it takes the longest. Source: Giladi et al., "DropCompute" (NeurIPS 2023), section 4 and algorithm 2.
+    With ``entered_s``, ``A + entered_s`` takes the place of ``A`` in ``R`` and ``gain``, and a rank that is stood in
+    for brings nothing. The rule ends a late rank's step with the last unit that it finished; ``waits_until_tau`` ends
+    it ``tau`` after it entered, as it is where a rank computes on until it is stopped.
+    """
+    own_s = steps.unit_s.nan_to_num(math.inf, posinf=math.inf)
+    tau = _candidates(own_s.where(steps.unit_share > 0, math.inf), longest_s)
+    needs_s = _needed(own_s, steps, grace_s)
+    ordered, order = needs_s.flatten(1).sort(dim=1)
+    kept = steps.unit_share.flatten(1).gather(1, order).cumsum(1) / own_s.shape[1]
+    count = torch.searchsorted(ordered, tau.expand(len(own_s), -1).contiguous())
+    last = (count - 1).clamp(min=0)
+    reached = kept.gather(1, last).where(count > 0, 0.0)
+    end_s = (own_s + steps.entered_s.unsqueeze(-1)).flatten(1)
+    end_s = end_s.where(end_s.isfinite(), -math.inf)
+    whole_s = end_s.amax(1, keepdim=True)
+    ended_s = end_s.gather(1, order).cummax(1).values.gather(1, last).where(count > 0, 0.0)
+    if waits_until_tau:
+        ended_s = torch.maximum(ended_s, torch.minimum(_stopped_at(tau, needs_s.amax(2), steps, grace_s), whole_s))
+    step_s = whole_s + steps.overhead_s.unsqueeze(1).to(own_s)
+    gain = (reached / (1 - (whole_s - ended_s) / step_s) - 1).nan_to_num(-1.0).mean(0)
+    best = len(tau) - 1 - int(gain.flip(0).argmax())
+    best = best if gain[best] >= least_gain else len(tau) - 1
+    return Threshold(float(tau[best]), float(1 - reached.mean(0)[best]), float(gain[best]))
+
+
+def _candidates(own_s: Tensor, longest_s: float | None) -> Tensor:
+    """Thresholds from the first useful one to the longest."""
+    shortest = float(own_s[..., min(_FIRST_UNIT, own_s.shape[-1] - 1) :].min())
+    if longest_s is None:
+        if not own_s.isfinite().any():
+            raise ValueError("unit_s has no finite time: there is no threshold to choose")
+        longest_s = float(own_s[own_s.isfinite()].max())
+    return torch.linspace(min(shortest, longest_s), longest_s, _CANDIDATES, dtype=own_s.dtype)
+
+
+def _needed(own_s: Tensor, steps: StepTimes, grace_s: float) -> Tensor:
+    """For each unit (steps, ranks, units), the threshold above which it comes in."""
+    begin_s, quorum_s = steps.entered_s.unsqueeze(-1).to(own_s), steps.quorum_s.view(-1, 1, 1).to(own_s)
+    to_finish_s = own_s.where((own_s + begin_s > quorum_s) | own_s.isinf(), 0.0)
+    to_enter_s = (begin_s - grace_s).where(begin_s > quorum_s + grace_s, 0.0)
+    return torch.maximum(to_finish_s, to_enter_s)
+
+
+def _stopped_at(tau: Tensor, needs_s: Tensor, steps: StepTimes, grace_s: float) -> Tensor:
+    """When the last late rank is stopped, or stood in for, at each ``tau`` (steps, thresholds); 0 where nobody is late.
+
+    ``needs_s`` (steps, ranks): above which threshold a rank is in time.
+    """
+    begin_s, quorum_s = steps.entered_s.to(needs_s), steps.quorum_s.unsqueeze(1).to(needs_s)
+    ordered, order = needs_s.sort(dim=1)
+    last_s = begin_s.gather(1, order).flip(1).cummax(1).values.flip(1)  # the last to enter of those from each one on
+    first_late = torch.searchsorted(ordered, tau.expand(len(needs_s), -1).contiguous())
+    last_s = last_s.gather(1, first_late.clamp(max=needs_s.shape[1] - 1))
+    stood_in_s = torch.maximum(tau, quorum_s) + grace_s
+    stopped_s = torch.maximum(tau + last_s, quorum_s)
+    # where that one is stood in for, it may be another that is stopped last: such steps are few
+    for step in (last_s > stood_in_s).any(1).nonzero().flatten().tolist():
+        of_each = torch.maximum(tau.unsqueeze(1) + begin_s[step], quorum_s[step])
+        enters = begin_s[step] <= stood_in_s[step].unsqueeze(1)
+        of_each = of_each.where(enters, stood_in_s[step].unsqueeze(1)).where(tau.unsqueeze(1) <= needs_s[step], 0.0)
+        stopped_s[step] = of_each.amax(1)
+    return stopped_s.where(first_late < needs_s.shape[1], 0.0)
+
+
+def expected_drop(steps: StepTimes, tau_s: float, rules: Rules, parts: Sequence[int] = ()) -> float:
+    """The share of all gradients that is dropped with a deadline of ``tau_s`` seconds.
+
+    With ``parts``, the last units are stages, which come in so many parts each; the one that is being computed still
+    counts, and a running micro-batch before them comes in steadily after its forward pass.
+    """
+    whole = steps.unit_s.shape[-1] - len(parts)
+    would = outcome(steps.unit_s, tau_s, rules, steps.entered_s)
+    part = computed_share(steps.unit_s, would, rules, _silent(whole, steps.unit_s) if parts else None)
+    if parts:
+        part[..., whole:] = (part[..., whole:] * torch.tensor(parts)).ceil() / torch.tensor(parts)
+    return max(0.0, float(1 - (part * steps.unit_share).sum(-1).mean()))
+
+
+def _silent(num_whole: int, unit_s: Tensor) -> Tensor:
+    """`part_computed`'s, where the first so many units are whole micro-batches."""
+    silent = torch.zeros(unit_s.shape[-1], dtype=unit_s.dtype)
+    silent[:num_whole] = _FORWARD
+    silent[0] = 1.0
+    return silent
+
+
+@final
+class AutoDeadline(Deadline):
+    """The threshold of DropCompute's rule (`choose_threshold`) over the last ``window`` steps, chosen ever anew.
+
+    It weighs what is dropped against the seconds that are saved, on the clock that it is enforced by: a late rank is
+    waited for until the threshold, and not, as the rule has it for micro-batches, until its last unit before. Where
+    the best threshold promises less than ``least_gain`` (0.01: a hundredth more gradient per second), there is none;
+    but nobody has more than ``at_most`` times the median of all ranks' times, so that a rank which was never slow
+    before and stalls is not waited for either. ``every``: steps between two choices, but at first it chooses in each of
+    ten. ``predicted_drop`` is what the last choice is expected to drop.
+    """
+
+    wants_progress = True
+
+    def __init__(
+        self,
+        *,
+        window: int = 50,
+        warmup_steps: int = 2,
+        every: int = 25,
+        least_gain: float = 0.01,
+        at_most: float = 2.0,
+    ) -> None:
+        check_count("window", window, least=1)
+        check_count("warmup_steps", warmup_steps, least=1)
+        check_count("every", every, least=1)
+        check_number("least_gain", least_gain, least=0, such_as="0.01 for a hundredth")
+        check_number("at_most", at_most, above=1, such_as="2 for twice the median time")
+        self.window = window + every - 1  # those since the last choice are not looked at
+        self.warmup_steps = warmup_steps
+        self.every = every
+        self.least_gain = least_gain
+        self.at_most = at_most
+        self.chosen: Threshold | None = None
+        self._chosen_at = -1
+        self._patience = Patience()
+        self._parts: Sequence[int] = ()
+
+    def prepare(self, patience: Patience, parts: Sequence[int] = ()) -> None:
+        self._patience = patience
+        self._parts = parts if patience.granularity == "stage" else ()
+
+    def decide(self, history: History) -> float:
+        if history.num_steps < self.warmup_steps or history.progress is None:
+            return math.inf
+        number = history.num_steps - self.warmup_steps
+        since = min(number % self.every, max(0, number - _AT_FIRST + 1))  # steps since the last choice
+        if self.chosen is None or history.num_steps - since != self._chosen_at:
+            self._chosen_at = history.num_steps - since
+            self.chosen = self._choose(history.last(self.window - self.every + 1, before=since))
+        self.predicted_drop = self.chosen.dropped
+        return self.chosen.tau_s
+
+    def _choose(self, history: History) -> Threshold:
+        rules = Rules.of(self, self._patience, history.compute_s.shape[1])
+        steps = StepTimes.of(history, rules.quorum)
+        if steps is None:
+            return Threshold(math.inf, 0.0, 0.0)
+        chosen = choose_threshold(
+            steps,
+            grace_s=rules.grace_s,
+            longest_s=self.at_most * quantile_of(history.compute_s, 0.5),
+            least_gain=self.least_gain,
+            waits_until_tau=not rules.finish_running,
+        )
+        return replace(chosen, dropped=expected_drop(steps, chosen.tau_s, rules, self._parts))

@@ -1,0 +1,248 @@
+"""When is a rank late: policies that see the telemetry of all ranks and answer in seconds."""
+
+from __future__ import annotations
+
+import math
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, final, get_args
+
+from torch import Tensor
+
+from straggle.policies.history import History
+
+Granularity = Literal["stage", "microbatch", "step"]
+
+
+class Deadline(ABC):
+    """Seconds that a rank may use for a step, counted from entering ``step()``.
+
+    A policy is a function of the history alone, so that every rank comes to the same answer and a resumed run to the
+    same one as an uninterrupted run. ``window`` is how many steps of history it wants to see, ``wants_progress``
+    whether it looks at more than times (`History.progress`).
+
+    ``quorum``: how many ranks must have finished before another is late, instead of `Patience.quorum`; ``grace_s``: so
+    many seconds after they have. ``enforced``: whether ranks are stopped; if not, what would have happened is reported.
+    ``predicted_drop``: the share of the gradients that it expects to be dropped in the next step; NaN: it has no idea.
+    """
+
+    window: int = 1
+    wants_progress: bool = False
+    quorum: int | None = None
+    grace_s: float = 0.0
+    enforced: bool = True
+    predicted_drop: float = math.nan
+
+    def prepare(self, patience: Patience, parts: Sequence[int] = ()) -> None:  # noqa: B027
+        """Told once, before anybody can be late, how late ranks are treated.
+
+        ``parts``: in how many gradients of about the same size each stage comes.
+        """
+
+    @abstractmethod
+    def decide(self, history: History) -> float:
+        """Seconds for the next step; infinite to wait for everyone."""
+
+
+@final
+class FixedDeadline(Deadline):
+    """The same ``budget_s`` seconds for every step after ``warmup_steps``."""
+
+    def __init__(self, budget_s: float, *, warmup_steps: int = 1) -> None:
+        if not is_number(budget_s) or not budget_s > 0:
+            raise ValueError(f"budget_s={budget_s}: a deadline needs a positive number of seconds (or deadline=None)")
+        check_count("warmup_steps", warmup_steps)
+        self.budget_s = float(budget_s)
+        self.warmup_steps = warmup_steps
+
+    def decide(self, history: History) -> float:
+        return math.inf if history.num_steps < self.warmup_steps else self.budget_s
+
+
+@final
+class QuantileDeadline(Deadline):
+    """``slack`` times the ``q`` quantile of all ranks' compute times over the last ``window`` steps.
+
+    ``q=0.9, slack=1.2`` means: of all ranks and steps, nine in ten would be in time with a fifth to spare. With one
+    slow rank among four, a quarter of all times is slow: ``q`` must lie below 0.75 for that rank ever to be late.
+    A stopped rank enters with the time at which it was stopped; as ``slack`` is at least 1, a deadline that has become
+    too tight for the whole cluster widens by itself.
+    """
+
+    def __init__(self, q: float, slack: float = 1.2, *, window: int = 50, warmup_steps: int = 10) -> None:
+        if not is_number(q) or not 0 <= q <= 1:
+            raise ValueError(f"q={q}: a quantile lies between 0 and 1, such as 0.5 for the median")
+        check_number("slack", slack, least=1, such_as="1.2; with less the deadline shrinks from step to step")
+        check_count("window", window, least=1)
+        check_count("warmup_steps", warmup_steps, least=1)
+        self.q = q
+        self.slack = slack
+        self.window = window
+        self.warmup_steps = warmup_steps
+
+    def decide(self, history: History) -> float:
+        if history.num_steps < self.warmup_steps:
+            return math.inf
+        return self.slack * quantile_of(history.compute_s, self.q)
+
+
+@final
+class MedianDeadline(Deadline):
+    """Median of all ranks' compute times over the last ``window`` steps, plus ``k`` times their spread.
+
+    The spread is the median absolute deviation from the median, which one slow rank does not move. Where all times are
+    nearly the same it says little: the deadline is ``slack`` times the median at least.
+    """
+
+    def __init__(self, k: float = 5.0, slack: float = 1.1, *, window: int = 50, warmup_steps: int = 10) -> None:
+        check_number("k", k, least=0, such_as="5")
+        check_number("slack", slack, least=1, such_as="1.1; with less the deadline shrinks from step to step")
+        check_count("window", window, least=1)
+        check_count("warmup_steps", warmup_steps, least=1)
+        self.k = k
+        self.slack = slack
+        self.window = window
+        self.warmup_steps = warmup_steps
+
+    def decide(self, history: History) -> float:
+        if history.num_steps < self.warmup_steps:
+            return math.inf
+        median_s = quantile_of(history.compute_s, 0.5)
+        spread_s = quantile_of((history.compute_s - median_s).abs(), 0.5) if median_s < math.inf else 0.0
+        return max(median_s + self.k * spread_s, self.slack * median_s)
+
+
+@final
+class FirstK(Deadline):
+    """A rank is late once ``k`` ranks have finished the step, and ``grace_s`` seconds are over since.
+
+    The rule of backup workers (Chen et al. 2016, "Revisiting distributed synchronous SGD", section 3) and, with ``k``
+    just above half of the ranks, of eager-SGD's majority (PPoPP 2020, section 4); here a late rank keeps what it has.
+    Every rank tells the job's store that it has finished, and a running rank asks there every few milliseconds; not
+    before 0.8 of the time in which ``k`` ranks finished in any of the last steps.
+    """
+
+    window = 10
+
+    def __init__(self, k: int, *, grace_s: float = 0.0, warmup_steps: int = 1) -> None:
+        check_count("k", k, least=1)
+        check_count("warmup_steps", warmup_steps, least=1)
+        check_number("grace_s", grace_s, least=0, such_as="0.05 for seconds")
+        self.quorum = k
+        self.grace_s = grace_s
+        self.warmup_steps = warmup_steps
+
+    def decide(self, history: History) -> float:
+        if history.num_steps < self.warmup_steps:
+            return math.inf
+        own_s = history.compute_s.where(history.finished, math.inf).nan_to_num(math.inf, posinf=math.inf)
+        finished_s = float(own_s.kthvalue(min(self.quorum or 1, own_s.shape[1]), dim=1).values.min())
+        return 0.8 * finished_s if finished_s < math.inf else 0.0
+
+
+@final
+class WaitForAll(Deadline):
+    """No deadline: nobody is ever late, as with DDP."""
+
+    def decide(self, history: History) -> float:  # noqa: ARG002
+        return math.inf
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How a late rank is treated.
+
+    Nobody is late before ``quorum`` ranks have finished the step (default: half of them, at least one). A late rank
+    that does not hand in its gradients within another ``grace_s`` seconds is stood in for. Up to
+    ``max_lag`` merged steps wait for a rank that is stuck, each one copy of the gradients in memory; beyond that the
+    peers wait. A collective that does not end within ``give_up_s`` seconds ends the job.
+
+    ``granularity`` is what a late rank drops: the stages that it has not finished ("stage"), the micro-batches that
+    it has not begun ("microbatch", as DropCompute does; ``grace_s`` should then be a micro-batch's time, because a rank
+    that is stood in for hands in what it has of the running one), or all that it has ("step", as backup workers do; the
+    merge then begins only when a rank has finished, and does not overlap with its backward pass).
+    """
+
+    quorum: int | None = None
+    grace_s: float = 0.05
+    max_lag: int = 8
+    give_up_s: float = 300.0
+    granularity: Granularity = "stage"
+
+    def __post_init__(self) -> None:
+        if self.quorum is not None:
+            check_count("quorum", self.quorum, least=1)
+        check_count("max_lag", self.max_lag)
+        if not is_number(self.grace_s) or not self.grace_s >= 0:
+            raise ValueError(f"grace_s={self.grace_s}: must be a number of seconds, and seconds cannot be negative")
+        if not is_number(self.give_up_s) or not 1 <= self.give_up_s < math.inf:
+            raise ValueError(f"give_up_s={self.give_up_s}: must be a finite number of seconds, at least 1")
+        check_granularity(self.granularity)
+
+    def quorum_of(self, world_size: int, wanted: int | None = None) -> int:
+        """Ranks that must have finished, or as many as a policy has ``wanted``.
+
+        Raises ``ValueError`` where there are not that many.
+        """
+        quorum = wanted or self.quorum
+        if quorum is not None and quorum > world_size:
+            raise ValueError(f"quorum={quorum}: there are only {world_size} ranks")
+        return quorum or max(1, world_size // 2)
+
+
+def as_deadline(deadline: Deadline | float | None) -> Deadline:
+    """A policy from what users write: a policy, a number of seconds, or ``None`` to wait for everyone."""
+    if deadline is None:
+        return WaitForAll()
+    if isinstance(deadline, Deadline):
+        return deadline
+    if isinstance(deadline, (int, float)) and not isinstance(deadline, bool):
+        return FixedDeadline(float(deadline))
+    raise TypeError(f"deadline={deadline!r}: give a straggle.Deadline, a number of seconds, or None")
+
+
+def check_granularity(granularity: str, valid: Sequence[str] = get_args(Granularity)) -> None:
+    """Raise ``ValueError`` for what is none of the ``valid`` ones."""
+    if granularity not in valid:
+        raise ValueError(f"granularity={granularity!r}: choose one of {', '.join(valid)}")
+
+
+def quantile_of(values: Tensor, q: float) -> float:
+    """The ``q`` quantile of what is not NaN, between two values by their distance; infinite where there is nothing.
+
+    As ``torch.nanquantile``, in a quarter of its time: every step of every rank waits for this.
+    """
+    ordered: list[float] = values.flatten().sort().values.tolist()  # NaN comes last
+    while ordered and math.isnan(ordered[-1]):
+        ordered.pop()
+    if not ordered:
+        return math.inf
+    whole, part = divmod(q * (len(ordered) - 1), 1)
+    below, above = ordered[int(whole)], ordered[min(int(whole) + 1, len(ordered) - 1)]
+    return below + part * (above - below)
+
+
+def name_of(policy: object) -> str:
+    """A policy's class, with that of the policy which it wraps, if any: ``DropBudget(QuantileDeadline)``."""
+    inner = getattr(policy, "inner", None)
+    return type(policy).__name__ if inner is None else f"{type(policy).__name__}({name_of(inner)})"
+
+
+def is_number(value: object) -> bool:
+    """Whether this is a number that is written as one; NaN is, and a truth value is not."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def check_count(name: str, value: int, least: int = 0) -> None:
+    """Raise ``ValueError`` for what is no whole number of at least ``least``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}={value}: must be a whole number of at least {least}")
+
+
+def check_number(name: str, value: float, *, least: float = -math.inf, above: float = -math.inf, such_as: str) -> None:
+    """Raise ``ValueError`` for what is no finite number of at least ``least`` that is more than ``above``."""
+    if not is_number(value) or not (max(least, -sys.float_info.max) <= value < math.inf and value > above):
+        where = f"above {above}" if above > -math.inf else f"from {least} on"
+        raise ValueError(f"{name}={value}: must be a number {where}, such as {such_as}")

@@ -1,0 +1,144 @@
+"""What a deadline does to a step whose times are known: who is late, how far each rank comes, how long it takes.
+
+`Shadow`, the simulator and the advice all ask this one model of a step. Times are tensors with any number of leading
+dimensions (steps, say) before ranks and units.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from straggle.policies.deadline import Deadline, Patience
+
+
+@dataclass(frozen=True)
+class Rules:
+    """When the work of a step ends: the deadline, who must wait for it, and what becomes of the running unit.
+
+    ``quorum`` ranks must have finished, ``after_quorum_s`` seconds ago. A late rank stops where it is; with
+    ``finish_running`` (micro-batches) it first finishes its running unit, for ``grace_s`` seconds at most; with
+    ``drop_all`` (steps) nothing of what it has comes in. A rank that has not entered ``grace_s`` seconds after the
+    deadline is stood in for.
+
+    ``checks``: a rank can stop at so many moments of each unit, evenly over its time (the ends of layers), and is stood
+    in for ``grace_s`` seconds after the deadline at the latest; 0, and in the unit that has the forward pass: at any
+    moment.
+    """
+
+    quorum: int
+    after_quorum_s: float = 0.0
+    finish_running: bool = False
+    grace_s: float = 0.0
+    drop_all: bool = False
+    checks: int = 0
+
+    @staticmethod
+    def of(policy: Deadline, patience: Patience, world_size: int) -> Rules:
+        """The rules that so many ranks follow under a policy."""
+        quorum = patience.quorum_of(world_size, policy.quorum)
+        granularity = patience.granularity
+        return Rules(quorum, policy.grace_s, granularity == "microbatch", patience.grace_s, granularity == "step")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``late`` and ``stood_in`` (..., ranks), of which a rank can be both; ``reached`` (..., ranks, units).
+
+    ``own_s`` (..., ranks): seconds of each rank's own work, from entering; 0 where it is stood in for. ``end_s``
+    (..., ranks), and ``seconds`` (...) of the last rank: from the step's begin to the end of that work, or to standing
+    in, without communication.
+    """
+
+    late: Tensor
+    stood_in: Tensor
+    own_s: Tensor
+    end_s: Tensor
+    reached: Tensor
+    seconds: Tensor
+
+
+def outcome(
+    unit_s: Tensor,
+    deadline_s: float | Tensor,
+    rules: Rules,
+    entered_s: Tensor | None = None,
+    behind: Tensor | None = None,
+) -> Outcome:
+    """The step under a deadline of ``deadline_s`` seconds, a number or a tensor of shape (...).
+
+    ``unit_s``, (..., ranks, units): seconds from entering the step to the end of each unit of a rank's work, if nobody
+    stops it. ``entered_s``, (..., ranks): when each rank enters, 0 for all if not given. ``behind``, (..., ranks):
+    which ranks were stood in for in the step before, and are again as soon as a quorum waits, unless they enter before.
+    What such a rank still has to do in the following steps is not in here.
+    """
+    if entered_s is not None:
+        unit_s = unit_s + entered_s.unsqueeze(-1)
+    whole_s = unit_s[..., -1]
+    quorum_at = whole_s.kthvalue(rules.quorum, dim=-1).values.unsqueeze(-1) + rules.after_quorum_s
+    deadline_at = torch.as_tensor(deadline_s, dtype=unit_s.dtype).unsqueeze(-1)
+    stood_in = torch.zeros_like(whole_s, dtype=torch.bool)
+    if entered_s is not None:
+        stood_in_at = torch.maximum(deadline_at, quorum_at) + rules.grace_s
+        if behind is not None:
+            stood_in_at = torch.where(behind, quorum_at, stood_in_at)
+        stood_in = entered_s > stood_in_at  # so it reaches no unit before that
+        deadline_at = torch.where(stood_in, stood_in_at, deadline_at + entered_s)
+    stop_at = torch.maximum(deadline_at, quorum_at).expand_as(whole_s)
+    late = whole_s > stop_at
+    reached = unit_s <= stop_at.unsqueeze(-1)
+    if rules.drop_all:
+        reached = reached & ~late.unsqueeze(-1)
+    end_s = torch.minimum(whole_s, stop_at)
+    if rules.finish_running:
+        running_s = unit_s.where(~reached, torch.inf).amin(-1)
+        in_time = late & ~stood_in & (running_s <= stop_at + rules.grace_s)
+        end_s = torch.where(late & ~stood_in, torch.minimum(running_s, stop_at + rules.grace_s), end_s)
+        reached = reached | (in_time.unsqueeze(-1) & (unit_s == running_s.unsqueeze(-1)))
+        late = late & ~reached[..., -1]  # it was the last one
+    elif rules.checks and not rules.drop_all and bool(late.any()):
+        end_s[late] = _next_check(unit_s[late], stop_at[late], rules)
+        late, reached = late & (end_s < whole_s), unit_s <= end_s.unsqueeze(-1)
+    own_s = end_s if entered_s is None else (end_s - entered_s).clamp(min=0.0)
+    return Outcome(late, stood_in, own_s, end_s, reached, end_s.amax(-1))
+
+
+def _next_check(unit_s: Tensor, stop_at: Tensor, rules: Rules) -> Tensor:
+    """When ranks (..., units) come to stop after ``stop_at`` (...)."""
+    running = (unit_s <= stop_at.unsqueeze(-1)).sum(-1, keepdim=True)
+    end_s = unit_s.gather(-1, running).squeeze(-1)
+    begin_s = unit_s.gather(-1, (running - 1).clamp(min=0)).squeeze(-1)
+    between_s = (end_s - begin_s) / rules.checks
+    check_s = begin_s + ((stop_at - begin_s) / between_s).ceil() * between_s
+    check_s = torch.where(check_s > end_s - between_s / 2, end_s, check_s)  # not a rounding error before it
+    in_time = (running.squeeze(-1) > 0) & (check_s <= stop_at + rules.grace_s)
+    anywhere_s = torch.where(running.squeeze(-1) > 0, stop_at + rules.grace_s, stop_at)
+    return torch.where(in_time, check_s, torch.minimum(anywhere_s, end_s))
+
+
+def computed_share(unit_s: Tensor, step: Outcome, rules: Rules, silent: Tensor | None = None) -> Tensor:
+    """The share of each unit that comes in, (..., ranks, units): of the one that a late rank leaves, its part.
+
+    ``silent``: see `part_computed`.
+    """
+    share = step.reached.to(unit_s.dtype)
+    if not rules.finish_running and not rules.drop_all:
+        share[step.late] = part_computed(unit_s[step.late], step.own_s[step.late].unsqueeze(-1), silent)
+    return share
+
+
+def part_computed(unit_s: Tensor, stop_s: Tensor, silent: Tensor | None = None) -> Tensor:
+    """The part of each unit that a rank has computed when it is stopped after ``stop_s`` seconds.
+
+    ``silent`` (units,) is the share of each unit's time before its first gradient is finished, in a forward pass; if it
+    is not given, all of the first unit, and nothing of the others.
+    """
+    if silent is None:
+        silent = torch.zeros(unit_s.shape[-1], dtype=unit_s.dtype)
+        silent[0] = 1.0
+    begin_s = torch.cat([torch.zeros_like(unit_s[..., :1]), unit_s[..., :-1]], -1)
+    first_s = begin_s + silent * (unit_s - begin_s)
+    part = ((stop_s - first_s) / (unit_s - first_s).clamp(min=1e-9)).clamp(0, 1).where(unit_s > stop_s, 1.0)
+    return part.nan_to_num(0.0)

@@ -1,0 +1,118 @@
+"""Deadline policies around another one: a bound on what it drops, less of it toward the end, or none at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from straggle.policies.deadline import Deadline, Patience, check_count, is_number
+from straggle.policies.history import History, Progress
+
+
+class _Around(Deadline):
+    """What every policy around another has in common: it asks the inner one, and shows it what that wants to see."""
+
+    def __init__(self, inner: Deadline, window: int = 1) -> None:
+        if not isinstance(inner, Deadline):
+            raise TypeError(f"inner={inner!r}: give a straggle.Deadline")
+        if not inner.enforced:
+            raise ValueError(f"{type(self).__name__}(Shadow(...)): Shadow goes around all the others")
+        self.inner = inner
+        self.window = max(inner.window, window)
+        self.wants_progress = inner.wants_progress
+        self.quorum = inner.quorum
+        self.grace_s = inner.grace_s
+
+    def prepare(self, patience: Patience, parts: Sequence[int] = ()) -> None:
+        self.inner.prepare(patience, parts)
+
+    def _ask(self, history: History) -> float:
+        seconds = self.inner.decide(history.last(self.inner.window))
+        self.predicted_drop = self.inner.predicted_drop
+        return seconds
+
+
+@final
+class DropBudget(_Around):
+    """``inner``, but never more than ``share`` of the gradients dropped over any ``window`` steps.
+
+    0.05 means: of what all ranks had to give for a stage in the last ``window`` steps, at least 95 % came in, and so it
+    did of the whole model. Where the next step could drop more than is left, everyone is waited for, ranks that are
+    stuck included.
+    """
+
+    def __init__(self, inner: Deadline, share: float, *, window: int = 100) -> None:
+        if not is_number(share) or not 0 < share <= 1:
+            raise ValueError(f"share={share}: must lie above 0 and at most at 1, such as 0.05")
+        check_count("window", window, least=1)
+        if share * window < 1:
+            raise ValueError(
+                f"share={share}, window={window}: one step may drop nearly everything of a stage, which is more than "
+                f"the budget of the whole window; give window={math.ceil(1 / share)} or more"
+            )
+        super().__init__(inner, window)
+        self.share = share
+        self.over_steps = window
+        self.wants_progress = True
+
+    def decide(self, history: History) -> float:
+        seconds = self._ask(history)
+        if history.progress is None or len(history.progress.computed) == 0:
+            return seconds
+        last = history.last(self.over_steps - 1).progress  # with the next step, that is the window
+        assert last is not None
+        dropped = dropped_per_stage(last).sum(0)
+        at_most = 1.0 - 1.0 / last.weight.shape[1]  # the first rank to finish is never late
+        left = self.share * self.over_steps - torch.cat([dropped, (dropped * last.stage_share).sum().unsqueeze(0)])
+        if float(left.min()) < at_most:
+            self.predicted_drop = 0.0
+            return math.inf
+        return seconds
+
+
+@final
+class Anneal(_Around):
+    """``inner``'s deadline, longer and longer toward the end of ``num_steps`` steps, and then none.
+
+    From step ``begin * num_steps`` on it is divided by what is left of the way to the end: twice as long half-way.
+    """
+
+    def __init__(self, inner: Deadline, num_steps: int, *, begin: float = 0.5) -> None:
+        super().__init__(inner)
+        check_count("num_steps", num_steps, least=1)
+        if not is_number(begin) or not 0 <= begin < 1:
+            raise ValueError(f"begin={begin}: must be a share of the steps, from 0 to below 1")
+        if inner.quorum is not None:
+            raise ValueError(f"Anneal({type(inner).__name__}(...)): it has no seconds that could be made more")
+        self.num_steps = num_steps
+        self.begin = begin
+
+    def decide(self, history: History) -> float:
+        seconds = self._ask(history)
+        done = (history.num_steps / self.num_steps - self.begin) / (1 - self.begin)
+        if done >= 1:
+            return math.inf
+        return seconds / (1 - max(0.0, done))
+
+
+@final
+class Shadow(_Around):
+    """``inner``, but nobody is stopped: what would have happened is reported (`StepReport.shadow`).
+
+    For a first run on a real cluster: it trains as DDP does, and its report says what the policy would be worth.
+    """
+
+    enforced = False
+
+    def decide(self, history: History) -> float:
+        return self._ask(history)
+
+
+def dropped_per_stage(progress: Progress) -> Tensor:
+    """Of what all ranks had to give, the share that did not come in, for each step and stage: (steps, stages)."""
+    weight = progress.weight / progress.weight.sum(1, keepdim=True).clamp(min=1e-12)
+    return ((1.0 - progress.computed) * weight.unsqueeze(2)).sum(1)

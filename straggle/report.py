@@ -1,0 +1,189 @@
+"""What happened in a step: frozen records, built from the telemetry of all ranks and so the same on every rank.
+
+Only ``seconds`` is by each rank's own clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, get_args
+
+Phase = Literal["outside", "data", "forward", "backward"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+Cause = Literal["outside", "data", "forward", "backward", "error", "skipped"]
+CAUSES: tuple[Cause, ...] = get_args(Cause)
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank's part in one step.
+
+    ``outside_s`` is time between two ``step()`` blocks that was not spent on data: the optimizer, evaluation,
+    checkpoints. ``data_s`` runs from the end of the optimizer's step to the first forward pass. ``compute_s`` counts as
+    the deadline does, from entering ``step()`` to the end of the rank's own work (NaN: it never entered); where the
+    rank was still in its backward pass when the step before was merged (`Carry`), from then on. ``wait_s`` is how long
+    it stood idle for the slowest rank. ``overrun_s`` is time that it went on with earlier steps after these had been
+    merged without it.
+
+    ``stages`` holds the share of each stage that the rank computed, and ``reach`` the share of the whole model: 0.5
+    means that half of the gradient elements came from this rank's own backward pass. ``stage_s`` says when, in seconds
+    from entering ``step()``, each stage was whole (NaN: it never was). ``cause`` says what a late rank was doing;
+    ``stood_in`` that it did not come to hand in its gradients itself. ``idle``: it has no more data. ``weight`` is what
+    the user gave its step (``step.weight``; 1 otherwise), ``nonfinite`` how many of its parameters' gradients had
+    elements that were not finite, and were left out. A rank whose gradients are missing without its being late has a
+    ``cause``, too: "error" where a backward pass ended in an error that the loop caught, "skipped" where the block was
+    left without a backward pass. ``weights`` is what all that it handed in of each stage counts in
+    the merge, estimates and supplements included: ``weight`` times ``stages`` where there are none.
+    """
+
+    rank: int
+    outside_s: float
+    data_s: float
+    forward_s: float
+    backward_s: float
+    wait_s: float
+    compute_s: float
+    reach: float
+    stages: tuple[float, ...]
+    stage_s: tuple[float, ...]
+    late: bool = False
+    stood_in: bool = False
+    cause: Cause | None = None
+    overrun_s: float = 0.0
+    idle: bool = False
+    weight: float = 1.0
+    nonfinite: int = 0
+    weights: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """One stage: ``weight`` is the sum over ranks, by default ``world_size`` when all computed all of it.
+
+    It does not know of gradients that were left out because they were not finite.
+    """
+
+    name: str
+    numel: int
+    weight: float
+    estimated: bool
+
+
+@dataclass(frozen=True)
+class ShadowReport:
+    """What a policy that only looks on (`straggle.Shadow`) would have done in a step.
+
+    ``seconds`` is what the step would have taken. ``reach`` is for each rank the share of the model that it would have
+    computed, ``stages`` for each stage the share that would have come in of what all ranks had to give.
+    """
+
+    deadline_s: float
+    seconds: float
+    late_ranks: tuple[int, ...]
+    reach: tuple[float, ...]
+    stages: tuple[float, ...]
+    dropped_share: float
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One merged step: ``seconds`` from the end of the merge before; ``deadline_s`` is infinite without one.
+
+    ``skipped``: no rank had finite gradients, and no parameter has one now. ``different_ranks``: those whose parameters
+    were not those of most ranks when they entered the step (a tie: not those of the lowest rank), because they differ
+    (`Merge.check_every`) or because their optimizers did not step as often as the others' after the step before;
+    ``None`` where they were not compared, and have stepped alike. ``shadow``: what a policy that stops nobody would
+    have done.
+    ``ranks_without_store``: those that the job's store did not answer; no deadline holds for them.
+    """
+
+    step: int
+    seconds: float
+    deadline_s: float
+    ranks: tuple[RankReport, ...]
+    stages: tuple[StageReport, ...]
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    skipped: bool = False
+    different_ranks: tuple[int, ...] | None = None
+    shadow: ShadowReport | None = None
+    ranks_without_store: tuple[int, ...] = ()
+
+    @property
+    def dropped_share(self) -> float:
+        """Share of all gradient elements, over ranks with data, that did not come in time: 0 to 1."""
+        reached = [rank.reach for rank in self.ranks if not rank.idle]
+        return 1.0 - sum(reached) / len(reached) if reached else 0.0
+
+    @property
+    def late_ranks(self) -> tuple[int, ...]:
+        """Ranks that were late in this step."""
+        return tuple(rank.rank for rank in self.ranks if rank.late)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain JSON values; numbers that are not finite become ``None``."""
+        plain: dict[str, Any] = _finite(asdict(self))
+        return plain
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """One stage of a step: its size, its backward seconds over all passes, and how many passes finished it."""
+
+    name: str
+    numel: int
+    nbytes: int
+    seconds: float
+    passes: int
+
+
+@dataclass(frozen=True)
+class BackwardReport:
+    """What a step's backward passes computed: ``stages`` in the order of the plan, which is backward's.
+
+    ``seconds`` is the sum over the stages: the first begins with the backward pass itself, or with the gradient's
+    arrival at the model's output where the pass was begun by ``loss.backward()``. ``passes`` says for each parameter
+    how many backward passes its gradient holds. ``truncated``: the step was left early; ``missing`` are then, or
+    where the loop caught an error of a pass whose gradients it kept, the parameters that some pass did not come to.
+    """
+
+    stages: tuple[StageTime, ...]
+    passes: Mapping[str, int]
+    truncated: bool
+    missing: tuple[str, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of backward."""
+        return math.fsum(stage.seconds for stage in self.stages)
+
+    def __str__(self) -> str:
+        whole = self.seconds or math.nan
+        rows = [("stage", "parameters", "bytes", "ms", "share")]
+        rows += [
+            (s.name, f"{s.numel:,}", f"{s.nbytes:,}", f"{1000 * s.seconds:.2f}", f"{s.seconds / whole:.1%}")
+            for s in self.stages
+        ]
+        return text_table(rows)
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as lines of text, the first column aligned left and the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        for row in rows
+    ]
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with every float that JSON cannot hold replaced by ``None``, recursively."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value

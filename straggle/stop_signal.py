@@ -1,0 +1,97 @@
+"""Ends a run early when one of its ranks is asked to by a signal: all ranks after the same step.
+
+The request goes through the job's store, so that it is heard even of a rank that is always stood in for; the agreement
+goes with the telemetry of a step, which every rank has from the same merge.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from functools import partial
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+from straggle.merge.store import JobStore, connect, default_store, place_of
+from straggle.report import StepReport
+from straggle.step import Step
+
+_SCALAR = "stop"
+_REQUESTED = "requested"
+
+
+class StopSignal:
+    """Hears SIGTERM between entering and leaving; what one rank is asked to do, all do.
+
+    with StopSignal() as stop:
+        for x, y in loader:
+            with model.step() as step:
+                stop.tell(step)
+                ...
+            if stop.agreed(model.last_report):
+                break
+
+    ``poll_s``: seconds between two looks into ``store``, the default process group's if not given. A thread looks, so
+    that a store that does not answer keeps nobody waiting.
+    """
+
+    def __init__(self, *, poll_s: float = 0.2, store: Any = None) -> None:
+        self._poll_s = poll_s
+        self._requested = False  # of this process
+        self._told = False
+        self._given_store = store
+        self._store: JobStore | None = None  # between entering and leaving
+        self._before: Any = None
+
+    def __enter__(self) -> StopSignal:
+        self._before = signal.signal(signal.SIGTERM, self._hear)
+        store = self._given_store
+        corner = partial(connect, default_store(), "straggle/stop") if store is None else lambda: store
+        self._store = JobStore(
+            corner,
+            place_of(default_store() if store is None else store),
+            who="StopSignal",
+            without="a rank that is stood in for is not heard when it is asked to end",
+            watched=(_REQUESTED,),
+            look_s=self._poll_s,
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._store is not None
+        self._store.close()
+        signal.signal(signal.SIGTERM, self._before)
+
+    def tell(self, step: Step) -> None:
+        """Let the peers know; the first thing in every step, which a rank that is late may leave anywhere."""
+        if not self._told or self._asked():  # once in any case: no rank is to look its name up
+            step.log(**{_SCALAR: float(self._requested)})
+        self._told = True
+
+    def agreed(self, report: StepReport) -> bool:
+        """Whether the step of this report is the last; the same on all ranks."""
+        return report.scalars.get(_SCALAR, 0.0) > 0
+
+    def _asked(self) -> bool:
+        """Whether this rank or a peer has been asked."""
+        assert self._store is not None, "tell() outside of `with StopSignal()`"
+        if self._requested:
+            self._store.post(lambda store: store.set(_REQUESTED, ""))  # again in each step: it has a few at the most
+        elif _REQUESTED in self._store.seen:  # never set to whether it is: the signal may come meanwhile
+            self._requested = True
+        return self._requested
+
+    def _hear(self, _number: int, _frame: FrameType | None) -> None:
+        self._requested = True
+
+
+def exit_at_once() -> NoReturn:
+    """End the process with status 0 and free nothing: that takes longer than who sent SIGTERM may wait."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

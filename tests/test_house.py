@@ -1,0 +1,86 @@
+"""The nine packages: imports point one way, and every module is in its package's README."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import straggle
+
+ROOT = Path(straggle.__file__).parent
+LOOP = ("parallel", "step", "rebalance", "sampler", "stop_signal")  # what a training loop imports
+# each imports only from those before it
+PACKAGES = ("report", "policies", "backward", "merge", LOOP, "observe", "advise", "lab", "commands")
+BEFORE = ("extras", "version")
+AFTER = ("straggle", "__main__")
+FOLDERS = [name for name in PACKAGES if isinstance(name, str) and name != "report"]
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_of(path): path for path in sorted(ROOT.rglob("*.py"))}
+
+
+def imports_of(module: str) -> Iterator[str]:
+    """The modules of this package that are imported anywhere in one, inside of functions too."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "straggle")
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            if node.module and node.module.split(".")[0] == "straggle":
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+                yield from (name if name in MODULES else node.module for name in names)
+
+
+def floor_of(module: str) -> int:
+    name = module.split(".")[1] if "." in module else module
+    if name in BEFORE:
+        return -1
+    if name in AFTER:
+        return len(PACKAGES)
+    return next(floor for floor, names in enumerate(PACKAGES) if name == names or (name in names and names is LOOP))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_module_imports_only_from_its_package_and_those_before_it(module: str) -> None:
+    wrong = [other for other in imports_of(module) if floor_of(other) > floor_of(module)]
+    assert wrong == []
+
+
+def test_nothing_is_imported_in_a_circle() -> None:
+    left = {module: set(imports_of(module)) - {module} for module in MODULES}
+    while free := [module for module, others in left.items() if not others & left.keys()]:
+        for module in free:
+            del left[module]
+    assert left.keys() == set()
+
+
+def test_the_page_lists_the_nine_packages_in_this_order() -> None:
+    page = (ROOT.parent / "docs" / "how-it-works.md").read_text().partition("## The packages")[2]
+    rows = [line.split(" | ")[0] for line in page.splitlines() if line.startswith("| ") and "`straggle/" in line]
+    listed = [re.findall(r"`straggle/(\w+)", row) for row in rows]
+    assert listed == [list(names) if names is LOOP else [names] for names in PACKAGES]
+
+
+@pytest.mark.parametrize("package", FOLDERS)
+def test_readme_of_a_package_lists_its_modules(package: str) -> None:
+    listed = re.findall(r"^\| `([\w/]+?)(?:/|\.py)` \|", (ROOT / package / "README.md").read_text(), re.MULTILINE)
+    modules = {path.relative_to(ROOT / package).with_suffix("").as_posix() for path in (ROOT / package).rglob("*.py")}
+    modules = {name for name in modules if not name.endswith("__init__")}
+    assert sorted(listed) == sorted(set(listed))
+    assert all(any(name in (module, module.partition("/")[0]) for name in listed) for module in modules)
+    assert all(any(name in (module, module.partition("/")[0]) for module in modules) for name in listed)
+
+
+@pytest.mark.parametrize("path", [path for path in MODULES.values() if path.name == "__init__.py"], ids=module_of)
+def test_package_passes_no_names_on_but_straggle_itself(path: Path) -> None:
+    body = ast.parse(path.read_text()).body
+    assert path.parent == ROOT or all(isinstance(node, ast.Expr) for node in body)

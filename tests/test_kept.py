@@ -1,0 +1,182 @@
+"""Gradients of before: whatever the order of zero_grad, the result is DDP's; late ranks keep what their peers keep."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from ranks import digest, logged, run_ranks, staged
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from training import Stopper, features, mlp
+
+ORDERS = ("before the block", "first in the block", "before backward", "after the step", "never")
+
+
+def passes(rank, number, num_microbatches, model, zero, last=nullcontext):
+    """The passes of step ``number``; ``last`` is around all but the last of them."""
+    zero("first in the block")
+    for part in range(num_microbatches):
+        with last() if part < num_microbatches - 1 else nullcontext():
+            loss = model(features(rank, number * num_microbatches + part)).square().sum()
+            if part == 0:
+                zero("before backward")
+            loss.backward()
+
+
+def train(rank, order, set_to_none, num_microbatches, stop=None):
+    """Hashes of the parameters after each of four steps; rank 1 stops before the forward pass of step ``stop``."""
+    module = mlp()
+    stopper = Stopper(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+
+    def zero(now):
+        if now == order:
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    digests = []
+    with staged(module) as model:
+        for number in range(4):
+            zero("before the block")
+            with model.step(num_microbatches) as step:
+                stopper.arm(step, 0 if (rank, number) == (1, stop) else None)
+                passes(rank, number, num_microbatches, model, zero)
+            optimizer.step()
+            zero("after the step")
+            digests.append(digest(module.parameters()))
+    return digests
+
+
+def train_ddp(rank, order, set_to_none, num_microbatches):
+    module = mlp()
+    model = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+
+    def zero(now):
+        if now == order:
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    digests = []
+    for number in range(4):
+        zero("before the block")
+        passes(rank, number, num_microbatches, model, zero, model.no_sync)
+        optimizer.step()
+        zero("after the step")
+        digests.append(digest(module.parameters()))
+    return digests
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("order", ORDERS[:-1])
+def test_zero_grad_at_any_place_gives_ddp_s_parameters(order, set_to_none):
+    for num_microbatches in (1, 2):
+        expected = run_ranks(train_ddp, 2, order, set_to_none, num_microbatches)
+        assert run_ranks(train, 2, order, set_to_none, num_microbatches) == expected
+
+
+def test_gradients_that_are_never_zeroed_accumulate_as_with_ddp():
+    # DDP reduces what was kept with what is new, which is the same but for the rounding: gradients are compared
+    (mine, _), (ddp, _) = run_ranks(accumulated, 2, True), run_ranks(accumulated, 2, False)
+    for own, theirs in zip(mine, ddp, strict=True):
+        torch.testing.assert_close(torch.tensor(own), torch.tensor(theirs))
+
+
+def accumulated(rank, with_straggle):
+    module = mlp()
+    if not with_straggle:
+        model = DistributedDataParallel(module)
+        for number in range(3):
+            model(features(rank, number)).square().sum().backward()
+        return [parameter.grad.tolist() for parameter in module.parameters()]
+    with staged(module) as model:
+        for number in range(3):
+            with model.step():
+                model(features(rank, number)).square().sum().backward()
+        return [parameter.grad.tolist() for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_rank_that_is_late_before_it_comes_to_zero_grad_ends_with_its_peers_parameters(order, set_to_none):
+    first, second, third = run_ranks(train, 3, order, set_to_none, 1, 2)
+    assert first == second == third
+
+
+def two_networks(rank, stop):
+    """Only one of two optimizers zeroes its gradients, in the block; rank 1 is late before it comes to that."""
+    module = nn.ModuleDict({"one": nn.Linear(4, 2), "two": nn.Linear(4, 2)})
+    module.forward = lambda x: (module["one"](x) + module["two"](x)).square().sum()
+    stopper = Stopper(module)
+    optimizers = [torch.optim.SGD(module[name].parameters(), lr=0.01) for name in ("one", "two")]
+    with staged(module) as model, logged("straggle.parallel") as messages:
+        for number in range(4):
+            with model.step() as step:
+                stopper.arm(step, 0 if (rank, number) == (1, stop) else None)
+                loss = model(features(rank, number))
+                optimizers[0].zero_grad()
+                loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        return digest(module.parameters()), messages
+
+
+def test_rank_that_is_late_keeps_the_gradients_of_one_optimizer_as_its_peers_do():
+    (first, said), (second, said_too) = run_ranks(two_networks, 2, 3)
+    assert first == second
+    assert said == said_too == []
+
+
+def test_rank_that_cannot_tell_what_its_peers_kept_says_so():
+    said = run_ranks(two_networks, 2, 1)[1][1]  # it was never in a step in which one optimizer alone zeroed
+    assert len(said) == 1
+    assert "its peers kept gradients of other parameters" in said[0]
+
+
+def gradient_penalty(rank):
+    """``torch.autograd.grad`` goes through the model before zero_grad, and then the loss's own backward pass."""
+    module = mlp()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    with staged(module) as model:
+        for number in range(3):
+            with model.step():
+                x = features(rank, number).requires_grad_()
+                output = model(x).square().sum()
+                (slope,) = torch.autograd.grad(output, x, create_graph=True)
+                optimizer.zero_grad()
+                (output + slope.square().sum()).backward()
+            optimizer.step()
+        return digest(module.parameters()), model.last_report.ranks[rank].reach
+
+
+def gradient_penalty_alone(_rank):
+    module = mlp()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    for number in range(3):
+        x = features(0, number).requires_grad_()
+        output = module(x).square().sum()
+        (slope,) = torch.autograd.grad(output, x, create_graph=True)
+        optimizer.zero_grad()
+        (output + slope.square().sum()).backward()
+        optimizer.step()
+    return digest(module.parameters())
+
+
+def test_gradient_penalty_before_zero_grad_is_no_backward_pass():
+    assert run_ranks(gradient_penalty, 1) == [(gradient_penalty_alone(0), 1.0)]
+
+
+def around_the_model(_rank, set_to_none):
+    """Call a part of the model by itself, with the gradients of before still there."""
+    module = mlp()
+    with staged(module) as model:
+        for _ in range(2):
+            with model.step():
+                loss = module[0](features(0, 0)).sum()
+                module.zero_grad(set_to_none=set_to_none)
+                loss.backward()
+        return module[0].bias.grad.tolist()
+
+
+def test_pass_that_does_not_come_through_the_model_is_told_from_what_was_there_or_refused():
+    assert run_ranks(around_the_model, 1, True) == [[8.0] * 8]  # rows of the batch
+    (raised,) = run_ranks(around_the_model, 1, False, outcomes=True)
+    assert "zero_grad(set_to_none=True) before the block" in raised.message

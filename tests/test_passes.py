@@ -1,0 +1,343 @@
+"""Passes that do not come to their end: what is missing counts as missing, for the reason that there is."""
+
+import pytest
+import torch
+from ranks import digest, logged, run_ranks, staged
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from training import Chain, Stopper, features, mlp
+
+from straggle import Merge, Patience
+
+NUM_LAYERS = 5
+
+
+def out_of_memory(*_):
+    raise RuntimeError("out of memory")
+
+
+def caught(rank, bad_layer, num_microbatches, failing):
+    """Micro-batches ``failing`` of rank 1 fail in their backward pass before ``bad_layer``'s gradient; it goes on.
+
+    Layer ``i`` has the gradient ``i + 1``, from each micro-batch.
+    """
+    module = Chain(NUM_LAYERS)
+    fail = [False]
+    module.layers[bad_layer].weight.register_hook(lambda _: out_of_memory() if fail[0] else None)
+    with staged(module, stages=[f"layers.{i}" for i in range(NUM_LAYERS)]) as model:
+        for number in range(2):
+            module.zero_grad()
+            with model.step(num_microbatches) as step:
+                for part in range(num_microbatches):
+                    fail[0] = rank == 1 and number == 1 and part in failing
+                    step.log(loss=1.0)
+                    try:
+                        model(1.0).backward()
+                    except RuntimeError:
+                        step.log(failed=1.0)
+        return [layer.weight.grad[0].item() for layer in module.layers], model.last_report
+
+
+@pytest.mark.parametrize("bad_layer", range(NUM_LAYERS))
+def test_gradients_after_an_error_that_the_loop_caught_are_missing_and_not_zero(bad_layer):
+    for gradients, report in run_ranks(caught, 2, bad_layer, 1, [0]):
+        assert gradients == [1.0, 2.0, 3.0, 4.0, 5.0]  # the mean over the ranks that computed them
+        assert [rank.cause for rank in report.ranks] == [None, "error"]
+        assert report.late_ranks == ()
+        assert report.ranks[1].stages == tuple(float(layer > bad_layer) for layer in reversed(range(NUM_LAYERS)))
+        assert 0 <= report.ranks[1].reach < 1
+
+
+@pytest.mark.parametrize("failing", [[0], [1], [2], [0, 1], [0, 2], [0, 1, 2]], ids=str)
+def test_failed_microbatches_are_missing_and_the_others_count(failing):
+    left = 3 - len(failing)
+    for gradients, report in run_ranks(caught, 2, 2, 3, failing):
+        assert gradients == pytest.approx([(i + 1) * 3.0 for i in range(NUM_LAYERS)])
+        assert report.ranks[1].stages == pytest.approx((1.0, 1.0, left / 3, left / 3, left / 3))
+        assert report.ranks[1].cause == "error"
+        assert report.dropped_share == pytest.approx((1 - report.ranks[1].reach) / 2)
+
+
+def swallowed(rank, stop_in, stop_after):
+    """Rank 1 stops in micro-batch ``stop_in`` of three, and a bare except around each swallows what leaves it."""
+    module = Chain(NUM_LAYERS)
+    with staged(module, stages=[f"layers.{i}" for i in range(NUM_LAYERS)]) as model:
+        stopper = Stopper(module)
+        for number in range(2):
+            module.zero_grad()
+            with model.step(num_microbatches=3) as step:
+                for part in range(3):
+                    try:
+                        if (rank, number, part) == (1, 1, stop_in):
+                            stopper.arm(step, stop_after)
+                        model(1.0).backward()
+                    except:  # noqa: E722
+                        pass
+        return [layer.weight.grad[0].item() for layer in module.layers], model.last_report
+
+
+@pytest.mark.parametrize("stop_in", range(3))
+@pytest.mark.parametrize("stop_after", [0, 1, 3])
+def test_deadline_that_a_bare_except_swallows_is_late_all_the_same(stop_in, stop_after):
+    for gradients, report in run_ranks(swallowed, 2, stop_in, stop_after):
+        assert gradients == pytest.approx([(i + 1) * 3.0 for i in range(NUM_LAYERS)])
+        assert report.late_ranks == (1,)
+        # our hook comes before the stopper's: the gradient that stops is in, and the next one is, too
+        in_pass = [stop_after > 0 and position <= stop_after for position in range(NUM_LAYERS)]
+        assert report.ranks[1].stages == pytest.approx([(stop_in + own) / 3 for own in in_pass])
+
+
+class Towers(nn.Module):
+    """Two towers, of which a call uses one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = (mlp(seed) for seed in (1, 2))
+        self.calls = []
+
+    def forward(self, x, which):
+        self.calls.append(which)
+        return getattr(self, which)(x)
+
+
+def recompute(rank, use_reentrant, granularity):
+    """Rank 1 stops in its second step when tower a is computed again, in backward, after tower b is done."""
+    net = Towers()
+    x = features(0, 0).requires_grad_()  # which a reentrant checkpoint wants
+    with staged(net, patience=Patience(granularity=granularity)) as model:
+        steps = []
+        for number in range(2):
+            net.zero_grad()
+            net.calls.clear()
+
+            def late(*_, number=number):
+                if (rank, number) == (1, 1) and net.calls == ["a", "b", "b", "a"]:
+                    steps[-1].stop()
+
+            hook = net.a[0].register_forward_pre_hook(late)
+            with model.step() as step:
+                steps.append(step)
+                a, b = (checkpoint(model, x, which, use_reentrant=use_reentrant) for which in "ab")
+                (a * b).sum().backward()
+            hook.remove()
+        report = model.last_report
+        return [digest(p.grad for p in tower.parameters()) for tower in (net.a, net.b)], report.ranks[1]
+
+
+def whole_towers():
+    net = Towers()
+    x = features(0, 0)
+    (net(x, "a") * net(x, "b")).sum().backward()
+    return [digest(p.grad for p in tower.parameters()) for tower in (net.a, net.b)]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_rank_that_stops_while_a_checkpoint_computes_again_has_no_gradient_of_that_part(use_reentrant):
+    for gradients, part in run_ranks(recompute, 2, use_reentrant, "stage"):
+        assert gradients == whole_towers()  # both ranks have the same data, and the merge is the mean of who has it
+        assert part.late
+        assert part.cause == "backward"
+        assert 0 < part.reach < 1
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_whole_microbatch_is_not_stopped_while_a_checkpoint_computes_again(use_reentrant):
+    for gradients, part in run_ranks(recompute, 2, use_reentrant, "microbatch"):
+        assert gradients == whole_towers()
+        assert part.reach == 1.0
+
+
+class Shared(nn.Module):
+    """A layer that is used twice, each time in a checkpoint."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.twice = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        for _ in range(2):
+            x = checkpoint(lambda t: torch.tanh(self.twice(t)), self.first(x), use_reentrant=self.use_reentrant)
+        return x.sum()
+
+
+def share_weights(_rank, use_reentrant, num_microbatches):
+    module = Shared(use_reentrant)
+    with staged(module) as model:
+        for _ in range(2):
+            module.zero_grad()
+            with model.step(num_microbatches):
+                for part in range(num_microbatches):
+                    model(features(0, part)).backward()
+        return digest(p.grad for p in module.parameters()), model.last_report.ranks[0].reach
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_shared_weights_under_reentrant_checkpoints_are_refused_with_the_remedy(num_microbatches):
+    (raised,) = run_ranks(share_weights, 1, True, num_microbatches, outcomes=True)
+    assert raised.kind == "RuntimeError"
+    assert raised.message.startswith("rank 0, step 0, stage ")
+    assert "use checkpoint(..., use_reentrant=False)" in raised.message
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_shared_weights_under_other_checkpoints_get_their_whole_gradient(num_microbatches):
+    module = Shared(False)
+    for part in range(num_microbatches):
+        module(features(0, part)).backward()
+    expected = digest(p.grad for p in module.parameters())
+    assert run_ranks(share_weights, 1, False, num_microbatches) == [(expected, 1.0)]
+
+
+def heads(rank, stop_before):
+    """A loss for each of three heads, as passes of a step; rank 1 stops before pass ``stop_before`` of its third step.
+
+    Pass ``i`` gives head ``i`` the gradient 1 and the body ``i + 1``.
+    """
+    net = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in ("body", "0", "1", "2")})
+    net.forward = lambda head: net["body"].weight.sum() * (head + 1) + net[str(head)].weight.sum()
+    with staged(net, stages=["body", "0", "1", "2"]) as model:
+        for number in range(3):
+            net.zero_grad()
+            with model.step(num_microbatches=3) as step:
+                for head in range(3):
+                    if (rank, number, head) == (1, 2, stop_before):
+                        step.stop()
+                    model(head).backward()
+        gradients = {name: net[name].weight.grad.item() for name in net}
+        return gradients, {stage.name: stage.weight for stage in model.last_report.stages}, model.last_report.late_ranks
+
+
+@pytest.mark.parametrize("stop_before", [1, 2])
+def test_head_of_a_loss_that_a_rank_did_not_come_to_has_the_mean_over_those_that_did(stop_before):
+    for gradients, weights, late in run_ranks(heads, 2, stop_before):
+        assert late == (1,)
+        assert {name: gradients[name] for name in "012"} == {"0": 1.0, "1": 1.0, "2": 1.0}
+        assert {name: weights[name] for name in "012"} == {str(head): 1.0 + (head < stop_before) for head in range(3)}
+        done = sum(head + 1 for head in range(stop_before))  # of the body, as micro-batches count
+        assert gradients["body"] == pytest.approx((6 + done) / (1 + stop_before / 3))
+
+
+def left_early(rank, how, num_steps=4):
+    """In its second step rank 1 leaves the block before its backward pass, and skips the optimizer."""
+    module = mlp()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    reports = []
+    with staged(module, merge=Merge(check_every=0)) as model, logged("straggle.parallel") as messages:
+        for number in range(num_steps):
+            optimizer.zero_grad()
+            with model.step():
+                loss = model(features(rank, number)).sum()
+                if (rank, number) == (1, 1) and how == "before":
+                    reports.append(None)
+                    continue
+                loss.backward()
+                if (rank, number) == (1, 1) and how == "after":
+                    reports.append(None)
+                    continue
+            optimizer.step()
+            reports.append(model.last_report)
+    return digest(module.parameters()), reports, messages
+
+
+@pytest.mark.parametrize("how", ["before", "after"])
+def test_optimizer_step_that_one_rank_skipped_is_said_in_the_next_step(how):
+    results = run_ranks(left_early, 3, how)
+    assert results[0][0] == results[2][0] != results[1][0]
+    for rank, (_, reports, messages) in enumerate(results):
+        assert [report.different_ranks for report in reports if report] == [
+            None,
+            *([] if rank == 1 else [None]),
+            (1,),
+            None,
+        ]
+        if rank < 2:  # it names itself, and one rank speaks for all
+            (message,) = messages
+            assert message.startswith("step 2: the optimizers of ranks [1] have not stepped as often")
+        else:
+            assert messages == []
+
+
+def test_block_that_is_left_without_a_backward_pass_is_counted_as_that():
+    _, reports, _ = run_ranks(left_early, 3, "before")[0]
+    part = reports[1].ranks[1]
+    assert (part.late, part.cause, part.reach) == (False, "skipped", 0.0)
+    assert reports[1].stages[0].weight == 2.0
+    assert [rank.cause for rank in reports[2].ranks] == [None] * 3
+
+
+def stop_after_all(rank):
+    """Rank 1 is asked to stop with its last gradient, when there is nothing left to save."""
+    module = Chain(NUM_LAYERS)
+    stopper = Stopper(module)
+    with staged(module) as model:
+        for _ in range(2):
+            came_to_the_end = False
+            with model.step() as step:
+                stopper.arm(step, NUM_LAYERS if rank == 1 else None)
+                model(1.0).backward()
+                came_to_the_end = True
+        return came_to_the_end, model.last_report.ranks[1].late
+
+
+def test_rank_with_all_its_gradients_is_not_stopped():
+    assert run_ranks(stop_after_all, 2) == [(True, False)] * 2
+
+
+def look_again(rank):
+    """Rank 1 is stopped by a forward pass that comes after its last backward pass."""
+    module = Chain(NUM_LAYERS)
+    with staged(module) as model:
+        with model.step() as step:
+            model(1.0).backward()
+            if rank == 1:
+                step.stop()
+            model(1.0)
+        part = model.last_report.ranks[1]
+        return part.late, part.cause, part.reach
+
+
+def test_block_that_is_cut_after_its_last_gradient_is_counted_as_late():
+    assert run_ranks(look_again, 2) == [(True, "forward", 1.0)] * 2
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.one, self.two = nn.BatchNorm1d(4), nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.one(x).sum(), self.two(x).sum()
+
+
+def two_losses(rank):
+    """One forward pass, and a backward pass for each of its two losses."""
+    module = Normed()
+    with staged(module) as model:
+        with model.step(num_microbatches=2):
+            one, two = model(features(rank, 0))
+            one.backward(retain_graph=True)
+            two.backward()
+        return module.norm.num_batches_tracked.item(), model.last_report.ranks[rank].reach
+
+
+def test_statistics_of_one_forward_pass_with_two_losses_are_merged():
+    assert run_ranks(two_losses, 2) == [(1, 1.0)] * 2
+
+
+def stop_in_first_pass(_rank):
+    """Shared weights in reentrant checkpoints, in a pass that is asked to stop before the second gradient shows it."""
+    module = Shared(True)
+    stopper = Stopper(module)
+    with staged(module) as model, model.step() as step:
+        stopper.arm(step, 1)
+        model(features(0, 0)).backward()
+
+
+def test_shared_weights_under_reentrant_checkpoints_are_refused_even_in_a_pass_that_is_to_stop():
+    (raised,) = run_ranks(stop_in_first_pass, 1, outcomes=True)
+    assert "use checkpoint(..., use_reentrant=False)" in raised.message

@@ -1,0 +1,111 @@
+"""Workers that are started again meet in a corner of the store that those before them have not written, and go on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from ranks import run_command, run_ranks
+from training import TINY
+
+from straggle.lab.restarts import fresh_store
+
+STALE = ("asks/1", "asks/2", "answer/old", "old/1", "old/2")
+
+
+def attempts(rank, world_size):
+    """What the ranks find under one key in three attempts over the same store, before they write there."""
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        for key in STALE:  # of an attempt in which ranks died before or after they had an answer
+            store.set(f"straggle/attempt/{key}", "old")
+    dist.barrier()
+    found = []
+    for attempt in range(3):
+        fresh = fresh_store(store.clone(), rank, world_size)
+        found.append(fresh.check([f"address of {rank}"]))
+        fresh.set(f"address of {rank}", str(attempt))
+        addresses = {fresh.get(f"address of {other}").decode() for other in range(world_size)}
+        assert addresses == {str(attempt)}
+        dist.barrier()
+    return found
+
+
+def test_each_attempt_has_a_store_of_its_own_whatever_is_left_of_others():
+    for world_size in (1, 2, 3):
+        assert run_ranks(attempts, world_size, world_size) == [[False] * 3] * world_size
+
+
+def alone(rank):
+    store = dist.distributed_c10d._get_default_store()
+    fresh_store(store, 0, 3, timeout=timedelta(seconds=0))
+
+
+def test_ranks_that_do_not_come_are_named():
+    (outcome,) = run_ranks(alone, 1, outcomes=True)
+    assert outcome.kind == "RuntimeError"
+    assert "ranks [1, 2] have not come" in outcome.message
+
+
+# -- torchrun
+
+ROOT = Path(__file__).parent.parent
+KEYS = (*TINY, "faults=none", "deadline=none", "metrics=none", "report=false", "steps=300")
+
+
+def workers(agent):
+    """The processes of torchrun's ranks."""
+    found = {}
+    for child in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split():
+        for variable in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+            if variable.startswith(b"RANK="):
+                found[int(variable[5:])] = int(child)
+    return found
+
+
+def wait_until(agent, condition):
+    while not condition():
+        assert agent.poll() is None, agent.communicate()[0]
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_killed_workers_are_restarted_and_go_on_from_their_run_s_checkpoint_alone(tmp_path):
+    """The first is killed before the first checkpoint: what an earlier run has left there is not theirs."""
+    run, state = tmp_path / "run", tmp_path / "run" / "checkpoint" / "state.json"
+    for folder, *keys in (("run", "steps=5", "seed=7"), ("whole", "seed=0")):
+        run_command("train", 2, *KEYS, *keys, f"run_dir={folder}", folder=tmp_path)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=4"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    agent = subprocess.Popen(
+        [*command, "-m", "straggle", "train", *KEYS, "checkpoint_every=60", "run_dir=run"],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+    def trains():
+        started = (run / "config.yaml").stat().st_mtime_ns
+        return started > began and (run / "trace.jsonl").stat().st_mtime_ns > started and len(workers(agent)) == 2
+
+    for kill, target in enumerate((1, 0, 1)):
+        began = time.time_ns() if kill == 0 else (run / "config.yaml").stat().st_mtime_ns
+        wait_until(agent, trains)
+        if kill:
+            wait_until(agent, state.exists)
+        os.kill(workers(agent)[target], signal.SIGKILL)
+    printed, _ = agent.communicate(timeout=240)
+    assert agent.returncode == 0, printed
+    assert printed.count("kept as") == 1
+    again, whole = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "whole"))
+    assert again["parameters_sha256"] == whole["parameters_sha256"]
+    steps = [json.loads(line)["step"] for line in (run / "trace.jsonl").read_text().splitlines()]
+    assert steps == list(range(300))

@@ -1,0 +1,99 @@
+"""A run's folder is checked before anything is trained, and is one run's alone for as long as its process lives."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from straggle.commands.config import complain_and_exit
+from straggle.commands.run_dir import check_run_dir, one_run
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("folder", ["file/run", "file/a/b", "/proc/run"])
+def test_folder_that_cannot_be_written_is_refused(tmp_path, folder):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=f"run_dir={tmp_path / folder} cannot be written .*give another run_dir"):
+        check_run_dir(tmp_path / folder)
+    with pytest.raises(ValueError, match="cannot be written"), one_run(tmp_path / folder):
+        pass
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "simulate"])
+def test_commands_refuse_it_before_any_worker_starts(tmp_path, command, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as ended:
+        complain_and_exit(command, [f"run_dir={tmp_path / 'file' / 'run'}"])
+    assert ended.value.code == 2
+    assert "file/run cannot be written" in capsys.readouterr().err
+
+
+def test_check_leaves_nothing_behind(tmp_path):
+    check_run_dir(tmp_path / "a" / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def holder(run_dir, child=False):
+    """A process that holds ``run_dir``; with a ``child``, one that it has forked lives on when it is killed."""
+    reader, writer = os.pipe()
+    process = os.fork()
+    if process:
+        assert os.read(reader, 1) == b"."
+        os.close(reader)
+        return process
+    try:
+        with one_run(run_dir):
+            if child and not os.fork():
+                os.close(writer)
+                time.sleep(20)
+                os._exit(0)
+            os.write(writer, b".")
+            signal.pause()
+    finally:
+        os._exit(1)
+
+
+def end(process):
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+
+
+def test_second_run_is_refused_with_the_first_ones_host_and_process(tmp_path):
+    first = holder(tmp_path / "run")
+    try:
+        holds = f"run_dir={tmp_path / 'run'} is in use by process {first} on host {socket.gethostname()}"
+        with pytest.raises(ValueError, match=holds):
+            check_run_dir(tmp_path / "run")
+        with pytest.raises(ValueError, match=holds), one_run(tmp_path / "run"):
+            pass
+    finally:
+        end(first)
+
+
+@pytest.mark.parametrize("child", [False, True])
+def test_killed_run_holds_nothing_not_even_where_a_child_of_it_lives_on(tmp_path, child):
+    end(holder(tmp_path / "run", child))
+    check_run_dir(tmp_path / "run")
+    with one_run(tmp_path / "run"):
+        assert f"process {os.getpid()} on" in (tmp_path / "run" / "lock").read_text()
+
+
+@pytest.mark.slow
+def test_train_in_a_folder_that_is_in_use_touches_nothing_there(tmp_path):
+    first = holder(tmp_path / "run")
+    try:
+        command = [sys.executable, "-m", "straggle", "train", "workload=digits", "steps=2", "run_dir=run"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    finally:
+        end(first)
+    assert done.returncode == 2
+    assert done.stderr.startswith("run_dir=run is in use by process")
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
