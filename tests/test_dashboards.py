@@ -136,9 +136,14 @@ def test_every_query_finds_data_in_a_real_run(live: Prometheus, board: str, expr
 @pytest.mark.slow
 @needs_chromium
 def test_page_shows_a_real_run(live: Prometheus) -> None:
-    html, problems = page(f"{live.url}/consoles/straggle.html?range=300&window=15")
-    shown = Page(html)
-    assert problems == []
+    alert = "StragglerRank: Rank 2 "
+    for _ in range(10):  # on a busy machine others are slow as well now and then, and the alert pauses
+        html, problems = page(f"{live.url}/consoles/straggle.html?range=300&window=15")
+        assert problems == []
+        shown = Page(html)
+        if alert in shown.text("alerts"):
+            break
+    assert alert in shown.text("alerts")
     assert shown.text("problem") == ""
     assert shown.attribute("heat", "data-ranks") == "3"
     assert int(shown.attribute("heat", "data-cells")) >= 3
@@ -147,7 +152,6 @@ def test_page_shows_a_real_run(live: Prometheus) -> None:
     assert [row[0] for row in shown.rows] == ["0", "1", "2"]
     late = [float(row[4].removesuffix(" %")) for row in shown.rows]
     assert late[2] > max(late[:2])
-    assert "StragglerRank: Rank 2 " in shown.text("alerts")
     assert "\N{EN DASH}" not in shown.text("tiles")  # nothing is missing
     assert "AutoDeadline" in shown.text("about")
 
