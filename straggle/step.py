@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from types import TracebackType
 
 from torch import Tensor
 
-from straggle.backward.kept import KeptGradients
-from straggle.backward.passes import Passes
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.names import ScalarNames
-from straggle.merge.replay import Decision
 from straggle.merge.telemetry import MAX_SCALARS
 
 
@@ -36,19 +32,8 @@ class Step:
         self._names = names
         self._enter, self._leave = enter, leave
         self.num_microbatches = num_microbatches
-        self.stopped = False
-        self.goes_on = False  # it was late in a backward pass, which it finishes all the same
-        self._weight = 1.0
         self.scalars: dict[str, float] = {}
-        self.kept: KeptGradients  # from entering it on, as its passes
-        self.passes: Passes
-        self.num_forward = 0  # passes that were finished
-        self.in_forward = False
-        self.num_timed = 0  # micro-batches whose end was noted
-        self.num_gradients = 0
-        self.num_checks = 0  # how often the pass asked whether to go on
-        self.replayed: Decision | None = None
-        self.outputs: list[weakref.ref[Tensor]] = []
+        self._weight = 1.0
 
     def __enter__(self) -> Step:
         self._enter(self)

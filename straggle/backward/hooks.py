@@ -28,7 +28,7 @@ class DeadlineReached(BaseException):
 class PassObserver(Protocol):
     """Who is told about a pass."""
 
-    def finished(self, index: int, parameter: Tensor) -> None:
+    def gradient_ready(self, index: int, parameter: Tensor) -> None:
         """Parameter ``index`` has its gradient of this backward pass in ``p.grad``; may raise `DeadlineReached`.
 
         Called for an undefined gradient too: ``p.grad`` is then as it was before.
@@ -81,7 +81,7 @@ class ParameterHooks:
             handle.remove()
 
     def _hook(self, index: int) -> Callable[[Tensor], None]:
-        return partial(self._observer.finished, index)
+        return partial(self._observer.gradient_ready, index)
 
     def _before_forward(self, _module: nn.Module, _args: Any) -> None:
         if not torch.compiler.is_compiling():

@@ -1,110 +1,139 @@
 """Which backward passes of a step have begun, and which are over: the autograd engine says so, and nothing else.
 
-The engine calls back when a run of it is over, and never where an error or `DeadlineReached` left it. A reentrant
+The engine calls back when one of its runs is over, and never where an error or `DeadlineReached` left it. A reentrant
 checkpoint runs the engine again inside of a pass; that is a part of the pass.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from types import FrameType
 
 import torch
 from torch.autograd.function import BackwardCFunction
 
+current_run = torch._C._current_graph_task_id  # the number of the engine's run; -1 outside of all
+TWICE_IN_ONE_PASS = (
+    "got a gradient twice in one backward pass, as shared weights do under reentrant checkpointing: use "
+    "checkpoint(..., use_reentrant=False)"
+)
+
 
 def in_backward() -> bool:
     """Whether the calling thread is inside of a backward pass, as a checkpoint's recomputation is."""
-    return torch._C._current_graph_task_id() != -1
+    return current_run() != -1
 
 
-class Passes:
-    """The passes of one step, counted by their number from 0 on.
+class PassWatcher(ABC):
+    """Follows the backward passes of one step, which are numbered from 0 on; all on the thread that runs them.
 
-    ``ended(number)`` is called when a pass is over, and ``ended(None)`` when one ended that gave no gradient to any
-    parameter. Where it was not cut short, as ``torch.autograd.grad`` is not, such a one does not count as a pass.
+    A subclass sees the gradients: whenever `current_run` is not in ``_runs`` it calls `_joins`, and it counts those of
+    the running pass in ``_num_in_pass``. It is told when a pass begins, is over, and has failed. A pass that gave no
+    gradient to any parameter and was not cut short, as ``torch.autograd.grad`` does, does not count.
     """
 
-    def __init__(self, ended: Callable[[int | None], None]) -> None:
-        self._ended = ended
-        self.number = -1  # of the running pass, or of the last one
+    seen_complete = False  # a pass that came to its end, and in which no parameter was refused; of any step
+
+    def _watch_step(self) -> None:
+        """A step begins: nothing is known of its passes."""
+        self.pass_number = -1  # of the running pass, or of the last one
         self.num_over = 0
         self._runs: set[int] = set()  # of the engine, in the running pass; empty where none is known to run
         self._own: int | None = None  # the run that user code began, where a hook saw it
+        self._announced = False  # a pass has begun, of which no hook was seen
         self._nested_running = 0
-        self._num_gradients = 0  # in the running pass
+        self._num_in_pass = 0  # gradients
 
-    @property
-    def nested(self) -> bool:
-        """Whether the running pass has run the engine again, and is not over."""
-        return len(self._runs) > (self._own is not None)
+    @abstractmethod
+    def _pass_begins(self, first: int) -> None:
+        """A pass begins; parameter ``first`` has a gradient already if that is the first sign of it, else -1."""
+
+    @abstractmethod
+    def _pass_over(self, number: int | None) -> None:
+        """Pass ``number`` is over; ``None``: one ended that gave no gradient to any parameter."""
+
+    def _pass_failed(self) -> None:  # noqa: B027
+        """The running pass had gradients, and did not come to its end."""
 
     @property
     def failed(self) -> bool:
         """Whether a pass began and did not come to its end; to be asked after `settle`."""
-        return self.num_over <= self.number
+        return self.num_over <= self.pass_number
 
-    def begins(self) -> bool:
-        """A hook of the pass was called; true where this is the first sign of it."""
-        run = torch._C._current_graph_task_id()
-        return run not in self._runs and self._join(run)
+    @property
+    def may_stop(self) -> bool:
+        """Whether the step can be left here.
 
-    def gradient(self) -> int:
-        """The running pass has a gradient for a parameter; the number of the pass."""
-        self._num_gradients += 1
-        return self.number
+        A nested run cannot at first: under reentrant checkpointing only a complete pass shows that no weight is shared.
+        """
+        nested = len(self._runs) > (self._own is not None)
+        return self.seen_complete or not nested
+
+    def announce(self) -> None:
+        """The caller is about to run a pass."""
+        self._begin(None, -1)
+        self._announced = True
 
     def settle(self) -> None:
         """User code runs, and so no pass does: one that was not said to be over has failed.
 
         A pass of which only nested runs were seen is over if all of these are.
         """
-        if not self._runs:
+        if not self._runs and not self._announced:
             return
-        if self._own is None and self._nested_running == 0:
+        if self._own is None and self._nested_running == 0 and not self._announced:
             self._over()
-        elif self._num_gradients == 0:
-            self._ended(None)
+            return
         self._runs.clear()
+        self._announced = False
+        if self._num_in_pass:
+            self._pass_failed()
+        else:
+            self._pass_over(None)
 
-    def _join(self, run: int) -> bool:
+    def returned(self) -> None:
+        """The pass that was announced came back without an error, and with or without a hook."""
+        if self._runs or self._announced:
+            self._over()
+
+    def _joins(self, run: int, first: int = -1) -> None:
         """A run of the engine that was not seen before: a new pass, or a part of the running one."""
         engine = torch.autograd.Variable._execution_engine
-        if _inside_of_custom_backward():
-            begins = not self._runs
-            if begins:
-                self._begin(None)
+        nested, announced = _inside_of_custom_backward(), self._announced
+        self._announced = announced and nested
+        if nested:
+            if not self._runs and not announced:
+                self._begin(None, first)
             self._nested_running += 1
-            self._runs.add(run)
             engine.queue_callback(self._nested_over)
-            return begins
-        if self._runs and self._own is None and run < min(self._runs):  # its nested runs were seen first
-            begins = False
-            self._own = run
         else:
-            self.settle()
-            begins = True
-            self._begin(run)
+            if announced or (self._runs and self._own is None and run < min(self._runs)):  # begun, or seen nested first
+                self._own = run
+            else:
+                self.settle()
+                self._begin(run, first)
+            engine.queue_callback(self._over)
         self._runs.add(run)
-        engine.queue_callback(self._over)
-        return begins
 
-    def _begin(self, own: int | None) -> None:
-        self.number += 1
-        self._own, self._nested_running, self._num_gradients = own, 0, 0
+    def _begin(self, own: int | None, first: int) -> None:
+        self.pass_number += 1
+        self._own, self._nested_running, self._num_in_pass = own, 0, 0
+        self._pass_begins(first)
 
     def _nested_over(self) -> None:
         self._nested_running -= 1
 
     def _over(self) -> None:
         self._runs.clear()
-        if self._num_gradients == 0:
-            self.number -= 1
-            self._ended(None)
+        self._announced = False
+        if self._num_in_pass == 0:
+            self.pass_number -= 1
+            self._pass_over(None)
             return
         self.num_over += 1
-        self._ended(self.number)
+        self._pass_over(self.pass_number)
+        self.seen_complete = True
 
 
 def _inside_of_custom_backward() -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from straggle.backward.clocks import FinishTimes, HostLimit, Timeline
+from straggle.backward.clocks import HostLimit, Timeline
 from straggle.backward.hooks import (
     DeadlineReached,
     ModuleHook,
@@ -26,7 +26,8 @@ from straggle.backward.hooks import (
     release_graph,
     tensors_in,
 )
-from straggle.backward.stages import BalancedByTime, Registered, Stage, learning_steps, plan_stages, trainable
+from straggle.backward.passes import TWICE_IN_ONE_PASS, PassWatcher, current_run, in_backward
+from straggle.backward.stages import BalancedByTime, PlanLearner, Registered, Stage, plan_stages, trainable
 from straggle.policies.deadline import Granularity, check_granularity
 from straggle.policies.estimators import Abstain, Estimator
 from straggle.report import BackwardReport, StageTime
@@ -84,10 +85,10 @@ class StagedBackward:
         self.estimator = estimator or Abstain()
         self._on_stage = on_stage
         self._wanted = stages
-        self._whole_microbatches = granularity == "microbatch"
+        self._complete_microbatches = granularity == "microbatch"
         self._clock = clock
         self._step: BackwardStep | None = None
-        self._seen_whole = False  # a whole backward pass, which no parameter refused
+        self._seen_complete = False  # `PassWatcher.seen_complete` of any step
         self._hook()
 
     # -- what users call
@@ -193,7 +194,7 @@ class StagedBackward:
         self._all = list(self.module.parameters())
         self._registered = Registered(self.module)
         self._trainable = [parameter.requires_grad for parameter in self._all]
-        self._num_watched = learning_steps(self._wanted)
+        self._learner = PlanLearner(self._wanted, self.parameters[0].device, self._clock)
         self._hooks = ParameterHooks(self.module, self.parameters, self)
         self._use_plan(order=None, seconds=None)
 
@@ -209,7 +210,7 @@ class StagedBackward:
         self.stage_of = [stage_of[index] for index in range(len(stage_of))]
         assert self._hooks is not None
         root = ""
-        self._hooks.check_at([root] if self._whole_microbatches else [stage.entry for stage in self.stages])
+        self._hooks.check_at([root] if self._complete_microbatches else [stage.entry for stage in self.stages])
         for handle in self._handles[2:]:
             handle.remove()
         del self._handles[2:]
@@ -220,33 +221,25 @@ class StagedBackward:
                 for name in dict.fromkeys(stage.exit for stage in self.stages)
             ]
 
-    def _learn(self, times: FinishTimes) -> None:
-        """Plan anew from a whole step."""
-        self._num_watched -= 1
-        if self._num_watched == 0:
-            number = len(self.parameters)
-            self._use_plan(times.order(number), times.seconds(number))
-
     # -- what the hooks call
 
-    def finished(self, index: int, parameter: Tensor) -> None:
+    def gradient_ready(self, index: int, parameter: Tensor) -> None:
         """A parameter has its gradient of the running pass."""
-        if (step := self._step) is not None:
-            step._finished(index, parameter)
+        if self._step is not None:
+            self._step._gradient_ready(index, parameter)
 
     def check(self) -> None:
         """Leave the step if it is stopped or its budget is spent."""
-        if self._step is None:
-            return
-        self._step._settle_failed_pass()
-        if not (self._whole_microbatches and self._step._in_pass):  # a checkpoint's recomputation
-            self._step._check()
+        if self._step is not None:
+            self._step._settle_outside()
+            if not (self._complete_microbatches and in_backward()):  # a checkpoint's recomputation
+                self._step._check()
 
     def _before_forward(self, _module: nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling():
             return
         if self._step is not None:
-            self._step._settle_failed_pass()
+            self._step._settle_outside()
             return
         if any(parameter.requires_grad for parameter in self._all):  # else it is only evaluated
             self._watch_if_changed()
@@ -260,13 +253,13 @@ class StagedBackward:
 
     def _arrived(self, output: weakref.ref[Tensor], _gradient: Tensor) -> None:
         if self._step is not None:
-            self._step._begin_pass(queue_end=True)
+            self._step._pass_runs()
             self._step._outputs.append(output)
 
     def _keep_output_gradient(self, module: str) -> Callable[[nn.Module, Any, Any], None]:
         def keep(gradient: Tensor) -> None:
             if (step := self._step) is not None:
-                step._begin_pass(queue_end=True)
+                step._pass_runs()
                 for number, stage in enumerate(step.stages):  # those of now: the plan may have changed since forward
                     if stage.exit == module:
                         step._output_gradients.setdefault(number, []).append(gradient)
@@ -290,11 +283,11 @@ class StagedBackward:
         retain_graph: bool | None,
         create_graph: bool,
     ) -> None:
-        step._settle_failed_pass()
+        step.settle()
         step._check()
-        step._begin_pass(queue_end=False)
+        step.announce()
         torch.autograd.backward(roots, gradients, retain_graph, create_graph)
-        step._end_pass()
+        step.returned()
 
     def _enter(self, step: BackwardStep) -> None:
         if self._step is not None:
@@ -306,11 +299,13 @@ class StagedBackward:
         self._step = None
         if isinstance(error, DeadlineReached):
             release_graph(error, step._outputs)
-        if error is None and not step._num_failed and step._finish_times is not None and step._finished_in:
-            self._learn(step._finish_times)
+        complete = error is None and not step._num_failed and step._finished_in
+        if complete and (times := self._learner.step_complete()) is not None:
+            number = len(self.parameters)
+            self._use_plan(times.order(number), times.seconds(number))
 
 
-class BackwardStep:
+class BackwardStep(PassWatcher):
     """One step of `StagedBackward`, as a context manager."""
 
     def __init__(self, owner: StagedBackward, budget_s: float | None) -> None:
@@ -322,19 +317,18 @@ class BackwardStep:
         owner._enter(self)
         self.stages = owner.stages
         device = owner.parameters[0].device
+        self._watch_step()
+        self.seen_complete = owner._seen_complete
         self._stop_at = owner._clock() + self._budget_s
         self._stopped = self._truncated = False
-        self._failed: tuple[list[int], dict[int, tuple[Tensor, int]]] | None = None  # a pass and what it left in p.grad
+        self._failed_pass: tuple[list[int], dict[int, tuple[Tensor, int]]] | None = None  # and what it left in p.grad
         self._num_failed = 0  # passes that failed, and whose gradients are still there
         self._timeline = Timeline(device, owner._clock)
-        self._finish_times = FinishTimes(device, owner._clock) if owner._num_watched else None
+        owner._learner.step_begins()
         self._limit = HostLimit() if device.type == "cuda" and self._budget_s < math.inf else None
-        self._finished_in: list[
-            list[int]
-        ] = []  # for each backward pass, the parameters in the order they were finished
+        # for each backward pass, the parameters in the order in which they were finished
+        self._finished_in: list[list[int]] = []
         self._stage_passes = [0] * len(self.stages)
-        self._in_pass = False
-        self._task = -1  # of the autograd engine
         self._outputs: list[weakref.ref[Tensor]] = []
         self._output_gradients: dict[int, list[Tensor]] = {}
         self._before = self._held_gradients()
@@ -343,13 +337,14 @@ class BackwardStep:
     def __exit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
     ) -> bool:
-        if self._in_pass and error is None:
-            self._settle_failed_pass()
+        self._truncated = isinstance(error, DeadlineReached)
+        stopped_in_pass = self._truncated and bool(self._runs)
+        if error is None:
+            self._settle_outside()
         self._count_failed()
         self._before.clear()
         self._output_gradients.clear()
-        self._truncated = isinstance(error, DeadlineReached)
-        if self._truncated and self._in_pass:
+        if stopped_in_pass:
             self._refuse_repeated()
         self._owner._leave(self, error)
         if error is None or self._truncated:
@@ -362,14 +357,17 @@ class BackwardStep:
 
     # -- passes
 
-    def _begin_pass(self, *, queue_end: bool, first: int = -1) -> None:
-        """A backward pass begins; with the gradient of parameter ``first``, if that is the first sign of it."""
-        task = torch._C._current_graph_task_id()
-        if self._in_pass:
-            self._task = task if self._task == -1 else self._task  # at the output, before any checkpoint's own pass
-            return
-        self._in_pass = True
-        self._task, self._nested = task, False
+    def _pass_runs(self) -> None:
+        """A hook of a pass was called, before its first gradient."""
+        if (run := current_run()) not in self._runs:
+            self._joins(run)
+
+    def _settle_outside(self) -> None:
+        """User code runs, unless this is within a pass, as a checkpoint's recomputation is."""
+        if not in_backward():
+            self.settle()
+
+    def _pass_begins(self, first: int) -> None:
         self._count_failed()
         self._missing = [len(stage.parameters) for stage in self.stages]
         self._log: list[int] = []
@@ -382,10 +380,28 @@ class BackwardStep:
         if held is not None:
             self._before[first] = held
         self._timeline.begin()
-        if self._finish_times is not None:
-            self._finish_times.begin()
-        if queue_end:  # called by the autograd engine when the pass is over, not when it fails
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+        if (times := self._owner._learner.times) is not None:
+            times.begin()
+
+    def _pass_over(self, number: int | None) -> None:
+        """A stage of which the pass uses only a part is finished with that."""
+        self._before = self._held_gradients()
+        self._outputs.clear()  # a later pass that is stopped leaves their graph alone
+        if number is None:  # torch.autograd.grad went through the model
+            del self._finished_in[-1]
+            return
+        self._refuse_repeated()
+        self._owner._seen_complete = True
+        self._timeline.mark(self._owner.stage_of[self._log[-1]])
+        for stage, missing in enumerate(self._missing):
+            if 0 < missing < len(self.stages[stage].parameters):
+                self._stage_finished(stage)
+
+    def _pass_failed(self) -> None:
+        """Its error was caught."""
+        self._outputs.clear()
+        log, held = self._finished_in.pop(), self._held_gradients()
+        self._failed_pass = log, {index: held[index] for index in log if index in held}
 
     def _held_gradients(self) -> dict[int, tuple[Tensor, int]]:
         return {
@@ -394,20 +410,9 @@ class BackwardStep:
             if parameter.grad is not None
         }
 
-    def _settle_failed_pass(self) -> None:
-        """User code runs while a backward pass is not over: it failed, and the error was caught.
-
-        Not if this is within that one, as a checkpoint's recomputation is.
-        """
-        if self._in_pass and torch._C._current_graph_task_id() == -1:
-            self._in_pass = False
-            self._outputs.clear()
-            log, held = self._finished_in.pop(), self._held_gradients()
-            self._failed = log, {index: held[index] for index in log if index in held}
-
     def _count_failed(self) -> None:
         """A pass that failed is one of the step's if its gradients are there still; the loop may have zeroed them."""
-        failed, self._failed = self._failed, None
+        failed, self._failed_pass = self._failed_pass, None
         if failed is None:
             return
         log, held = failed
@@ -416,23 +421,23 @@ class BackwardStep:
             self._finished_in.append(log)
             self._num_failed += 1
 
-    def _finished(self, index: int, parameter: Tensor) -> None:
+    def _gradient_ready(self, index: int, parameter: Tensor) -> None:
         gradient = parameter.grad
-        if not self._in_pass and gradient is not None:
-            self._begin_pass(queue_end=True, first=index)
-        if gradient is None or (self._before and self._unchanged(index, gradient)):
+        if gradient is None:
             return
+        if (run := current_run()) not in self._runs:
+            self._joins(run, index)
+        if self._before and self._unchanged(index, gradient):
+            return
+        self._num_in_pass += 1
         self._log.append(index)
-        task = torch._C._current_graph_task_id()
-        self._task = task if self._task == -1 else self._task
-        self._nested |= task != self._task
-        if self._finish_times is not None:
-            self._finish_times.finished(index)
+        if (times := self._owner._learner.times) is not None:
+            times.finished(index)
         stage = self._owner.stage_of[index]
         self._missing[stage] -= 1
         if self._missing[stage] <= 0:
             self._stage_finished(stage)
-        if (self._stopped or self._stop_at < math.inf) and not self._owner._whole_microbatches:
+        if (self._stopped or self._stop_at < math.inf) and not self._owner._complete_microbatches:
             self._check()
 
     def _unchanged(self, index: int, gradient: Tensor) -> bool:
@@ -451,35 +456,13 @@ class BackwardStep:
         gradients = tuple(self._output_gradients.pop(number, ()))
         on_stage(FinishedStage(self.stages[number].name, own, gradients, self.stop))
 
-    def _end_pass(self) -> None:
-        """The pass is over: a stage of which it uses only a part is finished with that."""
-        if not self._in_pass:
-            return
-        self._in_pass = False
-        self._before = self._held_gradients()
-        self._outputs.clear()  # a later pass that is stopped leaves their graph alone
-        if not self._log:  # torch.autograd.grad went through the model
-            del self._finished_in[-1]
-            return
-        self._refuse_repeated()
-        self._owner._seen_whole = True
-        self._timeline.mark(self._owner.stage_of[self._log[-1]])
-        for number, missing in enumerate(self._missing):
-            if 0 < missing < len(self.stages[number].parameters):
-                self._stage_finished(number)
-
     def _refuse_repeated(self) -> None:
         if len(self._log) > len(set(self._log)):
             twice = next(index for index in self._log if self._log.count(index) > 1)
-            raise RuntimeError(
-                f"parameter {self._owner.names[twice]} got a gradient twice in one backward pass, as shared weights do "
-                "under reentrant checkpointing: use checkpoint(..., use_reentrant=False)"
-            )
+            raise RuntimeError(f"parameter {self._owner.names[twice]} {TWICE_IN_ONE_PASS}")
 
     def _check(self) -> None:
-        if self._in_pass and self._nested and not self._owner._seen_whole:
-            return  # under reentrant checkpointing only a whole pass tells that no weight is shared
-        if self._stopped or self._owner._clock() >= self._stop_at:
+        if self.may_stop and (self._stopped or self._owner._clock() >= self._stop_at):
             raise DeadlineReached
 
     # -- afterwards

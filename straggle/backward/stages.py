@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, groupby
 from operator import is_, methodcaller
 
+import torch
 from torch import nn
+
+from straggle.backward.clocks import FinishTimes
 
 STAGE_BYTES = 25 * 2**20  # DDP's bucket size
 MIN_STAGES = 8
@@ -98,9 +103,33 @@ def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
 
 
-def learning_steps(stages: int | Sequence[str] | BalancedByTime | None) -> int:
-    """Whole steps to watch before the stages are planned for good: the first one's times are those of warming up."""
-    return 3 if isinstance(stages, BalancedByTime) else 1
+class PlanLearner:
+    """Times the first complete steps; stages by time wait for the third, because the first is one of warming up.
+
+    ``times``: of the running step; ``None`` where it is not watched.
+    """
+
+    def __init__(
+        self,
+        stages: int | Sequence[str] | BalancedByTime | None,
+        device: torch.device,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._left = 3 if isinstance(stages, BalancedByTime) else 1
+        self._new_times = partial(FinishTimes, device, clock)
+        self.times: FinishTimes | None = None
+
+    def step_begins(self) -> None:
+        """Watch the step, where that is still wanted."""
+        self.times = self._new_times() if self._left else None
+
+    def step_complete(self) -> FinishTimes | None:
+        """The step was complete; the times to plan the stages from for good, where they are these."""
+        times, self.times = self.times, None
+        if times is None:
+            return None
+        self._left -= 1
+        return None if self._left else times
 
 
 def plan_stages(

@@ -65,14 +65,17 @@ def refuse_words_of_ddp(given: Iterable[str]) -> None:
         raise TypeError(f"StagedDataParallel() has no argument {', '.join(words)}")
 
 
-def check_unwrapped(module: nn.Module, wrapper: type[nn.Module]) -> None:
-    """Raise ``ValueError`` for a module that is or has a data-parallel one, or whose ``wrapper`` was not closed."""
+def check_unwrapped(module: nn.Module, wrapper: type[nn.Module], observer: type) -> None:
+    """Raise ``ValueError`` for a module that is or has a data-parallel one, or one of a ``wrapper`` that is not closed.
+
+    Such a module's parameters have an ``observer`` in their hooks.
+    """
     for name, child in module.named_modules():
         if isinstance(child, (wrapper, nn.parallel.DistributedDataParallel, nn.DataParallel)):
             where = f"{name} is" if name else "this is already"
             raise ValueError(f"{where} a {type(child).__name__}: wrap the plain module, once, as a whole (its .module)")
     for name, parameter in module.named_parameters():
-        if any(isinstance(observer, wrapper) for observer in observers_of(parameter)):
+        if any(isinstance(found, observer) for found in observers_of(parameter)):
             raise ValueError(
                 f"parameter {name} belongs to a {wrapper.__name__} that is not closed: use that, or close() it first"
             )

@@ -1,0 +1,358 @@
+"""What happens between entering and leaving ``with model.step()``, and where a late rank is stopped.
+
+The hooks report each gradient to `OpenStep`, which hands it to the coordinator and asks a stop rule whether to go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from straggle.backward.clocks import HostLimit
+from straggle.backward.hooks import DeadlineReached, release_graph
+from straggle.backward.kept import NONE, UNDECIDED, KeptGradients
+from straggle.backward.passes import PassWatcher, current_run, in_backward
+from straggle.backward.stages import PlanLearner
+from straggle.merge.coordinator import Coordinator
+from straggle.merge.options import ModuleBuffers
+from straggle.merge.rank_state import Whereabouts
+from straggle.merge.replay import Decision
+from straggle.merge.round import MergedStep
+from straggle.merge.telemetry import NO_FINGERPRINT
+from straggle.policies.estimators import Estimator
+from straggle.step import Step
+
+_log = logging.getLogger(__name__)
+
+
+class StopRule(Protocol):
+    """What ends this rank's part in a step; the two answers depend on nothing else of the open step."""
+
+    def takes(self, num_gradients: int) -> bool:
+        """Whether a gradient may still go into the merge, as ``num_gradients`` did before it."""
+
+    def stops(self, num_checks: int) -> bool:
+        """Whether to leave the step now; it was asked ``num_checks`` times before."""
+
+
+class ByClock:
+    """A rank is late when its deadline is over and a quorum waits: the stand-in watches the clock (`stand_in.py`)."""
+
+    def __init__(self, training: Whereabouts) -> None:
+        self._training = training
+
+    def takes(self, num_gradients: int) -> bool:  # noqa: ARG002
+        """Any; the coordinator leaves out those that come after the merge."""
+        return True
+
+    def stops(self, num_checks: int) -> bool:  # noqa: ARG002
+        """Whether the stand-in said so."""
+        return self._training.stop_requested
+
+
+class AsRecorded:
+    """A replay stops where the recorded run did."""
+
+    def __init__(self, decision: Decision) -> None:
+        self._decision = decision
+
+    def takes(self, num_gradients: int) -> bool:
+        """Those that were in time then."""
+        return num_gradients < self._decision.num_gradients
+
+    def stops(self, num_checks: int) -> bool:
+        """At the same check as then."""
+        return num_checks == self._decision.left_at
+
+
+class NoData:
+    """A rank whose loader is exhausted computes nothing (`StagedDataParallel.join`)."""
+
+    def takes(self, num_gradients: int) -> bool:  # noqa: ARG002
+        """Any; it computes none."""
+        return True
+
+    def stops(self, num_checks: int) -> bool:  # noqa: ARG002
+        """At once."""
+        return True
+
+
+class OpenStep(PassWatcher):
+    """The step that a model's training thread is in; all on that thread.
+
+    There is one for each wrapped model, because the hooks of its parameters are bound to it. `enter` makes it that of a
+    new `Step`; ``step`` is ``None`` between two. ``names``: of the parameters, for errors.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        coordinator: Coordinator,
+        module_buffers: ModuleBuffers,
+        estimator: Estimator,
+        learner: PlanLearner,
+        *,
+        rank: int,
+        names: Sequence[str],
+        complete_microbatches: bool,
+        limit: HostLimit | None,
+    ) -> None:
+        self.step: Step | None = None
+        self._parameters = parameters
+        self._coordinator = coordinator
+        self._stopwatch = coordinator.stopwatch
+        self._module_buffers = module_buffers
+        self._estimator = estimator
+        self._learner = learner
+        self._rank = rank
+        self._names = names
+        self._complete_microbatches = complete_microbatches  # a backward pass that was begun is not stopped
+        self._limit = limit
+        self._last_kept: tuple[int, tuple[int, ...]] = (NONE, ())  # as the peers, and as this rank, decided last
+
+    # -- the two ends of the block
+
+    def enter(
+        self, step: Step, *, idle: bool, replayed: Decision | None, fingerprint: int = NO_FINGERPRINT, stepped: float
+    ) -> None:
+        """Begin. ``idle``: this rank has no data. ``replayed``: it does as recorded. The rest is telemetry."""
+        self.step = step
+        self._watch_step()
+        self._kept = KeptGradients(self._parameters)
+        self._idle = idle
+        self._replayed = replayed
+        by_clock: StopRule = ByClock(self._coordinator._where) if replayed is None else AsRecorded(replayed)
+        self._rule = NoData() if idle else by_clock
+        self.stopped = False
+        self.goes_on = False  # it was late in a backward pass, which it finishes all the same
+        self._num_forward = 0  # passes that were finished
+        self._in_forward = False
+        self._num_timed = 0  # micro-batches whose end was noted
+        self._num_gradients = 0
+        self._left = step.num_microbatches * len(self._parameters)  # gradients after which nothing is left to stop
+        self._num_checks = 0  # how often the pass asked whether to go on
+        self._outputs: list[weakref.ref[Tensor]] = []
+        self._learner.step_begins()
+        self._stopwatch.enter("data")
+        self._coordinator.enter(
+            step.num_microbatches,
+            idle=idle,
+            fingerprint=fingerprint,
+            stepped=stepped,
+            kept=self._kept.mark,
+            max_over=None if replayed is None else replayed.num_over,
+        )
+
+    def leave(self, error: BaseException | None) -> MergedStep | None:
+        """Merge, and put the merged gradients in place; ``None`` where the user's code failed, which peers then know.
+
+        Raises what the merge does.
+        """
+        step, only_late = self.step, isinstance(error, DeadlineReached)
+        assert step is not None
+        # a loop that swallows even a BaseException comes here without one, and has not computed everything all the same
+        truncated = only_late or self.stopped
+        self.settle()
+        try:
+            if error is not None and not only_late:
+                self._coordinator.fail(error)
+                return None
+            merged = self._coordinator.finish(
+                truncated=truncated,
+                failed=self.failed,
+                scalars=step.scalars,
+                changes=self._changes_or_fail(truncated=truncated),
+                abstain=self._replayed is not None and self._replayed.stood_in,
+            )
+        finally:
+            self.step = None
+            if isinstance(error, DeadlineReached):
+                release_graph(error, self._outputs)
+        self._keep_as_peers_did(merged)
+        self._put_in_place(merged)
+        return merged
+
+    def decision(self, merged: MergedStep) -> Decision:
+        """What this rank decided in the step that it left, for a recording."""
+        left_at = self._num_checks if self.stopped or self.goes_on else None
+        return Decision(merged.step, merged.num_gradients, left_at, merged.stood_in, merged.num_over)
+
+    def passes_came_short(self, merged: MergedStep) -> bool:
+        """Whether passes may be missing by mistake: what a replay, a stand-in or missing data took is none."""
+        explained = self.failed or self.stopped or self.goes_on or merged.stood_in or self._idle
+        return not explained and self._replayed is None
+
+    # -- forward
+
+    def forward_begins(self) -> bool:
+        """The model's forward pass begins; false where it is a checkpoint's, which computes again."""
+        if in_backward():
+            self._joins_if_new()
+            return False
+        assert self.step is not None
+        self.settle()
+        self._stopwatch.enter("forward")
+        if self._num_timed < self.num_over:  # its first forward pass ends the micro-batch before it
+            self._num_timed += 1
+            self._coordinator.microbatch_finished()
+        self.check()
+        self._in_forward = True
+        return True
+
+    def forward_over(self) -> None:
+        """It came to its end."""
+        self._in_forward = False
+        self._num_forward += 1
+
+    # -- backward: what the hooks call
+
+    def at_output(self, output: weakref.ref[Tensor], _gradient: Tensor) -> None:
+        """A backward pass has come to an output of the model."""
+        if self.step is not None:
+            self._joins_if_new()
+            self._outputs.append(output)
+
+    def gradient_ready(self, index: int, parameter: Tensor) -> None:
+        """A parameter has its gradient: take it, give it to the merge, and stop if this rank is late."""
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        plain = self.step is not None and self._kept.decided and not self._idle
+        if not plain and not self._may_take(index, parameter):
+            return
+        parameter.grad = None  # the copy in the buffer is the one that counts; freeing this one at once is fastest
+        if gradient.layout != torch.strided:
+            raise ValueError(
+                f"parameter {self._names[index]} has a gradient of layout {gradient.layout}: use dense gradients"
+            )
+        if current_run() not in self._runs:
+            self._joins_if_new()
+        self._stopwatch.gradient_finished()
+        if self._learner.times is not None:
+            self._learner.times.finished(index)
+        self._num_in_pass += 1
+        if self._rule.takes(self._num_gradients):
+            stage_finished = self._coordinator.offer(index, gradient, self.pass_number)
+            self._num_gradients += 1
+            if stage_finished and self._limit is not None:
+                self._limit.stage_finished()
+        else:  # it came too late in the run that is replayed
+            self._coordinator.offer_late(index, gradient)
+        if self._num_gradients < self._left:
+            self.check()
+
+    def check(self) -> None:
+        """Leave the step if its rule says so.
+
+        Where the estimator finishes late, a backward pass goes on instead, and what the rank has is submitted.
+        """
+        if self.step is None or (self._complete_microbatches and in_backward()):
+            return
+        if not self._rule.stops(self._num_checks) or not (self._idle or self.may_stop):
+            self._num_checks += 1
+            return
+        self.goes_on = self.goes_on or self._submits_partial()
+        if not (self.goes_on and in_backward()):
+            self.stopped = True
+            raise DeadlineReached
+
+    def _may_take(self, index: int, parameter: Tensor) -> bool:
+        """Whether a gradient is one of an open step's, where that is not plain; raises where it cannot be."""
+        if self.step is None:
+            parameter.grad = None
+            raise RuntimeError(
+                "backward outside of a step: write `with model.step():` around the forward and backward pass"
+            )
+        if self._idle:
+            self.check()
+        if not self._kept.decided:
+            if not self._kept.decide(index):
+                return False
+            self._coordinator.keep(self._kept.mark)
+        return True
+
+    def _joins_if_new(self) -> None:
+        if (run := current_run()) not in self._runs:
+            self._joins(run)
+
+    def _pass_begins(self, first: int) -> None:  # noqa: ARG002
+        self._stopwatch.enter("backward")
+        self._coordinator.begin_pass()
+        self._kept.set_aside()
+        if self._learner.times is not None:
+            self._learner.times.begin()
+
+    def _pass_over(self, number: int | None) -> None:
+        if self.step is None:
+            return
+        if number is None:
+            self._kept.put_back()
+        else:
+            self._coordinator.end_pass(number)
+
+    def _submits_partial(self) -> bool:
+        """Whether a late rank finishes its backward pass; what it has is then submitted already."""
+        if self._idle or not self._estimator.finishes_late or not in_backward():
+            return False
+        if self._replayed is not None and self._replayed.stood_in:
+            return True
+        assert self.step is not None
+        return self._coordinator.hand_over(self.step.scalars, self._changes(truncated=True))
+
+    # -- what is merged beside the gradients
+
+    def _changes(self, *, truncated: bool) -> Tensor | None:
+        """Of the module's buffers, where this rank has finished its forward passes."""
+        assert self.step is not None
+        num_passes = max(self._num_forward, self.pass_number + 1)
+        finished = not self._in_forward and (num_passes >= self.step.num_microbatches or not truncated)
+        return self._module_buffers.changes() if finished and self._num_forward > 0 else None
+
+    def _changes_or_fail(self, *, truncated: bool) -> Tensor | None:
+        try:
+            return self._changes(truncated=truncated)
+        except RuntimeError as error:
+            self._coordinator.fail(error)
+            raise
+
+    def _keep_as_peers_did(self, merged: MergedStep) -> None:
+        """Where this rank was late before any backward pass, it keeps the gradients that its peers kept."""
+        decision = merged.table.kept()
+        decision = self._last_kept[0] if decision == UNDECIDED else decision
+        if not self._kept.decided and not self._kept.follow(decision, self._last_kept[1]):
+            _log.warning(
+                "rank %d, step %d: this rank was late before its first backward pass, and its peers kept gradients of "
+                "other parameters than it has: replicas may differ from here on; zero_grad() before the block",
+                self._rank,
+                merged.step,
+            )
+        self._last_kept = decision, tuple(self._kept.gradients)
+
+    def _put_in_place(self, merged: MergedStep) -> None:
+        """Give every parameter its merged gradient, and every buffer its merged value: the same on every rank."""
+        kept, estimator = self._kept.gradients, self._estimator
+        if self._module_buffers.numel:
+            self._module_buffers.apply(merged.buffers.changes)
+        if merged.table.nothing_to_apply():
+            for index, parameter in enumerate(self._parameters):
+                parameter.grad = kept.get(index)
+            return
+        observes = type(estimator).observe is not Estimator.observe
+        shares = merged.buffers.settle()
+        for index, (parameter, gradient, share) in enumerate(
+            zip(self._parameters, merged.buffers.views, shares, strict=True)
+        ):
+            if share.weight > 0:
+                parameter.grad = gradient if share.present else None
+                if observes and share.present:
+                    estimator.observe(parameter, gradient, merged=True)
+            else:  # no rank has anything
+                substitute = estimator.substitute(parameter)
+                parameter.grad = gradient.copy_(substitute) if substitute is not None else None
+            if index in kept:
+                parameter.grad = kept[index] if parameter.grad is None else parameter.grad.add_(kept[index])
