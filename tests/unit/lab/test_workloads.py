@@ -4,12 +4,12 @@ import importlib.util
 import inspect
 import os
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from hydra.utils import get_class
+from repository import ROOT
 from torch import nn
 
 from straggle.lab.workloads.digits import Digits
@@ -19,7 +19,7 @@ from straggle.lab.workloads.synthetic import Synthetic
 from straggle.lab.workloads.text import Text
 from straggle.lab.workloads.workload import Workload
 
-CONF = Path(__file__).parents[1] / "conf" / "workload"
+CONF = ROOT / "conf" / "workload"
 
 
 def shards(num_samples, world_size, batch_size, seed=0):

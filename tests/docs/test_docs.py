@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from repository import ROOT
 from torch import nn
 
 import straggle
@@ -24,7 +25,6 @@ from straggle.commands.advise import arguments as advise_arguments
 from straggle.commands.config import GROUPS, load
 from straggle.commands.report import arguments as report_arguments
 
-ROOT = Path(__file__).parent.parent
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text()
@@ -78,7 +78,7 @@ def run_block(rank: int, block: str) -> tuple[int, list[bool]]:
     return model.last_report.step + 1, changed
 
 
-# the blocks of staged-backward.md are whole programs of one process: test_cases.py runs them
+# the blocks of staged-backward.md are whole programs of one process: tests/unit/backward/test_cases.py runs them
 @pytest.mark.parametrize("block", [block for block in blocks("python") if "staged-backward" not in str(block.id)])
 def test_python_block_trains_on_two_ranks(block: str) -> None:
     # where ranks join, one more step finds that nobody has data

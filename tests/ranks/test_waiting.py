@@ -4,11 +4,11 @@ import logging
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from ranks import run_ranks, staged
+from repository import ROOT
 from stores import store_server
 from training import Signals, features, mlp
 
@@ -16,7 +16,7 @@ from straggle import Abstain, Merge, Patience, PeerFailed, WaitForAll
 from straggle.merge.alike import Wrapped, check_alike
 from straggle.merge.channel import Channel
 
-ENDS = Path(__file__).parent / "ends.py"
+ENDS = ROOT / "tests" / "support" / "ends.py"
 
 
 class Lines(logging.Handler):

@@ -8,13 +8,12 @@ import re
 import subprocess
 import sys
 from importlib.metadata import packages_distributions
-from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 from straggle.extras import needs_extra
 
-ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
 MODULES = [
     "hydra",

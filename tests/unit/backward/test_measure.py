@@ -4,43 +4,13 @@ import itertools
 
 import pytest
 import torch
+from clock import paced
 from ranks import run_ranks, staged
 from torch import nn
 from training import Stopper, features, grads, mlp
 
 from straggle import BackwardReport, BalancedByTime, Patience, StagedBackward, StageProfile, StageTime, measure_stages
 from straggle.backward.stages import plan_stages
-
-
-class Paced(nn.Module):
-    """A linear layer whose backward pass takes ``seconds`` of a clock that stands still otherwise."""
-
-    def __init__(self, clock, seconds):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.clock, self.seconds = clock, seconds
-
-    def forward(self, x):
-        y = self.linear(x)
-        y.register_hook(lambda _: self.clock.advance(self.seconds))
-        return y
-
-
-class Clock:
-    def __init__(self):
-        self.now = 100.0
-
-    def __call__(self):
-        return self.now
-
-    def advance(self, seconds):
-        self.now += seconds
-
-
-def paced(seconds):
-    clock = Clock()
-    torch.manual_seed(0)
-    return nn.Sequential(*(Paced(clock, s) for s in seconds)), clock
 
 
 def test_measured_times_are_those_of_the_stages():

@@ -1,4 +1,4 @@
-"""python tests/ends.py HOW: a rank of a job, with torchrun's environment, of which rank 1 ends after its third step.
+"""python tests/support/ends.py HOW: a rank of a job that torchrun started; rank 1 ends after its third step.
 
 HOW: "raises", "sys.exit", "loop is over", or "wraps" (it raises while it wraps its model).
 """

@@ -6,14 +6,12 @@ import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from repository import ROOT
 
 from straggle.commands.config import complain_and_exit
 from straggle.commands.run_dir import check_run_dir, one_run
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("folder", ["file/run", "file/a/b", "/proc/run"])

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import yaml
 from browser import BINARY, browser
+from repository import ROOT
 
-ROOT = Path(__file__).parent.parent
 PROMETHEUS = ROOT / "deploy" / "prometheus"
 STAGES = ("head", "blocks.1", "blocks.0", "embedding")
 STEP_S = 0.5  # of the known run; its deadline is 0.4, and waiting for everyone would take 0.75

@@ -12,10 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from repository import ROOT
+
 BINARY = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
-_FLAGS = (Path(__file__).parent.parent / "docs" / "chromium.flags").read_text().split()
+_FLAGS = (ROOT / "docs" / "chromium.flags").read_text().split()
 _DRAWN = "document.documentElement.dataset.drawn || document.querySelector('#problem:not([hidden])')"
 
 

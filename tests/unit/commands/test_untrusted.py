@@ -3,10 +3,10 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from repository import ROOT
 from training import TINY
 
 from straggle import Patience
@@ -14,7 +14,6 @@ from straggle.advise.answer import _patience
 from straggle.commands.config import ConfigurationError, check_targets, load, register_resolvers
 from straggle.commands.train import decisions_of, recorded
 
-ROOT = Path(__file__).parent.parent
 SECRET = "hunter2-is-not-to-be-found"
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from ranks import run_command, run_ranks
+from repository import ROOT
 from training import TINY
 
 from straggle.lab.restarts import fresh_store
@@ -55,7 +56,6 @@ def test_ranks_that_do_not_come_are_named():
 
 # -- torchrun
 
-ROOT = Path(__file__).parent.parent
 KEYS = (*TINY, "faults=none", "deadline=none", "metrics=none", "report=false", "steps=300")
 
 

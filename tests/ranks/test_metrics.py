@@ -24,6 +24,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from ranks import run_ranks, staged
+from repository import ROOT
 from training import Chain, Signals, Stopper, features, mlp, random_stops
 
 from straggle import FixedDeadline, LastMerged, Merge, Patience
@@ -34,7 +35,6 @@ from straggle.observe.metrics_endpoint import Endpoint, Push, Security, Targets
 from straggle.observe.wait_for_all import WaitForAllPrediction
 from straggle.report import PHASES
 
-ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "metrics.md"
 
 

@@ -7,10 +7,10 @@ import subprocess
 import sys
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
+from repository import ROOT
 
 from straggle.commands.config import ConfigurationError, load
 from straggle.commands.evaluate import check
@@ -21,7 +21,6 @@ from straggle.lab.estimators.task import Case, Task
 from straggle.lab.estimators.truth import Judgement, compare, judge
 from straggle.lab.intervals import interval
 
-ROOT = Path(__file__).parent.parent
 UNITS = 20
 
 

@@ -22,18 +22,18 @@ from bisect import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations, groupby
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import die, digest, run_ranks, staged
+from repository import ROOT
 from training import Chain, shared
 
 from straggle import Carry, FixedDeadline, Patience, PeerFailed, StepReport
 from straggle.backward import stages
 
-SLOWNET = Path(__file__).parents[2] / "shared" / "tools" / "slownet.py"
+SLOWNET = ROOT.parent / "shared" / "tools" / "slownet.py"
 LINK_DELAY_S = 0.04  # one way
 WORK_S = 0.02
 PHASE = {"data": "data", "forward": "forward", "backward": "backward", "optimizer": "outside"}

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_command, run_ranks
+from repository import ROOT
 
 from straggle.commands.compare import _in_turn, _train_on
 from straggle.commands.config import ConfigurationError, config_dir, load, of_method, of_scenario, plain, slows_ranks
@@ -116,7 +117,7 @@ def test_everyone_begins_and_ends_a_turn():
 
 
 def test_every_method_is_documented():
-    page = (Path(__file__).parent.parent / "docs" / "configuration.md").read_text()
+    page = (ROOT / "docs" / "configuration.md").read_text()
     section = page.partition("**`methods`**")[2].partition("\n**")[0]
     assert [line.split("`")[1] for line in section.splitlines() if line.startswith("| `")] == METHODS
 

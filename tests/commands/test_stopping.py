@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from ranks import run_command, run_ranks, staged
+from repository import ROOT
 from training import TINY, Signals, features, mlp
 
 from straggle import FixedDeadline, Patience
 from straggle.stop_signal import StopSignal
 
-ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
 KEYS = (*TINY, "faults=none", "deadline=none")
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import yaml
+from repository import ROOT
 from training import TINY
 
 from straggle.commands.config import load
 
-ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
 SCRIPTS = [ROOT / "launch.sh", *sorted(DEPLOY.rglob("*.sbatch"))]
 PROGRAMS = Path(sys.executable).parent  # torchrun, and shellcheck where the extra "deploy" is installed

@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 import yaml
+from repository import ROOT
 
-ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "deploy" / "prometheus"
 RULES, ALERTS = (
     [rule for group in yaml.safe_load((FOLDER / name).read_text())["groups"] for rule in group["rules"]]

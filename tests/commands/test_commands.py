@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from ranks import run_command
+from repository import ROOT
 from rich.console import Console
 from training import TINY
 
@@ -25,7 +26,6 @@ from straggle.observe.console import LiveView
 from straggle.observe.trace import TraceWriter, read_trace
 from straggle.observe.wait_for_all import WaitForAllPrediction
 
-ROOT = Path(__file__).parent.parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 

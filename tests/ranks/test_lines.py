@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from ranks import run_ranks, staged
+from repository import ROOT
 from training import TINY, features, mlp
 
 from straggle.merge.lines import LineWriter
@@ -165,7 +166,7 @@ def train(folder, *keys, limit_kb=None):
     """One rank of `straggle train`; no file of it can grow beyond ``limit_kb``."""
     command = [sys.executable, "-m", "straggle", "train", *TINY, "faults=none", "metrics=none", "report=false", *keys]
     limit = f"ulimit -f {limit_kb} && " if limit_kb else ""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     words = ["bash", "-c", f'{limit}exec "$@"', "bash", *command]
     return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
 

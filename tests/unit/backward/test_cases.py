@@ -13,14 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_measure import Clock, paced
+from clock import Clock, paced
+from repository import ROOT
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import Tied, features, grads, mlp
 
 from straggle import LastMerged, LastOwn, MovingAverage, OptimizerMomentum, StagedBackward, Zero
 
-PAGE = (Path(__file__).parent.parent / "docs" / "staged-backward.md").read_text()
+PAGE = (ROOT / "docs" / "staged-backward.md").read_text()
 PROGRAMS = re.findall(r"^```python\n(.*?)^```\n\n^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 TITLES = [title for title in re.findall(r"^## (.*)$", PAGE, re.MULTILINE) if title != "Limits"]
 LAYERS = ["0", "2", "4"]  # the modules of mlp() that have parameters; backward finishes them from the right

@@ -1,12 +1,12 @@
 """`straggle.lab.faults` under a clock that only work and sleeps move."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+from repository import ROOT
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -22,7 +22,7 @@ from straggle.lab.faults import (
     dropcompute_pmf,
 )
 
-SCENARIOS = sorted((Path(__file__).parents[1] / "conf" / "faults").glob("*.yaml"))
+SCENARIOS = sorted((ROOT / "conf" / "faults").glob("*.yaml"))
 FORWARD_S, BACKWARD_S = 1.0, 2.0
 
 

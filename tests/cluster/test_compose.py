@@ -19,8 +19,8 @@ import pytest
 import yaml
 from browser import BINARY
 from dashboards import Page, page
+from repository import ROOT
 
-ROOT = Path(__file__).parent.parent
 TOOLS = ROOT.parent / "shared" / "tools"  # beside the checkout: an engine, and a base image where there is no registry
 FILES = ("docker-compose.yml", "docker-compose.gpu.yml")
 BASE = "python:3.11-slim"

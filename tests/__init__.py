@@ -1,0 +1,1 @@
+"""A folder a level; README.md says which."""
