@@ -120,6 +120,7 @@ def merge_on_one_device(rank: int) -> list[float]:
         for cut in (None, 1 if rank == 1 else None):
             with model.step() as step:
                 stopper.arm(step, cut)
+                module.zero_grad()
                 model(x).sum().backward()
         return [parameter.grad.item() for parameter in module.parameters()]
 

@@ -1,0 +1,139 @@
+"""What straggle costs on one GPU where no rank is late: a step beside DDP's, in turns, over NCCL with one rank.
+
+python benchmarks/gpu.py text --rounds 40
+python benchmarks/gpu.py gpt2 --rounds 20         # GPT-2 small, 8 x 512 tokens, bfloat16; needs transformers
+
+With one rank nothing travels: this is the cost of hooks, copies and host work beside the kernels. The last lines are of
+the staged backward by itself: device time of a pass that is stopped at half of its stages.
+"""
+
+import argparse
+import contextlib
+import copy
+import random
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import straggle
+from straggle.lab.workloads.text import Text
+
+WARMUP = 5
+STEPS = 10  # in a turn
+
+
+def model_and_loss(name):
+    """A model on the device, and its loss on a fixed batch as a function of the model."""
+    if name == "gpt2":
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        tokens = torch.randint(50257, (8, 512), device="cuda")
+        model = GPT2LMHeadModel(GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).cuda()
+
+        def loss(model):
+            with torch.autocast("cuda", torch.bfloat16):
+                return model(tokens, labels=tokens).loss
+
+        return model, loss
+    workload = Text()
+    batch = tuple(part.cuda() for part in workload.batch(torch.arange(64)))
+    return workload.model().cuda(), lambda model: workload.loss(model, batch)
+
+
+def wrapped(way, model):
+    if way.startswith("DDP"):
+        return DistributedDataParallel(model)
+    return straggle.StagedDataParallel(model, deadline=60.0 if way.endswith("deadline") else None)
+
+
+def one_step(way, model, compute_loss):
+    """A function that makes a step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def step():
+        with contextlib.nullcontext() if way.startswith("DDP") else model.step():
+            compute_loss(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def in_turns(ways, rounds):
+    """Milliseconds of a step of each way, for each round."""
+    times = {way: [] for way in ways}
+    for number in range(WARMUP + rounds):
+        for way in random.sample(list(ways), len(ways)):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(STEPS):
+                ways[way]()
+            torch.cuda.synchronize()
+            if number >= WARMUP:
+                times[way].append(1000 * (time.perf_counter() - begin) / STEPS)
+    return times
+
+
+def table(times, base):
+    for way, own in times.items():
+        ratios = sorted(a / b for a, b in zip(own, times[base], strict=True))
+        low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+        print(
+            f"  {way:28} {statistics.median(own):8.3f} ms, median of ratios {statistics.median(ratios):.3f} "
+            f"(quartiles {low:.3f} to {high:.3f})"
+        )
+
+
+def stopped_at_half(model, compute_loss, rounds):
+    """Milliseconds on the device of complete passes and of those stopped at half of the stages."""
+    finished = []
+
+    def on_stage(stage):
+        finished.append(stage.name)
+        if half and 2 * len(finished) >= len(staged.stages):
+            stage.stop()
+
+    staged, half, times = straggle.StagedBackward(model, on_stage=on_stage), False, {"complete": [], "half": []}
+    for number in range(WARMUP + rounds):
+        for name in ("complete", "half"):
+            half = name == "half" and number > 0
+            model.zero_grad()
+            loss = compute_loss(model)
+            finished.clear()
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize()
+            begin.record()
+            staged.backward(loss, budget_s=60.0)
+            end.record()
+            end.synchronize()
+            if number >= WARMUP:
+                times[name].append(begin.elapsed_time(end))
+    return times
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workload", choices=["text", "gpt2"])
+    parser.add_argument("--rounds", type=int, default=40)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    model, compute_loss = model_and_loss(options.workload)
+    ways = {}
+    for way in ("DDP", "DDP again", "straggle, no deadline", "straggle, a deadline"):
+        ways[way] = one_step(way, wrapped(way, copy.deepcopy(model)), compute_loss)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    device = torch.cuda.get_device_name()
+    print(f"{options.workload}: {parameters / 1e6:.1f} M parameters, {device}, torch {torch.__version__}")
+    table(in_turns(ways, options.rounds), "DDP")
+    print("the staged backward by itself, milliseconds on the device")
+    table(stopped_at_half(model, compute_loss, options.rounds), "complete")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
