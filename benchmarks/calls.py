@@ -1,4 +1,4 @@
-"""The way of a step through the library: Python calls for each gradient, and for leaving a step, and the files they cross.
+"""The way of a step through the library: calls for each gradient and for leaving a step, and the files they cross.
 
 OMP_NUM_THREADS=1 python benchmarks/calls.py
 OMP_NUM_THREADS=1 python benchmarks/calls.py --list      # every call, in order
@@ -89,10 +89,9 @@ def main():
     x = torch.randn(8, 64)
     gradients, leavings = [], []
     for number in range(20):
-        with Calls() as calls:
-            with model.step():
-                loss = model(x).square().mean()
-                loss.backward()
+        with Calls() as calls, model.step():
+            loss = model(x).square().mean()
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if number >= 10:
