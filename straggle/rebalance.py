@@ -141,7 +141,7 @@ class Rebalance:
             self._follow(record.step + 1)
             return
         weights = self._weights(record.table)
-        whole = record.table.whole_times()
+        whole = record.table.untruncated_times()
         pairs = zip(weights, whole, strict=True)
         self._speeds.append(
             [weight / of.seconds if weight > 0 and of.seconds > 0 else math.nan for weight, of in pairs]

@@ -1,6 +1,6 @@
 """The times of a run as arrays: of `straggle.watch`, one file for each rank, or of a trace, with all ranks in a line.
 
-What a late rank did not do is put back as it would have been (`whole.whole_units`), so that a rank is as slow in
+What a late rank did not do is put back as it would have been (`untruncated_stages`), so that a rank is as slow in
 these arrays as it is, whatever became of it.
 """
 
@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from straggle.observe.run import step_report
 from straggle.observe.trace import read_trace
 from straggle.observe.watch import FOLDER
-from straggle.policies.history import Progress
-from straggle.policies.untruncated import whole_units
+from straggle.policies.untruncated import untruncated_stages
 from straggle.report import StepReport
 
 Array: TypeAlias = NDArray[np.float64]
@@ -222,7 +221,7 @@ def _of_reports(path: Path, reports: list[StepReport]) -> Timings:
     }
     stage_s = np.array([[rank.stage_s for rank in report.ranks] for report in reports], dtype=float)
     unit_share = np.broadcast_to(stage_share, stage_s.shape).copy()
-    unit_s = _whole(stage_s, unit_share, stage_share, of["compute_s"])
+    unit_s = _untruncated(stage_s, of["compute_s"], stage_share)
     finished = of["late"] == 0
     last = np.where(finished, np.maximum(unit_s[..., -1], np.nan_to_num(of["compute_s"])), unit_s[..., -1])
     unit_s[..., -1] = last
@@ -244,19 +243,9 @@ def _of_reports(path: Path, reports: list[StepReport]) -> Timings:
     )
 
 
-def _whole(stage_s: Array, unit_share: Array, stage_share: Array, compute_s: Array) -> Array:
-    """When each stage would have been whole on a rank that was not stopped."""
-    steps, ranks, _ = stage_s.shape
-    progress = Progress(
-        unit_s=torch.from_numpy(stage_s),
-        unit_share=torch.from_numpy(unit_share),
-        computed=torch.ones(stage_s.shape),
-        stage_share=torch.from_numpy(stage_share),
-        weight=torch.ones(steps, ranks),
-        entered_s=torch.zeros(steps, ranks),
-        overhead_s=torch.zeros(steps),
-    )
-    whole = whole_units(progress, torch.from_numpy(compute_s)).numpy()
+def _untruncated(stage_s: Array, compute_s: Array, stage_share: Array) -> Array:
+    """When each stage would have been finished on a rank that was not stopped."""
+    whole = untruncated_stages(*map(torch.from_numpy, (stage_s, compute_s, stage_share))).numpy()
     typical = np.nanmedian(whole, axis=1, keepdims=True)
     filled = np.where(np.isnan(whole), typical, whole)  # a rank that never entered did its peers' work, once it came
     return np.asarray(np.maximum.accumulate(filled, axis=-1))

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from statistics import median
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -24,6 +23,7 @@ from straggle.merge.names import ScalarNames, name_hash
 from straggle.policies.deadline import Granularity
 from straggle.policies.history import StepProgress
 from straggle.policies.step_model import Rules, computed_share, outcome
+from straggle.policies.untruncated import UntruncatedTime, untruncated_step
 from straggle.report import CAUSES, PHASES, Phase, RankReport, ShadowReport, StageReport, StepReport
 
 MAX_SCALARS = 8
@@ -134,36 +134,6 @@ class _PerStage(NamedTuple):
     weights: tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class WholeTime:
-    """Seconds of a rank's whole work in a step; NaN: it never entered. ``at_least``: it was late, and may take more."""
-
-    seconds: float
-    at_least: bool = False
-
-
-def _microbatch_marks(microbatch_s: list[float], num_microbatches: int) -> list[tuple[float, float]]:
-    """For each micro-batch but the last: the share of the rank's work that is done with it, and when it was."""
-    most, marks = MICROBATCH_SLOTS, []
-    for slot in range(min(num_microbatches, most)):
-        done = slot + 1 if num_microbatches <= most else -(-(slot + 1) * num_microbatches // most)
-        marks.append((done / num_microbatches, microbatch_s[slot]))
-    return marks[:-1]
-
-
-def _stage_marks(stage_s: list[float], left: list[float], num_microbatches: int) -> list[tuple[float, float]]:
-    """The same for each stage; ``left``: micro-batches' time that is left after it."""
-    return [(1 - after / num_microbatches, at_s) for after, at_s in zip(left, stage_s, strict=True)]
-
-
-def _projected(own_s: float, marks: list[tuple[float, float]]) -> WholeTime:
-    """The whole work of a rank that was stopped after ``own_s`` seconds."""
-    marks = [(share, at_s) for share, at_s in marks if share > 0]
-    passed = [at_s / share for share, at_s in marks if not math.isnan(at_s)]
-    ahead = [own_s / share for share, at_s in marks if math.isnan(at_s)]
-    return WholeTime(max(own_s, *passed[-1:], *ahead[:1]), at_least=not passed)
-
-
 _Told = TypeVar("_Told")
 
 
@@ -202,30 +172,13 @@ class Table:
         """Weight of each rank's step; 0 where it had no data."""
         return [0.0 if idle else own for own, idle in zip(self._column("weight"), self._column("idle"), strict=True)]
 
-    def whole_times(self) -> list[WholeTime]:
-        """For each rank the time of all its own work in the step, with what a late one left.
-
-        A late rank had come as far as the last mark that it passed, and not as far as the next. Its marks are the ends
-        of its micro-batches and, in the last of these, of the stages: where these lie is known from the ranks that
-        finished. For what sees the rows alone; reports have `whatif.WaitForAllPrediction`.
-        """
+    def untruncated_times(self) -> list[UntruncatedTime]:
+        """For each rank the time of all its own work in the step, with what a late one left."""
         compute_s, finished = self.compute_s(), self.finished()
         if all(finished):
-            return [WholeTime(own_s) for own_s in compute_s]
-        stage_s, microbatch_s = self._stage_s().tolist(), self._microbatch_s().tolist()
+            return [UntruncatedTime(own_s) for own_s in compute_s]
         counts = [int(number) for number in self._column("num_microbatches")]
-        after: list[list[float]] = [[] for _ in range(self._num_stages)]  # micro-batches' time after each stage
-        for rank in (rank for rank, done in enumerate(finished) if done and compute_s[rank] > 0):
-            for stage, at_s in enumerate(stage_s[rank]):
-                if not math.isnan(at_s):
-                    after[stage].append(counts[rank] * (1 - at_s / compute_s[rank]))
-        left = [median(seen) if seen else 1.0 for seen in after]
-        return [
-            WholeTime(own_s)
-            if done or math.isnan(own_s)
-            else _projected(own_s, [*_microbatch_marks(microbatch_s[rank], m), *_stage_marks(stage_s[rank], left, m)])
-            for rank, (own_s, done, m) in enumerate(zip(compute_s, finished, counts, strict=True))
-        ]
+        return untruncated_step(compute_s, finished, counts, self._microbatch_s().tolist(), self._stage_s().tolist())
 
     def any_late(self) -> bool:
         """Whether some rank was late or stood in for."""

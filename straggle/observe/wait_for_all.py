@@ -1,4 +1,4 @@
-"""What would a step have cost if everybody had been waited for? Answered from the telemetry of the step itself.
+"""What would a step have cost if all ranks had been waited for? Answered from the telemetry of the step itself.
 
 A late rank was stopped, so its whole time is unknown. It is taken as ``slowness * t``: ``t`` is the median time of the
 ranks that finished, and ``slowness`` how much later than they the late rank had its last whole stage.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from statistics import median
 
+from straggle.policies.untruncated import Mark, untruncated_time
 from straggle.report import RankReport, StepReport
 
 
@@ -28,7 +29,7 @@ class WaitForAllPrediction:
     def compute_s(self, report: StepReport) -> list[float]:
         """For each rank, seconds of all its own work in the step, with what a late one left; NaN: nobody can tell.
 
-        As `telemetry.Table.whole_times`, but it remembers how slow a rank was when it has not finished a stage.
+        A rank that has not finished a stage is as slow as it was when it last finished one.
         """
         finished = [rank for rank in report.ranks if not rank.late and not rank.idle]
         if not finished or not any(rank.late for rank in report.ranks):
@@ -41,8 +42,9 @@ class WaitForAllPrediction:
         """Seconds that the rank takes, or would have taken, for all of its own work."""
         if not rank.late:
             return rank.compute_s
-        reached = [own / peers for own, peers in zip(rank.stage_s, stage_s, strict=True) if own > 0 and peers > 0]
-        if reached:
-            self._slowness[rank.rank] = reached[-1]
+        pairs = zip(rank.stage_s, stage_s, strict=True) if typical_s > 0 else ()
+        marks = [Mark(peers_s / typical_s, own_s) for own_s, peers_s in pairs if own_s > 0 and peers_s > 0]
+        if marks:
+            self._slowness[rank.rank] = untruncated_time(0.0, marks).seconds / typical_s
         predicted_s = self._slowness.get(rank.rank, 1.0) * typical_s
         return predicted_s if math.isnan(rank.compute_s) else max(predicted_s, rank.compute_s)

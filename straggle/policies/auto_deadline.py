@@ -13,7 +13,7 @@ from torch import Tensor
 from straggle.policies.deadline import Deadline, Patience, check_count, check_number, quantile_of
 from straggle.policies.history import History
 from straggle.policies.step_model import Rules, computed_share, outcome
-from straggle.policies.untruncated import whole_entries, whole_units
+from straggle.policies.untruncated import untruncated_entries, untruncated_times
 
 _CANDIDATES = 200  # thresholds that are looked at
 _FIRST_UNIT = 5  # none before any rank has finished this one (from 0)
@@ -62,10 +62,10 @@ class StepTimes:
         compute_s, idle = history.compute_s[-len(progress.unit_s) :], progress.weight == 0
         used = (progress.unit_share > 0).flatten(0, 1).any(0)
         # what a rank without data does is nothing that could be dropped or waited for
-        unit_s = whole_units(progress, compute_s.nan_to_num(0.0)).masked_fill(idle.unsqueeze(-1), 0.0)
+        unit_s = untruncated_times(progress, compute_s.nan_to_num(0.0)).masked_fill(idle.unsqueeze(-1), 0.0)
         of_others = idle.shape[1] / (~idle).sum(1).clamp(min=1)
         share = (progress.unit_share * of_others.view(-1, 1, 1)).masked_fill(idle.unsqueeze(-1), 0.0)
-        entered_s = whole_entries(progress, compute_s)
+        entered_s = untruncated_entries(progress, compute_s)
         quorum_s = (entered_s + unit_s[..., -1]).kthvalue(quorum, dim=1).values
         steps = StepTimes(unit_s[..., used], share[..., used], entered_s, progress.overhead_s, quorum_s)
         worked = ~idle.all(1)

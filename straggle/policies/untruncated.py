@@ -1,8 +1,16 @@
-"""What late ranks would have taken, had nobody stopped them or stood in for them: unit by unit, over many steps."""
+"""What late ranks would have taken, if no rank had stopped them or stood in for them.
+
+From one step: `untruncated_time` of a rank, from the marks that it passed. From many steps: `untruncated_times`, unit
+by unit, from what the rank and its peers take otherwise.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,12 +18,77 @@ from torch import Tensor
 from straggle.policies.history import Progress
 
 
-def whole_units(progress: Progress, compute_s: Tensor) -> Tensor:
+class Mark(NamedTuple):
+    """A place in a rank's work: the ``share`` that is done there, and when the rank came to it (NaN: it did not)."""
+
+    share: float
+    at_s: float
+
+
+@dataclass(frozen=True)
+class UntruncatedTime:
+    """Seconds of a rank's own work in a step; NaN: it never entered. ``at_least``: it was late, and may take more."""
+
+    seconds: float
+    at_least: bool = False
+
+
+def untruncated_time(own_s: float, marks: Sequence[Mark]) -> UntruncatedTime:
+    """The time of a rank that was stopped after ``own_s`` seconds; ``marks`` in the order of its work.
+
+    The last mark that it passed gives its speed. It had not come as far as the next one when it was stopped.
+    """
+    marks = [mark for mark in marks if mark.share > 0]
+    passed = [mark.at_s / mark.share for mark in marks if not math.isnan(mark.at_s)]
+    ahead = [own_s / mark.share for mark in marks if math.isnan(mark.at_s)]
+    return UntruncatedTime(max(own_s, *passed[-1:], *ahead[:1]), at_least=not passed)
+
+
+def untruncated_step(
+    compute_s: Sequence[float],
+    finished: Sequence[bool],
+    num_microbatches: Sequence[int],
+    microbatch_s: Sequence[Sequence[float]],
+    stage_s: Sequence[Sequence[float]],
+) -> list[UntruncatedTime]:
+    """For each rank the time of all its own work in one step.
+
+    A rank's marks are the ends of its micro-batches (``microbatch_s``) and, in the last of these, of the stages
+    (``stage_s``): where these lie is known from the ranks that finished.
+    """
+    after: list[list[float]] = [[] for _ in stage_s[0]]  # micro-batches' time that is left after each stage
+    for rank in (rank for rank, done in enumerate(finished) if done and compute_s[rank] > 0):
+        for stage, at_s in enumerate(stage_s[rank]):
+            if not math.isnan(at_s):
+                after[stage].append(num_microbatches[rank] * (1 - at_s / compute_s[rank]))
+    left = [median(seen) if seen else 1.0 for seen in after]
+    return [
+        UntruncatedTime(own_s)
+        if done or math.isnan(own_s)
+        else untruncated_time(own_s, [*_microbatch_marks(microbatch_s[rank], m), *_stage_marks(stage_s[rank], left, m)])
+        for rank, (own_s, done, m) in enumerate(zip(compute_s, finished, num_microbatches, strict=True))
+    ]
+
+
+def _microbatch_marks(microbatch_s: Sequence[float], num_microbatches: int) -> list[Mark]:
+    """Of each micro-batch but the last; where there are more of them than times, several share one."""
+    slots, marks = len(microbatch_s), list[Mark]()
+    for slot in range(min(num_microbatches, slots)):
+        done = slot + 1 if num_microbatches <= slots else -(-(slot + 1) * num_microbatches // slots)
+        marks.append(Mark(done / num_microbatches, microbatch_s[slot]))
+    return marks[:-1]
+
+
+def _stage_marks(stage_s: Sequence[float], left: Sequence[float], num_microbatches: int) -> list[Mark]:
+    """Of each stage; ``left``: micro-batches' time that is left after it."""
+    return [Mark(1 - after / num_microbatches, at_s) for after, at_s in zip(left, stage_s, strict=True)]
+
+
+def untruncated_times(progress: Progress, compute_s: Tensor) -> Tensor:
     """``progress.unit_s`` with the times that a late rank would have taken for what it did not finish.
 
     They are its peers' typical times, times how much longer than they it took for what it did finish; ``compute_s``
     (steps, ranks) is when it was stopped. Gives (steps, ranks, units), NaN where a rank did not enter a step.
-    `telemetry.Table.whole_times` and `whatif.WaitForAllPrediction` tell a whole step's time from that step alone.
     """
     used = progress.unit_share > 0
     unit_s = progress.unit_s.where(used, math.nan)  # a micro-batch that comes in stages has a time of its own, too
@@ -32,8 +105,16 @@ def whole_units(progress: Progress, compute_s: Tensor) -> Tensor:
     return known_s + (left_s + wait_s).cumsum(-1)
 
 
-def whole_entries(progress: Progress, compute_s: Tensor) -> Tensor:
-    """``progress.entered_s``, (steps, ranks), as it would have been, had nobody been stood in for.
+def untruncated_stages(stage_s: Tensor, compute_s: Tensor, stage_share: Tensor) -> Tensor:
+    """`untruncated_times` where only the stages' times, (steps, ranks, stages), are known, as from a trace."""
+    weight, at_once = torch.ones_like(compute_s), torch.zeros_like(compute_s)
+    share = stage_share.expand_as(stage_s)
+    progress = Progress(stage_s, share, share, stage_share, weight, at_once, at_once[:, 0])
+    return untruncated_times(progress, compute_s)
+
+
+def untruncated_entries(progress: Progress, compute_s: Tensor) -> Tensor:
+    """``progress.entered_s``, (steps, ranks), as it would have been, if no rank had been stood in for.
 
     A rank that never entered a step (``compute_s``, (steps, ranks), is NaN) had its whole delay in that step: what it
     still took of it in the following one counts to the first.

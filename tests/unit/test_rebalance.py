@@ -254,7 +254,7 @@ NO = math.nan
 )
 def test_late_rank_would_have_taken_as_long_as_its_last_mark_tells(late, expected_s):
     peers = [(1.0, True, 1, (), (0.6, 1.0)), (1.1, True, 1, (), (0.66, 1.1)), (0.9, True, 1, (), (0.54, 0.9))]
-    whole = late_table([*peers, late]).whole_times()
+    whole = late_table([*peers, late]).untruncated_times()
     assert [of.seconds for of in whole] == pytest.approx([1.0, 1.1, 0.9, expected_s], nan_ok=True)
     assert [of.at_least for of in whole] == [False, False, False, expected_s == 2.5]
 
@@ -262,7 +262,7 @@ def test_late_rank_would_have_taken_as_long_as_its_last_mark_tells(late, expecte
 def test_stages_are_marks_of_the_last_micro_batch_alone():
     peer = (4.0, True, 4, (1.0, 2.0, 3.0, 4.0), (3.6, 4.0))  # 0.4 of a micro-batch is left after the first stage
     late = (3.5, False, 2, (2.0,), (3.2, NO))
-    assert [of.seconds for of in late_table([peer, late]).whole_times()] == pytest.approx([4.0, 4.0])
+    assert [of.seconds for of in late_table([peer, late]).untruncated_times()] == pytest.approx([4.0, 4.0])
 
 
 # -- its state

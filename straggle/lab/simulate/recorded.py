@@ -15,8 +15,7 @@ from straggle.lab.simulate.delays import Delays
 from straggle.lab.simulate.units import Units
 from straggle.observe.trace import read_trace
 from straggle.policies.deadline import check_count
-from straggle.policies.history import Progress
-from straggle.policies.untruncated import whole_units
+from straggle.policies.untruncated import untruncated_stages
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Recorded:
     """The steps of a trace: seconds of each unit as if nobody had been stopped, and what a step takes beside them.
 
     ``unit_s`` (steps, ranks, stages): what a late rank did not finish is taken as its peers' typical time, times how
-    much longer than they it took for what it did finish (`whole_units`). ``overhead_s`` (steps,).
+    much longer than they it took for what it did finish (`untruncated_times`). ``overhead_s`` (steps,).
     """
 
     unit_s: Tensor
@@ -74,10 +73,7 @@ def recorded_times(records: Sequence[Mapping[str, Any]]) -> Recorded:
     ends = ends.clone()
     last = ends[..., -1]
     ends[..., -1] = torch.where(late, last, compute_s)  # a rank that finished is done when its last hook is
-    share = (numel / numel.sum()).expand_as(ends)
-    weight, at_once = torch.ones_like(compute_s), torch.zeros_like(compute_s)
-    progress = Progress(ends, share, share, numel / numel.sum(), weight, at_once, torch.zeros(len(kept)))
-    whole = whole_units(progress, compute_s)
+    whole = untruncated_stages(ends, compute_s, numel / numel.sum())
     typical = whole.flatten(0, 1).nanmedian(0).values
     never = whole.isnan()  # it never entered the step: its own typical times, or everybody's
     own = whole.nanmedian(0).values.where(~whole.isnan().all(0), typical)

@@ -27,7 +27,7 @@ from straggle.merge.telemetry import MICROBATCH_SLOTS, Row, Table
 from straggle.policies.auto_deadline import StepTimes, choose_threshold, expected_drop
 from straggle.policies.history import HistoryWindow, StepProgress
 from straggle.policies.step_model import Rules, computed_share, outcome
-from straggle.policies.untruncated import whole_entries, whole_units
+from straggle.policies.untruncated import untruncated_entries, untruncated_times
 from straggle.policies.wrappers import dropped_per_stage
 
 NAN, INF = math.nan, math.inf
@@ -286,7 +286,7 @@ def test_delay_of_a_rank_that_never_entered_belongs_to_that_step():
     steps = torch.tensor([[[1.0]] * 3, [[1.0], [NAN], [NAN]], [[1.0], [1.0], [NAN]], [[1.0]] * 3])
     entered_s = torch.tensor([[0.1] * 3, [0.1, 1.0, 1.0], [0.1, 0.3, 1.0], [0.1, 0.1, 0.5]])
     seen = history(steps, entered_s=entered_s)
-    whole = whole_entries(seen.progress, seen.compute_s)
+    whole = untruncated_entries(seen.progress, seen.compute_s)
     assert torch.allclose(whole, torch.tensor([[0.1] * 3, [0.1, 1.3, 2.5], [0.1, 0, 0], [0.1, 0.1, 0]]))
 
 
@@ -325,7 +325,7 @@ def test_times_of_what_was_not_finished_are_those_of_the_peers_times_the_ranks_s
     seen[5:, 2, 2:] = NAN  # stopped after two units of four, in all of the last steps
     stopped_s = torch.tensor([2.5, 2.5, 3.1]).expand(20, 3)
     made = history(seen)
-    assert torch.allclose(whole_units(made.progress, stopped_s).float(), whole)
+    assert torch.allclose(untruncated_times(made.progress, stopped_s).float(), whole)
 
 
 def test_time_of_a_stall_is_not_taken_for_slowness():
@@ -334,7 +334,7 @@ def test_time_of_a_stall_is_not_taken_for_slowness():
     seen[7, 2] = torch.tensor([9.0, NAN, NAN, NAN])
     stopped_s = torch.full((20, 3), 2.5)
     stopped_s[7, 2] = 9.2
-    whole = whole_units(history(seen).progress, stopped_s)
+    whole = untruncated_times(history(seen).progress, stopped_s)
     assert whole[7, 2].tolist() == pytest.approx([9.0, 9.5, 10.0, 10.5])
 
 
@@ -345,13 +345,13 @@ def test_time_of_a_whole_micro_batch_says_nothing_of_its_stages():
     stopped_s = torch.full((20, 3), 2.5)
     stopped_s[7, 2] = 0.7
     share = [0.0, 0.0, 0.25, 0.25, 0.5]
-    whole = whole_units(history(seen, unit_share=share).progress, stopped_s)
+    whole = untruncated_times(history(seen, unit_share=share).progress, stopped_s)
     assert torch.allclose(whole[..., 2:].float(), stages)
 
 
 def test_rank_that_never_entered_has_no_time():
     seen = torch.tensor([[[1.0, 2.0], [NAN, NAN]]])
-    assert whole_units(history(seen).progress, torch.tensor([[2.0, NAN]]))[0, 1].isnan().all()
+    assert untruncated_times(history(seen).progress, torch.tensor([[2.0, NAN]]))[0, 1].isnan().all()
 
 
 def test_expected_drop_counts_running_stages_in_part_and_running_microbatches_whole_or_not():
