@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from straggle.observe.run import step_report
 from straggle.observe.trace import read_trace
+from straggle.observe.warmup import num_warmup_steps
 from straggle.observe.watch import FOLDER
 from straggle.policies.untruncated import untruncated_stages
 from straggle.report import StepReport
@@ -106,7 +107,7 @@ def _without_warmup(timings: Timings) -> Timings:
         raise ValueError(f"{timings.source}: {timings.num_steps} steps are too few; {LEAST_STEPS} are needed at least")
     if timings.num_ranks < 2:
         raise ValueError(f"{timings.source}: one rank waits for nobody; at least two are needed")
-    return timings.select(slice(min(timings.num_steps // 10, 10), None))
+    return timings.select(slice(num_warmup_steps(timings.num_steps), None))
 
 
 # -- straggle.watch

@@ -39,6 +39,7 @@ from straggle.merge.replay import DecisionWriter, read_recording
 from straggle.observe.fairness import fairness_of
 from straggle.observe.trace import TraceWriter
 from straggle.observe.wait_for_all import WaitForAllPrediction
+from straggle.observe.warmup import num_warmup_steps
 from straggle.rebalance import Rebalance
 from straggle.report import StepReport
 from straggle.stop_signal import StopSignal, exit_at_once
@@ -270,7 +271,7 @@ def summarize(
     """
     prediction = WaitForAllPrediction()
     waited = [prediction.seconds(report) for report in reports]
-    start = min(len(reports) // 10, 10)
+    start = num_warmup_steps(len(reports))
     seconds = [report.seconds for report in reports[start:]]
     ranks = range(len(hashes))
     fairness = fairness_of(reports)

@@ -13,6 +13,7 @@ from statistics import fmean, median, pstdev, quantiles
 import torch.distributed as dist
 
 from straggle.lab.jobs import Job
+from straggle.observe.warmup import num_warmup_steps
 
 _RESAMPLES = 2000
 
@@ -72,10 +73,10 @@ class Timed:
     def summary(self, steps: int, turns: int) -> dict[str, float]:
         """Times of the first ``steps``, which were so many ``turns``.
 
-        Median and deviation leave out the first tenth, in which caches and deadlines warm up.
+        Median and deviation leave out the first of them (`num_warmup_steps`).
         """
         whole = self.step_s[:steps]
-        steady = whole[min(len(whole) // 10, 10) :]
+        steady = whole[num_warmup_steps(len(whole)) :]
         return {
             "step_seconds_median": median(steady),
             "step_seconds_mean": sum(self.turn_s[:turns]) / steps,

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from straggle.observe.fairness import Contributions, Fairness
 from straggle.observe.trace import read_trace, whole_lines
 from straggle.observe.wait_for_all import WaitForAllPrediction
+from straggle.observe.warmup import num_warmup_steps
 from straggle.observe.watch import FOLDER
 from straggle.report import CAUSES, RankReport, ShadowReport, StageReport, StepReport
 
@@ -62,8 +63,8 @@ class Run:
 
     @property
     def warmup(self) -> int:
-        """First steps that step times leave out, as ``summary.json`` does: a tenth, at most ten."""
-        return min(self.num_steps // 10, 10)
+        """First steps that step times leave out."""
+        return num_warmup_steps(self.num_steps)
 
 
 def read_run(run_dir: Path, *, name: str | None = None) -> Run:

@@ -1,0 +1,8 @@
+"""The first steps of a run, in which caches, deadlines and shares warm up: step times leave them out."""
+
+from __future__ import annotations
+
+
+def num_warmup_steps(num_steps: int) -> int:
+    """How many of a run's steps these are: a tenth, at most ten."""
+    return min(num_steps // 10, 10)
