@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import sys
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
 from straggle.extras import needs_extra, remedy
@@ -27,6 +25,7 @@ with needs_extra("train"):
 
     from straggle.commands.checkpoint import Checkpoint, NotSaved
     from straggle.observe.console import LiveView, print_table
+    from straggle.observe.summary import summarize
 
 import torch.distributed as dist
 
@@ -36,10 +35,7 @@ from straggle.commands.config import ConfigurationError, check_targets, complain
 from straggle.commands.run_dir import one_run
 from straggle.lab.jobs import StagedJob, gather, process_group
 from straggle.merge.replay import DecisionWriter, read_recording
-from straggle.observe.fairness import fairness_of
 from straggle.observe.trace import TraceWriter
-from straggle.observe.wait_for_all import WaitForAllPrediction
-from straggle.observe.warmup import num_warmup_steps
 from straggle.rebalance import Rebalance
 from straggle.report import StepReport
 from straggle.stop_signal import StopSignal, exit_at_once
@@ -260,63 +256,6 @@ def _finish(job: StagedJob, run_dir: Path, reports: list[StepReport], hashes: li
     except OSError as error:
         _log.warning("%s cannot be written: %s", run_dir / "summary.json", error)
     _print(summary, run_dir)
-
-
-def summarize(
-    reports: list[StepReport], scores: dict[str, float], hashes: list[str], samples_per_step: int
-) -> dict[str, Any]:
-    """The run in numbers; step times leave out the first tenth, in which caches and deadlines warm up.
-
-    ``samples_per_step``: how many samples a rank has in a step of weight 1.
-    """
-    prediction = WaitForAllPrediction()
-    waited = [prediction.seconds(report) for report in reports]
-    start = num_warmup_steps(len(reports))
-    seconds = [report.seconds for report in reports[start:]]
-    ranks = range(len(hashes))
-    fairness = fairness_of(reports)
-    losses = [report.scalars["loss"] for report in reports[-20:] if "loss" in report.scalars]
-    return {
-        "steps": reports[-1].step + 1,
-        "step_seconds_median": median(seconds),
-        "step_seconds_mean": fmean(seconds),
-        "wait_for_all_seconds_median": median(waited[start:]),
-        "wait_for_all_seconds_mean": fmean(waited[start:]),
-        "dropped_share": fmean(report.dropped_share for report in reports),
-        "dropped_share_per_rank": [1 - fmean(report.ranks[rank].reach for report in reports) for rank in ranks],
-        "dropped_share_per_stage": {
-            stage.name: 1 - fmean(rank.stages[index] for report in reports[1:] for rank in report.ranks)
-            for index, stage in enumerate(reports[-1].stages)
-        }
-        if len(reports) > 1
-        else {},
-        "dropped_samples_per_rank": [
-            round(sum((1 - rank.reach) * rank.weight * samples_per_step for rank in column))
-            for column in zip(*(report.ranks for report in reports), strict=True)
-        ],
-        "weight_per_rank": [fmean(report.ranks[rank].weight for report in reports) for rank in ranks],
-        "depth_bias": fairness.depth_bias,
-        "fairness": fairness.index,
-        "fairness_input_stage": fairness.input_index,
-        "least_contribution": fairness.least,
-        "least_contribution_input_stage": fairness.input_least,
-        **_shadow(reports[start:]),
-        "late_steps_per_rank": [sum(report.ranks[rank].late for report in reports) for rank in ranks],
-        "stood_in_steps_per_rank": [sum(report.ranks[rank].stood_in for report in reports) for rank in ranks],
-        "loss": fmean(losses) if losses else math.nan,
-        "validation_loss": scores["loss"],
-        **({"validation_accuracy": scores["accuracy"]} if "accuracy" in scores else {}),
-        "parameters_sha256": hashes,
-    }
-
-
-def _shadow(reports: list[StepReport]) -> dict[str, float | None]:
-    """What a policy that stopped nobody would have made of these steps."""
-    shadows = [report.shadow for report in reports if report.shadow is not None]
-    return {
-        "shadow_dropped_share": fmean(shadow.dropped_share for shadow in shadows) if shadows else None,
-        "shadow_step_seconds_mean": fmean(shadow.seconds for shadow in shadows) if shadows else None,
-    }
 
 
 def _print(summary: dict[str, Any], run_dir: Path) -> None:

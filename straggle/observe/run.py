@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -85,7 +85,17 @@ def read_run(run_dir: Path, *, name: str | None = None) -> Run:
             raise ValueError(f"{path}: line {line} is no step of a straggle trace ({error!r})") from error
     if not columns.steps:
         raise ValueError(f"{path}: there is no whole step in it yet")
-    return columns.run(name or run_dir.resolve().name, run_dir)
+    config = _config(run_dir / "config.yaml")
+    summary = _summary(run_dir / "summary.json", last_step=int(columns.steps[-1][0]))
+    return columns.run(name or run_dir.resolve().name, run_dir, config, summary)
+
+
+def run_of(reports: Iterable[StepReport]) -> Run:
+    """The run of these steps, without its configuration and its summary."""
+    columns = _Columns()
+    for report in reports:
+        columns.add(report)
+    return columns.run("", Path(), {}, {})
 
 
 def read_steps(run: Run, positions: Collection[int]) -> dict[int, StepReport]:
@@ -232,7 +242,7 @@ class _Columns:
         self._sum += np.nan_to_num(shares)
         self._count += np.isfinite(shares)
 
-    def run(self, name: str, run_dir: Path) -> Run:
+    def run(self, name: str, run_dir: Path, config: Mapping[str, Any], summary: Mapping[str, Any]) -> Run:
         """The whole run."""
         columns = np.array(self.steps, dtype=float).T
         num_ranks = max(values.shape[1] for values in self._ranks)
@@ -244,8 +254,8 @@ class _Columns:
         return Run(
             name=name,
             run_dir=run_dir,
-            config=_config(run_dir / "config.yaml"),
-            summary=_summary(run_dir / "summary.json", last_step=int(step[-1])),
+            config=config,
+            summary=summary,
             step=step,
             seconds=seconds,
             wait_for_all_s=wait_for_all_s,

@@ -1,4 +1,4 @@
-"""A run in numbers, with the definitions of ``summary.json``, so that the page and the table of the run agree."""
+"""A run in numbers, for its page, its advice and ``summary.json``, so that these agree."""
 
 from __future__ import annotations
 

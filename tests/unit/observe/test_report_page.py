@@ -27,6 +27,7 @@ from straggle.observe.findings import advise
 from straggle.observe.page.page import write_report
 from straggle.observe.run import read_run, read_steps
 from straggle.observe.run_numbers import numbers_of
+from straggle.observe.summary import summarize
 from straggle.observe.trace import TraceWriter, read_trace
 from straggle.observe.wait_for_all import WaitForAllPrediction
 
@@ -142,6 +143,19 @@ def test_numbers_shown_are_those_of_the_trace(tmp_path: Path) -> None:
     for stage in range(len(STAGES)):  # planned anew after the first step, which is left out
         share = fmean(own["stages"][stage] for record in records[1:] for own in record["ranks"])
         assert shown[f"stage_share.{stage}"] == [pytest.approx(share)]
+
+
+def test_summary_has_the_page_s_numbers(tmp_path: Path) -> None:
+    write_run(tmp_path, slow_run())
+    shown = content_of(write_report(tmp_path)).values
+    steps = list(slow_run())
+    summary = summarize(steps, {"loss": 1.5}, ["a"] * 4, samples_per_step=8)
+    for name in ("step_seconds_median", "step_seconds_mean", "wait_for_all_seconds_mean", "dropped_share", "loss"):
+        assert shown[name] == [pytest.approx(summary[name])]
+    assert summary["late_steps_per_rank"] == [sum(step.ranks[rank].late for step in steps) for rank in range(4)]
+    lost = [sum(8 * (1 - step.ranks[rank].reach) for step in steps) for rank in range(4)]
+    assert summary["dropped_samples_per_rank"] == [round(samples) for samples in lost]
+    assert summarize(steps[:1], {"loss": 1.5}, ["a"] * 4, samples_per_step=8)["dropped_share_per_stage"] == {}
 
 
 @pytest.mark.slow
