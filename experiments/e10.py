@@ -8,8 +8,8 @@ import numpy as np
 
 from experiments._watched import BACKWARD_S, FORWARD_S, LAYERS, SLOW, run_watched
 from experiments.result import Line, Result
-from straggle.advise.bootstrap import Interval
 from straggle.advise.slow import slowdown
+from straggle.observe.intervals import Interval
 
 STRENGTHS = (0.0, 0.2, 0.4, 1.0)  # of a step's work, that rank 1's backward pass takes more
 TOLERANCE = 0.05

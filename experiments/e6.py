@@ -20,7 +20,6 @@ from torch import nn
 from experiments._models import WithModel, digits_mlp
 from experiments._ranks import on_real_ranks
 from experiments.result import Line, Result
-from straggle.lab.intervals import interval, paired
 from straggle.lab.learning.lateness import (
     ByDeadline,
     Nobody,
@@ -35,6 +34,7 @@ from straggle.lab.simulate.delays import NoDelay
 from straggle.lab.workloads.digits import Digits
 from straggle.lab.workloads.text import Text
 from straggle.lab.workloads.workload import Workload
+from straggle.observe.intervals import difference_interval, mean_interval
 from straggle.parallel import StagedDataParallel
 from straggle.policies.deadline import FixedDeadline
 
@@ -176,12 +176,12 @@ def _runs(task: Task) -> dict[str, tuple[Learned, ...]]:
 def _lines(task: Task, found: dict[str, tuple[Learned, ...]]) -> list[Line]:
     scores = {name: [task.score(run) for run in runs] for name, runs in found.items()}
     reference = scores[ALL]
-    lines = [Line(f"{task.name}: {ALL}, {task.unit}", "", f"{interval(reference):.{task.digits}f}")]
+    lines = [Line(f"{task.name}: {ALL}, {task.unit}", "", f"{mean_interval(reference):.{task.digits}f}")]
     same = _digest(found[ALL][0].model) == _digest(found[DEADLINE][0].model)
     lines.append(Line(f"{task.name}: {DEADLINE}", "equal bit for bit", "equal" if same else "DIFFERENT", same))
     for name, values in scores.items():
         if name not in (ALL, DEADLINE):
-            gap = paired(values, reference)
+            gap = difference_interval(values, reference)
             lines.append(Line(f"{task.name}: {name}", "an open question", f"{gap:+.{task.digits}f}"))
     return lines
 
@@ -204,8 +204,8 @@ def _plot(tasks: list[Task], found: dict[str, dict[str, tuple[Learned, ...]]], o
     for axis, task in zip(axes, tasks, strict=True):
         reference = [task.score(run) for run in found[task.name][ALL]]
         for row, name in enumerate(names):
-            gap = paired([task.score(run) for run in found[task.name][name]], reference)
-            axis.errorbar(gap.mean, row, xerr=gap.half, fmt="o", capsize=4)
+            gap = difference_interval([task.score(run) for run in found[task.name][name]], reference)
+            axis.errorbar(gap.value, row, xerr=gap.half, fmt="o", capsize=4)
         axis.axvline(0, color="grey", linewidth=0.8)
         axis.set_title(f"{task.name}\nwaiting for all: {fmean(reference):.2f}", fontsize=10)
         axis.set_xlabel(f"{task.unit}, difference from that")

@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 
 from experiments._models import WithModel, digits_mlp
 from experiments.result import Line, Result
-from straggle.lab.intervals import Interval, interval, paired
 from straggle.lab.learning.lateness import Depth, Nobody, PoissonDepth, SameRanks, UniformDepth
 from straggle.lab.learning.learning import Learned, Rule, Setting, learn
 from straggle.lab.learning.samples import OfTheirOwn
 from straggle.lab.learning.weighting import InverseChance
 from straggle.lab.workloads.digits import Digits
+from straggle.observe.intervals import Interval, difference_interval, mean_interval
 from straggle.policies.estimators import Estimator, Zero
 
 USERS, LATE, BATCH, ROUNDS = 30, 27, 16, 100
@@ -118,12 +118,14 @@ def _chance_line(runs: Runs) -> Line:
 
 def _lines(what: str, runs: dict[str, Runs]) -> list[Line]:
     """Accuracy under each merge, and the steps of the expected order."""
-    lines = [Line(f"{what}: {name}, accuracy (%)", "", str(interval(each.accuracy))) for name, each in runs.items()]
+    lines = [
+        Line(f"{what}: {name}, accuracy (%)", "", str(mean_interval(each.accuracy))) for name, each in runs.items()
+    ]
     lines.append(_order(what, runs, DROP, ZERO, strictly=True))
     lines.append(_order(what, runs, DROP_N, ZERO, strictly=True))
     lines.append(_order(what, runs, ZERO, COUNT, strictly=True))
     lines.append(_order(what, runs, COUNT, INVERSE, strictly=False))
-    gap = paired(runs[INVERSE].accuracy, runs[NOBODY].accuracy)
+    gap = difference_interval(runs[INVERSE].accuracy, runs[NOBODY].accuracy)
     about = f"within {NEARLY:g} point"
     lines.append(Line(f"{what}: {INVERSE} ~ {NOBODY}", about, f"{gap:+.2f} points", _near(gap)))
     return lines
@@ -131,7 +133,7 @@ def _lines(what: str, runs: dict[str, Runs]) -> list[Line]:
 
 def _order(what: str, runs: dict[str, Runs], worse: str, better: str, *, strictly: bool) -> Line:
     """``worse < better``, or ``<=``, by the interval of the difference between runs of the same seed."""
-    gap = paired(runs[better].accuracy, runs[worse].accuracy)
+    gap = difference_interval(runs[better].accuracy, runs[worse].accuracy)
     sign, expected = ("<", "above 0") if strictly else ("<=", "not below 0")
     ok = gap.low > 0 if strictly else gap.high >= 0
     return Line(f"{what}: {worse} {sign} {better}", expected, f"{gap:+.2f} points", ok)

@@ -12,12 +12,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from straggle.advise.bootstrap import LEVEL, Interval
 from straggle.advise.gain import Gain, best, gains
 from straggle.advise.slow import HELD_UP, MATTERS, UNUSUAL, Slowness, SlowRank, find_slow_ranks
 from straggle.advise.timings import LEAST_STEPS, Timings, dumps, read_timings
 from straggle.observe.findings import PLACES, ms
 from straggle.observe.findings import advise as sentences_of_run
+from straggle.observe.intervals import LEVEL, Interval
 from straggle.observe.run import read_run
 from straggle.observe.run_numbers import numbers_of
 from straggle.policies.deadline import Patience

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from straggle.advise.bootstrap import Interval, interval, predicted, span
-from straggle.advise.timings import Array, Timings
+from straggle.advise.timings import Timings
+from straggle.observe.intervals import Interval, prediction_interval, span, steps_interval
+from straggle.observe.run import Array
 from straggle.policies.auto_deadline import AutoDeadline
 from straggle.policies.deadline import Deadline, FirstK, MedianDeadline, Patience, QuantileDeadline, WaitForAll
 from straggle.policies.history import HistoryWindow, StepProgress
@@ -156,7 +157,9 @@ def _by_stage(part: torch.Tensor, share: torch.Tensor, stages: int) -> torch.Ten
 
 def _gain(candidate: Candidate, cautious: Replayed, bold: Replayed, everyone: Replayed) -> Gain:
     def between(statistic: Callable[..., Array]) -> Interval:
-        one, other = (predicted(statistic, 1 - own.dropped, own.seconds, everyone.seconds) for own in (cautious, bold))
+        one, other = (
+            prediction_interval(statistic, 1 - own.dropped, own.seconds, everyone.seconds) for own in (cautious, bold)
+        )
         return span(one, other)
 
     def speedup(kept: Array, own_s: Array, all_s: Array) -> Array:
@@ -170,5 +173,5 @@ def _gain(candidate: Candidate, cautious: Replayed, bold: Replayed, everyone: Re
         saved=between(lambda _, own_s, all_s: 1 - own_s / all_s),
         dropped=replace(dropped, low=max(0.0, dropped.low)),
         speedup=between(speedup),
-        surely=interval(speedup, 1 - cautious.dropped, cautious.seconds, everyone.seconds).low,
+        surely=steps_interval(speedup, 1 - cautious.dropped, cautious.seconds, everyone.seconds).low,
     )

@@ -15,8 +15,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from straggle.advise.bootstrap import Interval, interval
-from straggle.advise.timings import PHASES, Array, Timings
+from straggle.advise.timings import PHASES, Timings
+from straggle.observe.intervals import Interval, steps_interval
+from straggle.observe.run import Array
 
 Positions: TypeAlias = NDArray[np.signedinteger[Any]]
 ATTRIBUTED = 0.8  # of the excess, that the named phases account for
@@ -166,7 +167,7 @@ def slowdown(timings: Timings, rank: int, seed: int = 0) -> Interval:
     apart = (peers - middle[:, None]).ravel()
     own[:, rank] = middle + apart[random.integers(len(apart), size=len(own))]
     before_s = timings.own_s.max(axis=1) + timings.network_s
-    return interval(np.divide, before_s, own.max(axis=1) + timings.network_s, seed=seed)
+    return steps_interval(np.divide, before_s, own.max(axis=1) + timings.network_s, seed=seed)
 
 
 def slow_period(ratio: Array) -> tuple[int, int]:

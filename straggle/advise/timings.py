@@ -11,20 +11,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from straggle.observe.run import step_report
+from straggle.observe.run import Array, step_report
 from straggle.observe.trace import read_trace
 from straggle.observe.warmup import num_warmup_steps
 from straggle.observe.watch import FOLDER
 from straggle.policies.untruncated import untruncated_stages
 from straggle.report import StepReport
 
-Array: TypeAlias = NDArray[np.float64]
 PHASES = ("outside", "optimizer", "data", "forward", "backward", "pauses")
 LEAST_STEPS = 10
 

@@ -157,8 +157,8 @@ def _print(found: Found, run_dir: Path, seconds: float) -> None:
         title = f"{task}: the merged gradient against the true one, by share of late ranks"
         print_table(title, ("", *heads), truth_rows(found, task))
         for own_data, circumstances in DATA.items():
-            loss = found.of_runs("validation_loss", task=task, method=WAIT, own_data=own_data).mean
-            accuracy = found.of_runs("accuracy", task=task, method=WAIT, own_data=own_data).mean
+            loss = found.of_runs("validation_loss", task=task, method=WAIT, own_data=own_data).value
+            accuracy = found.of_runs("accuracy", task=task, method=WAIT, own_data=own_data).value
             heads = [f"{late} {what}" for late in shares for what in ("loss", "accuracy")]
             title = f"{task}, {circumstances}: validation loss above waiting for all ({loss:.3f}, {accuracy:.1%})"
             print_table(title, ("", *heads), run_rows(found, task, own_data))

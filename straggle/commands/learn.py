@@ -23,12 +23,12 @@ with needs_extra("train"):
 
     from straggle.commands.config import complain_and_exit, config_dir
     from straggle.lab.build import build_estimator
-    from straggle.lab.intervals import interval, paired
     from straggle.lab.learning.lateness import DropWhole, Nobody
     from straggle.lab.learning.learning import Learned, Rule, Setting, learn, units_of
     from straggle.lab.learning.samples import FromOnePool, OfTheirOwn
     from straggle.lab.learning.weighting import Count, InverseChance
     from straggle.observe.console import print_table
+    from straggle.observe.intervals import difference_interval, mean_interval
 
 _NAMES = ("nobody late", "under the rule")
 
@@ -98,7 +98,13 @@ def _rows(runs: Mapping[str, Sequence[Learned]]) -> list[tuple[str, ...]]:
     rows = []
     for score in runs[_NAMES[0]][0].scores:
         values = [[run.scores[score] for run in runs[name]] for name in _NAMES]
-        rows.append((score, *(f"{interval(each):.4f}" for each in values), f"{paired(values[1], values[0]):.4f}"))
+        rows.append(
+            (
+                score,
+                *(f"{mean_interval(each):.4f}" for each in values),
+                f"{difference_interval(values[1], values[0]):.4f}",
+            )
+        )
     dropped = [[100 * float(1 - run.reached.mean()) for run in runs[name]] for name in _NAMES]
     rows.append(("units dropped", *(f"{sum(each) / len(each):.1f} %" for each in dropped), ""))
     first, last = ([100 * float(1 - run.reached[:, unit].mean()) for run in runs[_NAMES[1]]] for unit in (0, -1))

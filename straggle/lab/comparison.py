@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from straggle.lab.interleaved import Ratio, Timed, reference_losses, seconds_to, step_time_ratio, time_to_loss_ratio
+from straggle.lab.interleaved import Timed, reference_losses, seconds_to, time_to_loss_ratio
 from straggle.observe.console import print_table
+from straggle.observe.intervals import Interval, ratio_interval
 
 REFERENCE = "ddp"
 OURS = "straggle"
@@ -48,13 +49,13 @@ class Standings:
         levels = reference_losses(self.methods[REFERENCE].timed.losses[: self.turns])
         return [seconds_to(timed.losses, timed.end_s, level) for level in levels]
 
-    def time_to_loss(self, name: str, than: str = REFERENCE) -> Ratio:
+    def time_to_loss(self, name: str, than: str = REFERENCE) -> Interval:
         """How long a method takes to come to the reference's final loss, over the time of another."""
         return time_to_loss_ratio(self.seconds_to_loss(name), self.seconds_to_loss(than))
 
-    def step_time(self, name: str, than: str = REFERENCE) -> Ratio:
+    def step_time(self, name: str, than: str = REFERENCE) -> Interval:
         """The mean step time of a method over that of another, over the turns of the first steps."""
-        return step_time_ratio(*(self.methods[one].timed.turn_s[: self.turns] for one in (name, than)))
+        return ratio_interval(*(self.methods[one].timed.turn_s[: self.turns] for one in (name, than)))
 
     def results(self) -> dict[str, dict[str, Any]]:
         """For each method what is written."""
@@ -70,8 +71,8 @@ class Standings:
                 **({"validation_accuracy": last["accuracy"]} if "accuracy" in last else {}),
                 "target_loss": self.target,
                 "seconds_to_loss": self.seconds_to_loss(name)[-1],
-                "time_to_loss_ratio": to_loss.value,
-                "time_to_loss_ratio_range": [to_loss.low, to_loss.high],
+                "time_to_loss_ratio": _or_none(to_loss.value),
+                "time_to_loss_ratio_range": [_or_none(to_loss.low), _or_none(to_loss.high)],
                 "parameters_sha256": list(one.parameters_sha256),
                 "replicas_identical": len(set(one.parameters_sha256)) == 1,
             }
@@ -83,7 +84,6 @@ class Standings:
             return ""
         if not self.faults:
             ratio = self.step_time(OURS)
-            assert ratio.value is not None
             kept = ratio.value <= _WITHOUT_FAULTS
             return f"straggle's step time is {_text(ratio)} of DDP's: {'within' if kept else 'NOT within'} 2 %"
         seconds = {name: self.seconds_to_loss(name)[-1] for name in self.methods}
@@ -94,9 +94,8 @@ class Standings:
         if seconds[OURS] is None:
             return f"straggle did NOT come to DDP's final loss in {TRAIN_ON} of DDP's time; {best} was the first"
         ratio = self.time_to_loss(OURS, best)
-        assert ratio.value is not None
         first = "at least as good" if ratio.value <= 1 else "NOT as good"
-        even = " (even, by the range)" if (ratio.low or 0) <= 1 <= (ratio.high or math.inf) else ""
+        even = " (even, by the range)" if ratio.low <= 1 <= ratio.high else ""
         return f"straggle needs {_text(ratio)} of the time of {best}, the best other method: {first}{even}"
 
     def print(self, title: str, notes: Mapping[str, Any]) -> None:
@@ -146,8 +145,8 @@ def draw(scenarios: Mapping[str, Standings], path: Path) -> None:
             width = 2 if name == OURS else 1.2
             above.plot(one.timed.end_s, one.timed.losses, color=f"C{index}", label=name, linewidth=width)
             ratio = standings.time_to_loss(name)
-            if ratio.value is not None:
-                low, high = ratio.low or ratio.value, ratio.high or ratio.value
+            if math.isfinite(ratio.value):
+                low, high = (bound if math.isfinite(bound) else ratio.value for bound in (ratio.low, ratio.high))
                 error = [[max(0.0, ratio.value - low)], [max(0.0, high - ratio.value)]]
                 below.barh(index, ratio.value, color=f"C{index}", xerr=error, ecolor="0.3")
             else:
@@ -164,8 +163,12 @@ def draw(scenarios: Mapping[str, Standings], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _text(ratio: Ratio) -> str:
-    if ratio.value is None:
+def _or_none(number: float) -> float | None:
+    return number if math.isfinite(number) else None
+
+
+def _text(ratio: Interval) -> str:
+    if not math.isfinite(ratio.value):
         return "never"
-    low, high = (("never" if bound is None else f"{bound:.2f}") for bound in (ratio.low, ratio.high))
+    low, high = ((f"{bound:.2f}" if math.isfinite(bound) else "never") for bound in (ratio.low, ratio.high))
     return f"{ratio.value:.3f} ({low} to {high})"

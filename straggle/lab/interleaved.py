@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import math
-import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from statistics import fmean, median, pstdev, quantiles
 
 import torch.distributed as dist
 
 from straggle.lab.jobs import Job
+from straggle.observe.intervals import Interval
 from straggle.observe.warmup import num_warmup_steps
-
-_RESAMPLES = 2000
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """One number over another, and the interval in which it lies; ``None``: the first was never reached."""
-
-    value: float | None
-    low: float | None
-    high: float | None
 
 
 class Timed:
@@ -105,32 +93,18 @@ def seconds_to(losses: Sequence[float], end_s: Sequence[float], target: float) -
     return None
 
 
-def step_time_ratio(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
-    """Our seconds over theirs, from turns that were taken one after the other, with a bootstrap interval of 95 %.
-
-    The interval is over pairs of turns: it says how much of the ratio is noise of this run, not of another one.
-    """
-    draw, number = random.Random(0), len(ours)
-    ratios = []
-    for _ in range(_RESAMPLES):
-        turns = draw.choices(range(number), k=number)
-        ratios.append(sum(ours[turn] for turn in turns) / sum(theirs[turn] for turn in turns))
-    ratios.sort()
-    low, high = ratios[_RESAMPLES // 40], ratios[-_RESAMPLES // 40 - 1]
-    return Ratio(sum(ours) / sum(theirs), low, high)
-
-
-def time_to_loss_ratio(ours: Sequence[float | None], theirs: Sequence[float | None]) -> Ratio:
+def time_to_loss_ratio(ours: Sequence[float | None], theirs: Sequence[float | None]) -> Interval:
     """Our seconds to the last loss over theirs, and the range of that ratio over all losses but a tenth at each end.
 
-    ``None``: a loss was never reached.
+    ``None``: a loss was never reached; the ratio is infinite where we did not, NaN where they did not.
     """
-    ratios = sorted(
-        math.inf if our is None else our / their for our, their in zip(ours, theirs, strict=True) if their is not None
-    )
-    tenth = len(ratios) // 10
-    last = None if ours[-1] is None or theirs[-1] is None else ours[-1] / theirs[-1]
-    return Ratio(last, *(_finite(ratios[at]) for at in (tenth, -1 - tenth))) if ratios else Ratio(None, None, None)
+    ratios = [
+        math.nan if their is None else math.inf if our is None else our / their
+        for our, their in zip(ours, theirs, strict=True)
+    ]
+    known = sorted(ratio for ratio in ratios if not math.isnan(ratio))
+    tenth = len(known) // 10
+    return Interval(ratios[-1], known[tenth], known[-1 - tenth]) if known else Interval(math.nan, math.nan, math.nan)
 
 
 def reference_losses(losses: Sequence[float]) -> list[float]:
@@ -141,7 +115,3 @@ def reference_losses(losses: Sequence[float]) -> list[float]:
             lowest = loss
             levels.append(loss)
     return [*(level for level in levels if level > losses[-1]), losses[-1]]
-
-
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None

@@ -12,7 +12,7 @@ from typing import Any
 
 from straggle.lab.estimators.runs import WAIT, RunScore
 from straggle.lab.estimators.truth import PHASES, Judgement
-from straggle.lab.intervals import Interval, interval
+from straggle.observe.intervals import Interval, mean_interval
 
 BASELINE = "abstain"
 DATA = {False: "other ranks late each step, shuffled data", True: "always the same late, data of their own"}
@@ -48,7 +48,7 @@ class Found:
     def excess(self, field: str, **where: Any) -> Interval:
         """By how much runs that have these values exceed the run of the same seed that waited for all."""
         waited = {(score.task, score.own_data, score.seed): score for score in self.scores if score.method == WAIT}
-        return interval(
+        return mean_interval(
             [
                 getattr(score, field) - getattr(waited[score.task, score.own_data, score.seed], field)
                 for score in _those(self.scores, where)
@@ -68,11 +68,11 @@ class Found:
         for score in _those(self.scores, {"method": method, **where}):
             excess = score.validation_loss / loss[tuple(getattr(score, key) for key in keys)] - 1
             of_seed.setdefault(score.seed, []).append(excess)
-        return interval([fmean(runs) for runs in of_seed.values()])
+        return mean_interval([fmean(runs) for runs in of_seed.values()])
 
     def of_runs(self, field: str, **where: Any) -> Interval:
         """A field of the runs that have these values."""
-        return interval([getattr(score, field) for score in _those(self.scores, where)])
+        return mean_interval([getattr(score, field) for score in _those(self.scores, where)])
 
     def write(self, path: Path) -> None:
         """Everything, as JSON."""
@@ -113,7 +113,7 @@ def run_rows(found: Found, task: str, own_data: bool) -> list[list[str]]:
             where = {"task": task, "method": method, "late_share": late, "own_data": own_data}
             row += [
                 _signed(found.excess("validation_loss", **where), ".3f"),
-                f"{found.of_runs('accuracy', **where).mean:.1%}",
+                f"{found.of_runs('accuracy', **where).value:.1%}",
             ]
         rows.append(row)
     return rows
@@ -131,7 +131,7 @@ def verdict_rows(found: Found) -> list[list[str]]:
 
 def _signed(one: Interval, spec: str) -> str:
     """The mean, and half the width where there is more than one seed."""
-    return f"{one.mean:+{spec}}" + (f" ±{one.half:{spec}}" if one.half < math.inf else "")
+    return f"{one.value:+{spec}}" + (f" ±{one.half:{spec}}" if one.half < math.inf else "")
 
 
 def save_picture(found: Found, path: Path) -> None:
@@ -171,7 +171,7 @@ def _draw_losses(axes: Any, found: Found, task: str, own_data: bool, colors: dic
             for late in found.late_shares
         ]
         axes.errorbar(
-            at, [e.mean for e in excess], [e.half for e in excess], fmt="o", color=colors[method], markersize=4
+            at, [e.value for e in excess], [e.half for e in excess], fmt="o", color=colors[method], markersize=4
         )
     axes.axhline(0, color="gray", linewidth=0.8)
     axes.set_xticks(range(len(found.late_shares)), [f"{late:.0%}" for late in found.late_shares])

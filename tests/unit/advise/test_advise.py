@@ -21,11 +21,11 @@ from training import features, mlp
 from experiments.e11 import run as run_e11
 from straggle import FirstK, FixedDeadline, Patience, RankReport, StageReport, StepReport, WaitForAll
 from straggle.advise.answer import _patience, answer
-from straggle.advise.bootstrap import interval, predicted
 from straggle.advise.gain import best, candidates, gains, replay
 from straggle.advise.slow import change_points, find_slow_ranks, slowdown
 from straggle.advise.timings import read_timings
 from straggle.commands.advise import arguments
+from straggle.observe.intervals import prediction_interval, steps_interval
 from straggle.observe.trace import TraceWriter
 
 NUM_STAGES, NETWORK_S = 8, 0.01
@@ -212,10 +212,10 @@ def test_range_holds_what_a_comparison_of_two_new_runs_finds():
     for seed in range(runs):
         recorded = seconds()
         truth = saved(0.8 * seconds().mean(), seconds().mean())
-        found = predicted(saved, 0.8 * recorded, recorded, seed=seed)
+        found = prediction_interval(saved, 0.8 * recorded, recorded, seed=seed)
         assert found.value == pytest.approx(0.2)
         held += found.low <= truth <= found.high
-        narrow = interval(saved, 0.8 * recorded, recorded, seed=seed)
+        narrow = steps_interval(saved, 0.8 * recorded, recorded, seed=seed)
         too_narrow += not narrow.low <= truth <= narrow.high
     assert 0.85 <= held / runs <= 0.99
     assert too_narrow == runs  # of the steps alone, which would have been as long in proportion

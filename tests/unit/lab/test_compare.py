@@ -15,9 +15,10 @@ from repository import ROOT
 from straggle.commands.compare import _in_turn, _train_on
 from straggle.commands.config import ConfigurationError, config_dir, load, of_method, of_scenario, plain, slows_ranks
 from straggle.lab.comparison import Standing, Standings
-from straggle.lab.interleaved import Ratio, Timed, reference_losses, seconds_to, step_time_ratio, time_to_loss_ratio
+from straggle.lab.interleaved import Timed, reference_losses, seconds_to, time_to_loss_ratio
 from straggle.lab.jobs import DdpJob, Job, LocalSgdJob
 from straggle.lab.workloads.synthetic import Synthetic
+from straggle.observe.intervals import Interval, ratio_interval
 
 METHODS = sorted(path.stem for path in (config_dir() / "methods").iterdir())
 ALL = f"methods=[{','.join(METHODS)}]"
@@ -126,11 +127,11 @@ def test_every_method_is_documented():
 
 
 def test_step_time_ratio_is_that_of_the_sums_and_certain_where_all_turns_agree():
-    assert step_time_ratio([1.0, 2.0, 3.0], [2.0, 4.0, 6.0]) == Ratio(0.5, 0.5, 0.5)
+    assert ratio_interval([1.0, 2.0, 3.0], [2.0, 4.0, 6.0]) == Interval(0.5, 0.5, 0.5)
 
 
 def test_step_time_ratio_has_an_interval_of_its_turns():
-    ratio = step_time_ratio([1.0, 3.0] * 10, [2.0] * 20)
+    ratio = ratio_interval([1.0, 3.0] * 10, [2.0] * 20)
     assert ratio.value == 1.0
     assert 0.6 < ratio.low < 0.9  # two standard errors of a mean of 20 are 0.22
     assert 1.1 < ratio.high < 1.4
@@ -139,12 +140,12 @@ def test_step_time_ratio_has_an_interval_of_its_turns():
 def test_time_to_loss_ratio_is_that_of_the_last_loss_within_the_range_of_the_others():
     theirs = [float(at) for at in range(1, 11)]
     ours = [at * (0.5 if at != 4 else 0.4) for at in theirs]
-    assert time_to_loss_ratio(ours, theirs) == Ratio(0.5, 0.5, 0.5)
-    assert time_to_loss_ratio([1.0, 1.0, 3.0], [1.0, 2.0, 2.0]) == Ratio(1.5, 0.5, 1.5)
+    assert time_to_loss_ratio(ours, theirs) == Interval(0.5, 0.5, 0.5)
+    assert time_to_loss_ratio([1.0, 1.0, 3.0], [1.0, 2.0, 2.0]) == Interval(1.5, 0.5, 1.5)
 
 
 def test_loss_that_was_never_reached_has_no_ratio():
-    assert time_to_loss_ratio([1.0, None], [2.0, 4.0]) == Ratio(None, 0.5, None)
+    assert time_to_loss_ratio([1.0, None], [2.0, 4.0]) == Interval(math.inf, 0.5, math.inf)
 
 
 def test_reference_losses_are_those_that_were_new_in_the_second_half_and_the_last_one():

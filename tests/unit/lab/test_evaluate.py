@@ -19,7 +19,7 @@ from straggle.lab.estimators.result import Found, read, run_rows, save_picture, 
 from straggle.lab.estimators.runs import WAIT, RunScore, train_once
 from straggle.lab.estimators.task import Case, Task
 from straggle.lab.estimators.truth import Judgement, compare, judge
-from straggle.lab.intervals import interval
+from straggle.observe.intervals import mean_interval
 
 UNITS = 20
 
@@ -137,9 +137,9 @@ def test_error_grows_with_what_is_dropped_and_zeros_shorten_the_gradient(task):
 
 
 def test_interval_is_students():
-    assert interval([1.0, 2.0, 3.0]).mean == 2.0
-    assert interval([1.0, 2.0, 3.0]).half == pytest.approx(4.303 / math.sqrt(3))
-    assert interval([5.0]).half == math.inf
+    assert mean_interval([1.0, 2.0, 3.0]).value == 2.0
+    assert mean_interval([1.0, 2.0, 3.0]).half == pytest.approx(4.303 / math.sqrt(3))
+    assert mean_interval([5.0]).half == math.inf
 
 
 def made_up():
@@ -167,14 +167,14 @@ def test_runs_are_compared_with_those_of_the_same_seed(tmp_path):
         ["zero", "+0.800 ±0.000", "90.0%"],
     ]
     relative = [1.8 / 1.5 - 1, 2.8 / 2.5 - 1, 3.8 / 3.5 - 1]
-    assert found.relative("zero", task="digits", own_data=False) == interval(relative)
+    assert found.relative("zero", task="digits", own_data=False) == mean_interval(relative)
     assert verdict_rows(found)[0] == ["abstain", "+0.0% ±0.0%", "+0.0% ±0.0%"]
     once = replace(found, scores=tuple(score for score in found.scores if score.seed == 0))  # no interval
     assert run_rows(once, "digits", True)[1][1] == "+0.800"
     assert verdict_rows(once)[0] == ["abstain", "+0.0%", "+0.0%"]
     more = [replace(s, late_share=0.6, validation_loss=2 * s.validation_loss) for s in found.scores if s.method != WAIT]
     both = replace(found, scores=(*found.scores, *more))  # a seed's runs are no draws of their own
-    assert both.relative("zero", task="digits", own_data=False) == interval(relative)
+    assert both.relative("zero", task="digits", own_data=False) == mean_interval(relative)
     found.write(tmp_path / "found.json")
     assert read(tmp_path / "found.json") == found
     save_picture(found, tmp_path / "found.png")

@@ -28,7 +28,6 @@ from straggle import (
     Zero,
 )
 from straggle.commands.config import ConfigurationError, load
-from straggle.lab.intervals import interval, paired
 from straggle.lab.learning.lateness import (
     ByDeadline,
     DropWhole,
@@ -49,6 +48,7 @@ from straggle.lab.simulate.delays import Delays, NoDelay, SlowRanks
 from straggle.lab.simulate.units import Work
 from straggle.lab.workloads.digits import Digits
 from straggle.merge.options import inverse_chance
+from straggle.observe.intervals import difference_interval, mean_interval
 
 RANKS, STEPS, BATCH, SEED = 4, 12, 4, 3
 NUM_STAGES = 3
@@ -304,9 +304,9 @@ def test_interval_of_a_mean_is_students():
     for count, quantile in ((4, 3.182), (8, 2.365), (20, 2.093)):
         sample = (values * 5)[:count]
         expected = quantile * torch.tensor(sample).std().item() / count**0.5
-        assert interval(sample).half == pytest.approx(expected, rel=2e-3)
-    assert interval(values).mean == 3.0
-    assert f"{paired([2.0, 3.0], [1.0, 2.0]):+.1f}" == "+1.0 +- 0.0"
+        assert mean_interval(sample).half == pytest.approx(expected, rel=2e-3)
+    assert mean_interval(values).value == 3.0
+    assert f"{difference_interval([2.0, 3.0], [1.0, 2.0]):+.1f}" == "+1.0 +- 0.0"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,142 @@
+"""A number and how sure it is: from runs with different seeds, from turns of two jobs, and from the steps of one run.
+
+Steps that follow one another are alike: of these, whole blocks are drawn.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist, fmean, stdev
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array: TypeAlias = NDArray[np.float64]
+LEVEL = 0.9  # of the intervals over steps; those over seeds and turns have 0.95
+_DRAWS = 1000
+_TURN_DRAWS = 2000
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A number, and the interval in which it lies; what is not finite is not known, or not bounded."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def half(self) -> float:
+        """Half the width."""
+        return (self.high - self.low) / 2
+
+    def __format__(self, spec: str) -> str:
+        """The value, and half the width where it is bounded."""
+        spec = spec or ".2f"
+        return f"{self.value:{spec}}" + (f" +- {self.half:{spec.lstrip('+')}}" if self.half < math.inf else "")
+
+    def __str__(self) -> str:
+        return format(self)
+
+
+def span(one: Interval, other: Interval) -> Interval:
+    """From the lower low to the higher high; the value is the first one's."""
+    return Interval(one.value, min(one.low, other.low), max(one.high, other.high))
+
+
+# -- independent values
+
+
+def mean_interval(values: Sequence[float]) -> Interval:
+    """The 95 % interval of the mean of independent values, by Student's t; unbounded for a single one."""
+    mean = fmean(values)
+    half = _t975(len(values) - 1) * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
+    return Interval(mean, mean - half, mean + half)
+
+
+def difference_interval(values: Sequence[float], reference: Sequence[float]) -> Interval:
+    """The interval of the mean difference between runs of the same seeds."""
+    return mean_interval([value - other for value, other in zip(values, reference, strict=True)])
+
+
+_FEW = (12.706, 4.303, 3.182, 2.776, 2.571)  # for 1 to 5 degrees of freedom
+
+
+def _t975(degrees: int) -> float:
+    """Student's t at 0.975; from 6 degrees of freedom on from the normal quantile (Abramowitz and Stegun, 26.7.5)."""
+    if degrees <= len(_FEW):
+        return _FEW[degrees - 1]
+    z = NormalDist().inv_cdf(0.975)
+    first = (z**3 + z) / 4
+    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
+    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return z + first / degrees + second / degrees**2 + third / degrees**3
+
+
+# -- turns
+
+
+def ratio_interval(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
+    """Our sum over theirs, from turns that were taken one after the other, with a bootstrap interval of 95 %.
+
+    The interval is over pairs of turns: it says how much of the ratio is noise of this run, not of another one.
+    """
+    draw, number = random.Random(0), len(ours)
+    ratios = []
+    for _ in range(_TURN_DRAWS):
+        turns = draw.choices(range(number), k=number)
+        ratios.append(sum(ours[turn] for turn in turns) / sum(theirs[turn] for turn in turns))
+    ratios.sort()
+    return Interval(sum(ours) / sum(theirs), ratios[_TURN_DRAWS // 40], ratios[-_TURN_DRAWS // 40 - 1])
+
+
+# -- steps
+
+
+def steps_interval(statistic: Callable[..., Array], *columns: Array, seed: int = 0) -> Interval:
+    """A function of the means of columns over the same steps, by the moving block bootstrap (Künsch 1989)."""
+    draws = _draw(len(columns[0]), seed)
+    drawn = statistic(*(column[draws].mean(axis=1) for column in columns))
+    low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Interval(float(statistic(*(column.mean() for column in columns))), float(low), float(high))
+
+
+def prediction_interval(statistic: Callable[..., Array], *columns: Array, seed: int = 0) -> Interval:
+    """What a comparison of two runs to come, of as many steps each, will say: the last column is the second run's.
+
+    Three things are drawn apart from one another, so that the interval is wider than `steps_interval`: where the means
+    lie, of which these steps are all that is known, and how far either run strays from them. Few blocks stray less than
+    what they are drawn from: the interval is stretched for that (`_stretch`).
+    """
+    means, first, second = (_draw(len(columns[0]), seed + part) for part in range(3))
+    drawn = [column[means].mean(axis=1) * column[first].mean(axis=1) / column.mean() for column in columns[:-1]]
+    last = columns[-1][means].mean(axis=1) * columns[-1][second].mean(axis=1) / columns[-1].mean()
+    low, high = np.quantile(statistic(*drawn, last), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    value, stretch = float(statistic(*(column.mean() for column in columns))), _stretch(len(columns[0]))
+    return Interval(value, value - stretch * (value - float(low)), value + stretch * (float(high) - value))
+
+
+def _stretch(steps: int) -> float:
+    """How much wider than its draws an interval is: Student's quantile over the normal one (the first term of its
+    expansion in 1 / freedom), and the root of the variance that means of ``length`` steps out of ``steps`` lack.
+    """
+    length = _length(steps)
+    freedom, z = max(1, steps // length - 1), NormalDist().inv_cdf((1 + LEVEL) / 2)
+    return (1 + (z * z + 1) / (4 * freedom)) * math.sqrt(steps / max(1, steps - length))
+
+
+def _length(steps: int) -> int:
+    return max(1, round(math.sqrt(steps)))
+
+
+def _draw(steps: int, seed: int) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+    """Positions of resampled steps, shape (draws, steps): blocks of about the square root of their number."""
+    length = _length(steps)
+    blocks = -(-steps // length)
+    begin = np.random.default_rng(seed).integers(steps - length + 1, size=(_DRAWS, blocks, 1))
+    positions: np.ndarray[tuple[int, int], np.dtype[np.int64]] = (begin + np.arange(length)).reshape(_DRAWS, -1)
+    return positions[:, :steps]
