@@ -34,7 +34,7 @@ from straggle.commands.agreement import Refused, on_all_ranks
 from straggle.commands.config import ConfigurationError, check_targets, complain_and_exit, config_dir
 from straggle.commands.run_dir import one_run
 from straggle.lab.jobs import StagedJob, gather, process_group
-from straggle.merge.replay import DecisionWriter, read_recording
+from straggle.observe.recording import DecisionWriter, read_recording
 from straggle.observe.trace import TraceWriter
 from straggle.rebalance import Rebalance
 from straggle.report import StepReport

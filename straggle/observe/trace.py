@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from straggle.merge.lines import LineWriter, bytes_before, is_cut
+from straggle.observe.lines import LineWriter, bytes_before, is_cut
 from straggle.report import StepReport
 
 

@@ -14,9 +14,10 @@ from ranks import run_ranks, staged
 from repository import ROOT
 from training import TINY, features, mlp
 
-from straggle.merge.lines import LineWriter
-from straggle.merge.replay import Decision, DecisionWriter, read_recording
+from straggle.merge.replay import Decision
 from straggle.observe.findings import advise
+from straggle.observe.lines import LineWriter
+from straggle.observe.recording import DecisionWriter, read_recording
 from straggle.observe.run import read_run, read_steps
 from straggle.observe.run_numbers import numbers_of
 from straggle.observe.trace import TraceWriter, read_trace

@@ -10,7 +10,8 @@ from torch import nn
 from training import features
 
 from straggle import Carry, ErrorFeedback, LastOwn, Patience
-from straggle.merge.replay import Decision, DecisionWriter, read_recording
+from straggle.merge.replay import Decision
+from straggle.observe.recording import DecisionWriter, read_recording
 
 STEPS = 30
 
