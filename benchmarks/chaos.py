@@ -24,7 +24,6 @@ import types
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from itertools import groupby
 
 import torch
@@ -443,17 +442,20 @@ def bare(staged):
     row = telemetry.Row(dict.fromkeys(PHASES, 0.0), 0.1, 0.1)
     rows = {}
 
-    def make_row(*_):
+    def submit(current, own, _scalars, changes):
         stages = len(coordinator.plan.stages)
         if stages not in rows:
             ones, zeros = (1.0,) * stages, (0.0,) * stages
-            full = replace(row, computed=ones, estimated=zeros, stage_s=zeros, weights=ones)
-            rows[stages] = types.SimpleNamespace(encode=partial(torch.Tensor.view_as, full.encode(), full.encode()))
-        return rows[stages]
+            rows[stages] = replace(row, computed=ones, estimated=zeros, stage_s=zeros, weights=ones).encode()
+        current.buffers.write_telemetry(dist.get_rank(), rows[stages], changes)
+        current.close(own, current.weights(own))
+        now = coordinator.stopwatch.now()
+        coordinator.merging.submit(now)
+        return now
 
-    coordinator._where.row = make_row
-    coordinator.wait_for_all()
-    coordinator._deadline._window = types.SimpleNamespace(append=lambda *_: None)
+    coordinator._submit = submit
+    coordinator.deadline.wait_for_all()
+    coordinator.deadline._window = types.SimpleNamespace(append=lambda *_: None)
     coordinator.start = lambda: None
     return staged
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -20,10 +21,9 @@ from straggle.backward.passes import PassWatcher, current_run, in_backward
 from straggle.backward.stages import PlanLearner
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.options import ModuleBuffers
-from straggle.merge.rank_state import Whereabouts
+from straggle.merge.rank_state import Entry, TrainingSide
 from straggle.merge.replay import Decision
 from straggle.merge.round import MergedStep
-from straggle.merge.telemetry import NO_FINGERPRINT
 from straggle.policies.estimators import Estimator
 from straggle.step import Step
 
@@ -43,7 +43,7 @@ class StopRule(Protocol):
 class ByClock:
     """A rank is late when its deadline is over and a quorum waits: the stand-in watches the clock (`stand_in.py`)."""
 
-    def __init__(self, training: Whereabouts) -> None:
+    def __init__(self, training: TrainingSide) -> None:
         self._training = training
 
     def takes(self, num_gradients: int) -> bool:  # noqa: ARG002
@@ -117,17 +117,15 @@ class OpenStep(PassWatcher):
 
     # -- the two ends of the block
 
-    def enter(
-        self, step: Step, *, idle: bool, replayed: Decision | None, fingerprint: int = NO_FINGERPRINT, stepped: float
-    ) -> None:
-        """Begin. ``idle``: this rank has no data. ``replayed``: it does as recorded. The rest is telemetry."""
+    def enter(self, step: Step, replayed: Decision | None, entry: Entry) -> None:
+        """Begin; ``replayed``: this rank does as recorded. The entry lacks what is known of kept gradients."""
         self.step = step
         self._watch_step()
         self._kept = KeptGradients(self._parameters)
-        self._idle = idle
+        self._idle = entry.idle
         self._replayed = replayed
-        by_clock: StopRule = ByClock(self._coordinator._where) if replayed is None else AsRecorded(replayed)
-        self._rule = NoData() if idle else by_clock
+        by_clock: StopRule = ByClock(self._coordinator.training) if replayed is None else AsRecorded(replayed)
+        self._rule = NoData() if entry.idle else by_clock
         self.stopped = False
         self.goes_on = False  # it was late in a backward pass, which it finishes all the same
         self._num_forward = 0  # passes that were finished
@@ -139,14 +137,8 @@ class OpenStep(PassWatcher):
         self._outputs: list[weakref.ref[Tensor]] = []
         self._learner.step_begins()
         self._stopwatch.enter("data")
-        self._coordinator.enter(
-            step.num_microbatches,
-            idle=idle,
-            fingerprint=fingerprint,
-            stepped=stepped,
-            kept=self._kept.mark,
-            max_over=None if replayed is None else replayed.num_over,
-        )
+        max_over = None if replayed is None else replayed.num_over
+        self._coordinator.enter(replace(entry, kept=self._kept.mark, max_over=max_over))
 
     def leave(self, error: BaseException | None) -> MergedStep | None:
         """Merge, and put the merged gradients in place; ``None`` where the user's code failed, which peers then know.
@@ -199,7 +191,7 @@ class OpenStep(PassWatcher):
         self._stopwatch.enter("forward")
         if self._num_timed < self.num_over:  # its first forward pass ends the micro-batch before it
             self._num_timed += 1
-            self._coordinator.microbatch_finished()
+            self._coordinator.training.microbatch_finished()
         self.check()
         self._in_forward = True
         return True
@@ -237,12 +229,12 @@ class OpenStep(PassWatcher):
             self._learner.times.finished(index)
         self._num_in_pass += 1
         if self._rule.takes(self._num_gradients):
-            stage_finished = self._coordinator.offer(index, gradient, self.pass_number)
+            stage_finished = self._coordinator.gradient_ready(index, gradient, self.pass_number)
             self._num_gradients += 1
             if stage_finished and self._limit is not None:
                 self._limit.stage_finished()
         else:  # it came too late in the run that is replayed
-            self._coordinator.offer_late(index, gradient)
+            self._coordinator.gradient_ready_late(index, gradient)
         if self._num_gradients < self._left:
             self.check()
 
@@ -302,7 +294,7 @@ class OpenStep(PassWatcher):
         if self._replayed is not None and self._replayed.stood_in:
             return True
         assert self.step is not None
-        return self._coordinator.hand_over(self.step.scalars, self._changes(truncated=True))
+        return self._coordinator.submit_partial(self.step.scalars, self._changes(truncated=True))
 
     # -- what is merged beside the gradients
 
@@ -343,7 +335,7 @@ class OpenStep(PassWatcher):
                 parameter.grad = kept.get(index)
             return
         observes = type(estimator).observe is not Estimator.observe
-        shares = merged.buffers.settle()
+        shares = merged.buffers.normalize()
         for index, (parameter, gradient, share) in enumerate(
             zip(self._parameters, merged.buffers.views, shares, strict=True)
         ):

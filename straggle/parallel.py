@@ -37,9 +37,10 @@ from straggle.merge.checks import (
     too_few_passes,
 )
 from straggle.merge.coordinator import Coordinator
-from straggle.merge.current_deadline import DeadlineInForce
+from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.names import ScalarNames
 from straggle.merge.options import Merge, ModuleBuffers
+from straggle.merge.rank_state import Entry
 from straggle.merge.replay import Decision, Recording
 from straggle.merge.telemetry import NO_FINGERPRINT, StepRecord
 from straggle.open_step import OpenStep
@@ -116,7 +117,7 @@ class StagedDataParallel(nn.Module):
             self._parameters_list,
             plan_stages(module, stages),
             self._channel,
-            deadline=DeadlineInForce(self.deadline, patience, self.world_size),
+            deadline=CurrentDeadline(self.deadline, patience, self.world_size),
             estimator=self.estimator,
             merge=self._merge,
             num_changes=module_buffers.numel,
@@ -216,7 +217,7 @@ class StagedDataParallel(nn.Module):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The module's parameters. Who goes through them inside of a step to clip gradients is warned once."""
         if self._in_step() and clips(sys._getframe(1)):  # a generator's caller is who iterates over it
-            self._warn_once("clip", f"rank {self.rank}, step {self._coordinator.step}: {CLIP_AFTER_THE_BLOCK}")
+            self._warn_once("clip", f"rank {self.rank}, step {self._coordinator.training.step}: {CLIP_AFTER_THE_BLOCK}")
         yield from super().parameters(recurse)
 
     def step(self, num_microbatches: int = 1) -> Step:
@@ -269,12 +270,12 @@ class StagedDataParallel(nn.Module):
     @property
     def since_step_s(self) -> float:
         """Seconds since this rank last finished a step, or since the model was wrapped; from any thread."""
-        return self._coordinator.since_step_s
+        return self._coordinator.training.since_step_s
 
     @property
     def store_reachable(self) -> bool:
         """Whether the job's store answers this rank; without it the rank cannot be late. From any thread."""
-        return self._channel.store_reachable
+        return self._channel.store.reachable
 
     @property
     def history(self) -> History:
@@ -291,12 +292,12 @@ class StagedDataParallel(nn.Module):
     @property
     def reached(self) -> Tensor:
         """The share of each stage that this rank handed in of late: save it too where ``Merge.weighting`` needs it."""
-        return self._coordinator.reached
+        return self._coordinator.reached.tensor()
 
     def restore_reached(self, reached: Tensor) -> None:
         """Go on from what `reached` was on this rank; before the first step."""
         self._join_first()
-        self._coordinator.restore_reached(reached)
+        self._coordinator.reached.restore(reached)
 
     @property
     def last_decision(self) -> Decision | None:
@@ -314,13 +315,13 @@ class StagedDataParallel(nn.Module):
         self._join_first()
         self._replayed = iter(recording.decisions)
         self._replayed_learned = (list(recording.order), list(recording.seconds)) if recording.order else None
-        self._coordinator.wait_for_all()
+        self._coordinator.deadline.wait_for_all()
 
     def _next_replayed(self) -> Decision | None:
         """The recorded decision of the step that is entered now."""
         if self._replayed is None:
             return None
-        step = self._coordinator.step
+        step = self._coordinator.training.step
         return next(self._replayed, Decision(step, sys.maxsize, None, False))
 
     def pause(self) -> None:
@@ -344,18 +345,22 @@ class StagedDataParallel(nn.Module):
     # -- entering and leaving a step
 
     def _enter(self, step: Step) -> None:
+        number = self._coordinator.training.step
         if self._in_step():
-            raise RuntimeError(f"step {self._coordinator.step} is still open: a step() cannot be nested in another")
+            raise RuntimeError(f"step {number} is still open: a step() cannot be nested in another")
         self._refuse_other_parameters()
         if kinds_of(self._parameters_list) != self._kinds:
             check_kinds(self._named, self._kinds)
-        checked = self._merge.checks(self._coordinator.step)
+        checked = self._merge.checks(number)
         self._open.enter(
             step,
-            idle=self._idle,
-            replayed=self._next_replayed(),
-            fingerprint=fingerprint(self._parameters_list) if checked else NO_FINGERPRINT,
-            stepped=math.nan if self._last_record is None else self._num_stepped,
+            self._next_replayed(),
+            Entry(
+                step.num_microbatches,
+                idle=self._idle,
+                fingerprint=fingerprint(self._parameters_list) if checked else NO_FINGERPRINT,
+                stepped=math.nan if self._last_record is None else self._num_stepped,
+            ),
         )
         self._num_stepped = 0
 
@@ -364,8 +369,8 @@ class StagedDataParallel(nn.Module):
         if not self._registered.unchanged():
             if differences := self._registered.differences():
                 raise RuntimeError(
-                    f"rank {self.rank}, step {self._coordinator.step}: parameters are not those that were wrapped "
-                    f"({differences}), and would not be merged: change, tie or add parameters before "
+                    f"rank {self.rank}, step {self._coordinator.training.step}: parameters are not those that were "
+                    f"wrapped ({differences}), and would not be merged: change, tie or add parameters before "
                     "StagedDataParallel(model), or close() this one and wrap the model again with a new optimizer; to "
                     "change values only, write them in place (load_state_dict, or copy_ under torch.no_grad())"
                 )
@@ -397,7 +402,7 @@ class StagedDataParallel(nn.Module):
             merged.table,
             self._names,
             shadow_s=merged.shadow_s,
-            rules=self._coordinator.rules,
+            rules=self._coordinator.deadline.rules,
         )
         self._last_record = record
         if (times := self._learner.step_complete()) is not None:

@@ -71,4 +71,4 @@ class Step:
 
     def stop(self) -> None:
         """Stop this rank's pass at its next stage, as if its deadline were over; from any thread."""
-        self._coordinator.stop()
+        self._coordinator.training.stop()

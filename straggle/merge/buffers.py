@@ -1,7 +1,7 @@
 """Flat buffers that hold one step's gradients, their weights and the telemetry, ready for allreduce.
 
 A contribution is scaled by ``1 / world_size`` as it is copied in, as DDP does, so that after the allreduce
-``merged = sum(w * g) / sum(w) = buffer * (world_size / sum(w))``, which is the buffer itself when nobody is late.
+``merged = sum(w * g) / sum(w) = buffer * (world_size / sum(w))``, which is the buffer itself when no rank is late.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class StageBuffers:
         self._drop_nonfinite = drop_nonfinite
         self._num_changes = num_changes
         self._nonfinite: float | Tensor = 0.0  # parameters of this rank that were left out so far
-        self._rank = -1  # whose row was told
-        self._scale = torch.tensor(1 / world_size)  # a tensor, because a number is made into one anew at each call
+        self._rank = -1  # whose row was written
+        self._scale = torch.tensor(1 / world_size)  # a tensor, because a number is made into one at each call
         self.views: list[Tensor] = [torch.empty(0)] * len(parameters)
         self.rows = torch.empty(0)
         buckets = [[index for stage in bucket for index in stage.parameters] for bucket in plan.buckets()]
@@ -84,7 +84,7 @@ class StageBuffers:
         """A new step begins."""
         self._nonfinite = 0.0
 
-    def put(self, index: int, gradient: Tensor, *, add: bool, weight: float = 1.0) -> None:
+    def accumulate(self, index: int, gradient: Tensor, *, add: bool, weight: float = 1.0) -> None:
         """Write ``weight * gradient`` of parameter ``index``, or add it to what is there."""
         if gradient.requires_grad:  # backward(create_graph=True)
             gradient = gradient.detach()
@@ -97,7 +97,7 @@ class StageBuffers:
         """A copy of this rank's gradient of parameter ``index`` as it was put in with ``weight``."""
         return self.views[index] * (self._world_size / weight)
 
-    def tell(self, rank: int, row: Tensor, changes: Tensor | None) -> None:
+    def write_telemetry(self, rank: int, row: Tensor, changes: Tensor | None) -> None:
         """This rank's telemetry and changes of buffers, before the last bucket goes."""
         self._rank = rank
         self.rows.zero_()
@@ -144,8 +144,8 @@ class StageBuffers:
         flat.tail[count:] *= finite.to(flat.tail)
         self._nonfinite = self._nonfinite + (~finite).sum()
 
-    def settle(self) -> list[Share]:
-        """After all merges: scale each gradient to the weighted mean, in place, and tell what is in it."""
+    def normalize(self) -> list[Share]:
+        """After all merges: scale each gradient to the weighted mean, in place, and say what is in it."""
         merged = [NOTHING] * len(self.views)
         everyone = Share(float(self._world_size), True)
         for flat in (flat for bucket in self._buckets for flat in bucket):

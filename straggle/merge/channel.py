@@ -40,6 +40,8 @@ class PeerFailed(RuntimeError):
 class Channel:
     """Two process groups (gradients; control, always on the CPU by gloo) and a store, for one wrapped model.
 
+    While the store does not answer this rank, it cannot be late.
+
     Raises ``RuntimeError`` where there is no process group, where the job's store does not answer, and where not all
     ranks come within ``give_up_s``.
     """
@@ -68,7 +70,7 @@ class Channel:
                 f"rank {self.rank}, before step 0: no process groups of ranks {ranks} within give_up_s={give_up_s:g}: "
                 "each of them has to wrap the model; one has ended, hangs, or cannot be reached"
             ) from error
-        self._store = JobStore(
+        self.store = JobStore(
             partial(connect, store, f"straggle/{self.gradients.group_name}"),
             place_of(store),
             who=f"rank {self.rank}",
@@ -77,12 +79,7 @@ class Channel:
         )
         self._counted: deque[int] = deque()  # steps whose counter this rank began; by the store's thread
         self._progress = _Progress()
-        self._finalizer = weakref.finalize(self, _end, self._store, self.rank, self._progress)
-
-    @property
-    def store_reachable(self) -> bool:
-        """Whether the job's store answered this rank when it last looked; without it the rank cannot be late."""
-        return self._store.reachable
+        self._finalizer = weakref.finalize(self, _end, self.store, self.rank, self._progress)
 
     def close(self) -> None:
         """Leave word that this rank takes no further part, unless its peers know; after that, use nothing of this."""
@@ -99,7 +96,7 @@ class Channel:
 
         torch's own way with objects needs numpy, and builds what the others send from pickles.
         """
-        what = self._between_steps("the comparison of the ranks' models")
+        what = "the comparison of the ranks' models"
         own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = [int(size) for size in self._gather(torch.tensor([len(own)]), what)]
         everyone = self._gather(pad(own, (0, max(sizes) - len(own))), what)
@@ -107,31 +104,29 @@ class Channel:
 
     def _gather(self, tensor: Tensor, what: str) -> list[Tensor]:
         tensors = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        self._between(what, partial(dist.all_gather, tensors, tensor, group=self.control, async_op=True))
+        self._between_steps(what, partial(dist.all_gather, tensors, tensor, group=self.control))
         return tensors
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite ``tensor`` with rank 0's. Raises `PeerFailed` where a rank ended instead."""
-        what = self._between_steps("rank 0's parameters and buffers")
-        self._between(what, partial(dist.broadcast, tensor, group=self.gradients, group_src=0, async_op=True))
+        what = "rank 0's parameters and buffers"
+        self._between_steps(what, partial(dist.broadcast, tensor, group=self.gradients, group_src=0))
 
     def of_rank0(self, numbers: Tensor) -> Tensor:
         """Rank 0's ``numbers``, on the CPU; overwrites this rank's. Raises `PeerFailed` where a rank ended instead."""
-        what = self._between_steps("rank 0's stages")
-        self._between(what, partial(dist.broadcast, numbers, group=self.control, group_src=0, async_op=True))
+        self._between_steps("rank 0's stages", partial(dist.broadcast, numbers, group=self.control, group_src=0))
         return numbers
 
-    def _between(self, what: str, begin: Callable[[], dist.Work | None]) -> None:
-        """Wait for a collective between two steps."""
+    def _between_steps(self, what: str, collective: Callable[..., dist.Work | None]) -> None:
+        """Launch a collective and wait for it."""
+        step = self._progress.merged + 1
+        what = f"rank {self.rank}, before step {step}, {what}"
         try:
-            work = begin()
+            work = collective(async_op=True)
         except RuntimeError as error:
             raise PeerFailed(self.explain(what)) from error
         assert work is not None
-        self.wait(work, self._progress.merged + 1, what)
-
-    def _between_steps(self, what: str) -> str:
-        return f"rank {self.rank}, before step {self._progress.merged + 1}, {what}"
+        self.wait(work, step, what)
 
     # -- evidence that peers wait
 
@@ -140,12 +135,12 @@ class Channel:
 
         Who begins a step's counter removes it, when it begins one that is 32 steps or more later.
         """
-        self._store.post(partial(_count, self._counted, step))
+        self.store.post(partial(_count, self._counted, step))
 
     def num_finished(self, step: int) -> int:
         """How many ranks have finished their own work for ``step``; 0 where the store does not answer."""
         try:
-            return self._store.ask(lambda store: int(store.add(f"finished/{step}", 0)))
+            return self.store.ask(lambda store: int(store.add(f"finished/{step}", 0)))
         except StoreUnreachable:
             return 0
 
@@ -156,24 +151,24 @@ class Channel:
 
         Raises `StoreUnreachable` where the store does not answer.
         """
-        return self._store.ask(lambda store: str(store.compare_set(f"name/{key}", "", name).decode()))
+        return self.store.ask(lambda store: str(store.compare_set(f"name/{key}", "", name).decode()))
 
     def published_name(self, key: int) -> str | None:
         """The name under this key, if there is one. Raises `StoreUnreachable` where the store does not answer."""
-        return self._store.ask(lambda store: _words(store, "name", [key])).get(key)
+        return self.store.ask(lambda store: _words(store, "name", [key])).get(key)
 
     # -- failures
 
     def post_doing(self, words: str) -> None:
         """Leave word of what this rank has been doing for so long; empty: it is not stuck any more."""
         key = f"doing/{self.rank}"
-        self._store.post(lambda store: store.set(key, words))
+        self.store.post(lambda store: store.set(key, words))
 
     def post_failure(self, message: str) -> None:
         """Leave word of this rank's failure for its peers."""
-        self._progress.told = True
+        self._progress.explained = True
         try:
-            self._store.ask(partial(_leave_word, f"failure/{self.rank}", message, _TROUBLE))
+            self.store.ask(partial(_leave_word, f"failure/{self.rank}", message, _TROUBLE))
         except StoreUnreachable as error:
             _log.warning("%s; the peers cannot learn more than that it failed: %s", message, error)
 
@@ -181,28 +176,28 @@ class Channel:
         """Wait for a collective of ``step``; raises `PeerFailed` when a peer failed or ``give_up_s`` is over.
 
         A long wait is logged once, with the ranks that it is for and what they are doing. That, and whether a peer has
-        ended, is all that the store is asked meanwhile, for half a second at the most.
+        ended, is all that the store is asked meanwhile, for at most half a second.
         """
         began_at = time.monotonic()
         give_up_at = began_at + (give_up_s or self.give_up_s)
-        told = None
+        num_waiting = None
         while not self._ended(work, what, min(_SLICE_S, max(0.0, give_up_at - time.monotonic()))):
             if time.monotonic() >= give_up_at or self._is_in_vain(step):
                 raise PeerFailed(self.explain(what))
-            self._store.look()
+            self.store.look()
             waited_s = time.monotonic() - began_at
-            with contextlib.suppress(StoreUnreachable):  # then nobody knows for whom
-                if told is None and waited_s > LONG_S:
-                    told = self._note_waiting(step)
-                elif told == 1 and waited_s > 2 * LONG_S:  # one rank says it for all, and says it once
-                    told = 0
+            with contextlib.suppress(StoreUnreachable):  # then it is not known for whom
+                if num_waiting is None and waited_s > LONG_S:
+                    num_waiting = self._note_waiting(step)
+                elif num_waiting == 1 and waited_s > 2 * LONG_S:  # one rank says it for all, and says it once
+                    num_waiting = 0
                     _log.warning("%s: waiting for %s", what, self._waited_for(step))
         if self._queued:
             work.wait()  # makes this thread's stream wait, and raises what went wrong
 
     def _is_in_vain(self, step: int) -> bool:
         """Whether a peer is known to have failed, or to have ended before ``step``."""
-        seen = self._store.seen
+        seen = self.store.seen
         if _TROUBLE in seen:
             return True
         if _ENDED not in seen:
@@ -212,7 +207,7 @@ class Channel:
         return False
 
     def _ended(self, work: dist.Work, what: str, seconds: float) -> bool:
-        """Wait for a collective to end, for so long at the most."""
+        """Wait for a collective to end, for at most this long."""
         if self._queued:  # nccl would take the end of a short wait for a failure, and abort
             until = time.monotonic() + seconds
             while not work.is_completed() and time.monotonic() < until:
@@ -230,21 +225,21 @@ class Channel:
         return True
 
     def _note_waiting(self, step: int) -> int:
-        """Tell the peers that this rank waits in ``step``; how many have told so by now, this one included."""
+        """Note that this rank waits in ``step``; how many ranks have noted that by now, this one included."""
 
         def note(store: Any) -> int:
             store.set(f"waiting/{step}/{self.rank}", "")
             return int(store.add(f"waiting/{step}", 1))
 
-        return self._store.ask(note, _SLICE_S)
+        return self.store.ask(note, _SLICE_S)
 
     def _waited_for(self, step: int) -> str:
         """The ranks that do not wait in ``step``, and what they are doing, as far as they say."""
-        others = self._store.ask(lambda store: _absent(store, f"waiting/{step}", self.world_size), _SLICE_S)
+        others = self.store.ask(lambda store: _absent(store, f"waiting/{step}", self.world_size), _SLICE_S)
         return f"ranks {others}{self._doing(others, _SLICE_S)}"
 
     def _doing(self, ranks: Sequence[int], limit_s: float) -> str:
-        words = self._store.ask(lambda store: _words(store, "doing", ranks), limit_s)
+        words = self.store.ask(lambda store: _words(store, "doing", ranks), limit_s)
         return "".join(f"; {word}" for word in words.values() if word)
 
     def explain(self, what: str, patience_s: float = 1.7) -> str:
@@ -252,7 +247,7 @@ class Channel:
 
         After ``patience_s`` at the latest, and where the store does not answer by then it says that.
         """
-        self._progress.told = True  # this rank ends for what others did
+        self._progress.explained = True  # this rank ends for what others did
         try:
             return f"{what}: {self._reason(time.monotonic() + patience_s)}"
         except StoreUnreachable as error:
@@ -260,7 +255,7 @@ class Channel:
 
     def _reason(self, until: float) -> str:
         def ask(request: Callable[[Any], Any]) -> Any:
-            return self._store.ask(request, max(until - time.monotonic(), _SLICE_S))
+            return self.store.ask(request, max(until - time.monotonic(), _SLICE_S))
 
         # who waits for this rank, and not for the one that is gone, learns of it
         ask(partial(_leave_word, f"survivor/{self.rank}", "", _TROUBLE))
@@ -274,7 +269,7 @@ class Channel:
     def _first_given_up(self, missing: Sequence[int]) -> str:
         """What the rank said that gave up first: by now the lost ranks may be back, and end as well."""
         gone = f"no answer from ranks {missing}{self._doing(missing, _SLICE_S)}" if missing else "connection lost"
-        first: bytes = self._store.ask(lambda store: store.compare_set("given up", "", gone), _SLICE_S)
+        first: bytes = self.store.ask(lambda store: store.compare_set("given up", "", gone), _SLICE_S)
         return first.decode()
 
     def _reasons(self, store: Any) -> list[str]:
@@ -285,7 +280,7 @@ class Channel:
         return list(failures.values()) or [_End.read(word).words for word in ends.values()]
 
     def _ends(self) -> list[_End]:
-        words = self._store.ask(lambda store: _words(store, "ended", range(self.world_size)), _SLICE_S)
+        words = self.store.ask(lambda store: _words(store, "ended", range(self.world_size)), _SLICE_S)
         return [_End.read(word) for word in words.values()]
 
 
@@ -294,7 +289,7 @@ class _Progress:
     """How far this rank is, for its last word: the last merged step, and whether the peers know why it ends."""
 
     merged: int = -1
-    told: bool = False
+    explained: bool = False
 
 
 @dataclass(frozen=True)
@@ -311,8 +306,8 @@ class _End:
 
 
 def _end(store: JobStore, rank: int, progress: _Progress) -> None:
-    """When the model is closed, or the process ends: tell the peers why, where they do not know yet."""
-    if not progress.told:
+    """When the model is closed, or the process ends: leave word why, where the peers do not know yet."""
+    if not progress.explained:
         after = f"after step {progress.merged}" if progress.merged >= 0 else "before its first step was merged"
         # an exception that nobody caught is where the interpreter leaves it for debuggers
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)

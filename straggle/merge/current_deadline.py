@@ -1,4 +1,4 @@
-"""The deadline in force: what the policy has seen of the steps so far, and what it decided for the running one.
+"""The current deadline: what the policy has seen of the steps so far, and what it decided for the running one.
 
 Nothing here is thread-safe: the coordinator's lock guards it.
 """
@@ -19,7 +19,7 @@ from straggle.policies.history import History, HistoryWindow
 from straggle.policies.step_model import Rules
 
 
-class DeadlineInForce:
+class CurrentDeadline:
     """``seconds`` for the step that is being merged; ``shadow_s``: those of a policy that is not enforced."""
 
     def __init__(self, policy: Deadline, patience: Patience, world_size: int) -> None:
@@ -65,7 +65,7 @@ class DeadlineInForce:
         shares = self._stage_share
         progress = None if shares is None else table.progress(shares, self.patience.granularity)
         decided_s = self._seconds(
-            self._policy.decide(self._window.append(table.compute_s(), table.finished(), progress))
+            self._policy.decide(self._window.append(table.compute_s(), table.finished_ranks(), progress))
         )
         if self._policy.enforced:
             self.seconds = decided_s

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -31,11 +30,11 @@ class Merge:
     ``nonfinite``: "drop" leaves gradients with NaN or infinite elements out of the merge, and skips the step where no
     rank has others; "keep" merges them as they are, as DDP does, which a ``GradScaler`` relies on.
 
-    ``check_every``: once in so many steps the ranks compare their parameters (`StepReport.different_ranks`); 0: never.
+    ``check_every``: once in this many steps ranks compare their parameters (`StepReport.different_ranks`); 0: never.
 
     ``weighting``: by "count", every gradient that was computed counts the same. By "inverse_chance", a rank weighs what
-    it computed of a stage by the inverse of its own chance of coming so far: the share of the stage that it handed in
-    over its last ``chance_window`` steps; ``chance_cap`` at the most. So a rank that is often late counts, over many
+    it computed of a stage by the inverse of its own chance of coming so far: the share of the stage that it submitted
+    over its last ``chance_window`` steps; at most ``chance_cap``. So a rank that is often late counts, over many
     steps, as much in the input layers as in the output layers.
     """
 
@@ -72,31 +71,32 @@ def inverse_chance(reached_share: Tensor, cap: float) -> Tensor:
 
 
 class ReachedShares:
-    """The share of each stage that a rank handed in, over its last ``window`` steps."""
+    """The share of each stage that a rank submitted, over its last ``window`` steps."""
 
     def __init__(self, window: int) -> None:
-        self._steps: deque[tuple[float, ...]] = deque(maxlen=window)
+        self._window = window
+        # replaced and never changed, because it is read without the lock that whoever submits holds
+        self._steps: tuple[tuple[float, ...], ...] = ()
 
     def append(self, reached: Sequence[float]) -> None:
         """Add a step, a share for each stage; those before it are forgotten where there were other stages."""
-        if self._steps and len(self._steps[0]) != len(reached):
-            self._steps.clear()
-        self._steps.append(tuple(reached))
+        before = self._steps if self._steps and len(self._steps[0]) == len(reached) else ()
+        self._steps = (*before, tuple(reached))[-self._window :]
 
     def factors(self, num_stages: int, cap: float) -> list[float] | None:
         """What the next step's gradients are weighed by, for each stage; ``None`` where that is 1 for all of them."""
         if not self._steps or len(self._steps[0]) != num_stages or all(min(step) == 1 for step in self._steps):
             return None
-        factors: list[float] = inverse_chance(torch.tensor(tuple(self._steps)).mean(0), cap).tolist()
+        factors: list[float] = inverse_chance(torch.tensor(self._steps).mean(0), cap).tolist()
         return factors
 
     def tensor(self) -> Tensor:
         """All steps, oldest first, of shape (steps, stages)."""
-        return torch.tensor(tuple(self._steps))
+        return torch.tensor(self._steps)
 
     def restore(self, steps: Tensor) -> None:
         """Go on from steps that `tensor` gave."""
-        self._steps.extend(tuple(step) for step in steps.tolist())
+        self._steps = tuple(tuple(step) for step in steps.tolist())[-self._window :]
 
 
 class ModuleBuffers:

@@ -1,4 +1,4 @@
-"""One step of one rank on its way through the merge: what is in its buffers, what is missing, what has been issued.
+"""One step of one rank on its way through the merge: what is in its buffers, what is missing, what is on its way.
 
 Nothing here is thread-safe: the coordinator's lock guards it.
 """
@@ -70,7 +70,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a rank hands in: for each parameter the share of the step's micro-batches, and the weights of estimates.
+    """What a rank submits: for each parameter the share of the step's micro-batches, and the weights of estimates.
 
     ``late``: it was cut short. ``cause``: why something is missing, if anything is.
     """
@@ -101,7 +101,7 @@ class Round:
     ) -> None:
         self.step = step
         self.buffers = buffers
-        self.closed = False  # all collectives are issued
+        self.closed = False  # all collectives are launched
         self.stood_in = False
         self.num_microbatches = 1
         self.weight = 1.0
@@ -121,7 +121,7 @@ class Round:
         self.num_over = 0  # passes that are over
         self.max_over = sys.maxsize
         self._missing = [len(stage.parameters) for stage in layout.plan.stages]  # parameters that are not complete
-        self._issued = 0  # buckets whose merge has begun
+        self._launched = 0  # buckets whose merge has begun
         buffers.begin()
 
     @property
@@ -137,11 +137,11 @@ class Round:
         """Whether parameter ``index`` has its gradient of pass ``number``."""
         return self._last_in[index] == number
 
-    def put(self, index: int, gradient: Tensor, number: int = 0) -> bool:
+    def accumulate(self, index: int, gradient: Tensor, number: int = 0) -> bool:
         """Take the gradient of pass ``number``; true where the parameter is complete with it."""
         self._last_in[index] = number
         self._num_in_pass += 1
-        self.buffers.put(index, gradient, add=self._passes[index] > 0, weight=self.weight * self._factor(index))
+        self.buffers.accumulate(index, gradient, add=self._passes[index] > 0, weight=self.weight * self._factor(index))
         self._passes[index] += 1
         return self.is_full(index)
 
@@ -171,7 +171,7 @@ class Round:
         """Add to this rank's contribution to parameter ``index``."""
         if supplement is not None:
             add = self._passes[index] > 0
-            self.buffers.put(index, supplement.gradient, add=add, weight=self.weight)
+            self.buffers.accumulate(index, supplement.gradient, add=add, weight=self.weight)
             self._supplemented[index] = supplement.weight
 
     def parameter_complete(self, index: int, after_s: float) -> bool:
@@ -186,8 +186,8 @@ class Round:
         if self._whole:
             return True
         # the last bucket waits for the end of the step, because the telemetry goes with it
-        while self._issued < len(layout.buckets) - 1 and not any(self._missing[: layout.bucket_ends[self._issued]]):
-            self._issue(self._unusual)
+        while self._launched < len(layout.buckets) - 1 and not any(self._missing[: layout.bucket_ends[self._launched]]):
+            self._launch_allreduce(self._unusual)
         return True
 
     def finished_part(self, phase: Phase) -> Contribution:
@@ -236,7 +236,9 @@ class Round:
             check_estimate(estimate, estimator, parameters[index])
             if estimate is not None and estimate.weight > 0:
                 weights[index] = estimate.weight * (1 - share)
-                self.buffers.put(index, estimate.gradient, add=self._is_in(index), weight=self.weight * weights[index])
+                self.buffers.accumulate(
+                    index, estimate.gradient, add=self._is_in(index), weight=self.weight * weights[index]
+                )
             estimator.missed(parameters[index], 1 - share, estimate)
         return replace(own, estimated=weights)
 
@@ -263,24 +265,23 @@ class Round:
         """Whether something is in the buffer for a parameter."""
         return self._passes[index] > 0 or index in self._supplemented
 
-    def close(self, own: Contribution) -> None:
-        """Issue what is left; the telemetry is in the buffers."""
-        weights = self.weights(own)
+    def close(self, own: Contribution, weights: Sequence[float]) -> None:
+        """Merge what is left, with these `weights`; the telemetry is in the buffers."""
         shares = self._unusual | {
             index: Share(self.weight * weights[index], self._is_in(index) or index in own.estimated)
             for index in range(len(weights))
-            if not self.is_full(index)
+            if self._passes[index] != self.num_microbatches
         }
-        while self._issued < len(self._layout.buckets):
-            self._issue(shares)
+        while self._launched < len(self._layout.buckets):
+            self._launch_allreduce(shares)
         self.closed = True
 
-    def _issue(self, shares: Mapping[int, Share]) -> None:
+    def _launch_allreduce(self, shares: Mapping[int, Share]) -> None:
         """Begin the merge of the next bucket."""
-        works = self.buffers.all_reduce(self._issued, shares, self._group, self.weight)
-        name = ", ".join(stage.name for stage in self._layout.buckets[self._issued])
+        works = self.buffers.all_reduce(self._launched, shares, self._group, self.weight)
+        name = ", ".join(stage.name for stage in self._layout.buckets[self._launched])
         self.works += [(work, name) for work in works]
-        self._issued += 1
+        self._launched += 1
 
 
 @dataclass(frozen=True)

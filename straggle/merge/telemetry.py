@@ -83,8 +83,11 @@ class Row:
         fixed += [self.merge_s, float(self.num_microbatches)]
         fixed += [self.stepped, float(self.kept), float(self.without_store)]
         slots = [math.nan] * MICROBATCH_SLOTS
-        for number, seconds in enumerate(self.microbatch_s):
-            slots[_slot(number, self.num_microbatches)] = seconds
+        if self.num_microbatches <= MICROBATCH_SLOTS:
+            slots[: len(self.microbatch_s)] = self.microbatch_s
+        else:
+            for number, seconds in enumerate(self.microbatch_s):
+                slots[_slot(number, self.num_microbatches)] = seconds
         pairs = [number for name, value in self.scalars.items() for number in (name_hash(name), value)]
         pairs += [0.0] * (2 * MAX_SCALARS - len(pairs))
         weights = self.weights or self.computed
@@ -163,7 +166,7 @@ class Table:
         """Seconds from entering ``step()`` to the end of each rank's own work; NaN: it never entered."""
         return self._column("compute_s")
 
-    def finished(self) -> list[bool]:
+    def finished_ranks(self) -> list[bool]:
         """Which ranks finished all of their own work."""
         columns = (self._column(name) for name in ("late", "idle", "cause"))
         return [not late and not idle and cause < 0 for late, idle, cause in zip(*columns, strict=True)]
@@ -174,7 +177,7 @@ class Table:
 
     def untruncated_times(self) -> list[UntruncatedTime]:
         """For each rank the time of all its own work in the step, with what a late one left."""
-        compute_s, finished = self.compute_s(), self.finished()
+        compute_s, finished = self.compute_s(), self.finished_ranks()
         if all(finished):
             return [UntruncatedTime(own_s) for own_s in compute_s]
         counts = [int(number) for number in self._column("num_microbatches")]

@@ -14,9 +14,8 @@ from training import Signals, features, mlp, shared
 from straggle import FixedDeadline, LastMerged, Patience
 from straggle.backward import stages
 from straggle.backward.clocks import Stopwatch
-from straggle.merge.channel import Channel
-from straggle.merge.current_deadline import DeadlineInForce
-from straggle.merge.rank_state import Whereabouts
+from straggle.merge.current_deadline import CurrentDeadline
+from straggle.merge.rank_state import Entry, MergeSide, TrainingSide
 from straggle.merge.stand_in import StandIn
 
 PLACES = ["data", "forward", "backward", "optimizer"]
@@ -131,75 +130,110 @@ def test_rank_that_enters_after_its_deadline_is_still_stopped_before_its_grace_i
     assert run_ranks(enter_late, 2, timeout_s=30.0) == [((1,), False)] * 2
 
 
-@pytest.mark.parametrize(("taking", "expected"), [(True, (17.0, 17.5)), (False, (-math.inf, -math.inf))])
-def test_rank_that_is_about_to_take_the_step_it_merged_itself_is_not_stuck_in_it(taking, expected):
-    where = Whereabouts(Stopwatch(lambda: 12.0))
-    deadline = DeadlineInForce(FixedDeadline(5.0), Patience(grace_s=0.5), 2)
-    deadline.seconds = 5.0
-    where.merging, where.training, where.entered_at, where.taking = 3, 2, 9.0, taking
-    assert StandIn(where, deadline, None, device=torch.device("cpu"))._limits() == expected
+class Told:
+    """A channel that notes what the peers are told; ``num_waiting`` of them wait."""
+
+    rank = 0
+
+    def __init__(self, num_waiting=0):
+        self.num_waiting, self.posted, self.asked = num_waiting, [], []
+
+    def num_finished(self, step):
+        self.asked.append(step)
+        return self.num_waiting
+
+    def post_finished(self, step):
+        self.posted.append(step)
+
+    def post_doing(self, words):
+        self.posted.append(words)
 
 
-def with_a_second(clock, channel):
-    """A stand-in at the begin of a step with a deadline of 1 s, by ``clock[0]``, and where it is."""
-    where = Whereabouts(Stopwatch(lambda: clock[0]))
-    deadline = DeadlineInForce(FixedDeadline(1.0), Patience(grace_s=0.01, quorum=1), 2)
+def at_begin_of_step(clock, channel):
+    """A stand-in, without its thread, at the begin of a step with a deadline of 1 s, by ``clock[0]``."""
+    stopwatch, lock = Stopwatch(lambda: clock[0]), threading.Lock()
+    training, merging = TrainingSide(stopwatch), MergeSide(stopwatch)
+    deadline = CurrentDeadline(FixedDeadline(1.0), Patience(grace_s=0.01, quorum=1), 2)
     deadline.seconds = 1.0
-    where.enter(1, idle=False, fingerprint=0, stepped=math.nan, kept=0, max_over=None)
-    return StandIn(where, deadline, channel, device=torch.device("cpu")), where
+    training.enter(Entry(), clock[0], clock[0])
+    merged = threading.Condition(lock)
+    stand_in = StandIn(
+        training,
+        merging,
+        deadline,
+        channel,
+        stopwatch=stopwatch,
+        step_merged=merged,
+        lock=lock,
+        device=torch.device("cpu"),
+    )
+    return stand_in, training, merging
 
 
-def look_around_the_deadline(_rank):
-    """Whether the training thread is to stop, at some moments around its deadline."""
-    clock, channel = [10.0], Channel(None, give_up_s=30.0)
-    stand_in, where = with_a_second(clock, channel)
-
-    def look(now):
-        clock[0] = now
-        stand_in._watch(pytest.fail, pytest.fail)
-        return where.stop_requested
-
-    channel.post_finished(0)
-    before = look(10.985)
-    channel._store.ask(lambda store: store.delete_key("finished/0"))  # who asks from here on learns nothing
-    return before, look(10.99), look(11.0)
+def acts(stand_in):
+    return stand_in._act(pytest.fail, pytest.fail)
 
 
 def test_stand_in_asks_shortly_before_the_deadline_and_stops_the_rank_when_it_is_over():
-    assert run_ranks(look_around_the_deadline, 1) == [(False, False, True)]
+    clock, channel = [10.0], Told(num_waiting=1)
+    stand_in, training, _ = at_begin_of_step(clock, channel)
+    clock[0] = 10.985
+    assert acts(stand_in)
+    assert (channel.asked, training.stop_requested) == ([0], False)
+    clock[0] = 11.0
+    assert acts(stand_in)
+    assert (channel.asked, training.stop_requested) == ([0], True)
 
 
-def finish_around_the_deadline(_rank):
-    """Whether the training thread is to tell the peers, at some moments before the deadline; what they are told."""
-    clock, channel, tells = [10.0], Channel(None, give_up_s=30.0), []
-    stand_in, where = with_a_second(clock, channel)
-    for now, truncated in ((10.5, False), (10.97, False), (10.97, True)):
-        clock[0] = now
-        with where.lock:
-            tells.append(stand_in.finished(0, truncated=truncated))
-    stand_in._watch(pytest.fail, pytest.fail)
-    return tells, channel.num_finished(0)
+def test_stand_in_keeps_an_answer_until_the_step_is_merged():
+    clock, channel = [10.985], Told(num_waiting=1)
+    stand_in, _, merging = at_begin_of_step([10.0], channel)
+    stand_in._stopwatch._clock = lambda: clock[0]
+    acts(stand_in)
+    merging.merged(10.985, any_late=False)
+    stand_in.merged(before_s=1.0)
+    clock[0] = 11.99
+    acts(stand_in)
+    assert channel.asked == [0, 1]
 
 
-def test_who_finishes_when_peers_want_to_know_tells_them_itself_and_the_stand_in_all_else():
-    assert run_ranks(finish_around_the_deadline, 1) == [([False, True, False], 1)]
-
-
-def test_stand_in_is_woken_to_tell_of_a_truncated_step_that_peers_want_to_know_of():
-    clock, woken, asleep = [10.0], [], threading.Event()
-    stand_in, where = with_a_second(clock, None)
+def test_who_finishes_when_peers_want_to_know_posts_it_and_the_stand_in_posts_all_else():
+    clock, channel = [10.0], Told()
+    stand_in, _, _ = at_begin_of_step(clock, channel)
+    with stand_in._lock:
+        assert not stand_in.work_done(10.5, truncated=False)
+        assert stand_in.work_done(10.97, truncated=False)
+        assert not stand_in.work_done(10.97, truncated=True)
     clock[0] = 10.97
+    assert acts(stand_in)
+    assert channel.posted == [0]
+
+
+def test_stand_in_says_what_the_training_thread_is_stuck_in_and_when_it_is_not_any_more():
+    clock, channel = [10.0], Told()
+    stand_in, training, _ = at_begin_of_step(clock, channel)
+    stand_in._deadline.seconds = math.inf
+    clock[0] = 13.0
+    acts(stand_in)
+    training.enter(Entry(), 13.0, 13.0)
+    acts(stand_in)
+    assert channel.posted == ["rank 0 has been in outside of step 0 for 3 s", ""]
+
+
+def test_stand_in_is_woken_to_post_the_end_of_a_truncated_step_that_peers_want_to_know_of():
+    clock, woken, asleep = [10.0], [], threading.Event()
+    stand_in, _, _ = at_begin_of_step(clock, None)
 
     def sleep():
-        with where.lock:
+        with stand_in._lock:
             asleep.set()
             woken.append(stand_in._wakes.wait(10.0))
 
     thread = threading.Thread(target=sleep)
     thread.start()
     asleep.wait()
-    with where.lock:  # free from when the thread sleeps
-        stand_in.finished(0, truncated=True)
+    with stand_in._lock:  # free from when the thread sleeps
+        stand_in.work_done(10.97, truncated=True)
     thread.join()
     assert woken == [True]
 

@@ -251,8 +251,8 @@ def train_to_the_end(rank):
             signals.send("closed")
         else:
             signals.wait("closed")
-            model._channel._store.look()
-            model._channel._store.ask(lambda store: store.check(["ended"]))  # what it is to see is there by now
+            model._channel.store.look()
+            model._channel.store.ask(lambda store: store.check(["ended"]))  # what it is to see is there by now
             model._channel.wait(EndsAfter(4), 2, "the merge of the last step")
             with pytest.raises(PeerFailed, match=r"rank 1 ended after step 2"):
                 model._channel.wait(NeverEnds(), 3, "a step that rank 1 does not have")

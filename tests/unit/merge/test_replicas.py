@@ -109,7 +109,7 @@ def fall_behind(rank, place):
     stuck = [rank == 2]
 
     def hang(*_):
-        if stuck[0] and model._coordinator.step == 3:
+        if stuck[0] and model._coordinator.training.step == 3:
             stuck[0] = False
             signals.wait("merged 6")
 

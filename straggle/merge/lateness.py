@@ -1,0 +1,183 @@
+"""When a rank is late, and when it is stood in for: what the stand-in does next, decided by a pure function.
+
+No rank is late while no rank waits. Once a quorum of ranks has finished the step, a rank is stopped when its deadline
+is over, and stood in for when the grace is over too. A rank that is still in an earlier step is stood in for at once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from straggle.merge.channel import LONG_S
+
+_SHORTEST_S = 0.002  # between two looks
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long a rank is waited for in the running step: seconds of it, once a quorum waits, and of grace.
+
+    After ``max_lag`` merged steps without it, its peers wait.
+    """
+
+    deadline_s: float
+    after_quorum_s: float = 0.0
+    grace_s: float = 0.0
+    max_lag: int = 1
+
+
+@dataclass(frozen=True)
+class Situation:
+    """One moment of a rank, times by its clock: its two sides, and what its stand-in has seen and said.
+
+    ``lag``: merged steps that the training thread has not taken. ``entered``: it is in its step and not yet done;
+    ``taking``: it has merged the step itself. ``clock_from``: what its deadline counts from; ``busy_since``: since when
+    it has been in the same step, or between the same two. ``stopped``: it was asked to leave.
+    ``submitted``: all of this rank's part of the merge is on its way. ``partial``: the training thread goes on and does
+    not wait for it. ``waited_since``: when a quorum was seen to wait; ``asked_at``: when none was, last.
+    ``unposted``: its work is done, and the peers do not know. ``posted_stuck_s``: for how long it is stuck, as they
+    know.
+    """
+
+    lag: int = 0
+    entered: bool = False
+    taking: bool = False
+    clock_from: float = -math.inf
+    busy_since: float = -math.inf
+    stopped: bool = False
+    merged_at: float = 0.0
+    any_late: bool = False
+    submitted: bool = False
+    partial: bool = False
+    waited_since: float = math.inf
+    asked_at: float = -math.inf
+    unposted: bool = False
+    posted_stuck_s: int = 0
+    paused: bool = False
+    closing: bool = False
+
+
+@dataclass(frozen=True)
+class Sleep:
+    """Nothing to do before this moment, or before somebody wakes it."""
+
+    until: float
+
+
+@dataclass(frozen=True)
+class Post:
+    """Tell the peers that this rank has finished its work, if so, and for how long it is stuck; 0: it is not."""
+
+    finished: bool
+    stuck_s: int
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Ask whether a quorum waits."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Ask the training thread to leave the step: it is late."""
+
+
+@dataclass(frozen=True)
+class SubmitForStuck:
+    """Submit what the training thread has finished, in its place, and wait for the merge."""
+
+
+@dataclass(frozen=True)
+class CompletePartial:
+    """Wait for the merge of what the training thread has submitted: it goes on with its pass."""
+
+
+@dataclass(frozen=True)
+class End:
+    """The model is closed."""
+
+
+def post_at(deadline_s: float, merged_at: float, *, any_late: bool) -> float:
+    """When the peers want to know that this rank has finished: shortly before one of them could be late.
+
+    A step in which no rank is late is over by then, and costs no message. After one in which some rank was, at once: a
+    rank that is stuck is stood in for as soon as its peers have finished.
+    """
+    return -math.inf if any_late else merged_at + deadline_s - _notice_s(deadline_s)
+
+
+def _notice_s(deadline_s: float) -> float:
+    """How long before the deadline who has finished says so; half of it is left to who asks."""
+    return min(max(0.004, 0.04 * deadline_s), 0.1)
+
+
+Action = Sleep | Post | Ask | Stop | SubmitForStuck | CompletePartial | End
+
+
+def decide(now: float, at: Situation, limits: Limits) -> Action:
+    """What the stand-in does now."""
+    if at.closing:
+        return End()
+    if at.paused:
+        return Sleep(math.inf)
+    due_at, stuck_s = post_at(limits.deadline_s, at.merged_at, any_late=at.any_late), _stuck_s(now, at)
+    # once it waits for a partial merge it cannot post
+    finished = at.unposted and (at.partial or now >= due_at)
+    if finished or stuck_s != at.posted_stuck_s:
+        return Post(finished, stuck_s)
+    if at.partial:
+        return CompletePartial()
+    wake_at = now + LONG_S if now >= due_at else min(due_at, now + LONG_S)  # to see whether it is stuck, or to post
+    if at.submitted:  # nothing can be late before the next deadline is over
+        return Sleep(min(wake_at, now + max(limits.deadline_s - _notice_s(limits.deadline_s) / 2, _SHORTEST_S)))
+    stop_at, grace_s = _stop_at(at, limits), _grace_s(at, limits)
+    if at.waited_since == math.inf:
+        ask_at = _ask_at(at, stop_at, limits)
+        return Ask() if now >= ask_at else Sleep(min(wake_at, ask_at))
+    late_at = max(stop_at, at.waited_since + limits.after_quorum_s)
+    if now < late_at:
+        return Sleep(min(wake_at, late_at))
+    if now >= late_at + grace_s:
+        return SubmitForStuck()
+    if at.entered and not at.stopped:
+        return Stop()
+    return Sleep(min(wake_at, late_at + grace_s))
+
+
+def _is_behind(at: Situation) -> bool:
+    """Whether the training thread is stuck in an earlier step than the one that is being merged."""
+    return at.lag > int(at.taking)
+
+
+def _stop_at(at: Situation, limits: Limits) -> float:
+    """When the training thread is to stop, by the clock, if a quorum waits."""
+    if _is_behind(at):
+        return math.inf if at.lag >= limits.max_lag or limits.deadline_s == math.inf else -math.inf
+    # its own clock or, before it has entered, that of its peers
+    return limits.deadline_s + (at.clock_from if at.entered else at.merged_at)
+
+
+def _grace_s(at: Situation, limits: Limits) -> float:
+    """How long after that it is stood in for."""
+    if _is_behind(at):
+        return 0.0
+    return math.inf if limits.max_lag == 0 else limits.grace_s
+
+
+def _ask_at(at: Situation, stop_at: float, limits: Limits) -> float:
+    """When to ask whether a quorum waits: shortly before the deadline is over, at its end, and then less and less."""
+    first_at = stop_at - _notice_s(limits.deadline_s) / 2  # the answer takes a while, the longer the busier the machine
+    if at.asked_at < first_at:
+        return first_at
+    if at.asked_at < stop_at:
+        return stop_at
+    asked_for_s = max(0.0, at.asked_at - max(stop_at, at.merged_at))
+    return at.asked_at + _SHORTEST_S + 0.02 * min(asked_for_s, 1.0)
+
+
+def _stuck_s(now: float, at: Situation) -> int:
+    """For how many seconds the training thread has been at the same thing; 0 where that is not for long."""
+    seconds = now - at.busy_since
+    waits = at.lag == 0 and at.submitted
+    return 0 if waits or not LONG_S < seconds < math.inf else round(seconds)

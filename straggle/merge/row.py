@@ -1,0 +1,59 @@
+"""What a rank's row of telemetry says: from its two sides, and from what it submits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from straggle.backward.kept import UNDECIDED
+from straggle.merge.rank_state import MergeSide, TrainingSide
+from straggle.merge.round import Contribution, Layout, Round
+from straggle.merge.telemetry import NO_FINGERPRINT, Row
+from straggle.report import CAUSES, PHASES, Phase
+
+
+def row_of(
+    training: TrainingSide,
+    merging: MergeSide,
+    now: float,
+    times: Mapping[Phase, float],
+    *,
+    current: Round,
+    own: Contribution,
+    weights: Sequence[float],
+    layout: Layout,
+    scalars: Mapping[str, float],
+    without_store: bool,
+) -> Row:
+    """This rank's row for the round, with the lock held; ``times`` are those of the phases by now."""
+    in_step = training.step == merging.step and training.entered_at is not None
+    entry, before = training.entry, merging.times_at_merge
+    idle = in_step and entry.idle
+    computed = layout.by_stage(own.computed)
+    return Row(
+        times={phase: times[phase] - before[phase] for phase in PHASES},
+        compute_s=now - training.clock_from if in_step and not idle else math.nan,
+        busy_s=now - merging.merged_at,
+        overrun_s=training.take_overrun_s(),
+        late=own.late and not idle,
+        stood_in=current.stood_in,
+        cause=CAUSES.index(own.cause) if own.cause is not None and not idle else -1,
+        failed=training.failed,
+        idle=idle,
+        weight=current.weight,
+        # a rank that has not entered may have an older state, which is no different one
+        fingerprint=entry.fingerprint if in_step else NO_FINGERPRINT,
+        stepped=entry.stepped if in_step else math.nan,
+        kept=entry.kept if in_step else UNDECIDED,
+        computed=computed,
+        estimated=layout.by_stage([own.estimated.get(index, 0.0) for index in range(len(own.computed))])
+        if own.estimated
+        else (0.0,) * len(computed),
+        stage_s=tuple(current.stage_s),
+        weights=computed if weights is own.computed else layout.by_stage(weights),
+        merge_s=merging.merge_s,
+        num_microbatches=current.num_microbatches,
+        microbatch_s=tuple(training.microbatch_s) if in_step else (),
+        without_store=without_store,
+        scalars=scalars,
+    )
