@@ -16,7 +16,7 @@ from straggle.policies.deadline import Deadline
 from straggle.policies.estimators import Estimator
 from straggle.policies.history import History
 
-Described: TypeAlias = "str | list[Any]"  # in words, or a class's name and its arguments, of which each is described
+Described: TypeAlias = "str | list[Any]"  # in words, or a class's name and its arguments, each of these described
 
 
 def describe(value: Any) -> Described:

@@ -133,7 +133,7 @@ def check_num_microbatches(num_microbatches: int) -> None:
 
 
 def too_few_passes(announced: int, came: int) -> str:
-    """What to tell of a rank that was not cut short and had some of its backward passes; empty: all of them came."""
+    """What to say of a rank that was not cut short and had some of its backward passes; empty: all of them came."""
     if not 0 < came < announced:
         return ""
     return (
@@ -143,7 +143,7 @@ def too_few_passes(announced: int, came: int) -> str:
 
 
 def left_out(ranks: Iterable[int], skipped: bool) -> str:
-    """What to tell of ranks whose gradients were not finite."""
+    """What to say of ranks whose gradients were not finite."""
     nobody = ", no rank had others, and the step changes nothing" if skipped else ""
     return (
         f"gradients of ranks {list(ranks)} were not finite and are left out of the merge{nobody}. They are counted in "

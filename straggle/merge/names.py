@@ -13,7 +13,7 @@ from typing import Protocol
 
 
 class Directory(Protocol):
-    """Where ranks tell one another names; raises ``RuntimeError`` where it is gone."""
+    """Where ranks publish names for one another; raises ``RuntimeError`` where it is gone."""
 
     def publish_name(self, key: int, name: str) -> str:
         """The first name that was published under this key: this one, if there was none."""
@@ -31,7 +31,7 @@ class ScalarNames:
         self._known = {name_hash(name): name for name in logged}
 
     def log(self, names: Iterable[str]) -> None:
-        """Publish those that are new. Raises ``ValueError`` for one that cannot be told from another by its hash."""
+        """Publish those that are new. Raises ``ValueError`` for one that has the same hash as another."""
         for name in names:
             if name not in self._logged:
                 self._publish(name)
@@ -49,7 +49,7 @@ class ScalarNames:
     def _publish(self, name: str) -> None:
         key, first = name_hash(name), name
         if self._directory is not None:
-            with contextlib.suppress(RuntimeError):  # the store is gone: the merge will tell
+            with contextlib.suppress(RuntimeError):  # the store is gone: the merge will show it
                 first = self._directory.publish_name(int(key), name)
         first = self._known.get(key, first)
         if first != name:

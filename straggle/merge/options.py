@@ -30,7 +30,7 @@ class Merge:
     ``nonfinite``: "drop" leaves gradients with NaN or infinite elements out of the merge, and skips the step where no
     rank has others; "keep" merges them as they are, as DDP does, which a ``GradScaler`` relies on.
 
-    ``check_every``: once in this many steps ranks compare their parameters (`StepReport.different_ranks`); 0: never.
+    ``check_every``: once in this many steps the ranks compare parameters (`StepReport.different_ranks`); 0: never.
 
     ``weighting``: by "count", every gradient that was computed counts the same. By "inverse_chance", a rank weighs what
     it computed of a stage by the inverse of its own chance of coming so far: the share of the stage that it submitted

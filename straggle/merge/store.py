@@ -80,7 +80,7 @@ class JobStore:
             self._check()
             raise StoreUnreachable(f"{self.place} does not answer ({_reason(error)})") from error
         finally:
-            answer.cancel()  # nobody wants to know any more
+            answer.cancel()  # the answer is of no use any more
 
     def post(self, request: Callable[[Any], object]) -> None:
         """Have ``request(store)`` carried out, and do not wait for that; nothing happens where the store is lost."""
@@ -133,7 +133,7 @@ class JobStore:
         )
 
     def _find(self, asked: dict[futures.Future[None], _Connection]) -> None:
-        """Until one of these connections answers, or a new one, of which it tries one now and then."""
+        """Until one of these connections answers, or a new one; it tries a new one every few seconds."""
         lost_at = asked_at = time.monotonic()
         while not self._closing.wait(_LOOK_S):
             for answer in [answer for answer in asked if answer.done()]:
@@ -191,7 +191,7 @@ def _serve(
 
 
 def _awaited(answer: futures.Future[None], limit_s: float) -> None:
-    """Wait for the answer ``limit_s``, of which only a part goes by while this process is stopped as a whole."""
+    """Wait for the answer ``limit_s``, in parts: only one goes by while this process is stopped as a whole."""
     parts = 4
     for _ in range(parts - 1):
         if futures.wait([answer], limit_s / parts).done:
@@ -237,7 +237,7 @@ def connect(store: Any, prefix: str) -> Any:
     """A new connection to ``store``, in a corner of its own; raises where it cannot be had, and may block."""
     server = _server(store)
     if isinstance(server, dist.TCPStore):  # type: ignore[attr-defined]
-        # torch would try for as long as the store's time limit, minutes, where nobody listens
+        # torch would try for as long as the store's time limit, minutes, where no server listens
         socket.create_connection((server.host, server.port), _CONNECT_S).close()
     return dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
 
