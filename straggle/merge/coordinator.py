@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -68,21 +67,11 @@ class Coordinator:
         self._num_changes = num_changes
         self._usage = Usage()
         self._finishes_late = estimator.finishes_late and deadline.patience.max_lag > 0
-        self._lock = threading.Lock()
-        self._step_merged = threading.Condition(self._lock)  # or never will be: the stand-in ended in an error
+        self._lock = self.merging.lock
         self._ring: dict[int, MergedStep] = {}
         self._policy_error: Exception | None = None  # of the estimator, while a step was submitted
         self._last_copy = torch.cuda.Event() if parameters[0].is_cuda else None  # type: ignore[no-untyped-call]
-        self._stand_in = StandIn(
-            self.training,
-            self.merging,
-            deadline,
-            channel,
-            stopwatch=stopwatch,
-            step_merged=self._step_merged,
-            lock=self._lock,
-            device=parameters[0].device,
-        )
+        self._stand_in = StandIn(self.training, self.merging, deadline, channel, device=parameters[0].device)
         self.learn(plan)
 
     # -- between two steps
@@ -306,7 +295,7 @@ class Coordinator:
             while (merged := self._ring.pop(training.step, None)) is None:
                 if self._stand_in.error is not None:
                     raise self._stand_in.error
-                self._step_merged.wait()
+                self.merging.step_merged.wait()
             training.take(merged, self.stopwatch.now())
             self._held = merged.buffers
             if merged.stood_in or self.merging.step > training.step:
@@ -462,4 +451,3 @@ class Coordinator:
                 self.merging.merged(now, any_late=table.any_late())
                 self.training.stop_up_to(current.step)  # where it still is in this step, it comes to take it
                 self._stand_in.merged(before_s=before_s)
-                self._step_merged.notify_all()

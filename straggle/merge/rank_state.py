@@ -1,13 +1,14 @@
 """The two sides of a rank: where its training thread is, and where its merge is.
 
 Both are in the same step or, where the rank was stood in for, the merge is in a later one. Two threads are at work: the
-training thread, and the stand-in, which merges in its place when it is late or stuck. One lock, the coordinator's,
+training thread, and the stand-in, which merges in its place when it is late or stuck. One lock, `MergeSide.lock`,
 guards both sides. They are written by their methods only, with the lock held where nothing else is said.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from dataclasses import dataclass, replace
 
 from straggle.backward.clocks import Stopwatch
@@ -52,7 +53,7 @@ class TrainingSide:
         # appended to without the lock, which costs too much for each micro-batch: a reader may see one less
         self.microbatch_s: list[float] = []  # when each was finished
         self.overrun_s = 0.0  # emptied by whoever submits
-        self._stopwatch = stopwatch
+        self.stopwatch = stopwatch
         self._made_at = stopwatch.now()
         self._stop_step = -1  # it is to leave every step up to this one; by whoever merges
         self._asked_step = -1  # the same, by any thread without the lock: a user's, a signal handler's. Hence its own
@@ -75,7 +76,7 @@ class TrainingSide:
     def microbatch_finished(self) -> None:
         """It has finished a micro-batch of its step. Needs no lock."""
         if len(self.microbatch_s) < self.entry.num_microbatches:  # a loop may call the model more often
-            self.microbatch_s.append(self._stopwatch.now() - (self.entered_at or 0.0))
+            self.microbatch_s.append(self.stopwatch.now() - (self.entered_at or 0.0))
 
     def leave(self, *, merges: bool, ran_past_merge: bool) -> None:
         """Its work for its step is over; ``merges``: it has submitted that itself, and merges it."""
@@ -107,7 +108,7 @@ class TrainingSide:
     @property
     def since_step_s(self) -> float:
         """Seconds since it last took a merged step, or since it could have."""
-        return self._stopwatch.now() - max(self.applied_at, self._made_at)
+        return self.stopwatch.now() - max(self.applied_at, self._made_at)
 
     @property
     def stop_requested(self) -> bool:
@@ -137,10 +138,14 @@ class TrainingSide:
 class MergeSide:
     """Where the merge is. Whoever merges writes here: the training thread, or the stand-in in its place.
 
-    ``step`` is the one that is being merged, ``round`` what this rank has for it so far.
+    ``step`` is the one that is being merged, ``round`` what this rank has for it so far. ``lock`` guards both sides,
+    the round, and what the coordinator and the stand-in keep. ``step_merged`` is notified when the merge goes on to
+    the next step, and when it never will.
     """
 
     def __init__(self, stopwatch: Stopwatch) -> None:
+        self.lock = threading.Lock()
+        self.step_merged = threading.Condition(self.lock)
         self.step = 0
         self.round: Round | None = None  # `None` until somebody has something for it
         self.merged_at = stopwatch.now()  # the step before
@@ -170,6 +175,7 @@ class MergeSide:
         self.step += 1
         self.round = None
         self.merged_at, self.times_at_merge = now, self._stopwatch.read()
+        self.step_merged.notify_all()
 
     def begin_now(self, now: float) -> None:
         """The time of the next step begins now."""

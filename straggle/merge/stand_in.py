@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import torch
 
-from straggle.backward.clocks import Stopwatch
 from straggle.merge.channel import Channel, PeerFailed
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.lateness import (
@@ -36,9 +35,9 @@ _log = logging.getLogger(__name__)
 
 
 class StandIn:
-    """The thread, from `start` to `close`. All but these two is to be called with ``lock`` held, which guards it.
+    """The thread, from `start` to `close`. All but these two is to be called with the lock of ``merging`` held.
 
-    ``step_merged``: notified when the thread ends in an error. ``device``: where the gradients are.
+    ``device``: where the gradients are.
     """
 
     def __init__(
@@ -48,19 +47,15 @@ class StandIn:
         deadline: CurrentDeadline,
         channel: Channel,
         *,
-        stopwatch: Stopwatch,
-        step_merged: threading.Condition,
-        lock: threading.Lock,
         device: torch.device,
     ) -> None:
         self._training, self._merging = training, merging
         self._deadline = deadline
         self._channel = channel
-        self._stopwatch = stopwatch
-        self._step_merged = step_merged
-        self._lock = lock
+        self._stopwatch = training.stopwatch
+        self._lock = merging.lock
         self._device = device
-        self._wakes = threading.Condition(lock)
+        self._wakes = threading.Condition(merging.lock)
         self._thread: threading.Thread | None = None
         self._closing = False
         self._paused = False
@@ -156,7 +151,7 @@ class StandIn:
                 if not isinstance(error, PeerFailed):  # which the training thread raises
                     _log.error("rank %d: its stand-in ended, no thread submits for it: %r", self._channel.rank, error)
                 self._training.stop_up_to(self._merging.step)
-                self._step_merged.notify_all()
+                self._merging.step_merged.notify_all()
 
     def _act(self, submit_for_stuck: Callable[[], Round], complete: Callable[[Round], None]) -> bool:
         """Carry out what is decided for this moment; false where that is the end."""

@@ -4,6 +4,7 @@ import math
 import random
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -151,23 +152,12 @@ class Told:
 
 def at_begin_of_step(clock, channel):
     """A stand-in, without its thread, at the begin of a step with a deadline of 1 s, by ``clock[0]``."""
-    stopwatch, lock = Stopwatch(lambda: clock[0]), threading.Lock()
+    stopwatch = Stopwatch(lambda: clock[0])
     training, merging = TrainingSide(stopwatch), MergeSide(stopwatch)
     deadline = CurrentDeadline(FixedDeadline(1.0), Patience(grace_s=0.01, quorum=1), 2)
     deadline.seconds = 1.0
     training.enter(Entry(), clock[0], clock[0])
-    merged = threading.Condition(lock)
-    stand_in = StandIn(
-        training,
-        merging,
-        deadline,
-        channel,
-        stopwatch=stopwatch,
-        step_merged=merged,
-        lock=lock,
-        device=torch.device("cpu"),
-    )
-    return stand_in, training, merging
+    return StandIn(training, merging, deadline, channel, device=torch.device("cpu")), training, merging
 
 
 def acts(stand_in):
@@ -185,13 +175,24 @@ def test_stand_in_asks_shortly_before_the_deadline_and_stops_the_rank_when_it_is
     assert (channel.asked, training.stop_requested) == ([0], True)
 
 
+def test_fewer_ranks_than_the_quorum_stop_nobody():
+    clock, channel = [10.0], Told(num_waiting=1)
+    stand_in, training, _ = at_begin_of_step(clock, channel)
+    stand_in._deadline.rules = replace(stand_in._deadline.rules, quorum=2)
+    for now in (10.985, 11.0, 11.1):
+        clock[0] = now
+        acts(stand_in)
+    assert (channel.asked, training.stop_requested) == ([0, 0, 0], False)
+
+
 def test_stand_in_keeps_an_answer_until_the_step_is_merged():
     clock, channel = [10.985], Told(num_waiting=1)
     stand_in, _, merging = at_begin_of_step([10.0], channel)
     stand_in._stopwatch._clock = lambda: clock[0]
     acts(stand_in)
-    merging.merged(10.985, any_late=False)
-    stand_in.merged(before_s=1.0)
+    with merging.lock:
+        merging.merged(10.985, any_late=False)
+        stand_in.merged(before_s=1.0)
     clock[0] = 11.99
     acts(stand_in)
     assert channel.asked == [0, 1]
