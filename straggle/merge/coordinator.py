@@ -181,7 +181,7 @@ class Coordinator:
         Raises ``RuntimeError`` for more backward passes than ``num_microbatches``, and for a second gradient of one.
         """
         with self._lock:
-            if self.merging.step > self.training.step or (current := self._open_round()).closed:
+            if (current := self._open_own_round()) is None:
                 self._observe_late(index, gradient)
                 return False
             if current.is_in(index, number) or current.is_full(index):
@@ -233,7 +233,7 @@ class Coordinator:
         with self._lock:
             if not self._finishes_late or not self._stand_in.started:
                 return False
-            if self.merging.step <= self.training.step and not (current := self._open_round()).closed:
+            if (current := self._open_own_round()) is not None:
                 self._submit_own(current, truncated=True, scalars=scalars, changes=changes)
                 self._stand_in.submitted_partial(current)
             return True
@@ -256,9 +256,9 @@ class Coordinator:
         """
         posts = False
         with self._lock:
-            mine = self.merging.step <= self.training.step and not (current := self._open_round()).closed
+            mine = (current := self._open_own_round()) is not None
             self.training.leave(merges=mine, ran_past_merge=self._finishes_late and not mine)
-            if mine:
+            if current is not None:
                 if abstain:
                     now = self._submit_finished(current)
                 else:
@@ -267,9 +267,9 @@ class Coordinator:
                     )
                 posts = self._stand_in.work_done(now, truncated=truncated)
             self.stopwatch.enter("outside")
-        if posts:
-            self._channel.post_finished(current.step)
-        if mine:
+        if current is not None:
+            if posts:
+                self._channel.post_finished(current.step)
             self._complete(current)
         return self._take()
 
@@ -281,7 +281,7 @@ class Coordinator:
         try:
             self._channel.post_failure(what)
             with self._lock:
-                if self.merging.step > self.training.step or (current := self._open_round()).closed:
+                if (current := self._open_own_round()) is None:
                     return  # the stand-in says it with its next round
                 self._submit_finished(current)
             self._complete(current, give_up_s=5.0)
@@ -315,9 +315,12 @@ class Coordinator:
         current = self.merging.round
         return None if current is None or current.closed or self.merging.step > self.training.step else current
 
-    def _open_round(self) -> Round:
-        """The round that is being merged, begun if it is not yet."""
-        return self.merging.round or self._begin_round()
+    def _open_own_round(self) -> Round | None:
+        """The same, begun if it is not yet; `None` where it was submitted, in the training thread's place or by it."""
+        if self.merging.step > self.training.step:
+            return None
+        current = self.merging.round or self._begin_round()
+        return None if current.closed else current
 
     def _begin_round(self) -> Round:
         training, merging, merge = self.training, self.merging, self._merge
@@ -380,7 +383,7 @@ class Coordinator:
         """For the stand-in: submit for a training thread that cannot."""
         if self._last_copy is not None:  # the gradients that go into the merge are copied in by another stream
             self._last_copy.wait()
-        current = self._open_round()
+        current = self.merging.round or self._begin_round()
         self._submit_finished(current)
         return current
 
