@@ -26,16 +26,13 @@ class MedianOfFinished(straggle.Deadline):
 class HalfTheLastMerge(straggle.Estimator):
     """A late rank votes for half of the gradient that all ranks merged last."""
 
-    def __init__(self) -> None:
-        self._last: dict[nn.Parameter, Tensor] = {}
-
     def contribution(self, parameter: nn.Parameter) -> straggle.Estimate | None:
-        last = self._last.get(parameter)
+        last = self.memory.get(parameter)
         return None if last is None else straggle.Estimate(0.5 * last, weight=1.0)
 
     def observe(self, parameter: nn.Parameter, gradient: Tensor, *, merged: bool) -> None:
         if merged:
-            self._last[parameter] = gradient.clone()  # the tensor is only lent
+            self.memory[parameter] = gradient.clone()  # the tensor is only lent
 
 
 def main() -> None:

@@ -30,18 +30,16 @@ from straggle.policies.deadline import (
 )
 from straggle.policies.estimators import (
     Abstain,
-    Carry,
-    ErrorFeedback,
     Estimate,
     Estimator,
     LastMerged,
     LastOwn,
     MovingAverage,
     OptimizerMomentum,
-    Supplement,
     Zero,
 )
 from straggle.policies.history import History, Progress
+from straggle.policies.supplements import Carry, ErrorFeedback, Supplement, SupplementingEstimator
 from straggle.policies.wrappers import Anneal, DropBudget, Shadow
 from straggle.rebalance import Rebalance
 from straggle.report import BackwardReport, RankReport, ShadowReport, StageReport, StageTime, StepReport
@@ -91,6 +89,7 @@ __all__ = [
     "Step",
     "StepReport",
     "Supplement",
+    "SupplementingEstimator",
     "WaitForAll",
     "Watch",
     "Zero",

@@ -25,6 +25,7 @@ from straggle.merge.rank_state import Entry, TrainingSide
 from straggle.merge.replay import Decision
 from straggle.merge.round import MergedStep
 from straggle.policies.estimators import Estimator
+from straggle.policies.fill_in import FillIn
 from straggle.step import Step
 
 _log = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class OpenStep(PassWatcher):
         coordinator: Coordinator,
         module_buffers: ModuleBuffers,
         estimator: Estimator,
+        fill_in: FillIn,
         learner: PlanLearner,
         *,
         rank: int,
@@ -108,6 +110,7 @@ class OpenStep(PassWatcher):
         self._stopwatch = coordinator.stopwatch
         self._module_buffers = module_buffers
         self._estimator = estimator
+        self._fill_in = fill_in
         self._learner = learner
         self._rank = rank
         self._names = names
@@ -289,7 +292,7 @@ class OpenStep(PassWatcher):
 
     def _submits_partial(self) -> bool:
         """Whether a late rank finishes its backward pass; what it has is then submitted already."""
-        if self._idle or not self._estimator.finishes_late or not in_backward():
+        if self._idle or not self._fill_in.finishes_late or not in_backward():
             return False
         if self._replayed is not None and self._replayed.stood_in:
             return True

@@ -46,6 +46,7 @@ from straggle.merge.telemetry import NO_FINGERPRINT, StepRecord
 from straggle.open_step import OpenStep
 from straggle.policies.deadline import Deadline, Patience, WaitForAll, as_deadline
 from straggle.policies.estimators import Abstain, Estimator
+from straggle.policies.fill_in import FillIn
 from straggle.policies.history import History
 from straggle.report import StepReport
 from straggle.step import Step
@@ -113,12 +114,13 @@ class StagedDataParallel(nn.Module):
         for tensor in (*module.parameters(), *module.buffers()):
             self._channel.broadcast(tensor.detach())
         module_buffers = ModuleBuffers(module, self._merge.buffers, self.rank)
+        fill_in = FillIn(self.estimator, patience)
         self._coordinator = Coordinator(
             self._parameters_list,
             plan_stages(module, stages),
             self._channel,
             deadline=CurrentDeadline(self.deadline, patience, self.world_size),
-            estimator=self.estimator,
+            fill_in=fill_in,
             merge=self._merge,
             num_changes=module_buffers.numel,
         )
@@ -131,6 +133,7 @@ class StagedDataParallel(nn.Module):
             self._coordinator,
             module_buffers,
             self.estimator,
+            fill_in,
             self._learner,
             rank=self.rank,
             names=[name for name, _ in self._named],

@@ -30,7 +30,6 @@ from straggle.commands.agreement import Refused, of_ranks, on_all_ranks
 from straggle.commands.durable import Seal, Snapshot
 from straggle.lab.jobs import gather
 from straggle.parallel import StagedDataParallel
-from straggle.policies.estimators import Estimator
 from straggle.policies.history import History
 from straggle.rebalance import Rebalance
 
@@ -196,9 +195,7 @@ class Checkpoint:
         if _REACHED in tensors:
             model.restore_reached(tensors.pop(_REACHED))
         parameters = dict(model.module.named_parameters())
-        for depth, estimator in enumerate(_chain(model.estimator)):
-            own_memory = {name[depth:]: tensor for name, tensor in tensors.items() if _depth(name) == depth}
-            estimator.remember({parameters[name]: t.to(parameters[name].device) for name, t in own_memory.items()})
+        model.estimator.load_state_dict(tensors, parameters)
 
 
 def _named(snapshot: Snapshot) -> str:
@@ -218,23 +215,9 @@ def _of_rank(rank: int) -> str:
 
 
 def _memory(model: StagedDataParallel) -> dict[str, Tensor]:
-    """What only this rank knows; the name of a tensor of an inner estimator begins with as many slashes."""
-    names = {parameter: name for name, parameter in model.module.named_parameters()}
-    own = {
-        "/" * depth + names[parameter]: tensor
-        for depth, estimator in enumerate(_chain(model.estimator))
-        for parameter, tensor in estimator.memory.items()
-    }
+    """What only this rank knows."""
+    own = model.estimator.state_dict({parameter: name for name, parameter in model.module.named_parameters()})
     return _separate({**own, **({_REACHED: model.reached} if len(model.reached) else {})})
-
-
-def _chain(estimator: Estimator) -> list[Estimator]:
-    """The estimator, the one that it wraps, and so on."""
-    return [estimator, *(_chain(estimator.inner) if estimator.inner is not None else [])]
-
-
-def _depth(name: str) -> int:
-    return len(name) - len(name.lstrip("/"))
 
 
 def _separate(tensors: dict[str, Any]) -> dict[str, Tensor]:

@@ -34,7 +34,8 @@ def describe(value: Any) -> Described:
         return kind.__qualname__
     state = vars(value)
     names = [name for name in inspect.signature(kind).parameters if name in state or f"_{name}" in state]
-    return [kind.__qualname__, {name: describe(state.get(name, state.get(f"_{name}"))) for name in names or state}]
+    names = names or [name for name in state if name != "memory"]  # which is no option
+    return [kind.__qualname__, {name: describe(state.get(name, state.get(f"_{name}"))) for name in names}]
 
 
 def difference(ours: Described, theirs: Described) -> tuple[str, str]:

@@ -26,7 +26,7 @@ from straggle.merge.round import Contribution, Layout, MergedStep, Round, Usage
 from straggle.merge.row import row_of
 from straggle.merge.stand_in import StandIn
 from straggle.merge.telemetry import Table
-from straggle.policies.estimators import Estimator, supplement_of
+from straggle.policies.fill_in import FillIn
 from straggle.policies.history import History
 
 _log = logging.getLogger(__name__)
@@ -47,26 +47,20 @@ class Coordinator:
         channel: Channel,
         *,
         deadline: CurrentDeadline,
-        estimator: Estimator,
+        fill_in: FillIn,
         merge: Merge,
         num_changes: int,
     ) -> None:
-        if deadline.patience.granularity == "step" and estimator.supplements:
-            raise ValueError(
-                f"granularity='step' with {type(estimator).__name__}: it adds to gradients that are dropped then; "
-                "use granularity='stage' or another estimator"
-            )
         self.training, self.merging = TrainingSide(stopwatch := Stopwatch()), MergeSide(stopwatch)
         self.stopwatch = stopwatch
         self.deadline = deadline
         self.reached = ReachedShares(merge.chance_window)
         self._parameters = parameters
         self._channel = channel
-        self._estimator = estimator
+        self._fill_in = fill_in
         self._merge = merge
         self._num_changes = num_changes
         self._usage = Usage()
-        self._finishes_late = estimator.finishes_late and deadline.patience.max_lag > 0
         self._lock = self.merging.lock
         self._ring: dict[int, MergedStep] = {}
         self._policy_error: Exception | None = None  # of the estimator, while a step was submitted
@@ -191,14 +185,10 @@ class Coordinator:
                 self._last_copy.record()
             if not complete:
                 return False
-            if self._estimator.watches_own or self._estimator.supplements:
-                own, parameter = current.read(index), self._parameters[index]
-                if self._estimator.watches_own:
-                    self._estimator.observe(parameter, own, merged=False)
-                if self._estimator.supplements:
-                    current.add(index, supplement_of(self._estimator, parameter, own))
-                    if self._last_copy is not None:
-                        self._last_copy.record()
+            if self._fill_in.reads_own:
+                current.add(index, self._fill_in.computed(self._parameters[index], current.read(index)))
+                if self._last_copy is not None:
+                    self._last_copy.record()
             return current.parameter_complete(index, self.stopwatch.now() - (self.training.entered_at or 0.0))
 
     def gradient_ready_late(self, index: int, gradient: Tensor) -> None:
@@ -207,9 +197,7 @@ class Coordinator:
             self._observe_late(index, gradient)
 
     def _observe_late(self, index: int, gradient: Tensor) -> None:
-        if self._finishes_late:
-            share = 1 / self.training.entry.num_microbatches
-            self._estimator.observe_late(self._parameters[index], gradient, share)
+        self._fill_in.came_late(self._parameters[index], gradient, 1 / self.training.entry.num_microbatches)
 
     def _too_many(self, index: int, *, twice: bool) -> str:
         stage = next(stage.name for stage in self.plan.stages if index in stage.parameters)
@@ -231,7 +219,7 @@ class Coordinator:
         The stand-in waits for the merge. False where the pass has to end instead.
         """
         with self._lock:
-            if not self._finishes_late or not self._stand_in.started:
+            if not self._fill_in.finishes_late or not self._stand_in.started:
                 return False
             if (current := self._open_own_round()) is not None:
                 self._submit_own(current, truncated=True, scalars=scalars, changes=changes)
@@ -257,7 +245,7 @@ class Coordinator:
         posts = False
         with self._lock:
             mine = (current := self._open_own_round()) is not None
-            self.training.leave(merges=mine, ran_past_merge=self._finishes_late and not mine)
+            self.training.leave(merges=mine, ran_past_merge=self._fill_in.finishes_late and not mine)
             if current is not None:
                 if abstain:
                     now = self._submit_finished(current)
@@ -372,7 +360,7 @@ class Coordinator:
     def _estimate(self, current: Round, own: Contribution) -> Contribution:
         """Let the estimator fill in. Where it fails, the peers learn of it, and the rank ends with this step."""
         try:
-            return current.estimate(own, self._estimator, self._parameters)
+            return current.estimate(own, self._fill_in, self._parameters)
         except Exception as error:
             self._policy_error = error
             self.training.fail()
@@ -392,7 +380,7 @@ class Coordinator:
         current.stood_in = True
         own = current.finished_part(self.stopwatch.phase)
         if not self.training.entry.idle:
-            current.abstain(own, self._estimator, self._parameters)
+            current.abstain(own, self._fill_in, self._parameters)
         now = self._submit(current, own, {}, None)
         self.training.stop_up_to(current.step)
         return now

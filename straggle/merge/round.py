@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from straggle.backward.stages import Stage, StagePlan
 from straggle.merge.buffers import Share, StageBuffers
 from straggle.merge.telemetry import Table
-from straggle.policies.estimators import Estimator, Supplement, check_estimate, supplement_of
+from straggle.policies.fill_in import FillIn
+from straggle.policies.supplements import Supplement
 from straggle.report import Cause, Phase
 
 
@@ -224,29 +225,26 @@ class Round:
         zeros = self._unused.get(index, 0) & may
         return min(1.0, (num_in + zeros.bit_count()) / may.bit_count())
 
-    def estimate(self, own: Contribution, estimator: Estimator, parameters: Sequence[nn.Parameter]) -> Contribution:
+    def estimate(self, own: Contribution, fill_in: FillIn, parameters: Sequence[nn.Parameter]) -> Contribution:
         """Put the estimator's contributions in for what is not in ``own``."""
         weights = {}
         for index, share in enumerate(own.computed):
             if share == 1:
                 continue
-            if estimator.supplements:
-                self.add(index, supplement_of(estimator, parameters[index], None))
-            estimate = estimator.contribution(parameters[index])
-            check_estimate(estimate, estimator, parameters[index])
-            if estimate is not None and estimate.weight > 0:
+            supplement, estimate = fill_in.missing(parameters[index], 1 - share)
+            self.add(index, supplement)
+            if estimate is not None:
                 weights[index] = estimate.weight * (1 - share)
                 self.buffers.accumulate(
                     index, estimate.gradient, add=self._is_in(index), weight=self.weight * weights[index]
                 )
-            estimator.missed(parameters[index], 1 - share, estimate)
         return replace(own, estimated=weights)
 
-    def abstain(self, own: Contribution, estimator: Estimator, parameters: Sequence[nn.Parameter]) -> None:
+    def abstain(self, own: Contribution, fill_in: FillIn, parameters: Sequence[nn.Parameter]) -> None:
         """Nothing stands in for what is not in ``own``."""
         for parameter, share in zip(parameters, own.computed, strict=True):
             if share < 1:
-                estimator.missed(parameter, 1 - share, None)
+                fill_in.abstained(parameter, 1 - share)
 
     def weights(self, own: Contribution) -> Sequence[float]:
         """What this rank's contribution to each parameter counts, relative to the rank's own weight."""

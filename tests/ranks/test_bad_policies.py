@@ -23,6 +23,7 @@ from straggle import (
     QuantileDeadline,
     Shadow,
     Supplement,
+    SupplementingEstimator,
 )
 
 WITHIN_S = 30.0
@@ -143,10 +144,8 @@ def test_estimate_that_cannot_be_merged_is_refused_by_its_estimator_and_the_peer
     assert "Giving.contribution() gave" in ends[0].message
 
 
-class Adding(Estimator):
+class Adding(SupplementingEstimator):
     """Adds with a weight that is none."""
-
-    supplements = True
 
     def supplement(self, parameter, gradient):
         return Supplement(torch.zeros_like(parameter), math.nan if gradient is not None else 0.0)

@@ -21,6 +21,7 @@ from straggle.backward.clocks import FinishTimes
 from straggle.backward.stages import trainable
 from straggle.lab.workloads.workload import Batch, Workload
 from straggle.policies.estimators import Abstain, Estimator
+from straggle.policies.fill_in import FillIn
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,9 @@ class LogicalRanks:
         self._loss = _Loss(workload, model)
         self._names = [f"model.{name}" for name, _ in trainable(model)]
         first = estimator()
-        self._own_state = first.watches_own or first.supplements
+        self._own_state = FillIn(first).reads_own
         self._estimators = [first, *(estimator() for _ in range(num_ranks - 1 if self._own_state else 0))]
+        self._fill_ins = [FillIn(each) for each in self._estimators]
         self._chunk = chunk
         self._gradients = vmap(grad_and_value(self._loss_of), in_dims=(None, 0), randomness="different")
 
@@ -109,20 +111,17 @@ class LogicalRanks:
         """What estimators with a state of their own add, each asked what a real rank would ask it."""
         parameter = self.parameters[index]
         for rank, gradient, weight in zip(ranks.tolist(), gradients, weights, strict=True):
-            estimator, computed = self._estimators[rank], bool(weight[index] > 0)
-            if computed and estimator.watches_own:
-                estimator.observe(parameter, gradient, merged=False)
-            if estimator.supplements:
-                supplement = estimator.supplement(parameter, gradient if computed else None)
-                if supplement is not None:
-                    total.add(supplement.gradient, 1.0, supplement.weight)
-            if not computed:
-                estimate = estimator.contribution(parameter)
-                if estimate is not None and estimate.weight > 0:
-                    total.add(estimate.gradient, estimate.weight, estimate.weight)
-                estimator.missed(parameter, 1.0, estimate)
-                if estimator.finishes_late and (weight > 0).any():  # it was in its backward pass
-                    estimator.observe_late(parameter, gradient, 1.0)
+            fill_in, estimate = self._fill_ins[rank], None
+            if weight[index] > 0:
+                supplement = fill_in.computed(parameter, gradient)
+            else:
+                supplement, estimate = fill_in.missing(parameter, 1.0)
+                if (weight > 0).any():  # it was in its backward pass
+                    fill_in.came_late(parameter, gradient, 1.0)
+            if supplement is not None:
+                total.add(supplement.gradient, 1.0, supplement.weight)
+            if estimate is not None:
+                total.add(estimate.gradient, estimate.weight, estimate.weight)
 
     def _add_same(self, index: int, num_late: int, total: _Sum) -> None:
         """What one estimator adds for all ranks that did not compute a parameter."""
