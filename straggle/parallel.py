@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from straggle.backward.clocks import FinishTimes, HostLimit
@@ -42,6 +42,7 @@ from straggle.merge.names import ScalarNames
 from straggle.merge.options import Merge, ModuleBuffers
 from straggle.merge.rank_state import Entry
 from straggle.merge.replay import Decision, Recording
+from straggle.merge.saved_state import RankState, SavedState
 from straggle.merge.telemetry import NO_FINGERPRINT, StepRecord
 from straggle.open_step import OpenStep
 from straggle.policies.deadline import Deadline, Patience, WaitForAll, as_deadline
@@ -54,7 +55,7 @@ from straggle.step import Step
 _log = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch")
-_OF_A_REPLICA = ("rank", "world_size", "learned", "_coordinator")
+_OF_A_REPLICA = ("rank", "world_size", "learned", "_coordinator", "_rank_state")
 
 
 class StagedDataParallel(nn.Module):
@@ -141,6 +142,9 @@ class StagedDataParallel(nn.Module):
             limit=HostLimit() if limited else None,
         )
         self._hooks = ParameterHooks(module, self._parameters_list, self._open)
+        self._rank_state = RankState(
+            self._coordinator, module, self.estimator, stages=stages, world_size=self.world_size
+        )
         self._check_at_stages(self._coordinator.plan)
         self._idle = False
         self.learned: tuple[list[int], list[float]] = ([], [])  # what the stages were planned from
@@ -282,25 +286,25 @@ class StagedDataParallel(nn.Module):
 
     @property
     def history(self) -> History:
-        """What the deadline policy has seen: save it with a checkpoint, so that a resumed run decides alike."""
+        """What the deadline policy has seen so far."""
         return self._coordinator.history
 
-    def restore(self, history: History) -> None:
-        """Go on from a saved history; before the first step, on all ranks alike."""
+    def straggle_state(self) -> SavedState:
+        """What this rank must save beside the ``state_dict`` of module and optimizer, to go on as if it never stopped.
+
+        A flat dict of tensors, numbers and strings. Every rank has its own: save them all, after the same step.
+        """
+        return self._rank_state.state_dict()
+
+    def load_straggle_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `straggle_state` gave on this rank; before the first step, on all ranks.
+
+        Raises ``ValueError`` for the state of other stages, another number of ranks, another estimator or model.
+        """
         if self._in_step() or self._last_record is not None:
-            raise RuntimeError("restore() comes before the first step")
+            raise RuntimeError("load_straggle_state() comes before the first step")
         self._join_first()
-        self._coordinator.restore(history)
-
-    @property
-    def reached(self) -> Tensor:
-        """The share of each stage that this rank handed in of late: save it too where ``Merge.weighting`` needs it."""
-        return self._coordinator.reached.tensor()
-
-    def restore_reached(self, reached: Tensor) -> None:
-        """Go on from what `reached` was on this rank; before the first step."""
-        self._join_first()
-        self._coordinator.reached.restore(reached)
+        self._rank_state.load_state_dict(state)
 
     @property
     def last_decision(self) -> Decision | None:

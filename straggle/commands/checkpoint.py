@@ -30,10 +30,9 @@ from straggle.commands.agreement import Refused, of_ranks, on_all_ranks
 from straggle.commands.durable import Seal, Snapshot
 from straggle.lab.jobs import gather
 from straggle.parallel import StagedDataParallel
-from straggle.policies.history import History
 from straggle.rebalance import Rebalance
 
-_REACHED = "reached"
+_HISTORY = "history."  # begins the names of what is the same on all ranks
 _COMMON = ("model.safetensors", "optimizer.safetensors", "history.safetensors")
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _log = logging.getLogger(__name__)
@@ -106,10 +105,12 @@ class Checkpoint:
         """This rank's files, and rank 0's those that are common."""
         new, rank = durable.being_written(self.directory), dist.get_rank()
         new.mkdir(parents=True, exist_ok=True)
-        tensors = {_of_rank(rank): {"random": torch.get_rng_state(), **_memory(model)}}
+        state = _separate(model.straggle_state())
+        history = {name.removeprefix(_HISTORY): state.pop(name) for name in list(state) if name.startswith(_HISTORY)}
+        tensors = {_of_rank(rank): {"random": torch.get_rng_state(), **state}}
         if rank == 0:
             flat = get_optimizer_state_dict(model.module, optimizer, options=_FLAT)
-            common = (_separate(model.module.state_dict()), _separate(flat), model.history.tensors())
+            common = (_separate(model.module.state_dict()), _separate(flat), history)
             tensors |= dict(zip(_COMMON, common, strict=True))
         try:
             for name, content in tensors.items():
@@ -131,7 +132,8 @@ class Checkpoint:
         flat = get_optimizer_state_dict(model.module, optimizer, options=_FLAT)
         numbers = {name: value for name, value in flat.items() if not isinstance(value, Tensor)}
         shares = {} if rebalance is None else {"rebalance": rebalance.state_dict()}
-        state = {"step": step, "ranks": dist.get_world_size(), "optimizer": numbers, **shares}
+        of = {name: value for name, value in model.straggle_state().items() if not isinstance(value, Tensor)}
+        state = {"step": step, "ranks": dist.get_world_size(), "optimizer": numbers, "straggle": of, **shares}
         durable.publish(self.directory, state, files)
 
     def _give_up(self) -> None:
@@ -187,15 +189,15 @@ class Checkpoint:
         model.module.load_state_dict(of_model)
         flat: dict[str, Any] = {**of_optimizer, **found.state["optimizer"]}
         set_optimizer_state_dict(model.module, optimizer, flat, options=_FLAT)
-        model.restore(History.from_tensors(of_history))
         if rebalance is not None and "rebalance" in found.state:
             rebalance.load_state_dict(found.state["rebalance"])
         tensors = load_file(found.directory / _of_rank(dist.get_rank()))
         torch.set_rng_state(tensors.pop("random"))
-        if _REACHED in tensors:
-            model.restore_reached(tensors.pop(_REACHED))
-        parameters = dict(model.module.named_parameters())
-        model.estimator.load_state_dict(tensors, parameters)
+        of = found.state.get("straggle")
+        if of is None:  # of an older version, which named the tensors of an estimator by their parameters alone
+            of, tensors = {}, {name if name == "reached" else f"estimator.{name}": t for name, t in tensors.items()}
+        history = {_HISTORY + name: tensor for name, tensor in of_history.items()}
+        model.load_straggle_state({**of, **history, **tensors})
 
 
 def _named(snapshot: Snapshot) -> str:
@@ -212,12 +214,6 @@ def _on_rank0() -> int:
 
 def _of_rank(rank: int) -> str:
     return f"rank{rank}.safetensors"
-
-
-def _memory(model: StagedDataParallel) -> dict[str, Tensor]:
-    """What only this rank knows."""
-    own = model.estimator.state_dict({parameter: name for name, parameter in model.module.named_parameters()})
-    return _separate({**own, **({_REACHED: model.reached} if len(model.reached) else {})})
 
 
 def _separate(tensors: dict[str, Any]) -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ def describe(value: Any) -> Described:
 def difference(ours: Described, theirs: Described) -> tuple[str, str]:
     """Both in words, of two policies of the same class only what differs: ``Patience(quorum=2)``."""
     if isinstance(ours, str) or isinstance(theirs, str) or ours[0] != theirs[0]:
-        return _in_words(ours), _in_words(theirs)
+        return in_words(ours), in_words(theirs)
     pairs = {name: (ours[1].get(name, "nothing"), theirs[1].get(name, "nothing")) for name in ours[1] | theirs[1]}
     differing = {name: difference(*pair) for name, pair in pairs.items() if pair[0] != pair[1]}
     first, second = (
@@ -50,10 +50,11 @@ def difference(ours: Described, theirs: Described) -> tuple[str, str]:
     return first, second
 
 
-def _in_words(described: Described) -> str:
+def in_words(described: Described) -> str:
+    """As it would be written: ``Patience(quorum=2)``."""
     if isinstance(described, str):
         return described
-    return f"{described[0]}({', '.join(f'{name}={_in_words(value)}' for name, value in described[1].items())})"
+    return f"{described[0]}({', '.join(f'{name}={in_words(value)}' for name, value in described[1].items())})"
 
 
 @dataclass(frozen=True)
@@ -114,5 +115,5 @@ def check_same_state(history: History, *, replays: bool, channel: Channel) -> No
         if (num_steps, theirs) != (everyone[0][0], everyone[0][2]):
             raise ValueError(
                 f"rank {rank} has a history of {num_steps} steps, and not that of rank 0, of {everyone[0][0]} steps: "
-                "call restore() with the same history on all ranks, or on none"
+                "call load_straggle_state() on all ranks with what was saved together, or on none"
             )

@@ -57,6 +57,7 @@ def test_public_names_are_pinned():
         "Step",
         "StepReport",
         "Supplement",
+        "SupplementingEstimator",
         "WaitForAll",
         "Watch",
         "Zero",
@@ -238,18 +239,18 @@ def resume(rank):
         for number in range(3):
             with model.step():
                 model(features(rank, number)).sum().backward()
-        saved = model.history
+        saved = model.straggle_state()
     with staged(module, deadline=FixedDeadline(60.0)) as model:
-        model.restore(saved)
+        model.load_straggle_state(saved)
         for number in range(3, 5):
             with model.step():
                 model(features(rank, number)).sum().backward()
         try:
-            model.restore(saved)
+            model.load_straggle_state(saved)
         except RuntimeError as error:
             refusal = str(error)
         return model.last_report.step, model.history.num_steps, model.last_report.deadline_s, refusal
 
 
 def test_restored_model_counts_its_steps_on():
-    assert run_ranks(resume, 2) == [(4, 5, 60.0, "restore() comes before the first step")] * 2
+    assert run_ranks(resume, 2) == [(4, 5, 60.0, "load_straggle_state() comes before the first step")] * 2

@@ -236,16 +236,16 @@ def go_on_differently(rank, kind):
         for number in range(3):
             with model.step():
                 model(features(rank, number)).sum().backward()
-        saved = model.history
+        saved = model.straggle_state()
     with staged(mlp(), deadline=QuantileDeadline(0.5)) as model:
         if kind == "replay" and rank == 1:
             model.replay(Recording((), (), ()))
         if kind == "one rank" and rank == 1:
-            model.restore(saved)
+            model.load_straggle_state(saved)
         if kind == "other times":
-            model.restore(straggle.History(3, saved.compute_s + rank, saved.finished))
+            model.load_straggle_state({**saved, "history.compute_s": saved["history.compute_s"] + rank})
         if kind == "the same":
-            model.restore(saved)
+            model.load_straggle_state(saved)
         for number in range(3):
             with model.step():
                 model(features(rank, number)).sum().backward()
@@ -256,8 +256,11 @@ def go_on_differently(rank, kind):
     ("kind", "words"),
     [
         ("replay", "rank 1 replays a recorded run, unlike rank 0: call replay() on all ranks or on none"),
-        ("one rank", "rank 1 has a history of 4 steps, and not that of rank 0, of 1 steps: call restore()"),
-        ("other times", "rank 1 has a history of 4 steps, and not that of rank 0, of 4 steps: call restore()"),
+        ("one rank", "rank 1 has a history of 4 steps, and not that of rank 0, of 1 steps: call load_straggle_state()"),
+        (
+            "other times",
+            "rank 1 has a history of 4 steps, and not that of rank 0, of 4 steps: call load_straggle_state()",
+        ),
     ],
 )
 def test_state_that_differs_between_ranks_ends_the_first_step_on_all_of_them(kind, words):

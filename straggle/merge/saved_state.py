@@ -1,0 +1,76 @@
+"""What a rank must save beside the module and the optimizer, as one flat dict in the form of a ``state_dict``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
+
+from straggle.backward.stages import BalancedByTime
+from straggle.merge.alike import describe, in_words
+from straggle.merge.coordinator import Coordinator
+from straggle.policies.deadline import name_of
+from straggle.policies.estimators import Estimator
+from straggle.policies.history import History
+
+SavedState: TypeAlias = "dict[str, Tensor | int | str]"
+
+_HISTORY, _REACHED, _ESTIMATOR = "history.", "reached", "estimator."
+
+
+class RankState:
+    """Saves and loads the state of one rank.
+
+    ``ranks``, ``stages``, ``estimator`` and ``model`` say what it is of. ``history.*`` is equal on all ranks, and
+    ``reached`` and ``estimator.*`` are the rank's own.
+    """
+
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        module: nn.Module,
+        estimator: Estimator,
+        *,
+        stages: int | Sequence[str] | BalancedByTime | None,
+        world_size: int,
+    ) -> None:
+        self._coordinator = coordinator
+        self._estimator = estimator
+        self._parameters = dict(module.named_parameters())
+        numel = sum(parameter.numel() for parameter in self._parameters.values())
+        self._of: dict[str, int | str] = {
+            "ranks": world_size,
+            "stages": in_words(describe(stages)),
+            "estimator": name_of(estimator),
+            "model": f"{len(self._parameters)} parameters of {numel} elements",
+        }
+
+    def state_dict(self) -> SavedState:
+        """Tensors, numbers and strings; the tensors of the estimator are lent."""
+        names = {parameter: name for name, parameter in self._parameters.items()}
+        history, own = self._coordinator.history.tensors(), self._estimator.state_dict(names)
+        state: SavedState = {**self._of, **{_HISTORY + name: tensor for name, tensor in history.items()}}
+        if len(reached := self._coordinator.reached.tensor()):
+            state[_REACHED] = reached
+        return {**state, **{_ESTIMATOR + name: tensor for name, tensor in own.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` gave. Raises ``ValueError`` for the state of something else."""
+        for what, ours in self._of.items():
+            if (saved := state.get(what, ours)) != ours:  # an older checkpoint does not say it
+                raise ValueError(
+                    f"the saved state is of {what}={saved}, and this run has {what}={ours}: load it into a model that "
+                    "is wrapped as the saved one was, or begin without it"
+                )
+        try:
+            self._estimator.load_state_dict(_below(_ESTIMATOR, state), self._parameters)
+        except (LookupError, RuntimeError) as error:  # a name, or a shape, that is none of this model's
+            raise ValueError(f"the saved state is of another model than this: {error}") from error
+        self._coordinator.restore(History.from_tensors(_below(_HISTORY, state)))
+        if _REACHED in state:
+            self._coordinator.reached.restore(state[_REACHED])
+
+
+def _below(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
