@@ -140,7 +140,7 @@ class _Run:
         """Some steps."""
         before = time.perf_counter()
         for number in steps:
-            predicted = self.model.deadline.predicted_drop
+            predicted = self.model.predicted_drop
             self._step(self._setup.unit_s[number, self._rank].tolist())
             now = time.perf_counter()
             report = self.model.last_report

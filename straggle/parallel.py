@@ -7,7 +7,7 @@ import math
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -55,7 +55,7 @@ from straggle.step import Step
 _log = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch")
-_OF_A_REPLICA = ("rank", "world_size", "learned", "_coordinator", "_rank_state")
+_OF_A_REPLICA = ("rank", "world_size", "learned", "_coordinator", "_current_deadline", "_rank_state")
 
 
 class StagedDataParallel(nn.Module):
@@ -283,6 +283,11 @@ class StagedDataParallel(nn.Module):
     def store_reachable(self) -> bool:
         """Whether the job's store answers this rank; without it the rank cannot be late. From any thread."""
         return self._channel.store.reachable
+
+    @property
+    def predicted_drop(self) -> float:
+        """The share of all gradients that the deadline policy expects to be dropped in the next step; NaN: no idea."""
+        return self._coordinator.deadline.predicted_drop
 
     @property
     def history(self) -> History:

@@ -13,7 +13,15 @@ from straggle.advise.timings import Timings
 from straggle.observe.intervals import Interval, prediction_interval, span, steps_interval
 from straggle.observe.run import Array
 from straggle.policies.auto_deadline import AutoDeadline
-from straggle.policies.deadline import Deadline, FirstK, MedianDeadline, Patience, QuantileDeadline, WaitForAll
+from straggle.policies.deadline import (
+    Deadline,
+    FirstK,
+    MedianDeadline,
+    Patience,
+    QuantileDeadline,
+    WaitForAll,
+    next_deadline,
+)
 from straggle.policies.history import HistoryWindow, StepProgress
 from straggle.policies.step_model import Rules, computed_share, outcome
 from straggle.policies.wrappers import DropBudget
@@ -145,7 +153,7 @@ def replay(timings: Timings, policy: Deadline, patience: Patience | None = None,
             overhead_s=torch.tensor(network_s),
         )
         compute_s = would.own_s.masked_fill(stood_in, math.nan).tolist()
-        deadline_s = policy.decide(window.append(compute_s, (~would.late).tolist(), progress))
+        deadline_s = next_deadline(policy, window.append(compute_s, (~would.late).tolist(), progress)).seconds
     return Replayed(np.array(seconds), np.array(dropped), np.array(late))
 
 

@@ -7,26 +7,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import SupportsFloat
 
 import torch
 from torch import Tensor, nn
 
 from straggle.backward.stages import Stage, StagePlan
 from straggle.merge.telemetry import Table
-from straggle.policies.deadline import Deadline, Patience, WaitForAll, name_of
+from straggle.policies.deadline import Deadline, Patience, WaitForAll, next_deadline
 from straggle.policies.history import History, HistoryWindow
 from straggle.policies.step_model import Rules
 
 
 class CurrentDeadline:
-    """``seconds`` for the step that is being merged; ``shadow_s``: those of a policy that is not enforced."""
+    """``seconds`` for the step that is being merged; ``shadow_s``: those of a policy that is not enforced.
+
+    ``predicted_drop``: the share of the gradients that the policy expects to be dropped in it; NaN: it has no idea.
+    """
 
     def __init__(self, policy: Deadline, patience: Patience, world_size: int) -> None:
         self.patience = patience
         self.rules = Rules.of(policy, patience, world_size)
         self.seconds = math.inf  # the first step waits for everyone
         self.shadow_s = math.nan if policy.enforced else math.inf
+        self.predicted_drop = math.nan
         self._policy = policy
         self._window = HistoryWindow(policy.window, world_size)
         self._stage_share: Tensor | None = None  # of the model, where the policy looks at more than times
@@ -64,33 +67,12 @@ class CurrentDeadline:
         """A step is merged: the deadline of the next one."""
         shares = self._stage_share
         progress = None if shares is None else table.progress(shares, self.patience.granularity)
-        decided_s = self._seconds(
-            self._policy.decide(self._window.append(table.compute_s(), table.finished_ranks(), progress))
-        )
+        decided = next_deadline(self._policy, self._window.append(table.compute_s(), table.finished_ranks(), progress))
+        self.predicted_drop = decided.predicted_drop
         if self._policy.enforced:
-            self.seconds = decided_s
+            self.seconds = decided.seconds
         else:
-            self.shadow_s = decided_s
-
-    def _seconds(self, decided: object) -> float:
-        """What the policy decided. Raises ``ValueError``, naming it, for what are no seconds."""
-        seconds = _number(decided)
-        if seconds >= 0:
-            return seconds
-        raise ValueError(
-            f"{name_of(self._policy)}.decide() gave {decided!r} for step {self.history.num_steps}: give a number of "
-            "seconds of at least 0, or math.inf to wait for everyone"
-        )
-
-
-def _number(value: object) -> float:
-    """A number of any kind, a tensor of one element included, as a float; NaN for what is none."""
-    if not isinstance(value, SupportsFloat) or isinstance(value, bool):
-        return math.nan
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):  # a tensor of several elements
-        return math.nan
+            self.shadow_s = decided.seconds
 
 
 def _parts(stage: Stage, parameters: Sequence[nn.Parameter]) -> int:

@@ -162,7 +162,7 @@ class StepMetrics:
     def __init__(self, model: StagedDataParallel, *, samples_per_step: int | None = None) -> None:
         self.registry = _Registry()
         self._rank = model.rank
-        self._policy = model.deadline
+        self._model = model
         self._samples_per_step = samples_per_step
         self._prediction = WaitForAllPrediction()
         self._contributions = Contributions(_DECAY)
@@ -190,8 +190,7 @@ class StepMetrics:
             self._replica_mismatches.inc(self._rank in report.different_ranks)
         if "loss" in report.scalars:
             self._loss.labels(self._rank).set(report.scalars["loss"])
-        if isinstance(predicted := getattr(self._policy, "predicted_drop", None), float):
-            self._predicted_dropped_ratio.labels(self._rank).set(predicted)
+        self._predicted_dropped_ratio.labels(self._rank).set(self._model.predicted_drop)
 
     def _count_times(self, report: StepReport, own: RankReport) -> None:
         self._step_seconds.observe(report.seconds)

@@ -10,7 +10,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from straggle.policies.deadline import Deadline, Patience, check_count, check_number, quantile_of
+from straggle.policies.deadline import Deadline, NextDeadline, Patience, check_count, check_number, quantile_of
 from straggle.policies.history import History
 from straggle.policies.step_model import Rules, computed_share, outcome
 from straggle.policies.untruncated import untruncated_entries, untruncated_times
@@ -184,7 +184,7 @@ class AutoDeadline(Deadline):
     the best threshold promises less than ``least_gain`` (0.01: a hundredth more gradient per second), there is none;
     but nobody has more than ``at_most`` times the median of all ranks' times, so that a rank which was never slow
     before and stalls is not waited for either. ``every``: steps between two choices, but at first it chooses in each of
-    ten. ``predicted_drop`` is what the last choice is expected to drop.
+    ten. It predicts what the last choice is expected to drop.
     """
 
     wants_progress = True
@@ -217,16 +217,15 @@ class AutoDeadline(Deadline):
         self._patience = patience
         self._parts = parts if patience.granularity == "stage" else ()
 
-    def decide(self, history: History) -> float:
+    def decide(self, history: History) -> NextDeadline:
         if history.num_steps < self.warmup_steps or history.progress is None:
-            return math.inf
+            return NextDeadline(math.inf)
         number = history.num_steps - self.warmup_steps
         since = min(number % self.every, max(0, number - _AT_FIRST + 1))  # steps since the last choice
         if self.chosen is None or history.num_steps - since != self._chosen_at:
             self._chosen_at = history.num_steps - since
             self.chosen = self._choose(history.last(self.window - self.every + 1, before=since))
-        self.predicted_drop = self.chosen.dropped
-        return self.chosen.tau_s
+        return NextDeadline(self.chosen.tau_s, self.chosen.dropped)
 
     def _choose(self, history: History) -> Threshold:
         rules = Rules.of(self, self._patience, history.compute_s.shape[1])

@@ -7,13 +7,24 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, final, get_args
+from typing import Literal, SupportsFloat, final, get_args
 
 from torch import Tensor
 
 from straggle.policies.history import History
 
 Granularity = Literal["stage", "microbatch", "step"]
+
+
+@dataclass(frozen=True)
+class NextDeadline:
+    """What a policy decided: the ``seconds`` of the next step, infinite to wait for everyone.
+
+    ``predicted_drop``: the share of the gradients that it expects to be dropped in it; NaN: it has no idea.
+    """
+
+    seconds: float
+    predicted_drop: float = math.nan
 
 
 class Deadline(ABC):
@@ -25,7 +36,6 @@ class Deadline(ABC):
 
     ``quorum``: how many ranks must have finished before another is late, instead of `Patience.quorum`; ``grace_s``: so
     many seconds after they have. ``enforced``: whether ranks are stopped; if not, what would have happened is reported.
-    ``predicted_drop``: the share of the gradients that it expects to be dropped in the next step; NaN: it has no idea.
     """
 
     window: int = 1
@@ -33,17 +43,16 @@ class Deadline(ABC):
     quorum: int | None = None
     grace_s: float = 0.0
     enforced: bool = True
-    predicted_drop: float = math.nan
 
     def prepare(self, patience: Patience, parts: Sequence[int] = ()) -> None:  # noqa: B027
-        """Told once, before anybody can be late, how late ranks are treated.
+        """Called once, before any rank can be late: how late ranks are treated.
 
         ``parts``: in how many gradients of about the same size each stage comes.
         """
 
     @abstractmethod
-    def decide(self, history: History) -> float:
-        """Seconds for the next step; infinite to wait for everyone."""
+    def decide(self, history: History) -> NextDeadline | float:
+        """The deadline of the next step; a plain number is its seconds, infinite to wait for everyone."""
 
 
 @final
@@ -190,6 +199,33 @@ class Patience:
         if quorum is not None and quorum > world_size:
             raise ValueError(f"quorum={quorum}: there are only {world_size} ranks")
         return quorum or max(1, world_size // 2)
+
+
+def next_deadline(policy: Deadline, history: History) -> NextDeadline:
+    """What the policy decides. Raises ``ValueError``, naming it, for what are no seconds."""
+    decided = as_next(policy.decide(history))
+    seconds = _number(decided.seconds)
+    if seconds >= 0:
+        return NextDeadline(seconds, decided.predicted_drop)
+    raise ValueError(
+        f"{name_of(policy)}.decide() gave {decided.seconds!r} for step {history.num_steps}: give a number of seconds "
+        "of at least 0, or math.inf to wait for everyone"
+    )
+
+
+def as_next(decided: NextDeadline | float) -> NextDeadline:
+    """What a policy gave, which may be plain seconds."""
+    return decided if isinstance(decided, NextDeadline) else NextDeadline(decided)
+
+
+def _number(value: object) -> float:
+    """A number of any kind, a tensor of one element included, as a float; NaN for what is none."""
+    if not isinstance(value, SupportsFloat) or isinstance(value, bool):
+        return math.nan
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # a tensor of several elements
+        return math.nan
 
 
 def as_deadline(deadline: Deadline | float | None) -> Deadline:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import final
 
 import torch
 from torch import Tensor
 
-from straggle.policies.deadline import Deadline, Patience, check_count, is_number
+from straggle.policies.deadline import Deadline, NextDeadline, Patience, as_next, check_count, is_number
 from straggle.policies.history import History, Progress
 
 
-class _Around(Deadline):
+class _DeadlineWrapper(Deadline):
     """What every policy around another has in common: it asks the inner one, and shows it what that wants to see."""
 
     def __init__(self, inner: Deadline, window: int = 1) -> None:
@@ -30,14 +31,12 @@ class _Around(Deadline):
     def prepare(self, patience: Patience, parts: Sequence[int] = ()) -> None:
         self.inner.prepare(patience, parts)
 
-    def _ask(self, history: History) -> float:
-        seconds = self.inner.decide(history.last(self.inner.window))
-        self.predicted_drop = self.inner.predicted_drop
-        return seconds
+    def _ask(self, history: History) -> NextDeadline:
+        return as_next(self.inner.decide(history.last(self.inner.window)))
 
 
 @final
-class DropBudget(_Around):
+class DropBudget(_DeadlineWrapper):
     """``inner``, but never more than ``share`` of the gradients dropped over any ``window`` steps.
 
     0.05 means: of what all ranks had to give for a stage in the last ``window`` steps, at least 95 % came in, and so it
@@ -59,23 +58,20 @@ class DropBudget(_Around):
         self.over_steps = window
         self.wants_progress = True
 
-    def decide(self, history: History) -> float:
-        seconds = self._ask(history)
+    def decide(self, history: History) -> NextDeadline:
+        decided = self._ask(history)
         if history.progress is None or len(history.progress.computed) == 0:
-            return seconds
+            return decided
         last = history.last(self.over_steps - 1).progress  # with the next step, that is the window
         assert last is not None
         dropped = dropped_per_stage(last).sum(0)
         at_most = 1.0 - 1.0 / last.weight.shape[1]  # the first rank to finish is never late
         left = self.share * self.over_steps - torch.cat([dropped, (dropped * last.stage_share).sum().unsqueeze(0)])
-        if float(left.min()) < at_most:
-            self.predicted_drop = 0.0
-            return math.inf
-        return seconds
+        return NextDeadline(math.inf, 0.0) if float(left.min()) < at_most else decided
 
 
 @final
-class Anneal(_Around):
+class Anneal(_DeadlineWrapper):
     """``inner``'s deadline, longer and longer toward the end of ``num_steps`` steps, and then none.
 
     From step ``begin * num_steps`` on it is divided by what is left of the way to the end: twice as long half-way.
@@ -91,16 +87,14 @@ class Anneal(_Around):
         self.num_steps = num_steps
         self.begin = begin
 
-    def decide(self, history: History) -> float:
-        seconds = self._ask(history)
+    def decide(self, history: History) -> NextDeadline:
+        decided = self._ask(history)
         done = (history.num_steps / self.num_steps - self.begin) / (1 - self.begin)
-        if done >= 1:
-            return math.inf
-        return seconds / (1 - max(0.0, done))
+        return replace(decided, seconds=math.inf if done >= 1 else decided.seconds / (1 - max(0.0, done)))
 
 
 @final
-class Shadow(_Around):
+class Shadow(_DeadlineWrapper):
     """``inner``, but nobody is stopped: what would have happened is reported (`StepReport.shadow`).
 
     For a first run on a real cluster: it trains as DDP does, and its report says what the policy would be worth.
@@ -108,7 +102,7 @@ class Shadow(_Around):
 
     enforced = False
 
-    def decide(self, history: History) -> float:
+    def decide(self, history: History) -> NextDeadline:
         return self._ask(history)
 
 

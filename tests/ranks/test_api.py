@@ -38,6 +38,7 @@ def test_public_names_are_pinned():
         "MedianDeadline",
         "Merge",
         "MovingAverage",
+        "NextDeadline",
         "OptimizerMomentum",
         "Patience",
         "PeerFailed",

@@ -27,7 +27,7 @@ from ranks import run_ranks, staged
 from repository import ROOT
 from training import Chain, Signals, Stopper, features, mlp, random_stops
 
-from straggle import FixedDeadline, LastMerged, Merge, Patience
+from straggle import Deadline, FixedDeadline, LastMerged, Merge, NextDeadline, Patience
 from straggle.backward.stages import Stage, StagePlan
 from straggle.commands.config import ConfigurationError, load
 from straggle.observe.metrics import MetricsExporter, stage_labels
@@ -72,15 +72,20 @@ def train(model, rank, num_steps, log=True):
 # -- what is counted
 
 
+class Predicting(Deadline):
+    """One minute, of which it has an idea."""
+
+    def decide(self, history):  # noqa: ARG002
+        return NextDeadline(60.0, predicted_drop=0.125)
+
+
 def count_chaos(rank, num_steps):
     """Ranks stop at random; the text of this rank's metrics, and all reports."""
     module = Chain()
     stopper = Stopper(module)
     stops = random_stops(rank, num_steps, 5)
     reports = []
-    policy = FixedDeadline(60.0)
-    policy.predicted_drop = 0.125
-    with staged(module, deadline=policy, estimator=LastMerged(0.5), merge=Merge(check_every=4)) as model:
+    with staged(module, deadline=Predicting(), estimator=LastMerged(0.5), merge=Merge(check_every=4)) as model:
         exporter = MetricsExporter(model, port=0, samples_per_step=10)
         for number, after in enumerate(stops):
             with model.step() as step:
@@ -154,9 +159,7 @@ def test_stages_of_one_name_are_told_apart():
 
 
 def whole_text(rank):
-    policy = FixedDeadline(60.0)
-    policy.predicted_drop = 0.125
-    with staged(mlp(), deadline=policy) as model, MetricsExporter(model, port=0, samples_per_step=8) as exporter:
+    with staged(mlp(), deadline=Predicting()) as model, MetricsExporter(model, port=0, samples_per_step=8) as exporter:
         train(model, rank, 2)
         exporter._records.put(None)
         exporter._threads[0].join()

@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 from straggle.lab.simulate.communication import Constant, Network
 from straggle.lab.simulate.delays import Delays
 from straggle.lab.simulate.units import Units, Work
-from straggle.policies.deadline import Deadline, Patience
+from straggle.policies.deadline import Deadline, NextDeadline, Patience, next_deadline
 from straggle.policies.history import HistoryWindow, StepProgress
 from straggle.policies.step_model import Outcome, Rules, computed_share, outcome
 
@@ -114,7 +114,7 @@ class Cluster:
             self._window.watch(units.stage_share)
         shares = [1.0] if not units.overlaps else units.stage_share.tolist()
         self._merge_s = [0.0 if units.merged else network.merge_s(ranks, share) for share in shares]
-        self._deadline_s, self._predicted_drop = math.inf, math.nan
+        self._next = NextDeadline(math.inf)
         self._computed = torch.zeros(ranks, len(units.share))
         self._late_steps = torch.zeros(ranks, dtype=torch.int64)
         self._rows: list[tuple[float, ...]] = []
@@ -124,7 +124,7 @@ class Cluster:
 
         The share of each unit that comes in, of the same shape.
         """
-        done = outcome(unit_s, self._deadline_s, self._rules)
+        done = outcome(unit_s, self._next.seconds, self._rules)
         computed = computed_share(unit_s, done, self._rules, self._units.silent)
         self._computed += computed
         self._late_steps += done.late
@@ -132,7 +132,7 @@ class Cluster:
         step_s, all_s = (self._merged_s(last_s.clamp(max=end_s)) for end_s in (float(done.seconds), math.inf))
         kept = float(computed.mean(0) @ self._units.share)
         late = int(done.late.sum())
-        self._rows.append((step_s, all_s, self._deadline_s, 1 - kept, self._predicted_drop, late))
+        self._rows.append((step_s, all_s, self._next.seconds, 1 - kept, self._next.predicted_drop, late))
         self._decide(unit_s, done, computed, max(0.0, step_s - float(done.seconds)))
         return computed
 
@@ -157,9 +157,9 @@ class Cluster:
                 overhead_s=torch.tensor(overhead_s),
             )
         history = self._window.append(done.end_s[shown].tolist(), (~done.late[shown]).tolist(), progress)
-        decided_s = self._policy.decide(history)
+        decided = next_deadline(self._policy, history)
         if self._policy.enforced:
-            self._deadline_s, self._predicted_drop = decided_s, self._policy.predicted_drop
+            self._next = decided
 
     def result(self) -> Simulation:
         """All that happened."""

@@ -18,6 +18,7 @@ from straggle import (
     FixedDeadline,
     History,
     MedianDeadline,
+    NextDeadline,
     Patience,
     Progress,
     QuantileDeadline,
@@ -127,7 +128,7 @@ def steps_of_fate(policy, num_steps, ranks, stages, draw):
         units = torch.ones(ranks, stages)
         step = StepProgress(units, units / stages, computed, torch.ones(ranks), torch.zeros(ranks), torch.tensor(0.0))
         done = window.append([1.0] * ranks, (computed == 1).all(1).tolist(), step)
-        deadline_s = policy.decide(done)
+        deadline_s = policy.decide(done).seconds
     return torch.stack(dropped)
 
 
@@ -167,7 +168,7 @@ def test_weight_of_a_rank_counts_in_what_it_drops_and_a_rank_without_data_drops_
 @pytest.mark.parametrize(("done", "factor"), [(10, 1.0), (50, 1.0), (75, 2.0), (90, 5.0), (100, INF), (500, INF)])
 def test_annealed_deadline_grows_with_what_is_left_of_the_run(done, factor):
     policy = Anneal(FixedDeadline(0.3), 100, begin=0.5)
-    assert policy.decide(history([[[1.0]]], done)) == pytest.approx(0.3 * factor)
+    assert policy.decide(history([[[1.0]]], done)).seconds == pytest.approx(0.3 * factor)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +207,7 @@ def test_policy_around_another_shows_it_what_it_would_see_alone(around):
 
     inner = Seen()
     policy = around(inner)
-    assert policy.decide(history([[[1.0]], [[2.0]], [[3.0]]])) == 7.0
+    assert policy.decide(history([[[1.0]], [[2.0]], [[3.0]]])) == NextDeadline(7.0)
     assert inner.compute_s == [[2.0], [3.0]]
     with pytest.raises(TypeError, match="give a straggle"):
         around(0.5)
@@ -379,19 +380,21 @@ def one_slow(factor, steps=30, stages=6):
 def test_auto_deadline_stops_a_slow_rank_and_says_what_that_drops():
     policy = AutoDeadline()
     policy.prepare(Patience(), [1] * 6)
-    seconds = policy.decide(history(one_slow(3.0)))
+    decided = policy.decide(history(one_slow(3.0)))
+    seconds = decided.seconds
     assert 2.0 <= seconds < 3.2
     assert policy.chosen.gain > 0.3
     # the slow rank has the first stage after 3 s, and each other 0.6 s later; a stage that it has begun still counts
     stages = 0 if seconds < 3.0 else 2
-    assert policy.predicted_drop == pytest.approx((6 - stages) / 6 / 4, abs=1e-6)
+    assert decided.predicted_drop == pytest.approx((6 - stages) / 6 / 4, abs=1e-6)
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.005])
 def test_auto_deadline_is_a_bound_only_where_there_is_nothing_to_gain(factor):
     policy = AutoDeadline(at_most=1.5)
-    assert policy.decide(history(one_slow(factor))) == pytest.approx(1.5 * 2.0)
-    assert policy.predicted_drop == pytest.approx(0.0, abs=1e-9)
+    decided = policy.decide(history(one_slow(factor)))
+    assert decided.seconds == pytest.approx(1.5 * 2.0)
+    assert decided.predicted_drop == pytest.approx(0.0, abs=1e-9)
 
 
 @pytest.mark.parametrize("entered_s", [0.0, 0.5])
@@ -399,7 +402,7 @@ def test_auto_deadline_does_not_wait_in_the_middle_of_a_unit(entered_s):
     """A slow rank stops where its peers are done, whatever the unit that it is in."""
     quick, slow = torch.tensor([1.0, 2.0, 3.0, 3.2, 3.4]), torch.tensor([2.2, 4.4, 6.6, 7.0, 7.5])
     policy, unit_s = AutoDeadline(), torch.stack([quick, quick, quick, slow]).expand(30, 4, 5)
-    assert 3.3 < policy.decide(history(unit_s, entered_s=torch.full((30, 4), entered_s))) < 3.45
+    assert 3.3 < policy.decide(history(unit_s, entered_s=torch.full((30, 4), entered_s))).seconds < 3.45
 
 
 def test_auto_deadline_of_whole_microbatches_is_the_rules():
@@ -407,7 +410,7 @@ def test_auto_deadline_of_whole_microbatches_is_the_rules():
     quick, slow = torch.tensor([1.0, 2.0, 3.0, 3.2, 3.4]), torch.tensor([2.2, 4.4, 6.6, 7.0, 7.5])
     policy = AutoDeadline()
     policy.prepare(Patience(granularity="microbatch"))
-    assert 4.3 < policy.decide(history(torch.stack([quick, quick, quick, slow]).expand(30, 4, 5))) < 4.4
+    assert 4.3 < policy.decide(history(torch.stack([quick, quick, quick, slow]).expand(30, 4, 5))).seconds < 4.4
 
 
 def test_auto_deadline_does_not_count_a_rank_without_data():
@@ -415,9 +418,9 @@ def test_auto_deadline_does_not_count_a_rank_without_data():
     unit_s[:, 3] = NAN
     seen = history(unit_s)
     seen.progress.weight[:, 3] = 0.0
-    policy = AutoDeadline()
-    assert policy.decide(seen) == pytest.approx(4.0)
-    assert policy.predicted_drop == pytest.approx(0.0, abs=1e-6)
+    decided = AutoDeadline().decide(seen)
+    assert decided.seconds == pytest.approx(4.0)
+    assert decided.predicted_drop == pytest.approx(0.0, abs=1e-6)
 
 
 def test_auto_deadline_learns_nothing_from_a_step_for_which_nobody_has_data():
@@ -426,9 +429,7 @@ def test_auto_deadline_learns_nothing_from_a_step_for_which_nobody_has_data():
     unit_s[29] = NAN
     seen, whole = history(unit_s), history(one_slow(3.0, 29))
     seen.progress.weight[29] = 0.0
-    with_it, without = AutoDeadline(), AutoDeadline()
-    assert with_it.decide(seen) == without.decide(whole)
-    assert with_it.predicted_drop == without.predicted_drop
+    assert AutoDeadline().decide(seen) == AutoDeadline().decide(whole)
 
 
 def test_ranks_without_data_make_a_quorum_as_they_do_in_training():
@@ -437,18 +438,18 @@ def test_ranks_without_data_make_a_quorum_as_they_do_in_training():
     unit_s[:, :2] = NAN
     seen = history(unit_s)
     seen.progress.weight[:, :2] = 0.0
-    assert AutoDeadline().decide(seen) < 4.0
+    assert AutoDeadline().decide(seen).seconds < 4.0
 
 
 def test_auto_deadline_gives_a_rank_that_enters_within_the_grace_its_time():
     """All are done at 2; one enters at 2.5 in every third step, and is done 2 later, or stood in for."""
-    times, entered_s = one_slow(1.0), torch.zeros(30, 4)
-    policies = [AutoDeadline(every=1, at_most=1.1) for _ in range(2)]
+    times, entered_s, drops = one_slow(1.0), torch.zeros(30, 4), []
     entered_s[::3, 1] = 2.5
-    for policy, grace_s in zip(policies, (0.1, 1.0), strict=True):
+    for grace_s in (0.1, 1.0):
+        policy = AutoDeadline(every=1, at_most=1.1)
         policy.prepare(Patience(grace_s=grace_s), [1] * 6)
-        policy.decide(history(times, entered_s=entered_s))
-    assert [policy.predicted_drop for policy in policies] == [pytest.approx(1 / 12), pytest.approx(0.0, abs=1e-6)]
+        drops.append(policy.decide(history(times, entered_s=entered_s)).predicted_drop)
+    assert drops == [pytest.approx(1 / 12), pytest.approx(0.0, abs=1e-6)]
 
 
 @pytest.mark.parametrize("stood_in", [False, True])
@@ -460,8 +461,9 @@ def test_auto_deadline_does_not_wait_for_ranks_that_enter_late(stood_in):
         times[::3, 1] = NAN
         entered_s[::3, 1], entered_s[1::3, 1] = 2.5, 1.5
     policy = AutoDeadline(every=1, at_most=3.0)
-    assert 2.0 <= policy.decide(history(times, entered_s=entered_s)) < 2.3
-    assert policy.predicted_drop == pytest.approx(1 / 12, abs=1e-6)
+    decided = policy.decide(history(times, entered_s=entered_s))
+    assert 2.0 <= decided.seconds < 2.3
+    assert decided.predicted_drop == pytest.approx(1 / 12, abs=1e-6)
 
 
 @pytest.mark.parametrize("every", [7, 25])
@@ -484,7 +486,7 @@ def test_auto_deadline_chooses_in_each_of_its_first_steps(every):
     policy = AutoDeadline(warmup_steps=3, every=every, window=20)
     decided, chosen = [], []
     for end in range(1, 60):
-        decided.append(policy.decide(history(times[max(0, end - 19 - every) : end], end)))
+        decided.append(policy.decide(history(times[max(0, end - 19 - every) : end], end)).seconds)
         chosen.append(policy.chosen)
     assert [seconds == math.inf for seconds in decided[:4]] == [True, True, False, False]
     assert decided[8] != decided[7]  # at once
@@ -495,7 +497,7 @@ def test_auto_deadline_chooses_in_each_of_its_first_steps(every):
 def test_auto_deadline_follows_a_rank_that_recovers():
     policy = AutoDeadline(window=20, every=5)
     times = torch.cat([one_slow(3.0, 40), one_slow(1.0, 40)])
-    decided = [policy.decide(history(times[max(0, end - 24) : end], end)) for end in range(10, 81)]
+    decided = [policy.decide(history(times[max(0, end - 24) : end], end)).seconds for end in range(10, 81)]
     assert decided[0] < 4.0
     assert decided[-1] == pytest.approx(2 * 2.0)
 
