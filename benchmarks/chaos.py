@@ -429,7 +429,7 @@ def wrap(way, model):
     if way == "DDP":
         return DistributedDataParallel(model)
     if way == "auto":
-        return StagedDataParallel(model, deadline=AutoDeadline(least_gain=1000.0, at_most=1000.0))
+        return StagedDataParallel(model, deadline=AutoDeadline(least_gain=1000.0, max_over_median=1000.0))
     if way == "first k":
         return StagedDataParallel(model, deadline=FirstK(dist.get_world_size()))
     staged = StagedDataParallel(model, deadline=QuantileDeadline(0.5, slack=1000.0))

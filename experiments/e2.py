@@ -15,7 +15,7 @@ from straggle.lab.simulate.ranks import simulate
 from straggle.lab.simulate.units import Work
 from straggle.policies.auto_deadline import AutoDeadline
 from straggle.policies.deadline import Patience
-from straggle.policies.step_model import Rules, outcome
+from straggle.policies.step_model import StopRules, simulate_step
 
 MICROBATCHES = 12
 EXPECTED = {2: 1.01, 4: 1.07, 8: 1.14, 16: 1.18, 32: 1.25, 64: 1.28, 200: 1.37, 512: 1.42, 2048: 1.50}
@@ -46,11 +46,11 @@ def best_speedup(times: list[Tensor], num_candidates: int = 60) -> tuple[float, 
 
 def best_speedup_of_half(times: list[Tensor], num_candidates: int = 20) -> float:
     """The same where nobody is late before half of the ranks have finished, as by default in training."""
-    rules = Rules(max(1, times[0].shape[0] // 2))
+    rules = StopRules(max(1, times[0].shape[0] // 2))
     all_s = sum(float(unit_s[:, -1].amax()) for unit_s in times)
     found = []
     for tau in torch.linspace(MICROBATCHES, 2.0 * MICROBATCHES, num_candidates).tolist():
-        done = [outcome(unit_s, tau, rules) for unit_s in times]
+        done = [simulate_step(unit_s, tau, rules) for unit_s in times]
         kept = sum(float(d.reached.float().mean()) for d in done) / len(done)
         found.append(kept * all_s / sum(float(d.seconds) for d in done))
     return max(found)

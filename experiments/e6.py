@@ -28,7 +28,7 @@ from straggle.lab.learning.lateness import (
     SameDepth,
     SameRanks,
 )
-from straggle.lab.learning.learning import Learned, Rule, Setting, learn
+from straggle.lab.learning.learning import Learned, Setting, Treatment, learn
 from straggle.lab.learning.samples import FromOnePool, OfTheirOwn, Samples
 from straggle.lab.simulate.delays import NoDelay
 from straggle.lab.workloads.digits import Digits
@@ -41,15 +41,15 @@ from straggle.policies.deadline import FixedDeadline
 RANKS, BATCH = 6, 8
 REAL_STEPS = 30
 ALL, DEADLINE = "wait for all", "deadline only"
-RULES = {
-    ALL: Rule(Nobody()),
-    DEADLINE: Rule(ByDeadline(FixedDeadline(1.2), NoDelay())),
-    "5 of 6, the same rank late": Rule(SameRanks(1)),
-    "the same rank late, stops half way": Rule(SameRanks(1, SameDepth(0.5))),
-    "5 of 6, another rank in each step": Rule(OtherRanks(1)),
-    "5 of 6, another rank for each stage": Rule(OtherRanksPerUnit(1)),
-    "3 of 6, others in each step": Rule(OtherRanks(3)),
-    "3 of 6, others for each stage": Rule(OtherRanksPerUnit(3)),
+TREATMENTS = {
+    ALL: Treatment(Nobody()),
+    DEADLINE: Treatment(ByDeadline(FixedDeadline(1.2), NoDelay())),
+    "5 of 6, the same rank late": Treatment(SameRanks(1)),
+    "the same rank late, stops half way": Treatment(SameRanks(1, SameDepth(0.5))),
+    "5 of 6, another rank in each step": Treatment(OtherRanks(1)),
+    "5 of 6, another rank for each stage": Treatment(OtherRanksPerUnit(1)),
+    "3 of 6, others in each step": Treatment(OtherRanks(3)),
+    "3 of 6, others for each stage": Treatment(OtherRanksPerUnit(3)),
 }
 
 
@@ -160,16 +160,16 @@ def _own(workload: Workload, seed: int) -> Samples:
 
 
 def _runs(task: Task) -> dict[str, tuple[Learned, ...]]:
-    """Each rule's runs, one for each seed."""
+    """Each treatment's runs, one for each seed."""
     found: dict[str, list[Learned]] = {}
     for seed in range(task.seeds):
         workload = task.workload(seed)
         setting = Setting(
             workload, task.make_optimizer, task.samples(workload, seed), task.steps, seed, task.num_stages
         )
-        for name, rule in RULES.items():
+        for name, treatment in TREATMENTS.items():
             if seed == 0 or name != DEADLINE:  # equal bit for bit: once is enough
-                found.setdefault(name, []).append(learn(setting, rule))
+                found.setdefault(name, []).append(learn(setting, treatment))
     return {name: tuple(runs) for name, runs in found.items()}
 
 
@@ -195,12 +195,12 @@ def _notes(quick: bool) -> tuple[str, ...]:
 
 
 def _plot(tasks: list[Task], found: dict[str, dict[str, tuple[Learned, ...]]], out: Path) -> Path:
-    """The difference from waiting for all, by rule, one panel for each task."""
+    """The difference from waiting for all, by treatment, one panel for each task."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 3.6), layout="constrained")
     axes = figure.subplots(1, len(tasks), sharey=True)
-    names = [name for name in reversed(RULES) if name not in (ALL, DEADLINE)]
+    names = [name for name in reversed(TREATMENTS) if name not in (ALL, DEADLINE)]
     for axis, task in zip(axes, tasks, strict=True):
         reference = [task.score(run) for run in found[task.name][ALL]]
         for row, name in enumerate(names):

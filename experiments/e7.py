@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from experiments._models import WithModel, digits_mlp
 from experiments.result import Line, Result
 from straggle.lab.learning.lateness import Depth, Nobody, PoissonDepth, SameRanks, UniformDepth
-from straggle.lab.learning.learning import Learned, Rule, Setting, learn
+from straggle.lab.learning.learning import Learned, Setting, Treatment, learn
 from straggle.lab.learning.samples import OfTheirOwn
-from straggle.lab.learning.weighting import InverseChance
+from straggle.lab.learning.weighting import InverseProbability
 from straggle.lab.workloads.digits import Digits
 from straggle.observe.intervals import Interval, difference_interval, mean_interval
 from straggle.policies.estimators import Estimator, Zero
@@ -46,22 +46,22 @@ def zero(_optimizer: Optimizer) -> Estimator:
     return Zero()
 
 
-def rules(depth: Depth) -> dict[str, Rule]:
+def treatments(depth: Depth) -> dict[str, Treatment]:
     """The merges, from the least to the most that they are expected to reach."""
     late = SameRanks(LATE, depth)
     return {
-        DROP_N: Rule(SameRanks(LATE), make_estimator=zero),
-        DROP: Rule(SameRanks(LATE)),
-        ZERO: Rule(late, make_estimator=zero),
-        COUNT: Rule(late),
-        INVERSE: Rule(late, InverseChance),
-        NOBODY: Rule(Nobody()),
+        DROP_N: Treatment(SameRanks(LATE), make_estimator=zero),
+        DROP: Treatment(SameRanks(LATE)),
+        ZERO: Treatment(late, make_estimator=zero),
+        COUNT: Treatment(late),
+        INVERSE: Treatment(late, InverseProbability),
+        NOBODY: Treatment(Nobody()),
     }
 
 
 @dataclass(frozen=True)
 class Runs:
-    """The runs of one rule, one for each seed."""
+    """The runs of one treatment, one for each seed."""
 
     learned: tuple[Learned, ...]
 
@@ -82,8 +82,12 @@ def run(quick: bool, out: Path) -> Result:
     found: dict[tuple[str, str], dict[str, Runs]] = {}
     for samples, share in SAMPLES.items():
         # who does not come to any layer, or to all, does not depend on the depth
-        first = {name: _runs(rule, share, seeds) for name, rule in rules(UniformDepth()).items()}
-        others = {name: _runs(rule, share, seeds) for name, rule in rules(PoissonDepth(3)).items() if _by_depth(name)}
+        first = {name: _runs(treatment, share, seeds) for name, treatment in treatments(UniformDepth()).items()}
+        others = {
+            name: _runs(treatment, share, seeds)
+            for name, treatment in treatments(PoissonDepth(3)).items()
+            if _by_depth(name)
+        }
         found[samples, "uniform"] = first
         found[samples, "3 of 6 expected"] = first | others
     lines = [_chance_line(found["alike", "3 of 6 expected"][COUNT])]
@@ -98,13 +102,13 @@ def _by_depth(name: str) -> bool:
     return name in (ZERO, COUNT, INVERSE)
 
 
-def _runs(rule: Rule, sorted_share: float, seeds: int) -> Runs:
+def _runs(treatment: Treatment, sorted_share: float, seeds: int) -> Runs:
     runs = []
     for seed in range(seeds):
         workload = WithModel(Digits(seed=seed), digits_mlp)
         samples = OfTheirOwn(workload, USERS, BATCH, seed=seed, sorted_share=sorted_share)
         optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.5)
-        runs.append(learn(Setting(workload, optimizer, samples, ROUNDS, seed=seed), rule))
+        runs.append(learn(Setting(workload, optimizer, samples, ROUNDS, seed=seed), treatment))
     return Runs(tuple(runs))
 
 

@@ -40,7 +40,7 @@ class RankShare:
 class Rebalance:
     """Deals the ``total`` samples of a step out to the ranks by their measured speed; equally at first.
 
-    >>> rebalance = straggle.Rebalance(model, total=256, least=8, multiple_of=8)
+    >>> rebalance = straggle.Rebalance(model, total=256, min_share=8, multiple_of=8)
     >>> first, count = rebalance.share()
     >>> with model.step() as step:
     ...     step.weight = count
@@ -48,7 +48,7 @@ class Rebalance:
 
     Set ``step.weight`` to the share, so that the merged gradient is the mean over all samples of the step. To shift
     micro-batches, let ``total`` count those of all ranks and give the share as ``num_microbatches``. Each rank has at
-    least ``least`` of them, and a multiple of ``multiple_of``.
+    least ``min_share`` of them, and a multiple of ``multiple_of``.
 
     A rank's speed is the median over the last ``window`` steps, at least half as many, since its last change: one that
     stalled now and then is not slow. Shares change only where that makes the slowest rank's expected time shorter by
@@ -63,15 +63,20 @@ class Rebalance:
         model: StagedDataParallel,
         *,
         total: int,
-        least: int = 1,
+        min_share: int = 1,
         multiple_of: int = 1,
         window: int = 20,
         least_gain: float = 0.05,
     ) -> None:
         check_shares(
-            model.world_size, total=total, least=least, multiple_of=multiple_of, window=window, least_gain=least_gain
+            model.world_size,
+            total=total,
+            min_share=min_share,
+            multiple_of=multiple_of,
+            window=window,
+            least_gain=least_gain,
         )
-        self._least = _rounded_up(least, multiple_of)
+        self._least = _rounded_up(min_share, multiple_of)
         self._rank = model.rank
         self._total = total
         self._multiple_of = multiple_of
@@ -260,15 +265,21 @@ class Overhead:
 
 
 def check_shares(
-    ranks: int, *, total: int | None, least: int = 1, multiple_of: int = 1, window: int = 20, least_gain: float = 0.05
+    ranks: int,
+    *,
+    total: int | None,
+    min_share: int = 1,
+    multiple_of: int = 1,
+    window: int = 20,
+    least_gain: float = 0.05,
 ) -> None:
     """Raise ``ValueError`` for what `Rebalance` cannot do with so many ranks; a ``total`` of ``None`` is not known."""
-    check_count("least", least, least=1)
+    check_count("min_share", min_share, least=1)
     check_count("multiple_of", multiple_of, least=1)
     check_count("window", window, least=2)
     if not 0 < least_gain < math.inf:
         raise ValueError(f"least_gain={least_gain}: must be a positive number, such as 0.05 for a twentieth")
-    each = _rounded_up(least, multiple_of)
+    each = _rounded_up(min_share, multiple_of)
     if total is not None and (total % multiple_of or total < each * ranks):
         raise ValueError(
             f"total={total}: must be a multiple of {multiple_of}, and {each} at least for each of {ranks} ranks"

@@ -23,7 +23,7 @@ from straggle.policies.deadline import (
     next_deadline,
 )
 from straggle.policies.history import HistoryWindow, StepProgress
-from straggle.policies.step_model import Rules, computed_share, outcome
+from straggle.policies.step_model import StopRules, computed_share, simulate_step
 from straggle.policies.wrappers import DropBudget
 
 WORTH_IT = 1.01  # effective speedup, from which on a policy is recommended
@@ -119,7 +119,7 @@ def replay(timings: Timings, policy: Deadline, patience: Patience | None = None,
     """
     patience = patience or Patience()
     policy.prepare(patience)
-    rules = Rules.of(policy, patience, timings.num_ranks)
+    rules = StopRules.of(policy, patience, timings.num_ranks)
     if cautious:
         rules = replace(rules, checks=1)
     window = HistoryWindow(policy.window, timings.num_ranks)
@@ -134,7 +134,7 @@ def replay(timings: Timings, policy: Deadline, patience: Patience | None = None,
     stood_in = torch.zeros(timings.num_ranks, dtype=torch.bool)
     for step in range(timings.num_steps):
         begin_s = entered_s[step] + behind_s
-        would = outcome(unit_s[step], deadline_s, rules, begin_s, behind=stood_in)
+        would = simulate_step(unit_s[step], deadline_s, rules, begin_s, behind=stood_in)
         stood_in, network_s = would.stood_in, float(timings.network_s[step])
         if cautious and bool(would.late.any()):
             network_s *= 2

@@ -84,9 +84,9 @@ def _build(task: Task) -> None:
         model = setting.workload.model()
         units_of(setting, model)
         for method in task.methods:
-            rule = task.rule(method, Case(0.0, own_data))
-            rule.make_weighting()
-            rule.make_estimator(setting.make_optimizer(model.parameters()))
+            treatment = task.treatment(method, Case(0.0, own_data))
+            treatment.make_weighting()
+            treatment.make_estimator(setting.make_optimizer(model.parameters()))
 
 
 def _late(config: DictConfig) -> list[Any]:

@@ -54,7 +54,7 @@ class Coordinator:
         self.training, self.merging = TrainingSide(stopwatch := Stopwatch()), MergeSide(stopwatch)
         self.stopwatch = stopwatch
         self.deadline = deadline
-        self.reached = ReachedShares(merge.chance_window)
+        self.reached = ReachedShares(merge.probability_window)
         self._parameters = parameters
         self._channel = channel
         self._fill_in = fill_in
@@ -321,8 +321,8 @@ class Coordinator:
         )
         self._spare = None
         factors = None
-        if merge.weighting == "inverse_chance":
-            factors = self.reached.factors(len(self.plan.stages), merge.chance_cap)
+        if merge.weighting == "inverse_probability":
+            factors = self.reached.factors(len(self.plan.stages), merge.max_weight)
         current = Round(
             merging.step,
             self._layout,
@@ -402,7 +402,7 @@ class Coordinator:
         )
         current.buffers.write_telemetry(self._channel.rank, row.encode(), changes)
         current.close(own, weights)
-        if self._merge.weighting == "inverse_chance" and not self.training.entry.idle:
+        if self._merge.weighting == "inverse_probability" and not self.training.entry.idle:
             self.reached.append(row.computed)
         now = self.stopwatch.now()
         self.merging.submit(now)

@@ -15,7 +15,7 @@ from straggle.backward.stages import Stage, StagePlan
 from straggle.merge.telemetry import Table
 from straggle.policies.deadline import Deadline, Patience, WaitForAll, next_deadline
 from straggle.policies.history import History, HistoryWindow
-from straggle.policies.step_model import Rules
+from straggle.policies.step_model import StopRules
 
 
 class CurrentDeadline:
@@ -26,7 +26,7 @@ class CurrentDeadline:
 
     def __init__(self, policy: Deadline, patience: Patience, world_size: int) -> None:
         self.patience = patience
-        self.rules = Rules.of(policy, patience, world_size)
+        self.rules = StopRules.of(policy, patience, world_size)
         self.seconds = math.inf  # the first step waits for everyone
         self.shadow_s = math.nan if policy.enforced else math.inf
         self.predicted_drop = math.nan

@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 Buffers = Literal["mean", "rank0", "local"]
 Nonfinite = Literal["drop", "keep"]
-Weighting = Literal["count", "inverse_chance"]
+Weighting = Literal["count", "inverse_probability"]
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Merge:
 
     ``check_every``: once in this many steps the ranks compare parameters (`StepReport.different_ranks`); 0: never.
 
-    ``weighting``: by "count", every gradient that was computed counts the same. By "inverse_chance", a rank weighs what
+    ``weighting``: by "count", every gradient that was computed counts the same. By "inverse_probability", a rank weighs what
     it computed of a stage by the inverse of its own chance of coming so far: the share of the stage that it submitted
-    over its last ``chance_window`` steps; at most ``chance_cap``. So a rank that is often late counts, over many
+    over its last ``probability_window`` steps; at most ``max_weight``. So a rank that is often late counts, over many
     steps, as much in the input layers as in the output layers.
     """
 
@@ -42,18 +42,18 @@ class Merge:
     nonfinite: Nonfinite = "drop"
     check_every: int = 100
     weighting: Weighting = "count"
-    chance_window: int = 50
-    chance_cap: float = 10.0
+    probability_window: int = 50
+    max_weight: float = 10.0
 
     def __post_init__(self) -> None:
         for name, kind in (("buffers", Buffers), ("nonfinite", Nonfinite), ("weighting", Weighting)):
             if (value := getattr(self, name)) not in get_args(kind):
                 raise ValueError(f"{name}={value!r}: choose one of {', '.join(get_args(kind))}")
         check_count("check_every", self.check_every)  # 0: never
-        check_count("chance_window", self.chance_window, least=1)
-        if not is_number(self.chance_cap) or not self.chance_cap >= 1:
+        check_count("probability_window", self.probability_window, least=1)
+        if not is_number(self.max_weight) or not self.max_weight >= 1:
             raise ValueError(
-                f"chance_cap={self.chance_cap}: what is weighed by the inverse of its chance weighs at least 1"
+                f"max_weight={self.max_weight}: what is weighed by the inverse of its probability weighs at least 1"
             )
 
     def checks(self, step: int) -> bool:
@@ -61,13 +61,13 @@ class Merge:
         return self.check_every > 0 and step > 0 and step % self.check_every == 0
 
 
-def inverse_chance(reached_share: Tensor, cap: float) -> Tensor:
-    """The weight of what a rank computed, where it comes so far in this share of its steps: ``1 / share``, to ``cap``.
+def inverse_probability(reached_share: Tensor, max_weight: float) -> Tensor:
+    """The weight of what a rank computed, where it comes so far in this share of its steps: ``1 / share``.
 
     Over many steps each rank then counts the same for every stage, however seldom it reaches it (Horvitz and Thompson
-    1952); divided by the sum of weights, up to the bias of a ratio. The cap bounds the weight of a rare contribution.
+    1952); divided by the sum of weights, up to the bias of a ratio. ``max_weight`` bounds that of a rare contribution.
     """
-    return (1 / reached_share).clamp(max=cap)
+    return (1 / reached_share).clamp(max=max_weight)
 
 
 class ReachedShares:
@@ -83,11 +83,11 @@ class ReachedShares:
         before = self._steps if self._steps and len(self._steps[0]) == len(reached) else ()
         self._steps = (*before, tuple(reached))[-self._window :]
 
-    def factors(self, num_stages: int, cap: float) -> list[float] | None:
+    def factors(self, num_stages: int, max_weight: float) -> list[float] | None:
         """What the next step's gradients are weighed by, for each stage; ``None`` where that is 1 for all of them."""
         if not self._steps or len(self._steps[0]) != num_stages or all(min(step) == 1 for step in self._steps):
             return None
-        factors: list[float] = inverse_chance(torch.tensor(self._steps).mean(0), cap).tolist()
+        factors: list[float] = inverse_probability(torch.tensor(self._steps).mean(0), cap).tolist()
         return factors
 
     def tensor(self) -> Tensor:

@@ -22,7 +22,7 @@ from straggle.backward.stages import StagePlan
 from straggle.merge.names import ScalarNames, name_hash
 from straggle.policies.deadline import Granularity
 from straggle.policies.history import StepProgress
-from straggle.policies.step_model import Rules, computed_share, outcome
+from straggle.policies.step_model import StopRules, computed_share, simulate_step
 from straggle.policies.untruncated import UntruncatedTime, untruncated_step
 from straggle.report import CAUSES, PHASES, Phase, RankReport, ShadowReport, StageReport, StepReport
 
@@ -272,7 +272,7 @@ class Table:
         first = len(_FIELDS) + _PER_STAGE * self._num_stages
         return self._rows[:, first : first + MICROBATCH_SLOTS]
 
-    def shadow(self, seconds: float, deadline_s: float, rules: Rules, plan: StagePlan) -> ShadowReport:
+    def shadow(self, seconds: float, deadline_s: float, rules: StopRules, plan: StagePlan) -> ShadowReport:
         """What a deadline of ``deadline_s`` would have made of this step, for which everyone was waited for."""
         stage_share = torch.tensor([stage.numel / plan.numel for stage in plan.stages])
         progress = self.progress(stage_share, "microbatch" if rules.finish_running else "stage")
@@ -281,7 +281,7 @@ class Table:
         unit_s = progress.unit_s.where(progress.unit_share > 0, 0.0).nan_to_num(0.0).cummax(-1).values
         unit_s = torch.cat([unit_s[:, :-1], torch.maximum(unit_s[:, -1:], compute_s.unsqueeze(1))], 1)
         entered_s, has_data = progress.entered_s, progress.weight > 0
-        would = outcome(unit_s, deadline_s, rules, entered_s)
+        would = simulate_step(unit_s, deadline_s, rules, entered_s)
         part = computed_share(unit_s, would, rules) * has_data.unsqueeze(1)
         given = part * progress.unit_share
         by_stage = given.sum(1, keepdim=True).expand(-1, len(plan.stages))
@@ -371,7 +371,7 @@ class StepRecord:
     table: Table
     names: ScalarNames
     shadow_s: float = math.nan
-    rules: Rules | None = None
+    rules: StopRules | None = None
 
     @cached_property
     def report(self) -> StepReport:

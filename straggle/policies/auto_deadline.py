@@ -12,7 +12,7 @@ from torch import Tensor
 
 from straggle.policies.deadline import Deadline, NextDeadline, Patience, check_count, check_number, quantile_of
 from straggle.policies.history import History
-from straggle.policies.step_model import Rules, computed_share, outcome
+from straggle.policies.step_model import StopRules, computed_share, simulate_step
 from straggle.policies.untruncated import untruncated_entries, untruncated_times
 
 _CANDIDATES = 200  # thresholds that are looked at
@@ -153,14 +153,14 @@ def _stopped_at(tau: Tensor, needs_s: Tensor, steps: StepTimes, grace_s: float) 
     return stopped_s.where(first_late < needs_s.shape[1], 0.0)
 
 
-def expected_drop(steps: StepTimes, tau_s: float, rules: Rules, parts: Sequence[int] = ()) -> float:
+def expected_drop(steps: StepTimes, tau_s: float, rules: StopRules, parts: Sequence[int] = ()) -> float:
     """The share of all gradients that is dropped with a deadline of ``tau_s`` seconds.
 
     With ``parts``, the last units are stages, which come in so many parts each; the one that is being computed still
     counts, and a running micro-batch before them comes in steadily after its forward pass.
     """
     whole = steps.unit_s.shape[-1] - len(parts)
-    would = outcome(steps.unit_s, tau_s, rules, steps.entered_s)
+    would = simulate_step(steps.unit_s, tau_s, rules, steps.entered_s)
     part = computed_share(steps.unit_s, would, rules, _silent(whole, steps.unit_s) if parts else None)
     if parts:
         part[..., whole:] = (part[..., whole:] * torch.tensor(parts)).ceil() / torch.tensor(parts)
@@ -182,9 +182,9 @@ class AutoDeadline(Deadline):
     It weighs what is dropped against the seconds that are saved, on the clock that it is enforced by: a late rank is
     waited for until the threshold, and not, as the rule has it for micro-batches, until its last unit before. Where
     the best threshold promises less than ``least_gain`` (0.01: a hundredth more gradient per second), there is none;
-    but nobody has more than ``at_most`` times the median of all ranks' times, so that a rank which was never slow
-    before and stalls is not waited for either. ``every``: steps between two choices, but at first it chooses in each of
-    ten. It predicts what the last choice is expected to drop.
+    but no rank has more than ``max_over_median`` times the median of all ranks' times, so that a rank which was never
+    slow before and stalls is not waited for either. ``every``: steps between two choices, but at first it chooses in
+    each of ten. It predicts what the last choice is expected to drop.
     """
 
     wants_progress = True
@@ -196,18 +196,18 @@ class AutoDeadline(Deadline):
         warmup_steps: int = 2,
         every: int = 25,
         least_gain: float = 0.01,
-        at_most: float = 2.0,
+        max_over_median: float = 2.0,
     ) -> None:
         check_count("window", window, least=1)
         check_count("warmup_steps", warmup_steps, least=1)
         check_count("every", every, least=1)
         check_number("least_gain", least_gain, least=0, such_as="0.01 for a hundredth")
-        check_number("at_most", at_most, above=1, such_as="2 for twice the median time")
+        check_number("max_over_median", max_over_median, above=1, such_as="2 for twice the median time")
         self.window = window + every - 1  # those since the last choice are not looked at
         self.warmup_steps = warmup_steps
         self.every = every
         self.least_gain = least_gain
-        self.at_most = at_most
+        self.max_over_median = max_over_median
         self.chosen: Threshold | None = None
         self._chosen_at = -1
         self._patience = Patience()
@@ -228,14 +228,14 @@ class AutoDeadline(Deadline):
         return NextDeadline(self.chosen.tau_s, self.chosen.dropped)
 
     def _choose(self, history: History) -> Threshold:
-        rules = Rules.of(self, self._patience, history.compute_s.shape[1])
+        rules = StopRules.of(self, self._patience, history.compute_s.shape[1])
         steps = StepTimes.of(history, rules.quorum)
         if steps is None:
             return Threshold(math.inf, 0.0, 0.0)
         chosen = choose_threshold(
             steps,
             grace_s=rules.grace_s,
-            longest_s=self.at_most * quantile_of(history.compute_s, 0.5),
+            longest_s=self.max_over_median * quantile_of(history.compute_s, 0.5),
             least_gain=self.least_gain,
             waits_until_tau=not rules.finish_running,
         )

@@ -15,7 +15,7 @@ from straggle.policies.deadline import Deadline, Patience
 
 
 @dataclass(frozen=True)
-class Rules:
+class StopRules:
     """When the work of a step ends: the deadline, who must wait for it, and what becomes of the running unit.
 
     ``quorum`` ranks must have finished, ``after_quorum_s`` seconds ago. A late rank stops where it is; with
@@ -36,15 +36,15 @@ class Rules:
     checks: int = 0
 
     @staticmethod
-    def of(policy: Deadline, patience: Patience, world_size: int) -> Rules:
+    def of(policy: Deadline, patience: Patience, world_size: int) -> StopRules:
         """The rules that so many ranks follow under a policy."""
         quorum = patience.quorum_of(world_size, policy.quorum)
         granularity = patience.granularity
-        return Rules(quorum, policy.grace_s, granularity == "microbatch", patience.grace_s, granularity == "step")
+        return StopRules(quorum, policy.grace_s, granularity == "microbatch", patience.grace_s, granularity == "step")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SimulatedStep:
     """``late`` and ``stood_in`` (..., ranks), of which a rank can be both; ``reached`` (..., ranks, units).
 
     ``own_s`` (..., ranks): seconds of each rank's own work, from entering; 0 where it is stood in for. ``end_s``
@@ -60,13 +60,13 @@ class Outcome:
     seconds: Tensor
 
 
-def outcome(
+def simulate_step(
     unit_s: Tensor,
     deadline_s: float | Tensor,
-    rules: Rules,
+    rules: StopRules,
     entered_s: Tensor | None = None,
     behind: Tensor | None = None,
-) -> Outcome:
+) -> SimulatedStep:
     """The step under a deadline of ``deadline_s`` seconds, a number or a tensor of shape (...).
 
     ``unit_s``, (..., ranks, units): seconds from entering the step to the end of each unit of a rank's work, if nobody
@@ -102,10 +102,10 @@ def outcome(
         end_s[late] = _next_check(unit_s[late], stop_at[late], rules)
         late, reached = late & (end_s < whole_s), unit_s <= end_s.unsqueeze(-1)
     own_s = end_s if entered_s is None else (end_s - entered_s).clamp(min=0.0)
-    return Outcome(late, stood_in, own_s, end_s, reached, end_s.amax(-1))
+    return SimulatedStep(late, stood_in, own_s, end_s, reached, end_s.amax(-1))
 
 
-def _next_check(unit_s: Tensor, stop_at: Tensor, rules: Rules) -> Tensor:
+def _next_check(unit_s: Tensor, stop_at: Tensor, rules: StopRules) -> Tensor:
     """When ranks (..., units) come to stop after ``stop_at`` (...)."""
     running = (unit_s <= stop_at.unsqueeze(-1)).sum(-1, keepdim=True)
     end_s = unit_s.gather(-1, running).squeeze(-1)
@@ -118,7 +118,7 @@ def _next_check(unit_s: Tensor, stop_at: Tensor, rules: Rules) -> Tensor:
     return torch.where(in_time, check_s, torch.minimum(anywhere_s, end_s))
 
 
-def computed_share(unit_s: Tensor, step: Outcome, rules: Rules, silent: Tensor | None = None) -> Tensor:
+def computed_share(unit_s: Tensor, step: SimulatedStep, rules: StopRules, silent: Tensor | None = None) -> Tensor:
     """The share of each unit that comes in, (..., ranks, units): of the one that a late rank leaves, its part.
 
     ``silent``: see `part_computed`.

@@ -103,20 +103,21 @@ class ErrorFeedback(_Accounts):
     A pass that was stopped never computed what it dropped, so the next gradient ``g`` that the rank computes of the
     parameter stands for it: after steps that lack the weight ``m`` in all, into which ``inner`` put the estimates
     ``e_i`` with weights ``a_i``, the rank hands in ``g + m * g - sum(a_i * e_i)`` with the weight ``1 + m - sum(a_i)``:
-    over all these steps together its own gradients, with its whole weight. Where ``m`` is more than ``most``, all three
-    are scaled down to ``most / m`` of themselves. With a `StagedBackward`, only ``inner`` acts.
+    over all these steps together its own gradients, with its whole weight. Where ``m`` is more than
+    ``max_residual``, all three are scaled down to ``max_residual / m`` of themselves. With a `StagedBackward`, only
+    ``inner`` acts.
     """
 
-    def __init__(self, inner: Estimator | None = None, most: float = 4.0) -> None:
+    def __init__(self, inner: Estimator | None = None, max_residual: float = 4.0) -> None:
         super().__init__()
-        if not is_number(most) or not most > 0:
-            raise ValueError(f"most={most}: how many missed gradients one may stand for, such as 4")
+        if not is_number(max_residual) or not max_residual > 0:
+            raise ValueError(f"max_residual={max_residual}: how many missed gradients one may stand for, such as 4")
         self.inner = Abstain() if inner is None else inner
         if not isinstance(self.inner, Estimator):
             raise TypeError(f"inner={inner!r}: give a straggle.Estimator")
         if isinstance(self.inner, SupplementingEstimator):
             raise ValueError(f"{type(self.inner).__name__} adds to later contributions itself: wrap another estimator")
-        self.most = most
+        self.max_residual = max_residual
         self.watches_own = self.inner.watches_own
 
     def contribution(self, parameter: nn.Parameter) -> Estimate | None:
@@ -151,7 +152,7 @@ class ErrorFeedback(_Accounts):
         account = self._accounts.pop(parameter, None) if gradient is not None else None
         if gradient is None or account is None:
             return None
-        scale = min(1.0, self.most / account.count)
+        scale = min(1.0, self.max_residual / account.count)
         added = gradient * (scale * account.count)
         if account.total is not None:
             added.sub_(account.total, alpha=scale)

@@ -65,9 +65,9 @@ class DropBudget(_DeadlineWrapper):
         last = history.last(self.over_steps - 1).progress  # with the next step, that is the window
         assert last is not None
         dropped = dropped_per_stage(last).sum(0)
-        at_most = 1.0 - 1.0 / last.weight.shape[1]  # the first rank to finish is never late
+        could_drop = 1.0 - 1.0 / last.weight.shape[1]  # the first rank to finish is never late
         left = self.share * self.over_steps - torch.cat([dropped, (dropped * last.stage_share).sum().unsqueeze(0)])
-        return NextDeadline(math.inf, 0.0) if float(left.min()) < at_most else decided
+        return NextDeadline(math.inf, 0.0) if float(left.min()) < could_drop else decided
 
 
 @final

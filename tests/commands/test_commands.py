@@ -132,12 +132,12 @@ def test_view_prints_plain_lines_where_there_is_no_terminal() -> None:
         (["stages=[blocks.9]"], "stages not found in GPT: ['blocks.9']; it has embedding"),
         (["estimator=last_own", "estimator.weight=2"], "weight=2: relative to a computed gradient's weight of 1"),
         (["estimator=optimizer_momentum", "optimizer=sgd", "optimizer.momentum=0"], "SGD keeps no momentum"),
-        (["deadline=auto", "deadline.at_most=null"], "at_most=None: must be a number above 1"),
+        (["deadline=auto", "deadline.max_over_median=null"], "max_over_median=None: must be a number above 1"),
         (["deadline=quantile", "deadline.q=null"], "q=None: a quantile lies between 0 and 1"),
         (["+deadline.foo=1", "deadline=shadow"], "unknown key deadline.foo; deadline has inner"),
         (["deadline=shadow", "deadline.inner.foo=1"], "unknown key deadline.inner.foo; deadline.inner has q, slack"),
         (["estimator=error_feedback", "estimator.inner=3"], "inner=3: give a straggle.Estimator"),
-        (["merge.chance_window=2.5"], "chance_window=2.5: must be a whole number of at least 1"),
+        (["merge.probability_window=2.5"], "probability_window=2.5: must be a whole number of at least 1"),
         (["rebalance=by_speed", "rebalance.window=0"], "window=0: must be a whole number of at least 2"),
         (["delays=none"], "unknown key delays; valid keys: steps"),
         (["resume=true", "run_dir=/nowhere"], "resume=true: there is no checkpoint in run_dir=/nowhere"),
@@ -154,7 +154,7 @@ def test_wrong_key_or_value_is_refused_with_the_valid_ones(keys: list[str], mess
     [
         ("train", ["deadline=first_k", "deadline.k=5"], "quorum=5: there are only 4 ranks"),
         ("train", ["patience.quorum=5"], "quorum=5: there are only 4 ranks"),
-        ("train", ["rebalance=by_speed", "rebalance.least=9"], "total=32: .* 9 at least for each of 4 ranks"),
+        ("train", ["rebalance=by_speed", "rebalance.min_share=9"], "total=32: .* 9 at least for each of 4 ranks"),
         (
             "train",
             ["rebalance=by_speed", "num_microbatches=2", "rebalance.multiple_of=3"],

@@ -76,7 +76,7 @@ def test_public_names_are_pinned():
         (straggle.StagedBackward, "module *stages *on_stage *estimator *granularity *clock"),
         (straggle.StagedBackward.backward, "self tensors gradient *retain_graph *create_graph *budget_s"),
         (straggle.StagedBackward.step, "self budget_s"),
-        (straggle.Rebalance, "model *total *least *multiple_of *window *least_gain"),
+        (straggle.Rebalance, "model *total *min_share *multiple_of *window *least_gain"),
         (straggle.FixedDeadline, "budget_s *warmup_steps"),
         (straggle.QuantileDeadline, "q slack *window *warmup_steps"),
         (straggle.LastOwn, "weight"),

@@ -170,12 +170,12 @@ def test_supplement_with_no_weight_is_refused_by_its_estimator():
         lambda word: Anneal(FixedDeadline(1.0), 100, begin=word),
         lambda word: LastMerged(word),
         lambda word: MovingAverage(decay=word),
-        lambda word: ErrorFeedback(most=word),
+        lambda word: ErrorFeedback(max_residual=word),
         lambda word: Carry(word),
         lambda word: Carry(max_staleness=word),
         lambda word: Merge(check_every=word),
-        lambda word: Merge(chance_window=word),
-        lambda word: Merge(chance_cap=word),
+        lambda word: Merge(probability_window=word),
+        lambda word: Merge(max_weight=word),
     ],
 )
 @pytest.mark.parametrize("word", [math.nan, "soon", True, -2])

@@ -32,7 +32,7 @@ def go_on(rank, make_estimator):
         module = mlp(seed=resumed, depth=4)
         stopper = Stopper(module)
         options = {"estimator": make_estimator(), "deadline": QuantileDeadline(0.5, warmup_steps=1000)}
-        merge = Merge(weighting="inverse_chance")
+        merge = Merge(weighting="inverse_probability")
         with staged(module, **options, merge=merge, stages=STAGES) as model:
             if resumed:
                 module.load_state_dict(saved["module"])

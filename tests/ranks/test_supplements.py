@@ -12,7 +12,7 @@ from training import Chain, Signals, Stopper, features, grads, mlp, random_stops
 from straggle import Abstain, Carry, ErrorFeedback, Estimate, FixedDeadline, LastOwn, Merge, Patience, Zero
 from straggle.backward import stages
 from straggle.commands.checkpoint import Checkpoint
-from straggle.merge.options import ReachedShares, inverse_chance
+from straggle.merge.options import ReachedShares, inverse_probability
 
 WORLD_SIZES = [1, 2, 3, 4]
 NUM_LAYERS = 4
@@ -117,15 +117,15 @@ class Heavy(Abstain.__base__):
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: ErrorFeedback(most=0), "most=0"),
+        (lambda: ErrorFeedback(max_residual=0), "max_residual=0"),
         (lambda: ErrorFeedback(ErrorFeedback()), "ErrorFeedback adds to later contributions itself"),
         (lambda: ErrorFeedback(Carry()), "Carry adds to later contributions itself"),
         (lambda: ErrorFeedback(Heavy()).contribution(nn.Parameter(torch.zeros(1))), "weight=1.5 of Heavy"),
         (lambda: Carry(1.5), "weight=1.5"),
         (lambda: Carry(max_staleness=0), "max_staleness=0"),
-        (lambda: Merge(weighting="chance"), "weighting='chance': choose one of count, inverse_chance"),
-        (lambda: Merge(chance_window=0), "chance_window=0"),
-        (lambda: Merge(chance_cap=0.5), "chance_cap=0.5"),
+        (lambda: Merge(weighting="chance"), "weighting='chance': choose one of count, inverse_probability"),
+        (lambda: Merge(probability_window=0), "probability_window=0"),
+        (lambda: Merge(max_weight=0.5), "max_weight=0.5"),
     ],
 )
 def test_wrong_value_is_refused_with_it(make, words):
@@ -305,8 +305,8 @@ def test_replicas_stay_identical_when_ranks_finish_late(world_size):
 
 
 @pytest.mark.parametrize(("share", "cap", "weight"), [(1.0, 10, 1), (0.5, 10, 2), (0.25, 3, 3), (0.0, 10, 10)])
-def test_inverse_chance_is_one_over_the_share_up_to_a_cap(share, cap, weight):
-    assert inverse_chance(torch.tensor([share, 1.0]), cap).tolist() == [weight, 1.0]
+def test_inverse_probability_is_one_over_the_share_up_to_a_cap(share, cap, weight):
+    assert inverse_probability(torch.tensor([share, 1.0]), cap).tolist() == [weight, 1.0]
 
 
 def test_chance_is_the_mean_share_over_a_window_of_steps():
@@ -333,7 +333,7 @@ def test_computed_gradients_are_weighted_by_their_ranks_own_chance(world_size):
     stops = [None, 2, 2, None, 3, None]
     shares = [[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 1, 1]]  # in backward's order
     last = world_size - 1
-    for results in run_ranks(merge, world_size, Abstain(), stops, {"merge": Merge(weighting="inverse_chance")}):
+    for results in run_ranks(merge, world_size, Abstain(), stops, {"merge": Merge(weighting="inverse_probability")}):
         for step in (1, 2, 3, 4, 5):
             chance = [sum(column) / step for column in zip(*shares[:step], strict=True)]
             weights = [share / p for share, p in zip(shares[step], chance, strict=True)]
@@ -363,10 +363,14 @@ def train_with(rank, weighting, stop):
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_with_nobody_late_both_weightings_are_the_same_bit_for_bit(world_size):
-    count, chance = (run_ranks(train_with, world_size, weighting, None) for weighting in ("count", "inverse_chance"))
+    count, chance = (
+        run_ranks(train_with, world_size, weighting, None) for weighting in ("count", "inverse_probability")
+    )
     assert count == chance
     if world_size > 1:  # of one rank's gradient alone the weight cancels out
-        late, other = (run_ranks(train_with, world_size, weighting, 2) for weighting in ("count", "inverse_chance"))
+        late, other = (
+            run_ranks(train_with, world_size, weighting, 2) for weighting in ("count", "inverse_probability")
+        )
         assert late != other
         assert len(set(other)) == 1
 
@@ -390,7 +394,7 @@ def save_and_load(rank, kind, directory):
         optimizer = torch.optim.AdamW(module.parameters())
         stopper = Stopper(module)
         stops = [None, 2, 5, 3, None, 1, None, None]  # in the first step after a resume nobody is late
-        merge = Merge(weighting="inverse_chance" if kind == "chance" else "count")
+        merge = Merge(weighting="inverse_probability" if kind == "chance" else "count")
         with staged(module, estimator=MAKE[kind](), merge=merge, stages=["0", "2", "4", "6"]) as model:
             if resumed:
                 checkpoint.load(model, optimizer)

@@ -115,9 +115,9 @@ def test_shares_begin_equal_and_are_whole_multiples():
     ("options", "words"),
     [
         ({"total": 10, "multiple_of": 4}, "total=10: must be a multiple of 4"),
-        ({"total": 16, "least": 5}, "total=16: must be a multiple of 1, and 5 at least for each of 4 ranks"),
-        ({"total": 16, "least": 3, "multiple_of": 8}, "and 8 at least for each of 4 ranks"),
-        ({"least": 0}, "least=0"),
+        ({"total": 16, "min_share": 5}, "total=16: must be a multiple of 1, and 5 at least for each of 4 ranks"),
+        ({"total": 16, "min_share": 3, "multiple_of": 8}, "and 8 at least for each of 4 ranks"),
+        ({"min_share": 0}, "min_share=0"),
         ({"window": 1}, "window=1"),
         ({"least_gain": 0.0}, "least_gain=0.0"),
     ],
@@ -178,7 +178,7 @@ def test_rank_that_is_always_stopped_before_its_first_stage_gets_less_until_it_c
 
 
 def test_no_rank_has_less_than_the_least():
-    ranks = Telemetry([1, 1, 1, 100], total=256, least=8, multiple_of=4)
+    ranks = Telemetry([1, 1, 1, 100], total=256, min_share=8, multiple_of=4)
     seen = ranks.run(200)
     assert min(min(shares) for shares in seen) == 8
     assert {sum(shares) for shares in seen} == {256}
@@ -442,7 +442,7 @@ def with_a_slow_rank(rank, deadline):
         FaultInjector(module, {"slow": Slowdown(2.0, ranks=[3])}, rank=rank) as injector,
         staged(module, deadline=deadline) as model,
     ):
-        rebalance = Rebalance(model, total=128, least=4)
+        rebalance = Rebalance(model, total=128, min_share=4)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
         seen, weights = [], set()
         for number in range(150):

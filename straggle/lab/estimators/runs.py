@@ -7,7 +7,7 @@ from statistics import fmean
 
 from straggle.lab.estimators.task import Case, Task
 from straggle.lab.learning.lateness import Nobody
-from straggle.lab.learning.learning import Rule, learn
+from straggle.lab.learning.learning import Treatment, learn
 
 WAIT = "wait for all"
 
@@ -33,8 +33,8 @@ class RunScore:
 def train_once(task: Task, method: str, case: Case, seed: int) -> RunScore:
     """Train under a method, or with nobody late for the method `WAIT`."""
     setting = task.setting(case.own_data, seed)
-    rule = Rule(Nobody()) if method == WAIT else task.rule(method, case)
-    learned = learn(setting, rule)
+    treatment = Treatment(Nobody()) if method == WAIT else task.treatment(method, case)
+    learned = learn(setting, treatment)
     last = learned.losses[-max(1, len(learned.losses) // 10) :]
     return RunScore(
         task.name,

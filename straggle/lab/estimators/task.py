@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from straggle.lab.build import estimator_from
 from straggle.lab.estimators.lateness import Paced
-from straggle.lab.learning.learning import Rule, Setting
+from straggle.lab.learning.learning import Setting, Treatment
 from straggle.lab.learning.samples import FromOnePool, OfTheirOwn
-from straggle.lab.learning.weighting import Count, InverseChance
+from straggle.lab.learning.weighting import Count, InverseProbability
 from straggle.lab.workloads.workload import Workload
 from straggle.merge.options import Merge
 from straggle.policies.estimators import Estimator
@@ -62,18 +62,18 @@ class Task:
         """A rank's estimator."""
         return estimator_from(OmegaConf.create(dict(self.methods[method]["estimator"])), optimizer)
 
-    def rule(self, method: str, case: Case, optimizer: Optimizer | None = None) -> Rule:
+    def treatment(self, method: str, case: Case, optimizer: Optimizer | None = None) -> Treatment:
         """Who is late, and what the method does then; ``optimizer``: that its estimators look at, if not its own."""
         weighting = self.methods[method].get("weighting", "count")
         merge = Merge(weighting=weighting)
-        chance = partial(InverseChance, merge.chance_window, merge.chance_cap)
+        inverse = partial(InverseProbability, merge.probability_window, merge.max_weight)
 
         def make(own: Optimizer) -> Estimator:
             return self.estimator(method, optimizer or own)
 
-        return Rule(
+        return Treatment(
             Paced(round(case.late_share * self.ranks), always=case.own_data, finishes_late=self._finishes_late(method)),
-            Count if weighting == "count" else chance,
+            Count if weighting == "count" else inverse,
             make,
         )
 

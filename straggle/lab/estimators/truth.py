@@ -45,14 +45,14 @@ class _Judged:
     """One method under one case, on its way through the steps."""
 
     def __init__(self, task: Task, method: str, case: Case, setup: _Setup) -> None:
-        rule = task.rule(method, case, setup.optimizer)
+        treatment = task.treatment(method, case, setup.optimizer)
         self.name, self.case = method, case
         self.ranks = LogicalRanks(
-            setup.workload, setup.model, task.ranks, estimator=lambda: rule.make_estimator(setup.optimizer)
+            setup.workload, setup.model, task.ranks, estimator=lambda: treatment.make_estimator(setup.optimizer)
         )
-        self.weighting = rule.make_weighting()
+        self.weighting = treatment.make_weighting()
         generator = torch.Generator().manual_seed(setup.seed)  # the same ranks are late under all methods
-        self.lateness = rule.lateness.steps(task.ranks, len(setup.units), generator)
+        self.lateness = treatment.lateness.steps(task.ranks, len(setup.units), generator)
         self.rows: list[list[tuple[float, float, float]]] = []  # for each step and stage: dropped, cosine, error
         self.sum_errors: list[list[float]] = []  # for each window and stage
         self._sums = [torch.zeros(1)] * len(setup.units)

@@ -34,7 +34,7 @@ def abstain(_optimizer: Optimizer) -> Estimator:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained, the same for all rules: ``samples`` has as many ranks as it deals to.
+    """What is trained, the same for all treatments: ``samples`` has as many ranks as it deals to.
 
     ``num_units``: how many stages a rank passes in a step (`plan_stages`); ``None``: each gradient is a unit.
     """
@@ -48,7 +48,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Rule:
+class Treatment:
     """Who is late, what a gradient counts, and what fills in for the missing ones."""
 
     lateness: Lateness
@@ -71,21 +71,21 @@ class Learned:
     seconds: float
 
 
-def learn(setting: Setting, rule: Rule, *, chunk: int = 64) -> Learned:
-    """Train under a rule; the model, the samples and who is late follow from the setting's seed."""
+def learn(setting: Setting, treatment: Treatment, *, chunk: int = 64) -> Learned:
+    """Train under a treatment; the model, the samples and who is late follow from the setting's seed."""
     began = time.perf_counter()
     torch.manual_seed(setting.seed)
     model = setting.workload.model()
     optimizer = setting.make_optimizer(model.parameters())
     num_ranks = len(setting.samples.indices(0))
     ranks = LogicalRanks(
-        setting.workload, model, num_ranks, estimator=lambda: rule.make_estimator(optimizer), chunk=chunk
+        setting.workload, model, num_ranks, estimator=lambda: treatment.make_estimator(optimizer), chunk=chunk
     )
     units = units_of(setting, model)
-    weighting = rule.make_weighting()
+    weighting = treatment.make_weighting()
     generator = torch.Generator().manual_seed(setting.seed)
     losses, total = [], torch.zeros(num_ranks, len(units))
-    lateness = rule.lateness.steps(num_ranks, len(units), generator)
+    lateness = treatment.lateness.steps(num_ranks, len(units), generator)
     for step, reached in enumerate(islice(lateness, setting.steps)):
         indices = setting.samples.indices(step)
         x, y = setting.workload.batch(indices.flatten())

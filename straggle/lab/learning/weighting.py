@@ -9,7 +9,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from straggle.merge.options import inverse_chance
+from straggle.merge.options import inverse_probability
 
 
 class Weighting(ABC):
@@ -29,19 +29,19 @@ class Count(Weighting):
 
 
 @final
-class InverseChance(Weighting):
-    """A gradient counts by the inverse of its rank's chance of coming so far, as in the last ``window`` steps.
+class InverseProbability(Weighting):
+    """A gradient counts by the inverse of its rank's probability of coming so far, as in the last ``window`` steps.
 
-    Like the real merge it knows a rank's chance only from the steps before; before the first of them it is 1.
+    Like the real merge it knows a rank's probability only from the steps before; before the first of them it is 1.
     """
 
-    def __init__(self, window: int = 50, cap: float = 10.0) -> None:
-        if not cap >= 1:
-            raise ValueError(f"cap={cap}: a weight is at least 1")
-        self.cap = cap
+    def __init__(self, window: int = 50, max_weight: float = 10.0) -> None:
+        if not max_weight >= 1:
+            raise ValueError(f"max_weight={max_weight}: a weight is at least 1")
+        self.max_weight = max_weight
         self._steps: deque[Tensor] = deque(maxlen=window)
 
     def weights(self, reached: Tensor) -> Tensor:
         share = torch.stack(tuple(self._steps)).mean(0) if self._steps else torch.ones(reached.shape)
         self._steps.append(reached.float())
-        return inverse_chance(share, self.cap) * reached
+        return inverse_probability(share, self.max_weight) * reached

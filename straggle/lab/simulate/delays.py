@@ -95,7 +95,7 @@ class DropCompute(_Factor):
         return dropcompute_factors(shape, generator, self.factor, torch.float32)
 
 
-class _Around(Delays):
+class _DelaysWrapper(Delays):
     """Delays on top of others."""
 
     def __init__(self, inner: Delays) -> None:
@@ -108,7 +108,7 @@ class _Around(Delays):
 
 
 @final
-class Stalls(_Around):
+class Stalls(_DelaysWrapper):
     """``inner``, and with this ``probability`` a rank stalls in a step, for ``seconds``, in one of its units."""
 
     def __init__(self, inner: Delays, probability: float, seconds: float) -> None:
@@ -125,7 +125,7 @@ class Stalls(_Around):
 
 
 @final
-class SlowRanks(_Around):
+class SlowRanks(_DelaysWrapper):
     """``inner``, and a ``share`` of the ranks takes ``factor`` times as long: always, or for a time.
 
     ``lasts_steps``: how many steps a rank stays slow on average, geometrically distributed; others become slow then, so
@@ -160,7 +160,7 @@ class SlowRanks(_Around):
 
 
 @final
-class ByNode(_Around):
+class ByNode(_DelaysWrapper):
     """``inner``'s delays, correlated between the ranks of a node: their times have this ``correlation``.
 
     In each step a rank takes its node's delays instead of its own with probability ``sqrt(correlation)``; so each

@@ -1,4 +1,4 @@
-"""Steps of many ranks under a deadline: the policy decides from their telemetry, `outcome` says what becomes of a step.
+"""Steps of many ranks under a deadline: the policy decides from their telemetry, and `simulate_step` what comes of it.
 
 The policy is one of the library's own, and sees the same history as in training. Where there are very many ranks it is
 shown ``history_ranks`` of them, evenly spread, or each of its decisions would sort millions of times.
@@ -19,7 +19,7 @@ from straggle.lab.simulate.delays import Delays
 from straggle.lab.simulate.units import Units, Work
 from straggle.policies.deadline import Deadline, NextDeadline, Patience, next_deadline
 from straggle.policies.history import HistoryWindow, StepProgress
-from straggle.policies.step_model import Outcome, Rules, computed_share, outcome
+from straggle.policies.step_model import SimulatedStep, StopRules, computed_share, simulate_step
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Cluster:
         history_ranks: int,
     ) -> None:
         shown = min(ranks, history_ranks)
-        self._rules = replace(Rules.of(deadline, patience, ranks), checks=units.checks)
+        self._rules = replace(StopRules.of(deadline, patience, ranks), checks=units.checks)
         # of those that it is shown, the same share makes a quorum
         deadline.prepare(replace(patience, quorum=math.ceil(self._rules.quorum * shown / ranks)))
         self._policy = deadline
@@ -124,7 +124,7 @@ class Cluster:
 
         The share of each unit that comes in, of the same shape.
         """
-        done = outcome(unit_s, self._next.seconds, self._rules)
+        done = simulate_step(unit_s, self._next.seconds, self._rules)
         computed = computed_share(unit_s, done, self._rules, self._units.silent)
         self._computed += computed
         self._late_steps += done.late
@@ -143,7 +143,7 @@ class Cluster:
             seconds = max(seconds, ready) + merge_s
         return seconds + self._units.overhead_s
 
-    def _decide(self, unit_s: Tensor, done: Outcome, computed: Tensor, overhead_s: float) -> None:
+    def _decide(self, unit_s: Tensor, done: SimulatedStep, computed: Tensor, overhead_s: float) -> None:
         """Show the policy the step; it decides the next deadline."""
         shown, units = self._shown, self._units
         progress = None

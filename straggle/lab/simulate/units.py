@@ -19,7 +19,7 @@ class Units:
     each stage; ``stage_share`` (stages,): of the model that each stage is; ``silent`` (units,): see `part_computed`.
     ``overhead_s``: seconds of a step beside the ranks' own work and the merge, such as the optimizer's. ``overlaps``:
     whether a stage is merged while those after it are computed; ``merged``: the overhead is that of a recorded step,
-    the merge included. ``checks``: at how many moments of a unit a late rank can stop (`Rules`).
+    the merge included. ``checks``: at how many moments of a unit a late rank can stop (`StopRules`).
     """
 
     base_s: Tensor

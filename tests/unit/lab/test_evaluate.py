@@ -85,7 +85,7 @@ METHODS = {
         "estimator": {"_target_": "straggle.ErrorFeedback", "inner": {"_target_": "straggle.OptimizerMomentum"}}
     },
     "carry": {"estimator": {"_target_": "straggle.Carry"}},
-    "inverse_chance": {"estimator": {"_target_": "straggle.Abstain"}, "weighting": "inverse_chance"},
+    "inverse_probability": {"estimator": {"_target_": "straggle.Abstain"}, "weighting": "inverse_probability"},
 }
 
 
@@ -125,7 +125,9 @@ def test_error_grows_with_what_is_dropped_and_zeros_shorten_the_gradient(task):
         assert found.mean("error", method=method, late_share=0.25) < found.mean("error", method=method, late_share=0.75)
     for stage in range(3):
         where = {"stage": stage, "late_share": 0.75}
-        dropped = [found.mean("dropped", method=method, **where) for method in ("abstain", "zero", "inverse_chance")]
+        dropped = [
+            found.mean("dropped", method=method, **where) for method in ("abstain", "zero", "inverse_probability")
+        ]
         assert len(set(dropped)) == 1  # the same ranks are late under all methods
         assert found.mean("cosine", method="zero", **where) == pytest.approx(
             found.mean("cosine", method="abstain", **where), abs=1e-5

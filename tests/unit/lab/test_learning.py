@@ -40,14 +40,14 @@ from straggle.lab.learning.lateness import (
     SameRanks,
     UniformDepth,
 )
-from straggle.lab.learning.learning import Rule, Setting, learn, units_of
+from straggle.lab.learning.learning import Setting, Treatment, learn, units_of
 from straggle.lab.learning.logical import LogicalRanks
 from straggle.lab.learning.samples import FromOnePool, OfTheirOwn
-from straggle.lab.learning.weighting import Count, InverseChance
+from straggle.lab.learning.weighting import Count, InverseProbability
 from straggle.lab.simulate.delays import Delays, NoDelay, SlowRanks
 from straggle.lab.simulate.units import Work
 from straggle.lab.workloads.digits import Digits
-from straggle.merge.options import inverse_chance
+from straggle.merge.options import inverse_probability
 from straggle.observe.intervals import difference_interval, mean_interval
 
 RANKS, STEPS, BATCH, SEED = 4, 12, 4, 3
@@ -128,7 +128,7 @@ def moving_average(_):
 
 
 def feedback(_):
-    return ErrorFeedback(LastMerged(0.5), most=2.0)
+    return ErrorFeedback(LastMerged(0.5), max_residual=2.0)
 
 
 def feedback_of_zeros(_):
@@ -157,8 +157,8 @@ def test_logical_ranks_end_with_the_parameters_of_real_ranks(make_estimator):
     assert_equal_to_real_ranks(make_estimator, Merge(), None)
 
 
-def test_weights_by_inverse_chance_are_those_of_real_ranks():
-    merge = Merge(weighting="inverse_chance", chance_window=3, chance_cap=2.5)
+def test_weights_by_inverse_probability_are_those_of_real_ranks():
+    merge = Merge(weighting="inverse_probability", probability_window=3, max_weight=2.5)
     assert_equal_to_real_ranks(abstain, merge, NUM_STAGES)
 
 
@@ -167,16 +167,16 @@ def assert_equal_to_real_ranks(make_estimator, merge, num_units):
     setting = Setting(workload, sgd, FromOnePool(workload, RANKS, BATCH, seed=SEED), STEPS, seed=SEED)
     setting = replace(setting, num_units=num_units)
     make_weighting = (
-        Count if merge.weighting == "count" else partial(InverseChance, merge.chance_window, merge.chance_cap)
+        Count if merge.weighting == "count" else partial(InverseProbability, merge.probability_window, merge.max_weight)
     )
     stops = cuts(workload, num_units)
-    learned = learn(setting, Rule(Given(stops), make_weighting, make_estimator), chunk=3)
+    learned = learn(setting, Treatment(Given(stops), make_weighting, make_estimator), chunk=3)
     real = run_ranks(real_rank, RANKS, make_estimator, merge, num_units)
     for parameters in real:
         torch.testing.assert_close(
             [p.detach() for p in learned.model.parameters()], list(map(torch.tensor, parameters))
         )
-    start = learn(replace(setting, steps=0), Rule(Nobody())).model
+    start = learn(replace(setting, steps=0), Treatment(Nobody())).model
     pairs = zip(start.parameters(), learned.model.parameters(), strict=True)
     moved = max(float((a - b).detach().abs().max()) for a, b in pairs)
     assert moved > 0.01  # or equality shows nothing
@@ -225,7 +225,7 @@ def test_ranks_are_late_by_a_deadline_as_in_the_simulation_of_its_times():
 def test_a_deadline_that_nobody_passes_changes_nothing():
     workload = small()
     setting = Setting(workload, sgd, FromOnePool(workload, RANKS, BATCH, seed=0), 5)
-    plain, under = (learn(setting, Rule(kind)) for kind in (Nobody(), ByDeadline(FixedDeadline(1.5), NoDelay())))
+    plain, under = (learn(setting, Treatment(kind)) for kind in (Nobody(), ByDeadline(FixedDeadline(1.5), NoDelay())))
     assert digest(plain.model.parameters()) == digest(under.model.parameters())
     assert plain.losses == under.losses
 
@@ -249,7 +249,7 @@ class Recorded(Delays):
         (lambda: share(ByDeadline(WaitForAll(), Recorded())), "the recorded run has 4 stages, .* set stages=4"),
         (lambda: SameDepth(1.0), "share=1.0"),
         (lambda: PoissonDepth(-1.0), "mean=-1.0"),
-        (lambda: InverseChance(cap=0.5), "cap=0.5"),
+        (lambda: InverseProbability(max_weight=0.5), "max_weight=0.5"),
         (lambda: ByDeadline(WaitForAll(), NoDelay(), patience=Patience(granularity="microbatch")), "only stage"),
         (lambda: OfTheirOwn(small(), 200, 16, seed=0), "fewer than batch_size=16"),
         (lambda: OfTheirOwn(small(), 2, 16, seed=0, sorted_share=2.0), "sorted_share=2.0"),
@@ -279,19 +279,19 @@ def test_each_rank_goes_through_samples_of_its_own(sorted_share):
 
 
 def test_seldom_reached_units_count_by_the_inverse_of_their_chance_in_the_steps_before():
-    weighting = InverseChance(window=4, cap=3.0)
+    weighting = InverseProbability(window=4, max_weight=3.0)
     reached = [torch.tensor([[True, step % 2 == 0, step == 0]]) for step in range(9)]
     weights = [weighting.weights(each).tolist()[0] for each in reached]
     assert weights[0] == [1.0, 1.0, 1.0]
     assert weights[2] == [1.0, 2.0, 0.0]
     assert weights[8] == [1.0, 2.0, 0.0]
-    assert inverse_chance(torch.tensor([0.0, 0.5, 1.0]), 3.0).tolist() == [3.0, 2.0, 1.0]
+    assert inverse_probability(torch.tensor([0.0, 0.5, 1.0]), 3.0).tolist() == [3.0, 2.0, 1.0]
 
 
 def test_a_thousand_ranks_learn():
     workload = Digits(channels=4, depth=1)
     setting = Setting(workload, partial(torch.optim.SGD, lr=0.5), OfTheirOwn(workload, 1000, 1, seed=0), 3)
-    learned = learn(setting, Rule(OtherRanks(100)), chunk=256)
+    learned = learn(setting, Treatment(OtherRanks(100)), chunk=256)
     assert learned.reached.shape == (1000, 5)
     assert learned.losses[-1] < learned.losses[0]
 
@@ -315,7 +315,7 @@ def test_interval_of_a_mean_is_students():
         ("lateness=fixed", "choose one of deadline, nobody, other_ranks, per_unit, same_ranks"),
         ("lateness.lates=2", "unknown key lateness.lates"),
         ("seeds=0", "seeds=0: must be a whole number of at least 1"),
-        ("merge.weighting=most", "weighting='most': choose one of count, inverse_chance"),
+        ("merge.weighting=most", "weighting='most': choose one of count, inverse_probability"),
         ("stages=99", "this model can be divided into 1 to"),
     ],
 )

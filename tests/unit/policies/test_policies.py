@@ -27,7 +27,7 @@ from straggle import (
 from straggle.merge.telemetry import MICROBATCH_SLOTS, Row, Table
 from straggle.policies.auto_deadline import StepTimes, choose_threshold, expected_drop
 from straggle.policies.history import HistoryWindow, StepProgress
-from straggle.policies.step_model import Rules, computed_share, outcome
+from straggle.policies.step_model import StopRules, computed_share, simulate_step
 from straggle.policies.untruncated import untruncated_entries, untruncated_times
 from straggle.policies.wrappers import dropped_per_stage
 
@@ -180,8 +180,8 @@ def test_annealed_deadline_grows_with_what_is_left_of_the_run(done, factor):
         (lambda: FirstK(1, grace_s=-1.0), "grace_s=-1.0"),
         (lambda: AutoDeadline(every=0), "every=0"),
         (lambda: AutoDeadline(least_gain=-1.0), "least_gain=-1.0"),
-        (lambda: AutoDeadline(at_most=1.0), "at_most=1.0"),
-        (lambda: AutoDeadline(at_most=INF), "at_most=inf"),
+        (lambda: AutoDeadline(max_over_median=1.0), "max_over_median=1.0"),
+        (lambda: AutoDeadline(max_over_median=INF), "max_over_median=inf"),
         (lambda: MedianDeadline(True), "k=True"),
         (lambda: DropBudget(FixedDeadline(1.0), 0.0), "share=0.0"),
         (lambda: DropBudget(FixedDeadline(1.0), 0.05, window=10), "give window=20 or more"),
@@ -301,8 +301,8 @@ def test_nobody_is_stopped_before_a_quorum_waits():
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("grace_s", [0.0, 0.7])
 def test_threshold_is_the_best_by_the_model_of_a_step(seed, grace_s):
-    """Of 200 deadlines, none gives more gradient per second in steps as `outcome` has them."""
-    generator, rules = torch.Generator().manual_seed(seed), Rules(quorum=2, grace_s=grace_s)
+    """Of 200 deadlines, none gives more gradient per second in steps as `simulate_step` has them."""
+    generator, rules = torch.Generator().manual_seed(seed), StopRules(quorum=2, grace_s=grace_s)
     unit_s = torch.rand(6, 4, 7, generator=generator, dtype=torch.float64).exp().cumsum(-1)
     held_up = torch.rand(6, 4, generator=generator, dtype=torch.float64) < 0.3
     entered_s = (20 * torch.rand(6, 4, generator=generator, dtype=torch.float64)).where(held_up, 0.1)
@@ -311,7 +311,7 @@ def test_threshold_is_the_best_by_the_model_of_a_step(seed, grace_s):
     steps = StepTimes(unit_s, torch.full_like(unit_s, 1 / 7), entered_s, overhead_s, quorum_s)
     gains = []
     for tau in torch.linspace(float(unit_s[..., 5].min()), 14.0, 200, dtype=torch.float64).tolist():
-        would = outcome(unit_s, tau, rules, entered_s)
+        would = simulate_step(unit_s, tau, rules, entered_s)
         slowest_s = (entered_s + unit_s[..., -1]).amax(1)
         reached = would.reached.double().mean((1, 2))
         gains.append(float((reached * (slowest_s + overhead_s) / (would.seconds + overhead_s) - 1).mean()))
@@ -357,18 +357,18 @@ def test_rank_that_never_entered_has_no_time():
 
 def test_expected_drop_counts_running_stages_in_part_and_running_microbatches_whole_or_not():
     steps = StepTimes.entered_at_once(torch.tensor([[[2.0, 3.0], [4.0, 8.0]]]), torch.zeros(1))
-    drops = [expected_drop(steps, 5.0, Rules(quorum=1), parts) for parts in ((1, 1), (1, 2), (1, 8))]
+    drops = [expected_drop(steps, 5.0, StopRules(quorum=1), parts) for parts in ((1, 1), (1, 2), (1, 8))]
     assert drops == [pytest.approx(0.5 * left / 2) for left in (0.0, 0.5, 0.75)]  # of the slow rank's second stage
-    running = [Rules(quorum=1, finish_running=True, grace_s=grace_s) for grace_s in (3.0, 2.9)]
+    running = [StopRules(quorum=1, finish_running=True, grace_s=grace_s) for grace_s in (3.0, 2.9)]
     assert [expected_drop(steps, 5.0, rules) for rules in running] == [pytest.approx(0.0), pytest.approx(0.25)]
-    assert expected_drop(steps, 3.0, Rules(quorum=1), (1, 1)) == pytest.approx(0.5)  # in its forward pass
+    assert expected_drop(steps, 3.0, StopRules(quorum=1), (1, 1)) == pytest.approx(0.5)  # in its forward pass
 
 
 def test_expected_drop_has_nothing_of_a_rank_that_has_not_entered():
     steps = StepTimes.entered_at_once(torch.tensor([[[1.0, 2.0], [1.0, 2.0]]]), torch.zeros(1))
     steps = replace(steps, entered_s=torch.tensor([[0.0, 9.0]]))
     for granularity in ("stage", "microbatch", "step"):
-        rules = Rules.of(FixedDeadline(3.0), Patience(granularity=granularity, grace_s=5.0), 2)
+        rules = StopRules.of(FixedDeadline(3.0), Patience(granularity=granularity, grace_s=5.0), 2)
         assert expected_drop(steps, 3.0, rules) == 0.5
 
 
@@ -391,7 +391,7 @@ def test_auto_deadline_stops_a_slow_rank_and_says_what_that_drops():
 
 @pytest.mark.parametrize("factor", [1.0, 1.005])
 def test_auto_deadline_is_a_bound_only_where_there_is_nothing_to_gain(factor):
-    policy = AutoDeadline(at_most=1.5)
+    policy = AutoDeadline(max_over_median=1.5)
     decided = policy.decide(history(one_slow(factor)))
     assert decided.seconds == pytest.approx(1.5 * 2.0)
     assert decided.predicted_drop == pytest.approx(0.0, abs=1e-9)
@@ -446,7 +446,7 @@ def test_auto_deadline_gives_a_rank_that_enters_within_the_grace_its_time():
     times, entered_s, drops = one_slow(1.0), torch.zeros(30, 4), []
     entered_s[::3, 1] = 2.5
     for grace_s in (0.1, 1.0):
-        policy = AutoDeadline(every=1, at_most=1.1)
+        policy = AutoDeadline(every=1, max_over_median=1.1)
         policy.prepare(Patience(grace_s=grace_s), [1] * 6)
         drops.append(policy.decide(history(times, entered_s=entered_s)).predicted_drop)
     assert drops == [pytest.approx(1 / 12), pytest.approx(0.0, abs=1e-6)]
@@ -460,7 +460,7 @@ def test_auto_deadline_does_not_wait_for_ranks_that_enter_late(stood_in):
     if stood_in:
         times[::3, 1] = NAN
         entered_s[::3, 1], entered_s[1::3, 1] = 2.5, 1.5
-    policy = AutoDeadline(every=1, at_most=3.0)
+    policy = AutoDeadline(every=1, max_over_median=3.0)
     decided = policy.decide(history(times, entered_s=entered_s))
     assert 2.0 <= decided.seconds < 2.3
     assert decided.predicted_drop == pytest.approx(1 / 12, abs=1e-6)
@@ -507,20 +507,20 @@ def test_auto_deadline_follows_a_rank_that_recovers():
 
 def test_outcome_of_a_step_in_closed_form():
     unit_s = torch.tensor([[1.0, 2.0], [1.0, 3.0], [2.0, 10.0]])
-    cut = outcome(unit_s, 2.5, Rules(quorum=1))
+    cut = simulate_step(unit_s, 2.5, StopRules(quorum=1))
     assert cut.late.tolist() == [False, True, True]
     assert cut.end_s.tolist() == [2.0, 2.5, 2.5]
     assert cut.reached.tolist() == [[True, True], [True, False], [True, False]]
     assert float(cut.seconds) == 2.5
-    assert outcome(unit_s, 2.5, Rules(quorum=2)).late.tolist() == [False, False, True]
-    assert float(outcome(unit_s, 0.0, Rules(quorum=2, after_quorum_s=0.5)).seconds) == 3.5
-    assert float(outcome(unit_s, INF, Rules(quorum=1)).seconds) == 10.0
+    assert simulate_step(unit_s, 2.5, StopRules(quorum=2)).late.tolist() == [False, False, True]
+    assert float(simulate_step(unit_s, 0.0, StopRules(quorum=2, after_quorum_s=0.5)).seconds) == 3.5
+    assert float(simulate_step(unit_s, INF, StopRules(quorum=1)).seconds) == 10.0
 
 
 def test_outcome_where_all_that_a_late_rank_has_is_dropped():
     unit_s = torch.tensor([[1.0, 2.0, 3.0], [2.0, 4.0, 6.0]])
-    rules = Rules(quorum=1, drop_all=True)
-    cut = outcome(unit_s, 5.0, rules)
+    rules = StopRules(quorum=1, drop_all=True)
+    cut = simulate_step(unit_s, 5.0, rules)
     assert cut.end_s.tolist() == [3.0, 5.0]
     assert computed_share(unit_s, cut, rules).tolist() == [[1.0] * 3, [0.0] * 3]
 
@@ -528,21 +528,21 @@ def test_outcome_where_all_that_a_late_rank_has_is_dropped():
 def test_outcome_where_a_late_rank_finishes_what_it_has_begun():
     unit_s = torch.tensor([[1.0, 2.0, 3.0], [2.0, 4.0, 6.0]])
     for grace_s, end_s, reached in ((1.0, 4.0, [True, True, False]), (0.5, 3.5, [True, False, False])):
-        cut = outcome(unit_s, 3.0, Rules(quorum=1, finish_running=True, grace_s=grace_s))
+        cut = simulate_step(unit_s, 3.0, StopRules(quorum=1, finish_running=True, grace_s=grace_s))
         assert cut.end_s[1] == end_s
         assert cut.reached[1].tolist() == reached
 
 
 def test_outcome_where_a_rank_finishes_its_last_unit_within_the_grace_has_it_in_time():
     unit_s = torch.tensor([[1.0, 2.0], [2.0, 4.0]])
-    cut = outcome(unit_s, 3.5, Rules(quorum=1, finish_running=True, grace_s=1.0))
+    cut = simulate_step(unit_s, 3.5, StopRules(quorum=1, finish_running=True, grace_s=1.0))
     assert cut.late.tolist() == [False, False]
     assert cut.end_s.tolist() == [2.0, 4.0]
 
 
 def test_outcome_counts_the_deadline_from_each_ranks_entering():
     unit_s = torch.tensor([[1.0], [1.0]])
-    cut = outcome(unit_s, 0.5, Rules(quorum=1, grace_s=0.4), entered_s=torch.tensor([0.0, 1.25]))
+    cut = simulate_step(unit_s, 0.5, StopRules(quorum=1, grace_s=0.4), entered_s=torch.tensor([0.0, 1.25]))
     assert cut.late.tolist() == [False, True]
     assert cut.end_s.tolist() == [1.0, 1.75]
 
@@ -550,8 +550,8 @@ def test_outcome_counts_the_deadline_from_each_ranks_entering():
 @pytest.mark.parametrize("finish_running", [False, True])
 def test_outcome_has_a_rank_stood_in_for_that_has_not_entered(finish_running):
     unit_s, entered_s = torch.tensor([[1.0, 2.0], [0.1, 2.0]]), torch.tensor([0.0, 2.75])
-    rules = Rules(quorum=1, grace_s=0.5, finish_running=finish_running)
-    cut = outcome(unit_s, 0.5, rules, entered_s)
+    rules = StopRules(quorum=1, grace_s=0.5, finish_running=finish_running)
+    cut = simulate_step(unit_s, 0.5, rules, entered_s)
     assert cut.late.tolist() == [False, True]
     assert cut.end_s.tolist() == [2.0, 2.5]  # the quorum, and the grace
     assert cut.reached.tolist() == [[True, True], [False, False]]
@@ -561,11 +561,11 @@ def test_outcome_has_a_rank_stood_in_for_that_has_not_entered(finish_running):
 
 
 def test_outcome_has_a_rank_that_is_behind_stood_in_for_as_soon_as_a_quorum_waits():
-    unit_s, rules, behind = torch.tensor([[2.0], [1.0]]), Rules(quorum=1, grace_s=0.5), torch.tensor([False, True])
-    cut = outcome(unit_s, 4.0, rules, torch.tensor([0.0, 3.0]), behind)
+    unit_s, rules, behind = torch.tensor([[2.0], [1.0]]), StopRules(quorum=1, grace_s=0.5), torch.tensor([False, True])
+    cut = simulate_step(unit_s, 4.0, rules, torch.tensor([0.0, 3.0]), behind)
     assert cut.end_s.tolist() == [2.0, 2.0]
     assert cut.stood_in.tolist() == [False, True]
-    back = outcome(unit_s, 4.0, rules, torch.tensor([0.0, 1.5]), behind)  # before the quorum has finished
+    back = simulate_step(unit_s, 4.0, rules, torch.tensor([0.0, 1.5]), behind)  # before the quorum has finished
     assert back.end_s.tolist() == [2.0, 2.5]
     assert back.stood_in.tolist() == [False, False]
 
@@ -573,9 +573,9 @@ def test_outcome_has_a_rank_that_is_behind_stood_in_for_as_soon_as_a_quorum_wait
 def test_outcome_of_many_steps_is_that_of_each():
     unit_s = torch.rand(5, 3, 4, generator=torch.Generator().manual_seed(1)).cumsum(-1)
     deadline_s = torch.linspace(0.5, 2.5, 5)
-    many = outcome(unit_s, deadline_s, Rules(quorum=2))
+    many = simulate_step(unit_s, deadline_s, StopRules(quorum=2))
     for step in range(5):
-        one = outcome(unit_s[step], float(deadline_s[step]), Rules(quorum=2))
+        one = simulate_step(unit_s[step], float(deadline_s[step]), StopRules(quorum=2))
         assert torch.equal(many.reached[step], one.reached)
         assert many.seconds[step] == one.seconds
 
@@ -594,7 +594,7 @@ def test_outcome_of_many_steps_is_that_of_each():
 )
 def test_late_rank_stops_at_its_next_layer(deadline_s, grace_s, end_s, reached):
     unit_s = torch.tensor([[0.5, 1.0, 1.5], [2.0, 4.0, 8.0]])
-    cut = outcome(unit_s, deadline_s, Rules(quorum=1, grace_s=grace_s, checks=4))
+    cut = simulate_step(unit_s, deadline_s, StopRules(quorum=1, grace_s=grace_s, checks=4))
     assert cut.end_s.tolist() == pytest.approx([1.5, end_s])
     assert cut.reached.sum(1).tolist() == [3, reached]
     assert cut.late.tolist() == [False, reached < 3]

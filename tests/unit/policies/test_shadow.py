@@ -14,7 +14,7 @@ from straggle import FixedDeadline, Shadow
 from straggle.backward.stages import plan_stages
 from straggle.merge.telemetry import Row, Table
 from straggle.observe.run import step_report
-from straggle.policies.step_model import Rules
+from straggle.policies.step_model import StopRules
 from straggle.report import PHASES
 
 NUM_STAGES = 5
@@ -35,14 +35,14 @@ def a_row(unit_s: float, *, outside_s: float = 0.0, idle: bool = False) -> torch
     ).encode()
 
 
-def shadow_of(rows: list[torch.Tensor], deadline_s: float, rules: Rules):
+def shadow_of(rows: list[torch.Tensor], deadline_s: float, rules: StopRules):
     plan = plan_stages(Chain(NUM_STAGES), NUM_STAGES)
     slowest = max(float(row[list(PHASES).index("outside")] + row[3]) for row in rows)
     return plan, Table(torch.stack(rows), NUM_STAGES).shadow(slowest + 0.1, deadline_s, rules, plan)
 
 
 def test_slow_rank_would_have_stopped_at_the_deadline():
-    plan, shadow = shadow_of([a_row(0.1), a_row(0.1), a_row(0.2)], 0.7, Rules(quorum=2))
+    plan, shadow = shadow_of([a_row(0.1), a_row(0.1), a_row(0.2)], 0.7, StopRules(quorum=2))
     assert shadow.late_ranks == (2,)
     assert shadow.seconds == pytest.approx(0.8)  # the deadline and a tenth of a second for the merge
     # at 0.7 s three stages of 0.2 s are done, and half of the fourth
@@ -53,34 +53,34 @@ def test_slow_rank_would_have_stopped_at_the_deadline():
 
 
 def test_nobody_would_have_been_late_before_the_quorum_had_finished():
-    _, shadow = shadow_of([a_row(0.1), a_row(0.2), a_row(0.2)], 0.3, Rules(quorum=3))
+    _, shadow = shadow_of([a_row(0.1), a_row(0.2), a_row(0.2)], 0.3, StopRules(quorum=3))
     assert shadow.late_ranks == ()
     assert shadow.seconds == pytest.approx(1.1)
     assert shadow.dropped_share == pytest.approx(0.0, abs=1e-6)
 
 
 def test_rank_that_entered_late_would_have_had_its_whole_deadline():
-    _, shadow = shadow_of([a_row(0.1), a_row(0.1), a_row(0.1, outside_s=0.4)], 0.6, Rules(quorum=2))
+    _, shadow = shadow_of([a_row(0.1), a_row(0.1), a_row(0.1, outside_s=0.4)], 0.6, StopRules(quorum=2))
     assert shadow.late_ranks == ()
     assert shadow.seconds == pytest.approx(1.0)
 
 
 def test_rank_that_had_not_entered_would_have_been_stood_in_for():
-    _, shadow = shadow_of([a_row(0.1), a_row(0.1), a_row(0.1, outside_s=0.9)], 0.6, Rules(quorum=2, grace_s=0.1))
+    _, shadow = shadow_of([a_row(0.1), a_row(0.1), a_row(0.1, outside_s=0.9)], 0.6, StopRules(quorum=2, grace_s=0.1))
     assert shadow.late_ranks == (2,)
     assert shadow.seconds == pytest.approx(0.8)  # deadline, grace and merge
     assert shadow.reach == pytest.approx((1.0, 1.0, 0.0))
 
 
 def test_running_microbatch_would_have_been_finished_within_the_grace():
-    rules = Rules(quorum=1, finish_running=True, grace_s=1.0)
+    rules = StopRules(quorum=1, finish_running=True, grace_s=1.0)
     _, shadow = shadow_of([a_row(0.1), a_row(0.2)], 0.6, rules)
     assert shadow.late_ranks == ()
     assert shadow.reach == pytest.approx((1.0, 1.0))
 
 
 def test_rank_without_data_is_missed_by_nobody():
-    _, shadow = shadow_of([a_row(0.1), a_row(0.1), a_row(0.1, idle=True)], math.inf, Rules(quorum=2))
+    _, shadow = shadow_of([a_row(0.1), a_row(0.1), a_row(0.1, idle=True)], math.inf, StopRules(quorum=2))
     assert shadow.late_ranks == ()
     assert shadow.dropped_share == pytest.approx(0.0, abs=1e-6)
     assert shadow.stages == pytest.approx((1.0,) * NUM_STAGES)
