@@ -32,10 +32,10 @@ class Merge:
 
     ``check_every``: once in this many steps the ranks compare parameters (`StepReport.different_ranks`); 0: never.
 
-    ``weighting``: by "count", every gradient that was computed counts the same. By "inverse_probability", a rank weighs what
-    it computed of a stage by the inverse of its own chance of coming so far: the share of the stage that it submitted
-    over its last ``probability_window`` steps; at most ``max_weight``. So a rank that is often late counts, over many
-    steps, as much in the input layers as in the output layers.
+    ``weighting``: by "count", every gradient that was computed counts the same. By "inverse_probability", a rank weighs
+    what it computed of a stage by the inverse of its own probability of coming so far: the share of the stage that it
+    submitted over its last ``probability_window`` steps; at most ``max_weight``. So a rank that is often late counts,
+    over many steps, as much in the input layers as in the output layers.
     """
 
     buffers: Buffers = "mean"
@@ -87,7 +87,7 @@ class ReachedShares:
         """What the next step's gradients are weighed by, for each stage; ``None`` where that is 1 for all of them."""
         if not self._steps or len(self._steps[0]) != num_stages or all(min(step) == 1 for step in self._steps):
             return None
-        factors: list[float] = inverse_probability(torch.tensor(self._steps).mean(0), cap).tolist()
+        factors: list[float] = inverse_probability(torch.tensor(self._steps).mean(0), max_weight).tolist()
         return factors
 
     def tensor(self) -> Tensor:

@@ -51,7 +51,14 @@ def test_straggle_is_the_runs_own_configuration():
 
 def test_method_replaces_a_class_and_overrides_single_keys():
     own = of_method(load("compare", ["methods=[ddp,dropcompute]", "patience.max_lag=3"]), "dropcompute")
-    assert plain(own)["deadline"].keys() == {"_target_", "window", "warmup_steps", "every", "least_gain", "at_most"}
+    assert plain(own)["deadline"].keys() == {
+        "_target_",
+        "window",
+        "warmup_steps",
+        "every",
+        "least_gain",
+        "max_over_median",
+    }
     assert (own.patience.granularity, own.patience.max_lag, own.estimator._target_) == (
         "microbatch", 3, "straggle.Zero"
     )  # fmt: skip
