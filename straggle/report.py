@@ -1,6 +1,6 @@
 """What happened in a step: frozen records, built from the telemetry of all ranks and so the same on every rank.
 
-Only ``seconds`` is by each rank's own clock.
+Only ``seconds`` is measured by each rank's own clock.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ class RankReport:
 
     ``outside_s`` is time between two ``step()`` blocks that was not spent on data: the optimizer, evaluation,
     checkpoints. ``data_s`` runs from the end of the optimizer's step to the first forward pass. ``compute_s`` counts as
-    the deadline does, from entering ``step()`` to the end of the rank's own work (NaN: it never entered); where the
-    rank was still in its backward pass when the step before was merged (`Carry`), from then on. ``wait_s`` is how long
-    it stood idle for the slowest rank. ``overrun_s`` is time that it went on with earlier steps after these had been
-    merged without it.
+    the deadline does, from entering ``step()`` to the end of the rank's own work (NaN: it never entered). It counts
+    from the end of the merge before where the rank was then still in its backward pass (`Carry`). ``wait_s`` is how
+    long the rank waited for the slowest rank. ``overrun_s`` is how long it went on with earlier steps after these had
+    been merged without it.
 
-    ``stages`` holds the share of each stage that the rank computed, and ``reach`` the share of the whole model: 0.5
-    means that half of the gradient elements came from this rank's own backward pass. ``stage_s`` says when, in seconds
-    from entering ``step()``, each stage was whole (NaN: it never was). ``cause`` says what a late rank was doing;
-    ``stood_in`` that it did not come to hand in its gradients itself. ``idle``: it has no more data. ``weight`` is what
-    the user gave its step (``step.weight``; 1 otherwise), ``nonfinite`` how many of its parameters' gradients had
-    elements that were not finite, and were left out. A rank whose gradients are missing without its being late has a
+    ``stages`` holds the share of each stage that the rank computed, and ``reach`` the share of the full model: 0.5
+    means that half of the gradient elements came from this rank's own backward pass. ``stage_s`` says when each stage
+    was complete, in seconds from entering ``step()`` (NaN: it never was). ``cause`` says what a late rank was doing;
+    ``stood_in`` says that the stand-in submitted its gradients. ``idle``: it has no more data. ``weight`` is what the
+    user gave its step (``step.weight``; 1 otherwise). ``nonfinite`` is how many of its parameters' gradients were left
+    out because they had elements that were not finite. A rank that was not late, but whose gradients are missing, has a
     ``cause``, too: "error" where a backward pass ended in an error that the loop caught, "skipped" where the block was
-    left without a backward pass. ``weights`` is what all that it handed in of each stage counts in
-    the merge, estimates and supplements included: ``weight`` times ``stages`` where there are none.
+    left without a backward pass. ``weights`` is the weight in the merge of all that the rank submitted for each stage,
+    including estimates and supplements. Without these it is ``weight`` times ``stages``.
     """
 
     rank: int
@@ -60,9 +60,9 @@ class RankReport:
 
 @dataclass(frozen=True)
 class StageReport:
-    """One stage: ``weight`` is the sum over ranks, by default ``world_size`` when all computed all of it.
+    """One stage: ``weight`` is the sum over ranks, by default ``world_size`` when all ranks computed it.
 
-    It does not know of gradients that were left out because they were not finite.
+    Gradients that were left out because they were not finite still count in it.
     """
 
     name: str
@@ -73,10 +73,10 @@ class StageReport:
 
 @dataclass(frozen=True)
 class ShadowReport:
-    """What a policy that only looks on (`straggle.Shadow`) would have done in a step.
+    """What a policy that stops no rank (`straggle.Shadow`) would have done in a step.
 
-    ``seconds`` is what the step would have taken. ``reach`` is for each rank the share of the model that it would have
-    computed, ``stages`` for each stage the share that would have come in of what all ranks had to give.
+    ``seconds`` is what the step would have taken. ``reach`` is the share of the model that each rank would have
+    computed, and ``stages`` the share of each stage that would have come in, over ranks.
     """
 
     deadline_s: float
@@ -89,14 +89,14 @@ class ShadowReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One merged step: ``seconds`` from the end of the merge before; ``deadline_s`` is infinite without one.
+    """One merged step: ``seconds`` from the end of the merge before; ``deadline_s`` is infinite without a deadline.
 
     ``skipped``: no rank had finite gradients, and no parameter has one now. ``different_ranks``: those whose parameters
-    were not those of most ranks when they entered the step (a tie: not those of the lowest rank), because they differ
-    (`Merge.check_every`) or because their optimizers did not step as often as the others' after the step before;
-    ``None`` where they were not compared, and have stepped alike. ``shadow``: what a policy that stops nobody would
-    have done.
-    ``ranks_without_store``: those that the job's store did not answer; no deadline holds for them.
+    were not those of most ranks when they entered the step (a tie: not those of the lowest rank). Either their
+    parameters were compared and differ (`Merge.check_every`), or their optimizers did not step as often as the others'
+    after the step before. ``None``: parameters were not compared, and all optimizers stepped as often. ``shadow``: what
+    a policy that stops no rank would have done. ``ranks_without_store``: those that the job's store did not answer; no
+    deadline holds for them.
     """
 
     step: int
@@ -140,12 +140,12 @@ class StageTime:
 
 @dataclass(frozen=True)
 class BackwardReport:
-    """What a step's backward passes computed: ``stages`` in the order of the plan, which is backward's.
+    """What a step's backward passes computed: ``stages`` in the order of the plan, the order of backward.
 
-    ``seconds`` is the sum over the stages: the first begins with the backward pass itself, or with the gradient's
-    arrival at the model's output where the pass was begun by ``loss.backward()``. ``passes`` says for each parameter
-    how many backward passes its gradient holds. ``truncated``: the step was left early; ``missing`` are then, or
-    where the loop caught an error of a pass whose gradients it kept, the parameters that some pass did not come to.
+    ``seconds`` is the sum over the stages: the first begins with the backward pass itself, or, for ``loss.backward()``,
+    with the gradient's arrival at the model's output. ``passes`` says for each parameter how many backward passes are
+    in its gradient. ``truncated``: the step was left early. ``missing``: the parameters that some pass did not reach,
+    in a truncated step, or where the loop caught a pass's error and kept its gradients.
     """
 
     stages: tuple[StageTime, ...]

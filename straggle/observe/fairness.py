@@ -1,8 +1,8 @@
-"""Whose gradients come in, and how deep into the model: what always truncating the same rank does to its data.
+"""Whose gradients come in, and from how deep in the model: what truncating always the same rank does to its data.
 
-With `c[r, k]` the weight that rank `r` contributed to stage `k`, summed over steps, and `w[r]` the weight that it had
-to give, stage `k` got the share `sum_r c[r, k] / sum_r w[r]`. Stages count in the order of backward, so that the last
-one is next to the input.
+`c[r, k]` is the weight that rank `r` contributed to stage `k`, summed over steps, and `w[r]` the sum of the rank's own
+weights. Then stage `k` got the share `sum_r c[r, k] / sum_r w[r]`. Stages are in the order of backward: the last one is
+next to the input.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from straggle.report import StepReport
 
 @dataclass(frozen=True)
 class Fairness:
-    """``stages``: the share of each stage that came in; ``ranks``: each rank's contribution over the mean rank's.
+    """``stages``: the share of each stage that came in; ``ranks``: each rank's contribution over the mean of all.
 
-    1.0 in ``ranks`` is as much as the mean rank, 0 nothing. ``input_ranks`` is the same for the last stage of backward,
-    at the input, alone. Only gradients that a rank computed count, no estimates. Everything is NaN without a step.
+    In ``ranks``, 1.0 is the mean contribution, and 0 is none. ``input_ranks`` is the same for only the last stage of
+    backward, at the input. Only gradients that a rank computed count, not estimates. All values are NaN without a step.
     """
 
     stages: tuple[float, ...]
@@ -28,7 +28,7 @@ class Fairness:
 
     @property
     def depth_bias(self) -> float:
-        """Share of the first stage of backward that came in less the last one's: 0.25 if one of 4 never gets there."""
+        """Share of backward's first stage that came in, minus the last one's: 0.25 if one of 4 ranks never reaches it."""
         return self.stages[0] - self.stages[-1] if self.stages else math.nan
 
     @property
@@ -38,7 +38,7 @@ class Fairness:
 
     @property
     def input_index(self) -> float:
-        """Jain's index over what they contributed to the stage at the input."""
+        """Jain's index over the ranks' contributions to the stage at the input."""
         return jain_index(self.input_ranks)
 
     @property
@@ -53,7 +53,7 @@ class Fairness:
 
 
 def jain_index(values: Sequence[float]) -> float:
-    """``sum(x)**2 / (n * sum(x**2))``: 1 where all are equal, ``1 / n`` where one has all; NaN where nobody has any.
+    """``sum(x)**2 / (n * sum(x**2))``: 1 where all are equal, ``1 / n`` where one has all; NaN where all are 0.
 
     Source: Jain, Chiu, Hawe, "A quantitative measure of fairness and discrimination" (DEC-TR-301, 1984).
     """
@@ -62,7 +62,7 @@ def jain_index(values: Sequence[float]) -> float:
 
 
 def fairness_of(reports: Iterable[StepReport]) -> Fairness:
-    """The fairness of these steps; of stages, since they were last planned anew."""
+    """The fairness of these steps; stages count since they were last planned."""
     contributions = Contributions()
     for report in reports:
         contributions.add(report)
@@ -72,7 +72,7 @@ def fairness_of(reports: Iterable[StepReport]) -> Fairness:
 class Contributions:
     """What each rank has contributed, step after step.
 
-    With a ``decay`` of 0.98 a step counts 0.98 times as much as the one after it: the last 50 steps, about.
+    With a ``decay`` of 0.98 a step counts 0.98 times as much as the next one: about the last 50 steps.
     """
 
     def __init__(self, decay: float = 1.0) -> None:
@@ -97,14 +97,14 @@ class Contributions:
             self._given[number] = [decay * before + weight * share for before, share in given]
 
     def fairness(self) -> Fairness:
-        """Of all steps until now."""
+        """The fairness of all steps until now."""
         whole = self._whole or math.nan
         stages = tuple(math.fsum(column) / whole for column in zip(*self._given, strict=True))
         at_input = [given[-1] for given in self._given if given]
         return Fairness(stages, _relative(self._ranks), _relative(at_input))
 
     def _begin(self, stages: tuple[tuple[str, int], ...], num_ranks: int) -> None:
-        """Forget other stages and another number of ranks."""
+        """Start again with these stages and this number of ranks."""
         if num_ranks != len(self._ranks):
             self._ranks, self._stages = [0.0] * num_ranks, None
         if stages != self._stages:

@@ -1,6 +1,6 @@
-"""What the numbers of a run mean, in sentences: each rule says what it saw and, where there is one, what may help.
+"""What the numbers of a run mean, in sentences: each rule says what it found and, if it knows, what may help.
 
-A rule that has nothing to say says nothing; no sentence holds a number that is not the run's own.
+A rule without a finding gives no sentence. All numbers in the sentences are the run's own.
 """
 
 from __future__ import annotations
@@ -207,12 +207,12 @@ def _late_ranks(numbers: Numbers, least: float, below: float) -> list[RankNumber
 
 
 def _list(ranks: list[RankNumbers]) -> str:
-    """At most ten numbers of ranks."""
+    """The ranks' numbers in words, at most ten of them."""
     return ", ".join(str(rank.rank) for rank in ranks[:10]) + (" and others" if len(ranks) > 10 else "")
 
 
 def _doing(rank: RankNumbers) -> str:
-    """What a late rank was doing: all its causes where there are several."""
+    """What a late rank was doing, with all its causes."""
     causes: Mapping[Any, int] = rank.causes
     if len(causes) == 1:
         return f", {PLACES[next(iter(causes))]}"

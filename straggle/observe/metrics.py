@@ -1,7 +1,7 @@
 """Prometheus metrics of one rank, from the report of each step: ``with MetricsExporter(model):`` around the loop.
 
-The training thread only puts the step's record into a queue; a thread behind it does the rest.
-Needs ``prometheus-client``: the extra ``metrics``.
+The training thread only puts the step's record into a queue; another thread does the rest. Needs ``prometheus-client``:
+the extra ``metrics``.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class MetricsExporter:
     """Serves the metrics of this rank while it trains: ``with MetricsExporter(model): ...``.
 
     The port is ``port`` plus this rank's number on its machine, or the next one that is free; ``None`` serves nothing.
-    ``security``: TLS and a password. ``targets``: files that tell Prometheus where the endpoints are. ``push``: to a
-    Pushgateway. ``samples_per_step``: of this rank, in a step of weight 1, for ``straggle_samples_total``.
+    ``security``: TLS and a password. ``targets``: files from which Prometheus learns where the endpoints are. ``push``:
+    to a Pushgateway. ``samples_per_step``: this rank's samples in a step of weight 1, for ``straggle_samples_total``.
 
-    Raises ``ValueError`` for what is no port, and for an empty file of a password. Beyond that it never fails a job:
-    where no port is free, or there is nobody to push to, it logs a warning and training goes on.
+    Raises ``ValueError`` for a wrong port, and for an empty password file. Otherwise it never fails a job: where no
+    port is free, or the Pushgateway does not answer, it logs a warning and training goes on.
     """
 
     def __init__(
@@ -88,7 +88,8 @@ class MetricsExporter:
     def close(self, *, clean: bool = True) -> None:
         """Count what is still in the queue, push for the last time, and free the port.
 
-        The target's file stays where the run did not end well (``clean`` is false), so that Prometheus misses it.
+        If the run ended with an error (``clean`` is false), the target's file stays, so that Prometheus misses this
+        rank.
         """
         if self._closing.is_set():
             return
@@ -156,7 +157,7 @@ class MetricsExporter:
 class StepMetrics:
     """The metrics of one rank: counted step by step by one thread, read by others at any time.
 
-    Those of stages belong to the stages as they are planned now, and begin anew where these change.
+    Those of stages are of the stages as they are planned now, and start again from 0 when the plan changes.
     """
 
     def __init__(self, model: StagedDataParallel, *, samples_per_step: int | None = None) -> None:
@@ -269,7 +270,7 @@ class StepMetrics:
         ).info(info)
 
     def _live(self, model: StagedDataParallel) -> None:
-        """Read at the time of the scrape, so that they tell of a training thread that is stuck."""
+        """Read at the time of the scrape, so that they show a training thread that is stuck."""
         lag = self._gauge("lag_steps", "Merged steps that this rank has not yet applied, now.")
         lag.labels(self._rank).set_function(lambda: model.lag)
         since = self._gauge("since_step_seconds", "Seconds since this rank's training thread last finished a step.")
@@ -382,7 +383,7 @@ class StepMetrics:
 
 
 def stage_labels(plan: StagePlan) -> list[str]:
-    """The names of the stages; one that comes again has its number."""
+    """The names of the stages; where a name occurs twice, the stage's number is added."""
     seen: Count[str] = Count()
     labels = []
     for stage in plan.stages:
@@ -392,7 +393,7 @@ def stage_labels(plan: StagePlan) -> list[str]:
 
 
 class _Registry(CollectorRegistry):
-    """Leaves out when each series was created: a second series for each, which the process's start time tells too."""
+    """Leaves out when each series was created: a second series for each, and the process's start time says it."""
 
     def collect(self) -> Iterator[Metric]:
         for metric in super().collect():

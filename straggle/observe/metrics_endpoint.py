@@ -1,4 +1,4 @@
-"""How metrics leave a process: an HTTP endpoint, a file that tells Prometheus where it is, and a Pushgateway."""
+"""How metrics leave a process: an HTTP endpoint, a file with its address for Prometheus, and a Pushgateway."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Security:
         _check_password(self.password_file)
 
     def context(self) -> ssl.SSLContext | None:
-        """For TLS, or ``None``. Raises ``OSError`` for files that cannot be read."""
+        """The context for TLS, or ``None``. Raises ``OSError`` for files that cannot be read."""
         if self.certfile is None:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -84,7 +84,7 @@ class Security:
 
 
 def check_port(port: int | None) -> None:
-    """Raise ``ValueError`` for what is neither a port nor ``None``."""
+    """Raise ``ValueError`` if this is neither a port nor ``None``."""
     if port is not None and (not isinstance(port, int) or isinstance(port, bool) or not 0 <= port < 2**16):
         raise ValueError(f"port={port}: must be a whole number from 0 (any that is free) to 65535, or null for none")
 
@@ -92,8 +92,9 @@ def check_port(port: int | None) -> None:
 class Endpoint:
     """Serves a registry at ``host`` and ``port``, or the next port that is free; port 0 takes any.
 
-    A client that takes more than ten seconds by ``clock`` is dropped; there are eight at a time, and at most twenty in
-    a second. Raises ``OSError`` where no port is free, or for files of ``security`` that cannot be read.
+    A client that takes more than ten seconds by ``clock`` is dropped. At most eight are served at a time, and at most
+    twenty are accepted in a second. Raises ``OSError`` if no port is free, or for files of ``security`` that cannot be
+    read.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """Where this machine finds the metrics."""
+        """The address of the metrics on this machine."""
         return f"{self.scheme}://{_joined(self.host, self.port)}/metrics"
 
     def close(self) -> None:
@@ -126,10 +127,11 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Targets:
-    """Tells Prometheus' ``file_sd_configs`` where the endpoints are: ``folder/rank<n>.json``, one for each rank.
+    """Files for Prometheus' ``file_sd_configs`` with the endpoints' addresses: one ``folder/rank<n>.json`` for each
+    rank.
 
     ``address``: this machine's name or address as Prometheus reaches it; ``None``: the endpoint's host, or the
-    machine's name where that is "all addresses". ``labels`` come with every sample, such as ``run``.
+    machine's name if that host means "all addresses". ``labels``, such as ``run``, are added to every sample.
     """
 
     folder: str | None = None
@@ -137,7 +139,7 @@ class Targets:
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def write(self, rank: int, endpoint: Endpoint) -> None:
-        """Write the rank's file, which a reader sees whole or not at all."""
+        """Write the rank's file; a reader never sees a part of it."""
         if (path := self._path(rank)) is None:
             return
         address = self.address or (socket.gethostname() if endpoint.host in ("", "0.0.0.0", "::") else endpoint.host)
@@ -158,7 +160,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class Push:
-    """Pushes to the Pushgateway at ``url`` every ``every_s`` seconds and at the end, for jobs that nothing scrapes.
+    """Pushes to the Pushgateway at ``url`` every ``every_s`` seconds and at the end, for jobs that cannot be scraped.
 
     The grouping key is ``rank`` and ``labels``. ``password_file`` holds the password for ``username``.
     """
@@ -178,7 +180,7 @@ class Push:
         _check_password(self.password_file)
 
     def push(self, registry: CollectorRegistry, rank: int) -> None:
-        """Push once. Raises ``OSError`` where the gateway does not take it."""
+        """Push once. Raises ``OSError`` if the gateway does not accept it."""
         assert self.url is not None
         handler = default_handler
         if self.username is not None:
@@ -194,10 +196,11 @@ class Push:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread for each client, for few at a time: what they cost is training's time.
+    """A thread for each client, for only a few at a time: they take processor time from training.
 
-    One that takes too long is dropped, and where there are too many, the one that is there longest: an honest scrape
-    takes milliseconds. New ones are let in at a pace, so that a crowd waits in the kernel, where it costs nothing.
+    A client that takes too long is dropped. If there are too many, the oldest one is dropped: an honest scrape takes
+    milliseconds. New clients are accepted at a limited rate, so that a crowd waits in the kernel, where it costs
+    nothing.
     """
 
     daemon_threads = True
@@ -288,7 +291,7 @@ def _joined(host: str, port: int) -> str:
 
 
 def _check_password(path: str | None) -> None:
-    """Raise ``ValueError`` for an empty file; one that cannot be read is told of where it is needed."""
+    """Raise ``ValueError`` for an empty file; a file that cannot be read is reported where it is needed."""
     if path is not None:
         with suppress(OSError):
             _password(path)

@@ -1,4 +1,4 @@
-"""A run's files as arrays: what happened in each step and to each rank, read line by line so that long traces fit."""
+"""A run's files as arrays: what happened in each step and to each rank. Read line by line: traces are long."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ _FIELDS = (*_TIMES, "reach", "weight", "late", "stood_in", "cause", "idle", "non
 
 @dataclass(frozen=True)
 class Run:
-    """Arrays over steps have shape (steps,), those over ranks too (steps, ranks); NaN: not known, or no such rank.
+    """Arrays over steps have shape (steps,), those over steps and ranks (steps, ranks); NaN: not known, or no such
+    rank.
 
     ``ranks`` has the numeric fields of `RankReport`, flags as 0 and 1 and ``cause`` as an index into `CAUSES`.
-    ``wait_for_all_s`` is predicted (`WaitForAllPrediction`). ``stages`` are those of the last step, and ``stage_share``
-    the mean share of each that each rank computed, shape (stages, ranks), over the ``num_stage_steps`` last steps,
-    which have this plan. ``lines`` are the trace's line numbers, from 0.
+    ``wait_for_all_s`` is predicted (`WaitForAllPrediction`). ``stages`` are those of the last step. ``stage_share``,
+    shape (stages, ranks), is the mean share of each stage that each rank computed, over the ``num_stage_steps`` last
+    steps, which have this plan. ``lines`` are the trace's line numbers, from 0.
     """
 
     name: str
@@ -68,9 +69,9 @@ class Run:
 
 
 def read_run(run_dir: Path, *, name: str | None = None) -> Run:
-    """Read ``trace.jsonl``, or what `straggle.watch` wrote, and, where they are, ``config.yaml`` and ``summary.json``.
+    """Read ``trace.jsonl``, or what `straggle.watch` wrote, and if they exist ``config.yaml`` and ``summary.json``.
 
-    Raises ``ValueError`` where there is no trace, or no step in it.
+    Raises ``ValueError`` if there is no trace, or no step in it.
     """
     path = run_dir / "trace.jsonl"
     watched = _watched(run_dir)
@@ -99,7 +100,7 @@ def run_of(reports: Iterable[StepReport]) -> Run:
 
 
 def read_steps(run: Run, positions: Collection[int]) -> dict[int, StepReport]:
-    """The whole reports of some steps, by their position in the run; other lines are not parsed again."""
+    """The full reports of some steps, by their position in the run; other lines are not parsed again."""
     path = run.run_dir / "trace.jsonl"
     if not path.is_file():
         records = enumerate(_of_ddp(_watched(run.run_dir)))
@@ -114,7 +115,7 @@ def _watched(run_dir: Path) -> list[Path]:
 
 
 def _of_ddp(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
-    """The steps of a watched DDP run as a trace would have them: everyone was waited for, and nothing is missing."""
+    """The steps of a watched DDP run as a trace would have them: all ranks were waited for, nothing is missing."""
     heads, *steps = zip(*map(read_trace, files), strict=False)  # of ranks that were broken off, what all have
     if any(head["stages"] != heads[0]["stages"] for head in heads):
         raise ValueError(f"{files[0].parent}: ranks finish their gradients in different orders, which cannot be drawn")
@@ -139,7 +140,7 @@ def _of_ddp(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
 
 
 def step_report(record: Mapping[str, Any]) -> StepReport:
-    """A trace's record as the report that it was: ``None`` is NaN again, and fields that it lacks their defaults."""
+    """A trace's record as the report that it was: ``None`` is NaN again, and missing fields have their defaults."""
     ranks = tuple(_rank_report(rank) for rank in record["ranks"])
     stages = tuple(
         StageReport(str(s["name"]), int(s["numel"]), _number(s.get("weight")), bool(s.get("estimated", False)))
@@ -277,7 +278,7 @@ def _values(rank: RankReport) -> Iterator[float]:
 
 
 def _config(path: Path) -> Mapping[str, Any]:
-    """The run's configuration; nothing where there is none."""
+    """The run's configuration; empty if there is none."""
     if not path.is_file():
         return {}
     container = OmegaConf.to_container(OmegaConf.load(path))
@@ -285,7 +286,7 @@ def _config(path: Path) -> Mapping[str, Any]:
 
 
 def _summary(path: Path, *, last_step: int) -> Mapping[str, Any]:
-    """The run's summary; nothing where there is none, or an older one than the trace."""
+    """The run's summary; empty if there is none, or if it is older than the trace."""
     if not path.is_file():
         return {}
     summary: Mapping[str, Any] = json.loads(path.read_text())

@@ -32,12 +32,12 @@ class Times:
 
 @dataclass(frozen=True)
 class RankNumbers:
-    """One rank over the whole run; ``causes`` counts its late steps by what it was doing, and those of which gradients
-    are missing for another reason.
+    """One rank over all steps of the run; ``causes`` counts its late steps, and those with gradients missing otherwise.
 
-    ``steps`` are those in which it had data. ``reach`` is the mean share of the gradient elements that it computed, in
-    these steps. ``slowness`` is its median compute time over the median of the other ranks' medians, where it finished:
-    2.0 means that it takes twice as long.
+    ``causes`` goes by what a late rank was doing, or by why its gradients are missing. ``steps`` are those in which it
+    had data. ``reach`` is the mean share of the gradient elements that it computed in these steps. ``slowness`` is its
+    median compute time, over steps that it finished, divided by the median of the other ranks' medians: 2.0 means that
+    it takes twice as long.
     """
 
     rank: int
@@ -59,7 +59,7 @@ class RankNumbers:
 
 @dataclass(frozen=True)
 class Numbers:
-    """A whole run. ``saved_share`` is of the mean step's seconds: 0.3 means 30 % less than waiting for everyone."""
+    """A complete run. ``saved_share`` is of the mean step's seconds: 0.3 means 30 % less than waiting for all ranks."""
 
     own: Times
     waiting: Times
@@ -114,7 +114,7 @@ def _numbers_of(run: Run) -> Numbers:
 
 
 def has_data_of(run: Run) -> Flags:
-    """Where a rank was in the run and had data, shape (steps, ranks)."""
+    """Whether a rank was in the run and had data, shape (steps, ranks)."""
     return np.asarray(run.ranks["idle"] == 0)
 
 
@@ -147,7 +147,7 @@ def _rank_numbers(run: Run, has_data: Flags, rank: int, slowness: float) -> Rank
 
 
 def _slowness(run: Run) -> Array:
-    """How many times as long as the others each rank takes, in steps that it finished; NaN where these are too few."""
+    """How many times as long as the others each rank takes, in steps that it finished; NaN if these are too few."""
     whole = np.where((run.ranks["late"] == 0) & (run.ranks["idle"] == 0), run.ranks["compute_s"], np.nan)
     median_s = np.nanmedian(whole, axis=0)
     median_s[np.isfinite(whole).sum(axis=0) < _ENOUGH_STEPS] = np.nan

@@ -13,9 +13,10 @@ from straggle.report import StepReport
 
 
 class TraceWriter:
-    """Appends step reports to a file, a line each. ``first_step`` > 0 goes on with a trace that was begun before.
+    """Appends step reports to a file, one line each. ``first_step`` > 0 goes on with a trace that was begun before.
 
-    A step that cannot be written, as on a full disk, is left out, with one warning: step numbers say which are missing.
+    A step that cannot be written, as on a full disk, is left out, with one warning. Step numbers show which are
+    missing.
     """
 
     def __init__(self, path: Path, *, first_step: int = 0) -> None:
@@ -49,6 +50,6 @@ def read_trace(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def whole_lines(path: Path) -> Iterator[str]:
-    """The lines of a trace, without those that were cut off; the last one may be, where it has no end."""
+    """The lines of a trace, without those that were cut off; a last line without a line end was cut off, too."""
     with path.open(errors="replace") as lines:
         yield from (line for line in lines if not is_cut(line))

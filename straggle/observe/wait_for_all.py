@@ -1,7 +1,8 @@
 """What would a step have cost if all ranks had been waited for? Answered from the telemetry of the step itself.
 
-A late rank was stopped, so its whole time is unknown. It is taken as ``slowness * t``: ``t`` is the median time of the
-ranks that finished, and ``slowness`` how much later than they the late rank had its last whole stage.
+A late rank was stopped, so its untruncated time is unknown. It is predicted as ``slowness * t``: ``t`` is the median
+time of the ranks that finished. ``slowness`` says how many times as long as they the late rank took for its last
+complete stage.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from straggle.report import RankReport, StepReport
 
 
 class WaitForAllPrediction:
-    """Predicts, step after step, the seconds that waiting for everyone would have taken."""
+    """Predicts, step after step, the seconds that waiting for all ranks would have taken."""
 
     def __init__(self) -> None:
         self._slowness: dict[int, float] = {}  # 2.0: this rank takes twice as long as the median rank
 
     def seconds(self, report: StepReport) -> float:
-        """The step's seconds with nobody stopped, plus what ranks still spent on steps merged without them."""
+        """The step's seconds with no rank stopped, plus what ranks still spent on steps merged without them."""
         entered = [rank.compute_s for rank in report.ranks if not math.isnan(rank.compute_s)]
         overrun_s = max(rank.overrun_s for rank in report.ranks)
         whole = [seconds for seconds in self.compute_s(report) if not math.isnan(seconds)]

@@ -20,8 +20,8 @@ _MAX_CELLS = 16_000
 class Cells:
     """``missing`` and ``texts``, by row (ranks) and column (steps), and where gradients were not finite.
 
-    ``missing``: the share of the gradients that did not come in; -1: no data; NaN: not there. ``num_ranks`` and
-    ``num_steps``: of one cell, which has their mean. ``nonfinite``: pairs of step and rank.
+    ``missing``: the share of the gradients that did not come in; -1: no data; NaN: no such rank or step. ``num_ranks``
+    and ``num_steps``: those in one cell, which has their mean. ``nonfinite``: pairs of step and rank.
     """
 
     missing: Array
@@ -90,7 +90,7 @@ def _text(run: Run, row: slice, column: slice, value: float) -> str:
 
 
 def _missing_text(causes: Sequence[str]) -> str:
-    """What is missing of ranks that were not late."""
+    """What is missing from ranks that were not late."""
     words = {"error": "after an error in backward", "skipped": "without a backward pass"}
     return ", ".join(f"{words[cause]}: {causes.count(cause)}" for cause in words if cause in causes)
 

@@ -1,6 +1,6 @@
 """The figures of a report, by plotly; text and grid get their colours from the page, so that dark, light and print fit.
 
-Blue and vermillion, and the colours of the phases, are Okabe and Ito's, which colour-blind readers can tell apart.
+Blue and vermillion, and the colours of the phases, are Okabe and Ito's, which colour-blind readers can distinguish.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MAX_BARS = 32  # ranks in a timeline
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure, what a reader who cannot see it is told, and a note below it."""
+    """A figure, a text for readers who cannot see it, and a note below it."""
 
     figure: go.Figure
     alt: str
@@ -46,7 +46,7 @@ class Chart:
 
 
 def step_times(runs: Sequence[Run]) -> Chart:
-    """Which share of the steps took at most so long: as it was, and had everyone been waited for."""
+    """The share of the steps that took at most this long: as measured, and as predicted for waiting for all ranks."""
     figure = _figure(height=320, x="seconds of a step", y="share of the steps")
     for number, run in enumerate(runs):
         for seconds, waiting in ((run.seconds, False), (run.wait_for_all_s, True)):
@@ -70,7 +70,7 @@ def step_times(runs: Sequence[Run]) -> Chart:
 
 
 def step_times_over_steps(runs: Sequence[Run]) -> Chart:
-    """Step time, step after step; of a single run also the deadline, and what waiting would have cost."""
+    """Step time, step after step; for a single run also the deadline, and what waiting would have cost."""
     figure = _figure(height=300, x="step", y="seconds")
     for number, run in enumerate(runs):
         kinds = [("as it was", run.seconds, _RUN_COLOURS[number], "solid")]
@@ -169,7 +169,7 @@ def contributions(run: Run) -> Chart:
 
 
 def timeline(report: StepReport) -> Chart:
-    """One step: who did what when, where the deadlines lay, and who waited."""
+    """One step: what each rank did when, where its deadline was, and how long it waited."""
     ranks = _shown_ranks(report)
     labels = [f"{rank.rank}{_state(rank)}" for rank in ranks]
     figure = _figure(
@@ -263,7 +263,7 @@ def _figure(*, height: int, x: str, y: str) -> go.Figure:
 def _add_bars(
     figure: go.Figure, labels: list[str], name: str, seconds: list[float], base: Array, colour: str, pattern: str = ""
 ) -> Array:
-    """One phase of all ranks, from where the phases before it ended; gives where it ends."""
+    """One phase of all ranks, from the end of the phases before it; returns where it ends."""
     lengths = np.nan_to_num(np.array(seconds, dtype=float))
     if (lengths > 0).any():
         figure.add_bar(
@@ -302,7 +302,7 @@ def _add_stage_ends(
 
 
 def _entered_s(rank: RankReport, busy_s: float) -> float:
-    """When the rank entered ``step()``; a deadline counts from the merge before for one that has not."""
+    """When the rank entered ``step()``; if it has not, its deadline counts from the merge before."""
     return 0.0 if math.isnan(rank.compute_s) else max(0.0, busy_s - rank.compute_s)
 
 

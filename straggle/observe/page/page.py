@@ -1,4 +1,4 @@
-"""Builds ``report.html``: one file, with the plotting library in it, that loads nothing from anywhere."""
+"""Builds ``report.html``: one file, with the plotting library in it, that loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FILE = "report.html"
 
 @dataclass(frozen=True)
 class Cell:
-    """A number as it is shown, and as it is: ``data-key`` and ``data-value`` of its cell in the page."""
+    """A number as it is shown, and its exact value: ``data-key`` and ``data-value`` of its cell in the page."""
 
     text: str
     key: str = ""
@@ -39,10 +39,10 @@ class Cell:
 def write_report(
     run_dir: Path, *, compare: Path | None = None, steps: Sequence[int] = (), path: Path | None = None
 ) -> Path:
-    """Write the report of a run, or of two side by side, to ``path`` (``run_dir/report.html``), and give its path.
+    """Write the report of a run, or of two side by side, to ``path`` (``run_dir/report.html``), and return its path.
 
-    ``steps`` are those drawn in detail; by default the slowest, a typical one, and one in which a rank was stood
-    in for. Raises ``ValueError`` where a run has no trace, no step, or not this one.
+    ``steps`` are drawn in detail: by default the slowest step, a typical one, and one in which a rank was stood in for.
+    Raises ``ValueError`` if a run has no trace, no step, or not one of these steps.
     """
     folders = [run_dir] if compare is None else [run_dir, compare]
     names = _names(folders)
@@ -87,18 +87,18 @@ class _Charts:
         self._figures: list[str] = []
 
     def add(self, chart: Chart) -> dict[str, Any]:
-        """What the template needs of a figure."""
+        """Add a figure; returns what the template needs for it."""
         self._figures.append(chart.figure.to_json())
         height = chart.figure.layout.height
         return {"id": f"chart{len(self._figures) - 1}", "alt": chart.alt, "note": chart.note, "height": height}
 
     def json(self) -> Markup:
-        """All figures, safe inside of a script element."""
+        """All figures as JSON that is safe inside of a script element."""
         return Markup("[" + ",\n".join(self._figures).replace("<", "\\u003c") + "]")
 
 
 def _run_part(charts: _Charts, run: Run, numbers: Numbers, steps: Sequence[int]) -> dict[str, Any]:
-    """What the page shows of each run by itself."""
+    """What the page shows for each run separately."""
     chosen = _chosen(run, steps)
     reports = read_steps(run, chosen.keys())
     return {
@@ -177,7 +177,7 @@ def _rank_row(rank: RankNumbers) -> list[Cell]:
 
 
 def _chosen(run: Run, steps: Sequence[int]) -> dict[int, str]:
-    """Positions of the steps to draw, and why these."""
+    """Positions of the steps to draw, and the reason for each."""
     if steps:
         position = {int(step): at for at, step in enumerate(run.step.tolist())}
         if unknown := [step for step in steps if step not in position]:
@@ -203,7 +203,7 @@ def _chosen(run: Run, steps: Sequence[int]) -> dict[int, str]:
 
 
 def _about(run: Run, numbers: Numbers) -> str:
-    """The run in a line."""
+    """The run in one line."""
     text = f"{run.num_steps:,} steps of {run.num_ranks} {'rank' if run.num_ranks == 1 else 'ranks'}"
     text += f" in {_duration(numbers.seconds)}" if numbers.seconds else ""
     parts = [
@@ -220,7 +220,7 @@ def _target(config: Any) -> str:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The last part of each path, or all of it where these are the same."""
+    """The last part of each path, or the full paths if these parts are the same."""
     names = [folder.resolve().name for folder in folders]
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
 

@@ -1,4 +1,4 @@
-"""Series of numbers as a figure shows them: in no more points than there are pixels, over what is known."""
+"""Series of numbers as a figure shows them: no more points than pixels, and unknown values left out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_POINTS = 600  # of a line
 
 
 def cumulative(seconds: Array) -> tuple[Array, Array]:
-    """The values in order, and which share is at most each; thinned."""
+    """The values in order, and the share of values that are at most each of them; thinned."""
     known = np.sort(seconds[np.isfinite(seconds)])
     share = np.arange(1, len(known) + 1) / max(1, len(known))
     kept = np.unique(np.linspace(0, len(known) - 1, min(len(known), MAX_POINTS)).round().astype(int))
@@ -20,7 +20,7 @@ def cumulative(seconds: Array) -> tuple[Array, Array]:
 
 
 def thinned(x: Array, y: Array) -> tuple[Array, Array]:
-    """At most `MAX_POINTS` points: means over equal numbers of neighbours, so that sums stay what they are."""
+    """At most `MAX_POINTS` points: means over equal numbers of neighbours, so that sums do not change."""
     size = math.ceil(len(x) / MAX_POINTS)
     if size == 1:
         return x, y
@@ -30,7 +30,7 @@ def thinned(x: Array, y: Array) -> tuple[Array, Array]:
 
 
 def running_mean(values: Array, length: int) -> Array:
-    """Mean of the last ``length`` known values at each place."""
+    """At each place, the mean of the last ``length`` known values."""
     known = np.isfinite(values)
     sums, counts = (np.concatenate([[0.0], np.cumsum(row)]) for row in (np.where(known, values, 0.0), known))
     ends = np.arange(1, len(values) + 1)
@@ -40,7 +40,7 @@ def running_mean(values: Array, length: int) -> Array:
 
 
 def mean_of_known(values: Array, axis: int) -> Array:
-    """The mean of what is known; NaN where nothing is."""
+    """The mean of the known values; NaN if there are none."""
     known = np.isfinite(values)
     count = known.sum(axis=axis)
     total = np.where(known, values, 0.0).sum(axis=axis)
