@@ -28,7 +28,7 @@ class Fairness:
 
     @property
     def depth_bias(self) -> float:
-        """Share of backward's first stage that came in, minus the last one's: 0.25 if one of 4 ranks never reaches it."""
+        """Share of backward's first stage that came in, minus the last one's: 0.25 if one of 4 never gets there."""
         return self.stages[0] - self.stages[-1] if self.stages else math.nan
 
     @property
