@@ -1,1 +1,1 @@
-"""Who is slow, since when, in what, and what each policy would be worth: read from the times that a run recorded."""
+"""Which rank is slow, since when and in what, and what each policy would be worth, from a run's recorded times."""

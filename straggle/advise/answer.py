@@ -1,4 +1,4 @@
-"""The whole answer, as text and as JSON."""
+"""The complete answer, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _NETWORK = 0.1  # of a step, from which on it is worth a sentence
 
 @dataclass(frozen=True)
 class Answer:
-    """``sentences`` are those of the run's report, where there is a trace of straggle."""
+    """``sentences`` are those of the run's report, if straggle wrote a trace."""
 
     timings: Timings
     slowness: Slowness
@@ -56,7 +56,7 @@ class Answer:
         return "\n\n".join(parts) + "\n"
 
     def as_json(self) -> str:
-        """All of it for programs; times in seconds."""
+        """The complete answer for programs; times in seconds."""
         timings = self.timings
         return dumps(
             {
@@ -74,7 +74,7 @@ class Answer:
 
 
 def answer(path: Path) -> Answer:
-    """Read and judge a run; raises ``ValueError`` where there is none."""
+    """Read and judge a run; raises ``ValueError`` if there is none."""
     timings = read_timings(path)
     run_dir = timings.source.parent
     slowness = find_slow_ranks(timings)
@@ -88,7 +88,7 @@ def answer(path: Path) -> Answer:
 
 
 def _present(timings: Timings, slowness: Slowness) -> int:
-    """The position from which on ranks are as they are now, if that are enough steps to say something; else 0."""
+    """The position from which on ranks are as they are now, if these steps are enough for an answer; otherwise 0."""
     if slowness.last_change is None:
         return 0
     first = int(np.searchsorted(timings.step, slowness.last_change))
@@ -96,7 +96,7 @@ def _present(timings: Timings, slowness: Slowness) -> int:
 
 
 def _patience(run_dir: Path) -> Patience | None:
-    """As the run was configured, where that is known; its trace has the times of stages, so these are the units."""
+    """As the run was configured, if that is known; its trace has the times of stages, so stages are the units."""
     path = run_dir / _CONFIG
     try:
         config: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
@@ -202,7 +202,7 @@ def _why_nothing(slowness: Slowness) -> str:
 
 
 def _to_paste(one: Gain, timings: Timings) -> str:
-    """For a program of the user's own."""
+    """The code to paste into a program of the user's own."""
     microbatches = timings.num_microbatches
     step = f"model.step(num_microbatches={microbatches})" if microbatches > 1 else "model.step()"
     return (
@@ -216,7 +216,7 @@ def _to_paste(one: Gain, timings: Timings) -> str:
 
 
 def _to_add(one: Gain) -> str:
-    """For a run of ``straggle train``."""
+    """The keys to add for a run of ``straggle train``."""
     return f"To use it, beside the keys that the run was started with:\n  {one.keys}"
 
 

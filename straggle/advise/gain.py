@@ -1,4 +1,4 @@
-"""What each policy would make of the recorded steps: the same classes, step by step, by the one model of a step."""
+"""What each policy would have done in the recorded steps: its own class decides, and one model predicts the step."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class Replayed:
 
 @dataclass(frozen=True)
 class Gain:
-    """``saved`` is of the mean step's seconds with everyone waited for, ``dropped`` of all gradient elements.
+    """``saved`` is of the mean step's seconds when all ranks are waited for, ``dropped`` of all gradient elements.
 
-    ``speedup`` is effective: gradients per second, over those with everyone waited for. The values are those of the
-    cautious replay (`replay`); the intervals reach from its low end to the high end of the other one. ``surely`` is the
-    speedup's low end as far as these steps tell, without the noise of runs to come.
+    ``speedup`` is effective: gradients per second, divided by those when all ranks are waited for. The values are those
+    of the cautious replay (`replay`). The intervals reach from its low end to the high end of the other replay.
+    ``surely`` is the speedup's low end for these steps alone, without the noise of future runs.
     """
 
     code: str
@@ -70,7 +70,7 @@ class Gain:
 
 
 def candidates(num_ranks: int) -> list[Candidate]:
-    """What is tried."""
+    """The policies to try."""
     some = [
         Candidate(
             "straggle.QuantileDeadline(0.5, slack=1.2)",
@@ -91,7 +91,7 @@ def candidates(num_ranks: int) -> list[Candidate]:
 
 
 def gains(timings: Timings, patience: Patience | None = None, first: int = 0) -> list[Gain]:
-    """All candidates, the best first: what they gain from position ``first`` on, having seen what was before."""
+    """All candidates, the best first: what they gain from position ``first`` on, after seeing the steps before it."""
     everyone = replay(timings, WaitForAll(), patience).since(first)
     found = [
         _gain(
@@ -106,16 +106,16 @@ def gains(timings: Timings, patience: Patience | None = None, first: int = 0) ->
 
 
 def best(found: list[Gain]) -> Gain | None:
-    """The one to use, whose gain is surest; ``None`` where even that may be worth nothing, or may not be seen."""
+    """The one to use, with the surest gain; ``None`` if even that may be worth nothing, or may not be measurable."""
     seen = [gain for gain in found if gain.saved.low > 0 and gain.surely >= WORTH_IT]
     return max(seen, key=lambda gain: gain.surely, default=None)
 
 
 def replay(timings: Timings, policy: Deadline, patience: Patience | None = None, *, cautious: bool = False) -> Replayed:
-    """Step by step: what the policy sees is what it would have seen, so a rank that it stops looks stopped.
+    """Step by step: the policy sees what it would have seen, so a rank that it stops looks stopped.
 
-    ``cautious``: a late rank stops no sooner than it finishes its running stage, and the merge of what it leaves comes
-    after that, where it overlaps with nothing: another time of the network. Otherwise it stops at once.
+    ``cautious``: a late rank stops when it finishes its running stage. The merge of what it leaves comes after that and
+    overlaps with nothing, so it costs the network's time once more. Otherwise a late rank stops at once.
     """
     patience = patience or Patience()
     policy.prepare(patience)

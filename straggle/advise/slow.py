@@ -1,8 +1,8 @@
 """Which ranks are slow, since when, how steadily, and in which phase.
 
-A rank's excess in a step is its own work less the median of the other ranks' in the same step. The job loses the excess
-of the slowest rank of each step; that is split among the ranks that were slowest, and each rank's among its phases by
-the same difference, phase by phase.
+A rank's excess in a step is its own work minus the median of the other ranks' in the same step. In each step the job
+loses the excess of the slowest rank. This loss is split among the ranks that were slowest, and each rank's part among
+its phases, by the same difference for each phase.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ class SlowRank:
     """A rank that the others wait for.
 
     ``since`` is the step from which on it is slow, ``None`` from the first; ``until`` the step at which it recovered,
-    ``None`` if it has not. ``steady`` is the share of these steps in which it was slow: 0.95 is a rank that is slow as
-    such, 0.02 one that stalls now and then. ``excess_s`` is its mean excess in them, ``times`` its own work over the
-    others'. ``phases`` are the shares of the excess, largest first, ``named`` those that make up most of it, and
-    ``attributed`` the share that these explain. ``slowdown``: how many times as long the job takes because of it, over
-    the whole trace; ``lost_share`` is its share of what the job loses to slow ranks.
+    ``None`` if it has not. ``steady`` is the share of these steps in which it was slow: 0.95 is a persistently slow
+    rank, 0.02 one that sometimes stalls. ``excess_s`` is its mean excess in these steps, ``times`` its own work divided
+    by the others'. ``phases`` are the shares of the excess, largest first. ``named`` are the phases that make up most
+    of it, and ``attributed`` is the share that these explain. ``slowdown``: how many times as long the job takes
+    because of this rank, over all steps of the trace. ``lost_share`` is the rank's share of what the job loses to slow
+    ranks.
     """
 
     rank: int
@@ -58,9 +59,9 @@ class SlowRank:
 class Slowness:
     """All slow ranks, the costliest first; ``lost_s`` is the mean excess of a step's slowest rank.
 
-    ``attributed`` is the share of it that the named ranks and phases explain; ``network_s`` the mean time of a step
-    after the slowest rank's own work. ``held_up_s`` is what is lost, in the mean of all steps, to those in which a rank
-    takes much longer than the others, whichever it is.
+    ``attributed`` is the share of it that the named ranks and phases explain. ``network_s`` is the mean time of a step
+    after the slowest rank's own work. ``held_up_s`` is what the steps cost in which any rank takes much longer than the
+    others, as a mean over all steps.
     """
 
     ranks: tuple[SlowRank, ...]
@@ -72,7 +73,7 @@ class Slowness:
 
     @property
     def last_change(self) -> int | None:
-        """The step at which a rank last became slow, or recovered; ``None`` where all ranks are as they were."""
+        """The step at which a rank last became slow, or recovered; ``None`` if no rank changed."""
         steps = [rank.since if rank.until is None else rank.until for rank in self.ranks]
         return max((step for step in steps if step is not None), default=None)
 
@@ -83,7 +84,7 @@ class Slowness:
 
 
 def find_slow_ranks(timings: Timings) -> Slowness:
-    """The whole answer."""
+    """Which ranks are slow, since when and in which phase."""
     own = timings.own_s
     excess = own - _others(own)
     slowest = own.argmax(axis=1)
@@ -136,7 +137,7 @@ def _others(values: Array) -> Array:
 
 
 def _phase_shares(timings: Timings, rank: int, steps: Positions) -> dict[str, float]:
-    """How much of the rank's excess in these steps lies in each phase, largest first; together at most 1."""
+    """The share of the rank's excess in these steps for each phase, largest first; together at most 1."""
     total = float((timings.own_s - _others(timings.own_s))[steps, rank].sum())
     of = {p: float((values - _others(values))[steps, rank].sum()) for p, values in timings.phases.items()}
     ordered = sorted(PHASES, key=lambda phase: -of[phase])
@@ -144,7 +145,7 @@ def _phase_shares(timings: Timings, rank: int, steps: Positions) -> dict[str, fl
 
 
 def _most(shares: dict[str, float]) -> tuple[tuple[str, ...], float]:
-    """The phases that explain most of the excess, and how much they do."""
+    """The phases that explain most of the excess, and the share that they explain."""
     named, explained = list[str](), 0.0
     for phase, share in shares.items():
         if explained >= ATTRIBUTED or share <= 0:
@@ -155,10 +156,10 @@ def _most(shares: dict[str, float]) -> tuple[tuple[str, ...], float]:
 
 
 def slowdown(timings: Timings, rank: int, seed: int = 0) -> Interval:
-    """The job's time over what it would be if ``rank`` were as its peers.
+    """The job's time divided by what it would be if ``rank`` were like its peers.
 
-    In its place stands one that differs from the middle of its peers in the step by as much as some peer does in some
-    step, drawn at random: the slowest of as many ranks is still looked for, and what slows all ranks at once stays.
+    The rank is replaced by one that differs from its peers' median in the step by as much as a random peer does in a
+    random step. So the number of ranks stays the same, and what slows all ranks at once stays, too.
     """
     random = np.random.default_rng(seed)
     own = timings.own_s.copy()
@@ -171,10 +172,10 @@ def slowdown(timings: Timings, rank: int, seed: int = 0) -> Interval:
 
 
 def slow_period(ratio: Array) -> tuple[int, int]:
-    """From which position to which a rank's times over its peers' are at their highest level.
+    """The positions between which a rank's times, relative to its peers', are at their highest level.
 
-    The series is cut at its change points; of the pieces, those whose median is slow and that follow one another belong
-    together. Where none is slow by its median, a rank that stalls now and then has the whole series.
+    The series is cut at its change points. Adjacent pieces whose median is slow belong together. If no piece is slow by
+    its median, a rank that sometimes stalls has the entire series.
     """
     cuts = [0, *change_points(ratio), len(ratio)]
     slow = [float(np.median(ratio[a:b])) >= SLOW for a, b in pairwise(cuts)]
@@ -190,9 +191,10 @@ def slow_period(ratio: Array) -> tuple[int, int]:
 def change_points(series: Array, begin: int = 0) -> list[int]:
     """Positions at which the level of a series changes for good.
 
-    Pettitt's test (Applied Statistics 28, 1979) on ranks, which single stalls do not move, over the whole series and
-    ever shorter parts of it (seeded intervals, Kovács et al., Biometrika 110, 2023), so that a rank that was slow for a
-    while is found too; then again on both sides of the surest change.
+    Pettitt's test (Applied Statistics 28, 1979) uses the order of the values, which single stalls hardly change. It is
+    applied to the entire series and to shorter and shorter parts of it (seeded intervals, Kovács et al., Biometrika
+    110, 2023), so that a rank that was slow for a while is found too. Then it is applied again on both sides of the
+    surest change.
     """
     tested = [_change_point(series[a:b], a) for a, b in _intervals(len(series))]
     if not tested or (surest := min(tested))[0] > _SURE:
@@ -202,7 +204,7 @@ def change_points(series: Array, begin: int = 0) -> list[int]:
 
 
 def _intervals(size: int) -> list[tuple[int, int]]:
-    """The whole, and overlapping parts, each length 0.7 times the one before."""
+    """The entire series, and overlapping parts, each length 0.7 times the one before."""
     parts, length = list[tuple[int, int]](), float(size)
     while length >= 2 * _LEAST_SEGMENT:
         number = 2 * math.ceil(size / length) - 1
@@ -213,7 +215,7 @@ def _intervals(size: int) -> list[tuple[int, int]]:
 
 
 def _change_point(series: Array, begin: int) -> tuple[float, int]:
-    """The chance that the likeliest change is none, and where it is."""
+    """The probability that the likeliest change is none, and its position."""
     size = len(series)
     order = np.argsort(np.argsort(series, kind="stable"), kind="stable") + 1
     statistic = 2 * np.cumsum(order)[:-1] - np.arange(1, size) * (size + 1)

@@ -1,4 +1,4 @@
-"""The times of a run as arrays: of `straggle.watch`, one file for each rank, or of a trace, with all ranks in a line.
+"""A run's times as arrays: from `straggle.watch`, with a file for each rank, or from a trace, with all ranks in a line.
 
 What a late rank did not do is put back as it would have been (`untruncated_stages`), so that a rank is as slow in
 these arrays as it is, whatever became of it.
@@ -29,13 +29,14 @@ LEAST_STEPS = 10
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds of each step and rank, without the first steps, in which caches warm up.
+    """Seconds of each step and rank, without the first steps: caches warm up in these.
 
-    ``step``, ``seconds`` and ``network_s`` have the shape (steps,): the number, the whole step, and what was left of it
-    after the slowest rank's own work. ``phases`` of shape (steps, ranks) sum up to a rank's own work between two
-    merges; ``pauses`` are not in the other phases. ``entered_s`` is when, in it, the rank entered the step, ``unit_s``
-    of shape (steps, ranks, units) when each unit of its gradients was done from then on, and ``unit_share`` of the same
-    shape the share of the gradients that it is. Stages are the last units, ``stage_share`` the model's share of each.
+    ``step``, ``seconds`` and ``network_s`` have the shape (steps,): the number, the entire step, and what was left of
+    it after the slowest rank's own work. ``phases`` of shape (steps, ranks) sum up to a rank's own work between two
+    merges; ``pauses`` are not in the other phases. ``entered_s`` is when in that time the rank entered the step.
+    ``unit_s``, of shape (steps, ranks, units), is when each unit of its gradients was done, from then on.
+    ``unit_share``, of the same shape, is the unit's share of the gradients. Stages are the last units; ``stage_share``
+    is each stage's share of the model.
     """
 
     source: Path
@@ -62,7 +63,7 @@ class Timings:
 
     @property
     def num_microbatches(self) -> int:
-        """Of a step, at most; the last one comes in stages."""
+        """The largest number in a step; the last micro-batch comes in stages."""
         return int(self.unit_s.shape[-1]) - len(self.stage_share) + 1
 
     @property
@@ -78,7 +79,7 @@ class Timings:
 
 
 def read_timings(path: Path) -> Timings:
-    """A trace, or the folder of a run that has one or was watched; raises ``ValueError`` where there is none."""
+    """From a trace, or the folder of a run that has one or was watched; raises ``ValueError`` if there is none."""
     if path.is_dir():
         watched = path / FOLDER if path.name != FOLDER or (path / FOLDER).is_dir() else path  # runs/watch has one too
         trace = path / "trace.jsonl"
@@ -284,7 +285,7 @@ def _whole_phases(
 
 
 def as_json(value: Any) -> Any:
-    """``value`` with every number that JSON cannot hold as ``None``, and arrays as lists."""
+    """``value`` with arrays as lists, and ``None`` for every number that JSON cannot represent."""
     if isinstance(value, (np.floating, float)):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, np.integer):

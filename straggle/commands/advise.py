@@ -21,7 +21,7 @@ python -m straggle advise PATH [--json]
 
 
 def arguments(words: Sequence[str]) -> tuple[Path, bool]:
-    """The path, and whether the answer is for programs; raises ``ValueError`` where the command line is wrong."""
+    """The path, and whether the answer is for programs; raises ``ValueError`` if the command line is wrong."""
     paths = [word for word in words if not word.startswith("-")]
     if unknown := [word for word in words if word.startswith("-") and word != "--json"]:
         raise ValueError(f"unknown option {unknown[0]}; there is --json")
@@ -31,7 +31,7 @@ def arguments(words: Sequence[str]) -> tuple[Path, bool]:
 
 
 def advise(words: Sequence[str]) -> int:
-    """Print the answer."""
+    """Print which ranks are slow, and what to do."""
     path, as_json = arguments(words)
     from straggle.advise.answer import answer  # needs an extra
 
@@ -41,5 +41,5 @@ def advise(words: Sequence[str]) -> int:
 
 
 def main() -> int:
-    """The command; gives its exit status."""
+    """The command; returns its exit status."""
     return run_command(sys.argv[1:], _USAGE, advise, extra="report")

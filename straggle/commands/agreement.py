@@ -1,4 +1,4 @@
-"""What goes wrong on one rank, between steps, is raised on all of them: nobody waits for one that has given up."""
+"""What goes wrong on one rank, between steps, is raised on all ranks: no rank waits for one that has given up."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Refused(ValueError):
 
 
 def on_all_ranks(work: Callable[[], Result]) -> list[Result]:
-    """What ``work`` gives on each rank; collective.
+    """What ``work`` returns on each rank; collective.
 
-    Where it raises ``OSError`` or ``ValueError`` on one of them, raises `Refused` on all, with the ranks' reasons.
+    If it raises ``OSError`` or ``ValueError`` on one rank, this raises `Refused` on all, with the ranks' reasons.
     """
     done = gather(_outcome(work))
     if any(problems for _, problems in done):
@@ -26,7 +26,7 @@ def on_all_ranks(work: Callable[[], Result]) -> list[Result]:
 
 
 def of_ranks(sentences: Sequence[Sequence[str]]) -> str:
-    """What each rank has to say, a sentence once, with the ranks that say it where these are not all."""
+    """What the ranks say: each sentence once, with the ranks that say it if these are not all."""
     by = dict[str, list[int]]()
     for rank, own in enumerate(sentences):
         for sentence in own:

@@ -2,7 +2,7 @@
 
 Model, optimizer, history, the ranks' shares and the step number are the same on every rank and written by rank 0; each
 rank writes what only it knows: its random state and its estimator's memory. `durable` says why a death at any moment
-leaves a whole one.
+leaves a complete one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 class NotSaved(RuntimeError):
-    """A checkpoint could not be written; says why, and which is the last whole one. The same on all ranks."""
+    """A checkpoint could not be written; says why, and which is the last complete one. The same on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Checkpoint:
     def save(
         self, step: int, model: StagedDataParallel, optimizer: Optimizer, rebalance: Rebalance | None = None
     ) -> None:
-        """Write the state after ``step`` steps; the checkpoint before it stays whole until this one is.
+        """Write the state after ``step`` steps; the checkpoint before it stays complete until this one is.
 
-        Raises `NotSaved` where it cannot be written, such as on a full disk.
+        Raises `NotSaved` if it cannot be written, such as on a full disk.
         """
         try:
             on_all_ranks(lambda: durable.begin(self.directory) if dist.get_rank() == 0 else None)
@@ -74,9 +74,9 @@ class Checkpoint:
         return durable.exists(self.directory)
 
     def load(self, model: StagedDataParallel, optimizer: Optimizer, rebalance: Rebalance | None = None) -> int:
-        """Put the saved state into place; gives the number of steps it was saved after.
+        """Load the saved state; returns after how many steps it was saved.
 
-        The latest that is whole on all ranks. Raises `Refused` where there is none, or it is of something else.
+        Takes the latest that is complete on all ranks. Raises `Refused` if there is none, or if it is of another run.
         """
         found = self._choose()
 
@@ -95,14 +95,14 @@ class Checkpoint:
         return found.step
 
     def set_aside(self) -> None:
-        """Keep what there is beside this run's own, under another name: the run begins anew; rank 0 alone calls it."""
+        """Keep an existing checkpoint under another name: the run starts from the beginning; only rank 0 calls it."""
         if kept := durable.set_aside(self.directory):
             _log.warning("%s was there before this run, which begins anew: kept as %s", self.directory, kept)
 
     # -- writing
 
     def _write(self, model: StagedDataParallel, optimizer: Optimizer) -> dict[str, Seal]:
-        """This rank's files, and rank 0's those that are common."""
+        """Write this rank's files, and on rank 0 those that are common."""
         new, rank = durable.being_written(self.directory), dist.get_rank()
         new.mkdir(parents=True, exist_ok=True)
         state = _separate(model.straggle_state())
@@ -137,7 +137,7 @@ class Checkpoint:
         durable.publish(self.directory, state, files)
 
     def _give_up(self) -> None:
-        """Make room: what was written of a checkpoint that is not whole."""
+        """Remove what was written of an incomplete checkpoint, to make room."""
         new = durable.being_written(self.directory)
         if dist.get_rank() == 0 and not (new / durable.STATE).exists():
             with contextlib.suppress(OSError):  # why it could not be written is said already
@@ -217,5 +217,5 @@ def _of_rank(rank: int) -> str:
 
 
 def _separate(tensors: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors, each with memory of its own, as safetensors wants them (tied weights share theirs)."""
+    """The tensors, each with its own memory, as safetensors needs them (tied weights share theirs)."""
     return {name: value.detach().cpu().clone() for name, value in tensors.items() if isinstance(value, Tensor)}

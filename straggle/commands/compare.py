@@ -71,14 +71,14 @@ def _timed(config: DictConfig, method: str, workload: Workload, device: torch.de
 
 
 def _in_turn(methods: list[str], turn: int) -> list[str]:
-    """Who begins, and after whom one comes, changes from turn to turn: a drift of the machine's speed meets all."""
+    """The methods' order changes from turn to turn, so that a drift of the machine's speed affects all of them."""
     first = turn % len(methods)
     order = methods[first:] + methods[:first]
     return order[::-1] if turn // len(methods) % 2 else order
 
 
 def _train_on(methods: dict[str, Timed], block: int) -> None:
-    """Let each method come to DDP's final validation loss, or use up a quarter more than DDP's seconds."""
+    """Let each method reach DDP's final validation loss, or use up a quarter more than DDP's seconds."""
     reference = methods[REFERENCE]
 
     def waits(timed: Timed) -> bool:
@@ -104,7 +104,7 @@ def _write(config: DictConfig, standings: Standings, scenario: str) -> None:
 
 
 def _finish(config: DictConfig, scenarios: dict[str, Standings]) -> None:
-    """What is about all scenarios: the summary, where there are several, and the picture."""
+    """What is about all scenarios: the summary, if there are several, and the picture."""
     picture = Path(config.run_dir) / "compare.png"
     try:
         draw(scenarios, picture)

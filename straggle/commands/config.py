@@ -1,4 +1,4 @@
-"""The configuration of the commands: where it lies, and refusals that list what is valid.
+"""The configuration of the commands: where it is, and refusals that list what is valid.
 
 python -m straggle check train steps=10 deadline=fixed     # exit status 2 and a message if something is wrong
 """
@@ -106,14 +106,14 @@ def load(name: str, overrides: Sequence[str]) -> DictConfig:
 
 @cache
 def _composed(name: str, *choices: str) -> DictConfig:
-    """What is valid; read only, because it is kept: composing takes a third of a second."""
+    """The valid configuration. It is kept, because composing takes a third of a second: do not change it."""
     valid = compose(name, list(choices))
     OmegaConf.set_readonly(valid, True)
     return valid
 
 
 def register_resolvers() -> None:
-    """What a value may say of the number of ranks: ``${all_ranks_but:1}`` and ``${more_than_half:}``, at least 1."""
+    """Values that depend on the number of ranks: ``${all_ranks_but:1}`` and ``${more_than_half:}``, at least 1."""
     OmegaConf.register_new_resolver("all_ranks_but", _all_ranks_but, replace=True)
     OmegaConf.register_new_resolver("more_than_half", lambda: _num_ranks() // 2 + 1, replace=True)
 
@@ -129,7 +129,7 @@ def _num_ranks() -> int:
 
 
 def check(config: DictConfig, valid: DictConfig) -> None:
-    """Raise `ConfigurationError` for what hydra itself lets through: added keys and values out of range."""
+    """Raise `ConfigurationError` for what hydra itself accepts: added keys and values out of range."""
     if unknown := [str(key) for key in config if key not in valid]:
         raise ConfigurationError(_unknown_key(unknown[0], valid))
     if METHODS in config:
@@ -167,20 +167,20 @@ def check(config: DictConfig, valid: DictConfig) -> None:
 
 
 def complaint(error: Exception) -> str:
-    """What a constructor said; of a value of another kind than it takes, it does not name the key."""
+    """A constructor's complaint, with the key: for a value of a wrong type the constructor does not name it."""
     cause = error.__cause__ or error
     where = re.search("^full_key: (.+)$", str(error), re.MULTILINE)
     return f"{where[1]}: {cause}" if where and isinstance(cause, (AttributeError, TypeError)) else str(cause)
 
 
 def check_at_least(key: str, value: Any, least: int) -> None:
-    """Raise `ConfigurationError` for what is no whole number of at least ``least``."""
+    """Raise `ConfigurationError` unless this is an integer of at least ``least``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigurationError(f"{key}={value}: must be a whole number of at least {least}")
 
 
 def _check_compared(config: DictConfig, valid: DictConfig) -> None:
-    """Nothing is wanted that only ``train`` does."""
+    """Refuse keys that only ``train`` supports."""
     for key in _NOT_COMPARED:
         if config.get(key) != valid.get(key):
             raise ConfigurationError(f"{key}={config.get(key)}: only train does that, compare does not")
@@ -189,7 +189,7 @@ def _check_compared(config: DictConfig, valid: DictConfig) -> None:
 
 
 def _check_methods(config: DictConfig) -> None:
-    """The parts of each method of ``compare``, as if they were the run's own."""
+    """Check the parts of each method of ``compare``, as if they were the run's own."""
     if "ddp" not in config.methods:
         raise ConfigurationError(f"methods={list(config.methods)}: ddp must be among them, for comparison")
     for name, method in config.methods.items():
@@ -208,7 +208,7 @@ def _check_methods(config: DictConfig) -> None:
 
 
 def of_method(config: DictConfig, name: str) -> DictConfig:
-    """``config`` with what the method ``name`` of ``compare`` has of its own in place."""
+    """``config`` with the parts that the method ``name`` of ``compare`` replaces."""
     own = OmegaConf.to_container(config.methods[name], resolve=True)
     assert isinstance(own, dict)
     merged = config.copy()
@@ -221,9 +221,9 @@ def of_method(config: DictConfig, name: str) -> DictConfig:
 
 
 def of_scenario(config: DictConfig, name: str) -> DictConfig:
-    """``config`` under the faults of this name, with a folder of their own for its files.
+    """``config`` under the faults of this name, with a separate folder for its files.
 
-    Faults that have a pace have ``config``'s.
+    Faults that have a pace get ``config``'s.
     """
     merged = config.copy()
     OmegaConf.set_struct(merged, False)
@@ -235,7 +235,7 @@ def of_scenario(config: DictConfig, name: str) -> DictConfig:
 
 
 def _build_all(config: DictConfig) -> None:
-    """What each rank will build, once before there are ranks, so that a wrong value is told once."""
+    """Build what each rank will build, once before there are ranks, so that a wrong value is reported once."""
     built = {part: instantiate(config.get(part)) for part in _BUILT}
     if "faults" in config:
         build_faults(config)
@@ -263,7 +263,7 @@ def _build_all(config: DictConfig) -> None:
 
 
 def _check_shares(config: DictConfig, ranks: int) -> None:
-    """What `Rebalance` would refuse, if it is that one; it deals out samples, or whole micro-batches."""
+    """Check what `Rebalance` would refuse, if it is used; it deals out samples, or complete micro-batches."""
     if get_class(config.rebalance._target_) is Rebalance:
         total = ranks * (config.num_microbatches if config.num_microbatches > 1 else config.batch_size)
         check_shares(
@@ -272,7 +272,7 @@ def _check_shares(config: DictConfig, ranks: int) -> None:
 
 
 def slows_ranks(config: DictConfig) -> bool:
-    """Whether there are faults beside the pace, which all ranks have."""
+    """Whether there are faults beside the pace; all ranks have the pace."""
     return bool(build_faults(config).keys() - {"pace"})
 
 
@@ -283,7 +283,7 @@ def _check_choice(group: str, option: str) -> None:
 
 
 def _check_arguments(key: str, config: Any, name: str | None = None) -> None:
-    """The class's constructor is the schema of its part of the configuration; ``name``: where that is written."""
+    """The class's constructor is the schema of its part of the configuration; ``name``: where that part is written."""
     if config is None:
         return
     if not isinstance(config, DictConfig) or "_target_" not in config:
@@ -299,7 +299,7 @@ def _check_arguments(key: str, config: Any, name: str | None = None) -> None:
 
 
 def _explain(problem: str, valid: DictConfig) -> str:
-    """Hydra's complaint in one line, or what stands in place of an unknown key."""
+    """Hydra's complaint in one line; for an unknown key, the valid ones."""
     found = re.match("Could not override '(.*)'", problem)
     return _unknown_key(found[1], valid) if found else problem.strip().splitlines()[0]
 
@@ -324,9 +324,10 @@ def _options(group: str) -> list[str]:
 
 
 def check_targets(config: DictConfig, own: DictConfig, where: str) -> None:
-    """Raise `ConfigurationError` where a configuration that somebody else may have written builds what it should not.
+    """Raise `ConfigurationError` if a configuration that is not the user's own builds what it should not.
 
-    It may build classes of this project and of ``torch.optim``, and those that this run's ``own`` configuration names.
+    It may build classes of this project and of ``torch.optim``, and classes that this run's ``own`` configuration
+    names.
     """
     try:
         theirs, ours = (OmegaConf.to_container(each, resolve=True) for each in (config, own))
@@ -347,7 +348,7 @@ def check_targets(config: DictConfig, own: DictConfig, where: str) -> None:
 
 
 def _targets(config: Any, key: str) -> Iterator[tuple[str, str]]:
-    """The keys that name what is built, and what they name."""
+    """The keys that name what is built, and the names."""
     parts = config.items() if isinstance(config, dict) else enumerate(config) if isinstance(config, list) else ()
     for name, part in parts:
         at = f"{key}.{name}" if key else str(name)
@@ -357,9 +358,9 @@ def _targets(config: Any, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _module_of(target: str) -> str | None:
-    """The module that defines a class, which straggle or ``torch.optim`` may only have imported; of others ``None``.
+    """The module that defines a class, which straggle or ``torch.optim`` may only import; ``None`` for other classes.
 
-    Imports nothing else. ``None``, too, where there is no such class.
+    Imports nothing else. ``None``, too, if there is no such class.
     """
     if not target.startswith(("straggle.", "torch.optim.")):
         return None
@@ -377,9 +378,9 @@ def plain(config: DictConfig) -> dict[str, Any]:
 
 
 def complain_and_exit(name: str, arguments: Sequence[str]) -> None:
-    """End the program, with a message from rank 0, if the command line is not valid; flags are left to hydra.
+    """End the program, with a message from rank 0, if the command line is wrong; flags are left to hydra.
 
-    As it is not where ``run_dir`` cannot be written, or another run writes into it, which is for rank 0 to see.
+    It is also wrong if ``run_dir`` cannot be written, or another run writes into it; rank 0 checks that.
     """
     register_resolvers()
     if any(argument.startswith("-") for argument in arguments):
@@ -404,7 +405,7 @@ def _check_command(words: Sequence[str]) -> int:
 
 
 def main() -> int:
-    """The command ``check``; gives its exit status."""
+    """The command ``check``; returns its exit status."""
     return run_command(
         sys.argv[1:], "python -m straggle check COMMAND [key=value ...]\n", _check_command, extra="train"
     )

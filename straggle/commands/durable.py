@@ -1,7 +1,8 @@
-"""A folder that is whole after any death: written beside the old one, sealed by checksums, then renamed.
+"""A folder that is complete after a death at any moment: written beside the old one, sealed by checksums, then renamed.
 
-``X.new`` is being written, ``X.old`` was there before; a death between the two renames leaves both and no ``X``. What
-counts is ``state.json``: written last, by a rename, and removed first, it has size and SHA-256 of every other file.
+``X.new`` is being written, ``X.old`` was there before; a death between the two renames leaves both and no ``X``. A
+folder counts if it has a ``state.json``, with size and SHA-256 of every other file. It is written last, by a rename,
+and removed first.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Seal:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A folder with its ``state.json``, which is not damaged; whether its other files are, `check` says."""
+    """A folder whose ``state.json`` is not damaged; `check` says whether its other files are."""
 
     directory: Path
     state: Mapping[str, Any]
@@ -39,11 +40,11 @@ class Snapshot:
 
     @property
     def step(self) -> int:
-        """Steps after which it was written."""
+        """The number of steps after which it was written."""
         return int(self.state["step"])
 
     def check(self, name: str) -> Path:
-        """The path of its file ``name``. Raises ``ValueError`` where the file is not what was written."""
+        """The path of its file ``name``. Raises ``ValueError`` if the file is not what was written."""
         path = self.directory / name
         wanted = Seal(**self.state["files"][name])
         try:
@@ -59,12 +60,12 @@ class Snapshot:
 
 
 def exists(directory: Path) -> bool:
-    """Whether there is a folder, whole or damaged, in any of its places; one whose writing was broken off is none."""
+    """Whether there is a folder, complete or damaged, in any of its places; an unfinished one does not count."""
     return any((place / STATE).exists() for place in _places(directory))
 
 
 def snapshots(directory: Path) -> tuple[list[Snapshot], list[str]]:
-    """The folders that there are, the latest step first, and what is wrong with those that cannot be read."""
+    """The existing folders, the latest step first, and what is wrong with those that cannot be read."""
     found, damaged = list[Snapshot](), list[str]()
     for place in _places(directory):
         try:
@@ -76,7 +77,7 @@ def snapshots(directory: Path) -> tuple[list[Snapshot], list[str]]:
 
 
 def being_written(directory: Path) -> Path:
-    """The folder that takes the place of ``directory`` once it is whole."""
+    """The folder that takes the place of ``directory`` once it is complete."""
     return _beside(directory, ".new")
 
 
@@ -89,16 +90,16 @@ def begin(directory: Path) -> Path:
 
 
 def seal(path: Path) -> Seal:
-    """Have a file reach the disk, and say what it must be from then on."""
+    """Write a file through to the disk, and return what it must be from then on."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return Seal(path.stat().st_size, _sha256(path))
 
 
 def publish(directory: Path, state: Mapping[str, Any], files: Mapping[str, Seal]) -> None:
-    """Put the folder that `begin` gave, with these files, in the place of ``directory``.
+    """Put the folder from `begin`, with these files, in the place of ``directory``.
 
-    Raises ``OSError`` where a file is not there as it was sealed: another rank's, on storage of its own.
+    Raises ``OSError`` if a file is not there as it was sealed, such as another rank's on storage that is not shared.
     """
     new, old = being_written(directory), _beside(directory, ".old")
     for name, wanted in files.items():
@@ -117,7 +118,7 @@ def publish(directory: Path, state: Mapping[str, Any], files: Mapping[str, Seal]
 
 
 def adopt(snapshot: Snapshot, directory: Path) -> None:
-    """Put ``snapshot``, which is one of its places, into ``directory``, and remove what lies in the others."""
+    """Move ``snapshot``, which is in one of the places, to ``directory``, and remove what is in the other places."""
     if snapshot.directory != directory:
         remove(directory)
         os.replace(snapshot.directory, directory)
@@ -127,7 +128,7 @@ def adopt(snapshot: Snapshot, directory: Path) -> None:
 
 
 def set_aside(directory: Path) -> Path | None:
-    """Rename the latest folder, so that it is none of this run's; gives its path, ``None`` where there was none."""
+    """Rename the latest folder, which no longer belongs to this run; returns its path, ``None`` if there is none."""
     found, _ = snapshots(directory)
     kept = _beside(directory, EARLIER)
     for place in _places(directory):
@@ -142,7 +143,7 @@ def set_aside(directory: Path) -> Path | None:
 
 
 def remove(directory: Path) -> None:
-    """Remove a folder of files, ``state.json`` first: half of it is none."""
+    """Remove a folder of files, ``state.json`` first: a folder without it does not count."""
     if not directory.exists():
         return
     (directory / STATE).unlink(missing_ok=True)
@@ -152,7 +153,7 @@ def remove(directory: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file that is there as a whole or as it was before, after any death."""
+    """Write a file that is complete, or as it was before, after a death at any moment."""
     half = path.with_name(path.name + ".part")
     try:
         with half.open("w", encoding="utf-8") as file:
@@ -175,7 +176,7 @@ def _beside(directory: Path, form: str) -> Path:
 
 
 def _read(directory: Path) -> Snapshot:
-    """A folder's state. Raises ``ValueError`` where it is not what was written."""
+    """A folder's state. Raises ``ValueError`` if it is not what was written."""
     path = directory / STATE
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
@@ -204,7 +205,7 @@ def _sha256(path: Path) -> str:
 
 
 def _sync(directory: Path) -> None:
-    """Have a folder's entries reach the disk; some file systems cannot, and need not."""
+    """Write a folder's entries through to the disk; some file systems cannot, and need not."""
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Judge what stands in for missing gradients: against true gradients, and by what training comes to.
+"""Compare what stands in for missing gradients: with true gradients, and by how training ends.
 
 python -m straggle evaluate                      # about ten minutes on two cores
 python -m straggle evaluate quick=true           # within one minute
@@ -55,7 +55,7 @@ def _hydra(config: DictConfig) -> None:
 
 
 def check(config: DictConfig) -> None:
-    """Build once what each process will build; raises `ConfigurationError` for what cannot be."""
+    """Build once what each process will build; raises `ConfigurationError` for what cannot be built."""
     check_at_least("num_ranks", config.num_ranks, 2)
     check_at_least("num_stages", config.num_stages, 1)
     if config.workers is not None:
@@ -116,7 +116,7 @@ def evaluate(config: DictConfig) -> Found:
 
 
 def _work(config: DictConfig) -> Iterator[Work]:
-    """The longest first."""
+    """The work of all processes, the longest first."""
     late = _late(config)
     tasks = {name: _task(str(name), config) for name in config.tasks}
     for task in tasks.values():

@@ -9,10 +9,10 @@ from straggle.extras import remedy
 
 
 def run_command(words: Sequence[str], usage: str, work: Callable[[Sequence[str]], int], *, extra: str) -> int:
-    """Give the exit status of ``work(words)``; with no words, or asked for help, print ``usage`` instead.
+    """Return the exit status of ``work(words)``; without words, or for ``--help``, print ``usage`` instead.
 
-    2: there were no words, or ``work`` raised ``ValueError`` or ``OSError`` for wrong ones, or ``ImportError`` where
-    the package's ``extra`` is not installed; its message goes to standard error.
+    The status is 2 if there were no words, if ``work`` raised ``ValueError`` or ``OSError`` for wrong ones, or if it
+    raised ``ImportError`` because the package's ``extra`` is not installed. The message goes to standard error.
     """
     if not words or {"-h", "--help"} & set(words):
         sys.stdout.write(usage)

@@ -24,7 +24,7 @@ python -m straggle report RUN_DIR [key=value ...]
 
 
 def arguments(words: Sequence[str]) -> dict[str, Any]:
-    """The command line as arguments of `write_report`; raises ``ValueError`` where it is wrong."""
+    """The command line as arguments of `write_report`; raises ``ValueError`` if it is wrong."""
     folders = [word for word in words if "=" not in word]
     keys = dict(word.split("=", 1) for word in words if "=" in word)
     if unknown := sorted(keys.keys() - set(_KEYS)):
@@ -53,5 +53,5 @@ def report(words: Sequence[str]) -> int:
 
 
 def main() -> int:
-    """The command; gives its exit status."""
+    """The command; returns its exit status."""
     return run_command(sys.argv[1:], _USAGE, report, extra="report")

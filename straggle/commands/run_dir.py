@@ -1,4 +1,4 @@
-"""The folder of a run: can it be written, and is it this run's alone."""
+"""The folder of a run: whether it can be written, and whether another run uses it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 def check_run_dir(run_dir: Path) -> None:
-    """Raise ``ValueError`` where ``run_dir`` cannot be written, or another run writes into it; leaves nothing there."""
+    """Raise ``ValueError`` if ``run_dir`` cannot be written, or another run writes into it; leaves no file there."""
     place = run_dir.absolute()
     while not place.exists():
         place = place.parent
@@ -32,10 +32,11 @@ def check_run_dir(run_dir: Path) -> None:
 
 @contextmanager
 def one_run(run_dir: Path) -> Iterator[None]:
-    """Make ``run_dir``, and keep others out of it until the end of the block or of this process, however it ends.
+    """Make ``run_dir``, and keep other runs out of it until the end of the block or of this process, however it ends.
 
-    Raises ``ValueError`` where it cannot be written, or another run holds it. The lock is the process's: no child that
-    outlives it keeps it, as with ``flock``. A file system without locks is used without, which is logged.
+    Raises ``ValueError`` if it cannot be written, or another run holds it. The lock belongs to the process: unlike with
+    ``flock``, no child that outlives the process keeps it. A file system without locks is used without one, and a
+    warning is logged.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)

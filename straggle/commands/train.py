@@ -1,4 +1,4 @@
-"""Train a workload with straggle, under faults, and say what not waiting was worth.
+"""Train a workload with straggle, under faults, and report what not waiting was worth.
 
 torchrun --nproc-per-node 4 -m straggle train                          # or ./launch.sh
 torchrun --nproc-per-node 4 -m straggle train workload=digits faults=none steps=200
@@ -44,9 +44,9 @@ _log = logging.getLogger(__name__)
 
 
 def train(config: DictConfig) -> None:
-    """The whole run, on one rank; ends the process where it is asked to stop before the last step.
+    """The complete run, on one rank; ends the process if it is asked to stop before the last step.
 
-    Raises `Refused` on all ranks where it cannot begin, and `NotSaved` where its result could not be saved.
+    Raises `Refused` on all ranks if it cannot begin, and `NotSaved` if its result could not be saved.
     """
     if config.replay is not None:
         config = recorded(config)
@@ -92,12 +92,12 @@ def _resumes(config: DictConfig, checkpoint: Checkpoint) -> bool:
 
 
 def _write_config(config: DictConfig) -> None:
-    """The configuration as it was written: what stands for a secret in the environment stays that."""
+    """Write the configuration as it was given: a name that stands for a secret in the environment stays that name."""
     durable.write_text(Path(config.run_dir) / "config.yaml", OmegaConf.to_yaml(config))
 
 
 def _replay(job: StagedJob, config: DictConfig) -> None:
-    """Have the job decide as recorded. Raises ``ValueError`` where the recording is not of all its steps and ranks."""
+    """Make the job decide as recorded. Raises ``ValueError`` if the recording lacks steps or ranks."""
     source, world_size = Path(config.replay), dist.get_world_size()
     if (ranks := len(list(decisions_of(source, 0).parent.glob("rank*.jsonl")))) != world_size:
         raise ValueError(f"replay={source}: recorded on {ranks} ranks, and this run has {world_size}: start as many")
@@ -113,7 +113,7 @@ def _replay(job: StagedJob, config: DictConfig) -> None:
 
 
 def _save(checkpoint: Checkpoint, step: int, job: StagedJob) -> NotSaved | None:
-    """Save; gives what was in the way."""
+    """Save; returns the problem, if there was one."""
     try:
         checkpoint.save(step, job.model, job.optimizer, job.rebalance)
     except NotSaved as error:
@@ -122,7 +122,7 @@ def _save(checkpoint: Checkpoint, step: int, job: StagedJob) -> NotSaved | None:
 
 
 def _write_report(run_dir: Path) -> None:
-    """The run as a page; whatever goes wrong with it, the run itself is done and well."""
+    """Write the run as a page; what goes wrong with it does not change the run's result."""
     try:
         from straggle.observe.page.page import write_report
 
@@ -134,7 +134,7 @@ def _write_report(run_dir: Path) -> None:
 
 
 def _end(job: StagedJob, config: DictConfig, reports: list[StepReport]) -> None:
-    """All steps are done: say what came of them."""
+    """All steps are done: report the result."""
     hashes = gather(job.parameters_sha256())
     if dist.get_rank() == 0:
         _finish(job, Path(config.run_dir), reports, hashes)
@@ -143,7 +143,7 @@ def _end(job: StagedJob, config: DictConfig, reports: list[StepReport]) -> None:
 
 
 def _metrics(job: StagedJob, config: DictConfig) -> AbstractContextManager[object]:
-    """What exports this rank's metrics, if anything does."""
+    """The exporter of this rank's metrics, if there is one."""
     if not config.get("metrics"):
         return nullcontext()
     exporter: AbstractContextManager[object] = instantiate(
@@ -155,7 +155,7 @@ def _metrics(job: StagedJob, config: DictConfig) -> AbstractContextManager[objec
 def recorded(config: DictConfig) -> DictConfig:
     """The configuration of the run that ``config.replay`` names, without its faults, up to ``config.steps``.
 
-    Raises `ConfigurationError` where there is no recorded run, or one of classes that nobody here has named.
+    Raises `ConfigurationError` if there is no recorded run, or if it uses classes that this command does not name.
     """
     source = Path(config.replay)
     if source.resolve() == Path(config.run_dir).resolve():
@@ -174,12 +174,12 @@ def recorded(config: DictConfig) -> DictConfig:
 
 
 def decisions_of(run_dir: Path, rank: int) -> Path:
-    """Where a rank's decisions are recorded."""
+    """The file in which a rank's decisions are recorded."""
     return run_dir / "decisions" / f"rank{rank}.jsonl"
 
 
 def shares_of(run_dir: Path) -> Path:
-    """Where it is recorded which shares the ranks had from which step on."""
+    """The file that says which shares the ranks had from which step on."""
     return run_dir / "decisions" / "shares.json"
 
 
@@ -227,7 +227,7 @@ def _step(job: StagedJob, number: int, decisions: DecisionWriter) -> None:
 
 
 def _checkpoint(job: StagedJob, config: DictConfig, number: int) -> None:
-    """Save after step ``number``, if it is time to; what the run has written of the step comes before that."""
+    """Save after step ``number``, if it is time to; the run's files have this step before the checkpoint has it."""
     if config.checkpoint_every and (number + 1) % config.checkpoint_every == 0 and number + 1 < config.steps:
         dist.barrier()  # everybody comes here, so nobody is late
         not_saved = _save(Checkpoint(Path(config.run_dir) / "checkpoint"), number + 1, job)
@@ -236,7 +236,7 @@ def _checkpoint(job: StagedJob, config: DictConfig, number: int) -> None:
 
 
 def _write_shares(run_dir: Path, rebalance: Rebalance) -> None:
-    """The schedule so far; where it cannot be written there is none, and so no replay."""
+    """Write the schedule so far; if it cannot be written, there is none, and no replay is possible."""
     try:
         durable.write_text(shares_of(run_dir), json.dumps(rebalance.schedule))
     except OSError as error:
@@ -286,7 +286,7 @@ def _print(summary: dict[str, Any], run_dir: Path) -> None:
 
 
 def _would(summary: dict[str, Any]) -> tuple[str, str]:
-    """What a policy that only looked on would have done."""
+    """What a policy that stopped no rank would have done."""
     dropped, seconds = summary["shadow_dropped_share"], summary["shadow_step_seconds_mean"]
     saved = 1 - seconds / summary["step_seconds_mean"]
     return f"would have dropped {dropped:.1%}", f"and saved {saved:.1%} of the mean step: {1e3 * seconds:.0f} ms"
