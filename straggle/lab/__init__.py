@@ -1,1 +1,1 @@
-"""Faults, workloads, jobs, the simulator, judged estimators."""
+"""Faults, workloads, jobs, the simulator, estimators compared."""

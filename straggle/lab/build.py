@@ -31,12 +31,12 @@ def build_optimizer(config: DictConfig, model: nn.Module) -> Optimizer:
 
 
 def build_estimator(config: DictConfig, optimizer: Optimizer) -> Estimator:
-    """The estimator; one that takes an optimizer is given the run's own, also inside of another."""
+    """The estimator; one that takes an optimizer is given the run's own, also if it is inside of another estimator."""
     return estimator_from(config.estimator, optimizer)
 
 
 def estimator_from(config: DictConfig, optimizer: Optimizer) -> Estimator:
-    """The estimator that is configured so."""
+    """The estimator of this configuration."""
     wanted = inspect.signature(get_class(config._target_)).parameters
     given: dict[str, Any] = {"optimizer": optimizer} if "optimizer" in wanted else {}
     if isinstance(config.get("inner"), DictConfig):
@@ -47,7 +47,7 @@ def estimator_from(config: DictConfig, optimizer: Optimizer) -> Estimator:
 
 
 def stages_of(stages: int | ListConfig | DictConfig | None) -> int | list[str] | BalancedByTime | None:
-    """The key ``stages`` as the library takes it."""
+    """The key ``stages`` as the library's argument."""
     if isinstance(stages, DictConfig):
         by_time: BalancedByTime = instantiate(stages)
         return by_time

@@ -1,4 +1,4 @@
-"""What a comparison found: numbers for its file, tables, and a picture."""
+"""The results of a comparison: numbers for its file, tables, and a picture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WITHOUT_FAULTS = 1.02  # of DDP's step time, at most
 
 @dataclass(frozen=True)
 class Standing:
-    """One method's part: its clock with its validation losses, and every rank's parameters."""
+    """One method's result: its clock with its validation losses, and every rank's parameters."""
 
     timed: Timed
     parameters_sha256: Sequence[str]
@@ -44,7 +44,7 @@ class Standings:
         return self._last(REFERENCE)["loss"]
 
     def seconds_to_loss(self, name: str) -> list[float | None]:
-        """Seconds of this method to each of the losses by which methods are compared."""
+        """This method's seconds to each of the losses by which methods are compared."""
         timed = self.methods[name].timed
         levels = reference_losses(self.methods[REFERENCE].timed.losses[: self.turns])
         return [seconds_to(timed.losses, timed.end_s, level) for level in levels]
@@ -58,7 +58,7 @@ class Standings:
         return ratio_interval(*(self.methods[one].timed.turn_s[: self.turns] for one in (name, than)))
 
     def results(self) -> dict[str, dict[str, Any]]:
-        """For each method what is written."""
+        """For each method the fields that are written."""
         results: dict[str, dict[str, Any]] = {}
         for name, one in self.methods.items():
             step_time, to_loss, last = self.step_time(name), self.time_to_loss(name), self._last(name)
@@ -79,7 +79,7 @@ class Standings:
         return results
 
     def verdict(self) -> str:
-        """Whether straggle keeps what is asked of it: DDP's speed without faults, the first place with them."""
+        """Whether straggle meets its aims: DDP's speed without faults, the first place with them."""
         if OURS not in self.methods:
             return ""
         if not self.faults:
@@ -125,7 +125,7 @@ class Standings:
 
 
 def print_summary(scenarios: Mapping[str, Standings], notes: Mapping[str, Any]) -> None:
-    """Time to DDP's final validation loss over DDP's, of each method in each scenario."""
+    """For each method and scenario, the time to DDP's final validation loss, divided by DDP's."""
     names = [name for name in next(iter(scenarios.values())).methods if name != REFERENCE]
     rows = [(name, *(_text(one.time_to_loss(name)) for one in scenarios.values())) for name in names]
     verdicts = {name: one.verdict() for name, one in scenarios.items() if one.verdict()}

@@ -1,9 +1,9 @@
 """Make a rank slow on purpose, reproducibly from a seed, so that methods are compared under the same faults.
 
-The hooks sit on the plain module, below whatever wraps it later, and sleep a little after every layer, so that a slow
-rank is slow evenly. With `w` seconds of work since the previous moment, fault `i` gives its delay `d_i` from
-`elapsed_i = w + d_1 + ... + d_(i-1)`, and the rank sleeps `d_1 + ... + d_n`. So slowdowns multiply, to
-`w * f_1 * f_2`, and a slowdown also stretches the delays that faults listed before it give at the same moment.
+The hooks are on the plain module, below its later wrapper, and sleep a little after every layer, so that a slow rank is
+slow evenly. With `w` seconds of work since the previous moment, fault `i` gives its delay `d_i` from
+`elapsed_i = w + d_1 + ... + d_(i-1)`, and the rank sleeps `d_1 + ... + d_n`. So slowdowns multiply, to `w * f_1 * f_2`,
+and a slowdown also stretches the delays that faults listed before it give at the same moment.
 """
 
 import hashlib
@@ -60,7 +60,7 @@ class Moment:
 
 
 class Fault(ABC):
-    """What makes a rank slow; `ranks` says which ones, None being every rank."""
+    """What makes a rank slow; `ranks` says which ranks, None means all."""
 
     ranks: frozenset[int] | None = None
 
@@ -89,7 +89,7 @@ class Slowdown(Fault):
 
 @final
 class RandomDelay(Fault):
-    """With this probability a micro-batch is delayed by so many seconds, at the first moment of the phase."""
+    """With this probability a micro-batch is delayed by these seconds, at the first moment of the phase."""
 
     def __init__(
         self, probability: float, *, seconds: float, ranks: Collection[int] | None = None, phase: Phase = "forward"
@@ -170,7 +170,7 @@ class Stall(Fault):
 def dropcompute_pmf() -> Tensor:
     """Probabilities of L = 1, ..., 999 in DropCompute's delay model, shape [999], float64; `E[L] = 87.63`.
 
-    Log-normal (4, 1) density at the integers, cut off at 999: `P(L)` proportional to `exp(-(ln L - 4)^2 / 2) / L`.
+    Log-normal (4, 1) density at the integers, truncated at 999: `P(L)` proportional to `exp(-(ln L - 4)^2 / 2) / L`.
     """
     lengths = torch.arange(1, 1000, dtype=torch.float64)
     density = torch.exp(-((lengths.log() - 4.0) ** 2) / 2.0) / lengths
@@ -211,7 +211,7 @@ def _dropcompute_tables() -> tuple[Tensor, Tensor, float]:
 class FaultInjector:
     """Delays one rank's training of `module` by `faults`, in their order; no hook is set where none affects the rank.
 
-    Give it the plain module, before DDP or `StagedDataParallel` wraps it:
+    It takes the plain module, before DDP or `StagedDataParallel` wraps it:
 
         with FaultInjector(module, {"slow": Slowdown(2.0, ranks=[3])}, rank=rank) as injector:
             model = DistributedDataParallel(module)
@@ -221,15 +221,16 @@ class FaultInjector:
                 criterion(model(x), y).backward()
 
     A micro-batch begins with a forward pass of `module` in training mode with gradients enabled; other forward passes
-    are not delayed. A step that was left by an exception anywhere needs no cleaning up: `step` forgets it.
+    are not delayed. A step that an exception left at any point needs no clean-up: `step` discards it.
 
-    `seed` and the name of a fault choose its random numbers. `sleep` must move `clock`: what it sleeps too long is
-    taken off the following sleeps of the step. Work is measured on the host's clock; on an accelerator, whose kernels
-    are queued, give a `clock` that synchronises the device first. Waiting inside other hooks of a pass counts as work.
+    `seed` and the name of a fault determine its random numbers. `sleep` must advance `clock`: what a sleep takes too
+    long is subtracted from the next sleeps of the step. Work is measured on the host's clock; on an accelerator, whose
+    kernels are queued, give a `clock` that synchronises the device first. Waiting inside other hooks of a pass counts
+    as work.
 
-    A slowdown is relative to the work as it then is, and a CPU that slept between layers works more slowly: with layers
-    of 2.6 ms forward and backward, factors 2, 4 and 8 made a pass 2.2, 5 and 11 times as long (2 shared cores), more
-    with shorter layers. Compare ranks by the times that they measure, not by their nominal factors.
+    A slowdown is relative to the work as it takes then, and a CPU that slept between layers works more slowly. With
+    layers of 2.6 ms forward and backward, factors 2, 4 and 8 made a pass 2.2, 5 and 11 times as long (2 shared cores),
+    and more with shorter layers. Compare ranks by the times that they measure, not by their nominal factors.
 
     Parameters that start to train later, and modules under `torch.compile`, are not supported.
     """

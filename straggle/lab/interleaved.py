@@ -1,4 +1,4 @@
-"""Jobs that take turns, each on a clock of its own, and how much sooner one of them is than another."""
+"""Jobs that take turns, each on its own clock, and how much faster one of them is than another."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Timed:
         return [scores["loss"] for scores in self.scores]
 
     def turn(self, first: int, steps: int) -> None:
-        """Train some steps, and evaluate; what a rank has to catch up with at the end of the turn counts too.
+        """Train some steps, and evaluate; what a rank must catch up with at the end of the turn counts, too.
 
         Collective.
         """
@@ -59,7 +59,7 @@ class Timed:
         self.scores.append(self.job.evaluate())
 
     def summary(self, steps: int, turns: int) -> dict[str, float]:
-        """Times of the first ``steps``, which were so many ``turns``.
+        """Times of the first ``steps`` steps, which were ``turns`` turns.
 
         Median and deviation leave out the first of them (`num_warmup_steps`).
         """
@@ -80,7 +80,7 @@ class Timed:
 
 
 def seconds_to(losses: Sequence[float], end_s: Sequence[float], target: float) -> float | None:
-    """When a loss that was measured at the times ``end_s`` first came to ``target``: on the line between two of them.
+    """When a loss that was measured at the times ``end_s`` first reached ``target``, interpolated between two of them.
 
     ``None``: never.
     """
@@ -108,7 +108,7 @@ def time_to_loss_ratio(ours: Sequence[float | None], theirs: Sequence[float | No
 
 
 def reference_losses(losses: Sequence[float]) -> list[float]:
-    """The losses by which runs are compared: those that the reference came to in its second half, its last one last."""
+    """The losses by which runs are compared: those that the reference reached in its second half, its last one last."""
     lowest, levels = math.inf, []
     for loss in losses[len(losses) // 2 :]:
         if loss < lowest:

@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 @contextmanager
 def process_group() -> Iterator[torch.device]:
-    """The job's process group, by torchrun's environment or alone; gives the device of this rank.
+    """The job's process group, by torchrun's environment or alone; yields the device of this rank.
 
     nccl where every rank of this machine has a GPU, gloo on the CPU otherwise.
     """
@@ -60,7 +60,7 @@ def process_group() -> Iterator[torch.device]:
 
 
 class Job(ABC):
-    """A model, its optimizer, its share of the data and its faults; built the same whatever the method."""
+    """A model, its optimizer, its share of the data and its faults; the same for every method."""
 
     def __init__(self, config: DictConfig, workload: Workload, device: torch.device) -> None:
         torch.manual_seed(config.seed)
@@ -104,7 +104,7 @@ class Job(ABC):
         self.optimizer.zero_grad()
 
     def records(self) -> list[StepRecord]:
-        """A list to which each step's record comes from here on; it stays empty where nothing is dropped."""
+        """A list to which each step's record is appended from here on; it stays empty if the method drops nothing."""
         return []
 
     def pause(self) -> None:  # noqa: B027
@@ -144,7 +144,7 @@ class Job(ABC):
 class StagedJob(Job):
     """Training by `StagedDataParallel`; ``stop`` may end it early.
 
-    With ``rebalance``, its unit is a sample where a step has one micro-batch, and a whole micro-batch otherwise.
+    With ``rebalance``, its unit is a sample if a step has one micro-batch, and otherwise a complete micro-batch.
     """
 
     model: StagedDataParallel
@@ -211,7 +211,7 @@ class StagedJob(Job):
 
     @property
     def asked_to_stop(self) -> bool:
-        """Whether the last step was the last of the run, on all ranks, though there are more to do."""
+        """Whether the last step must be the last of the run, on all ranks, though there are more to do."""
         return self._stop is not None and self._stop.agreed(self.report)
 
     def close(self) -> None:
@@ -220,7 +220,7 @@ class StagedJob(Job):
 
 
 class _TorchJob(Job):
-    """Training by something around torch's ``DistributedDataParallel``."""
+    """Training by a wrapper around torch's ``DistributedDataParallel``."""
 
     model: DistributedDataParallel
 
@@ -233,8 +233,8 @@ class _TorchJob(Job):
     def close(self) -> None:
         """Remove all hooks, and the wrapper while its process group lives.
 
-        DDP's reducer, where it holds the group last, ends gloo's threads with the GIL held, and one that still drops a
-        tensor waits for it: the process never ends.
+        If DDP's reducer is the last that holds the group, it ends gloo's threads with the GIL held. A thread that still
+        frees a tensor waits for the GIL: the process would never end.
         """
         super().close()
         del self.model

@@ -1,7 +1,7 @@
-"""A corner of the job's store that no earlier attempt of torchrun's has written.
+"""A part of the job's store that no earlier attempt of torchrun's has written.
 
-torchrun's agent hosts one store for all attempts, and gloo leaves its addresses there under the same keys each time: a
-worker that is started again finds those of the dead, and its connections are refused.
+torchrun's agent hosts one store for all attempts, and gloo leaves its addresses there under the same keys each time. A
+restarted worker finds the addresses of the dead workers, and its connections are refused.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _POLL_S = 0.01
 
 
 def fresh_store(store: Any, rank: int, world_size: int, *, timeout: timedelta = timedelta(minutes=10)) -> Any:
-    """``store`` below a prefix on which the ranks of this attempt agree, whatever others have left in it.
+    """``store`` below a prefix on which the ranks of this attempt agree, whatever other attempts have left in it.
 
-    Each rank asks under a name of its own, drawn now; rank 0 answers every one that it finds, and is done when each
-    rank has said that it has this answer. So an answer of an earlier attempt reaches nobody. How often this node was
-    restarted would be no such prefix: the agents of several nodes count differently.
+    Each rank asks under its own name, which is drawn now. Rank 0 answers every rank that it finds, and is done when
+    each rank has confirmed this answer. So an answer of an earlier attempt reaches no rank. The number of restarts of
+    this node would not do as a prefix: the agents of several nodes count differently.
 
-    Raises ``RuntimeError`` where a rank does not come within ``timeout``.
+    Raises ``RuntimeError`` if a rank does not appear within ``timeout``.
     """
     meeting: Any = dist.PrefixStore("straggle/attempt", store)  # type: ignore[attr-defined]
     own = uuid.uuid4().hex
@@ -39,7 +39,7 @@ def fresh_store(store: Any, rank: int, world_size: int, *, timeout: timedelta = 
 
 
 def _gather(meeting: Any, attempt: str, missing: set[int], until: float) -> None:
-    """Answer whoever asks, until all ranks have the answer."""
+    """Answer every rank that asks, until all ranks have the answer."""
     answered = set[str]()
     while missing:
         for rank in sorted(missing):

@@ -1,1 +1,1 @@
-"""Estimators judged: against gradients that are known, and by what training comes to under each."""
+"""Estimators compared: with known gradients, and by how training ends under each."""

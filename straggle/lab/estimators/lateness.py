@@ -1,8 +1,8 @@
-"""Ranks that are slow in some steps, in time: what one does not finish by the deadline costs it time later, or nothing.
+"""Ranks that are slow in some steps: what a rank does not finish by the deadline costs it time later, or nothing.
 
-Times are relative to an undisturbed rank's step. With ``f`` times the work of others and ``b`` of it left from the step
-before, a rank has done ``(DEADLINE - b) / f`` of its step when its deadline is over; the first `FORWARD` of that is the
-forward pass.
+Times are relative to an undisturbed rank's step. A rank that takes ``f`` times as long as others, with work of ``b``
+left from the step before, has done ``(DEADLINE - b) / f`` of its step when its deadline is over. The first `FORWARD` of
+that is the forward pass.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ FORWARD = 1 / 3
 
 @final
 class Paced(Lateness):
-    """In each step ``late`` ranks come through a share of the backward pass that is drawn evenly from 0 to 1.
+    """In each step ``late`` ranks complete a share of the backward pass that is drawn uniformly from 0 to 1.
 
-    They are drawn anew for each step, or ``always`` the last ones. Where late ranks stop, the step is over for them.
-    With ``finishes_late`` (`Carry`) one that has come into its backward pass goes on with it in its peers' next steps;
-    it begins its own next step later, or misses it.
+    Other ranks are drawn for each step, or it is ``always`` the last ones. When a late rank stops, the step is over for
+    it. With ``finishes_late`` (`Carry`) a rank that has entered its backward pass goes on with it in its peers' next
+    steps. It begins its own next step later, or misses it.
     """
 
     def __init__(self, late: int, *, always: bool, finishes_late: bool) -> None:

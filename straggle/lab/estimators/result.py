@@ -1,4 +1,4 @@
-"""What was found: means and intervals, as tables, a file and a picture."""
+"""The results: means and intervals, as tables, a file and a picture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DATA = {False: "other ranks late each step, shuffled data", True: "always the sa
 
 @dataclass(frozen=True)
 class Found:
-    """All that was measured, and under what."""
+    """All that was measured, and under which circumstances."""
 
     settings: dict[str, Any]
     judgements: tuple[Judgement, ...]
@@ -42,11 +42,11 @@ class Found:
         return sorted({judgement.late_share for judgement in self.judgements})
 
     def mean(self, field: str, **where: Any) -> float:
-        """The mean of a field of the judgements that have these values."""
+        """The mean of a field of the judgements with these values."""
         return fmean(getattr(judgement, field) for judgement in _those(self.judgements, where))
 
     def excess(self, field: str, **where: Any) -> Interval:
-        """By how much runs that have these values exceed the run of the same seed that waited for all."""
+        """By how much runs with these values exceed the run of the same seed that waited for all."""
         waited = {(score.task, score.own_data, score.seed): score for score in self.scores if score.method == WAIT}
         return mean_interval(
             [
@@ -56,10 +56,10 @@ class Found:
         )
 
     def relative(self, method: str, **where: Any) -> Interval:
-        """By what share validation losses are above those of `BASELINE` under the same circumstances and seed.
+        """By which share validation losses exceed those of `BASELINE` under the same circumstances and seed.
 
-        Runs of the same seed begin with the same parameters and data, so they are no draws of their own: the interval
-        is over the means of each seed's runs.
+        Runs of the same seed begin with the same parameters and data, so they are not independent: the interval is over
+        the means of each seed's runs.
         """
         keys = ("task", "late_share", "own_data", "seed")
         others = _those(self.scores, {"method": BASELINE, **where})
@@ -75,7 +75,7 @@ class Found:
         return mean_interval([getattr(score, field) for score in _those(self.scores, where)])
 
     def write(self, path: Path) -> None:
-        """Everything, as JSON."""
+        """Write all of it, as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {
             "settings": self.settings,
@@ -105,7 +105,7 @@ def truth_rows(found: Found, task: str) -> list[list[str]]:
 
 
 def run_rows(found: Found, task: str, own_data: bool) -> list[list[str]]:
-    """For each method and share of late ranks: validation loss above that of waiting, and accuracy."""
+    """For each method and share of late ranks: validation loss minus that of waiting, and accuracy."""
     rows = []
     for method in found.methods:
         row = [method]

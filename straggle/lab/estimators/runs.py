@@ -1,4 +1,4 @@
-"""What training comes to under each method: whole runs, beside the same run with nobody late."""
+"""How training ends under each method: complete runs, beside the same run with no rank late."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WAIT = "wait for all"
 class RunScore:
     """One run: ``training_loss`` is the mean over all ranks and the last tenth of the steps.
 
-    ``dropped``: the share of all stages of all ranks that were not in time.
+    ``dropped``: the share of all ranks' stages that were not in time.
     """
 
     task: str
@@ -31,7 +31,7 @@ class RunScore:
 
 
 def train_once(task: Task, method: str, case: Case, seed: int) -> RunScore:
-    """Train under a method, or with nobody late for the method `WAIT`."""
+    """Train under a method, or with no rank late for the method `WAIT`."""
     setting = task.setting(case.own_data, seed)
     treatment = Treatment(Nobody()) if method == WAIT else task.treatment(method, case)
     learned = learn(setting, treatment)

@@ -24,10 +24,10 @@ from straggle.policies.estimators import Estimator
 
 @dataclass(frozen=True)
 class Case:
-    """Who is late, and whose data it is.
+    """Which ranks are late, and which data they have.
 
-    ``own_data``: each rank has samples of its own kind, and the same ranks are late in every step; otherwise the
-    samples are shuffled, and so are the late ranks.
+    ``own_data``: each rank has samples of a different kind, and the same ranks are late in every step. Otherwise
+    samples are shuffled, and other ranks are late in each step.
     """
 
     late_share: float
@@ -36,7 +36,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Task:
-    """A workload, its optimizer and the methods to judge, as configuration; ``name`` is for the tables."""
+    """A workload, its optimizer and the methods to compare, as configuration; ``name`` is for the tables."""
 
     name: str
     workload: Mapping[str, Any]

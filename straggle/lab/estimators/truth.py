@@ -1,9 +1,9 @@
-"""How near the merged gradient comes to the one with nobody late, of which every part is known.
+"""How near the merged gradient is to the one with no rank late, which is known in full.
 
-The model is trained with the true mean over all ranks; beside it, each method merges what would have been in time, with
-estimators of its own. So all methods are judged on the same gradients. What a method adds later (error feedback, carry)
-is wrong for the step in which it comes, and right for the steps together: the error of the sum over `WINDOW` steps says
-what is lost for good.
+The model is trained with the true mean over all ranks. At the same time, each method merges what would have been in
+time, with its own estimators. So all methods are compared on the same gradients. What a method adds later (error
+feedback, carry) is wrong for the step in which it is added, and right for the steps together. The error of the sum over
+`WINDOW` steps shows what is lost for good.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class _Setup:
         self.truth = LogicalRanks(self.workload, self.model, task.ranks)
 
     def gradients(self) -> list[Tensor]:
-        """Each stage's gradient as one vector; zeros where there is none, and nothing is applied."""
+        """Each stage's gradient as one vector; zeros if there is none. Nothing is applied."""
         parameters = self.truth.parameters
         return [
             torch.cat([(torch.zeros_like(p) if (p := parameters[i]).grad is None else p.grad).flatten() for i in unit])
@@ -108,7 +108,7 @@ class _Setup:
 
 
 def judge(task: Task, late_shares: Sequence[float], seed: int) -> list[Judgement]:
-    """All methods under shuffled lateness, side by side on one run; it has `WINDOW` steps a third at least."""
+    """All methods with other ranks late in each step, side by side on one run with at least `WINDOW` steps a third."""
     setup = _Setup(task, False, seed)
     judged = [
         _Judged(task, method, Case(share, own_data=False), setup) for share in late_shares for method in task.methods
@@ -131,7 +131,7 @@ def judge(task: Task, late_shares: Sequence[float], seed: int) -> list[Judgement
 
 
 def compare(found: Tensor, truth: Tensor) -> tuple[float, float]:
-    """Cosine, and relative error; of a gradient that is missing the cosine is 0."""
+    """Cosine, and relative error; the cosine of a missing gradient is 0."""
     length, true_length = float(found.norm()), float(truth.norm())
     if true_length == 0:
         return (1.0, 0.0) if length == 0 else (0.0, 1.0)

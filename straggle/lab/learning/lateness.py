@@ -22,17 +22,17 @@ from straggle.policies.deadline import Deadline, Patience, check_count
 
 
 class Lateness(ABC):
-    """Who is late in a step, and what it has finished by then. It may keep what it needs from step to step."""
+    """Which ranks are late in a step, and what they have finished. A rule may keep state from step to step."""
 
     @abstractmethod
     def reached(self, num_ranks: int, num_units: int, generator: Generator) -> Tensor:
-        """The next step: which units each rank finishes, bool of shape (ranks, units).
+        """The next step: the units that each rank finishes, bool of shape (ranks, units).
 
-        All random numbers come from ``generator``, so that a seed gives the same lateness whatever the merge.
+        All random numbers come from ``generator``, so that a seed gives the same lateness under every merge.
         """
 
     def steps(self, num_ranks: int, num_units: int, generator: Generator) -> Iterator[Tensor]:
-        """The steps of a run, without end; each run begins anew."""
+        """The steps of a run, without end; each call starts again from the beginning."""
         run = copy.deepcopy(self)
         while True:
             yield run.reached(num_ranks, num_units, generator)
@@ -49,7 +49,7 @@ class Depth(ABC):
 @final
 @dataclass(frozen=True)
 class SameDepth(Depth):
-    """Always this share of the units, rounded down; 0 is the whole gradient dropped, as with backup workers."""
+    """Always this share of the units, rounded down; with 0 the complete gradient is dropped, as with backup workers."""
 
     share: float = 0.0
 
@@ -64,7 +64,7 @@ class SameDepth(Depth):
 @final
 @dataclass(frozen=True)
 class UniformDepth(Depth):
-    """Any number of units from one to all, with the same chance.
+    """Any number of units from one to all, with equal probability.
 
     As the program of Lang et al. 2024 draws it, "Stragglers-aware low-latency synchronous federated learning via
     layer-wise model updates".
@@ -77,11 +77,11 @@ class UniformDepth(Depth):
 @final
 @dataclass(frozen=True)
 class PoissonDepth(Depth):
-    """The first unit, and then a Poisson number of further ones, all if that is more than there are.
+    """The first unit, and then a Poisson number of further ones, at most all.
 
-    The chance of unit ``i`` (from 0) is ``P(Poisson(mean) >= i)``: with ``mean=3`` 1, 0.95, 0.80, 0.58, 0.35 and 0.18.
-    So it is where each unit takes an exponentially distributed time, as Goren et al. 2025, "Adaptive deadline and batch
-    layered synchronized federated learning", have it.
+    The probability of unit ``i`` (from 0) is ``P(Poisson(mean) >= i)``: with ``mean=3`` 1, 0.95, 0.80, 0.58, 0.35 and
+    0.18. This is the case if each unit takes an exponentially distributed time, as Goren et al. 2025, "Adaptive
+    deadline and batch layered synchronized federated learning", have it.
     """
 
     mean: float
@@ -97,7 +97,7 @@ class PoissonDepth(Depth):
 
 @final
 class Nobody(Lateness):
-    """Everyone finishes everything."""
+    """All ranks finish all units."""
 
     def reached(self, num_ranks: int, num_units: int, generator: Generator) -> Tensor:  # noqa: ARG002
         return torch.ones(num_ranks, num_units, dtype=torch.bool)
@@ -135,7 +135,7 @@ class SameRanks(_SomeRanks):
 
 @final
 class OtherRanks(_SomeRanks):
-    """In each step ``late`` ranks, drawn anew, are late, and finish as much as ``depth`` says (default: nothing)."""
+    """In each step ``late`` random ranks are late, and finish as much as ``depth`` says (default: nothing)."""
 
     def _ranks(self, num_ranks: int, generator: Generator) -> Tensor:
         return torch.randperm(num_ranks, generator=generator)[: self.late]
@@ -143,7 +143,7 @@ class OtherRanks(_SomeRanks):
 
 @final
 class OtherRanksPerUnit(Lateness):
-    """Of each unit the part of ``late`` ranks is missing, drawn anew for each unit: the first N - ``late`` packets."""
+    """For each unit the parts of ``late`` random ranks are missing: the first N - ``late`` packets."""
 
     def __init__(self, late: int) -> None:
         check_count("late", late)
@@ -157,9 +157,10 @@ class OtherRanksPerUnit(Lateness):
 
 @final
 class ByDeadline(Lateness):
-    """Whoever a deadline makes late, with such delays; the part of a unit that a late rank leaves does not count.
+    """The ranks that a deadline makes late under these delays; a unit that a late rank leaves unfinished does not
+    count.
 
-    The policy is one of the library's own, and sees the times of the steps as in training (`straggle.lab.simulate`).
+    The policy is one of the library's, and sees the times of the steps as in training (`straggle.lab.simulate`).
     ``step_s``: seconds of a step's work without delay.
     """
 
@@ -193,7 +194,7 @@ class ByDeadline(Lateness):
 
 @final
 class DropWhole(Lateness):
-    """As ``inner``, but a late rank's whole gradient is dropped."""
+    """As ``inner``, but a late rank's complete gradient is dropped."""
 
     def __init__(self, inner: Lateness) -> None:
         self.inner = inner

@@ -1,6 +1,6 @@
-"""What partial gradients do to learning: up to a thousand logical ranks in one process, under a rule for who is late.
+"""What partial gradients do to learning: up to a thousand logical ranks in one process, under a rule of lateness.
 
-The losses are those of all ranks, late or not, so that runs are compared by the same thing.
+The losses are those of all ranks, late or not, so that runs are compared by the same number.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Units = Sequence[Sequence[int]]
 
 
 def abstain(_optimizer: Optimizer) -> Estimator:
-    """Nothing fills in."""
+    """No estimate stands in."""
     return Abstain()
 
 
@@ -60,7 +60,7 @@ class Treatment:
 class Learned:
     """How a run went: each step's ``losses`` (mean over ranks), the ``scores`` on held-out data after the last step.
 
-    ``reached``, of shape (ranks, units): in which share of the steps a rank finished a unit. ``seconds``: how long
+    ``reached``, of shape (ranks, units): the share of the steps in which a rank finished a unit. ``seconds``: how long
     the run took.
     """
 

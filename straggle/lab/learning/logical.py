@@ -43,10 +43,10 @@ class Computed(NamedTuple):
 class LogicalRanks:
     """``num_ranks`` replicas of ``model`` that are one module, because replicas stay identical.
 
-    ``estimator`` makes the estimator; it is called once for each rank if it keeps anything of a rank's own, else once.
-    ``chunk``: so many ranks' gradients are in memory at a time. A step has one micro-batch; a late rank stops by
-    itself, and is not stood in for.
-    Raises ``ValueError`` for a module with buffers: ranks would have to merge them as well.
+    ``estimator`` makes the estimator. It is called once for each rank if the estimator keeps state of a rank's own, and
+    otherwise once. ``chunk``: the number of ranks whose gradients are in memory at a time. A step has one micro-batch;
+    a late rank stops by itself, and is not stood in for. Raises ``ValueError`` for a module with buffers: ranks would
+    have to merge them, too.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class LogicalRanks:
         """Give each parameter the merged gradient of all ranks' batches, as ``grad``.
 
         ``batch`` has tensors of shape (ranks, samples, ...). ``weights`` of shape (ranks, parameters) is what each
-        rank's gradient counts; 0 where the rank did not come so far.
+        rank's gradient counts; 0 if the rank did not reach it.
         """
         return self.merge_computed(self.compute(batch), weights)
 
@@ -88,7 +88,7 @@ class LogicalRanks:
                 yield Computed(ranks, *self._gradients(values, (x[ranks], y[ranks])))
 
     def merge_computed(self, computed: Iterable[Computed], weights: Tensor) -> MergedGradients:
-        """As `merge`, with gradients that were computed before, perhaps by others of the same model."""
+        """As `merge`, with gradients that were computed before, perhaps by another object of the same model."""
         sums = [_Sum(torch.zeros_like(parameter), self.num_ranks) for parameter in self.parameters]
         losses = []
         for ranks, gradients, loss in computed:
@@ -108,7 +108,7 @@ class LogicalRanks:
         return loss
 
     def _add_own(self, index: int, ranks: Tensor, gradients: Tensor, weights: Tensor, total: _Sum) -> None:
-        """What estimators with a state of their own add, each asked what a real rank would ask it."""
+        """What estimators with state of a rank's own add: each is asked as a real rank would ask it."""
         parameter = self.parameters[index]
         for rank, gradient, weight in zip(ranks.tolist(), gradients, weights, strict=True):
             fill_in, estimate = self._fill_ins[rank], None
@@ -143,7 +143,7 @@ class LogicalRanks:
 
 @dataclass
 class _Sum:
-    """What the ranks hand in for one parameter, scaled by ``1 / num_ranks`` as in the real buffers."""
+    """The sum of what the ranks submit for one parameter, scaled by ``1 / num_ranks`` as in the real buffers."""
 
     gradient: Tensor
     num_ranks: int
@@ -155,13 +155,13 @@ class _Sum:
         self.weight += weight
 
     def add_all(self, gradients: Tensor, weights: Tensor) -> None:
-        """The gradients of several ranks; not the products with 0, as what nobody takes may be infinite."""
+        """The gradients of several ranks; those with weight 0 are left out, because they may be infinite."""
         there = weights > 0
         self.gradient += torch.tensordot(weights[there] / self.num_ranks, gradients[there], dims=1)
         self.weight += float(weights.sum())
 
     def mean(self) -> Tensor | None:
-        """The merged gradient; ``None`` where nobody has anything."""
+        """The merged gradient; ``None`` if no rank has one."""
         if self.weight == 0:
             return None
         return self.gradient if self.weight == self.num_ranks else self.gradient.mul_(self.num_ranks / self.weight)

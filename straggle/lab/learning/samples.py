@@ -1,4 +1,4 @@
-"""Which samples each logical rank trains on: all ranks from one pool, or each from samples of its own."""
+"""Which samples each logical rank trains on: from one pool for all ranks, or from its own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Samples(ABC):
 
 @final
 class FromOnePool(Samples):
-    """Every epoch is shuffled anew and dealt out, as `straggle train` does: all ranks' samples are alike."""
+    """Every epoch is shuffled again and dealt out, as `straggle train` does: all ranks' samples are alike."""
 
     def __init__(self, workload: Workload, num_ranks: int, batch_size: int, *, seed: int) -> None:
         self._shards = [
@@ -38,9 +38,9 @@ class FromOnePool(Samples):
 class OfTheirOwn(Samples):
     """Each rank has a fixed part of the samples and goes through it in a new order each epoch.
 
-    ``sorted_share``: so much of each part comes from the samples sorted by class (for sequences, by their position in
-    the text) and the rest at random. At 0 the parts are alike, at 1 each rank has as few classes as possible.
-    Raises ``ValueError`` where a part is smaller than a batch.
+    ``sorted_share``: the share of each part that comes from the samples sorted by class (for sequences, by their
+    position in the text); the rest is random. At 0 the parts are alike, at 1 each rank has as few classes as possible.
+    Raises ``ValueError`` if a part is smaller than a batch.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class OfTheirOwn(Samples):
 
 
 def _classes(workload: Workload, indices: Tensor) -> Tensor:
-    """What samples are sorted by: their class, or their number where a sample has more than one target."""
+    """The key to sort samples by: their class, or their number if a sample has more than one target."""
     if len(indices) == 0:
         return indices
     targets = workload.batch(indices)[1]

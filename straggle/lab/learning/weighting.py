@@ -17,12 +17,12 @@ class Weighting(ABC):
 
     @abstractmethod
     def weights(self, reached: Tensor) -> Tensor:
-        """The next step's, of shape (ranks, units), from the units that were reached; 0 where they were not."""
+        """The next step's weights, of shape (ranks, units), from the units that were reached; 0 if not reached."""
 
 
 @final
 class Count(Weighting):
-    """Every gradient that was computed counts the same."""
+    """Every computed gradient counts the same."""
 
     def weights(self, reached: Tensor) -> Tensor:
         return reached.float()

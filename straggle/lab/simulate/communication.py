@@ -8,7 +8,7 @@ from typing import final
 
 
 class Network(ABC):
-    """What merging costs."""
+    """How long merging takes."""
 
     @abstractmethod
     def merge_s(self, ranks: int, share: float) -> float:
@@ -39,7 +39,7 @@ class _Links(Network):
 
 @final
 class Ring(_Links):
-    """``2 (N - 1)`` messages one after another, each of an N-th of the bytes."""
+    """``2 (N - 1)`` messages one after another, each with an N-th of the bytes."""
 
     def merge_s(self, ranks: int, share: float) -> float:
         return 2 * (ranks - 1) * (self.latency_s + share * self.nbytes / ranks / self.bytes_per_s)
@@ -47,7 +47,7 @@ class Ring(_Links):
 
 @final
 class Tree(_Links):
-    """``log2 N`` messages up and as many down; the bytes follow one another, so that they count once each way."""
+    """``log2 N`` messages up and as many down; the bytes are pipelined, so they count once in each direction."""
 
     def merge_s(self, ranks: int, share: float) -> float:
         if ranks == 1:

@@ -1,4 +1,4 @@
-"""What delays the ranks of a simulated cluster: models that draw the seconds of each rank's work, step after step."""
+"""The delays of a simulated cluster's ranks: models that draw the seconds of each rank's work, step after step."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from straggle.policies.deadline import check_count
 
 
 class Delays(ABC):
-    """Draws, without end, the seconds of a step's work for each rank."""
+    """Draws the seconds of a step's work for each rank, step after step without end."""
 
     def units(self, units: Units) -> Units:
-        """The work that is delayed: what it is given, or its own where it was recorded."""
+        """The work that is delayed: the given work, or its own if it was recorded."""
         return units
 
     @abstractmethod
     def steps(self, base_s: Tensor, ranks: int, generator: Generator) -> Iterator[Tensor]:
-        """For each step the seconds of each unit, of shape (ranks, units); ``base_s`` (units,) is without delay.
+        """For each step the seconds of each unit, of shape (ranks, units); ``base_s`` (units,) are those without delay.
 
-        All random numbers come from ``generator``, so that a seed gives the same delays whatever the policy.
+        All random numbers come from ``generator``, so that a seed gives the same delays under every policy.
         """
 
 
 class _Factor(Delays):
-    """Each unit of each rank takes its time times a factor of its own."""
+    """Each unit of each rank takes its time multiplied by an independent factor."""
 
     @abstractmethod
     def factors(self, shape: Sequence[int], generator: Generator) -> Tensor:
@@ -52,7 +52,7 @@ class NoDelay(_Factor):
 
 @final
 class Normal(_Factor):
-    """Normal times: a unit's has this ``std``, relative to its mean; no time is below 0."""
+    """Normal times: a unit's time has this ``std``, relative to its mean; no time is below 0."""
 
     def __init__(self, std: float = 0.1) -> None:
         self.std = _at_least_0("std", std)
@@ -74,7 +74,7 @@ class LogNormal(_Factor):
 
 @final
 class Exponential(_Factor):
-    """Each unit takes longer by an exponentially distributed part of its time, ``mean`` on average."""
+    """Each unit takes longer by an exponentially distributed part of its time, with this ``mean``."""
 
     def __init__(self, mean: float = 0.5) -> None:
         self.mean = _at_least_0("mean", mean)
@@ -128,9 +128,9 @@ class Stalls(_DelaysWrapper):
 class SlowRanks(_DelaysWrapper):
     """``inner``, and a ``share`` of the ranks takes ``factor`` times as long: always, or for a time.
 
-    ``lasts_steps``: how many steps a rank stays slow on average, geometrically distributed; others become slow then, so
-    that the share stays the same in the mean. Infinite: the same ranks are slow in all steps. At least one rank is slow
-    then, unless the share is 0.
+    ``lasts_steps``: how many steps a rank stays slow on average, geometrically distributed. Then other ranks become
+    slow, so that the mean share stays the same. Infinite: the same ranks are slow in all steps, at least one of them
+    unless the share is 0.
     """
 
     def __init__(self, inner: Delays, share: float, factor: float, *, lasts_steps: float = math.inf) -> None:
@@ -163,8 +163,8 @@ class SlowRanks(_DelaysWrapper):
 class ByNode(_DelaysWrapper):
     """``inner``'s delays, correlated between the ranks of a node: their times have this ``correlation``.
 
-    In each step a rank takes its node's delays instead of its own with probability ``sqrt(correlation)``; so each
-    rank's times are distributed as without.
+    In each step a rank takes its node's delays instead of its own with probability ``sqrt(correlation)``. So the
+    distribution of each rank's times does not change.
     """
 
     def __init__(self, inner: Delays, *, ranks_per_node: int = 8, correlation: float = 0.5) -> None:

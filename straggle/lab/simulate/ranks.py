@@ -1,7 +1,7 @@
 """Steps of many ranks under a deadline: the policy decides from their telemetry, and `simulate_step` what comes of it.
 
-The policy is one of the library's own, and sees the same history as in training. Where there are very many ranks it is
-shown ``history_ranks`` of them, evenly spread, or each of its decisions would sort millions of times.
+The policy is one of the library's, and sees the same history as in training. With very many ranks it sees
+``history_ranks`` of them, evenly spread; otherwise each of its decisions would sort millions of times.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from straggle.policies.step_model import SimulatedStep, StopRules, computed_shar
 class Simulation:
     """What happened: of shape (steps,), (ranks,) and (ranks, stages).
 
-    ``step_s`` is under the policy, ``all_s`` what waiting for everyone takes with the same delays. ``dropped``: share
-    of the step's gradients; ``predicted_drop``: what the policy expected (NaN: it has no idea). ``late_ranks``: how
-    many were late; ``late_steps``: in how many steps each rank was. ``reach``: how much of each stage each rank
-    computed, over all steps.
+    ``step_s`` is under the policy, ``all_s`` what waiting for all ranks takes with the same delays. ``dropped``: share
+    of the step's gradients; ``predicted_drop``: what the policy predicted (NaN: it makes no prediction).
+    ``late_ranks``: the number of late ranks; ``late_steps``: the number of steps in which each rank was late.
+    ``reach``: the share of each stage that each rank computed, over all steps.
     """
 
     step_s: Tensor
@@ -43,7 +43,7 @@ class Simulation:
 
     @property
     def speedup(self) -> float:
-        """Effective speedup: gradients that came in per second, relative to waiting for everyone."""
+        """Effective speedup: gradients that came in per second, relative to waiting for all ranks."""
         return float((1 - self.dropped).mean() * self.all_s.sum() / self.step_s.sum())
 
 
@@ -59,9 +59,9 @@ def simulate(
     seed: int = 0,
     history_ranks: int = 256,
 ) -> Simulation:
-    """Simulate so many steps.
+    """Simulate this number of steps.
 
-    Raises ``ValueError`` where the policy wants more ranks than there are, and for micro-batches of a recorded run.
+    Raises ``ValueError`` if the policy wants more ranks than there are, and for micro-batches of a recorded run.
     """
     patience = patience or Patience()
     units = delays.units(work.units(patience.granularity))
@@ -91,7 +91,7 @@ def simulate_times(
 
 
 class Cluster:
-    """Ranks on their way through the steps, for who wants each step by itself; `simulate` has them all."""
+    """The state of the ranks between steps, for callers that go step by step; `simulate` runs all steps."""
 
     def __init__(
         self,
@@ -120,9 +120,9 @@ class Cluster:
         self._rows: list[tuple[float, ...]] = []
 
     def step(self, unit_s: Tensor) -> Tensor:
-        """One step; ``unit_s`` (ranks, units): when each unit would be finished, if nobody were stopped.
+        """One step; ``unit_s`` (ranks, units): when each unit would be finished if no rank were stopped.
 
-        The share of each unit that comes in, of the same shape.
+        Returns the share of each unit that comes in, of the same shape.
         """
         done = simulate_step(unit_s, self._next.seconds, self._rules)
         computed = computed_share(unit_s, done, self._rules, self._units.silent)
@@ -137,7 +137,7 @@ class Cluster:
         return computed
 
     def _merged_s(self, ready_s: Tensor) -> float:
-        """When the step is over, if all ranks have handed in each unit at these seconds."""
+        """When the step is over, if all ranks have submitted each unit at these seconds."""
         seconds = 0.0
         for ready, merge_s in zip(ready_s[-len(self._merge_s) :].tolist(), self._merge_s, strict=True):
             seconds = max(seconds, ready) + merge_s
@@ -162,7 +162,7 @@ class Cluster:
             self._next = decided
 
     def result(self) -> Simulation:
-        """All that happened."""
+        """The result of all steps."""
         step_s, all_s, deadline_s, dropped, predicted, late = torch.tensor(self._rows, dtype=torch.float64).unbind(1)
         reach = self._computed @ (self._units.of_stage / self._units.of_stage.sum(0)) / len(self._rows)
         return Simulation(step_s, all_s, deadline_s, dropped, predicted, late, self._late_steps, reach)

@@ -20,7 +20,7 @@ from straggle.policies.untruncated import untruncated_stages
 
 @dataclass(frozen=True)
 class Recorded:
-    """The steps of a trace: seconds of each unit as if nobody had been stopped, and what a step takes beside them.
+    """The steps of a trace: seconds of each unit as if no rank had been stopped, and what a step takes beside them.
 
     ``unit_s`` (steps, ranks, stages): what a late rank did not finish is taken as its peers' typical time, times how
     much longer than they it took for what it did finish (`untruncated_times`). ``overhead_s`` (steps,).
@@ -43,9 +43,10 @@ class Recorded:
 
 
 def read_times(path: Path) -> Recorded:
-    """The times in a ``trace.jsonl``, or in that of a run's folder, without the first step, which plans the stages.
+    """The times in a ``trace.jsonl``, or in that of a run's folder, without the first step: after it stages are
+    planned.
 
-    Raises ``ValueError`` for a file that is no trace, or has no step in which all ranks had data.
+    Raises ``ValueError`` if the file is not a trace, or has no step in which all ranks had data.
     """
     path = path / "trace.jsonl" if path.is_dir() else path
     if not path.exists():
@@ -85,13 +86,13 @@ def recorded_times(records: Sequence[Mapping[str, Any]]) -> Recorded:
 
 
 def _usable(record: Mapping[str, Any], names: tuple[str, ...], ranks: int) -> bool:
-    """Whether all ranks had data in the step, and its stages are those of the end."""
+    """Whether all ranks had data in the step, and its stages are those of the last step."""
     same = tuple(stage["name"] for stage in record["stages"]) == names and len(record["ranks"]) == ranks
     return same and not any(rank.get("idle") for rank in record["ranks"])
 
 
 def _of_ranks(records: Sequence[Mapping[str, Any]], key: str) -> Tensor:
-    """A number, or a row of them, of every rank in every step; what is unknown is NaN."""
+    """A number, or a row of numbers, for every rank in every step; unknown ones are NaN."""
     values = [[rank[key] for rank in record["ranks"]] for record in records]
     known = [[[math.nan if v is None else float(v) for v in _row(rank)] for rank in row] for row in values]
     tensor = torch.tensor(known)
@@ -106,8 +107,8 @@ def _row(value: Any) -> list[Any]:
 class Replay(Delays):
     """The steps of a recorded run (a ``trace.jsonl`` or its folder), in blocks of ``block`` steps that begin at random.
 
-    Steps that follow one another stay together, and so do the ranks of a step. With more ranks than were recorded, each
-    further group of them has blocks of its own. ``block=0``: all steps in their order, again and again.
+    Adjacent steps stay together, and so do the ranks of a step. With more ranks than were recorded, each further group
+    of ranks has its own blocks. ``block=0``: all steps in their order, again and again.
     """
 
     def __init__(self, trace: str, *, block: int = 20) -> None:
@@ -126,7 +127,7 @@ class Replay(Delays):
             yield torch.cat([unit_s[next(order)] for order in orders])[:ranks]
 
     def _order(self, steps: int, generator: Generator) -> Iterator[int]:
-        """Numbers of recorded steps: blocks, around the end to the beginning, so that all are drawn as often."""
+        """Numbers of recorded steps: blocks, from the end around to the beginning, so that all are equally likely."""
         while True:
             first = int(torch.randint(steps, (), generator=generator)) if self.block else 0
             yield from (number % steps for number in range(first, first + (self.block or steps)))

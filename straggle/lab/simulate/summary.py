@@ -63,7 +63,7 @@ def rows_of(numbers: dict[str, Any]) -> list[tuple[str, str, str, str]]:
 
 
 def _predicted(numbers: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    """What the policy said would be dropped, beside what was in the same steps."""
+    """What the policy predicted to be dropped, beside what was dropped in the same steps."""
     if (predicted := numbers["predicted_drop"]) is None:
         return []
     told = f"{predicted:.2%} (came to {numbers['dropped_where_predicted']:.2%})"

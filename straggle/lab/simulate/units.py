@@ -1,4 +1,4 @@
-"""What a rank has to do in a step: units of work, one after another, and what each brings to the gradients."""
+"""What a rank has to do in a step: units of work, one after another, and what each adds to the gradients."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from straggle.policies.deadline import Granularity, check_count
 
 @dataclass(frozen=True)
 class Units:
-    """``base_s`` (units,): seconds of each, one after another, with nothing that delays it.
+    """``base_s`` (units,): seconds of each, one after another, without delays.
 
-    ``share`` (units,): the share of the rank's gradient that each brings; ``of_stage`` (units, stages): the share of
-    each stage; ``stage_share`` (stages,): of the model that each stage is; ``silent`` (units,): see `part_computed`.
+    ``share`` (units,): the share of the rank's gradient that each adds; ``of_stage`` (units, stages): the share of each
+    stage; ``stage_share`` (stages,): of the model that each stage is; ``silent`` (units,): see `part_computed`.
     ``overhead_s``: seconds of a step beside the ranks' own work and the merge, such as the optimizer's. ``overlaps``:
     whether a stage is merged while those after it are computed; ``merged``: the overhead is that of a recorded step,
     the merge included. ``checks``: at how many moments of a unit a late rank can stop (`StopRules`).
@@ -37,7 +37,7 @@ class Work:
     """A step of ``step_s`` seconds on every rank: micro-batches of a forward pass and ``num_stages`` equal stages.
 
     ``forward_share`` is the part of a micro-batch's time that the forward pass takes. ``checks_per_stage``: at how many
-    moments of a stage, evenly over its time, a late rank can stop, which are as many as it has layers; 0: at any.
+    moments of a stage, evenly over its time, a late rank can stop: the number of its layers. 0: at any moment.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Work:
     def units(self, granularity: Granularity) -> Units:
         """Its units, as the telemetry counts them (`Progress`): micro-batches, stages in the last one, or just one.
 
-        Raises ``ValueError`` for ``checks_per_stage`` where there are no stages to be dropped.
+        Raises ``ValueError`` for ``checks_per_stage`` if there are no stages to be dropped.
         """
         if self.checks_per_stage and granularity != "stage":
             raise ValueError(f"checks_per_stage={self.checks_per_stage} with granularity={granularity!r}: use 0")

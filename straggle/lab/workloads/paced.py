@@ -1,6 +1,6 @@
 """Another workload whose model takes a given time: sleeps stand for an accelerator.
 
-For timings of many ranks that share few cores, and would contend for them.
+To time many ranks that share a few cores, and would contend for them.
 """
 
 import time
@@ -15,10 +15,10 @@ _FORWARD = 1 / 3  # of a pass; backward computes two gradients for each output
 
 
 class Paced(Workload):
-    """``inner``, but a micro-batch takes ``seconds`` longer, of which two thirds are in its backward pass.
+    """``inner``, but a micro-batch takes ``seconds`` longer, two thirds of them in its backward pass.
 
     It sleeps evenly after the modules that own parameters, and after each gradient; forward passes without gradients,
-    as in an evaluation, do not sleep. On top comes the time of the model itself, which should be little.
+    as in an evaluation, do not sleep. The time of the model itself is added, and should be short.
     """
 
     def __init__(self, inner: Workload, *, seconds: float) -> None:
@@ -66,7 +66,7 @@ def pace(module: nn.Module, seconds: float, sleep: Callable[[float], object] = t
 
 
 class _Rest:
-    """Sleeps; what a sleep lasted too long is taken off the next ones, up to ``most_s`` of it."""
+    """Sleeps; what a sleep took too long is subtracted from the next ones, at most ``most_s`` of it."""
 
     def __init__(self, most_s: float, sleep: Callable[[float], object]) -> None:
         self._most_s = most_s

@@ -1,4 +1,4 @@
-"""Which samples a rank trains on: each epoch is shuffled anew and dealt out to the ranks without overlap.
+"""Which samples a rank trains on: each epoch is shuffled again and dealt out to the ranks without overlap.
 
 Equally, by `Shard.indices`: micro-batch ``i`` of rank ``r`` in an epoch is
 ``order[(i * world_size + r) * batch_size :][:batch_size]``, so that all ranks' micro-batches number ``i`` together are
@@ -17,8 +17,8 @@ from straggle.lab.workloads.workload import require_positive
 class Shard:
     """One rank's share of the training samples, by micro-batch number and without state to save.
 
-    What is left of an epoch when every rank has had ``batches_per_epoch`` whole micro-batches is dropped; the next
-    epoch drops other samples.
+    When every rank has had ``batches_per_epoch`` full micro-batches, the rest of the epoch is dropped; the next epoch
+    drops other samples.
     """
 
     def __init__(self, num_samples: int, *, rank: int, world_size: int, batch_size: int, seed: int) -> None:
@@ -43,7 +43,7 @@ class Shard:
         return self.num_samples // (self.world_size * self.batch_size)
 
     def indices(self, position: int) -> Tensor:
-        """Sample numbers of this rank's micro-batch number ``position``, counted from 0 over the whole run."""
+        """Sample numbers of this rank's micro-batch number ``position``, counted from 0 over all epochs of the run."""
         if position < 0:
             raise ValueError(f"position is {position}; micro-batches are counted from 0")
         epoch, batch = divmod(position, self.batches_per_epoch)
@@ -53,7 +53,7 @@ class Shard:
     def part(self, step: int, *, total: int, first: int, count: int) -> Tensor:
         """Sample numbers ``first`` to ``first + count`` of the ``total`` that step ``step`` has over all ranks.
 
-        What is left of an epoch after its whole steps is dropped, as with `indices`.
+        What is left of an epoch after its full steps is dropped, as with `indices`.
         """
         if not 0 <= first <= first + count <= total <= self.num_samples:
             raise ValueError(

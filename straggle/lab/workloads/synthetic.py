@@ -1,6 +1,6 @@
 """A network of any width and depth on made-up data: for measurements where only the sizes matter.
 
-The targets are those of a fixed random linear map, so that training can be seen to work as well.
+The targets come from a fixed random linear map, so that training can be seen to work, too.
 """
 
 import torch

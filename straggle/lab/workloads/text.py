@@ -82,9 +82,9 @@ class Text(Workload):
 class GPT(nn.Module):
     """Transformer decoder with pre-norm blocks and learned positions: bytes (batch, time) to logits (batch, time, 256).
 
-    Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), without dropout, with a head of
-    its own instead of the transposed embedding, and with torch's initialization, from which a model of this size learns
-    faster: a training loss of 1.9 instead of 2.5 after 300 steps of 32 windows.
+    Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), without dropout, with a separate head
+    instead of the transposed embedding, and with torch's initialization, from which a model of this size learns faster:
+    a training loss of 1.9 instead of 2.5 after 300 steps of 32 windows.
     """
 
     def __init__(self, *, context: int, width: int, depth: int, heads: int) -> None:
@@ -151,7 +151,7 @@ def _split(texts: list[bytes], validation_share: float) -> tuple[bytes, bytes]:
 
 
 def _texts(path: Path) -> list[bytes]:
-    """All text files at or below the path; those with NUL bytes are not text."""
+    """All text files at or below the path; files with NUL bytes are not text."""
     path = path.expanduser()
     if not path.exists():
         raise ValueError(f"text path not found: {path}; give a file or a folder, or none for Python's own sources")
@@ -188,7 +188,7 @@ def _files(root: Path, *, excluded: frozenset[str] = frozenset(), suffix: str = 
 
 
 def _read(file: Path) -> bytes:
-    """The file's bytes, or none where it cannot be read, as from a broken link or a pipe."""
+    """The file's bytes, or none if it cannot be read, such as a broken link or a pipe."""
     try:
         return file.read_bytes() if file.is_file() else b""  # reading a pipe would wait for ever
     except OSError:

@@ -1,6 +1,6 @@
 """What is trained: a model, numbered training samples, a loss and an evaluation.
 
-Sample numbers instead of an iterator make the data stateless: a run resumes at any step by asking for the same numbers.
+Sample numbers instead of an iterator make the data stateless: a run resumes at any step by using the same numbers.
 """
 
 from abc import ABC, abstractmethod
@@ -18,7 +18,7 @@ class Workload(ABC):
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """A new model, initialized from torch's global random state: seed it first, alike on every rank."""
+        """A new model, initialized from torch's global random state: seed that first, the same on every rank."""
 
     @property
     @abstractmethod
@@ -35,7 +35,7 @@ class Workload(ABC):
 
     @abstractmethod
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Scores on held-out data: "loss", and "accuracy" from 0 to 1 where it means something."""
+        """Scores on held-out data: "loss", and "accuracy" from 0 to 1 if the task has one."""
 
 
 class LabelledSamples(Workload):
@@ -62,7 +62,7 @@ class LabelledSamples(Workload):
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards each module is back in the mode it had."""
+    """Evaluation mode without gradients; afterwards each module has its earlier mode again."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
