@@ -29,8 +29,8 @@ Phase = Literal["data", "forward", "backward"]
 class Moment:
     """A point in a rank's step at which a fault may delay it.
 
-    There is one when a micro-batch is loaded, one after every module that owns parameters and after the whole forward
-    pass, and one when each parameter's gradient is finished.
+    There is one when a micro-batch is loaded, one after every module that owns parameters, one after the complete
+    forward pass, and one when each parameter's gradient is finished.
 
     microbatch: passes of this phase in this step before this one.
     elapsed_s: seconds since the previous moment of work, and of delays by the faults listed before this one.

@@ -15,7 +15,7 @@ _CLASSES = 10
 
 
 class Digits(LabelledSamples):
-    """Classification of digits by ``depth`` convolutions of ``channels`` channels; ``seed`` chooses held-out samples."""
+    """Digits by ``depth`` convolutions of ``channels`` channels; ``seed`` chooses the held-out samples."""
 
     def __init__(self, *, channels: int = 16, depth: int = 6, validation_share: float = 0.2, seed: int = 0) -> None:
         require_positive(channels=channels, depth=depth)
