@@ -79,20 +79,28 @@ class Zero(Estimator):
 
 
 class _Remembering(Estimator):
-    """Contributes what it keeps of each parameter."""
+    """Contributes what it keeps of the merged gradients, or of this rank's own where it watches these."""
 
-    def __init__(self, weight: float) -> None:
+    def __init__(self, weight: float = 0.5) -> None:
         self.weight = check_weight(weight)
 
     def contribution(self, parameter: nn.Parameter) -> Estimate | None:
         kept = self.memory.get(parameter)
         return None if kept is None else Estimate(kept, self.weight)
 
-    def _keep(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def substitute(self, parameter: nn.Parameter) -> Tensor | None:
+        return None if self.watches_own else self.memory.get(parameter)
+
+    def observe(self, parameter: nn.Parameter, gradient: Tensor, *, merged: bool) -> None:
+        if merged == self.watches_own:
+            return
         if parameter in self.memory:
-            self.memory[parameter].copy_(gradient)
+            self._update(self.memory[parameter], gradient)
         else:
             self.memory[parameter] = gradient.detach().clone()
+
+    def _update(self, kept: Tensor, gradient: Tensor) -> None:
+        kept.copy_(gradient)
 
 
 @final
@@ -101,27 +109,10 @@ class LastOwn(_Remembering):
 
     watches_own = True
 
-    def __init__(self, weight: float = 0.5) -> None:
-        super().__init__(weight)
-
-    def observe(self, parameter: nn.Parameter, gradient: Tensor, *, merged: bool) -> None:
-        if not merged:
-            self._keep(parameter, gradient)
-
 
 @final
 class LastMerged(_Remembering):
     """The gradient that the last merge gave, as eager-SGD's stale gradients (PPoPP 2020, section 4) but global."""
-
-    def __init__(self, weight: float = 0.5) -> None:
-        super().__init__(weight)
-
-    def substitute(self, parameter: nn.Parameter) -> Tensor | None:
-        return self.memory.get(parameter)
-
-    def observe(self, parameter: nn.Parameter, gradient: Tensor, *, merged: bool) -> None:
-        if merged:
-            self._keep(parameter, gradient)
 
 
 @final
@@ -134,16 +125,8 @@ class MovingAverage(_Remembering):
             raise ValueError(f"decay={decay}: must be at least 0 and below 1, such as 0.9")
         self.decay = decay
 
-    def substitute(self, parameter: nn.Parameter) -> Tensor | None:
-        return self.memory.get(parameter)
-
-    def observe(self, parameter: nn.Parameter, gradient: Tensor, *, merged: bool) -> None:
-        if not merged:
-            return
-        if parameter in self.memory:
-            self.memory[parameter].lerp_(gradient, 1 - self.decay)
-        else:
-            self._keep(parameter, gradient)
+    def _update(self, kept: Tensor, gradient: Tensor) -> None:
+        kept.lerp_(gradient, 1 - self.decay)
 
 
 @final
