@@ -8,6 +8,7 @@ Prometheus scrapes them with the rules and alerts of deploy/prometheus.
 
 import argparse
 import json
+import multiprocessing
 import os
 import shutil
 import socket
@@ -17,13 +18,14 @@ import tempfile
 import time
 import urllib.parse
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-import torch.multiprocessing as mp
-from chaos import Net, rank_main, serve_store
+from chaos import Net
 
 from straggle import QuantileDeadline, StagedDataParallel
+from straggle.lab.local_ranks import run_on_ranks
 from straggle.observe.metrics import MetricsExporter
 from straggle.observe.metrics_endpoint import Targets
 
@@ -99,12 +101,11 @@ def main():
     options = parser.parse_args()
     if shutil.which("prometheus") is None:
         sys.exit("needs the program prometheus")
-    context = mp.get_context("forkserver")
+    context = multiprocessing.get_context("forkserver")
     factor, ended = context.Value("d", 1.0), context.Event()
-    with tempfile.TemporaryDirectory() as name:
-        folder, server = Path(name), serve_store()
-        arguments = (4, server.port, train, (options, folder, factor, ended))
-        ranks = mp.start_processes(rank_main, arguments, nprocs=4, join=False, start_method="forkserver")
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(1) as pool:
+        folder = Path(name)
+        ranks = pool.submit(run_on_ranks, train, 4, options, folder, factor, ended)
         prometheus, address = serve_prometheus(folder)
         try:
             time.sleep(60)
@@ -123,13 +124,11 @@ def main():
                 )
         finally:
             ended.set()
-            while not ranks.join():
-                pass
+            ranks.result()
             prometheus.terminate()
             prometheus.wait()
 
 
 if __name__ == "__main__":
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    mp.set_forkserver_preload(["torch", "torch._dynamo", "straggle", "prometheus_client"])
     main()

@@ -11,7 +11,8 @@ import time
 
 import torch
 import torch.distributed as dist
-from chaos import launch
+
+from straggle.lab.local_ranks import run_on_ranks
 
 PERIOD_S = 0.1
 LAST_S = 0.03  # after the others
@@ -40,7 +41,7 @@ def main():
     print("| ranks | elements | median, ms | quartiles |\n| --- | --- | --- | --- |")
     for ranks in options.ranks:
         seconds = torch.zeros(options.rounds).share_memory_()
-        launch(measure, ranks, options, ranks, seconds)
+        run_on_ranks(measure, ranks, options, ranks, seconds)
         low, middle, high = (1e3 * seconds[5:]).quantile(torch.tensor([0.25, 0.5, 0.75])).tolist()
         print(f"| {ranks} | {options.elements} | {middle:.1f} | {low:.1f} to {high:.1f} |", flush=True)
 

@@ -13,10 +13,10 @@ import argparse
 import contextlib
 import hashlib
 import math
+import multiprocessing
 import os
 import random
 import resource
-import socket
 import statistics
 import threading
 import time
@@ -28,48 +28,17 @@ from itertools import groupby
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from straggle import AutoDeadline, FirstK, FixedDeadline, Patience, QuantileDeadline, StagedDataParallel
+from straggle.lab.jobs import gather
+from straggle.lab.local_ranks import HOST, run_on_ranks, serve_store
 from straggle.lab.workloads.text import Text
 from straggle.merge import telemetry
 from straggle.report import PHASES, text_table
 
 PLACES = ("data", "forward", "backward", "optimizer")
-HOST = "127.0.0.1"
-
-
-def serve_store():
-    """The job's store; on a socket of its own for IPv4, as it asks a name server for each client of a mixed one."""
-    listener = socket.create_server((HOST, 0), backlog=2048)
-    port = listener.getsockname()[1]
-    return dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-
-
-def launch(function, world_size, *arguments):
-    """``function(rank, *arguments)`` in processes that form a process group."""
-    server = serve_store()
-    mp.start_processes(
-        rank_main, (world_size, server.port, function, arguments), nprocs=world_size, start_method="forkserver"
-    )
-
-
-def rank_main(rank, world_size, port, function, arguments):
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.TCPStore(HOST, port), rank=rank, world_size=world_size)
-    function(rank, *arguments)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def gathered(value):
-    """Every rank's ``value``."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def digest(module):
@@ -176,7 +145,7 @@ def stall(rank, options):
                     counts["stood in for"] += stood_in
             turns_s[name].append(before - began)
     dist.barrier()
-    results = gathered((peers_s, turns_s, counts, digest(nets["straggle"])))
+    results = gather((peers_s, turns_s, counts, digest(nets["straggle"])))
     staged.close()
     if rank == 0:
         print_stalls(results, options)
@@ -248,7 +217,7 @@ def long(rank, options):
     seconds = time.monotonic() - began
     longest = max((len(list(run)) for stood_in, run in groupby(runs) if stood_in), default=0)
     finite = all(bool(torch.isfinite(parameter).all()) for parameter in net.parameters())
-    results = gathered((hashes, memory, injected, counts, longest, finite, seconds))
+    results = gather((hashes, memory, injected, counts, longest, finite, seconds))
     staged.close()
     if rank == 0:
         print_long(results, options)
@@ -351,7 +320,8 @@ def evidence_columns():
 
 
 def evidence_row(num_clients, options):
-    context = mp.get_context("forkserver")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "straggle"])
     ours, theirs = context.Pipe()
     server = context.Process(target=serve, args=(theirs,), daemon=True)
     server.start()
@@ -551,8 +521,7 @@ def arguments():
 if __name__ == "__main__":
     options = arguments()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a warning for each client whose name is not known
-    mp.set_forkserver_preload(["torch", "torch._dynamo", "straggle", "straggle.lab.workloads"])
     if options.command == "evidence":
         evidence(options)
     else:
-        launch({"stall": stall, "long": long, "overhead": overhead}[options.command], options.ranks, options)
+        run_on_ranks({"stall": stall, "long": long, "overhead": overhead}[options.command], options.ranks, options)

@@ -19,6 +19,7 @@ from torch import nn
 
 import straggle
 from straggle.lab.faults import FaultInjector, Slowdown, Stall
+from straggle.lab.jobs import process_group
 from straggle.observe.console import print_table
 from straggle.observe.fairness import fairness_of
 
@@ -110,7 +111,11 @@ def main() -> None:
     parser.add_argument("--microbatches", action="store_true", help="shift micro-batches of 4 instead of samples")
     parser.add_argument("--no-stalls", dest="stalls", action="store_false", help="the rank is slow and nothing else")
     arguments = parser.parse_args()
-    dist.init_process_group("gloo")
+    with process_group():
+        measure(arguments)
+
+
+def measure(arguments) -> None:
     ways = {
         "wait for all": Way(arguments, None, False),
         "wait for all, rebalanced": Way(arguments, None, True),
@@ -131,7 +136,6 @@ def main() -> None:
         print("parameters on all ranks:", "identical" if all(torch.equal(same, c) for c in copies) else "DIFFERENT")
     for way in ways.values():
         way.model.close()
-    dist.destroy_process_group()
 
 
 def show(ways, steps) -> None:

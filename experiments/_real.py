@@ -6,20 +6,17 @@ from entering the step, so that neither late awakenings nor the work between the
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from straggle.lab.local_ranks import run_on_ranks
 from straggle.lab.simulate.units import Work
 from straggle.parallel import StagedDataParallel
 from straggle.policies.deadline import Deadline, Patience
@@ -67,46 +64,13 @@ class Measured:
 
 
 def run_real(setup: Setup, timeout_s: float = 1800.0) -> dict[str, Measured]:
-    """Every method's steps as rank 0 saw them. Raises ``RuntimeError`` where a rank fails."""
-    ranks = setup.unit_s.shape[1]
-    context = multiprocessing.get_context("forkserver")
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    context.set_forkserver_preload(["torch", "torch.distributed", "straggle"])
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # torchrun's agent hosts it likewise
-    ours, theirs = context.Pipe()
-    started = [
-        context.Process(target=_rank, args=(rank, store.port, setup, theirs if rank == 0 else None), daemon=True)
-        for rank in range(ranks)
-    ]
-    try:
-        for process in started:
-            process.start()
-        theirs.close()
-        if not ours.poll(timeout_s):
-            raise RuntimeError(f"the ranks did not end within {timeout_s:.0f} s")
-        rows: dict[str, list[tuple[float, ...]]] = ours.recv()
-    except EOFError:
-        raise RuntimeError("rank 0 ended without a result; what went wrong is above") from None
-    finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
-        for process in started:
-            process.join(20)
-            if process.is_alive():
-                process.kill()
+    """Every method's steps as rank 0 saw them. Raises ``RuntimeError`` where the ranks do not end in time."""
+    rows = run_on_ranks(_rank, setup.unit_s.shape[1], setup, timeout_s=timeout_s)[0]
     return {name: Measured(*torch.tensor(own, dtype=torch.float64).unbind(1)) for name, own in rows.items()}
 
 
-def _rank(rank: int, port: int, setup: Setup, result: Connection | None) -> None:
+def _rank(rank: int, setup: Setup) -> dict[str, list[tuple[float, ...]]]:
     """One process."""
-    ranks = setup.unit_s.shape[1]
-    torch.set_num_threads(1)
-    if os.path.exists("/sys/class/net/lo"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=TCPStore("127.0.0.1", port), rank=rank, world_size=ranks)
     runs = {name: _Run(setup, method, rank) for name, method in setup.methods.items()}
     steps = len(setup.unit_s)
     for turn, first in enumerate(range(0, steps, setup.block)):
@@ -114,12 +78,9 @@ def _rank(rank: int, port: int, setup: Setup, result: Connection | None) -> None
             dist.barrier()
             runs[name].turn(range(first, min(first + setup.block, steps)))
     dist.barrier()
-    if result is not None:
-        result.send({name: run.rows for name, run in runs.items()})
     for run in runs.values():
         run.model.close()
-    dist.barrier()
-    dist.destroy_process_group()
+    return {name: run.rows for name, run in runs.items()}
 
 
 class _Run:

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from experiments._models import WithModel, digits_mlp
-from experiments._ranks import on_real_ranks
 from experiments.result import Line, Result
 from straggle.lab.learning.lateness import (
     ByDeadline,
@@ -30,6 +29,7 @@ from straggle.lab.learning.lateness import (
 )
 from straggle.lab.learning.learning import Learned, Setting, Treatment, learn
 from straggle.lab.learning.samples import FromOnePool, OfTheirOwn, Samples
+from straggle.lab.local_ranks import run_on_ranks
 from straggle.lab.simulate.delays import NoDelay
 from straggle.lab.workloads.digits import Digits
 from straggle.lab.workloads.text import Text
@@ -84,7 +84,7 @@ def run(quick: bool, out: Path) -> Result:
 
 def _real_line() -> Line:
     """Real ranks with and without a deadline: the same parameters, bit for bit."""
-    ranks = on_real_ranks(_train_both, RANKS)
+    ranks = run_on_ranks(_train_both, RANKS)
     late = sum(count for _, _, count in ranks)
     same = len({digest for plain, under, _ in ranks for digest in (plain, under)}) == 1
     measured = f"{'equal' if same else 'DIFFERENT'}, {late} late"
