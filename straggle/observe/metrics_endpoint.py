@@ -1,4 +1,4 @@
-"""How metrics leave a process: an HTTP endpoint, a file with its address for Prometheus, and a Pushgateway."""
+"""How metrics leave a process: an HTTP endpoint, a file that tells Prometheus where it is, and a Pushgateway."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from socketserver import TCPServer, ThreadingMixIn
+from socketserver import TCPServer
 from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from wsgiref.simple_server import WSGIRequestHandler
 
 from straggle.extras import needs_extra
 
 with needs_extra("metrics"):
     from prometheus_client import CollectorRegistry, make_wsgi_app, push_to_gateway
-    from prometheus_client.exposition import basic_auth_handler, default_handler
+    from prometheus_client.exposition import ThreadingWSGIServer, basic_auth_handler, default_handler
 
 _log = logging.getLogger(__name__)
 _NUM_PORTS = 100  # that are tried, one after another
@@ -48,15 +48,13 @@ class Security:
     password_file: str | None = None
 
     def __post_init__(self) -> None:
-        for one, other in (("certfile", "keyfile"), ("username", "password_file")):
-            if (getattr(self, one) is None) != (getattr(self, other) is None):
-                raise ValueError(f"{one} and {other} belong together: give both, or neither")
+        _check_together(certfile=self.certfile, keyfile=self.keyfile)
         if self.client_cafile is not None and self.certfile is None:
             raise ValueError("client_cafile without certfile: certificates of clients are part of TLS")
-        _check_password(self.password_file)
+        _check_login(self.username, self.password_file)
 
     def context(self) -> ssl.SSLContext | None:
-        """The context for TLS, or ``None``. Raises ``OSError`` for files that cannot be read."""
+        """For TLS, or ``None``. Raises ``OSError`` for files that cannot be read."""
         if self.certfile is None:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -84,7 +82,7 @@ class Security:
 
 
 def check_port(port: int | None) -> None:
-    """Raise ``ValueError`` if this is neither a port nor ``None``."""
+    """Raise ``ValueError`` for what is neither a port nor ``None``."""
     if port is not None and (not isinstance(port, int) or isinstance(port, bool) or not 0 <= port < 2**16):
         raise ValueError(f"port={port}: must be a whole number from 0 (any that is free) to 65535, or null for none")
 
@@ -92,9 +90,8 @@ def check_port(port: int | None) -> None:
 class Endpoint:
     """Serves a registry at ``host`` and ``port``, or the next port that is free; port 0 takes any.
 
-    A client that takes more than ten seconds by ``clock`` is dropped. At most eight are served at a time, and at most
-    twenty are accepted in a second. Raises ``OSError`` if no port is free, or for files of ``security`` that cannot be
-    read.
+    A client that takes more than ten seconds by ``clock`` is dropped; there are eight at a time, and at most twenty in
+    a second. Raises ``OSError`` where no port is free, or for files of ``security`` that cannot be read.
     """
 
     def __init__(
@@ -116,7 +113,7 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """The address of the metrics on this machine."""
+        """Where this machine finds the metrics."""
         return f"{self.scheme}://{_joined(self.host, self.port)}/metrics"
 
     def close(self) -> None:
@@ -127,11 +124,10 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Targets:
-    """Files for Prometheus' ``file_sd_configs`` with the endpoints' addresses: one ``folder/rank<n>.json`` for each
-    rank.
+    """Tells Prometheus' ``file_sd_configs`` where the endpoints are: ``folder/rank<n>.json``, one for each rank.
 
     ``address``: this machine's name or address as Prometheus reaches it; ``None``: the endpoint's host, or the
-    machine's name if that host means "all addresses". ``labels``, such as ``run``, are added to every sample.
+    machine's name where that is "all addresses". ``labels`` come with every sample, such as ``run``.
     """
 
     folder: str | None = None
@@ -139,7 +135,7 @@ class Targets:
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def write(self, rank: int, endpoint: Endpoint) -> None:
-        """Write the rank's file; a reader never sees a part of it."""
+        """Write the rank's file, which a reader sees whole or not at all."""
         if (path := self._path(rank)) is None:
             return
         address = self.address or (socket.gethostname() if endpoint.host in ("", "0.0.0.0", "::") else endpoint.host)
@@ -160,7 +156,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class Push:
-    """Pushes to the Pushgateway at ``url`` every ``every_s`` seconds and at the end, for jobs that cannot be scraped.
+    """Pushes to the Pushgateway at ``url`` every ``every_s`` seconds and at the end, for jobs that nothing scrapes.
 
     The grouping key is ``rank`` and ``labels``. ``password_file`` holds the password for ``username``.
     """
@@ -175,12 +171,10 @@ class Push:
     def __post_init__(self) -> None:
         if not self.every_s > 0:
             raise ValueError(f"every_s={self.every_s}: must be a positive number of seconds")
-        if (self.username is None) != (self.password_file is None):
-            raise ValueError("username and password_file belong together: give both, or neither")
-        _check_password(self.password_file)
+        _check_login(self.username, self.password_file)
 
     def push(self, registry: CollectorRegistry, rank: int) -> None:
-        """Push once. Raises ``OSError`` if the gateway does not accept it."""
+        """Push once. Raises ``OSError`` where the gateway does not take it."""
         assert self.url is not None
         handler = default_handler
         if self.username is not None:
@@ -195,15 +189,14 @@ class Push:
         )
 
 
-class _Server(ThreadingMixIn, WSGIServer):
-    """A thread for each client, for only a few at a time: they take processor time from training.
+class _Server(ThreadingWSGIServer):
+    """A thread for each client, as `prometheus_client` has it, but for few at a time: they cost training's time.
 
-    A client that takes too long is dropped. If there are too many, the oldest one is dropped: an honest scrape takes
-    milliseconds. New clients are accepted at a limited rate, so that a crowd waits in the kernel, where it costs
-    nothing.
+    The library serves any number of clients for any time, and one that does not end its TLS handshake stops all others.
+    Here one that takes too long is dropped, and where there are too many, the one that is there longest: an honest
+    scrape takes milliseconds. New ones are let in at a pace: a crowd waits in the kernel, where it costs nothing.
     """
 
-    daemon_threads = True
     request_queue_size = 16  # of clients that may have given up by the time it is their turn
     context: ssl.SSLContext | None = None
     clock: Callable[[], float]
@@ -290,11 +283,17 @@ def _joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _check_password(path: str | None) -> None:
-    """Raise ``ValueError`` for an empty file; a file that cannot be read is reported where it is needed."""
-    if path is not None:
+def _check_together(**pair: str | None) -> None:
+    if len({value is None for value in pair.values()}) > 1:
+        raise ValueError(f"{' and '.join(pair)} belong together: give both, or neither")
+
+
+def _check_login(username: str | None, password_file: str | None) -> None:
+    """Raise ``ValueError`` for half of it, or an empty file; one that cannot be read is reported where it is needed."""
+    _check_together(username=username, password_file=password_file)
+    if password_file is not None:
         with suppress(OSError):
-            _password(path)
+            _password(password_file)
 
 
 def _password(path: str | None) -> str:
