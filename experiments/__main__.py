@@ -17,7 +17,7 @@ from typing import cast
 
 import experiments
 from experiments.result import Result
-from straggle.commands.plain_args import run_command
+from straggle.commands.plain_args import Words, run_command
 
 _KEYS = ("quick", "out")
 _FRAME = ("__main__", "result")
@@ -48,18 +48,15 @@ def names() -> list[str]:
 
 def arguments(words: Sequence[str]) -> Arguments:
     """The command line, read; raises ``ValueError`` where it is wrong."""
-    wanted = [word.lower().replace("-", "_") for word in words if "=" not in word]
-    keys = dict(word.split("=", 1) for word in words if "=" in word)
-    if unknown := sorted(keys.keys() - set(_KEYS)):
-        raise ValueError(f"unknown key {unknown[0]}; valid keys: {', '.join(_KEYS)}")
-    if (quick := keys.get("quick", "false")) not in ("true", "false"):
-        raise ValueError(f"quick={quick}: choose one of true, false")
+    given = Words.of(words, _KEYS)
+    quick = given.flag("quick")
+    wanted = [name.lower().replace("-", "_") for name in given.names]
     wanted = names() if wanted == ["all"] else wanted
     if not wanted:
         raise ValueError(f"give one or more of {', '.join(name.upper() for name in names())}")
     if missing := [name for name in wanted if name not in names()]:
         raise ValueError(f"no experiment {missing[0].upper()}; there are {', '.join(name.upper() for name in names())}")
-    return Arguments(tuple(wanted), quick == "true", Path(keys.get("out", "runs/experiments")))
+    return Arguments(tuple(wanted), quick, Path(given.keys.get("out", "runs/experiments")))
 
 
 def experiment(words: Sequence[str]) -> int:

@@ -2,7 +2,7 @@
 
 python -m straggle advise runs/watch
 python -m straggle advise runs/latest/trace.jsonl
-python -m straggle advise runs/latest --json
+python -m straggle advise runs/latest json=true
 """
 
 from __future__ import annotations
@@ -11,27 +11,25 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from straggle.commands.plain_args import run_command
+from straggle.commands.plain_args import Words, run_command
 
 _USAGE = """\
-python -m straggle advise PATH [--json]
-  PATH     a run_dir of straggle train or straggle.watch, or a trace.jsonl
-  --json   the same for programs
+python -m straggle advise PATH [key=value ...]
+  PATH        a run_dir of straggle train or straggle.watch, or a trace.jsonl
+  json=true   the same for programs
 """
 
 
 def arguments(words: Sequence[str]) -> tuple[Path, bool]:
-    """The path, and whether the answer is for programs; raises ``ValueError`` if the command line is wrong."""
-    paths = [word for word in words if not word.startswith("-")]
-    if unknown := [word for word in words if word.startswith("-") and word != "--json"]:
-        raise ValueError(f"unknown option {unknown[0]}; there is --json")
-    if len(paths) != 1:
-        raise ValueError(f"one PATH is needed, not {len(paths)}: a run_dir, or a trace.jsonl")
-    return Path(paths[0]), "--json" in words
+    """The path, and whether the answer is for programs; raises ``ValueError`` where the command line is wrong."""
+    given = Words.of(words, ("json",))
+    if len(given.names) != 1:
+        raise ValueError(f"one PATH is needed, not {len(given.names)}: a run_dir, or a trace.jsonl")
+    return Path(given.names[0]), given.flag("json")
 
 
 def advise(words: Sequence[str]) -> int:
-    """Print which ranks are slow, and what to do."""
+    """Print the answer."""
     path, as_json = arguments(words)
     from straggle.advise.answer import answer  # needs an extra
 
@@ -41,5 +39,5 @@ def advise(words: Sequence[str]) -> int:
 
 
 def main() -> int:
-    """The command; returns its exit status."""
+    """The command; gives its exit status."""
     return run_command(sys.argv[1:], _USAGE, advise, extra="report")

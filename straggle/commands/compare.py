@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from pathlib import Path
 from statistics import median
 
 from straggle.extras import needs_extra, remedy
 
 with needs_extra("train"):
-    import hydra
     import torch
     import torch.distributed as dist
     from hydra.utils import instantiate
     from omegaconf import DictConfig
     from rich.console import Console
 
-    from straggle.commands.config import complain_and_exit, config_dir, of_method, of_scenario, slows_ranks
+    from straggle.commands.config import of_method, of_scenario, run_configured, slows_ranks
     from straggle.lab.comparison import REFERENCE, TRAIN_ON, Standing, Standings, draw, print_summary
     from straggle.lab.interleaved import Timed, seconds_to
     from straggle.lab.jobs import gather, process_group
@@ -114,12 +112,6 @@ def _finish(config: DictConfig, scenarios: dict[str, Standings]) -> None:
         print_summary(scenarios, {"picture": picture})
 
 
-@hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="compare")
-def _hydra(config: DictConfig) -> None:
-    compare(config)
-
-
 def main() -> None:
     """The command."""
-    complain_and_exit("compare", sys.argv[1:])
-    _hydra()
+    run_configured("compare", compare, __doc__ or "")

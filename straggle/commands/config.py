@@ -9,14 +9,15 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from straggle.extras import needs_extra
 
 with needs_extra("train"):
+    import hydra
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
     from hydra.utils import get_class, instantiate
@@ -312,11 +313,13 @@ def _unknown_key(key: str, valid: DictConfig) -> str:
             keys = ", ".join(str(name) for name in part if name != "_target_") or "no keys"
             return f"unknown key {key}; {root} has {keys}"
     plain = [str(name) for name in valid if name not in GROUPS]
-    groups = [f"  {group}={'|'.join(_options(group))}" for group in GROUPS if group in valid]
-    if METHODS in valid:
-        groups.append(f"  {METHODS}=[{','.join(_options(METHODS))}]")
-    lines = [f"unknown key {key}; valid keys: {', '.join(plain)}"]
+    lines, groups = [f"unknown key {key}; valid keys: {', '.join(plain)}"], _groups_of(valid)
     return "\n".join([*lines, "and groups, with keys of their own:", *groups] if groups else lines)
+
+
+def _groups_of(valid: DictConfig) -> list[str]:
+    groups = [f"  {group}={'|'.join(_options(group))}" for group in GROUPS if group in valid]
+    return [*groups, *([f"  {METHODS}=[{','.join(_options(METHODS))}]"] if METHODS in valid else [])]
 
 
 def _options(group: str) -> list[str]:
@@ -377,6 +380,44 @@ def plain(config: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in container.items()}
 
 
+def run_configured(name: str, work: Callable[[DictConfig], None], usage: str) -> None:
+    """The command ``name``: ``work`` with the configuration that the command line asks for, or its help.
+
+    Ends the program with status 2, and a message from rank 0, if the command line is not valid, as `complain_and_exit`
+    says, or ``work`` raises `ConfigurationError`.
+    """
+    words = sys.argv[1:]
+    if {"-h", "--help"} & set(words):
+        sys.stdout.write(_help_of(name, usage))
+        return
+    complain_and_exit(name, words)
+
+    @wraps(work)  # hydra looks for the module that it is of
+    def checked(config: DictConfig) -> None:
+        try:
+            work(config)
+        except ConfigurationError as error:
+            refuse(error)
+
+    hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=name)(checked)()
+
+
+def _help_of(name: str, usage: str) -> str:
+    """``usage``, then the groups and the keys with their values."""
+    register_resolvers()
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        valid = _composed(name)
+    groups = "\n".join(["groups, with keys of their own:", *_groups_of(valid)])
+    return f"{usage.strip()}\n\n{groups}\n\nkeys, as key=value:\n{OmegaConf.to_yaml(valid)}"
+
+
+def refuse(error: Exception, status: int = 2) -> NoReturn:
+    """End the program with this status; rank 0 says why."""
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"{error}\n")
+    raise SystemExit(status) from None
+
+
 def complain_and_exit(name: str, arguments: Sequence[str]) -> None:
     """End the program, with a message from rank 0, if the command line is wrong; flags are left to hydra.
 
@@ -385,15 +426,12 @@ def complain_and_exit(name: str, arguments: Sequence[str]) -> None:
     register_resolvers()
     if any(argument.startswith("-") for argument in arguments):
         return
-    is_first = os.environ.get("RANK", "0") == "0"
     try:
         config = load(name, arguments)
-        if is_first and config.get("run_dir"):
+        if os.environ.get("RANK", "0") == "0" and config.get("run_dir"):
             check_run_dir(Path(config.run_dir))
     except ValueError as error:
-        if is_first:
-            sys.stderr.write(f"{error}\n")
-        raise SystemExit(2) from None
+        refuse(error)
 
 
 def _check_command(words: Sequence[str]) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
@@ -19,12 +18,11 @@ from typing import Any
 from straggle.extras import needs_extra
 
 with needs_extra("train"):
-    import hydra
     import torch
     from omegaconf import DictConfig, ListConfig, OmegaConf
     from rich.console import Console
 
-    from straggle.commands.config import ConfigurationError, check_at_least, complain_and_exit, complaint, config_dir
+    from straggle.commands.config import ConfigurationError, check_at_least, complaint, run_configured
     from straggle.lab.estimators.result import BASELINE, DATA, Found, run_rows, save_picture, truth_rows, verdict_rows
     from straggle.lab.estimators.runs import WAIT, RunScore, train_once
     from straggle.lab.estimators.task import Case, Task
@@ -37,15 +35,10 @@ _QUICK_STEPS = 24
 _QUICK_SEEDS = 2
 
 
-@hydra.main(config_path=str(config_dir()), config_name="evaluate", version_base="1.3")
-def _hydra(config: DictConfig) -> None:
+def _run(config: DictConfig) -> None:
     """Measure everything, print the tables, and write ``run_dir/estimators.json`` and ``estimators.png``."""
     began = time.perf_counter()
-    try:
-        check(config)
-    except ConfigurationError as error:
-        sys.stderr.write(f"{error}\n")
-        raise SystemExit(2) from None
+    check(config)
     found = evaluate(config)
     run_dir = Path(config.run_dir)
     found.write(run_dir / "estimators.json")
@@ -172,5 +165,4 @@ def _print(found: Found, run_dir: Path, seconds: float) -> None:
 
 def main() -> None:
     """The command."""
-    complain_and_exit("evaluate", sys.argv[1:])
-    _hydra()
+    run_configured("evaluate", _run, __doc__ or "")

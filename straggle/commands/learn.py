@@ -1,13 +1,12 @@
-"""Train many logical ranks under partial gradients, and the same runs with no rank late.
+"""Train many logical ranks under partial gradients, and beside it the same runs with nobody late.
 
 python -m straggle learn ranks=30 lateness.late=27 batch_size=16 sorted_share=1.0
-python -m straggle learn ranks=64 lateness=deadline deadline=auto merge.weighting=inverse_probability
+python -m straggle learn ranks=64 lateness=deadline deadline=auto merge.weighting=inverse_chance
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,35 +15,32 @@ from typing import Any
 from straggle.extras import needs_extra
 
 with needs_extra("train"):
-    import hydra
     import torch
     from hydra.utils import instantiate
     from omegaconf import DictConfig
 
-    from straggle.commands.config import complain_and_exit, config_dir
+    from straggle.commands.config import ConfigurationError, run_configured
     from straggle.lab.build import build_estimator
     from straggle.lab.learning.lateness import DropWhole, Nobody
-    from straggle.lab.learning.learning import Learned, Setting, Treatment, learn, units_of
+    from straggle.lab.learning.learning import Learned, Rule, Setting, learn, units_of
     from straggle.lab.learning.samples import FromOnePool, OfTheirOwn
-    from straggle.lab.learning.weighting import Count, InverseProbability
+    from straggle.lab.learning.weighting import Count, InverseChance
     from straggle.observe.console import print_table
     from straggle.observe.intervals import difference_interval, mean_interval
 
 _NAMES = ("nobody late", "under the rule")
 
 
-@hydra.main(config_path=str(config_dir()), config_name="learn", version_base="1.3")
-def _hydra(config: DictConfig) -> None:
+def _run(config: DictConfig) -> None:
     """Train, print, and write ``learning.json`` and ``learning.png``."""
     torch.set_num_threads(1)
     try:
         settings = [_setting(config, seed) for seed in range(config.seed, config.seed + config.seeds)]
-        treatments = dict(zip(_NAMES, (Treatment(Nobody()), _treatment(config)), strict=True))
-        _try_one(settings[0], treatments[_NAMES[1]])
+        rules = dict(zip(_NAMES, (Rule(Nobody()), _rule(config)), strict=True))
+        _try_one(settings[0], rules[_NAMES[1]])
     except (TypeError, ValueError) as error:  # what does not go together: the samples do not go round, say
-        sys.stderr.write(f"{error}\n")
-        raise SystemExit(2) from None
-    runs = {name: [learn(setting, treatment) for setting in settings] for name, treatment in treatments.items()}
+        raise ConfigurationError(str(error)) from None
+    runs = {name: [learn(setting, rule) for setting in settings] for name, rule in rules.items()}
     run_dir = Path(config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     numbers = {name.replace(" ", "_"): _numbers(learned) for name, learned in runs.items()}
@@ -56,10 +52,10 @@ def _hydra(config: DictConfig) -> None:
     print_table(title, ("", *_NAMES, "difference"), _rows(runs), {"files": files, "intervals": "95 %"})
 
 
-def _try_one(setting: Setting, treatment: Treatment) -> None:
+def _try_one(setting: Setting, rule: Rule) -> None:
     """Draw who is late in one step, before any run."""
     ranks, units = len(setting.samples.indices(0)), len(units_of(setting, setting.workload.model()))
-    next(treatment.lateness.steps(ranks, units, torch.Generator()))
+    next(rule.lateness.steps(ranks, units, torch.Generator()))
 
 
 def _setting(config: DictConfig, seed: int) -> Setting:
@@ -73,19 +69,17 @@ def _setting(config: DictConfig, seed: int) -> Setting:
     return Setting(workload, make_optimizer, samples, config.steps, seed, config.stages)
 
 
-def _treatment(config: DictConfig) -> Treatment:
+def _rule(config: DictConfig) -> Rule:
     lateness, merge = instantiate(config.lateness), instantiate(config.merge)
-    return Treatment(
+    return Rule(
         DropWhole(lateness) if config.drop_whole else lateness,
-        Count
-        if merge.weighting == "count"
-        else partial(InverseProbability, merge.probability_window, merge.max_weight),
+        Count if merge.weighting == "count" else partial(InverseChance, merge.chance_window, merge.chance_cap),
         partial(build_estimator, config),
     )
 
 
 def _numbers(runs: Sequence[Learned]) -> dict[str, Any]:
-    """The runs of one treatment as plain JSON values, a number or a list for each seed."""
+    """The runs of one rule as plain JSON values, a number or a list for each seed."""
     return {
         "scores": {name: [run.scores[name] for run in runs] for name in runs[0].scores},
         "training_loss": [list(run.losses) for run in runs],
@@ -96,7 +90,7 @@ def _numbers(runs: Sequence[Learned]) -> dict[str, Any]:
 
 
 def _rows(runs: Mapping[str, Sequence[Learned]]) -> list[tuple[str, ...]]:
-    """The rows of the table: scores, and how far the ranks came."""
+    """Scores, and how far the ranks came."""
     rows = []
     for score in runs[_NAMES[0]][0].scores:
         values = [[run.scores[score] for run in runs[name]] for name in _NAMES]
@@ -132,5 +126,4 @@ def _save_chart(runs: Mapping[str, Sequence[Learned]], path: Path) -> None:
 
 def main() -> None:
     """The command."""
-    complain_and_exit("learn", sys.argv[1:])
-    _hydra()
+    run_configured("learn", _run, __doc__ or "")

@@ -1,11 +1,39 @@
-"""Commands that take plain words instead of a configuration: their help, their refusals, their exit status."""
+"""Commands that take plain words instead of a configuration: their words, their help, refusals, and exit status."""
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from straggle.extras import remedy
+
+
+@dataclass(frozen=True)
+class Words:
+    """A command line: ``names`` are the words that are no ``key=value``."""
+
+    names: tuple[str, ...]
+    keys: Mapping[str, str]
+
+    @staticmethod
+    def of(words: Sequence[str], keys: Collection[str]) -> Words:
+        """The words, read; raises ``ValueError`` for a key that is none of ``keys``, and for an option with dashes."""
+        found = [word for word in words if re.match(r"\w+=", word)]  # but a folder may be called runs/lr=0.1
+        given = dict(word.split("=", 1) for word in found)
+        unknown = sorted(given.keys() - set(keys))
+        if dashed := [word for word in words if word.startswith("-")]:
+            raise ValueError(f"unknown option {dashed[0]}; options are written key=value, with keys {', '.join(keys)}")
+        if unknown:
+            raise ValueError(f"unknown key {unknown[0]}; valid keys: {', '.join(keys)}")
+        return Words(tuple(word for word in words if word not in found), given)
+
+    def flag(self, key: str) -> bool:
+        """``key=true`` or ``key=false``, which is the default; raises ``ValueError`` for something else."""
+        if (value := self.keys.get(key, "false")) not in ("true", "false"):
+            raise ValueError(f"{key}={value}: choose one of true, false")
+        return value == "true"
 
 
 def run_command(words: Sequence[str], usage: str, work: Callable[[Sequence[str]], int], *, extra: str) -> int:

@@ -6,25 +6,22 @@ python -m straggle profile workload=synthetic batch_size=64 stages=12 run_dir=ru
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from straggle.extras import needs_extra
 
 with needs_extra("train"):
-    import hydra
     import torch
     from hydra.utils import instantiate
     from omegaconf import DictConfig
     from rich.console import Console
 
     from straggle.backward.stage_profile import measure_stages
-    from straggle.commands.config import complain_and_exit, config_dir
+    from straggle.commands.config import run_configured
     from straggle.lab.build import stages_of
 
 
-@hydra.main(config_path=str(config_dir()), config_name="profile", version_base="1.3")
-def _hydra(config: DictConfig) -> None:
+def _run(config: DictConfig) -> None:
     """Measure the workload's stages; the chart is ``run_dir/stages.png``."""
     torch.manual_seed(config.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -51,5 +48,4 @@ def _hydra(config: DictConfig) -> None:
 
 def main() -> None:
     """The command."""
-    complain_and_exit("profile", sys.argv[1:])
-    _hydra()
+    run_configured("profile", _run, __doc__ or "")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from straggle.commands.plain_args import run_command
+from straggle.commands.plain_args import Words, run_command
 
 _KEYS = ("compare", "steps", "out")
 _USAGE = """\
@@ -24,11 +24,9 @@ python -m straggle report RUN_DIR [key=value ...]
 
 
 def arguments(words: Sequence[str]) -> dict[str, Any]:
-    """The command line as arguments of `write_report`; raises ``ValueError`` if it is wrong."""
-    folders = [word for word in words if "=" not in word]
-    keys = dict(word.split("=", 1) for word in words if "=" in word)
-    if unknown := sorted(keys.keys() - set(_KEYS)):
-        raise ValueError(f"unknown key {unknown[0]}; valid keys: {', '.join(_KEYS)}")
+    """The command line as arguments of `write_report`; raises ``ValueError`` where it is wrong."""
+    given = Words.of(words, _KEYS)
+    folders, keys = given.names, given.keys
     if len(folders) != 1:
         raise ValueError(f"one RUN_DIR is needed, not {len(folders)}; a second one is given as compare=RUN_DIR")
     numbers = [part for part in keys.get("steps", "").strip("[]").split(",") if part.strip()]
@@ -53,5 +51,5 @@ def report(words: Sequence[str]) -> int:
 
 
 def main() -> int:
-    """The command; returns its exit status."""
+    """The command; gives its exit status."""
     return run_command(sys.argv[1:], _USAGE, report, extra="report")

@@ -7,25 +7,22 @@ python -m straggle simulate ranks=64 delays=replay delays.trace=runs/latest dead
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 from straggle.extras import needs_extra
 
 with needs_extra("train"):
-    import hydra
     import torch
     from hydra.utils import instantiate
     from omegaconf import DictConfig
 
-    from straggle.commands.config import complain_and_exit, config_dir
+    from straggle.commands.config import ConfigurationError, run_configured
     from straggle.lab.simulate.ranks import simulate
     from straggle.lab.simulate.summary import numbers_of, rows_of, save_chart
     from straggle.observe.console import print_table
 
 
-@hydra.main(config_path=str(config_dir()), config_name="simulate", version_base="1.3")
-def _hydra(config: DictConfig) -> None:
+def _run(config: DictConfig) -> None:
     """Simulate, print, and write ``simulation.json`` and ``simulation.png``."""
     torch.set_num_threads(1)  # its tensors are too small to be worth several
     deadline = instantiate(config.deadline)
@@ -42,8 +39,7 @@ def _hydra(config: DictConfig) -> None:
             history_ranks=config.history_ranks,
         )
     except ValueError as error:  # what does not go together
-        sys.stderr.write(f"{error}\n")
-        raise SystemExit(2) from None
+        raise ConfigurationError(str(error)) from None
     run_dir = Path(config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     numbers = numbers_of(simulation)
@@ -59,5 +55,4 @@ def _hydra(config: DictConfig) -> None:
 
 def main() -> None:
     """The command."""
-    complain_and_exit("simulate", sys.argv[1:])
-    _hydra()
+    run_configured("simulate", _run, __doc__ or "")

@@ -19,7 +19,6 @@ from typing import Any
 from straggle.extras import needs_extra, remedy
 
 with needs_extra("train"):
-    import hydra
     from hydra.utils import instantiate
     from omegaconf import DictConfig, OmegaConf
 
@@ -31,7 +30,7 @@ import torch.distributed as dist
 
 from straggle.commands import durable
 from straggle.commands.agreement import Refused, on_all_ranks
-from straggle.commands.config import ConfigurationError, check_targets, complain_and_exit, config_dir
+from straggle.commands.config import ConfigurationError, check_targets, refuse, run_configured
 from straggle.commands.run_dir import one_run
 from straggle.lab.jobs import StagedJob, gather, process_group
 from straggle.observe.recording import DecisionWriter, read_recording
@@ -315,17 +314,13 @@ def _accuracy(summary: dict[str, Any]) -> str:
     return f"accuracy {summary['validation_accuracy']:.1%}" if "validation_accuracy" in summary else ""
 
 
-@hydra.main(version_base="1.3", config_path=str(config_dir()), config_name="train")
-def _hydra(config: DictConfig) -> None:
+def _run(config: DictConfig) -> None:
     try:
         train(config)
-    except (ConfigurationError, Refused, NotSaved) as error:  # the same on all ranks
-        if os.environ.get("RANK", "0") == "0":
-            sys.stderr.write(f"{error}\n")
-        raise SystemExit(1 if isinstance(error, NotSaved) else 2) from None
+    except (Refused, NotSaved) as error:  # the same on all ranks
+        refuse(error, status=1 if isinstance(error, NotSaved) else 2)
 
 
 def main() -> None:
     """The command."""
-    complain_and_exit("train", sys.argv[1:])
-    _hydra()
+    run_configured("train", _run, __doc__ or "")

@@ -370,7 +370,7 @@ def command(*words: object) -> subprocess.CompletedProcess[str]:
 
 def test_command_prints_sentences_or_json(tmp_path):
     write_watch(tmp_path, extra=when(1, range(1000), backward=0.2))
-    told, plain = command(tmp_path), command("--json", tmp_path)
+    told, plain = command(tmp_path), command("json=true", tmp_path)
     assert "Rank 1 is slow, from the first step on" in told.stdout
     content = json.loads(plain.stdout)
     assert content["slow_ranks"][0]["rank"] == 1
@@ -426,7 +426,7 @@ def test_wrong_input_is_refused_with_the_remedy(tmp_path):
     assert "no step in which all ranks had data" in refusal(tmp_path)
     (tmp_path / "trace.jsonl").write_text("loss 1\n")
     assert "no JSON" in refusal(tmp_path)
-    for words, told in (([], "one PATH"), (["a", "b"], "one PATH"), (["a", "--yaml"], "there is --json")):
+    for words, told in (([], "one PATH"), (["a", "b"], "one PATH"), (["a", "--json"], "options are written key=value")):
         with pytest.raises(ValueError, match=told):
             arguments(words)
     assert command(tmp_path / "none.jsonl").returncode == 2
