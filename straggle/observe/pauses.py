@@ -1,4 +1,4 @@
-"""The pulse of this process: when it was paused by a garbage collection, or did not run at all."""
+"""When this process was paused by a garbage collection, or did not run at all."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-_BEAT_S = 0.02  # how often the pulse is felt
-_PAUSE_S = 0.05  # a beat that comes this much too late, while the process did nothing, was a pause
+_POLL_S = 0.02  # between two looks at the clock
+_PAUSE_S = 0.05  # a look that comes this much too late, while the process did nothing, was a pause
 
 
-class Pulse:
+class PauseDetector:
     """Pauses of this process: garbage collections, and times in which nothing of it ran at all.
 
-    A thread sleeps for a short time, again and again. If it wakes much too late and the process used no processor time
-    meanwhile, the process was stopped, throttled or swapped out. A long call that holds the interpreter is work, not a
-    pause. ``now`` and ``cpu_now`` give seconds of wall time, and of the processor's time of this process.
+    A thread sleeps a little again and again. When it wakes much too late and the process used no processor meanwhile,
+    the process was stopped, throttled or swapped out; a long call that holds the interpreter is work, not a pause.
+    ``now`` and ``cpu_now`` give seconds of wall time, and of the processor's time of this process.
     """
 
     def __init__(
@@ -28,17 +28,17 @@ class Pulse:
         self._gc_s = self._stopped_s = 0.0
         self._gc_since = 0.0
         self._pauses: dict[str, dict[str, float]] = {}
-        self._beat_at, self._cpu_s = now(), cpu_now()
+        self._polled_at, self._cpu_s = now(), cpu_now()
         self._closing = threading.Event()
 
     def start(self) -> None:
-        """Begin to watch, in a separate thread, and to be called back by garbage collections."""
+        """Begin to look at the clock, in a thread of its own, and to hear of garbage collections."""
         gc.callbacks.append(self.collecting)
-        threading.Thread(target=self._beat, name="straggle-pulse", daemon=True).start()
+        threading.Thread(target=self._run, name="straggle-pauses", daemon=True).start()
 
     def credit(self, phase: str) -> None:
-        """Count the pauses since the last call in this phase."""
-        self._feel()
+        """The pauses since the last call were in this phase."""
+        self._poll()
         with self._lock:
             found, self._gc_s, self._stopped_s = {"gc_s": self._gc_s, "stopped_s": self._stopped_s}, 0.0, 0.0
         for kind, seconds in found.items():
@@ -64,14 +64,14 @@ class Pulse:
         else:
             self._gc_s += self._now() - self._gc_since
 
-    def _beat(self) -> None:
-        while not self._closing.wait(_BEAT_S):
-            self._feel()
+    def _run(self) -> None:
+        while not self._closing.wait(_POLL_S):
+            self._poll()
 
-    def _feel(self) -> None:
+    def _poll(self) -> None:
         with self._lock:
             now, cpu_s = self._now(), self._cpu_now()
-            late_s = now - self._beat_at - _BEAT_S - (cpu_s - self._cpu_s)
+            late_s = now - self._polled_at - _POLL_S - (cpu_s - self._cpu_s)
             if late_s > _PAUSE_S:
                 self._stopped_s += late_s
-            self._beat_at, self._cpu_s = now, cpu_s
+            self._polled_at, self._cpu_s = now, cpu_s

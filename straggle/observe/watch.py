@@ -2,8 +2,8 @@
 
 It only reads clocks: hooks before the forward pass, at the model's output, on each finished gradient, and callbacks of
 the autograd engine on both sides of DDP's own, which waits for the allreduce there. So the end of a rank's own work is
-known before any waiting. Nothing is sent: each rank writes its own file. The ranks' steps can be aligned because all
-ranks take part in a step's allreduce.
+known before any waiting. Nothing is sent: each rank writes a file of its own, and ranks' steps belong together because
+the allreduce of a step is the same on all.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from straggle.backward.clocks import moment, seconds_between
 from straggle.backward.hooks import ModuleHook, tensors_in
 from straggle.backward.optimizer_hooks import around_steps
 from straggle.backward.stages import StagePlan, plan_stages, trainable
-from straggle.observe.lines import LineWriter
-from straggle.observe.pauses import Pulse
+from straggle.merge.lines import LineWriter
+from straggle.observe.pauses import PauseDetector
 
 PHASES = ("outside", "optimizer", "data", "forward", "backward", "wait")
 FOLDER = "watch"
@@ -37,18 +37,18 @@ FOLDER = "watch"
 def watch(model: DistributedDataParallel, run_dir: str | Path = "runs/watch") -> Watch:
     """Record this rank's times in each step of ``model``, for ``python -m straggle advise RUN_DIR``.
 
-    Gradients, parameters and collectives do not change. The file ``run_dir/watch/rank<r>.jsonl`` is closed when the
-    process ends, or by ``close()``; an older file of this name is overwritten.
+    Gradients, parameters and collectives are as they were. The file ``run_dir/watch/rank<r>.jsonl`` is closed when the
+    process ends, or by ``close()``; an older one of this name is overwritten.
 
-    Raises ``TypeError`` if ``model`` is not a ``DistributedDataParallel``.
+    Raises ``TypeError`` for what is not ``DistributedDataParallel``.
     """
     return Watch(model, run_dir)
 
 
 class Watch:
-    """What `watch` returns: ``close()`` ends it, as does a ``with`` statement around the loop.
+    """What `watch` gives: ``close()`` ends it, as does a ``with`` statement around the loop.
 
-    ``clock`` gives seconds; it is used if the model is on the CPU.
+    ``clock`` gives seconds, where the model is on the CPU.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Watch:
 
 
 class _Recorder:
-    """The hooks and the state of one watch. It does not hold the model, which is freed as without it."""
+    """The hooks and the state of one watch. It does not hold the model, so that this one dies as it would."""
 
     def __init__(self, model: DistributedDataParallel, file: _File, clock: Callable[[], float]) -> None:
         parameters = [parameter for _, parameter in trainable(model.module)]
@@ -90,8 +90,8 @@ class _Recorder:
         self._now = partial(moment, parameters[0].device, clock)
         self._seconds: dict[str, list[tuple[Any, Any]]] = {}
         self._phase, self._since = "outside", self._now()
-        self._pulse = Pulse()
-        self._pulse.start()
+        self._detector = PauseDetector()
+        self._detector.start()
         self._finished: list[tuple[int, Any]] = []  # gradients of the running pass, in their order
         self._began: Any = None  # the step's first forward pass
         self._microbatches: list[Any] = []
@@ -112,11 +112,11 @@ class _Recorder:
         ]
 
     def close(self) -> None:
-        """Remove the hooks and close the file."""
+        """End it all."""
         for remove in self._removers:
             remove()
         self._removers.clear()
-        self._pulse.close()
+        self._detector.close()
         self._file.close()
 
     # -- hooks
@@ -185,7 +185,7 @@ class _Recorder:
         """End the running phase and begin another."""
         now = self._now()
         self._seconds.setdefault(self._phase, []).append((self._since, now))
-        self._pulse.credit(self._phase)
+        self._detector.credit(self._phase)
         self._phase, self._since = phase, now
 
     def _write(self, computed: Any) -> None:
@@ -194,14 +194,14 @@ class _Recorder:
             assert module is not None
             self._plan = _plan(module, [index for index, _ in self._finished])
             self._file.write_header(self._plan)
-        pauses = self._pulse.take()
+        pauses = self._detector.take()
         parts = (self._seconds, self._merged, self._since, self._began, computed, self._microbatches, self._finished)
         self._file.write(self._since, partial(_record, self._step, self._plan, parts, pauses))
         self._step += 1
 
 
 def _record(step: int, plan: StagePlan, parts: Any, pauses: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """A step's line; ``parts`` are moments, or events that the device has already reached."""
+    """A step's line; ``parts`` are moments, or events of a device that has come to them by now."""
     seconds, merged_before, merged, began, computed, microbatches, finished = parts
     at = {index: seconds_between(began, when) for index, when in finished}
     stage_s, reached_s = list[float](), 0.0
@@ -236,7 +236,7 @@ def _is_over(end: Any) -> bool:
 
 
 class _File:
-    """One rank's lines. On a device, a step is written once the device has reached its end, without waiting for it."""
+    """One rank's lines. On a device, a step is written when the device has come to its end, which nobody waits for."""
 
     def __init__(self, path: Path, rank: int, world_size: int) -> None:
         self._file = LineWriter(path)

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import features, grads, mlp
 
 import straggle
-from straggle.observe.pauses import Pulse
+from straggle.observe.pauses import PauseDetector
 
 NUM_STEPS = 5
 
@@ -153,17 +153,17 @@ def test_closed_watch_leaves_no_hook_and_a_plain_module_is_refused(tmp_path):
 
 def test_pause_is_time_in_which_the_process_did_nothing():
     times = SimpleNamespace(now=0.0, cpu=0.0)
-    pulse = Pulse(lambda: times.now, lambda: times.cpu)
+    detector = PauseDetector(lambda: times.now, lambda: times.cpu)
     times.now, times.cpu = 3.0, 3.0  # three seconds of work that let no other thread run
-    pulse.credit("data")
+    detector.credit("data")
     times.now = 5.0  # stopped for two
-    pulse.credit("backward")
-    pulse.collecting("start", {})
+    detector.credit("backward")
+    detector.collecting("start", {})
     times.now += 0.01
-    pulse.collecting("stop", {})
-    pulse.credit("forward")
-    pauses = pulse.take()
+    detector.collecting("stop", {})
+    detector.credit("forward")
+    pauses = detector.take()
     assert pauses.keys() == {"backward", "forward"}
     assert pauses["backward"]["stopped_s"] == pytest.approx(2.0, abs=0.05)
     assert pauses["forward"] == {"gc_s": pytest.approx(0.01)}
-    assert pulse.take() == {}
+    assert detector.take() == {}
