@@ -1,15 +1,37 @@
-"""Each test has the marker of its folder, and files with long tests come first where several run at once."""
+"""Each test has the marker of its folder, says when it is slow, and comes early if it is."""
+
+from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+from cpu_time import used_s
+
 TESTS = Path(__file__).parent
+LIMIT_S = 5.0
 
 
-def pytest_collection_modifyitems(config, items):
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(item.path.relative_to(TESTS).parts[0])
     if hasattr(config, "workerinput"):  # so that nobody waits for them at the end
         cluster = {item.path for item in items if item.get_closest_marker("docker")}  # the longest of all
         slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
         items.sort(key=lambda item: (item.path not in cluster, -slow[item.path], item.path))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    before = used_s()
+    result = yield
+    seconds = used_s() - before
+    item.user_properties.append(("cpu_s", round(seconds, 2)))
+    if seconds > LIMIT_S and not any(item.get_closest_marker(name) for name in ("slow", "docker", "gpu")):
+        pytest.fail(
+            f"took {seconds:.1f} s of CPU, and a test that is not slow takes at most {LIMIT_S:.0f}: make it lighter "
+            "(fewer ranks or steps, one run for several tests), or mark it slow",
+            pytrace=False,
+        )
+    return result
