@@ -22,9 +22,9 @@ with needs_extra("train"):
     from straggle.commands.config import ConfigurationError, run_configured
     from straggle.lab.build import build_estimator
     from straggle.lab.learning.lateness import DropWhole, Nobody
-    from straggle.lab.learning.learning import Learned, Rule, Setting, learn, units_of
+    from straggle.lab.learning.learning import Learned, Setting, Treatment, learn, units_of
     from straggle.lab.learning.samples import FromOnePool, OfTheirOwn
-    from straggle.lab.learning.weighting import Count, InverseChance
+    from straggle.lab.learning.weighting import Count, InverseProbability
     from straggle.observe.console import print_table
     from straggle.observe.intervals import difference_interval, mean_interval
 
@@ -36,7 +36,7 @@ def _run(config: DictConfig) -> None:
     torch.set_num_threads(1)
     try:
         settings = [_setting(config, seed) for seed in range(config.seed, config.seed + config.seeds)]
-        rules = dict(zip(_NAMES, (Rule(Nobody()), _rule(config)), strict=True))
+        rules = dict(zip(_NAMES, (Treatment(Nobody()), _rule(config)), strict=True))
         _try_one(settings[0], rules[_NAMES[1]])
     except (TypeError, ValueError) as error:  # what does not go together: the samples do not go round, say
         raise ConfigurationError(str(error)) from None
@@ -52,7 +52,7 @@ def _run(config: DictConfig) -> None:
     print_table(title, ("", *_NAMES, "difference"), _rows(runs), {"files": files, "intervals": "95 %"})
 
 
-def _try_one(setting: Setting, rule: Rule) -> None:
+def _try_one(setting: Setting, rule: Treatment) -> None:
     """Draw who is late in one step, before any run."""
     ranks, units = len(setting.samples.indices(0)), len(units_of(setting, setting.workload.model()))
     next(rule.lateness.steps(ranks, units, torch.Generator()))
@@ -69,11 +69,11 @@ def _setting(config: DictConfig, seed: int) -> Setting:
     return Setting(workload, make_optimizer, samples, config.steps, seed, config.stages)
 
 
-def _rule(config: DictConfig) -> Rule:
+def _rule(config: DictConfig) -> Treatment:
     lateness, merge = instantiate(config.lateness), instantiate(config.merge)
-    return Rule(
+    return Treatment(
         DropWhole(lateness) if config.drop_whole else lateness,
-        Count if merge.weighting == "count" else partial(InverseChance, merge.chance_window, merge.chance_cap),
+        Count if merge.weighting == "count" else partial(InverseProbability, merge.chance_window, merge.chance_cap),
         partial(build_estimator, config),
     )
 
