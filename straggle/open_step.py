@@ -53,7 +53,8 @@ class ByClock:
 
     def stops(self, num_checks: int) -> bool:  # noqa: ARG002
         """Whether the stand-in said so."""
-        return self._training.stop_requested
+        training = self._training
+        return training.stop_step >= training.step or training.asked_step >= training.step
 
 
 class AsRecorded:
@@ -161,7 +162,7 @@ class OpenStep(PassWatcher):
                 truncated=truncated,
                 failed=self.failed,
                 scalars=step.scalars,
-                changes=self._changes_or_fail(truncated=truncated),
+                changes=self._changes_or_fail(truncated=truncated) if self._module_buffers.numel else None,
                 abstain=self._replayed is not None and self._replayed.stood_in,
             )
         finally:
@@ -227,7 +228,7 @@ class OpenStep(PassWatcher):
             )
         if current_run() not in self._runs:
             self._joins_if_new()
-        self._stopwatch.gradient_finished()
+        self._stopwatch.last_gradient_at = self._stopwatch.now()
         if self._learner.times is not None:
             self._learner.times.finished(index)
         self._num_in_pass += 1

@@ -14,45 +14,34 @@ from straggle.report import PHASES, Phase
 
 
 class Stopwatch:
-    """Splits a rank's time into phases, of which one runs at a time. ``clock`` gives seconds."""
+    """Splits a rank's time into phases, of which one runs at a time. ``now()`` gives seconds, by ``clock``.
+
+    ``last_gradient_at`` is set at each gradient by whoever runs the pass; a call for each of them would cost more.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+        self.now = clock
         self._since = clock()
         self._seconds: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
-        self._last_gradient_at = self._since
+        self.last_gradient_at = self._since
         self.phase: Phase = "outside"
-
-    def now(self) -> float:
-        """Seconds, by this clock."""
-        return self._clock()
 
     def enter(self, phase: Phase) -> None:
         """End the running phase and start another."""
-        now = self._clock()
+        now = self.now()
         if self.phase == "backward" and phase != "backward":
             # the pass ended with its last gradient; what came after it was the loop fetching data
-            self._credit("backward", self._last_gradient_at)
-            self._credit("data", now)
-        else:
-            self._credit(self.phase, now)
-        self.phase = phase
-
-    def gradient_finished(self) -> None:
-        """A gradient was finished just now."""
-        self._last_gradient_at = self._clock()
-        if self.phase != "backward":
-            self.enter("backward")
+            until = max(self._since, self.last_gradient_at)
+            self._seconds["backward"] += until - self._since
+            self._since, self.phase = until, "data"
+        self._seconds[self.phase] += max(0.0, now - self._since)
+        self._since, self.phase = max(self._since, now), phase
 
     def read(self) -> dict[Phase, float]:
         """Seconds in each phase so far, the running one included; safe from another thread."""
         seconds = dict(self._seconds)
-        seconds[self.phase] += self._clock() - self._since
+        seconds[self.phase] += self.now() - self._since
         return seconds
-
-    def _credit(self, phase: Phase, until: float) -> None:
-        self._seconds[phase] += max(0.0, until - self._since)
-        self._since = max(self._since, until)
 
 
 class Timeline:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from straggle.backward.clocks import Stopwatch
 from straggle.backward.kept import UNDECIDED
+from straggle.backward.passes import TWICE_IN_ONE_PASS
 from straggle.backward.stages import StagePlan
 from straggle.merge.buffers import StageBuffers
 from straggle.merge.channel import Channel, PeerFailed
@@ -175,11 +176,14 @@ class Coordinator:
         Raises ``RuntimeError`` for more backward passes than ``num_microbatches``, and for a second gradient of one.
         """
         with self._lock:
-            if (current := self._open_own_round()) is None:
+            current, training = self.merging.round, self.training
+            if current is None and self.merging.step <= training.step:
+                current = self._begin_round()
+            if current is None or current.closed or self.merging.step > training.step:
                 self._observe_late(index, gradient)
                 return False
-            if current.is_in(index, number) or current.is_full(index):
-                raise RuntimeError(self._too_many(index, twice=current.is_in(index, number)))
+            if (twice := current.last_in[index] == number) or current.num_in[index] == current.num_microbatches:
+                raise RuntimeError(self._too_many(index, twice=twice))
             complete = current.accumulate(index, gradient, number)
             if self._last_copy is not None:
                 self._last_copy.record()
@@ -189,7 +193,7 @@ class Coordinator:
                 current.add(index, self._fill_in.computed(self._parameters[index], current.read(index)))
                 if self._last_copy is not None:
                     self._last_copy.record()
-            return current.parameter_complete(index, self.stopwatch.now() - (self.training.entered_at or 0.0))
+            return current.parameter_complete(index, self.stopwatch.now() - (training.entered_at or 0.0))
 
     def gradient_ready_late(self, index: int, gradient: Tensor) -> None:
         """Take a gradient that is not to be merged with its step."""
@@ -203,10 +207,7 @@ class Coordinator:
         stage = next(stage.name for stage in self.plan.stages if index in stage.parameters)
         where = f"rank {self._channel.rank}, step {self.training.step}, stage {stage}"
         if twice:
-            return (
-                f"{where}: a parameter got a gradient twice in one backward pass, as shared weights do under reentrant "
-                "checkpointing: use checkpoint(..., use_reentrant=False)"
-            )
+            return f"{where}: a parameter {TWICE_IN_ONE_PASS}"
         return (
             f"{where}: a gradient came after "
             f"{self.training.entry.num_microbatches} backward passes; for more of them, several losses included, write "

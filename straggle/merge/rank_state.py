@@ -55,8 +55,8 @@ class TrainingSide:
         self.overrun_s = 0.0  # emptied by whoever submits
         self.stopwatch = stopwatch
         self._made_at = stopwatch.now()
-        self._stop_step = -1  # it is to leave every step up to this one; by whoever merges
-        self._asked_step = -1  # the same, by any thread without the lock: a user's, a signal handler's. Hence its own
+        self.stop_step = -1  # it is to leave every step up to this one; by whoever merges
+        self.asked_step = -1  # the same, by any thread without the lock: a user's, a signal handler's. Hence its own
 
     # -- the training thread
 
@@ -110,24 +110,19 @@ class TrainingSide:
         """Seconds since it last took a merged step, or since it could have."""
         return self.stopwatch.now() - max(self.applied_at, self._made_at)
 
-    @property
-    def stop_requested(self) -> bool:
-        """Whether it is to leave its step: it is late, it was stood in for, or somebody asked for it."""
-        return self._stop_step >= self.step or self._asked_step >= self.step
-
     def stop(self) -> None:
         """Ask it to leave the step that it is in or enters next."""
-        self._asked_step = self.step
+        self.asked_step = self.step
 
     # -- whoever merges
 
     def stop_up_to(self, step: int) -> None:
         """Ask it to leave every step up to this one."""
-        self._stop_step = max(self._stop_step, step)
+        self.stop_step = max(self.stop_step, step)
 
     def is_stopped(self, step: int) -> bool:
         """Whether it was asked so."""
-        return self._stop_step >= step
+        return self.stop_step >= step
 
     def take_overrun_s(self) -> float:
         """Seconds that it was still in steps that were merged without it, since this was last asked."""

@@ -115,8 +115,8 @@ class Round:
         self._unusual: dict[int, Share] = {}  # complete parameters that do not simply have the rank's weight
         self._whole = whole
         self._usage = usage or Usage()
-        self._passes = [0] * len(layout.numel)  # for each parameter, the micro-batches that are in
-        self._last_in = [-1] * len(layout.numel)  # and the number of the last of them
+        self.num_in = [0] * len(layout.numel)  # for each parameter, the gradients that are in, one for each pass
+        self.last_in = [-1] * len(layout.numel)  # and the number of the last of these passes
         self._num_in_pass = 0  # parameters whose gradient of the running pass is in
         self._unused: dict[int, int] = {}  # for some parameters, the passes that are over without a gradient: bits
         self.num_over = 0  # passes that are over
@@ -128,23 +128,17 @@ class Round:
     @property
     def num_gradients(self) -> int:
         """Finished gradients that are in, over all micro-batches."""
-        return sum(self._passes)
-
-    def is_full(self, index: int) -> bool:
-        """Whether parameter ``index`` has had all its backward passes."""
-        return self._passes[index] == self.num_microbatches
-
-    def is_in(self, index: int, number: int) -> bool:
-        """Whether parameter ``index`` has its gradient of pass ``number``."""
-        return self._last_in[index] == number
+        return sum(self.num_in)
 
     def accumulate(self, index: int, gradient: Tensor, number: int = 0) -> bool:
         """Take the gradient of pass ``number``; true where the parameter is complete with it."""
-        self._last_in[index] = number
+        factors, before = self._factors, self.num_in[index]
+        weight = self.weight if factors is None else self.weight * factors[self._layout.stage_of[index]]
+        self.buffers.accumulate(index, gradient, add=before > 0, weight=weight)
+        self.last_in[index] = number
         self._num_in_pass += 1
-        self.buffers.accumulate(index, gradient, add=self._passes[index] > 0, weight=self.weight * self._factor(index))
-        self._passes[index] += 1
-        return self.is_full(index)
+        self.num_in[index] = before + 1
+        return before + 1 == self.num_microbatches
 
     def end_pass(self, number: int) -> None:
         """Pass ``number`` is over: what it gave no gradient to is a computed zero."""
@@ -152,11 +146,11 @@ class Round:
         if self.num_over >= self.max_over:
             return
         self.num_over += 1
-        if num_in == len(self._last_in):
+        if num_in == len(self.last_in):
             self._usage.add_all(number)
             return
-        self._usage.add((index for index, last in enumerate(self._last_in) if last == number), number)
-        for index, last in enumerate(self._last_in):
+        self._usage.add((index for index, last in enumerate(self.last_in) if last == number), number)
+        for index, last in enumerate(self.last_in):
             if last != number:
                 self._unused[index] = self._unused.get(index, 0) | 1 << number
 
@@ -171,7 +165,7 @@ class Round:
     def add(self, index: int, supplement: Supplement | None) -> None:
         """Add to this rank's contribution to parameter ``index``."""
         if supplement is not None:
-            add = self._passes[index] > 0
+            add = self.num_in[index] > 0
             self.buffers.accumulate(index, supplement.gradient, add=add, weight=self.weight)
             self._supplemented[index] = supplement.weight
 
@@ -206,17 +200,17 @@ class Round:
             return Contribution(self._computed(), {}, True, phase)
         if failed and min(computed := self._computed()) < 1:
             return Contribution(computed, {}, False, "error")
-        if not any(self._passes):
-            return Contribution([0.0] * len(self._passes), {}, False, "skipped")
-        return Contribution([1.0] * len(self._passes), {})
+        if not any(self.num_in):
+            return Contribution([0.0] * len(self.num_in), {}, False, "skipped")
+        return Contribution([1.0] * len(self.num_in), {})
 
     def _computed(self) -> list[float]:
         """For each parameter the share of its passes that are in, or over without a gradient for it."""
-        if not any(self._missing) and any(self._passes):
-            return [1.0] * len(self._passes)
-        computed = [self._share(index, count) for index, count in enumerate(self._passes)]
+        if not any(self._missing) and any(self.num_in):
+            return [1.0] * len(self.num_in)
+        computed = [self._share(index, count) for index, count in enumerate(self.num_in)]
         if self._whole and min(computed) < 1:
-            self._passes = [0] * len(computed)
+            self.num_in = [0] * len(computed)
             computed = [0.0] * len(computed)
         return computed
 
@@ -261,14 +255,14 @@ class Round:
 
     def _is_in(self, index: int) -> bool:
         """Whether something is in the buffer for a parameter."""
-        return self._passes[index] > 0 or index in self._supplemented
+        return self.num_in[index] > 0 or index in self._supplemented
 
     def close(self, own: Contribution, weights: Sequence[float]) -> None:
         """Merge what is left, with these `weights`; the telemetry is in the buffers."""
         shares = self._unusual | {
             index: Share(self.weight * weights[index], self._is_in(index) or index in own.estimated)
             for index in range(len(weights))
-            if self._passes[index] != self.num_microbatches
+            if self.num_in[index] != self.num_microbatches
         }
         while self._launched < len(self._layout.buckets):
             self._launch_allreduce(shares)

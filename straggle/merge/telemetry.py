@@ -160,52 +160,53 @@ class Table:
         self._rows = rows
         self._num_stages = num_stages
         # of these few numbers every step needs some, and a tensor's operation costs more than the whole list
-        self._fixed: list[list[float]] = rows[:, : len(_FIELDS)].tolist()
+        fixed = rows[:, : len(_FIELDS)].tolist()
+        self._columns: dict[str, tuple[float, ...]] = dict(zip(_FIELDS, zip(*fixed, strict=True), strict=True))
 
     def compute_s(self) -> list[float]:
         """Seconds from entering ``step()`` to the end of each rank's own work; NaN: it never entered."""
-        return self._column("compute_s")
+        return list(self._columns["compute_s"])
 
     def finished_ranks(self) -> list[bool]:
         """Which ranks finished all of their own work."""
-        columns = (self._column(name) for name in ("late", "idle", "cause"))
+        columns = (self._columns[name] for name in ("late", "idle", "cause"))
         return [not late and not idle and cause < 0 for late, idle, cause in zip(*columns, strict=True)]
 
     def weight(self) -> list[float]:
         """Weight of each rank's step; 0 where it had no data."""
-        return [0.0 if idle else own for own, idle in zip(self._column("weight"), self._column("idle"), strict=True)]
+        return [0.0 if idle else own for own, idle in zip(self._columns["weight"], self._columns["idle"], strict=True)]
 
     def untruncated_times(self) -> list[UntruncatedTime]:
         """For each rank the time of all its own work in the step, with what a late one left."""
         compute_s, finished = self.compute_s(), self.finished_ranks()
         if all(finished):
             return [UntruncatedTime(own_s) for own_s in compute_s]
-        counts = [int(number) for number in self._column("num_microbatches")]
+        counts = [int(number) for number in self._columns["num_microbatches"]]
         return untruncated_step(compute_s, finished, counts, self._microbatch_s().tolist(), self._stage_s().tolist())
 
     def any_late(self) -> bool:
         """Whether some rank was late or stood in for."""
-        return any(self._column("late")) or any(self._column("stood_in"))
+        return any(self._columns["late"]) or any(self._columns["stood_in"])
 
     def failed_ranks(self) -> list[int]:
         """Ranks whose own code raised an error in this step."""
-        return [rank for rank, failed in enumerate(self._column("failed")) if failed]
+        return [rank for rank, failed in enumerate(self._columns["failed"]) if failed]
 
     def ranks_without_store(self) -> tuple[int, ...]:
         """Ranks that the job's store did not answer."""
-        return tuple(rank for rank, without in enumerate(self._column("without_store")) if without)
+        return tuple(rank for rank, without in enumerate(self._columns["without_store"]) if without)
 
     def all_idle(self) -> bool:
         """Whether no rank has data any more."""
-        return all(self._column("idle"))
+        return all(self._columns["idle"])
 
     def nonfinite_ranks(self) -> list[int]:
         """Ranks of whose gradients some were left out, because they were not finite."""
-        return [rank for rank, number in enumerate(self._column("nonfinite")) if number]
+        return [rank for rank, number in enumerate(self._columns["nonfinite"]) if number]
 
     def nothing_to_apply(self) -> bool:
         """Whether the step changes nothing, because it is `skipped` or nobody had data for it."""
-        return self.all_idle() or (any(self._column("nonfinite")) and self.skipped())
+        return self.all_idle() or (any(self._columns["nonfinite"]) and self.skipped())
 
     def skipped(self) -> bool:
         """Whether no rank has anything that could be applied, but some have gradients that are not finite."""
@@ -216,7 +217,7 @@ class Table:
 
     def different_ranks(self) -> tuple[int, ...] | None:
         """Ranks whose parameters are not those of most ranks; ``None`` where that was not compared."""
-        high, low = (self._column(f"fingerprint_{half}") for half in ("high", "low"))
+        high, low = (self._columns[f"fingerprint_{half}"] for half in ("high", "low"))
         differ = _minority({rank: pair for rank, pair in enumerate(zip(high, low, strict=True)) if pair[0] >= 0})
         if unlike := self.stepped_unlike():
             return tuple(sorted({*unlike, *(differ or ())}))
@@ -224,18 +225,18 @@ class Table:
 
     def stepped_unlike(self) -> tuple[int, ...]:
         """Ranks whose optimizers stepped more or less often than those of most ranks since the merge before."""
-        stepped = enumerate(self._column("stepped"))
+        stepped = enumerate(self._columns["stepped"])
         return _minority({rank: number for rank, number in stepped if not math.isnan(number)}) or ()
 
     def kept(self) -> int:
         """The mark of the gradients that most ranks keep beside the merged ones; `UNDECIDED` where none knows."""
-        known = {rank: mark for rank, mark in enumerate(self._column("kept")) if mark != UNDECIDED}
+        known = {rank: mark for rank, mark in enumerate(self._columns["kept"]) if mark != UNDECIDED}
         return int(_most(known)) if known else UNDECIDED
 
     def progress(self, stage_share: Tensor, granularity: Granularity) -> StepProgress:
         """How each rank came through the step; ``stage_share`` is the share of the model that each stage is."""
         first, stages = len(_FIELDS), self._num_stages
-        counts = tuple(map(int, self._column("num_microbatches")))
+        counts = tuple(map(int, self._columns["num_microbatches"]))
         share = _unit_share(counts, tuple(stage_share.tolist()), granularity)
         unit_s = self._microbatch_s()
         if granularity == "step":
@@ -243,7 +244,7 @@ class Table:
         if granularity == "stage":
             unit_s = torch.cat([unit_s[:, :-1], self._stage_s()], 1)
         computed = self._rows[:, first : first + stages]
-        weight, overhead_s = torch.tensor(self.weight()), torch.tensor(max(0.0, min(self._column("merge_s"))))
+        weight, overhead_s = torch.tensor(self.weight()), torch.tensor(max(0.0, min(self._columns["merge_s"])))
         return StepProgress(unit_s, share, computed, weight, self._entered_s(), overhead_s)
 
     def report(self, step: int, seconds: float, deadline_s: float, plan: StagePlan, names: ScalarNames) -> StepReport:
@@ -302,15 +303,11 @@ class Table:
 
     def _entered_s(self) -> Tensor:
         """For each rank the seconds from the end of the step before to entering this one, or to its row."""
-        times = zip(self._column("busy_s"), self._column("compute_s"), strict=True)
+        times = zip(self._columns["busy_s"], self._columns["compute_s"], strict=True)
         return torch.tensor([max(0.0, busy_s if math.isnan(own_s) else busy_s - own_s) for busy_s, own_s in times])
 
     def _tensor(self, name: str) -> Tensor:
-        return torch.tensor(self._column(name))
-
-    def _column(self, name: str) -> list[float]:
-        column = _COLUMN[name]
-        return [row[column] for row in self._fixed]
+        return torch.tensor(self._columns[name])
 
     def _rank_report(self, rank: int, row: list[float], slowest: float, plan: StagePlan) -> RankReport:
         computed, _, stage_s, weights = self._per_stage(row)

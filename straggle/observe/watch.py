@@ -27,7 +27,7 @@ from straggle.backward.clocks import moment, seconds_between
 from straggle.backward.hooks import ModuleHook, tensors_in
 from straggle.backward.optimizer_hooks import around_steps
 from straggle.backward.stages import StagePlan, plan_stages, trainable
-from straggle.merge.lines import LineWriter
+from straggle.observe.lines import LineWriter
 from straggle.observe.pauses import PauseDetector
 
 PHASES = ("outside", "optimizer", "data", "forward", "backward", "wait")
