@@ -15,7 +15,7 @@ def times(rank, pause):
     model_seconds = []
     with staged(module := Chain(), deadline=600.0) as model:
         ahead = [0.0]
-        model._coordinator.stopwatch._clock = lambda: time.monotonic() + ahead[0]
+        model._coordinator.stopwatch.now = lambda: time.monotonic() + ahead[0]
         for number in range(3):
             if number == 2:
                 if pause:

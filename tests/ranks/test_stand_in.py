@@ -169,10 +169,10 @@ def test_stand_in_asks_shortly_before_the_deadline_and_stops_the_rank_when_it_is
     stand_in, training, _ = at_begin_of_step(clock, channel)
     clock[0] = 10.985
     assert acts(stand_in)
-    assert (channel.asked, training.stop_requested) == ([0], False)
+    assert (channel.asked, training.is_stopped(0)) == ([0], False)
     clock[0] = 11.0
     assert acts(stand_in)
-    assert (channel.asked, training.stop_requested) == ([0], True)
+    assert (channel.asked, training.is_stopped(0)) == ([0], True)
 
 
 def test_fewer_ranks_than_the_quorum_stop_nobody():
@@ -182,13 +182,13 @@ def test_fewer_ranks_than_the_quorum_stop_nobody():
     for now in (10.985, 11.0, 11.1):
         clock[0] = now
         acts(stand_in)
-    assert (channel.asked, training.stop_requested) == ([0, 0, 0], False)
+    assert (channel.asked, training.is_stopped(0)) == ([0, 0, 0], False)
 
 
 def test_stand_in_keeps_an_answer_until_the_step_is_merged():
     clock, channel = [10.985], Told(num_waiting=1)
     stand_in, _, merging = at_begin_of_step([10.0], channel)
-    stand_in._stopwatch._clock = lambda: clock[0]
+    stand_in._stopwatch.now = lambda: clock[0]
     acts(stand_in)
     with merging.lock:
         merging.merged(10.985, any_late=False)
