@@ -203,7 +203,7 @@ class Channel:
         if _ENDED not in seen:
             return False
         with contextlib.suppress(StoreUnreachable):
-            return any(end.merged < step for end in self._ends())
+            return any(end.merged < step for end in self.store.ask(self._ends, _SLICE_S))
         return False
 
     def _ended(self, work: dist.Work, what: str, seconds: float) -> bool:
@@ -274,14 +274,11 @@ class Channel:
 
     def _reasons(self, store: Any) -> list[str]:
         """What ranks left word of: failures, or else that they ended."""
-        ranks = range(self.world_size)
-        failures = _words(store, "failure", ranks)
-        ends = _words(store, "ended", ranks)
-        return list(failures.values()) or [_End.read(word).words for word in ends.values()]
+        failures = _words(store, "failure", range(self.world_size))
+        return list(failures.values()) or [end.words for end in self._ends(store)]
 
-    def _ends(self) -> list[_End]:
-        words = self.store.ask(lambda store: _words(store, "ended", range(self.world_size)), _SLICE_S)
-        return [_End.read(word) for word in words.values()]
+    def _ends(self, store: Any) -> list[_End]:
+        return [_End.read(word) for word in _words(store, "ended", range(self.world_size)).values()]
 
 
 @dataclass

@@ -56,7 +56,8 @@ class TrainingSide:
         self.stopwatch = stopwatch
         self._made_at = stopwatch.now()
         self.stop_step = -1  # it is to leave every step up to this one; by whoever merges
-        self.asked_step = -1  # the same, by any thread without the lock: a user's, a signal handler's. Hence its own
+        # the same, by any thread, a signal handler included. It cannot take the lock, and must not lose what is above
+        self.asked_step = -1
 
     # -- the training thread
 

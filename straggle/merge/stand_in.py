@@ -188,9 +188,12 @@ class StandIn:
     def _note_answer(self, step: int, *, waits: bool) -> None:
         """Whether a quorum waits in ``step``; of no use where that is merged by now."""
         with self._lock:
-            if step == self._merging.step:
-                now = self._stopwatch.now()
-                self._waited_since, self._asked_at = (now, self._asked_at) if waits else (self._waited_since, now)
+            if step != self._merging.step:
+                return
+            if waits:
+                self._waited_since = self._stopwatch.now()
+            else:
+                self._asked_at = self._stopwatch.now()
 
     def _limits(self) -> Limits:
         deadline = self._deadline
