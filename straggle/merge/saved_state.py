@@ -57,6 +57,8 @@ class RankState:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave. Raises ``ValueError`` for the state of something else."""
+        if _HISTORY + "num_steps" not in state:
+            raise ValueError(f"no state of straggle_state(): it has no {_HISTORY}num_steps, but {list(state)[:3]}")
         for what, ours in self._of.items():
             if (saved := state.get(what, ours)) != ours:  # an older checkpoint does not say it
                 raise ValueError(

@@ -87,6 +87,8 @@ def load_other(rank, kind):
     state = state_of_a_run(rank)
     if kind == "ranks":
         state["ranks"] = 3
+    if kind == "nothing":
+        state = mlp().state_dict()
     if kind == "parameters":
         state["estimator./other.weight"] = torch.zeros(2)
     estimator = MovingAverage() if kind == "estimator" else ErrorFeedback(LastOwn(0.5))
@@ -102,6 +104,10 @@ def load_other(rank, kind):
         ("ranks", "of ranks=3, and this run has ranks=1"),
         ("estimator", "of estimator=ErrorFeedback(LastOwn), and this run has estimator=MovingAverage"),
         ("model", "elements, and this run has model="),
+        (
+            "nothing",
+            "no state of straggle_state(): it has no history.num_steps, but ['0.weight', '0.bias', '2.weight']",
+        ),
         ("parameters", "of another model than this: 'other.weight'"),
     ],
 )
