@@ -18,7 +18,7 @@ from straggle.policies.untruncated import untruncated_entries, untruncated_times
 _CANDIDATES = 200  # thresholds that are looked at
 _FIRST_UNIT = 5  # none before any rank has finished this one (from 0)
 _FORWARD = 1 / 3  # of a micro-batch's time, in which no gradient comes
-_AT_FIRST = 10  # steps, in each of which AutoDeadline chooses
+_AT_FIRST = 10  # first steps: AutoDeadline chooses in each
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class Threshold:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Recorded steps as they would have been, had nobody been late.
+    """Recorded steps as they would have been with no rank late.
 
     ``unit_s``, (steps, ranks, units): seconds from entering the step to the end of each unit of work; not finite where
     a unit never ends. ``unit_share``, of the same shape: the share of a rank's gradient that it brings, of a mean of 1
     over ranks. ``entered_s``, (steps, ranks): seconds from the step's begin to entering it. ``overhead_s``, (steps,):
     seconds of the step after its slowest rank's work. ``quorum_s``, (steps,): when a quorum waits, from the step's
-    begin; nobody is stopped before.
+    begin; no rank is stopped before.
     """
 
     unit_s: Tensor
@@ -55,7 +55,7 @@ class StepTimes:
 
     @staticmethod
     def of(history: History, quorum: int) -> StepTimes | None:
-        """The steps of which a policy sees the progress; ``None`` where it sees none in which a rank had data."""
+        """The steps whose progress a policy sees; ``None`` where no rank had data in any of them."""
         progress = history.progress
         if progress is None or len(progress.unit_s) == 0:
             return None
@@ -133,7 +133,7 @@ def _needed(own_s: Tensor, steps: StepTimes, grace_s: float) -> Tensor:
 
 
 def _stopped_at(tau: Tensor, needs_s: Tensor, steps: StepTimes, grace_s: float) -> Tensor:
-    """When the last late rank is stopped, or stood in for, at each ``tau`` (steps, thresholds); 0 where nobody is late.
+    """When the last late rank is stopped, or stood in for, at each ``tau`` (steps, thresholds); 0 where no rank is.
 
     ``needs_s`` (steps, ranks): above which threshold a rank is in time.
     """
@@ -156,8 +156,8 @@ def _stopped_at(tau: Tensor, needs_s: Tensor, steps: StepTimes, grace_s: float) 
 def expected_drop(steps: StepTimes, tau_s: float, rules: StopRules, parts: Sequence[int] = ()) -> float:
     """The share of all gradients that is dropped with a deadline of ``tau_s`` seconds.
 
-    With ``parts``, the last units are stages, which come in so many parts each; the one that is being computed still
-    counts, and a running micro-batch before them comes in steadily after its forward pass.
+    With ``parts``, the last units are stages, each of which comes in this many parts. The part that is being computed
+    still counts. A running micro-batch before them comes in steadily after its forward pass.
     """
     whole = steps.unit_s.shape[-1] - len(parts)
     would = simulate_step(steps.unit_s, tau_s, rules, steps.entered_s)
@@ -168,7 +168,7 @@ def expected_drop(steps: StepTimes, tau_s: float, rules: StopRules, parts: Seque
 
 
 def _silent(num_whole: int, unit_s: Tensor) -> Tensor:
-    """`part_computed`'s, where the first so many units are whole micro-batches."""
+    """`part_computed`'s ``silent``, where the first ``num_whole`` units do not come in stages."""
     silent = torch.zeros(unit_s.shape[-1], dtype=unit_s.dtype)
     silent[:num_whole] = _FORWARD
     silent[0] = 1.0
@@ -177,14 +177,14 @@ def _silent(num_whole: int, unit_s: Tensor) -> Tensor:
 
 @final
 class AutoDeadline(Deadline):
-    """The threshold of DropCompute's rule (`choose_threshold`) over the last ``window`` steps, chosen ever anew.
+    """The threshold of DropCompute's rule (`choose_threshold`) over the last ``window`` steps, chosen again and again.
 
-    It weighs what is dropped against the seconds that are saved, on the clock that it is enforced by: a late rank is
-    waited for until the threshold, and not, as the rule has it for micro-batches, until its last unit before. Where
-    the best threshold promises less than ``least_gain`` (0.01: a hundredth more gradient per second), there is none;
-    but no rank has more than ``max_over_median`` times the median of all ranks' times, so that a rank which was never
-    slow before and stalls is not waited for either. ``every``: steps between two choices, but at first it chooses in
-    each of ten. It predicts what the last choice is expected to drop.
+    It weighs what is dropped against the seconds that are saved, on the clock that it is enforced by. A late rank is
+    waited for until the threshold, and not until its last unit before, as the rule has it for micro-batches. Where the
+    best threshold promises less than ``least_gain`` (0.01: a hundredth more gradient per second), it takes the longest:
+    ``max_over_median`` times the median of all ranks' times. So a rank that was never slow before and stalls is not
+    waited for either. ``every``: steps between two choices; in its first ten steps it chooses in each. It predicts what
+    the last choice is expected to drop.
     """
 
     wants_progress = True

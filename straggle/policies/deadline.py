@@ -30,12 +30,13 @@ class NextDeadline:
 class Deadline(ABC):
     """Seconds that a rank may use for a step, counted from entering ``step()``.
 
-    A policy is a function of the history alone, so that every rank comes to the same answer and a resumed run to the
-    same one as an uninterrupted run. ``window`` is how many steps of history it wants to see, ``wants_progress``
-    whether it looks at more than times (`History.progress`).
+    A policy is a function of the history alone. So every rank comes to the same answer, and a resumed run to the same
+    one as an uninterrupted run. ``window``: how many steps of history it wants to see. ``wants_progress``: whether it
+    looks at more than times (`History.progress`).
 
-    ``quorum``: how many ranks must have finished before another is late, instead of `Patience.quorum`; ``grace_s``: so
-    many seconds after they have. ``enforced``: whether ranks are stopped; if not, what would have happened is reported.
+    ``quorum``: how many ranks must have finished before another is late, instead of `Patience.quorum`. ``grace_s``:
+    seconds from then until it is late. ``enforced``: whether ranks are stopped; if not, the report says what would have
+    happened.
     """
 
     window: int = 1
@@ -47,7 +48,7 @@ class Deadline(ABC):
     def prepare(self, patience: Patience, parts: Sequence[int] = ()) -> None:  # noqa: B027
         """Called once, before any rank can be late: how late ranks are treated.
 
-        ``parts``: in how many gradients of about the same size each stage comes.
+        ``parts``: the number of gradients, of about the same size, in which each stage comes.
         """
 
     @abstractmethod
@@ -76,8 +77,8 @@ class QuantileDeadline(Deadline):
 
     ``q=0.9, slack=1.2`` means: of all ranks and steps, nine in ten would be in time with a fifth to spare. With one
     slow rank among four, a quarter of all times is slow: ``q`` must lie below 0.75 for that rank ever to be late.
-    A stopped rank enters with the time at which it was stopped; as ``slack`` is at least 1, a deadline that has become
-    too tight for the whole cluster widens by itself.
+    A stopped rank counts with the time at which it was stopped. ``slack`` is at least 1, so a deadline that has become
+    too tight for all ranks widens by itself.
     """
 
     def __init__(self, q: float, slack: float = 1.2, *, window: int = 50, warmup_steps: int = 10) -> None:
@@ -125,12 +126,12 @@ class MedianDeadline(Deadline):
 
 @final
 class FirstK(Deadline):
-    """A rank is late once ``k`` ranks have finished the step, and ``grace_s`` seconds are over since.
+    """A rank is late ``grace_s`` seconds after ``k`` ranks have finished the step.
 
     The rule of backup workers (Chen et al. 2016, "Revisiting distributed synchronous SGD", section 3) and, with ``k``
     just above half of the ranks, of eager-SGD's majority (PPoPP 2020, section 4); here a late rank keeps what it has.
-    Every rank tells the job's store that it has finished, and a running rank asks there every few milliseconds; not
-    before 0.8 of the time in which ``k`` ranks finished in any of the last steps.
+    Every rank writes to the job's store that it has finished, and a running rank asks there every few milliseconds. It
+    begins to ask after 0.8 of the shortest time in which ``k`` ranks finished one of the last steps.
     """
 
     window = 10
@@ -153,7 +154,7 @@ class FirstK(Deadline):
 
 @final
 class WaitForAll(Deadline):
-    """No deadline: nobody is ever late, as with DDP."""
+    """No deadline: no rank is ever late, as with DDP."""
 
     def decide(self, history: History) -> float:  # noqa: ARG002
         return math.inf
@@ -163,14 +164,14 @@ class WaitForAll(Deadline):
 class Patience:
     """How a late rank is treated.
 
-    Nobody is late before ``quorum`` ranks have finished the step (default: half of them, at least one). A late rank
-    that does not hand in its gradients within another ``grace_s`` seconds is stood in for. Up to
-    ``max_lag`` merged steps wait for a rank that is stuck, each one copy of the gradients in memory; beyond that the
-    peers wait. A collective that does not end within ``give_up_s`` seconds ends the job.
+    No rank is late before ``quorum`` ranks have finished the step (default: half of them, at least one). A late rank
+    that does not submit its gradients within another ``grace_s`` seconds is stood in for. At most ``max_lag`` merged
+    steps wait for a rank that is stuck, each one copy of the gradients in memory; beyond that its peers wait. A
+    collective that does not end within ``give_up_s`` seconds ends the job.
 
     ``granularity`` is what a late rank drops: the stages that it has not finished ("stage"), the micro-batches that
     it has not begun ("microbatch", as DropCompute does; ``grace_s`` should then be a micro-batch's time, because a rank
-    that is stood in for hands in what it has of the running one), or all that it has ("step", as backup workers do; the
+    that is stood in for submits what it has of the running one), or all that it has ("step", as backup workers do; the
     merge then begins only when a rank has finished, and does not overlap with its backward pass).
     """
 
@@ -191,7 +192,7 @@ class Patience:
         check_granularity(self.granularity)
 
     def quorum_of(self, world_size: int, wanted: int | None = None) -> int:
-        """Ranks that must have finished, or as many as a policy has ``wanted``.
+        """The number of ranks that must have finished; ``wanted``: that of a policy, which goes before this one's.
 
         Raises ``ValueError`` where there are not that many.
         """

@@ -1,4 +1,4 @@
-"""What fills in for a missing gradient: a late rank's own contribution, or the gradient that nobody computed."""
+"""What fills in for a missing gradient: a late rank's own contribution, or the gradient that no rank computed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Estimator(ABC):
         """What this late rank puts in for a parameter that it did not reach; ``None``: the peers' mean stands."""
 
     def substitute(self, parameter: nn.Parameter) -> Tensor | None:  # noqa: ARG002
-        """The gradient of a parameter that nobody contributed; only from state that is equal on all ranks."""
+        """The gradient of a parameter to which no rank contributed; only from state that is equal on all ranks."""
         return None
 
     def observe(self, parameter: nn.Parameter, gradient: Tensor, *, merged: bool) -> None:  # noqa: B027
@@ -63,7 +63,7 @@ class Estimator(ABC):
 class Abstain(Estimator):
     """Nothing fills in: the mean over the ranks that computed a gradient is used as it is.
 
-    A parameter that nobody computed keeps ``grad = None``, and the optimizer leaves it and its state alone.
+    A parameter whose gradient no rank computed keeps ``grad = None``, and the optimizer leaves it and its state alone.
     """
 
     def contribution(self, parameter: nn.Parameter) -> Estimate | None:  # noqa: ARG002

@@ -34,13 +34,13 @@ class FillIn:
         self.finishes_late = finishes_late and patience.max_lag > 0
 
     def computed(self, parameter: nn.Parameter, own: Tensor) -> Supplement | None:
-        """This rank computed its gradient; what it hands in beside it."""
+        """This rank computed its gradient; what it submits beside it."""
         if self._estimator.watches_own:
             self._estimator.observe(parameter, own, merged=False)
         return self._supplement(parameter, own)
 
     def missing(self, parameter: nn.Parameter, share: float) -> tuple[Supplement | None, Estimate | None]:
-        """A ``share`` of its gradient is missing; what it hands in all the same, and the estimate in its place."""
+        """A ``share`` of its gradient is missing; what it submits all the same, and the estimate in its place."""
         supplement = self._supplement(parameter, None)
         estimate = self._estimator.contribution(parameter)
         _check(estimate, self._estimator, parameter)
@@ -54,7 +54,7 @@ class FillIn:
             self._supplementing.missed(parameter, share, None)
 
     def came_late(self, parameter: nn.Parameter, gradient: Tensor, share: float) -> None:
-        """A gradient, a ``share`` of the step's, came after the step was handed in."""
+        """A gradient, a ``share`` of the step's, came after the step was submitted."""
         if self._supplementing is not None and self.finishes_late:
             self._supplementing.observe_late(parameter, gradient, share)
 

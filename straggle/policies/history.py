@@ -21,7 +21,7 @@ class Progress:
     never came; ``unit_share``, of the same shape, the share of the rank's gradient that comes with it (0: the rank had
     fewer units).
 
-    ``computed`` of shape (steps, ranks, stages) is the share of each stage that the rank handed in; ``stage_share`` of
+    ``computed`` of shape (steps, ranks, stages) is the share of each stage that the rank submitted; ``stage_share`` of
     shape (stages,) the share of the model that a stage is; ``weight`` of shape (steps, ranks) the weight of the rank's
     step (0: it had no data). ``entered_s`` of shape (steps, ranks): seconds from the end of the step before to entering
     this one; of a rank that never entered, to when it was stood in for. ``overhead_s`` of shape (steps,): seconds
@@ -43,8 +43,8 @@ class History:
 
     ``compute_s`` and ``finished`` have the shape (steps, ranks). Where ``finished`` is false the rank was stopped, and
     its ``compute_s`` is only a lower bound; NaN means that it never entered the step. ``num_steps`` counts all merged
-    steps, also those that have left the window. ``progress`` covers the last steps of these, as many as were made
-    with the stages as they are now; ``None`` for policies that do not ask for it.
+    steps, also those that have left the window. ``progress`` covers the last of these steps, those made with the stages
+    as they are now; ``None`` for policies that do not ask for it.
     """
 
     num_steps: int
@@ -53,7 +53,7 @@ class History:
     progress: Progress | None = None
 
     def last(self, steps: int, before: int = 0) -> History:
-        """The last ``steps`` steps of it, or those that come ``before`` so many others."""
+        """Its last ``steps`` steps, not counting the ``before`` steps at its end."""
         first, end = (max(0, len(self.compute_s) - before - more) for more in (steps, 0))
         progress = self.progress
         if progress is not None:

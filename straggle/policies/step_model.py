@@ -23,9 +23,9 @@ class StopRules:
     ``drop_all`` (steps) nothing of what it has comes in. A rank that has not entered ``grace_s`` seconds after the
     deadline is stood in for.
 
-    ``checks``: a rank can stop at so many moments of each unit, evenly over its time (the ends of layers), and is stood
-    in for ``grace_s`` seconds after the deadline at the latest; 0, and in the unit that has the forward pass: at any
-    moment.
+    ``checks``: the number of moments of each unit, evenly over its time (the ends of layers), at which a rank can stop.
+    It is stood in for no later than ``grace_s`` seconds after the deadline. With 0 it can stop at any moment, as it
+    always can in the unit that has the forward pass.
     """
 
     quorum: int
@@ -37,7 +37,7 @@ class StopRules:
 
     @staticmethod
     def of(policy: Deadline, patience: Patience, world_size: int) -> StopRules:
-        """The rules that so many ranks follow under a policy."""
+        """The rules that ``world_size`` ranks follow under a policy."""
         quorum = patience.quorum_of(world_size, policy.quorum)
         granularity = patience.granularity
         return StopRules(quorum, policy.grace_s, granularity == "microbatch", patience.grace_s, granularity == "step")
@@ -45,7 +45,7 @@ class StopRules:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """``late`` and ``stood_in`` (..., ranks), of which a rank can be both; ``reached`` (..., ranks, units).
+    """``late`` and ``stood_in`` (..., ranks), and a rank can be both; ``reached`` (..., ranks, units).
 
     ``own_s`` (..., ranks): seconds of each rank's own work, from entering; 0 where it is stood in for. ``end_s``
     (..., ranks), and ``seconds`` (...) of the last rank: from the step's begin to the end of that work, or to standing
@@ -69,8 +69,8 @@ def simulate_step(
 ) -> SimulatedStep:
     """The step under a deadline of ``deadline_s`` seconds, a number or a tensor of shape (...).
 
-    ``unit_s``, (..., ranks, units): seconds from entering the step to the end of each unit of a rank's work, if nobody
-    stops it. ``entered_s``, (..., ranks): when each rank enters, 0 for all if not given. ``behind``, (..., ranks):
+    ``unit_s``, (..., ranks, units): seconds from entering the step to the end of each unit of a rank's work, if it is
+    not stopped. ``entered_s``, (..., ranks): when each rank enters, 0 for all if not given. ``behind``, (..., ranks):
     which ranks were stood in for in the step before, and are again as soon as a quorum waits, unless they enter before.
     What such a rank still has to do in the following steps is not in here.
     """

@@ -31,7 +31,7 @@ class Supplement:
 class SupplementingEstimator(Estimator):
     """An estimator that also adds to contributions of later steps.
 
-    ``finishes_late``: a rank that is late in its backward pass hands in what it has and goes on; what it still computes
+    ``finishes_late``: a rank that is late in its backward pass submits what it has and goes on; what it still computes
     is shown to `observe_late`. `missed` may come from another thread than the rest, but never two calls at a time.
     """
 
@@ -42,7 +42,7 @@ class SupplementingEstimator(Estimator):
 
     @abstractmethod
     def supplement(self, parameter: nn.Parameter, gradient: Tensor | None) -> Supplement | None:
-        """What this rank hands in beside the gradient that it computed; ``None`` in its place: it did not reach it."""
+        """What this rank submits beside the gradient that it computed; ``None`` in its place: it did not reach it."""
 
     def missed(self, parameter: nn.Parameter, share: float, estimate: Estimate | None) -> None:
         """This rank's contribution lacked a ``share`` of the gradient, in place of which the estimate went.
@@ -51,7 +51,7 @@ class SupplementingEstimator(Estimator):
         """
 
     def observe_late(self, parameter: nn.Parameter, gradient: Tensor, share: float) -> None:
-        """See the gradient of one backward pass, a ``share`` of the step's, that came after the step was handed in."""
+        """See the gradient of one backward pass, a ``share`` of the step's, that came after the step was submitted."""
 
 
 @dataclass
@@ -102,7 +102,7 @@ class ErrorFeedback(_Accounts):
 
     A pass that was stopped never computed what it dropped, so the next gradient ``g`` that the rank computes of the
     parameter stands for it: after steps that lack the weight ``m`` in all, into which ``inner`` put the estimates
-    ``e_i`` with weights ``a_i``, the rank hands in ``g + m * g - sum(a_i * e_i)`` with the weight ``1 + m - sum(a_i)``:
+    ``e_i`` with weights ``a_i``, the rank submits ``g + m * g - sum(a_i * e_i)`` with the weight ``1 + m - sum(a_i)``:
     over all these steps together its own gradients, with its whole weight. Where ``m`` is more than
     ``max_residual``, all three are scaled down to ``max_residual / m`` of themselves. With a `StagedBackward`, only
     ``inner`` acts.
@@ -161,7 +161,7 @@ class ErrorFeedback(_Accounts):
 
 @final
 class Carry(_Accounts):
-    """A rank that is late in its backward pass hands in what it has and goes on; the rest joins its next contribution.
+    """A rank that is late in its backward pass submits what it has and goes on; the rest joins its next contribution.
 
     As eager-SGD's stale gradients (PPoPP 2020, section 4), but only of the stages that came too late, one step later
     where the rank keeps up. ``weight`` is that of a stale gradient; it is forgotten when more than ``max_staleness``

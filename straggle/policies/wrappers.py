@@ -95,7 +95,7 @@ class Anneal(_DeadlineWrapper):
 
 @final
 class Shadow(_DeadlineWrapper):
-    """``inner``, but nobody is stopped: what would have happened is reported (`StepReport.shadow`).
+    """``inner``, but no rank is stopped: what would have happened is reported (`StepReport.shadow`).
 
     For a first run on a real cluster: it trains as DDP does, and its report says what the policy would be worth.
     """
