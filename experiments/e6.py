@@ -24,8 +24,8 @@ from straggle.lab.learning.lateness import (
     Nobody,
     OtherRanks,
     OtherRanksPerUnit,
-    SameDepth,
     SameRanks,
+    SameReach,
 )
 from straggle.lab.learning.learning import Learned, Setting, Treatment, learn
 from straggle.lab.learning.samples import FromOnePool, OfTheirOwn, Samples
@@ -45,7 +45,7 @@ TREATMENTS = {
     ALL: Treatment(Nobody()),
     DEADLINE: Treatment(ByDeadline(FixedDeadline(1.2), NoDelay())),
     "5 of 6, the same rank late": Treatment(SameRanks(1)),
-    "the same rank late, stops half way": Treatment(SameRanks(1, SameDepth(0.5))),
+    "the same rank late, stops half way": Treatment(SameRanks(1, SameReach(0.5))),
     "5 of 6, another rank in each step": Treatment(OtherRanks(1)),
     "5 of 6, another rank for each stage": Treatment(OtherRanksPerUnit(1)),
     "3 of 6, others in each step": Treatment(OtherRanks(3)),

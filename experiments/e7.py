@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from experiments._models import WithModel, digits_mlp
 from experiments.result import Line, Result
-from straggle.lab.learning.lateness import Depth, Nobody, PoissonDepth, SameRanks, UniformDepth
+from straggle.lab.learning.lateness import Nobody, PoissonReach, ReachDistribution, SameRanks, UniformReach
 from straggle.lab.learning.learning import Learned, Setting, Treatment, learn
 from straggle.lab.learning.samples import OfTheirOwn
 from straggle.lab.learning.weighting import InverseProbability
@@ -26,7 +26,6 @@ from straggle.observe.intervals import Interval, difference_interval, mean_inter
 from straggle.policies.estimators import Estimator, Zero
 
 USERS, LATE, BATCH, ROUNDS = 30, 27, 16, 100
-DEPTHS: dict[str, Depth] = {"uniform": UniformDepth(), "3 of 6 expected": PoissonDepth(3)}
 CHANCES = (1.0, 0.95, 0.80, 0.58, 0.35, 0.19)
 SAMPLES = {"alike": 0.0, "own classes": 1.0}
 NEARLY = 1.0  # points of accuracy that count as the same
@@ -46,9 +45,9 @@ def zero(_optimizer: Optimizer) -> Estimator:
     return Zero()
 
 
-def treatments(depth: Depth) -> dict[str, Treatment]:
+def treatments(reach: ReachDistribution) -> dict[str, Treatment]:
     """The merges, from the least to the most that they are expected to reach."""
-    late = SameRanks(LATE, depth)
+    late = SameRanks(LATE, reach)
     return {
         DROP_N: Treatment(SameRanks(LATE), make_estimator=zero),
         DROP: Treatment(SameRanks(LATE)),
@@ -82,10 +81,10 @@ def run(quick: bool, out: Path) -> Result:
     found: dict[tuple[str, str], dict[str, Runs]] = {}
     for samples, share in SAMPLES.items():
         # who does not come to any layer, or to all, does not depend on the depth
-        first = {name: _runs(treatment, share, seeds) for name, treatment in treatments(UniformDepth()).items()}
+        first = {name: _runs(treatment, share, seeds) for name, treatment in treatments(UniformReach()).items()}
         others = {
             name: _runs(treatment, share, seeds)
-            for name, treatment in treatments(PoissonDepth(3)).items()
+            for name, treatment in treatments(PoissonReach(3)).items()
             if _by_depth(name)
         }
         found[samples, "uniform"] = first

@@ -1,7 +1,7 @@
 """Train many logical ranks under partial gradients, and beside it the same runs with nobody late.
 
 python -m straggle learn ranks=30 lateness.late=27 batch_size=16 sorted_share=1.0
-python -m straggle learn ranks=64 lateness=deadline deadline=auto merge.weighting=inverse_chance
+python -m straggle learn ranks=64 lateness=deadline deadline=auto merge.weighting=inverse_probability
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def _run(config: DictConfig) -> None:
     torch.set_num_threads(1)
     try:
         settings = [_setting(config, seed) for seed in range(config.seed, config.seed + config.seeds)]
-        rules = dict(zip(_NAMES, (Treatment(Nobody()), _rule(config)), strict=True))
-        _try_one(settings[0], rules[_NAMES[1]])
+        treatments = dict(zip(_NAMES, (Treatment(Nobody()), _treatment(config)), strict=True))
+        _try_one(settings[0], treatments[_NAMES[1]])
     except (TypeError, ValueError) as error:  # what does not go together: the samples do not go round, say
         raise ConfigurationError(str(error)) from None
-    runs = {name: [learn(setting, rule) for setting in settings] for name, rule in rules.items()}
+    runs = {name: [learn(setting, treatment) for setting in settings] for name, treatment in treatments.items()}
     run_dir = Path(config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     numbers = {name.replace(" ", "_"): _numbers(learned) for name, learned in runs.items()}
@@ -52,10 +52,10 @@ def _run(config: DictConfig) -> None:
     print_table(title, ("", *_NAMES, "difference"), _rows(runs), {"files": files, "intervals": "95 %"})
 
 
-def _try_one(setting: Setting, rule: Treatment) -> None:
+def _try_one(setting: Setting, treatment: Treatment) -> None:
     """Draw who is late in one step, before any run."""
     ranks, units = len(setting.samples.indices(0)), len(units_of(setting, setting.workload.model()))
-    next(rule.lateness.steps(ranks, units, torch.Generator()))
+    next(treatment.lateness.steps(ranks, units, torch.Generator()))
 
 
 def _setting(config: DictConfig, seed: int) -> Setting:
@@ -69,7 +69,7 @@ def _setting(config: DictConfig, seed: int) -> Setting:
     return Setting(workload, make_optimizer, samples, config.steps, seed, config.stages)
 
 
-def _rule(config: DictConfig) -> Treatment:
+def _treatment(config: DictConfig) -> Treatment:
     lateness, merge = instantiate(config.lateness), instantiate(config.merge)
     return Treatment(
         DropWhole(lateness) if config.drop_whole else lateness,
@@ -79,7 +79,7 @@ def _rule(config: DictConfig) -> Treatment:
 
 
 def _numbers(runs: Sequence[Learned]) -> dict[str, Any]:
-    """The runs of one rule as plain JSON values, a number or a list for each seed."""
+    """The runs of one treatment as plain JSON values, a number or a list for each seed."""
     return {
         "scores": {name: [run.scores[name] for run in runs] for name in runs[0].scores},
         "training_loss": [list(run.losses) for run in runs],

@@ -12,15 +12,15 @@ from typing import final
 import torch
 from torch import Generator, Tensor
 
-from straggle.lab.learning.lateness import Lateness
+from straggle.lab.learning.lateness import LatePattern
 
 DEADLINE = 1.1
 FORWARD = 1 / 3
 
 
 @final
-class Paced(Lateness):
-    """In each step ``late`` ranks complete a share of the backward pass that is drawn uniformly from 0 to 1.
+class Paced(LatePattern):
+    """In each step ``late`` ranks come through a share of the backward pass that is drawn evenly from 0 to 1.
 
     Other ranks are drawn for each step, or it is ``always`` the last ones. When a late rank stops, the step is over for
     it. With ``finishes_late`` (`Carry`) a rank that has entered its backward pass goes on with it in its peers' next

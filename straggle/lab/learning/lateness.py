@@ -1,4 +1,4 @@
-"""How far each logical rank comes in each step: rules that say which units of its work are finished.
+"""How far each logical rank comes in each step: patterns that say which units of its work are finished.
 
 A unit is a stage, or a single gradient; units are numbered in the order in which backward finishes them.
 """
@@ -21,8 +21,8 @@ from straggle.lab.simulate.units import Work
 from straggle.policies.deadline import Deadline, Patience, check_count
 
 
-class Lateness(ABC):
-    """Which ranks are late in a step, and what they have finished. A rule may keep state from step to step."""
+class LatePattern(ABC):
+    """Who is late in a step, and what it has finished by then. It may keep what it needs from step to step."""
 
     @abstractmethod
     def reached(self, num_ranks: int, num_units: int, generator: Generator) -> Tensor:
@@ -38,7 +38,7 @@ class Lateness(ABC):
             yield run.reached(num_ranks, num_units, generator)
 
 
-class Depth(ABC):
+class ReachDistribution(ABC):
     """How many units a late rank finishes."""
 
     @abstractmethod
@@ -48,8 +48,8 @@ class Depth(ABC):
 
 @final
 @dataclass(frozen=True)
-class SameDepth(Depth):
-    """Always this share of the units, rounded down; with 0 the complete gradient is dropped, as with backup workers."""
+class SameReach(ReachDistribution):
+    """Always this share of the units, rounded down; 0 is the whole gradient dropped, as with backup workers."""
 
     share: float = 0.0
 
@@ -63,8 +63,8 @@ class SameDepth(Depth):
 
 @final
 @dataclass(frozen=True)
-class UniformDepth(Depth):
-    """Any number of units from one to all, with equal probability.
+class UniformReach(ReachDistribution):
+    """Any number of units from one to all, with the same chance.
 
     As the program of Lang et al. 2024 draws it, "Stragglers-aware low-latency synchronous federated learning via
     layer-wise model updates".
@@ -76,8 +76,8 @@ class UniformDepth(Depth):
 
 @final
 @dataclass(frozen=True)
-class PoissonDepth(Depth):
-    """The first unit, and then a Poisson number of further ones, at most all.
+class PoissonReach(ReachDistribution):
+    """The first unit, and then a Poisson number of further ones, all if that is more than there are.
 
     The probability of unit ``i`` (from 0) is ``P(Poisson(mean) >= i)``: with ``mean=3`` 1, 0.95, 0.80, 0.58, 0.35 and
     0.18. This is the case if each unit takes an exponentially distributed time, as Goren et al. 2025, "Adaptive
@@ -96,22 +96,24 @@ class PoissonDepth(Depth):
 
 
 @final
-class Nobody(Lateness):
-    """All ranks finish all units."""
+class Nobody(LatePattern):
+    """Everyone finishes everything."""
 
     def reached(self, num_ranks: int, num_units: int, generator: Generator) -> Tensor:  # noqa: ARG002
         return torch.ones(num_ranks, num_units, dtype=torch.bool)
 
 
-class _SomeRanks(Lateness):
-    """``late`` ranks are late, and finish as much as ``depth`` says (default: nothing)."""
+class _SomeRanks(LatePattern):
+    """``late`` ranks are late, and finish as much as ``reach`` says (default: nothing)."""
 
-    def __init__(self, late: int, depth: Depth | None = None) -> None:
+    def __init__(self, late: int, reach: ReachDistribution | None = None) -> None:
         check_count("late", late)
-        if depth is not None and not isinstance(depth, Depth):
-            raise TypeError(f"depth={depth!r}: give a depth, such as straggle.lab.learning.lateness.SameDepth(0.5)")
+        if reach is not None and not isinstance(reach, ReachDistribution):
+            raise TypeError(
+                f"reach={reach!r}: give a distribution, such as straggle.lab.learning.lateness.SameReach(0.5)"
+            )
         self.late = late
-        self.depth = depth or SameDepth()
+        self.reach = reach or SameReach()
 
     @abstractmethod
     def _ranks(self, num_ranks: int, generator: Generator) -> Tensor:
@@ -120,14 +122,14 @@ class _SomeRanks(Lateness):
     @final
     def reached(self, num_ranks: int, num_units: int, generator: Generator) -> Tensor:
         _check(self.late, num_ranks)
-        depths = torch.full((num_ranks,), num_units)
-        depths[self._ranks(num_ranks, generator)] = self.depth.draw(self.late, num_units, generator)
-        return torch.arange(num_units) < depths.unsqueeze(1)
+        finished = torch.full((num_ranks,), num_units)
+        finished[self._ranks(num_ranks, generator)] = self.reach.draw(self.late, num_units, generator)
+        return torch.arange(num_units) < finished.unsqueeze(1)
 
 
 @final
 class SameRanks(_SomeRanks):
-    """The last ``late`` ranks are late in every step, and finish as much as ``depth`` says (default: nothing)."""
+    """The last ``late`` ranks are late in every step, and finish as much as ``reach`` says (default: nothing)."""
 
     def _ranks(self, num_ranks: int, generator: Generator) -> Tensor:  # noqa: ARG002
         return torch.arange(num_ranks - self.late, num_ranks)
@@ -135,15 +137,15 @@ class SameRanks(_SomeRanks):
 
 @final
 class OtherRanks(_SomeRanks):
-    """In each step ``late`` random ranks are late, and finish as much as ``depth`` says (default: nothing)."""
+    """In each step other ``late`` ranks are late, and finish as much as ``reach`` says (default: nothing)."""
 
     def _ranks(self, num_ranks: int, generator: Generator) -> Tensor:
         return torch.randperm(num_ranks, generator=generator)[: self.late]
 
 
 @final
-class OtherRanksPerUnit(Lateness):
-    """For each unit the parts of ``late`` random ranks are missing: the first N - ``late`` packets."""
+class OtherRanksPerUnit(LatePattern):
+    """Of each unit the part of ``late`` ranks is missing, drawn for each unit: the first N - ``late`` packets."""
 
     def __init__(self, late: int) -> None:
         check_count("late", late)
@@ -156,9 +158,8 @@ class OtherRanksPerUnit(Lateness):
 
 
 @final
-class ByDeadline(Lateness):
-    """The ranks that a deadline makes late under these delays; a unit that a late rank leaves unfinished does not
-    count.
+class ByDeadline(LatePattern):
+    """Whoever a deadline makes late, with such delays; the part of a unit that a late rank leaves does not count.
 
     The policy is one of the library's, and sees the times of the steps as in training (`straggle.lab.simulate`).
     ``step_s``: seconds of a step's work without delay.
@@ -193,10 +194,10 @@ class ByDeadline(Lateness):
 
 
 @final
-class DropWhole(Lateness):
-    """As ``inner``, but a late rank's complete gradient is dropped."""
+class DropWhole(LatePattern):
+    """As ``inner``, but a late rank's whole gradient is dropped."""
 
-    def __init__(self, inner: Lateness) -> None:
+    def __init__(self, inner: LatePattern) -> None:
         self.inner = inner
 
     def reached(self, num_ranks: int, num_units: int, generator: Generator) -> Tensor:

@@ -1,4 +1,4 @@
-"""What partial gradients do to learning: up to a thousand logical ranks in one process, under a rule of lateness.
+"""What partial gradients do to learning: up to a thousand logical ranks in one process, some of them late.
 
 The losses are those of all ranks, late or not, so that runs are compared by the same number.
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from straggle.backward.stages import plan_stages
-from straggle.lab.learning.lateness import Lateness
+from straggle.lab.learning.lateness import LatePattern
 from straggle.lab.learning.logical import LogicalRanks, finish_order, per_parameter
 from straggle.lab.learning.samples import Samples
 from straggle.lab.learning.weighting import Count, Weighting
@@ -51,7 +51,7 @@ class Setting:
 class Treatment:
     """Who is late, what a gradient counts, and what fills in for the missing ones."""
 
-    lateness: Lateness
+    lateness: LatePattern
     make_weighting: Callable[[], Weighting] = Count
     make_estimator: MakeEstimator = abstain
 

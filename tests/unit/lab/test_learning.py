@@ -1,4 +1,4 @@
-"""Logical ranks learn what real ranks learn, and rules for who is late mean what they say."""
+"""Logical ranks learn what real ranks learn, and patterns of who is late mean what they say."""
 
 import json
 import subprocess
@@ -31,14 +31,14 @@ from straggle.commands.config import ConfigurationError, load
 from straggle.lab.learning.lateness import (
     ByDeadline,
     DropWhole,
-    Lateness,
+    LatePattern,
     Nobody,
     OtherRanks,
     OtherRanksPerUnit,
-    PoissonDepth,
-    SameDepth,
+    PoissonReach,
     SameRanks,
-    UniformDepth,
+    SameReach,
+    UniformReach,
 )
 from straggle.lab.learning.learning import Setting, Treatment, learn, units_of
 from straggle.lab.learning.logical import LogicalRanks
@@ -76,7 +76,7 @@ def cuts(workload, num_units):
     return [[count if stop is None else stop for stop in each] for each in stops]
 
 
-class Given(Lateness):
+class Given(LatePattern):
     """Each rank comes as far as it is told."""
 
     def __init__(self, by_rank):
@@ -192,12 +192,12 @@ def share(lateness, steps=400, num_ranks=6, num_units=6):
 
 
 def test_the_same_ranks_are_late_in_every_step_and_reach_a_layer_as_often_as_they_should():
-    uniform = share(SameRanks(4, UniformDepth()), 4000)
+    uniform = share(SameRanks(4, UniformReach()), 4000)
     assert uniform[:2].unique().tolist() == [1.0]
     assert uniform[2:].mean(0).tolist() == pytest.approx([1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6], abs=0.02)
-    poisson = share(SameRanks(6, PoissonDepth(3)), 4000).mean(0)
+    poisson = share(SameRanks(6, PoissonReach(3)), 4000).mean(0)
     assert poisson.tolist() == pytest.approx([1, 0.950, 0.801, 0.577, 0.353, 0.185], abs=0.02)
-    assert share(SameRanks(1, SameDepth(0.5)))[5].tolist() == [1, 1, 1, 0, 0, 0]
+    assert share(SameRanks(1, SameReach(0.5)))[5].tolist() == [1, 1, 1, 0, 0, 0]
 
 
 def test_other_ranks_are_late_in_each_step_or_for_each_unit():
@@ -210,7 +210,7 @@ def test_other_ranks_are_late_in_each_step_or_for_each_unit():
 
 
 def test_a_late_ranks_whole_gradient_is_dropped():
-    reached = share(DropWhole(SameRanks(2, SameDepth(0.5))))
+    reached = share(DropWhole(SameRanks(2, SameReach(0.5))))
     assert reached.tolist() == [[1.0] * 6] * 4 + [[0.0] * 6] * 2
 
 
@@ -247,9 +247,9 @@ class Recorded(Delays):
         (lambda: share(SameRanks(7)), "late=7: of 6 ranks"),
         (lambda: OtherRanksPerUnit(-1), "late=-1: must be a whole number"),
         (lambda: share(ByDeadline(WaitForAll(), Recorded())), "the recorded run has 4 stages, .* set stages=4"),
-        (lambda: SameDepth(1.0), "share=1.0"),
-        (lambda: PoissonDepth(-1.0), "mean=-1.0"),
-        (lambda: InverseProbability(max_weight=0.5), "max_weight=0.5"),
+        (lambda: SameReach(1.0), "share=1.0"),
+        (lambda: PoissonReach(-1.0), "mean=-1.0"),
+        (lambda: InverseProbability(cap=0.5), "cap=0.5"),
         (lambda: ByDeadline(WaitForAll(), NoDelay(), patience=Patience(granularity="microbatch")), "only stage"),
         (lambda: OfTheirOwn(small(), 200, 16, seed=0), "fewer than batch_size=16"),
         (lambda: OfTheirOwn(small(), 2, 16, seed=0, sorted_share=2.0), "sorted_share=2.0"),
