@@ -22,8 +22,8 @@ with needs_extra("train"):
     from rich.console import Console
 
     from straggle.commands.config import of_method, of_scenario, run_configured, slows_ranks
-    from straggle.lab.comparison import REFERENCE, TRAIN_ON, Standing, Standings, draw, print_summary
-    from straggle.lab.interleaved import Timed, seconds_to
+    from straggle.lab.comparison import REFERENCE, TRAIN_ON, Comparison, MethodResult, draw, print_summary
+    from straggle.lab.interleaved import TimedJob, seconds_to
     from straggle.lab.jobs import gather, process_group
     from straggle.lab.workloads.workload import Workload
 
@@ -42,7 +42,7 @@ def compare(config: DictConfig) -> None:
         dist.barrier()
 
 
-def _scenario(name: str, config: DictConfig, workload: Workload, device: torch.device) -> Standings:
+def _scenario(name: str, config: DictConfig, workload: Workload, device: torch.device) -> Comparison:
     """All methods under the same faults."""
     methods = {method: _timed(config, str(method), workload, device) for method in config.methods}
     console = Console(quiet=dist.get_rank() != 0, soft_wrap=True)
@@ -54,18 +54,18 @@ def _scenario(name: str, config: DictConfig, workload: Workload, device: torch.d
         console.print(f"{name} step {first + steps}/{config.steps}, ms: {times}".lstrip(), highlight=False)
     turns = len(methods[REFERENCE].turn_s)
     _train_on(methods, config.block)
-    standings = {method: Standing(timed, gather(timed.job.parameters_sha256())) for method, timed in methods.items()}
+    results = {method: MethodResult(timed, gather(timed.job.parameters_sha256())) for method, timed in methods.items()}
     for timed in methods.values():
         timed.job.close()
-    done = Standings(standings, config.steps, turns, faults=slows_ranks(config))
+    done = Comparison(results, config.steps, turns, faults=slows_ranks(config))
     if dist.get_rank() == 0:
         _write(config, done, name)
     return done
 
 
-def _timed(config: DictConfig, method: str, workload: Workload, device: torch.device) -> Timed:
+def _timed(config: DictConfig, method: str, workload: Workload, device: torch.device) -> TimedJob:
     build = instantiate(config.methods[method].job, _partial_=True)
-    return Timed(build(of_method(config, method), workload, device))
+    return TimedJob(build(of_method(config, method), workload, device))
 
 
 def _in_turn(methods: list[str], turn: int) -> list[str]:
@@ -75,11 +75,11 @@ def _in_turn(methods: list[str], turn: int) -> list[str]:
     return order[::-1] if turn // len(methods) % 2 else order
 
 
-def _train_on(methods: dict[str, Timed], block: int) -> None:
-    """Let each method reach DDP's final validation loss, or use up a quarter more than DDP's seconds."""
+def _train_on(methods: dict[str, TimedJob], block: int) -> None:
+    """Let each method come to DDP's final validation loss, or use up a quarter more than DDP's seconds."""
     reference = methods[REFERENCE]
 
-    def waits(timed: Timed) -> bool:
+    def waits(timed: TimedJob) -> bool:
         too_high = seconds_to(timed.losses, timed.end_s, reference.losses[-1]) is None
         return too_high and sum(timed.turn_s) < TRAIN_ON * sum(reference.turn_s)
 
@@ -91,18 +91,18 @@ def _train_on(methods: dict[str, Timed], block: int) -> None:
             timed.turn(len(timed.step_s), block)
 
 
-def _write(config: DictConfig, standings: Standings, scenario: str) -> None:
+def _write(config: DictConfig, comparison: Comparison, scenario: str) -> None:
     """A scenario's file and table."""
     run_dir = Path(config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "compare.json").write_text(json.dumps(standings.results(), indent=2) + "\n")
+    (run_dir / "compare.json").write_text(json.dumps(comparison.results(), indent=2) + "\n")
     of = f"{scenario}: " if scenario else ""
     title = f"{of}{config.steps} steps of each method on {dist.get_world_size()} ranks, in turns of {config.block}"
-    standings.print(title, {"files": run_dir / "compare.json"})
+    comparison.print(title, {"files": run_dir / "compare.json"})
 
 
-def _finish(config: DictConfig, scenarios: dict[str, Standings]) -> None:
-    """What is about all scenarios: the summary, if there are several, and the picture."""
+def _finish(config: DictConfig, scenarios: dict[str, Comparison]) -> None:
+    """What is about all scenarios: the summary, where there are several, and the picture."""
     picture = Path(config.run_dir) / "compare.png"
     try:
         draw(scenarios, picture)

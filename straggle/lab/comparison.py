@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from straggle.lab.interleaved import Timed, reference_losses, seconds_to, time_to_loss_ratio
+from straggle.lab.interleaved import TimedJob, reference_losses, seconds_to, time_to_loss_ratio
 from straggle.observe.console import print_table
 from straggle.observe.intervals import Interval, ratio_interval
 
@@ -19,21 +19,21 @@ _WITHOUT_FAULTS = 1.02  # of DDP's step time, at most
 
 
 @dataclass(frozen=True)
-class Standing:
-    """One method's result: its clock with its validation losses, and every rank's parameters."""
+class MethodResult:
+    """What came of one method: its clock with its validation losses, and every rank's parameters."""
 
-    timed: Timed
+    timed: TimedJob
     parameters_sha256: Sequence[str]
 
 
 @dataclass(frozen=True)
-class Standings:
+class Comparison:
     """The methods after ``steps`` steps in ``turns`` turns each, by name, ``ddp`` among them.
 
     ``faults``: whether ranks were made slow.
     """
 
-    methods: Mapping[str, Standing]
+    methods: Mapping[str, MethodResult]
     steps: int
     turns: int
     faults: bool = True
@@ -124,34 +124,34 @@ class Standings:
         )
 
 
-def print_summary(scenarios: Mapping[str, Standings], notes: Mapping[str, Any]) -> None:
-    """For each method and scenario, the time to DDP's final validation loss, divided by DDP's."""
+def print_summary(scenarios: Mapping[str, Comparison], notes: Mapping[str, Any]) -> None:
+    """Time to DDP's final validation loss over DDP's, of each method in each scenario."""
     names = [name for name in next(iter(scenarios.values())).methods if name != REFERENCE]
     rows = [(name, *(_text(one.time_to_loss(name)) for one in scenarios.values())) for name in names]
     verdicts = {name: one.verdict() for name, one in scenarios.items() if one.verdict()}
     print_table("time to DDP's final validation loss, over DDP's", ("", *scenarios), rows, {**verdicts, **notes})
 
 
-def draw(scenarios: Mapping[str, Standings], path: Path) -> None:
+def draw(scenarios: Mapping[str, Comparison], path: Path) -> None:
     """For each scenario the loss over each method's own seconds, and below it the times to DDP's final loss."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.6 * len(scenarios), 7.0), layout="constrained")
     panels = figure.subplots(2, len(scenarios), squeeze=False, height_ratios=[3, 2])
-    for column, (scenario, standings) in enumerate(scenarios.items()):
+    for column, (scenario, comparison) in enumerate(scenarios.items()):
         above, below = panels[0][column], panels[1][column]
-        names = list(standings.methods)
-        for index, (name, one) in enumerate(standings.methods.items()):
+        names = list(comparison.methods)
+        for index, (name, one) in enumerate(comparison.methods.items()):
             width = 2 if name == OURS else 1.2
             above.plot(one.timed.end_s, one.timed.losses, color=f"C{index}", label=name, linewidth=width)
-            ratio = standings.time_to_loss(name)
+            ratio = comparison.time_to_loss(name)
             if math.isfinite(ratio.value):
                 low, high = (bound if math.isfinite(bound) else ratio.value for bound in (ratio.low, ratio.high))
                 error = [[max(0.0, ratio.value - low)], [max(0.0, high - ratio.value)]]
                 below.barh(index, ratio.value, color=f"C{index}", xerr=error, ecolor="0.3")
             else:
                 below.text(0.02, index, f"not in {TRAIN_ON} of DDP's time", va="center", fontsize=8)
-        above.axhline(standings.target, color="0.6", linewidth=0.8, linestyle="--")
+        above.axhline(comparison.target, color="0.6", linewidth=0.8, linestyle="--")
         above.set(title=scenario, xlabel="seconds of the method's own turns", ylabel="validation loss")
         below.set_yticks(range(len(names)), names)
         below.set_ylim(len(names) - 0.5, -0.5)  # the first at the top, also where a bar is missing

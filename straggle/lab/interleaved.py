@@ -15,7 +15,7 @@ from straggle.observe.intervals import Interval
 from straggle.observe.warmup import num_warmup_steps
 
 
-class Timed:
+class TimedJob:
     """A job and the clock of its own steps: neither the other jobs' turns count, nor the evaluations after its own.
 
     ``clock`` gives seconds.

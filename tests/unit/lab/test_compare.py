@@ -14,8 +14,8 @@ from repository import ROOT
 
 from straggle.commands.compare import _in_turn, _train_on
 from straggle.commands.config import ConfigurationError, config_dir, load, of_method, of_scenario, plain, slows_ranks
-from straggle.lab.comparison import Standing, Standings
-from straggle.lab.interleaved import Timed, reference_losses, seconds_to, time_to_loss_ratio
+from straggle.lab.comparison import Comparison, MethodResult
+from straggle.lab.interleaved import TimedJob, reference_losses, seconds_to, time_to_loss_ratio
 from straggle.lab.jobs import DdpJob, Job, LocalSgdJob
 from straggle.lab.workloads.synthetic import Synthetic
 from straggle.observe.intervals import Interval, ratio_interval
@@ -198,7 +198,7 @@ class Learner(Job):
 
 def timed(*learner, turns=10, **more):
     job = Learner(*learner, **more)
-    own = Timed(job, job.clock)
+    own = TimedJob(job, job.clock)
     for turn in range(turns):
         own.turn(10 * turn, 10)
     return own
@@ -231,8 +231,8 @@ def test_method_that_is_behind_trains_on_until_it_is_there_or_its_time_is_up():
 
 def verdict_of(rank, faults, lost, seconds):
     """Of methods that come to the same losses in the same steps, at different speeds, and some that learn nothing."""
-    methods = {name: Standing(timed(step_s, lost=lost.get(name)), ["a"]) for name, step_s in seconds.items()}
-    return Standings(methods, 100, 10, faults).verdict()
+    methods = {name: MethodResult(timed(step_s, lost=lost.get(name)), ["a"]) for name, step_s in seconds.items()}
+    return Comparison(methods, 100, 10, faults).verdict()
 
 
 def verdict(faults=True, lost=None, **seconds):
