@@ -98,7 +98,4 @@ def _steps(ranks: int, quick: bool) -> int:
 def _auto(ranks: int, steps: int) -> float:
     """AutoDeadline's effective speedup, its warm-up left out."""
     patience = Patience(granularity="microbatch", grace_s=0.15)
-    result = simulate(steps, ranks, WORK, DropCompute(), AutoDeadline(), patience=patience)
-    after = slice(10, None)
-    kept = float((1 - result.dropped[after]).mean())
-    return kept * float(result.all_s[after].sum() / result.step_s[after].sum())
+    return simulate(steps, ranks, WORK, DropCompute(), AutoDeadline(), patience=patience).speedup_after(10)

@@ -14,7 +14,7 @@ from experiments._real import Measured, Method, Setup, run_real
 from experiments.e2 import EXPECTED, MICROBATCHES, step_times
 from experiments.result import Line, Result
 from straggle.lab.simulate.communication import Constant
-from straggle.lab.simulate.ranks import simulate_times
+from straggle.lab.simulate.ranks import effective_speedup, simulate_times
 from straggle.lab.simulate.units import Work
 from straggle.policies.auto_deadline import AutoDeadline
 from straggle.policies.deadline import FixedDeadline, Patience, WaitForAll
@@ -73,7 +73,7 @@ def _lines(ranks: int, measured: dict[str, Measured], unit_s: Tensor) -> list[Li
     rows = [Line(f"{ranks} ranks, wait for all: step time", "", beside)]
     for name, label in NAMES.items():
         run = measured[name]
-        speedup = float((1 - run.dropped).mean() * every.step_s.sum() / run.step_s.sum())
+        speedup = effective_speedup(run.dropped, run.step_s, every.step_s)
         calmer = float(every.step_s.std() / run.step_s.std())
         what = f"{ranks} ranks, {label}"
         simulated = _simulated(name, unit_s, float(every.overhead_s.median()))
@@ -94,9 +94,7 @@ def _simulated(name: str, unit_s: Tensor, overhead_s: float) -> float:
     units = replace(WORK.units(method.patience.granularity), overhead_s=overhead_s)
     nothing = unit_s.new_zeros((*unit_s.shape[:2], len(units.base_s) - MICROBATCHES))  # backward takes no time
     times = torch.cat([unit_s, nothing], -1)
-    result = simulate_times(times, units, method.deadline(), method.patience, Constant())
-    kept = float((1 - result.dropped[SKIP:]).mean())
-    return kept * float(result.all_s[SKIP:].sum() / result.step_s[SKIP:].sum())
+    return simulate_times(times, units, method.deadline(), method.patience, Constant()).speedup_after(SKIP)
 
 
 def _step_time(run: Measured) -> str:

@@ -43,8 +43,17 @@ class Simulation:
 
     @property
     def speedup(self) -> float:
-        """Effective speedup: gradients that came in per second, relative to waiting for all ranks."""
-        return float((1 - self.dropped).mean() * self.all_s.sum() / self.step_s.sum())
+        """`effective_speedup` of all steps."""
+        return self.speedup_after(0)
+
+    def speedup_after(self, steps: int) -> float:
+        """`effective_speedup` without the first ``steps``."""
+        return effective_speedup(self.dropped[steps:], self.step_s[steps:], self.all_s[steps:])
+
+
+def effective_speedup(dropped: Tensor, step_s: Tensor, all_s: Tensor) -> float:
+    """Gradients that came in per second, relative to waiting for all ranks, which takes ``all_s``; all (steps,)."""
+    return float((1 - dropped).mean() * all_s.sum() / step_s.sum())
 
 
 def simulate(
