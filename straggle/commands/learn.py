@@ -24,7 +24,7 @@ with needs_extra("train"):
     from straggle.lab.learning.lateness import DropWhole, Nobody
     from straggle.lab.learning.learning import Learned, Setting, Treatment, learn, units_of
     from straggle.lab.learning.samples import FromOnePool, OfTheirOwn
-    from straggle.lab.learning.weighting import Count, InverseProbability
+    from straggle.lab.learning.weighting import weighting_of
     from straggle.observe.console import print_table
     from straggle.observe.intervals import difference_interval, mean_interval
 
@@ -73,7 +73,7 @@ def _treatment(config: DictConfig) -> Treatment:
     lateness, merge = instantiate(config.lateness), instantiate(config.merge)
     return Treatment(
         DropWhole(lateness) if config.drop_whole else lateness,
-        Count if merge.weighting == "count" else partial(InverseProbability, merge.chance_window, merge.chance_cap),
+        weighting_of(merge),
         partial(build_estimator, config),
     )
 

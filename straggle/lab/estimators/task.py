@@ -16,7 +16,7 @@ from straggle.lab.build import estimator_from
 from straggle.lab.estimators.lateness import Paced
 from straggle.lab.learning.learning import Setting, Treatment
 from straggle.lab.learning.samples import FromOnePool, OfTheirOwn
-from straggle.lab.learning.weighting import Count, InverseProbability
+from straggle.lab.learning.weighting import weighting_of
 from straggle.lab.workloads.workload import Workload
 from straggle.merge.options import Merge
 from straggle.policies.estimators import Estimator
@@ -64,16 +64,14 @@ class Task:
 
     def treatment(self, method: str, case: Case, optimizer: Optimizer | None = None) -> Treatment:
         """Who is late, and what the method does then; ``optimizer``: that its estimators look at, if not its own."""
-        weighting = self.methods[method].get("weighting", "count")
-        merge = Merge(weighting=weighting)
-        inverse = partial(InverseProbability, merge.probability_window, merge.max_weight)
+        merge = Merge(weighting=self.methods[method].get("weighting", "count"))
 
         def make(own: Optimizer) -> Estimator:
             return self.estimator(method, optimizer or own)
 
         return Treatment(
             Paced(round(case.late_share * self.ranks), always=case.own_data, finishes_late=self._finishes_late(method)),
-            Count if weighting == "count" else inverse,
+            weighting_of(merge),
             make,
         )
 

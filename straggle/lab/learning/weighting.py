@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import final
 
 import torch
 from torch import Tensor
 
-from straggle.merge.options import inverse_probability
+from straggle.merge.options import Merge, inverse_probability
 
 
 class Weighting(ABC):
@@ -44,4 +46,9 @@ class InverseProbability(Weighting):
     def weights(self, reached: Tensor) -> Tensor:
         share = torch.stack(tuple(self._steps)).mean(0) if self._steps else torch.ones(reached.shape)
         self._steps.append(reached.float())
-        return inverse_probability(share, self.max_weight) * reached
+        return inverse_probability(share, self.cap) * reached
+
+
+def weighting_of(merge: Merge) -> Callable[[], Weighting]:
+    """What gives each run its weights, as the merge of real ranks is configured."""
+    return Count if merge.weighting == "count" else partial(InverseProbability, merge.chance_window, merge.chance_cap)
