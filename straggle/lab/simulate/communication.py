@@ -20,7 +20,7 @@ class Constant(Network):
     """The merge of all gradients takes ``seconds``, whatever the number of ranks."""
 
     def __init__(self, seconds: float = 0.0) -> None:
-        self.seconds = _number("seconds", seconds)
+        self.seconds = at_least_0("seconds", seconds)
 
     def merge_s(self, ranks: int, share: float) -> float:
         return self.seconds * share if ranks > 1 else 0.0
@@ -30,9 +30,9 @@ class _Links(Network):
     """Links of a latency and a bandwidth; ``nbytes``: of all gradients."""
 
     def __init__(self, nbytes: float, *, bytes_per_s: float, latency_s: float) -> None:
-        self.nbytes = _number("nbytes", nbytes)
-        self.bytes_per_s = _number("bytes_per_s", bytes_per_s)
-        self.latency_s = _number("latency_s", latency_s)
+        self.nbytes = at_least_0("nbytes", nbytes)
+        self.bytes_per_s = at_least_0("bytes_per_s", bytes_per_s)
+        self.latency_s = at_least_0("latency_s", latency_s)
         if bytes_per_s == 0:
             raise ValueError("bytes_per_s=0: nothing would ever arrive")
 
@@ -55,7 +55,8 @@ class Tree(_Links):
         return 2 * (math.ceil(math.log2(ranks)) * self.latency_s + share * self.nbytes / self.bytes_per_s)
 
 
-def _number(name: str, value: float) -> float:
+def at_least_0(name: str, value: float) -> float:
+    """``value``; raises ``ValueError`` for what is no finite number of at least 0."""
     if not 0 <= value < math.inf:
         raise ValueError(f"{name}={value}: must be a finite number from 0 on")
     return float(value)

@@ -11,6 +11,7 @@ import torch
 from torch import Generator, Tensor
 
 from straggle.lab.faults import dropcompute_factors
+from straggle.lab.simulate.communication import at_least_0
 from straggle.lab.simulate.units import Units
 from straggle.policies.deadline import check_count
 
@@ -55,7 +56,7 @@ class Normal(_Factor):
     """Normal times: a unit's time has this ``std``, relative to its mean; no time is below 0."""
 
     def __init__(self, std: float = 0.1) -> None:
-        self.std = _at_least_0("std", std)
+        self.std = at_least_0("std", std)
 
     def factors(self, shape: Sequence[int], generator: Generator) -> Tensor:
         return torch.randn(tuple(shape), generator=generator).mul_(self.std).add_(1.0).clamp_(min=0.0)
@@ -66,7 +67,7 @@ class LogNormal(_Factor):
     """Log-normal times: their logarithm has the standard deviation ``sigma``, and their median is the base time."""
 
     def __init__(self, sigma: float = 0.3) -> None:
-        self.sigma = _at_least_0("sigma", sigma)
+        self.sigma = at_least_0("sigma", sigma)
 
     def factors(self, shape: Sequence[int], generator: Generator) -> Tensor:
         return torch.randn(tuple(shape), generator=generator).mul_(self.sigma).exp_()
@@ -77,7 +78,7 @@ class Exponential(_Factor):
     """Each unit takes longer by an exponentially distributed part of its time, with this ``mean``."""
 
     def __init__(self, mean: float = 0.5) -> None:
-        self.mean = _at_least_0("mean", mean)
+        self.mean = at_least_0("mean", mean)
 
     def factors(self, shape: Sequence[int], generator: Generator) -> Tensor:
         uniform = torch.rand(tuple(shape), generator=generator)  # below 1, so that the logarithm is finite
@@ -89,7 +90,7 @@ class DropCompute(_Factor):
     """The delay model of DropCompute: a unit takes ``1 + 0.5 * factor * X`` times its time (`dropcompute_factors`)."""
 
     def __init__(self, factor: float = 1.0) -> None:
-        self.factor = _at_least_0("factor", factor)
+        self.factor = at_least_0("factor", factor)
 
     def factors(self, shape: Sequence[int], generator: Generator) -> Tensor:
         return dropcompute_factors(shape, generator, self.factor, torch.float32)
@@ -114,7 +115,7 @@ class Stalls(_DelaysWrapper):
     def __init__(self, inner: Delays, probability: float, seconds: float) -> None:
         super().__init__(inner)
         self.probability = _share("probability", probability)
-        self.seconds = _at_least_0("seconds", seconds)
+        self.seconds = at_least_0("seconds", seconds)
 
     def steps(self, base_s: Tensor, ranks: int, generator: Generator) -> Iterator[Tensor]:
         for unit_s in self.inner.steps(base_s, ranks, generator):
@@ -136,7 +137,7 @@ class SlowRanks(_DelaysWrapper):
     def __init__(self, inner: Delays, share: float, factor: float, *, lasts_steps: float = math.inf) -> None:
         super().__init__(inner)
         self.share = _share("share", share)
-        self.factor = _at_least_0("factor", factor)
+        self.factor = at_least_0("factor", factor)
         if not lasts_steps >= 1:
             raise ValueError(f"lasts_steps={lasts_steps}: must be a number of steps from 1 on")
         if lasts_steps < math.inf and share >= lasts_steps / (1 + lasts_steps):
@@ -180,12 +181,6 @@ class ByNode(_DelaysWrapper):
             alike = torch.rand(ranks, generator=generator) < math.sqrt(self.correlation)
             own_s[alike] = node_s[node[alike]]
             yield own_s
-
-
-def _at_least_0(name: str, value: float) -> float:
-    if not 0 <= value < math.inf:
-        raise ValueError(f"{name}={value}: must be a finite number from 0 on")
-    return float(value)
 
 
 def _share(name: str, value: float) -> float:
