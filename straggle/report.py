@@ -123,7 +123,7 @@ class StepReport:
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain JSON values; numbers that are not finite become ``None``."""
-        plain: dict[str, Any] = _finite(asdict(self))
+        plain: dict[str, Any] = finite_or_none(asdict(self))
         return plain
 
 
@@ -178,12 +178,12 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
-def _finite(value: Any) -> Any:
+def finite_or_none(value: Any) -> Any:
     """``value`` with every float that JSON cannot hold replaced by ``None``, recursively."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite_or_none(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
+        return [finite_or_none(item) for item in value]
     return value

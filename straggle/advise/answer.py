@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,14 +15,14 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from straggle.advise.gain import Gain, best, gains
 from straggle.advise.slow import HELD_UP, MATTERS, UNUSUAL, Slowness, SlowRank, find_slow_ranks
-from straggle.advise.timings import LEAST_STEPS, Timings, dumps, read_timings
+from straggle.advise.timings import LEAST_STEPS, Timings, read_timings
 from straggle.observe.findings import PLACES, ms
 from straggle.observe.findings import advise as sentences_of_run
 from straggle.observe.intervals import LEVEL, Interval
 from straggle.observe.run import read_run
 from straggle.observe.run_numbers import numbers_of
 from straggle.policies.deadline import Patience
-from straggle.report import text_table
+from straggle.report import finite_or_none, text_table
 
 _PLACES: Mapping[str, str] = {
     **PLACES,
@@ -58,18 +59,21 @@ class Answer:
     def as_json(self) -> str:
         """The complete answer for programs; times in seconds."""
         timings = self.timings
-        return dumps(
-            {
-                "source": str(timings.source),
-                "steps": timings.num_steps,
-                "first_step": int(timings.step[0]),
-                "ranks": timings.num_ranks,
-                **asdict(self.slowness),
-                "slow_ranks": [asdict(rank) for rank in self.slowness.ranks],
-                "policies": [asdict(gain) for gain in self.gains],
-                "best": None if self.best is None else asdict(self.best),
-                "sentences": self.sentences,
-            }
+        return json.dumps(
+            finite_or_none(
+                {
+                    "source": str(timings.source),
+                    "steps": timings.num_steps,
+                    "first_step": int(timings.step[0]),
+                    "ranks": timings.num_ranks,
+                    **asdict(self.slowness),
+                    "slow_ranks": [asdict(rank) for rank in self.slowness.ranks],
+                    "policies": [asdict(gain) for gain in self.gains],
+                    "best": None if self.best is None else asdict(self.best),
+                    "sentences": self.sentences,
+                }
+            ),
+            indent=2,
         )
 
 

@@ -6,8 +6,6 @@ these arrays as it is, whatever became of it.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from straggle.observe.run import Array, step_report
+from straggle.observe.run import Array, read_reports
 from straggle.observe.trace import read_trace
 from straggle.observe.warmup import num_warmup_steps
-from straggle.observe.watch import FOLDER
+from straggle.observe.watch import FOLDER, watched_files
 from straggle.policies.untruncated import untruncated_stages
 from straggle.report import StepReport
 
@@ -85,7 +83,7 @@ def read_timings(path: Path) -> Timings:
         trace = path / "trace.jsonl"
         if trace.is_file():
             return _without_warmup(_from_trace(trace))
-        if files := sorted(watched.glob("rank*.jsonl"), key=lambda file: (len(file.name), file.name)):
+        if files := watched_files(watched.parent):
             try:
                 return _without_warmup(_from_watch(watched, files))
             except KeyError as error:
@@ -189,12 +187,7 @@ def _units(lines: tuple[Any, ...], steps: int, stages: list[dict[str, Any]]) -> 
 
 
 def _from_trace(path: Path) -> Timings:
-    reports = list[StepReport]()
-    for number, record in enumerate(read_trace(path), start=1):
-        try:
-            reports.append(step_report(record))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}: line {number} is no step of a straggle trace ({error!r})") from error
+    reports = list(read_reports(path))
     if not reports:
         raise ValueError(f"{path}: there is no whole step in it yet")
     plan, ranks = [(s.name, s.numel) for s in reports[-1].stages], len(reports[-1].ranks)
@@ -282,21 +275,3 @@ def _whole_phases(
                 left_s -= min(left_s, to_forward)
             phases["backward"][step, rank] += max(0.0, left_s)
     return {**phases, "optimizer": np.zeros_like(busy_s), "pauses": np.zeros_like(busy_s)}, network_s
-
-
-def as_json(value: Any) -> Any:
-    """``value`` with arrays as lists, and ``None`` for every number that JSON cannot represent."""
-    if isinstance(value, (np.floating, float)):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, np.integer):
-        return int(value)
-    if isinstance(value, Mapping):
-        return {str(key): as_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [as_json(item) for item in value]
-    return value
-
-
-def dumps(value: Any) -> str:
-    """`as_json`, as text."""
-    return json.dumps(as_json(value), indent=2)

@@ -17,7 +17,7 @@ from straggle.observe.fairness import Contributions, Fairness
 from straggle.observe.trace import read_trace, whole_lines
 from straggle.observe.wait_for_all import WaitForAllPrediction
 from straggle.observe.warmup import num_warmup_steps
-from straggle.observe.watch import FOLDER
+from straggle.observe.watch import watched_files
 from straggle.report import CAUSES, RankReport, ShadowReport, StageReport, StepReport
 
 Array: TypeAlias = NDArray[np.float64]
@@ -74,16 +74,12 @@ def read_run(run_dir: Path, *, name: str | None = None) -> Run:
     Raises ``ValueError`` if there is no trace, or no step in it.
     """
     path = run_dir / "trace.jsonl"
-    watched = _watched(run_dir)
+    watched = watched_files(run_dir)
     if not path.is_file() and not watched:
         raise ValueError(f"{path}: no such file; give the run_dir of a run of straggle train or straggle.watch")
     columns = _Columns()
-    for record in read_trace(path) if path.is_file() else _of_ddp(watched):
-        try:
-            columns.add(step_report(record))
-        except (KeyError, TypeError, AttributeError) as error:
-            line = len(columns.steps) + 1
-            raise ValueError(f"{path}: line {line} is no step of a straggle trace ({error!r})") from error
+    for report in read_reports(path) if path.is_file() else map(step_report, _of_ddp(watched)):
+        columns.add(report)
     if not columns.steps:
         raise ValueError(f"{path}: there is no whole step in it yet")
     config = _config(run_dir / "config.yaml")
@@ -99,19 +95,23 @@ def run_of(reports: Iterable[StepReport]) -> Run:
     return columns.run("", Path(), {}, {})
 
 
+def read_reports(path: Path) -> Iterator[StepReport]:
+    """The steps of a trace; raises ``ValueError`` for a line that is none."""
+    for number, record in enumerate(read_trace(path), start=1):
+        try:
+            yield step_report(record)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{path}: line {number} is no step of a straggle trace ({error!r})") from error
+
+
 def read_steps(run: Run, positions: Collection[int]) -> dict[int, StepReport]:
     """The full reports of some steps, by their position in the run; other lines are not parsed again."""
     path = run.run_dir / "trace.jsonl"
     if not path.is_file():
-        records = enumerate(_of_ddp(_watched(run.run_dir)))
+        records = enumerate(_of_ddp(watched_files(run.run_dir)))
         return {at: step_report(record) for at, record in records if at in positions}
     lines = enumerate(whole_lines(path))
     return {at: step_report(json.loads(line)) for at, line in lines if at in positions}
-
-
-def _watched(run_dir: Path) -> list[Path]:
-    """The files of `straggle.watch`, in the order of the ranks."""
-    return sorted((run_dir / FOLDER).glob("rank*.jsonl"), key=lambda file: (len(file.name), file.name))
 
 
 def _of_ddp(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
@@ -142,6 +142,8 @@ def _of_ddp(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
 def step_report(record: Mapping[str, Any]) -> StepReport:
     """A trace's record as the report that it was: ``None`` is NaN again, and missing fields have their defaults."""
     ranks = tuple(_rank_report(rank) for rank in record["ranks"])
+    if not ranks:
+        raise KeyError("ranks")
     stages = tuple(
         StageReport(str(s["name"]), int(s["numel"]), _number(s.get("weight")), bool(s.get("estimated", False)))
         for s in record["stages"]
@@ -220,8 +222,6 @@ class _Columns:
 
     def add(self, report: StepReport) -> None:
         """One more step."""
-        if not report.ranks:
-            raise KeyError("ranks")
         loss = report.scalars.get("loss", math.nan)
         row = (report.step, report.seconds, self._prediction.seconds(report), report.deadline_s, loss, report.skipped)
         self._ranks.append(np.array([list(_values(rank)) for rank in report.ranks], dtype=float).T)

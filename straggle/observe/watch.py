@@ -34,6 +34,11 @@ PHASES = ("outside", "optimizer", "data", "forward", "backward", "wait")
 FOLDER = "watch"
 
 
+def watched_files(run_dir: Path) -> list[Path]:
+    """What was written into ``run_dir``, in the order of the ranks."""
+    return sorted((run_dir / FOLDER).glob("rank*.jsonl"), key=lambda file: (len(file.name), file.name))
+
+
 def watch(model: DistributedDataParallel, run_dir: str | Path = "runs/watch") -> Watch:
     """Record this rank's times in each step of ``model``, for ``python -m straggle advise RUN_DIR``.
 
