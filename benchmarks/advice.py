@@ -47,7 +47,7 @@ def mean_s(job, begin, steps):
 
 
 def watched(config, workload, device, steps):
-    """What is advised after so many steps of DDP."""
+    """What is advised after ``steps`` steps of DDP."""
     with tempfile.TemporaryDirectory() as own:
         folder = from_rank0(own)
         job = DdpJob(config, workload, device)

@@ -106,7 +106,7 @@ class Loop:
 
 
 def draw_stalls(seed, num_steps, every, world_size, num_blocks):
-    """For every so many steps, which rank stalls, and in which place and block."""
+    """For every ``every`` steps, which rank stalls, and in which place and block."""
     draw = random.Random(seed)
     return {
         step: (draw.randrange(world_size), draw.choice(PLACES), draw.randrange(num_blocks))

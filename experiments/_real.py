@@ -24,7 +24,7 @@ from straggle.policies.deadline import Deadline, Patience
 
 @dataclass(frozen=True)
 class Method:
-    """How a run treats late ranks; ``deadline`` is made anew in each process."""
+    """How a run treats late ranks; ``deadline`` makes one in each process."""
 
     deadline: Callable[[], Deadline]
     patience: Patience = field(default_factory=Patience)
@@ -59,7 +59,7 @@ class Measured:
     predicted: Tensor
 
     def after(self, steps: int) -> Measured:
-        """Its steps without so many first ones."""
+        """Its steps without the first ``steps``."""
         return Measured(*(column[steps:] for column in vars(self).values()))
 
 

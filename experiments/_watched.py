@@ -87,7 +87,7 @@ def _train(rank: int, folder: Path, steps: int, block: int, kind: str, seconds: 
 
 
 def run_watched(folder: Path, steps: int, block: int, kind: str, seconds: Sequence[float]) -> Timings:
-    """Four ranks; in turns of ``block`` steps, rank 1's backward pass takes so many ``seconds`` more.
+    """Four ranks; in turns of ``block`` steps, rank 1's backward pass takes some of the ``seconds`` more.
 
     These are spent by ``kind``: spin, which needs a core of its own, or sleep. The ``folder`` has what the watch wrote,
     and each rank's DDP timers, as ``ddp<r>.json``.

@@ -34,7 +34,7 @@ def run(quick: bool, out: Path) -> Result:
     share = 0.0 if worst is None else worst.lost_share * worst.phases["backward"]
     timers = [json.loads((out / "E11" / f"ddp{rank}.json").read_text()) for rank in range(RANKS)]
     whole_ms = [sum(t.get(key, 0) for key in t if key in _PARTS) / 1e6 for t in timers]
-    found = "nobody" if worst is None else f"rank {worst.rank}, {1e3 * worst.excess_s:.1f} ms more than the others"
+    found = "no rank" if worst is None else f"rank {worst.rank}, {1e3 * worst.excess_s:.1f} ms more than the others"
     lines = (
         Line("ranks that are named", f"rank {SLOW} and no other", f"ranks {named}", named == [SLOW]),
         Line(

@@ -24,7 +24,7 @@ WORK = Work(1.0 * MICROBATCHES, num_microbatches=MICROBATCHES, num_stages=1)
 
 
 def step_times(ranks: int, steps: int, seed: int = 0) -> list[Tensor]:
-    """When each micro-batch would be finished, for so many steps: (ranks, micro-batches) each."""
+    """When each micro-batch would be finished, for ``steps`` steps: (ranks, micro-batches) each."""
     base_s = WORK.units("microbatch").base_s
     return [
         unit_s.cumsum(1) for unit_s in islice(DropCompute().steps(base_s, ranks, Generator().manual_seed(seed)), steps)
@@ -45,8 +45,8 @@ def best_speedup(times: list[Tensor], num_candidates: int = 60) -> tuple[float, 
 
 
 def best_speedup_of_half(times: list[Tensor], num_candidates: int = 20) -> float:
-    """The same where nobody is late before half of the ranks have finished, as by default in training."""
-    rules = StopRules(max(1, times[0].shape[0] // 2))
+    """The same where no rank is late before half of the ranks have finished, as by default in training."""
+    rules = Rules(max(1, times[0].shape[0] // 2))
     all_s = sum(float(unit_s[:, -1].amax()) for unit_s in times)
     found = []
     for tau in torch.linspace(MICROBATCHES, 2.0 * MICROBATCHES, num_candidates).tolist():

@@ -1,6 +1,6 @@
-"""E6: nobody is delayed, and still the group does not wait for all: what does dropping the last of six cost?
+"""E6: no rank is delayed, and still the group does not wait for all: what does dropping the last of six cost?
 
-Six ranks wait for all; wait with a deadline that nobody passes; merge the first five of six, where the sixth is always
+Six ranks wait for all; wait with a deadline that no rank passes; merge the first five of six, where the sixth is always
 the same, another in each step, or another for each stage. Real ranks show that the deadline alone changes nothing;
 logical ranks, which merge as real ones do, show the rest over many seeds.
 """
@@ -55,7 +55,7 @@ TREATMENTS = {
 
 @dataclass(frozen=True)
 class Task:
-    """One workload with its samples; ``score`` is higher where the model is better, and told with ``digits``."""
+    """One workload with its samples; ``score`` is higher where the model is better, and printed with ``digits``."""
 
     name: str
     workload: Callable[[int], Workload]
@@ -93,7 +93,7 @@ def _real_line() -> Line:
 
 
 def _train_both(rank: int) -> tuple[str, str, int]:
-    """Train without a deadline and with one that nobody passes: the parameters' hashes, and how often it was late."""
+    """Train without a deadline and with one that no rank passes: the parameters' hashes, and how often it was late."""
     return _train(rank, None)[0], *_train(rank, 60.0)
 
 

@@ -11,7 +11,7 @@ from straggle.report import text_table
 
 @dataclass(frozen=True)
 class Line:
-    """One finding; ``ok`` is ``None`` where nothing was expected to hold, and the number is only told."""
+    """One finding; ``ok`` is ``None`` where nothing was expected to hold, and the number is only reported."""
 
     what: str
     expected: str

@@ -30,7 +30,7 @@ _PLACES: Mapping[str, str] = {
     "optimizer": "in the optimizer",
     "pauses": "in pauses of its process (garbage collection, or stopped from outside)",
 }
-_STEADY = 0.5  # of its steps: a rank is slow as such, not now and then
+_STEADY = 0.5  # of its steps: a rank is persistently slow, not now and then
 _CONFIG = "config.yaml"  # that `straggle train` leaves
 _NETWORK = 0.1  # of a step, from which on it is worth a sentence
 
@@ -192,14 +192,14 @@ def _what_to_do(one: Gain | None, slowness: Slowness, timings: Timings) -> Itera
     yield _to_add(one) if of_train else _to_paste(one, timings)
     if steady := [rank for rank in slowness.ranks if rank.steady >= _STEADY and rank.until is None]:
         yield (
-            f"Rank {steady[0].rank} is slow as such, so it is its gradients that are dropped, step after step, and its "
-            "data count less. Look at its machine first, or give it less to do."
+            f"Rank {steady[0].rank} is persistently slow, so it is its gradients that are dropped, step after step, "
+            "and its data count less. Look at its machine first, or give it less to do."
         )
 
 
 def _why_nothing(slowness: Slowness) -> str:
     if slowness.somebody_is_waited_for:
-        return "none of these is sure to be worth it here, as far as so many steps tell"
+        return "none of these is sure to be worth it here, as far as this number of steps shows"
     return (
         "what is lost is the ordinary difference between ranks, and stopping a rank that is nearly done saves nothing"
     )

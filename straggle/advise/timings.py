@@ -103,7 +103,7 @@ def _without_warmup(timings: Timings) -> Timings:
     if timings.num_steps < LEAST_STEPS:
         raise ValueError(f"{timings.source}: {timings.num_steps} steps are too few; {LEAST_STEPS} are needed at least")
     if timings.num_ranks < 2:
-        raise ValueError(f"{timings.source}: one rank waits for nobody; at least two are needed")
+        raise ValueError(f"{timings.source}: one rank waits for no other; at least two are needed")
     return timings.select(slice(num_warmup_steps(timings.num_steps), None))
 
 

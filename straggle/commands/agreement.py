@@ -1,4 +1,4 @@
-"""What goes wrong on one rank, between steps, is raised on all ranks: no rank waits for one that has given up."""
+"""What goes wrong on one rank, between steps, is raised on all of them: no rank waits for one that has given up."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class Checkpoint:
         return found.step
 
     def set_aside(self) -> None:
-        """Keep an existing checkpoint under another name: the run starts from the beginning; only rank 0 calls it."""
+        """Keep what there is under another name, for a run that does not go on from it; rank 0 alone calls it."""
         if kept := durable.set_aside(self.directory):
             _log.warning("%s was there before this run, which begins anew: kept as %s", self.directory, kept)
 

@@ -236,7 +236,7 @@ def of_scenario(config: DictConfig, name: str) -> DictConfig:
 
 
 def _build_all(config: DictConfig) -> None:
-    """Build what each rank will build, once before there are ranks, so that a wrong value is reported once."""
+    """What each rank will build, once before there are ranks, so that a wrong value is reported once."""
     built = {part: instantiate(config.get(part)) for part in _BUILT}
     if "faults" in config:
         build_faults(config)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 STATE = "state.json"
-EARLIER = ".earlier"  # what a run that begins anew found there
+EARLIER = ".earlier"  # what a run found there that does not go on from it
 _FORMS = ("", ".new", ".old")
 _CHUNK_BYTES = 1 << 20
 

@@ -49,7 +49,7 @@ def _run(config: DictConfig) -> None:
         save_chart(simulation, run_dir / "simulation.png", title)
     notes = {"files": f"{run_dir / 'simulation.json'}, simulation.png"}
     if not deadline.enforced:
-        notes["note"] = "this deadline stops nobody; simulate the one that it goes around"
+        notes["note"] = "this deadline stops no rank; simulate the one that it goes around"
     print_table(title, ("", "waiting for all", "deadline", "ratio"), rows_of(numbers), notes)
 
 

@@ -154,7 +154,7 @@ def _metrics(job: StagedJob, config: DictConfig) -> AbstractContextManager[objec
 def recorded(config: DictConfig) -> DictConfig:
     """The configuration of the run that ``config.replay`` names, without its faults, up to ``config.steps``.
 
-    Raises `ConfigurationError` if there is no recorded run, or if it uses classes that this command does not name.
+    Raises `ConfigurationError` where there is no recorded run, or one of classes that this run does not name.
     """
     source = Path(config.replay)
     if source.resolve() == Path(config.run_dir).resolve():
@@ -228,7 +228,7 @@ def _step(job: StagedJob, number: int, decisions: DecisionWriter) -> None:
 def _checkpoint(job: StagedJob, config: DictConfig, number: int) -> None:
     """Save after step ``number``, if it is time to; the run's files have this step before the checkpoint has it."""
     if config.checkpoint_every and (number + 1) % config.checkpoint_every == 0 and number + 1 < config.steps:
-        dist.barrier()  # everybody comes here, so nobody is late
+        dist.barrier()  # all ranks come here, so none is late
         not_saved = _save(Checkpoint(Path(config.run_dir) / "checkpoint"), number + 1, job)
         if not_saved is not None and dist.get_rank() == 0:  # there may be room for the next one
             _log.warning("%s; training goes on", not_saved)
@@ -303,7 +303,7 @@ def _late(summary: dict[str, Any]) -> str:
 def _counts(summary: dict[str, Any]) -> str:
     counts = zip(summary["late_steps_per_rank"], summary["stood_in_steps_per_rank"], strict=True)
     late = [f"rank {rank}: {late} ({stood_in} stood in for)" for rank, (late, stood_in) in enumerate(counts) if late]
-    return ", ".join(late) or "nobody"
+    return ", ".join(late) or "no rank"
 
 
 def _least(summary: dict[str, Any], where: str) -> str:

@@ -89,7 +89,7 @@ class Slowdown(Fault):
 
 @final
 class RandomDelay(Fault):
-    """With this probability a micro-batch is delayed by these seconds, at the first moment of the phase."""
+    """With this probability a micro-batch is delayed by ``seconds``, at the first moment of the phase."""
 
     def __init__(
         self, probability: float, *, seconds: float, ranks: Collection[int] | None = None, phase: Phase = "forward"

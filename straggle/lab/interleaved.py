@@ -59,7 +59,7 @@ class TimedJob:
         self.scores.append(self.job.evaluate())
 
     def summary(self, steps: int, turns: int) -> dict[str, float]:
-        """Times of the first ``steps`` steps, which were ``turns`` turns.
+        """Times of the first ``steps``, which took this number of ``turns``.
 
         Median and deviation leave out the first of them (`num_warmup_steps`).
         """

@@ -19,9 +19,9 @@ _POLL_S = 0.01
 def fresh_store(store: Any, rank: int, world_size: int, *, timeout: timedelta = timedelta(minutes=10)) -> Any:
     """``store`` below a prefix on which the ranks of this attempt agree, whatever other attempts have left in it.
 
-    Each rank asks under its own name, which is drawn now. Rank 0 answers every rank that it finds, and is done when
-    each rank has confirmed this answer. So an answer of an earlier attempt reaches no rank. The number of restarts of
-    this node would not do as a prefix: the agents of several nodes count differently.
+    Each rank asks under a name of its own, drawn now; rank 0 answers every one that it finds, and is done when each
+    rank has said that it has this answer. So an answer of an earlier attempt reaches no rank. How often this node was
+    restarted would be no such prefix: the agents of several nodes count differently.
 
     Raises ``RuntimeError`` if a rank does not appear within ``timeout``.
     """

@@ -47,7 +47,7 @@ class LiveView:
 
     def _line(self, report: StepReport) -> str:
         deadline = "none" if math.isinf(report.deadline_s) else f"{report.deadline_s * 1e3:.0f} ms"
-        late = ",".join(str(rank) for rank in report.late_ranks) or "nobody"
+        late = ",".join(str(rank) for rank in report.late_ranks) or "none"
         loss = report.scalars.get("loss", math.nan)
         return f"loss {loss:.3f}  step {report.seconds * 1e3:4.0f} ms  deadline {deadline}  late: {late}"
 

@@ -53,7 +53,7 @@ class Fairness:
 
 
 def jain_index(values: Sequence[float]) -> float:
-    """``sum(x)**2 / (n * sum(x**2))``: 1 where all are equal, ``1 / n`` where one has all; NaN where all are 0.
+    """``sum(x)**2 / (n * sum(x**2))``: 1 where all are equal, ``1 / n`` where one has all; NaN where no rank has any.
 
     Source: Jain, Chiu, Hawe, "A quantitative measure of fairness and discrimination" (DEC-TR-301, 1984).
     """
@@ -62,7 +62,7 @@ def jain_index(values: Sequence[float]) -> float:
 
 
 def fairness_of(reports: Iterable[StepReport]) -> Fairness:
-    """The fairness of these steps; stages count since they were last planned."""
+    """The fairness of these steps; of stages, since they were last planned."""
     contributions = Contributions()
     for report in reports:
         contributions.add(report)

@@ -14,7 +14,7 @@ import numpy as np
 from straggle.observe.run import Run
 from straggle.observe.run_numbers import Numbers, RankNumbers
 
-ALWAYS = 0.5  # a rank that is late in at least this share of its steps is slow as such
+ALWAYS = 0.5  # a rank that is late in at least this share of its steps is persistently slow
 SOMETIMES = 0.01  # below this share it is not worth a sentence
 SLOWER = 1.5  # a rank's median compute time over the others' that is worth a sentence
 BIAS = 0.1  # difference between the stages' shares that is
@@ -47,7 +47,7 @@ def advise(run: Run, numbers: Numbers) -> list[str]:
         *_depth(run, numbers),
         *_starved(numbers),
         *_dealt_unequally(run),
-        *_nobody_late(run, numbers),
+        *_no_rank_late(run, numbers),
         *_waiting(numbers),
         *_out_of_data(run),
     ]
@@ -101,9 +101,9 @@ def _always_slow(run: Run, numbers: Numbers) -> Iterator[str]:
     slow = _late_ranks(numbers, ALWAYS, 1.01)
     for rank in slow[:3]:
         yield (
-            f"Rank {rank.rank} was late in {_steps(rank.late, rank.steps)}{_doing(rank)}: it is slow as such, not now "
-            f"and then. {rank.reach:.0%} of its gradients came in{_last_stage(run, rank.rank)}. Its data count that "
-            "much less than the others'. Give it less to do (straggle.Rebalance, rebalance=by_speed), look at its "
+            f"Rank {rank.rank} was late in {_steps(rank.late, rank.steps)}{_doing(rank)}: it is persistently slow, not "
+            f"now and then. {rank.reach:.0%} of its gradients came in{_last_stage(run, rank.rank)}. Its data count "
+            "that much less than the others'. Give it less to do (straggle.Rebalance, rebalance=by_speed), look at its "
             "machine, or choose an estimator that fills in for it, such as LastOwn."
         )
     if len(slow) > 3:
@@ -166,7 +166,7 @@ def _depth(run: Run, numbers: Numbers) -> Iterator[str]:
         ).rstrip()
 
 
-def _nobody_late(run: Run, numbers: Numbers) -> Iterator[str]:
+def _no_rank_late(run: Run, numbers: Numbers) -> Iterator[str]:
     if numbers.late or run.num_ranks == 1:
         return
     if not numbers.with_deadline:

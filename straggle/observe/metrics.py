@@ -49,8 +49,8 @@ class MetricsExporter:
     ``security``: TLS and a password. ``targets``: files from which Prometheus learns where the endpoints are. ``push``:
     to a Pushgateway. ``samples_per_step``: this rank's samples in a step of weight 1, for ``straggle_samples_total``.
 
-    Raises ``ValueError`` for a wrong port, and for an empty password file. Otherwise it never fails a job: where no
-    port is free, or the Pushgateway does not answer, it logs a warning and training goes on.
+    Raises ``ValueError`` for what is no port, and for an empty file of a password. Beyond that it never fails a job:
+    where no port is free, or nothing takes what is pushed, it logs a warning and training goes on.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class MetricsExporter:
 class StepMetrics:
     """The metrics of one rank: counted step by step by one thread, read by others at any time.
 
-    Those of stages are of the stages as they are planned now, and start again from 0 when the plan changes.
+    Those of stages belong to the stages as they are planned now, and start again where these change.
     """
 
     def __init__(self, model: StagedDataParallel, *, samples_per_step: int | None = None) -> None:

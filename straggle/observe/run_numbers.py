@@ -91,7 +91,7 @@ def _numbers_of(run: Run) -> Numbers:
     has_data = has_data_of(run)
     reach = np.where(has_data, run.ranks["reach"], np.nan)
     losses = run.loss[-20:]
-    # nobody's gradients are missing in a step for which nobody had data
+    # no gradients are missing in a step for which no rank had data
     dropped = np.where(has_data.any(axis=1), 1 - np.nanmean(reach, axis=1), 0.0)
     return Numbers(
         own=own,

@@ -54,7 +54,7 @@ def summarize(
 
 
 def _shadow(reports: Sequence[StepReport]) -> dict[str, float | None]:
-    """What a policy that stopped nobody would have made of these steps."""
+    """What a policy that stopped no rank would have made of these steps."""
     shadows = [report.shadow for report in reports if report.shadow is not None]
     return {
         "shadow_dropped_share": fmean(shadow.dropped_share for shadow in shadows) if shadows else None,

@@ -28,7 +28,7 @@ class WaitForAllPrediction:
         return report.seconds + (max(0.0, max(whole) - max(entered)) if entered else 0.0) + overrun_s
 
     def compute_s(self, report: StepReport) -> list[float]:
-        """For each rank, the seconds of all its own work in the step, untruncated; NaN: not known.
+        """For each rank, seconds of all its own work in the step, with what a late one left; NaN: not known.
 
         A rank that has not finished a stage is as slow as it was when it last finished one.
         """

@@ -241,7 +241,7 @@ def _is_over(end: Any) -> bool:
 
 
 class _File:
-    """One rank's lines. On a device, a step is written when the device has come to its end, which nobody waits for."""
+    """One rank's lines. On a device, a step is written when the device has come to its end; no thread waits for it."""
 
     def __init__(self, path: Path, rank: int, world_size: int) -> None:
         self._file = LineWriter(path)

@@ -22,9 +22,9 @@ FORWARD = 1 / 3
 class Paced(LatePattern):
     """In each step ``late`` ranks come through a share of the backward pass that is drawn evenly from 0 to 1.
 
-    Other ranks are drawn for each step, or it is ``always`` the last ones. When a late rank stops, the step is over for
-    it. With ``finishes_late`` (`Carry`) a rank that has entered its backward pass goes on with it in its peers' next
-    steps. It begins its own next step later, or misses it.
+    They are drawn again for each step, or ``always`` the last ones. Where late ranks stop, the step is over for them.
+    With ``finishes_late`` (`Carry`) one that has come into its backward pass goes on with it in its peers' next steps;
+    it begins its own next step later, or misses it.
     """
 
     def __init__(self, late: int, *, always: bool, finishes_late: bool) -> None:

@@ -32,7 +32,7 @@ class LatePattern(ABC):
         """
 
     def steps(self, num_ranks: int, num_units: int, generator: Generator) -> Iterator[Tensor]:
-        """The steps of a run, without end; each call starts again from the beginning."""
+        """The steps of a run, without end; each run has a state of its own."""
         run = copy.deepcopy(self)
         while True:
             yield run.reached(num_ranks, num_units, generator)

@@ -43,10 +43,10 @@ class Computed(NamedTuple):
 class LogicalRanks:
     """``num_ranks`` replicas of ``model`` that are one module, because replicas stay identical.
 
-    ``estimator`` makes the estimator. It is called once for each rank if the estimator keeps state of a rank's own, and
-    otherwise once. ``chunk``: the number of ranks whose gradients are in memory at a time. A step has one micro-batch;
-    a late rank stops by itself, and is not stood in for. Raises ``ValueError`` for a module with buffers: ranks would
-    have to merge them, too.
+    ``estimator`` makes the estimator; it is called once for each rank if it keeps anything of a rank's own, else once.
+    ``chunk``: how many ranks' gradients are in memory at a time. A step has one micro-batch; a late rank stops by
+    itself, and is not stood in for.
+    Raises ``ValueError`` for a module with buffers: ranks would have to merge them as well.
     """
 
     def __init__(
@@ -155,13 +155,13 @@ class _Sum:
         self.weight += weight
 
     def add_all(self, gradients: Tensor, weights: Tensor) -> None:
-        """The gradients of several ranks; those with weight 0 are left out, because they may be infinite."""
+        """The gradients of several ranks; not the products with 0, as what no rank takes may be infinite."""
         there = weights > 0
         self.gradient += torch.tensordot(weights[there] / self.num_ranks, gradients[there], dims=1)
         self.weight += float(weights.sum())
 
     def mean(self) -> Tensor | None:
-        """The merged gradient; ``None`` if no rank has one."""
+        """The merged gradient; ``None`` where no rank has anything."""
         if self.weight == 0:
             return None
         return self.gradient if self.weight == self.num_ranks else self.gradient.mul_(self.num_ranks / self.weight)

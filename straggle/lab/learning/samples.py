@@ -22,7 +22,7 @@ class Samples(ABC):
 
 @final
 class FromOnePool(Samples):
-    """Every epoch is shuffled again and dealt out, as `straggle train` does: all ranks' samples are alike."""
+    """Every epoch is shuffled and dealt out, as `straggle train` does: all ranks' samples are alike."""
 
     def __init__(self, workload: Workload, num_ranks: int, batch_size: int, *, seed: int) -> None:
         self._shards = [

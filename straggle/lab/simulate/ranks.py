@@ -68,7 +68,7 @@ def simulate(
     seed: int = 0,
     history_ranks: int = 256,
 ) -> Simulation:
-    """Simulate this number of steps.
+    """Simulate ``steps`` steps of ``ranks`` ranks.
 
     Raises ``ValueError`` if the policy wants more ranks than there are, and for micro-batches of a recorded run.
     """
@@ -129,7 +129,7 @@ class Cluster:
         self._rows: list[tuple[float, ...]] = []
 
     def step(self, unit_s: Tensor) -> Tensor:
-        """One step; ``unit_s`` (ranks, units): when each unit would be finished if no rank were stopped.
+        """One step; ``unit_s`` (ranks, units): when each unit would be finished, if no rank were stopped.
 
         Returns the share of each unit that comes in, of the same shape.
         """
@@ -137,7 +137,7 @@ class Cluster:
         computed = computed_share(unit_s, done, self._rules, self._units.silent)
         self._computed += computed
         self._late_steps += done.late
-        last_s = unit_s.T.contiguous().amax(1)  # when nobody is stopped; in half the time of amax(0)
+        last_s = unit_s.T.contiguous().amax(1)  # when no rank is stopped; in half the time of amax(0)
         step_s, all_s = (self._merged_s(last_s.clamp(max=end_s)) for end_s in (float(done.seconds), math.inf))
         kept = float(computed.mean(0) @ self._units.share)
         late = int(done.late.sum())

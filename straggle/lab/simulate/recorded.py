@@ -76,7 +76,7 @@ def recorded_times(records: Sequence[Mapping[str, Any]]) -> Recorded:
     ends[..., -1] = torch.where(late, last, compute_s)  # a rank that finished is done when its last hook is
     whole = untruncated_stages(ends, compute_s, numel / numel.sum())
     typical = whole.flatten(0, 1).nanmedian(0).values
-    never = whole.isnan()  # it never entered the step: its own typical times, or everybody's
+    never = whole.isnan()  # it never entered the step: its own typical times, or all ranks'
     own = whole.nanmedian(0).values.where(~whole.isnan().all(0), typical)
     whole = torch.where(never, own, whole)
     spent = whole.diff(dim=-1, prepend=torch.zeros_like(whole[..., :1])).clamp(min=0)

@@ -18,8 +18,8 @@ _RANKS_IN_FULL = 1024  # of more ranks, the file has the distribution only
 def numbers_of(simulation: Simulation) -> dict[str, Any]:
     """The simulation as plain JSON values."""
     reach = simulation.reach.double()
-    told = ~simulation.predicted_drop.isnan()  # not in a warm-up
-    predicted = simulation.predicted_drop[told]
+    known = ~simulation.predicted_drop.isnan()  # not in a warm-up
+    predicted = simulation.predicted_drop[known]
     finite = simulation.deadline_s[simulation.deadline_s.isfinite()]
     by_rank = 1 - reach.mean(1)
     numbers = {
@@ -31,7 +31,7 @@ def numbers_of(simulation: Simulation) -> dict[str, Any]:
         "deadline_seconds_median": float(finite.median()) if len(finite) else None,
         "dropped_share": float(simulation.dropped.mean()),
         "predicted_drop": float(predicted.mean()) if len(predicted) else None,
-        "dropped_where_predicted": float(simulation.dropped[told].mean()) if len(predicted) else None,
+        "dropped_where_predicted": float(simulation.dropped[known].mean()) if len(predicted) else None,
         "late_ranks_mean": float(simulation.late_ranks.mean()),
         "dropped_by_stage": (1 - reach.mean(0)).tolist(),
         "dropped_by_rank": {"max": float(by_rank.max()), **{k: _quantile(by_rank, q) for k, q in _QUANTILES.items()}},

@@ -1,4 +1,4 @@
-"""Which samples a rank trains on: each epoch is shuffled again and dealt out to the ranks without overlap.
+"""Which samples a rank trains on: each epoch is shuffled and dealt out to the ranks without overlap.
 
 Equally, by `Shard.indices`: micro-batch ``i`` of rank ``r`` in an epoch is
 ``order[(i * world_size + r) * batch_size :][:batch_size]``, so that all ranks' micro-batches number ``i`` together are

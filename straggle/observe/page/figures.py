@@ -38,7 +38,7 @@ _MAX_BARS = 32  # ranks in a timeline
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure, a text for readers who cannot see it, and a note below it."""
+    """A figure, what a reader who cannot see it gets instead, and a note below it."""
 
     figure: go.Figure
     alt: str
@@ -201,7 +201,7 @@ def timeline(report: StepReport) -> Chart:
         )
     figure.update_layout(barmode="overlay", bargap=0.25)
     figure.update_yaxes(type="category", categoryorder="array", categoryarray=labels[::-1], showgrid=False)
-    late = ", ".join(f"rank {rank.rank} late in {rank.cause}" for rank in report.ranks if rank.late) or "nobody late"
+    late = ", ".join(f"rank {rank.rank} late in {rank.cause}" for rank in report.ranks if rank.late) or "no rank late"
     late += "".join(f", rank {rank.rank}: {rank.cause}" for rank in report.ranks if rank.cause and not rank.late)
     cut = (
         f"{len(ranks)} of {len(report.ranks)} ranks: those that were late, then the slowest."

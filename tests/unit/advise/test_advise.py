@@ -404,7 +404,7 @@ def test_wrong_input_is_refused_with_the_remedy(tmp_path):
     write_watch(tmp_path / "short", steps=5)
     assert "5 steps are too few" in refusal(tmp_path / "short")
     write_watch(tmp_path / "one", ranks=1)
-    assert "one rank waits for nobody" in refusal(tmp_path / "one")
+    assert "one rank waits for no other" in refusal(tmp_path / "one")
     folder = write_watch(tmp_path / "three") / "watch"
     assert "give the folder" in refusal(folder / "rank0.jsonl")
     (folder / "rank2.jsonl").unlink()

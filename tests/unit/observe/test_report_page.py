@@ -213,7 +213,7 @@ def sentences(folder: Path, reports: Iterable[StepReport], /, **summary: Any) ->
 
 def test_advice_names_the_slow_rank_the_stuck_one_and_the_bias(tmp_path: Path) -> None:
     told = "\n".join(sentences(tmp_path, slow_run()))
-    assert "Rank 3 was late in 100% of its steps (40 of 40), in the backward pass: it is slow as such" in told
+    assert "Rank 3 was late in 100% of its steps (40 of 40), in the backward pass: it is persistently slow" in told
     assert "Rank 1 was late now and then: in 12% of its steps (5 of 40), while it loaded data." in told
     assert "Rank 1 was stuck where it could not stop by itself and was stood in for, up to 5 steps in a row" in told
     assert "Stages near the input get less" in told
