@@ -28,6 +28,7 @@ from itertools import groupby
 
 import torch
 import torch.distributed as dist
+from paired import median_ratio
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -473,19 +474,12 @@ def print_overhead(seconds, cpu, options):
     rows = [("", "ms a step", "ratio to DDP", "ratio to bare", "quartiles", "CPU ms", "ratio to bare", "quartiles")]
     for way, times in seconds.items():
         to_ddp = statistics.median(a / b for a, b in zip(times, seconds["DDP"], strict=True))
-        cells = [f"{1000 * statistics.median(times):.3f}", f"{to_ddp:.3f}", *ratios(times, seconds["bare"])]
-        rows.append((way, *cells, f"{1000 * statistics.median(cpu[way]):.3f}", *ratios(cpu[way], cpu["bare"])))
+        cells = [f"{1000 * statistics.median(times):.3f}", f"{to_ddp:.3f}", *median_ratio(times, seconds["bare"])]
+        rows.append((way, *cells, f"{1000 * statistics.median(cpu[way]):.3f}", *median_ratio(cpu[way], cpu["bare"])))
     print(text_table(rows))
     print("medians over rounds of a round's median step on rank 0; ratios within a round; CPU: of all of its threads")
     for way, words in WAYS.items():
         print(f"  {way}: {words}")
-
-
-def ratios(times, base):
-    """The median of the ratios, and their quartiles."""
-    ordered = sorted(a / b for a, b in zip(times, base, strict=True))
-    quartiles = f"{ordered[len(ordered) // 4]:.3f} to {ordered[-1 - len(ordered) // 4]:.3f}"
-    return f"{statistics.median(ordered):.3f}", quartiles
 
 
 def arguments():

@@ -11,6 +11,7 @@ import urllib.request
 
 import torch
 import torch.distributed as dist
+from paired import median_ratio
 from torch import nn
 
 import straggle
@@ -93,12 +94,11 @@ def report(model, exporter, hook_s, records, turns):
     scrapes = [timed(lambda: urllib.request.urlopen(exporter.url).read()) for _ in range(100)]
     print(f"  a scrape:                    {micros(scrapes)}")
     with_s, without_s = (statistics.median(turns[on]) for on in (True, False))
-    ratios = sorted(on / off for on, off in zip(turns[True], turns[False], strict=True))
-    low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+    ratio, quartiles = median_ratio(turns[True], turns[False])
     print(
         f"  step: {1e3 * with_s:.2f} ms with, {1e3 * without_s:.2f} ms without, "
         f"ratio of medians {with_s / without_s:.3f}, "
-        f"median of ratios {statistics.median(ratios):.3f} (quartiles {low:.3f} to {high:.3f})"
+        f"median of ratios {ratio} (quartiles {quartiles})"
     )
 
 

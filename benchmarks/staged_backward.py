@@ -13,6 +13,7 @@ import statistics
 import time
 
 import torch
+from paired import median_ratio
 from torch import nn
 
 from straggle import StagedBackward
@@ -72,13 +73,11 @@ def measure(name, rounds, warmup=5):
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{name}: {parameters / 1e6:.1f} M parameters in {len(list(model.parameters()))} tensors, {rounds} rounds")
     for label, own in seconds.items():
-        ratios = sorted(a / b for a, b in zip(own, plain, strict=True))
-        low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+        ratio, quartiles = median_ratio(own, plain)
         whole = statistics.median(own) / statistics.median(plain)
-        pairs = statistics.median(ratios)
         print(
             f"  {label:30} {1000 * statistics.median(own):8.2f} ms, ratio of medians {whole:.3f}, "
-            f"median of ratios {pairs:.3f} (quartiles {low:.3f} to {high:.3f})"
+            f"median of ratios {ratio} (quartiles {quartiles})"
         )
 
 
