@@ -46,7 +46,7 @@ def best_speedup(times: list[Tensor], num_candidates: int = 60) -> tuple[float, 
 
 def best_speedup_of_half(times: list[Tensor], num_candidates: int = 20) -> float:
     """The same where no rank is late before half of the ranks have finished, as by default in training."""
-    rules = Rules(max(1, times[0].shape[0] // 2))
+    rules = StopRules(max(1, times[0].shape[0] // 2))
     all_s = sum(float(unit_s[:, -1].amax()) for unit_s in times)
     found = []
     for tau in torch.linspace(MICROBATCHES, 2.0 * MICROBATCHES, num_candidates).tolist():

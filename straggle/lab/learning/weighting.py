@@ -46,9 +46,11 @@ class InverseProbability(Weighting):
     def weights(self, reached: Tensor) -> Tensor:
         share = torch.stack(tuple(self._steps)).mean(0) if self._steps else torch.ones(reached.shape)
         self._steps.append(reached.float())
-        return inverse_probability(share, self.cap) * reached
+        return inverse_probability(share, self.max_weight) * reached
 
 
 def weighting_of(merge: Merge) -> Callable[[], Weighting]:
     """What gives each run its weights, as the merge of real ranks is configured."""
-    return Count if merge.weighting == "count" else partial(InverseProbability, merge.chance_window, merge.chance_cap)
+    return (
+        Count if merge.weighting == "count" else partial(InverseProbability, merge.probability_window, merge.max_weight)
+    )
