@@ -6,67 +6,19 @@ import dataclasses
 import json
 import random
 import re
-import subprocess
-import sys
 import textwrap
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from ranks import run_ranks
-from training import features, mlp
+from watched import NETWORK_S, NUM_STAGES, STAGES, USUAL, a_rank, when, write_trace, write_watch
 
-from experiments.e11 import run as run_e11
-from straggle import FirstK, FixedDeadline, Patience, RankReport, StageReport, StepReport, WaitForAll
+from straggle import FirstK, FixedDeadline, Patience, StepReport, WaitForAll
 from straggle.advise.answer import _patience, answer
 from straggle.advise.gain import best, candidates, gains, replay
 from straggle.advise.slow import change_points, find_slow_ranks, slowdown
 from straggle.advise.timings import read_timings
-from straggle.commands.advise import arguments
 from straggle.observe.intervals import prediction_interval, steps_interval
 from straggle.observe.trace import TraceWriter
-
-NUM_STAGES, NETWORK_S = 8, 0.01
-USUAL = {"outside": 0.001, "optimizer": 0.004, "data": 0.005, "forward": 0.03, "backward": 0.06}
-
-
-def write_watch(
-    folder: Path,
-    steps: int = 120,
-    ranks: int = 4,
-    extra: Callable[[int, int], dict[str, float]] = lambda _rank, _step: {},
-    pauses: Callable[[int, int], dict[str, float]] = lambda _rank, _step: {},
-    noise: float = 0.02,
-) -> Path:
-    """Files as `straggle.watch` writes them, of ranks that wait for one another; ``extra`` seconds in phases."""
-    chance = random.Random(0)
-    lines = [[] for _ in range(ranks)]
-    stages = [{"name": f"blocks.{number}", "numel": 100} for number in range(NUM_STAGES)]
-    for step in range(steps):
-        phases = [
-            {name: s * (1 + noise * chance.random()) + extra(rank, step).get(name, 0.0) for name, s in USUAL.items()}
-            for rank in range(ranks)
-        ]
-        end = max(sum(own.values()) for own in phases) + NETWORK_S
-        for rank, own in enumerate(phases):
-            wait_s, compute_s = end - sum(own.values()), own["forward"] + own["backward"]
-            stage_s = [own["forward"] + own["backward"] * (stage + 1) / NUM_STAGES for stage in range(NUM_STAGES)]
-            lines[rank].append(
-                {"step": step, "seconds": end, **{f"{name}_s": s for name, s in own.items()}, "wait_s": wait_s}
-                | {"compute_s": compute_s, "merge_s": wait_s, "microbatch_s": [compute_s], "stage_s": stage_s}
-                | {"pauses": {name: {"gc_s": s} for name, s in pauses(rank, step).items()}}
-            )
-    (folder / "watch").mkdir(parents=True, exist_ok=True)
-    for rank, own in enumerate(lines):
-        head = {"watch": 1, "rank": rank, "world_size": ranks, "stages": stages}
-        (folder / "watch" / f"rank{rank}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [head, *own]))
-    return folder
-
-
-def when(rank: int, steps: range, **seconds: float) -> Callable[[int, int], dict[str, float]]:
-    return lambda other, step: seconds if other == rank and step in steps else {}
 
 
 @pytest.mark.parametrize("phase", USUAL)
@@ -250,29 +202,6 @@ def printed_code(text: str) -> list[str]:
     return [textwrap.dedent(block) for block in re.findall(r"(?:^  .*\n)+", text, re.MULTILINE)]
 
 
-def run_printed(rank: int, code: str) -> tuple[bool, str]:
-    names: dict[str, Any] = {"model": mlp()}  # what the user's program has
-    exec(code, names)
-    model = names["model"]
-    with model.step():
-        model(features(rank, 0)).square().mean().backward()
-    model.close()
-    return model.last_report is not None, type(model.deadline).__name__
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_printed_code_runs_in_a_program_that_has_a_model(ranks, tmp_path):
-    given = answer(write_watch(tmp_path, ranks=ranks, extra=when(1, range(1000), backward=0.2)))
-    use, shadow = printed_code(str(given))
-    assert given.best is not None
-    assert (
-        run_ranks(run_printed, ranks, use)
-        == [(True, given.best.code.partition("(")[0].removeprefix("straggle."))] * ranks
-    )
-    assert run_ranks(run_printed, ranks, shadow) == [(True, "Shadow")] * ranks
-    assert "launch.sh" not in str(given)  # the user's program knows nothing of it
-
-
 def test_run_of_the_command_is_told_keys_and_no_code(tmp_path):
     from straggle.commands.config import load
 
@@ -311,31 +240,6 @@ def test_ranks_that_are_held_up_at_random_are_worth_a_deadline(tmp_path):
 
 # -- traces of straggle
 
-STAGES = tuple(StageReport(f"blocks.{number}", 100, 4.0, False) for number in range(NUM_STAGES))
-
-
-def a_rank(rank: int, pace: float, stop_s: float) -> RankReport:
-    """A rank that takes ``pace`` times 0.8 s for its stages, and is stopped after ``stop_s``."""
-    stage_s = [pace * 0.1 * (stage + 1) for stage in range(NUM_STAGES)]
-    late = stage_s[-1] > stop_s
-    done = tuple(float(at <= stop_s) for at in stage_s)
-    compute_s = min(stage_s[-1], stop_s)
-    whole = tuple(at if at <= stop_s else float("nan") for at in stage_s)
-    return RankReport(
-        rank, 0.0, 0.0, 0.0, compute_s, 0.0, compute_s, sum(done) / NUM_STAGES, done, whole, late,
-        cause="backward" if late else None,
-    )  # fmt: skip
-
-
-def write_trace(folder: Path, stop_s: float) -> Path:
-    with TraceWriter(folder / "trace.jsonl") as trace:
-        for step in range(60):
-            paces = [1.0, 1.01, 2.0, 1.02]
-            ranks = tuple(a_rank(rank, pace, stop_s) for rank, pace in enumerate(paces))
-            seconds = max(rank.compute_s for rank in ranks) + NETWORK_S
-            trace.write(StepReport(step, seconds, stop_s, ranks, STAGES))
-    return folder
-
 
 @pytest.mark.parametrize("stop_s", [9.0, 1.0])
 def test_rank_of_a_trace_is_as_slow_whether_it_was_stopped_or_not(stop_s, tmp_path):
@@ -362,23 +266,6 @@ def test_rank_that_was_stuck_for_several_steps_counts_once(tmp_path):
 # -- the command
 
 
-def command(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "straggle", "advise", *map(str, words)], capture_output=True, text=True
-    )
-
-
-def test_command_prints_sentences_or_json(tmp_path):
-    write_watch(tmp_path, extra=when(1, range(1000), backward=0.2))
-    told, plain = command(tmp_path), command("json=true", tmp_path)
-    assert "Rank 1 is slow, from the first step on" in told.stdout
-    content = json.loads(plain.stdout)
-    assert content["slow_ranks"][0]["rank"] == 1
-    assert content["slow_ranks"][0]["named"] == ["backward"]
-    assert {policy["code"] for policy in content["policies"]} == {one.code for one in candidates(4)}
-    assert content["best"]["keys"].startswith("deadline=")
-
-
 def test_trace_is_read_by_its_name_and_by_its_folder(tmp_path):
     write_trace(tmp_path, 1.0)
     by_folder, by_name = answer(tmp_path), answer(tmp_path / "trace.jsonl")
@@ -393,57 +280,12 @@ def test_folder_of_a_watch_is_read_whatever_the_run_dir_is_called(tmp_path):
             assert read_timings(path).num_steps == 110
 
 
-def test_wrong_input_is_refused_with_the_remedy(tmp_path):
-    def refusal(path):
-        with pytest.raises(ValueError) as error:  # noqa: PT011
-            answer(path)
-        return str(error.value)
-
-    assert "no such file" in refusal(tmp_path / "none.jsonl")
-    assert "neither trace.jsonl nor watch/rank*.jsonl" in refusal(tmp_path)
-    write_watch(tmp_path / "short", steps=5)
-    assert "5 steps are too few" in refusal(tmp_path / "short")
-    write_watch(tmp_path / "one", ranks=1)
-    assert "one rank waits for no other" in refusal(tmp_path / "one")
-    folder = write_watch(tmp_path / "three") / "watch"
-    assert "give the folder" in refusal(folder / "rank0.jsonl")
-    (folder / "rank2.jsonl").unlink()
-    assert "rank 2 is missing" in refusal(folder)
-    (folder / "rank1.jsonl").write_text('{"loss": 1}\n')
-    assert "not written by straggle.watch" in refusal(folder)
-    lines = (folder / "rank0.jsonl").read_text().splitlines(keepends=True)
-    for rank in range(4):
-        (folder / f"rank{rank}.jsonl").write_text(lines[0].replace('"rank": 0', f'"rank": {rank}'))
-    assert "no step yet that all ranks have made" in refusal(folder)
-    for rank in range(4):
-        (folder / f"rank{rank}.jsonl").write_text(lines[0].replace('"rank": 0', f'"rank": {rank}') + '{"step": 0}\n')
-    assert "not written by straggle.watch: KeyError('seconds')" in refusal(folder)
-    (tmp_path / "trace.jsonl").write_text('{"loss": 1}\n')
-    assert "line 1 is no step" in refusal(tmp_path)
-    write_trace(tmp_path, 1.0)
-    idle = (tmp_path / "trace.jsonl").read_text().replace('"idle": false', '"idle": true')
-    (tmp_path / "trace.jsonl").write_text(idle)
-    assert "no step in which all ranks had data" in refusal(tmp_path)
-    (tmp_path / "trace.jsonl").write_text("loss 1\n")
-    assert "no JSON" in refusal(tmp_path)
-    for words, told in (([], "one PATH"), (["a", "b"], "one PATH"), (["a", "--json"], "options are written key=value")):
-        with pytest.raises(ValueError, match=told):
-            arguments(words)
-    assert command(tmp_path / "none.jsonl").returncode == 2
-
-
 def test_intervals_hold_their_value(tmp_path):
     timings = read_timings(write_watch(tmp_path, extra=when(1, range(60, 1000), backward=0.2)))
     for gain in gains(timings):
         for found in (gain.saved, gain.dropped, gain.speedup):
             assert found.low <= found.value <= found.high
     assert best(gains(timings)) is not None
-
-
-@pytest.mark.slow
-def test_real_ranks_under_ddp_name_the_one_that_is_busy(tmp_path):
-    result = run_e11(True, tmp_path)
-    assert result.ok, result.lines
 
 
 def test_report_draws_a_watched_run(tmp_path):

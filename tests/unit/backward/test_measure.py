@@ -5,11 +5,10 @@ import itertools
 import pytest
 import torch
 from clock import paced
-from ranks import run_ranks, staged
 from torch import nn
-from training import Stopper, features, grads, mlp
+from training import features, grads, mlp
 
-from straggle import BackwardReport, BalancedByTime, Patience, StagedBackward, StageProfile, StageTime, measure_stages
+from straggle import BackwardReport, BalancedByTime, StagedBackward, StageProfile, StageTime, measure_stages
 from straggle.backward.stages import plan_stages
 
 
@@ -85,47 +84,6 @@ def test_staged_backward_balances_by_time_after_three_steps():
     assert [stage.seconds for stage in step.report.stages] == [3.0, 3.0]
 
 
-def plans_by_time(rank):
-    torch.manual_seed(0)
-    module = mlp(depth=6)
-    with staged(module, stages=BalancedByTime(3), deadline=None) as model:
-        plans = []
-        for step in range(5):
-            with model.step():
-                model(features(rank, step)).sum().backward()
-            plans.append([stage.name for stage in model.last_report.stages])
-    return plans
-
-
-def test_all_ranks_balance_alike_by_rank_0s_times():
-    first, second = run_ranks(plans_by_time, 2)
-    assert first == second
-    assert all(len(plan) == 3 for plan in first)
-    assert first[0] == first[1] == first[2]
-    assert first[3] == first[4]
-
-
-def whole_microbatches(rank, granularity):
-    """Rank 1 stops after two gradients of its second micro-batch of three; gradients are 1, 2 and 4 times the input."""
-    module = mlp(depth=3)
-    stopper = Stopper(module)
-    with staged(module, patience=Patience(granularity=granularity)) as model:
-        with model.step(num_microbatches=3) as step:
-            stopper.arm(step, 6 + 2 if rank == 1 else None)
-            for part in range(3):
-                (model(features(rank, part)).sum() / 3).backward()
-        return model.last_report.ranks[1].stages
-
-
-def test_microbatch_granularity_finishes_the_running_microbatch_and_drops_the_rest():
-    assert run_ranks(whole_microbatches, 2, "microbatch")[0] == pytest.approx([2 / 3] * 3)
-
-
-def test_stage_granularity_keeps_the_finished_layers_of_the_running_microbatch():
-    shares = run_ranks(whole_microbatches, 2, "stage")[0]
-    assert [round(3 * share) for share in shares] == [2, 1, 1]
-
-
 def test_staged_backward_can_stop_between_microbatches_only():
     module = mlp(depth=3)
     done = itertools.count(1)
@@ -142,19 +100,3 @@ def test_staged_backward_can_stop_between_microbatches_only():
 def test_unknown_granularity_is_refused():
     with pytest.raises(ValueError, match="granularity='layer': choose one of stage, microbatch"):
         StagedBackward(mlp(), granularity="layer")
-
-
-def unfreeze(rank):
-    module = mlp()
-    module[0].weight.requires_grad_(False)
-    with staged(module) as model:
-        module[0].weight.requires_grad_(True)
-        with (
-            pytest.raises(RuntimeError, match=r"parameter 0\.weight was frozen when the model was wrapped"),
-            model.step(),
-        ):
-            pass
-
-
-def test_unfreezing_a_parameter_that_was_frozen_at_wrapping_is_refused():
-    run_ranks(unfreeze, 1)

@@ -1,16 +1,11 @@
 """Judging estimators: lateness in time, comparison with the truth, intervals, and the command."""
 
-import json
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import islice
 
 import pytest
 import torch
-from repository import ROOT
 
 from straggle.commands.config import ConfigurationError, load
 from straggle.commands.evaluate import check
@@ -211,19 +206,3 @@ def test_wrong_key_is_refused():
 def test_what_cannot_be_judged_is_refused(keys, message):
     with pytest.raises(ConfigurationError, match=message):
         check(load("evaluate", keys))
-
-
-@pytest.mark.slow
-def test_command_judges_all_methods_and_writes_what_it_prints(tmp_path):
-    keys = ["quick=true", "~tasks.text", "num_ranks=4", "tasks.digits.steps=5", "tasks.digits.seeds=1"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "straggle", "evaluate", *keys, "run_dir=found"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    content = json.loads((tmp_path / "found" / "estimators.json").read_text())
-    methods = load("evaluate", []).judged.keys()
-    assert {run["method"] for run in content["runs"]} == {WAIT, *methods}
-    assert len(content["runs"]) == 2 * (1 + len(methods))
-    assert {judgement["method"] for judgement in content["judgements"]} == set(methods)
-    assert all(method in done.stdout for method in methods)
-    assert (tmp_path / "found" / "estimators.png").exists()

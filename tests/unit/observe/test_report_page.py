@@ -7,20 +7,16 @@ import dataclasses
 import gzip
 import json
 import math
-import random
 import re
-import subprocess
-import sys
-from collections.abc import Iterable, Iterator
-from html.parser import HTMLParser
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import pytest
-from browser import BINARY, Page, browser, file_url
+from pages import ODD, STAGES, a_rank, a_step, content_of, slow_run, write_run
 
-from straggle import RankReport, StageReport, StepReport
+from straggle import StepReport
 from straggle.commands import train
 from straggle.commands.report import arguments
 from straggle.observe.findings import advise
@@ -28,91 +24,8 @@ from straggle.observe.page.page import write_report
 from straggle.observe.run import read_run, read_steps
 from straggle.observe.run_numbers import numbers_of
 from straggle.observe.summary import summarize
-from straggle.observe.trace import TraceWriter, read_trace
+from straggle.observe.trace import read_trace
 from straggle.observe.wait_for_all import WaitForAllPrediction
-
-STAGES = tuple(StageReport(f"blocks.{number}..blocks.{number}.norm", 100 + number, 0.0, False) for number in range(5))
-needs_browser = pytest.mark.skipif(BINARY is None, reason="no Chromium on this machine")
-
-
-def a_rank(number: int, *, whole: int = len(STAGES), pace: float = 1.0, **rest: Any) -> RankReport:
-    """A rank that finished so many stages, each in a tenth of a second times ``pace``."""
-    share = tuple(float(stage < whole) for stage in range(len(STAGES)))
-    reach = sum(s * stage.numel for s, stage in zip(share, STAGES, strict=True)) / sum(s.numel for s in STAGES)
-    stage_s = tuple(pace * 0.1 * (stage + 1) if stage < whole else math.nan for stage in range(len(STAGES)))
-    times = {"outside_s": 0.01, "data_s": 0.02, "forward_s": 0.1, "backward_s": 0.1 * whole, "wait_s": 0.05}
-    late = whole < len(STAGES) and not rest.get("idle")
-    own = {"compute_s": pace * 0.1 * len(STAGES), "reach": reach, "stages": share, "stage_s": stage_s, "late": late}
-    return RankReport(number, **{**times, **own, "cause": "backward" if late else None, **rest})
-
-
-def a_step(step: int, ranks: Iterable[RankReport], **rest: Any) -> StepReport:
-    fields = {
-        "seconds": 0.6 + 0.01 * (step % 7),
-        "deadline_s": 0.5,
-        "stages": STAGES,
-        "scalars": {"loss": 3 / (1 + step)},
-    }
-    return StepReport(step=step, ranks=tuple(ranks), **{**fields, **rest})
-
-
-def slow_run(num_steps: int = 40, num_ranks: int = 4) -> Iterator[StepReport]:
-    """The last rank is always slow, and rank 1 is stuck in its data in steps 20 to 24."""
-    chance = random.Random(0)
-    for step in range(num_steps):
-        ranks = [a_rank(number, pace=1 + chance.random() / 10) for number in range(num_ranks - 1)]
-        ranks.append(a_rank(num_ranks - 1, whole=chance.randrange(1, 4), pace=2.0))
-        if 20 <= step < 25:
-            stuck = {"compute_s": math.nan, "stood_in": True, "cause": "data"}
-            ranks[1] = dataclasses.replace(a_rank(1, whole=0), **stuck)
-        yield a_step(step, ranks)
-
-
-def write_run(folder: Path, reports: Iterable[StepReport], /, **summary: Any) -> Path:
-    with TraceWriter(folder / "trace.jsonl") as trace:
-        for report in reports:
-            trace.write(report)
-    if summary:
-        (folder / "summary.json").write_text(json.dumps(summary))
-    return folder
-
-
-class Content(HTMLParser):
-    """The numbers, sentences and headings of a page, and every address in it."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.values: dict[str, list[Any]] = {}
-        self.addresses: list[str] = []
-        self.scripts: dict[str, str] = {}
-        self.text, self.charts = "", 0
-        self._script: str | None = None
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        own = dict(attrs)
-        self.addresses += [value or "" for name, value in attrs if name in ("src", "href", "action", "data", "poster")]
-        self.charts += own.get("class") == "chart"
-        self._script = (own.get("id") or "main") if tag == "script" else None
-        if "data-key" in own:
-            value = own["data-value"] or "null"
-            self.values.setdefault(own["data-key"] or "", []).append(
-                json.loads(value) if value[0] not in "i" else value
-            )
-
-    def handle_endtag(self, _tag: str) -> None:
-        self._script = None
-
-    def handle_data(self, data: str) -> None:
-        if self._script:
-            self.scripts[self._script] = self.scripts.get(self._script, "") + data
-        else:
-            self.text += data
-
-
-def content_of(path: Path) -> Content:
-    return Content(path.read_text())
-
 
 # -- numbers
 
@@ -143,35 +56,6 @@ def test_numbers_shown_are_those_of_the_trace(tmp_path: Path) -> None:
     for stage in range(len(STAGES)):  # planned anew after the first step, which is left out
         share = fmean(own["stages"][stage] for record in records[1:] for own in record["ranks"])
         assert shown[f"stage_share.{stage}"] == [pytest.approx(share)]
-
-
-def test_summary_has_the_page_s_numbers(tmp_path: Path) -> None:
-    write_run(tmp_path, slow_run())
-    shown = content_of(write_report(tmp_path)).values
-    steps = list(slow_run())
-    summary = summarize(steps, {"loss": 1.5}, ["a"] * 4, samples_per_step=8)
-    for name in ("step_seconds_median", "step_seconds_mean", "wait_for_all_seconds_mean", "dropped_share", "loss"):
-        assert shown[name] == [pytest.approx(summary[name])]
-    assert summary["late_steps_per_rank"] == [sum(step.ranks[rank].late for step in steps) for rank in range(4)]
-    lost = [sum(8 * (1 - step.ranks[rank].reach) for step in steps) for rank in range(4)]
-    assert summary["dropped_samples_per_rank"] == [round(samples) for samples in lost]
-    assert summarize(steps[:1], {"loss": 1.5}, ["a"] * 4, samples_per_step=8)["dropped_share_per_stage"] == {}
-
-
-@pytest.mark.slow
-def test_page_of_a_real_run_agrees_with_its_summary(tmp_path: Path) -> None:
-    keys = ["workload=digits", "faults=none", "steps=25", f"run_dir={tmp_path}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "straggle", "train", *keys], capture_output=True, text=True, timeout=240, check=True
-    )
-    assert f"report: {tmp_path / 'report.html'}" in done.stdout
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    shown = content_of(tmp_path / "report.html").values
-    names = "step_seconds_median step_seconds_mean wait_for_all_seconds_median wait_for_all_seconds_mean dropped_share"
-    for name in [*names.split(), "loss", "validation_loss", "validation_accuracy"]:
-        assert shown[name] == [pytest.approx(summary[name])]
-    assert shown["late"] == [sum(summary["late_steps_per_rank"])]
-    assert shown["replicas_identical"] == [True]
 
 
 def test_report_read_back_from_a_trace_is_the_one_that_was_written(tmp_path: Path) -> None:
@@ -251,43 +135,6 @@ def test_advice_says_when_ranks_ran_out_of_data(tmp_path: Path) -> None:
 
 
 # -- odd traces
-
-
-ODD = {
-    "one rank": [a_step(step, [a_rank(0)]) for step in range(5)],
-    "one step": [a_step(0, [a_rank(0), a_rank(1, whole=2)])],
-    "no loss": [a_step(step, [a_rank(0)], scalars={}) for step in range(5)],
-    "loss that is not finite": [a_step(step, [a_rank(0)], scalars={"loss": math.nan}) for step in range(5)],
-    "no deadline": [a_step(step, [a_rank(0), a_rank(1)], deadline_s=math.inf) for step in range(5)],
-    "no times": [
-        a_step(
-            step,
-            [
-                dataclasses.replace(
-                    a_rank(rank, whole=rank),
-                    **dict.fromkeys(
-                        ("outside_s", "data_s", "forward_s", "backward_s", "wait_s", "compute_s"), math.nan
-                    ),
-                )
-                for rank in range(3)
-            ],
-            seconds=math.nan,
-        )
-        for step in range(5)
-    ],
-    "everybody idle": [
-        a_step(step, [a_rank(r, whole=0, idle=True, compute_s=math.nan) for r in (0, 1)]) for step in (0, 1)
-    ],
-    "nobody in time": [a_step(step, [a_rank(0, whole=1), a_rank(1, whole=2)]) for step in range(5)],
-    "bad numbers": [a_step(step, [a_rank(0, nonfinite=3), a_rank(1)], skipped=step == 2) for step in range(5)],
-    "more ranks after a resume": [a_step(step, [a_rank(rank) for rank in range(2 + (step > 2))]) for step in range(6)],
-    "other stages later": [a_step(step, [a_rank(0)], stages=STAGES if step > 2 else STAGES[::-1]) for step in range(6)],
-    "no stages": [
-        a_step(step, [dataclasses.replace(a_rank(0), stages=(), stage_s=())], stages=()) for step in range(3)
-    ],
-    "late without a cause": [a_step(step, [a_rank(0), a_rank(1, whole=1, cause=None)]) for step in range(5)],
-    "begins late": [a_step(step, [a_rank(0), a_rank(1)]) for step in range(700, 720)],
-}
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -395,29 +242,6 @@ def test_compare_shows_both_runs_side_by_side(tmp_path: Path) -> None:
 # -- the command
 
 
-def command(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "straggle", "report", *words], capture_output=True, text=True, timeout=60
-    )
-
-
-def test_command_writes_the_page_and_says_where(tmp_path: Path) -> None:
-    write_run(tmp_path, slow_run())
-    done = command(str(tmp_path), "steps=3,7", f"out={tmp_path / 'deep' / 'page.html'}")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"report: {tmp_path / 'deep' / 'page.html'} (")
-    assert "Step 7: as asked for" in (tmp_path / "deep" / "page.html").read_text()
-
-
-def test_command_refuses_in_one_line(tmp_path: Path) -> None:
-    done = command(str(tmp_path))
-    assert done.returncode == 2
-    assert (
-        done.stderr.strip() == f"{tmp_path / 'trace.jsonl'}: no such file; give the run_dir of a run of straggle train "
-        "or straggle.watch"
-    )
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -453,110 +277,17 @@ def test_report_that_fails_does_not_fail_the_run(
     assert "\n" not in record.getMessage()
 
 
-def test_library_does_not_import_what_only_the_page_needs() -> None:
-    without = "import sys; sys.modules.update(dict.fromkeys(('plotly', 'omegaconf', 'hydra', 'rich'))); import straggle"
-    subprocess.run([sys.executable, "-c", without], check=True, timeout=60)
-
-
 # -- a real browser
 
 
-@pytest.fixture(scope="module")
-def page() -> Iterator[Page]:
-    with browser() as opened:
-        yield opened
-
-
-OVERLAPS = """[...document.querySelectorAll('.chart')].flatMap(chart => {
-  const boxes = [...chart.querySelectorAll('.xtick text, .ytick text, .xtitle, .ytitle, .legendtext')]
-    .map(text => ({ text: text.textContent, box: text.getBoundingClientRect() })).filter(each => each.box.width);
-  return boxes.flatMap((one, at) => boxes.slice(at + 1).filter(other =>
-    one.box.left < other.box.right - 1 && other.box.left < one.box.right - 1 &&
-    one.box.top < other.box.bottom - 2 && other.box.top < one.box.bottom - 2)
-    .map(other => chart.id + ': ' + one.text + ' / ' + other.text)); })"""
-OUTSIDE = """[...document.querySelectorAll('.chart .main-svg text')].filter(text => {
-  const box = text.getBoundingClientRect(), chart = text.closest('.chart').getBoundingClientRect();
-  return box.width && (box.right > chart.right + 1 || box.left < chart.left - 1); }).map(text => text.textContent)"""
-
-
-def opened(page: Page, path: Path, **how: Any) -> Page:
-    page.problems.clear()
-    page.requests.clear()
-    page.open(file_url(path), **how)
-    return page
-
-
-@needs_browser
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("width", "name"),
-    [(390, name) for name in ("slow", "compare", "many ranks", *ODD)]
-    + [(1280, name) for name in ("slow", "compare", "many ranks")],
-)
-def test_page_draws_fits_and_loads_nothing(width: int, name: str, page: Page, tmp_path: Path) -> None:
-    if name in ODD:
-        path = write_report(write_run(tmp_path, ODD[name]))
-    elif name == "compare":
-        runs = [write_run(tmp_path / part, slow_run()) for part in ("a_run_with_quite_a_long_name_of_its_own", "b")]
-        path = write_report(runs[0], compare=runs[1])
-    else:
-        path = write_report(write_run(tmp_path, slow_run(900, 64) if name == "many ranks" else slow_run()))
-    opened(page, path, width=width)
-    assert page.problems == []
-    assert page.requests == [file_url(path)]
-    assert page.run("innerWidth") == width
-    assert page.run("document.documentElement.scrollWidth") <= width
-    assert page.run("document.querySelectorAll('.chart .main-svg').length") > 0
-    assert page.run("[...document.querySelectorAll('.chart')].filter(chart => !chart.data).length") == 0
-    assert page.run(OVERLAPS) == []
-    assert page.run(OUTSIDE) == []
-
-
-@needs_browser
-@pytest.mark.slow
-def test_pointing_at_a_cell_tells_the_cause(page: Page, tmp_path: Path) -> None:
-    opened(page, write_report(write_run(tmp_path, slow_run())))
-    x, y = page.run(
-        """(() => { const chart = [...document.querySelectorAll('.chart')].find(c => c.data[0].type === 'heatmap');
-        chart.scrollIntoView({ block: 'center' });
-        const { xaxis, yaxis } = chart._fullLayout, box = chart.getBoundingClientRect();
-        return [box.left + xaxis._offset + xaxis.d2p(22), box.top + yaxis._offset + yaxis.d2p(1)]; })()"""
-    )
-    page.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-    told = page.run(
-        "new Promise(done => { const look = () => { const text = document.querySelector('.hovertext');"
-        "text ? done(text.textContent) : setTimeout(look, 20); }; look(); })"
-    )
-    assert "rank 1, step 22: late in data, stood in for" in told
-
-
-@needs_browser
-@pytest.mark.slow
-def test_text_can_be_read_in_light_in_dark_and_on_paper(page: Page, tmp_path: Path) -> None:
-    path = write_report(write_run(tmp_path, slow_run()))
-    ink = "[...new Set([...document.querySelectorAll('.chart .xtick text')].map(t => getComputedStyle(t).fill))]"
-    paper = "getComputedStyle(document.body).backgroundColor"
-    seen = {}
-    for dark in (False, True):
-        opened(page, path, dark=dark)
-        seen[dark] = page.run(ink), page.run(paper)
-    assert seen[False] == (["rgb(27, 31, 36)"], "rgb(255, 255, 255)")
-    assert seen[True] == (["rgb(232, 234, 237)"], "rgb(20, 23, 27)")
-    page.send("Emulation.setEmulatedMedia", media="print", features=[{"name": "prefers-color-scheme", "value": "dark"}])
-    assert (page.run(ink), page.run(paper)) == seen[False]
-
-
-@needs_browser
-@pytest.mark.slow
-def test_printed_charts_fit_the_paper_and_fit_the_screen_again(page: Page, tmp_path: Path) -> None:
-    opened(page, write_report(write_run(tmp_path, slow_run())))
-    page.run(
-        "window.printed = []; addEventListener('beforeprint', () => { printed ="
-        "[...document.querySelectorAll('.chart .main-svg')].map(svg => svg.width.baseVal.value); })"
-    )
-    before = page.run("document.querySelector('.chart .main-svg').width.baseVal.value")
-    pdf = base64.b64decode(page.send("Page.printToPDF", printBackground=True, preferCSSPageSize=True)["data"])
-    assert pdf.startswith(b"%PDF")
-    assert 0 < max(page.run("printed")) <= 660
-    assert page.run("document.querySelector('.chart .main-svg').width.baseVal.value") == before
-    assert page.problems == []
+def test_summary_has_the_page_s_numbers(tmp_path: Path) -> None:
+    write_run(tmp_path, slow_run())
+    shown = content_of(write_report(tmp_path)).values
+    steps = list(slow_run())
+    summary = summarize(steps, {"loss": 1.5}, ["a"] * 4, samples_per_step=8)
+    for name in ("step_seconds_median", "step_seconds_mean", "wait_for_all_seconds_mean", "dropped_share", "loss"):
+        assert shown[name] == [pytest.approx(summary[name])]
+    assert summary["late_steps_per_rank"] == [sum(step.ranks[rank].late for step in steps) for rank in range(4)]
+    lost = [sum(8 * (1 - step.ranks[rank].reach) for step in steps) for rank in range(4)]
+    assert summary["dropped_samples_per_rank"] == [round(samples) for samples in lost]
+    assert summarize(steps[:1], {"loss": 1.5}, ["a"] * 4, samples_per_step=8)["dropped_share_per_stage"] == {}

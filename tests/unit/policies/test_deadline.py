@@ -4,10 +4,8 @@ import math
 
 import pytest
 import torch
-from ranks import run_ranks, staged
-from training import features, mlp
 
-from straggle import Deadline, FixedDeadline, History, Patience, QuantileDeadline
+from straggle import FixedDeadline, History, Patience, QuantileDeadline
 from straggle.policies.deadline import WaitForAll, as_deadline
 from straggle.policies.history import HistoryWindow
 
@@ -140,41 +138,3 @@ def test_restored_window_goes_on_as_one_that_never_stopped(count):
     assert restored.read().num_steps == original.read().num_steps == count + 4
     assert torch.equal(restored.read().compute_s, original.read().compute_s)
     assert torch.equal(restored.read().finished, original.read().finished)
-
-
-class Impatient(Deadline):
-    """A user's own policy: waits for everyone in the first two steps, and then for nobody."""
-
-    window = 3
-
-    def __init__(self):
-        self.seen = []
-
-    def decide(self, history):
-        self.seen.append((history.num_steps, history.compute_s.tolist(), history.finished.tolist()))
-        return 1e-6 if history.num_steps >= 2 else math.inf
-
-
-def work_until_late(rank):
-    """Rank 1 goes on with its forward pass in steps 2 and 3 until it is stopped."""
-    policy, late, deadlines = Impatient(), [], []
-    with staged(mlp(), deadline=policy, patience=Patience(grace_s=60.0)) as model:
-        for number in range(4):
-            with model.step():
-                while (rank, number) in ((1, 2), (1, 3)):
-                    model(features(rank, number))
-                model(features(rank, number)).sum().backward()
-            late.append(model.last_report.late_ranks)
-            deadlines.append(model.last_report.deadline_s)
-    return policy.seen, late, deadlines
-
-
-def test_users_own_policy_decides_alike_on_every_rank():
-    first, second = run_ranks(work_until_late, 2)
-    assert repr(first) == repr(second)  # a rank that a busy machine held up has NaN, on both
-    seen, late, deadlines = first
-    assert late == [(), (), (1,), (1,)]
-    assert deadlines == [math.inf, math.inf, 1e-6, 1e-6]
-    assert [num_steps for num_steps, _, _ in seen] == [1, 2, 3, 4]
-    assert [len(compute_s) for _, compute_s, _ in seen] == [1, 2, 3, 3]
-    assert seen[-1][2] == [[True, True], [True, False], [True, False]]

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ranks import digest, run_ranks, staged
-from training import features, mlp
 
 from straggle import (
     Anneal,
@@ -73,42 +71,12 @@ def test_one_slow_rank_does_not_move_the_median_deadline():
     assert decided[0] == pytest.approx(decided[1])
 
 
-def until_two_have_finished(rank):
-    """The last of three ranks goes on with its forward pass until it is stopped."""
-    late = []
-    with staged(mlp(), deadline=FirstK(2), patience=Patience(grace_s=60.0, quorum=3)) as model:
-        for number in range(5):
-            with model.step():
-                while rank == 2 and number in (2, 3):
-                    model(features(rank, number))
-                model(features(rank, number)).sum().backward()
-            late.append(model.last_report.late_ranks)
-        return late, digest(model.module.parameters())
-
-
-def test_rank_is_late_once_the_first_k_have_finished_whatever_the_quorum():
-    results = run_ranks(until_two_have_finished, 3)
-    assert len(set(map(str, results))) == 1
-    late, _ = results[0]
-    assert late[2:4] == [(2,), (2,)]
-    assert late[0] == ()  # of the warm-up
-
-
 def test_ranks_ask_for_the_first_k_only_when_these_may_have_finished():
     times = torch.tensor([[1.0, 2.0, 3.0, 9.0], [1.5, 1.0, 5.0, 4.0]], dtype=torch.float64)
     finished = torch.tensor([[True] * 4, [True, False, True, True]])  # who was stopped after 1 s is not among them
     assert FirstK(2).decide(History(2, times, finished)) == pytest.approx(0.8 * 2.0)
     assert FirstK(2).decide(History(2, times, ~finished)) == 0.0
     assert FirstK(2, warmup_steps=3).decide(History(2, times, finished)) == INF
-
-
-def too_many(rank):
-    with staged(mlp(), deadline=FirstK(3)):
-        pass
-
-
-def test_more_than_all_ranks_cannot_be_the_first():
-    assert run_ranks(too_many, 2, outcomes=True)[0].message == "quorum=3: there are only 2 ranks"
 
 
 # -- the budget
@@ -211,26 +179,6 @@ def test_policy_around_another_shows_it_what_it_would_see_alone(around):
     assert inner.compute_s == [[2.0], [3.0]]
     with pytest.raises(TypeError, match="give a straggle"):
         around(0.5)
-
-
-def in_shadow(rank, deadline):
-    module, deadlines, late = mlp(), [], []
-    with staged(module, deadline=deadline) as model:
-        for number in range(6):
-            with model.step():
-                model(features(rank, number)).square().mean().backward()
-            with torch.no_grad():
-                for parameter in module.parameters():
-                    parameter -= 0.1 * parameter.grad
-            deadlines.append(model.last_report.deadline_s)
-            late.append(model.last_report.late_ranks)
-    return digest(module.parameters()), deadlines, late
-
-
-def test_in_the_shadow_of_a_deadline_training_is_as_without_one():
-    shadow, waiting = run_ranks(in_shadow, 2, Shadow(FixedDeadline(1e-9))), run_ranks(in_shadow, 2, None)
-    assert shadow == waiting
-    assert shadow[0][2] == [()] * 6
 
 
 # -- the threshold
@@ -654,34 +602,6 @@ def test_history_of_an_older_version_is_refused_with_the_remedy():
     del tensors["progress.entered_s"]
     with pytest.raises(ValueError, match="has no entered_s: it is of an older version; begin without it"):
         History.from_tensors(tensors)
-
-
-def see(rank, num_microbatches, granularity):
-    policy = AutoDeadline(warmup_steps=1000)
-    with staged(mlp(), deadline=policy, patience=Patience(granularity=granularity), stages=2) as model:
-        for number in range(4):
-            with model.step(num_microbatches=num_microbatches):
-                for _ in range(num_microbatches):
-                    model(features(rank, number)).sum().backward()
-        return model.history.tensors()
-
-
-@pytest.mark.parametrize("num_microbatches", [1, 3])
-@pytest.mark.parametrize("granularity", ["stage", "microbatch"])
-def test_ranks_see_the_same_progress_of_all(num_microbatches, granularity):
-    first, second = run_ranks(see, 2, num_microbatches, granularity)
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name].nan_to_num(-1), second[name].nan_to_num(-1)) for name in first)
-    progress = History.from_tensors(first).progress
-    used = progress.unit_share > 0
-    assert progress.unit_s[used].isfinite().all()
-    assert len(progress.unit_s) == 3  # the first step planned the stages
-    assert bool((progress.computed == 1).all())
-    # as nobody was late, that is how long everything takes
-    whole_s = StepTimes.of(History.from_tensors(first), 1).unit_s
-    assert torch.allclose(whole_s, progress.unit_s[used].view_as(whole_s).to(whole_s))
-    assert bool((progress.overhead_s > 0).all())
-    assert (used.sum(-1) == (num_microbatches if granularity == "microbatch" else num_microbatches + 1)).all()
 
 
 def test_quantile_policy_is_shown_times_only():

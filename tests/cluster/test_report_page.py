@@ -1,0 +1,119 @@
+"""The page of a run in a real browser: what is drawn, what is read, what is printed."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import BINARY, Page, browser, file_url
+from pages import ODD, slow_run, write_run
+
+from straggle.observe.page.page import write_report
+
+needs_browser = pytest.mark.skipif(BINARY is None, reason="no Chromium on this machine")
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Page]:
+    with browser() as opened:
+        yield opened
+
+
+OVERLAPS = """[...document.querySelectorAll('.chart')].flatMap(chart => {
+  const boxes = [...chart.querySelectorAll('.xtick text, .ytick text, .xtitle, .ytitle, .legendtext')]
+    .map(text => ({ text: text.textContent, box: text.getBoundingClientRect() })).filter(each => each.box.width);
+  return boxes.flatMap((one, at) => boxes.slice(at + 1).filter(other =>
+    one.box.left < other.box.right - 1 && other.box.left < one.box.right - 1 &&
+    one.box.top < other.box.bottom - 2 && other.box.top < one.box.bottom - 2)
+    .map(other => chart.id + ': ' + one.text + ' / ' + other.text)); })"""
+
+
+OUTSIDE = """[...document.querySelectorAll('.chart .main-svg text')].filter(text => {
+  const box = text.getBoundingClientRect(), chart = text.closest('.chart').getBoundingClientRect();
+  return box.width && (box.right > chart.right + 1 || box.left < chart.left - 1); }).map(text => text.textContent)"""
+
+
+def opened(page: Page, path: Path, **how: Any) -> Page:
+    page.problems.clear()
+    page.requests.clear()
+    page.open(file_url(path), **how)
+    return page
+
+
+@needs_browser
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("width", "name"),
+    [(390, name) for name in ("slow", "compare", "many ranks", *ODD)]
+    + [(1280, name) for name in ("slow", "compare", "many ranks")],
+)
+def test_page_draws_fits_and_loads_nothing(width: int, name: str, page: Page, tmp_path: Path) -> None:
+    if name in ODD:
+        path = write_report(write_run(tmp_path, ODD[name]))
+    elif name == "compare":
+        runs = [write_run(tmp_path / part, slow_run()) for part in ("a_run_with_quite_a_long_name_of_its_own", "b")]
+        path = write_report(runs[0], compare=runs[1])
+    else:
+        path = write_report(write_run(tmp_path, slow_run(900, 64) if name == "many ranks" else slow_run()))
+    opened(page, path, width=width)
+    assert page.problems == []
+    assert page.requests == [file_url(path)]
+    assert page.run("innerWidth") == width
+    assert page.run("document.documentElement.scrollWidth") <= width
+    assert page.run("document.querySelectorAll('.chart .main-svg').length") > 0
+    assert page.run("[...document.querySelectorAll('.chart')].filter(chart => !chart.data).length") == 0
+    assert page.run(OVERLAPS) == []
+    assert page.run(OUTSIDE) == []
+
+
+@needs_browser
+@pytest.mark.slow
+def test_pointing_at_a_cell_tells_the_cause(page: Page, tmp_path: Path) -> None:
+    opened(page, write_report(write_run(tmp_path, slow_run())))
+    x, y = page.run(
+        """(() => { const chart = [...document.querySelectorAll('.chart')].find(c => c.data[0].type === 'heatmap');
+        chart.scrollIntoView({ block: 'center' });
+        const { xaxis, yaxis } = chart._fullLayout, box = chart.getBoundingClientRect();
+        return [box.left + xaxis._offset + xaxis.d2p(22), box.top + yaxis._offset + yaxis.d2p(1)]; })()"""
+    )
+    page.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    told = page.run(
+        "new Promise(done => { const look = () => { const text = document.querySelector('.hovertext');"
+        "text ? done(text.textContent) : setTimeout(look, 20); }; look(); })"
+    )
+    assert "rank 1, step 22: late in data, stood in for" in told
+
+
+@needs_browser
+@pytest.mark.slow
+def test_text_can_be_read_in_light_in_dark_and_on_paper(page: Page, tmp_path: Path) -> None:
+    path = write_report(write_run(tmp_path, slow_run()))
+    ink = "[...new Set([...document.querySelectorAll('.chart .xtick text')].map(t => getComputedStyle(t).fill))]"
+    paper = "getComputedStyle(document.body).backgroundColor"
+    seen = {}
+    for dark in (False, True):
+        opened(page, path, dark=dark)
+        seen[dark] = page.run(ink), page.run(paper)
+    assert seen[False] == (["rgb(27, 31, 36)"], "rgb(255, 255, 255)")
+    assert seen[True] == (["rgb(232, 234, 237)"], "rgb(20, 23, 27)")
+    page.send("Emulation.setEmulatedMedia", media="print", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+    assert (page.run(ink), page.run(paper)) == seen[False]
+
+
+@needs_browser
+@pytest.mark.slow
+def test_printed_charts_fit_the_paper_and_fit_the_screen_again(page: Page, tmp_path: Path) -> None:
+    opened(page, write_report(write_run(tmp_path, slow_run())))
+    page.run(
+        "window.printed = []; addEventListener('beforeprint', () => { printed ="
+        "[...document.querySelectorAll('.chart .main-svg')].map(svg => svg.width.baseVal.value); })"
+    )
+    before = page.run("document.querySelector('.chart .main-svg').width.baseVal.value")
+    pdf = base64.b64decode(page.send("Page.printToPDF", printBackground=True, preferCSSPageSize=True)["data"])
+    assert pdf.startswith(b"%PDF")
+    assert 0 < max(page.run("printed")) <= 660
+    assert page.run("document.querySelector('.chart .main-svg').width.baseVal.value") == before
+    assert page.problems == []

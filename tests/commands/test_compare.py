@@ -1,0 +1,30 @@
+"""The command that compares: all methods in real processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from ranks import run_command
+
+from straggle.commands.config import config_dir
+
+METHODS = sorted(path.stem for path in (config_dir() / "methods").iterdir())
+ALL = f"methods=[{','.join(METHODS)}]"
+
+
+@pytest.mark.slow
+def test_all_methods_train_in_turns_under_several_scenarios(tmp_path: Path) -> None:
+    keys = (ALL, "scenarios=[none,slow_rank]", "workload=digits", "steps=12", "block=4", "num_microbatches=2")
+    out = run_command("compare", 4, *keys, "run_dir=run", folder=tmp_path)
+    for scenario in ("none", "slow_rank"):
+        results = json.loads((tmp_path / "run" / scenario / "compare.json").read_text())
+        assert sorted(results) == METHODS
+        assert all(fields["replicas_identical"] for fields in results.values())
+        assert results["ddp"]["step_time_ratio"] == results["ddp"]["time_to_loss_ratio"] == 1.0
+        assert results["ddp"]["dropped_share"] == results["local_sgd"]["dropped_share"] == 0.0
+    assert results["majority"]["dropped_share"] > 0.1  # one rank of four is slow, and all of its step is dropped
+    assert results["straggle"]["dropped_share"] > 0.0
+    assert "time to DDP's final validation loss, over DDP's" in out
+    assert (tmp_path / "run" / "compare.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,25 @@
+"""The command that trains deals out by speed, resumes, and is replayed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from ranks import run_command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [["batch_size=24"], ["batch_size=4", "num_microbatches=4"]])
+def test_train_deals_out_by_speed_resumes_and_is_replayed(keys, tmp_path):
+    def train(*more):
+        return run_command("train", 2, "workload=digits", "report=false", "metrics=none", *keys, *more, folder=tmp_path)
+
+    slow = ["rebalance=by_speed", "faults.slow.ranks=[1]", "faults.slow.factor=4.0", "~faults.stall", "run_dir=runs/a"]
+    train(*slow, "steps=20")
+    train(*slow, "steps=40", "resume=true")
+    summary = json.loads((tmp_path / "runs/a/summary.json").read_text())
+    shares = json.loads((tmp_path / "runs/a/decisions/shares.json").read_text())
+    assert len(shares) > 1
+    assert summary["weight_per_rank"][1] < summary["weight_per_rank"][0]
+    assert len(set(summary["parameters_sha256"])) == 1
+    assert "parameters as in runs/a: identical" in train("replay=runs/a", "run_dir=runs/b", "steps=40")

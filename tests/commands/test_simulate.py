@@ -1,0 +1,35 @@
+"""The command that simulates, and how much memory it needs."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.slow
+def test_command_writes_numbers_that_agree_with_each_other_and_a_picture(tmp_path):
+    keys = ["ranks=32", "steps=60", "deadline=quantile", f"run_dir={tmp_path}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "straggle", "simulate", *keys], capture_output=True, text=True, check=True
+    )
+    assert "effective speedup" in done.stdout
+    numbers = json.loads((tmp_path / "simulation.json").read_text())
+    ratio = numbers["wait_for_all_seconds"]["mean"] / numbers["step_seconds"]["mean"]
+    assert numbers["effective_speedup"] == pytest.approx((1 - numbers["dropped_share"]) * ratio)
+    assert sum(numbers["ranks_dropped"]) / 32 == pytest.approx(numbers["dropped_share"], rel=1e-4)
+    assert sum(numbers["dropped_by_stage"]) / 12 == pytest.approx(numbers["dropped_share"], rel=1e-4)
+    assert (tmp_path / "simulation.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_ranks_stay_within_four_gibibytes():
+    script = (
+        "import resource, torch; torch.set_num_threads(1)\n"
+        "from straggle import AutoDeadline; from straggle.lab.simulate.delays import DropCompute\n"
+        "from straggle.lab.simulate.ranks import simulate; from straggle.lab.simulate.units import Work\n"
+        "simulate(100, 100_000, Work(1.0), DropCompute(), AutoDeadline())\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 4 * 2**20  # kibibytes

@@ -1,0 +1,49 @@
+"""What the advice prints runs on real ranks, and real ranks under DDP have the advice that they need."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from training import features, mlp
+from watched import when, write_watch
+
+from experiments.e11 import run as run_e11
+from straggle.advise.answer import answer
+
+
+def printed_code(text: str) -> list[str]:
+    """The indented lines, those that belong together as one."""
+    return [textwrap.dedent(block) for block in re.findall(r"(?:^  .*\n)+", text, re.MULTILINE)]
+
+
+def run_printed(rank: int, code: str) -> tuple[bool, str]:
+    names: dict[str, Any] = {"model": mlp()}  # what the user's program has
+    exec(code, names)
+    model = names["model"]
+    with model.step():
+        model(features(rank, 0)).square().mean().backward()
+    model.close()
+    return model.last_report is not None, type(model.deadline).__name__
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_printed_code_runs_in_a_program_that_has_a_model(ranks, tmp_path):
+    given = answer(write_watch(tmp_path, ranks=ranks, extra=when(1, range(1000), backward=0.2)))
+    use, shadow = printed_code(str(given))
+    assert given.best is not None
+    assert (
+        run_ranks(run_printed, ranks, use)
+        == [(True, given.best.code.partition("(")[0].removeprefix("straggle."))] * ranks
+    )
+    assert run_ranks(run_printed, ranks, shadow) == [(True, "Shadow")] * ranks
+    assert "launch.sh" not in str(given)  # the user's program knows nothing of it
+
+
+@pytest.mark.slow
+def test_real_ranks_under_ddp_name_the_one_that_is_busy(tmp_path):
+    result = run_e11(True, tmp_path)
+    assert result.ok, result.lines
