@@ -10,7 +10,9 @@ usage() {
 ./launch.sh compare [key=value ...]   the same job under DDP and straggle, or other methods=[...], in turns
 ./launch.sh simulate [key=value ...]  many ranks under a deadline, without a cluster
 ./launch.sh report RUN_DIR            a run as one HTML page; with compare=RUN_DIR two, side by side
-./launch.sh test [pytest options]     run the tests that this machine can run
+./launch.sh test [pytest options]     run the tests that this machine can run, in parallel; or those of a folder or file
+./launch.sh test fast [options]       the inner loop: tests of one process and light ones of ranks, about a minute
+./launch.sh test coverage [options]   tests of one process and of ranks, and the lines and branches that they run
 ./launch.sh COMMAND --help            the keys and their values
 
 Environment
@@ -76,12 +78,32 @@ run() {
   exec "$venv/bin/torchrun" $where --nproc-per-node "$workers" -m straggle "$name" "$@"
 }
 
+# run_tests [fast|coverage] [pytest options]: of pytest's options the last counts, so -n0 runs all in one process
+run_tests() {
+  local word cores level=${1:-} parallel=yes
+  case $level in fast | coverage) shift ;; esac
+  for word in "$@"; do
+    case $word in *.py | *.py::*) parallel= ;; esac # one file runs in one process
+  done
+  case $level in
+    fast) set -- tests/unit tests/ranks tests/docs/test_house.py -m "not slow and (not ranks or light)" "$@" ;;
+    coverage) set -- tests/unit tests/ranks --cov --cov-report=term:skip-covered "$@" ;;
+  esac
+  if [ "$parallel" ]; then
+    # tests wait for processes much of their time: one file more than there are cores keeps these busy
+    cores=$(getconf _NPROCESSORS_ONLN)
+    set -- --numprocesses $((cores < 8 ? cores + 1 : 8)) --dist loadfile --no-loadscope-reorder "$@"
+  fi
+  export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+  cd "$here" && exec "$venv/bin/python" -m pytest "$@"
+}
+
 case "${1:-}" in
   -h | --help | help) usage ;;
   test)
     shift
     install dev
-    cd "$here" && exec "$venv/bin/python" -m pytest "$@"
+    run_tests "$@"
     ;;
   report)
     shift

@@ -10,12 +10,16 @@ import pytest
 from cpu_time import used_s
 
 TESTS = Path(__file__).parent
-LIMIT_S = 5.0
+LEVELS = ("unit", "ranks", "commands", "cluster", "docs")
+LIMIT_S = 5.0  # of CPU
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        item.add_marker(item.path.relative_to(TESTS).parts[0])
+        level = item.path.relative_to(TESTS).parts[0]
+        if level not in LEVELS:
+            raise pytest.UsageError(f"{item.path}: a test lies in one of the folders {', '.join(LEVELS)} of tests/")
+        item.add_marker(level)
     if hasattr(config, "workerinput"):  # so that nobody waits for them at the end
         cluster = {item.path for item in items if item.get_closest_marker("docker")}  # the longest of all
         slow = Counter(item.path for item in items if item.get_closest_marker("slow"))

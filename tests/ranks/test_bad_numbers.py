@@ -10,6 +10,8 @@ from training import Chain, features, grads, mlp, shared
 
 from straggle import LastMerged, Merge
 
+pytestmark = pytest.mark.light
+
 
 def poisoned_chain(rank, poison, nonfinite, estimator=None):
     """Gradients, parameters and report of a step in which ``poison[rank]`` maps layers to what their gradient gets."""

@@ -8,6 +8,8 @@ from training import features, mlp, warned
 
 from straggle import Merge
 
+pytestmark = pytest.mark.light
+
 WITHIN_S = 30.0
 
 

@@ -8,6 +8,8 @@ from training import Stopper
 
 from straggle import Merge
 
+pytestmark = pytest.mark.light
+
 
 class Counting(nn.Module):
     """Buffers of several kinds around a linear layer."""

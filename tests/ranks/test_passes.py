@@ -9,6 +9,8 @@ from training import Chain, Stopper, features, mlp
 
 from straggle import Merge, Patience
 
+pytestmark = pytest.mark.light
+
 NUM_LAYERS = 5
 
 

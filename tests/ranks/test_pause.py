@@ -7,6 +7,8 @@ import torch
 from ranks import run_ranks, staged
 from training import Chain
 
+pytestmark = pytest.mark.light
+
 PAUSE_S = 1000.0
 
 

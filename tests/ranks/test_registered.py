@@ -8,6 +8,8 @@ from training import mlp
 
 from straggle import StagedBackward
 
+pytestmark = pytest.mark.light
+
 
 def replace(module):
     module[0].weight = nn.Parameter(torch.zeros_like(module[0].weight))

@@ -8,6 +8,8 @@ from training import Chain
 
 from straggle.merge.names import ScalarNames, name_hash
 
+pytestmark = pytest.mark.light
+
 WITHIN_S = 30.0
 
 

@@ -14,6 +14,8 @@ from straggle.lab.workloads.digits import Digits
 from straggle.lab.workloads.synthetic import Synthetic
 from straggle.lab.workloads.text import Text
 
+pytestmark = pytest.mark.light
+
 
 class Checkpointed(nn.Module):
     """Two layers that are computed again in backward, and one that is not."""

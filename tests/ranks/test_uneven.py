@@ -10,6 +10,8 @@ from training import Chain, Stopper, features, grads, mlp, shared
 
 from straggle import LastMerged, QuantileDeadline
 
+pytestmark = pytest.mark.light
+
 
 def train_joined(rank, lengths, epochs=1, estimator=None):
     """Per step the input of this rank's batch, the gradients and the report, in epochs of ``lengths[rank]`` batches."""
