@@ -23,7 +23,7 @@ with needs_extra("train"):
     from straggle.lab.build import build_estimator
     from straggle.lab.learning.lateness import DropWhole, Nobody
     from straggle.lab.learning.learning import Learned, Setting, Treatment, learn, units_of
-    from straggle.lab.learning.samples import FromOnePool, OfTheirOwn
+    from straggle.lab.learning.samples import samples_of
     from straggle.lab.learning.weighting import weighting_of
     from straggle.observe.console import print_table
     from straggle.observe.intervals import difference_interval, mean_interval
@@ -60,11 +60,8 @@ def _try_one(setting: Setting, treatment: Treatment) -> None:
 
 def _setting(config: DictConfig, seed: int) -> Setting:
     workload = instantiate(config.workload)
-    if config.sorted_share is None:
-        samples: Any = FromOnePool(workload, config.ranks, config.batch_size, seed=seed)
-    else:
-        share = config.sorted_share
-        samples = OfTheirOwn(workload, config.ranks, config.batch_size, seed=seed, sorted_share=share)
+    share = config.sorted_share
+    samples = samples_of(workload, config.ranks, config.batch_size, seed=seed, sorted_share=share)
     make_optimizer = partial(instantiate, config.optimizer, _convert_="all")
     return Setting(workload, make_optimizer, samples, config.steps, seed, config.stages)
 

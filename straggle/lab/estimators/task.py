@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from straggle.lab.build import estimator_from
 from straggle.lab.estimators.lateness import Paced
 from straggle.lab.learning.learning import Setting, Treatment
-from straggle.lab.learning.samples import FromOnePool, OfTheirOwn
+from straggle.lab.learning.samples import samples_of
 from straggle.lab.learning.weighting import weighting_of
 from straggle.lab.workloads.workload import Workload
 from straggle.merge.options import Merge
@@ -50,11 +50,8 @@ class Task:
     def setting(self, own_data: bool, seed: int) -> Setting:
         """What is trained."""
         workload = _workload(json.dumps(OmegaConf.to_container(OmegaConf.create(dict(self.workload)))))
-        samples = (
-            OfTheirOwn(workload, self.ranks, self.batch_size, seed=seed, sorted_share=1.0)
-            if own_data
-            else FromOnePool(workload, self.ranks, self.batch_size, seed=seed)
-        )
+        share = 1.0 if own_data else None
+        samples = samples_of(workload, self.ranks, self.batch_size, seed=seed, sorted_share=share)
         make = partial(instantiate, OmegaConf.create(dict(self.optimizer)), _convert_="all")
         return Setting(workload, lambda parameters: make(params=parameters), samples, self.steps, seed, self.num_stages)
 

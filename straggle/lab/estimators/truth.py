@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from straggle.lab.estimators.task import Case, Task
 from straggle.lab.learning.learning import units_of
 from straggle.lab.learning.logical import Computed, LogicalRanks, per_parameter
+from straggle.lab.learning.samples import batch_of
 
 WINDOW = 10
 PHASES = ("early", "middle", "late")
@@ -114,10 +115,7 @@ def judge(task: Task, late_shares: Sequence[float], seed: int) -> list[Judgement
         _Judged(task, method, Case(share, own_data=False), setup) for share in late_shares for method in task.methods
     ]
     for step in range(max(task.steps, WINDOW * len(PHASES))):
-        indices = setup.setting.samples.indices(step)
-        x, y = setup.workload.batch(indices.flatten())
-        batch = x.view(*indices.shape, *x.shape[1:]), y.view(*indices.shape, *y.shape[1:])
-        computed = list(setup.truth.compute(batch))
+        computed = list(setup.truth.compute(batch_of(setup.workload, setup.setting.samples, step)))
         setup.truth.merge_computed(computed, torch.ones(task.ranks, len(setup.truth.parameters)))
         true_gradients = [parameter.grad for parameter in setup.truth.parameters]
         truth = setup.gradients()

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from straggle.backward.stages import plan_stages
 from straggle.lab.learning.lateness import LatePattern
 from straggle.lab.learning.logical import LogicalRanks, finish_order, per_parameter
-from straggle.lab.learning.samples import Samples
+from straggle.lab.learning.samples import Samples, batch_of
 from straggle.lab.learning.weighting import Count, Weighting
 from straggle.lab.workloads.workload import Workload
 from straggle.policies.estimators import Abstain, Estimator
@@ -87,9 +87,7 @@ def learn(setting: Setting, treatment: Treatment, *, chunk: int = 64) -> Learned
     losses, total = [], torch.zeros(num_ranks, len(units))
     lateness = treatment.lateness.steps(num_ranks, len(units), generator)
     for step, reached in enumerate(islice(lateness, setting.steps)):
-        indices = setting.samples.indices(step)
-        x, y = setting.workload.batch(indices.flatten())
-        batch = x.view(*indices.shape, *x.shape[1:]), y.view(*indices.shape, *y.shape[1:])
+        batch = batch_of(setting.workload, setting.samples, step)
         merged = ranks.merge(batch, per_parameter(weighting.weights(reached), units))
         optimizer.step()
         optimizer.zero_grad()

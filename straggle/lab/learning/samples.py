@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from straggle.lab.workloads.shard import Shard
-from straggle.lab.workloads.workload import Workload
+from straggle.lab.workloads.workload import Batch, Workload
 
 
 class Samples(ABC):
@@ -69,6 +69,22 @@ class OfTheirOwn(Samples):
         generator = torch.Generator().manual_seed((self._seed * 1_000_003 + epoch) * 1_009 + rank)
         order = torch.randperm(len(part), generator=generator)
         return part[order[batch * self._batch_size :][: self._batch_size]]
+
+
+def samples_of(
+    workload: Workload, num_ranks: int, batch_size: int, *, seed: int, sorted_share: float | None
+) -> Samples:
+    """`OfTheirOwn` with this ``sorted_share``, or `FromOnePool` where there is none."""
+    if sorted_share is None:
+        return FromOnePool(workload, num_ranks, batch_size, seed=seed)
+    return OfTheirOwn(workload, num_ranks, batch_size, seed=seed, sorted_share=sorted_share)
+
+
+def batch_of(workload: Workload, samples: Samples, step: int) -> Batch:
+    """All ranks' inputs and targets of a step, each with the dimensions (ranks, samples) first."""
+    indices = samples.indices(step)
+    x, y = workload.batch(indices.flatten())
+    return x.view(*indices.shape, *x.shape[1:]), y.view(*indices.shape, *y.shape[1:])
 
 
 def _classes(workload: Workload, indices: Tensor) -> Tensor:
