@@ -32,7 +32,7 @@ from paired import median_ratio
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from straggle import AutoDeadline, FirstK, FixedDeadline, Patience, QuantileDeadline, StagedDataParallel
+from straggle import AutoDeadline, FirstK, FixedDeadline, LateHandling, QuantileDeadline, StagedDataParallel
 from straggle.lab.jobs import gather
 from straggle.lab.local_ranks import HOST, run_on_ranks, serve_store
 from straggle.lab.workloads.text import Text
@@ -120,8 +120,8 @@ def stall(rank, options):
     world_size = dist.get_world_size()
     torch.manual_seed(0)
     nets = {"DDP": Net(compute_s=options.compute_s), "straggle": Net(compute_s=options.compute_s)}
-    patience = Patience(max_lag=options.max_lag)
-    staged = StagedDataParallel(nets["straggle"], deadline=options.deadline_s, patience=patience)
+    late_handling = LateHandling(max_lag=options.max_lag)
+    staged = StagedDataParallel(nets["straggle"], deadline=options.deadline_s, late_handling=late_handling)
     models = {"DDP": DistributedDataParallel(nets["DDP"]), "straggle": staged}
     loops = {name: Loop(nets[name], models[name], rank) for name in models}
     for loop in loops.values():
@@ -193,7 +193,7 @@ def long(rank, options):
     staged = StagedDataParallel(
         net,
         deadline=FixedDeadline(options.deadline_s, warmup_steps=5),
-        patience=Patience(grace_s=options.deadline_s / 2, max_lag=32),
+        late_handling=LateHandling(grace_s=options.deadline_s / 2, max_lag=32),
     )
     loop, draw = Loop(net, staged, rank), random.Random(rank)
     marks = {max(1, round(options.steps * share)): share for share in (0.1, 0.5, 1.0)}

@@ -67,7 +67,7 @@ class Way:
             faults["stall"] = Stall(30, seconds=1.0, rank=world_size - 1, every=60)
         self.faults = FaultInjector(net, faults, rank=rank)
         self.model = straggle.StagedDataParallel(
-            net, deadline=deadline, stages=LAYERS, patience=straggle.Patience(max_lag=64)
+            net, deadline=deadline, stages=LAYERS, late_handling=straggle.LateHandling(max_lag=64)
         )
         self.unit = EQUAL // 8 if arguments.microbatches else 1
         self.rebalance = straggle.Rebalance(self.model, total=world_size * EQUAL // self.unit)

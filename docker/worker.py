@@ -4,7 +4,7 @@
 RENDEZVOUS=host:port NODES=4 straggle-worker key=value ...
 
 RENDEZVOUS names the worker that hosts the rendezvous, whichever starts first; ranks are given out as workers come.
-KEYS may have more of them, "steps=600 patience.quorum=2".
+KEYS may have more of them, "steps=600 late_handling.quorum=2".
 """
 
 import contextlib

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from straggle.lab.local_ranks import run_on_ranks
 from straggle.lab.simulate.units import Work
 from straggle.parallel import StagedDataParallel
-from straggle.policies.deadline import Deadline, Patience
+from straggle.policies.deadline import Deadline, LateHandling
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Method:
     """How a run treats late ranks; ``deadline`` makes one in each process."""
 
     deadline: Callable[[], Deadline]
-    patience: Patience = field(default_factory=Patience)
+    late_handling: LateHandling = field(default_factory=LateHandling)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,9 @@ class _Run:
         stages = setup.work.num_stages
         layers = stages * (1 if setup.whole_microbatches else setup.slices)
         net = nn.Sequential(*(_Layer(self._sleeps) for _ in range(layers)))
-        self.model = StagedDataParallel(net, stages=stages, deadline=method.deadline(), patience=method.patience)
+        self.model = StagedDataParallel(
+            net, stages=stages, deadline=method.deadline(), late_handling=method.late_handling
+        )
         self._num_layers = layers
         self.rows: list[tuple[float, ...]] = []
 

@@ -14,7 +14,7 @@ from experiments.result import Line, Result
 from straggle.lab.simulate.delays import DropCompute, SlowRanks, Stalls
 from straggle.lab.simulate.units import Work
 from straggle.policies.auto_deadline import AutoDeadline
-from straggle.policies.deadline import Patience
+from straggle.policies.deadline import LateHandling
 
 RANKS = 4
 DELAYS = {
@@ -26,7 +26,7 @@ METHODS = {
     "stages": (Work(0.24, num_stages=12, forward_share=1 / 3), Method(AutoDeadline)),
     "12 micro-batches": (
         Work(0.24, num_stages=12, num_microbatches=12, forward_share=1.0),
-        Method(AutoDeadline, Patience(granularity="microbatch", grace_s=0.2)),
+        Method(AutoDeadline, LateHandling(granularity="microbatch", grace_s=0.2)),
     ),
 }
 SKIP = 20  # steps: in the first it waits for everyone, then it chooses from a few
@@ -37,10 +37,10 @@ def run(quick: bool, out: Path) -> Result:
     lines, curves = [], {}
     for unit, (work, method) in METHODS.items():
         for name, delays in DELAYS.items():
-            units = work.units(method.patience.granularity)
+            units = work.units(method.late_handling.granularity)
             drawn = delays.steps(units.base_s, RANKS, Generator().manual_seed(1))
             unit_s = torch.stack(list(islice(drawn, 60 if quick else 200)))
-            measured = run_real(Setup(unit_s, work, {"auto": method}, method.patience.granularity == "microbatch"))
+            measured = run_real(Setup(unit_s, work, {"auto": method}, method.late_handling.granularity == "microbatch"))
             run = measured["auto"].after(SKIP)
             predicted, dropped = float(run.predicted.mean()), float(run.dropped.mean())
             off = 100 * (dropped - predicted)

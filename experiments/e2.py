@@ -14,7 +14,7 @@ from straggle.lab.simulate.delays import DropCompute
 from straggle.lab.simulate.ranks import simulate
 from straggle.lab.simulate.units import Work
 from straggle.policies.auto_deadline import AutoDeadline
-from straggle.policies.deadline import Patience
+from straggle.policies.deadline import LateHandling
 from straggle.policies.step_model import StopRules, simulate_step
 
 MICROBATCHES = 12
@@ -97,5 +97,5 @@ def _steps(ranks: int, quick: bool) -> int:
 
 def _auto(ranks: int, steps: int) -> float:
     """AutoDeadline's effective speedup, its warm-up left out."""
-    patience = Patience(granularity="microbatch", grace_s=0.15)
-    return simulate(steps, ranks, WORK, DropCompute(), AutoDeadline(), patience=patience).speedup_after(10)
+    late_handling = LateHandling(granularity="microbatch", grace_s=0.15)
+    return simulate(steps, ranks, WORK, DropCompute(), AutoDeadline(), late_handling=late_handling).speedup_after(10)

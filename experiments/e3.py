@@ -11,7 +11,7 @@ from experiments.result import Line, Result
 from straggle.lab.simulate.delays import Delays, DropCompute, Normal
 from straggle.lab.simulate.ranks import simulate
 from straggle.lab.simulate.units import Work
-from straggle.policies.deadline import Patience, WaitForAll
+from straggle.policies.deadline import LateHandling, WaitForAll
 
 MICROBATCHES = 12
 STD = 0.581 / 1.5  # of a micro-batch, relative to its mean, in DropCompute's model
@@ -54,6 +54,6 @@ def _slowest(delays: Delays, ranks: int, quick: bool) -> tuple[float, float]:
     """Mean seconds of the slowest rank, micro-batches of one second before delays, and its standard error."""
     steps = max(200, min(40_000, 12_000_000 // ranks)) // (4 if quick else 1)
     work = Work(1.0 * MICROBATCHES, num_microbatches=MICROBATCHES, num_stages=1)
-    patience = Patience(granularity="microbatch")
-    seconds = simulate(steps, ranks, work, delays, WaitForAll(), patience=patience).step_s.tolist()
+    late_handling = LateHandling(granularity="microbatch")
+    seconds = simulate(steps, ranks, work, delays, WaitForAll(), late_handling=late_handling).step_s.tolist()
     return fmean(seconds), stdev(seconds) / math.sqrt(steps)

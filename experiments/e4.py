@@ -17,19 +17,19 @@ from straggle.lab.simulate.communication import Constant
 from straggle.lab.simulate.ranks import effective_speedup, simulate_times
 from straggle.lab.simulate.units import Work
 from straggle.policies.auto_deadline import AutoDeadline
-from straggle.policies.deadline import FixedDeadline, Patience, WaitForAll
+from straggle.policies.deadline import FixedDeadline, LateHandling, WaitForAll
 
 MICROBATCH_S = 0.020
 TAU_S = 0.95 * 1.5 * MICROBATCHES * MICROBATCH_S
 LAYERS = 12
 SKIP = 12  # steps of warm-up
 WORK = Work(MICROBATCHES * MICROBATCH_S, num_microbatches=MICROBATCHES, num_stages=LAYERS, forward_share=1.0)
-PATIENCE = Patience(quorum=1)
+LATE_HANDLING = LateHandling(quorum=1)
 METHODS = {
     "wait for all": Method(WaitForAll),
-    "fixed": Method(partial(FixedDeadline, TAU_S), PATIENCE),
-    "auto": Method(AutoDeadline, PATIENCE),
-    "whole": Method(partial(FixedDeadline, TAU_S), Patience(quorum=1, granularity="microbatch", grace_s=0.15)),
+    "fixed": Method(partial(FixedDeadline, TAU_S), LATE_HANDLING),
+    "auto": Method(AutoDeadline, LATE_HANDLING),
+    "whole": Method(partial(FixedDeadline, TAU_S), LateHandling(quorum=1, granularity="microbatch", grace_s=0.15)),
 }
 NAMES = {
     "fixed": f"threshold of {TAU_S:.3f} s",
@@ -91,10 +91,10 @@ def _lines(ranks: int, measured: dict[str, Measured], unit_s: Tensor) -> list[Li
 def _simulated(name: str, unit_s: Tensor, overhead_s: float) -> float:
     """The simulator's effective speedup under the same delays."""
     method = METHODS[name]
-    units = replace(WORK.units(method.patience.granularity), overhead_s=overhead_s)
+    units = replace(WORK.units(method.late_handling.granularity), overhead_s=overhead_s)
     nothing = unit_s.new_zeros((*unit_s.shape[:2], len(units.base_s) - MICROBATCHES))  # backward takes no time
     times = torch.cat([unit_s, nothing], -1)
-    return simulate_times(times, units, method.deadline(), method.patience, Constant()).speedup_after(SKIP)
+    return simulate_times(times, units, method.deadline(), method.late_handling, Constant()).speedup_after(SKIP)
 
 
 def _step_time(run: Measured) -> str:

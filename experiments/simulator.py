@@ -90,8 +90,8 @@ def _spread(overhead_s: Tensor) -> str:
 def simulation(unit_s: Tensor, method: Method, overhead_s: Tensor) -> tuple[Tensor, Tensor]:
     """Step times and dropped shares of the simulator under the same delays, and of such overheads."""
     median_s = float(overhead_s.median())
-    units = replace(WORK.units(method.patience.granularity), overhead_s=median_s)
-    simulated = simulate_times(unit_s, units, method.deadline(), method.patience, Constant())
+    units = replace(WORK.units(method.late_handling.granularity), overhead_s=median_s)
+    simulated = simulate_times(unit_s, units, method.deadline(), method.late_handling, Constant())
     step_s = simulated.step_s[SKIP:]
     drawn = torch.randint(len(overhead_s), step_s.shape, generator=Generator().manual_seed(0))
     return step_s + overhead_s[drawn] - median_s, simulated.dropped[SKIP:]

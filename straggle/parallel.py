@@ -45,7 +45,7 @@ from straggle.merge.replay import Decision, Recording
 from straggle.merge.saved_state import RankState, SavedState
 from straggle.merge.telemetry import NO_FINGERPRINT, StepRecord
 from straggle.open_step import OpenStep
-from straggle.policies.deadline import Deadline, Patience, WaitForAll, as_deadline
+from straggle.policies.deadline import Deadline, LateHandling, WaitForAll, as_deadline
 from straggle.policies.estimators import Abstain, Estimator
 from straggle.policies.fill_in import FillIn
 from straggle.policies.history import History
@@ -63,8 +63,8 @@ class StagedDataParallel(nn.Module):
 
     ``stages``: how the gradients are divided (`plan_stages`). ``deadline``: a `Deadline`, a number of seconds, or
     ``None`` to wait for everyone, as DDP does. ``estimator``: what fills in for missing gradients (default: nothing).
-    ``patience``: how a late rank is treated. ``merge``: what becomes of buffers and of gradients that are not finite,
-    what a gradient counts, and how often replicas are compared.
+    ``late_handling``: how a late rank is treated. ``merge``: what becomes of buffers and of gradients that are not
+    finite, what a gradient counts, and how often replicas are compared.
     Parameters and buffers are overwritten with rank 0's.
 
     Raises ``RuntimeError`` without a process group, and ``ValueError`` for modules that cannot be trained so: without
@@ -80,7 +80,7 @@ class StagedDataParallel(nn.Module):
         stages: int | Sequence[str] | BalancedByTime | None = None,
         deadline: Deadline | float | None = None,
         estimator: Estimator | None = None,
-        patience: Patience | None = None,
+        late_handling: LateHandling | None = None,
         merge: Merge | None = None,
         **words_of_ddp: NoReturn,
     ) -> None:
@@ -89,7 +89,7 @@ class StagedDataParallel(nn.Module):
         self.module = module
         self.deadline = as_deadline(deadline)
         self.estimator = estimator or Abstain()
-        self._patience = patience or Patience()
+        self._late_handling = late_handling or LateHandling()
         self._merge = merge or Merge()
         self._stages = stages
         self._own_group = process_group is not None and process_group is not dist.group.WORLD
@@ -100,7 +100,7 @@ class StagedDataParallel(nn.Module):
 
     def _join_job(self, process_group: dist.ProcessGroup | None) -> None:
         """Become a replica of the job: on all ranks alike, when the model is wrapped or a copy's first step begins."""
-        own, module, stages, patience = set(self.__dict__), self.module, self._stages, self._patience
+        own, module, stages, late_handling = set(self.__dict__), self.module, self._stages, self._late_handling
         wrapped = self._as_wrapped()
         self._named = trainable(module)
         self._parameters_list = [parameter for _, parameter in self._named]
@@ -109,25 +109,25 @@ class StagedDataParallel(nn.Module):
         self._frozen = [
             (name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad
         ]
-        self._channel = Channel(process_group, give_up_s=patience.give_up_s)
+        self._channel = Channel(process_group, give_up_s=late_handling.give_up_s)
         self.rank, self.world_size = self._channel.rank, self._channel.world_size
         check_alike(wrapped, self._channel)
         for tensor in (*module.parameters(), *module.buffers()):
             self._channel.broadcast(tensor.detach())
         module_buffers = ModuleBuffers(module, self._merge.buffers, self.rank)
-        fill_in = FillIn(self.estimator, patience)
+        fill_in = FillIn(self.estimator, late_handling)
         self._coordinator = Coordinator(
             self._parameters_list,
             plan_stages(module, stages),
             self._channel,
-            deadline=CurrentDeadline(self.deadline, patience, self.world_size),
+            deadline=CurrentDeadline(self.deadline, late_handling, self.world_size),
             fill_in=fill_in,
             merge=self._merge,
             num_changes=module_buffers.numel,
         )
         device = self._parameters_list[0].device
         self._learner = PlanLearner(stages, device)
-        self._complete_microbatches = patience.granularity == "microbatch"
+        self._complete_microbatches = late_handling.granularity == "microbatch"
         limited = device.type == "cuda" and not isinstance(self.deadline, WaitForAll)
         self._open = OpenStep(
             self._parameters_list,
@@ -169,7 +169,7 @@ class StagedDataParallel(nn.Module):
             "stages": self._stages,
             "deadline": self.deadline,
             "estimator": self.estimator,
-            "patience": self._patience,
+            "late_handling": self._late_handling,
             "merge": self._merge,
         }
         return Wrapped.of(self.module, options)

@@ -21,7 +21,7 @@ from straggle.observe.findings import advise as sentences_of_run
 from straggle.observe.intervals import LEVEL, Interval
 from straggle.observe.run import read_run
 from straggle.observe.run_numbers import numbers_of
-from straggle.policies.deadline import Patience
+from straggle.policies.deadline import LateHandling
 from straggle.report import finite_or_none, text_table
 
 _PLACES: Mapping[str, str] = {
@@ -82,7 +82,7 @@ def answer(path: Path) -> Answer:
     timings = read_timings(path)
     run_dir = timings.source.parent
     slowness = find_slow_ranks(timings)
-    found = tuple(gains(timings, None if timings.watched else _patience(run_dir), _present(timings, slowness)))
+    found = tuple(gains(timings, None if timings.watched else _late_handling(run_dir), _present(timings, slowness)))
     sentences = tuple[str, ...]()
     if not timings.watched and timings.source.name == "trace.jsonl":
         run = read_run(run_dir)
@@ -99,17 +99,17 @@ def _present(timings: Timings, slowness: Slowness) -> int:
     return first if timings.num_steps - first >= LEAST_STEPS else 0
 
 
-def _patience(run_dir: Path) -> Patience | None:
+def _late_handling(run_dir: Path) -> LateHandling | None:
     """As the run was configured, if that is known; its trace has the times of stages, so stages are the units."""
     path = run_dir / _CONFIG
     try:
         config: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
-        patience = config.get("patience") if isinstance(config, dict) else None
-        known = (patience or {}).items()  # what is written as ${...} is not: only that run knew what it stood for
+        late_handling = config.get("late_handling", config.get("patience")) if isinstance(config, dict) else None
+        known = (late_handling or {}).items()  # what is written as ${...} is not: only that run knew what it stood for
         own = {key: value for key, value in known if key != "_target_" and "${" not in str(value)}
         if own.get("granularity") == "microbatch":
             own["granularity"] = "stage"
-        return Patience(**own) if own else None
+        return LateHandling(**own) if own else None
     except (TypeError, AttributeError, YAMLError, OmegaConfBaseException) as error:
         raise ValueError(f"{path}: {str(error).splitlines()[0]}") from None
 

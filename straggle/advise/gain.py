@@ -16,8 +16,8 @@ from straggle.policies.auto_deadline import AutoDeadline
 from straggle.policies.deadline import (
     Deadline,
     FirstK,
+    LateHandling,
     MedianDeadline,
-    Patience,
     QuantileDeadline,
     WaitForAll,
     next_deadline,
@@ -90,14 +90,14 @@ def candidates(num_ranks: int) -> list[Candidate]:
     return some
 
 
-def gains(timings: Timings, patience: Patience | None = None, first: int = 0) -> list[Gain]:
+def gains(timings: Timings, late_handling: LateHandling | None = None, first: int = 0) -> list[Gain]:
     """All candidates, the best first: what they gain from position ``first`` on, after seeing the steps before it."""
-    everyone = replay(timings, WaitForAll(), patience).since(first)
+    everyone = replay(timings, WaitForAll(), late_handling).since(first)
     found = [
         _gain(
             one,
-            replay(timings, one.policy, patience, cautious=True).since(first),
-            replay(timings, same.policy, patience).since(first),
+            replay(timings, one.policy, late_handling, cautious=True).since(first),
+            replay(timings, same.policy, late_handling).since(first),
             everyone,
         )
         for one, same in zip(candidates(timings.num_ranks), candidates(timings.num_ranks), strict=True)
@@ -111,15 +111,17 @@ def best(found: list[Gain]) -> Gain | None:
     return max(seen, key=lambda gain: gain.surely, default=None)
 
 
-def replay(timings: Timings, policy: Deadline, patience: Patience | None = None, *, cautious: bool = False) -> Replayed:
+def replay(
+    timings: Timings, policy: Deadline, late_handling: LateHandling | None = None, *, cautious: bool = False
+) -> Replayed:
     """Step by step: the policy sees what it would have seen, so a rank that it stops looks stopped.
 
     ``cautious``: a late rank stops when it finishes its running stage. The merge of what it leaves comes after that and
     overlaps with nothing, so it costs the network's time once more. Otherwise a late rank stops at once.
     """
-    patience = patience or Patience()
-    policy.prepare(patience)
-    rules = StopRules.of(policy, patience, timings.num_ranks)
+    late_handling = late_handling or LateHandling()
+    policy.prepare(late_handling)
+    rules = StopRules.of(policy, late_handling, timings.num_ranks)
     if cautious:
         rules = replace(rules, checks=1)
     window = HistoryWindow(policy.window, timings.num_ranks)

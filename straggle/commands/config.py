@@ -61,14 +61,14 @@ _PARTS = (
     "estimator",
     "optimizer",
     "merge",
-    "patience",
+    "late_handling",
     "delays",
     "work",
     "network",
     "lateness",
 )
-_BUILT = ("deadline", "merge", "patience", "delays", "work", "network", "lateness")
-_OF_A_METHOD = ("job", "deadline", "estimator", "patience", "merge", "optimizer", "stages")
+_BUILT = ("deadline", "merge", "late_handling", "delays", "work", "network", "lateness")
+_OF_A_METHOD = ("job", "deadline", "estimator", "late_handling", "merge", "optimizer", "stages")
 _AT_LEAST_OF_A_JOB = {"every": 2, "warmup_steps": 0}
 _NOT_COMPARED = ("resume", "replay", "report", "checkpoint_every")  # keys that only train follows
 _METRICS_PARTS = ("security", "targets", "push")
@@ -247,17 +247,17 @@ def _build_all(config: DictConfig) -> None:
         for part in _METRICS_PARTS:
             instantiate(metrics.get(part))
     ranks = int(config.get("ranks") or os.environ.get("WORLD_SIZE") or 0)  # 0: not known yet
-    if ranks and built["patience"] is not None:
-        built["patience"].quorum_of(ranks, built["deadline"].quorum)
+    if ranks and built["late_handling"] is not None:
+        built["late_handling"].quorum_of(ranks, built["deadline"].quorum)
     if config.get("rebalance"):
         _check_shares(config, ranks)
     if "workload" not in config:
         return
     model = instantiate(config.workload).model()
     for own in (config, *(of_method(config, str(name)) for name in config.get(METHODS, {}))):
-        parts = {part: instantiate(own.get(part)) for part in ("deadline", "merge", "patience")}
-        if ranks and parts["patience"] is not None:
-            parts["patience"].quorum_of(ranks, parts["deadline"].quorum)
+        parts = {part: instantiate(own.get(part)) for part in ("deadline", "merge", "late_handling")}
+        if ranks and parts["late_handling"] is not None:
+            parts["late_handling"].quorum_of(ranks, parts["deadline"].quorum)
         if "optimizer" in own:
             build_estimator(own, build_optimizer(own, model))
         plan_stages(model, stages_of(own.stages))

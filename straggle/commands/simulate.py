@@ -33,7 +33,7 @@ def _run(config: DictConfig) -> None:
             instantiate(config.work),
             instantiate(config.delays),
             deadline,
-            patience=instantiate(config.patience),
+            late_handling=instantiate(config.late_handling),
             network=instantiate(config.network),
             seed=config.seed,
             history_ranks=config.history_ranks,

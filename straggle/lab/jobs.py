@@ -167,7 +167,7 @@ class StagedJob(Job):
             stages=stages_of(config.stages),
             deadline=instantiate(config.deadline),
             estimator=build_estimator(config, self.optimizer),
-            patience=instantiate(config.patience),
+            late_handling=instantiate(config.late_handling),
             merge=instantiate(config.merge),
         )
 

@@ -39,7 +39,7 @@ def describe(value: Any) -> Described:
 
 
 def difference(ours: Described, theirs: Described) -> tuple[str, str]:
-    """Both in words, of two policies of the same class only what differs: ``Patience(quorum=2)``."""
+    """Both in words, of two policies of the same class only what differs: ``LateHandling(quorum=2)``."""
     if isinstance(ours, str) or isinstance(theirs, str) or ours[0] != theirs[0]:
         return in_words(ours), in_words(theirs)
     pairs = {name: (ours[1].get(name, "nothing"), theirs[1].get(name, "nothing")) for name in ours[1] | theirs[1]}
@@ -51,7 +51,7 @@ def difference(ours: Described, theirs: Described) -> tuple[str, str]:
 
 
 def in_words(described: Described) -> str:
-    """As it would be written: ``Patience(quorum=2)``."""
+    """As it would be written: ``LateHandling(quorum=2)``."""
     if isinstance(described, str):
         return described
     return f"{described[0]}({', '.join(f'{name}={in_words(value)}' for name, value in described[1].items())})"

@@ -242,14 +242,14 @@ class Channel:
         words = self.store.ask(lambda store: _words(store, "doing", ranks), limit_s)
         return "".join(f"; {word}" for word in words.values() if word)
 
-    def explain(self, what: str, patience_s: float = 1.7) -> str:
+    def explain(self, what: str, wait_s: float = 1.7) -> str:
         """Why ``what`` failed: the failures that ranks left word of, or else the ranks that no longer answer.
 
-        After ``patience_s`` at the latest, and where the store does not answer by then it says that.
+        After ``wait_s`` at the latest, and where the store does not answer by then it says that.
         """
         self._progress.explained = True  # this rank ends for what others did
         try:
-            return f"{what}: {self._reason(time.monotonic() + patience_s)}"
+            return f"{what}: {self._reason(time.monotonic() + wait_s)}"
         except StoreUnreachable as error:
             return f"{what}: no answer from peers, and {error}"
 

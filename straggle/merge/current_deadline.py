@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from straggle.backward.stages import Stage, StagePlan
 from straggle.merge.telemetry import Table
-from straggle.policies.deadline import Deadline, Patience, WaitForAll, next_deadline
+from straggle.policies.deadline import Deadline, LateHandling, WaitForAll, next_deadline
 from straggle.policies.history import History, HistoryWindow
 from straggle.policies.step_model import StopRules
 
@@ -24,9 +24,9 @@ class CurrentDeadline:
     ``predicted_drop``: the share of the gradients that the policy expects to be dropped in it; NaN: it has no idea.
     """
 
-    def __init__(self, policy: Deadline, patience: Patience, world_size: int) -> None:
-        self.patience = patience
-        self.rules = StopRules.of(policy, patience, world_size)
+    def __init__(self, policy: Deadline, late_handling: LateHandling, world_size: int) -> None:
+        self.late_handling = late_handling
+        self.rules = StopRules.of(policy, late_handling, world_size)
         self.seconds = math.inf  # the first step waits for everyone
         self.shadow_s = math.nan if policy.enforced else math.inf
         self.predicted_drop = math.nan
@@ -54,7 +54,7 @@ class CurrentDeadline:
 
     def prepare(self, plan: StagePlan, parameters: Sequence[nn.Parameter]) -> None:
         """Tell the policy how late ranks are treated, and of the stages, which stay as they are."""
-        self._policy.prepare(self.patience, [_parts(stage, parameters) for stage in plan.stages])
+        self._policy.prepare(self.late_handling, [_parts(stage, parameters) for stage in plan.stages])
 
     def watch(self, plan: StagePlan) -> None:
         """From here on keep how the ranks come through the stages, for a policy that looks at more than times."""
@@ -66,7 +66,7 @@ class CurrentDeadline:
     def decide(self, table: Table) -> None:
         """A step is merged: the deadline of the next one."""
         shares = self._stage_share
-        progress = None if shares is None else table.progress(shares, self.patience.granularity)
+        progress = None if shares is None else table.progress(shares, self.late_handling.granularity)
         decided = next_deadline(self._policy, self._window.append(table.compute_s(), table.finished_ranks(), progress))
         self.predicted_drop = decided.predicted_drop
         if self._policy.enforced:

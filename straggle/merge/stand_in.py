@@ -200,8 +200,8 @@ class StandIn:
         return Limits(
             deadline.seconds,
             deadline.after_quorum_s,
-            grace_s=deadline.patience.grace_s,
-            max_lag=deadline.patience.max_lag,
+            grace_s=deadline.late_handling.grace_s,
+            max_lag=deadline.late_handling.max_lag,
         )
 
     def _situation(self) -> Situation:

@@ -10,7 +10,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from straggle.policies.deadline import Deadline, NextDeadline, Patience, check_count, check_number, quantile_of
+from straggle.policies.deadline import Deadline, LateHandling, NextDeadline, check_count, check_number, quantile_of
 from straggle.policies.history import History
 from straggle.policies.step_model import StopRules, computed_share, simulate_step
 from straggle.policies.untruncated import untruncated_entries, untruncated_times
@@ -210,12 +210,12 @@ class AutoDeadline(Deadline):
         self.max_over_median = max_over_median
         self.chosen: Threshold | None = None
         self._chosen_at = -1
-        self._patience = Patience()
+        self._late_handling = LateHandling()
         self._parts: Sequence[int] = ()
 
-    def prepare(self, patience: Patience, parts: Sequence[int] = ()) -> None:
-        self._patience = patience
-        self._parts = parts if patience.granularity == "stage" else ()
+    def prepare(self, late_handling: LateHandling, parts: Sequence[int] = ()) -> None:
+        self._late_handling = late_handling
+        self._parts = parts if late_handling.granularity == "stage" else ()
 
     def decide(self, history: History) -> NextDeadline:
         if history.num_steps < self.warmup_steps or history.progress is None:
@@ -228,7 +228,7 @@ class AutoDeadline(Deadline):
         return NextDeadline(self.chosen.tau_s, self.chosen.dropped)
 
     def _choose(self, history: History) -> Threshold:
-        rules = StopRules.of(self, self._patience, history.compute_s.shape[1])
+        rules = StopRules.of(self, self._late_handling, history.compute_s.shape[1])
         steps = StepTimes.of(history, rules.quorum)
         if steps is None:
             return Threshold(math.inf, 0.0, 0.0)

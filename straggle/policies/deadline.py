@@ -34,7 +34,7 @@ class Deadline(ABC):
     one as an uninterrupted run. ``window``: how many steps of history it wants to see. ``wants_progress``: whether it
     looks at more than times (`History.progress`).
 
-    ``quorum``: how many ranks must have finished before another is late, instead of `Patience.quorum`. ``grace_s``:
+    ``quorum``: how many ranks must have finished before another is late, instead of `LateHandling.quorum`. ``grace_s``:
     seconds from then until it is late. ``enforced``: whether ranks are stopped; if not, the report says what would have
     happened.
     """
@@ -45,7 +45,7 @@ class Deadline(ABC):
     grace_s: float = 0.0
     enforced: bool = True
 
-    def prepare(self, patience: Patience, parts: Sequence[int] = ()) -> None:  # noqa: B027
+    def prepare(self, late_handling: LateHandling, parts: Sequence[int] = ()) -> None:  # noqa: B027
         """Called once, before any rank can be late: how late ranks are treated.
 
         ``parts``: the number of gradients, of about the same size, in which each stage comes.
@@ -161,7 +161,7 @@ class WaitForAll(Deadline):
 
 
 @dataclass(frozen=True)
-class Patience:
+class LateHandling:
     """How a late rank is treated.
 
     No rank is late before ``quorum`` ranks have finished the step (default: half of them, at least one). A late rank

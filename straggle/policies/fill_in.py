@@ -7,7 +7,7 @@ from typing import final
 
 from torch import Tensor, nn
 
-from straggle.policies.deadline import Patience, is_number, name_of
+from straggle.policies.deadline import LateHandling, is_number, name_of
 from straggle.policies.estimators import Estimate, Estimator
 from straggle.policies.supplements import Supplement, SupplementingEstimator
 
@@ -16,22 +16,22 @@ from straggle.policies.supplements import Supplement, SupplementingEstimator
 class FillIn:
     """``reads_own``: `computed` wants to see gradients. ``finishes_late``: a late rank finishes its backward pass.
 
-    Raises ``ValueError`` for an estimator that cannot be used with this patience, and, naming it, for what it gives
-    that cannot be merged.
+    Raises ``ValueError`` for an estimator that cannot be used with this handling of late ranks, and, naming it, for what
+    it gives that cannot be merged.
     """
 
-    def __init__(self, estimator: Estimator, patience: Patience | None = None) -> None:
-        patience = patience or Patience()
+    def __init__(self, estimator: Estimator, late_handling: LateHandling | None = None) -> None:
+        late_handling = late_handling or LateHandling()
         self._estimator = estimator
         self._supplementing = estimator if isinstance(estimator, SupplementingEstimator) else None
-        if patience.granularity == "step" and self._supplementing is not None:
+        if late_handling.granularity == "step" and self._supplementing is not None:
             raise ValueError(
                 f"granularity='step' with {type(estimator).__name__}: it adds to gradients that are dropped then; "
                 "use granularity='stage' or another estimator"
             )
         self.reads_own = estimator.watches_own or self._supplementing is not None
         finishes_late = self._supplementing is not None and self._supplementing.finishes_late
-        self.finishes_late = finishes_late and patience.max_lag > 0
+        self.finishes_late = finishes_late and late_handling.max_lag > 0
 
     def computed(self, parameter: nn.Parameter, own: Tensor) -> Supplement | None:
         """This rank computed its gradient; what it submits beside it."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from straggle.policies.deadline import Deadline, Patience
+from straggle.policies.deadline import Deadline, LateHandling
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,13 @@ class StopRules:
     checks: int = 0
 
     @staticmethod
-    def of(policy: Deadline, patience: Patience, world_size: int) -> StopRules:
+    def of(policy: Deadline, late_handling: LateHandling, world_size: int) -> StopRules:
         """The rules that ``world_size`` ranks follow under a policy."""
-        quorum = patience.quorum_of(world_size, policy.quorum)
-        granularity = patience.granularity
-        return StopRules(quorum, policy.grace_s, granularity == "microbatch", patience.grace_s, granularity == "step")
+        quorum = late_handling.quorum_of(world_size, policy.quorum)
+        granularity = late_handling.granularity
+        return StopRules(
+            quorum, policy.grace_s, granularity == "microbatch", late_handling.grace_s, granularity == "step"
+        )
 
 
 @dataclass(frozen=True)

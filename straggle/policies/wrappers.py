@@ -10,7 +10,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from straggle.policies.deadline import Deadline, NextDeadline, Patience, as_next, check_count, is_number
+from straggle.policies.deadline import Deadline, LateHandling, NextDeadline, as_next, check_count, is_number
 from straggle.policies.history import History, Progress
 
 
@@ -28,8 +28,8 @@ class _DeadlineWrapper(Deadline):
         self.quorum = inner.quorum
         self.grace_s = inner.grace_s
 
-    def prepare(self, patience: Patience, parts: Sequence[int] = ()) -> None:
-        self.inner.prepare(patience, parts)
+    def prepare(self, late_handling: LateHandling, parts: Sequence[int] = ()) -> None:
+        self.inner.prepare(late_handling, parts)
 
     def _ask(self, history: History) -> NextDeadline:
         return as_next(self.inner.decide(history.last(self.inner.window)))

@@ -30,7 +30,7 @@ from ranks import die, digest, run_ranks, staged
 from repository import ROOT
 from training import Chain, shared
 
-from straggle import Carry, FixedDeadline, Patience, PeerFailed, StepReport
+from straggle import Carry, FixedDeadline, LateHandling, PeerFailed, StepReport
 from straggle.backward import stages
 
 SLOWNET = ROOT.parent / "shared" / "tools" / "slownet.py"
@@ -92,7 +92,7 @@ def number_of(rank):
     return 4.0**rank
 
 
-def train(rank, num_steps, hits, deadline_s, patience, bad=(), bucket_bytes=1, estimator=None):
+def train(rank, num_steps, hits, deadline_s, late_handling, bad=(), bucket_bytes=1, estimator=None):
     """Trains the chain under ``hits``; (rank, step) pairs in ``bad`` get a batch of NaNs. Gives a `Merged` per step."""
     stages.BUCKET_BYTES = bucket_bytes
     dist.distributed_c10d._get_default_store().set(f"process/{rank}", str(os.getpid()))
@@ -101,7 +101,7 @@ def train(rank, num_steps, hits, deadline_s, patience, bad=(), bucket_bytes=1, e
     chaos = Chaos(module, [hit for hit in hits if hit.rank == rank])
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     records = []
-    with staged(module, deadline=FixedDeadline(deadline_s), patience=patience, estimator=estimator) as model:
+    with staged(module, deadline=FixedDeadline(deadline_s), late_handling=late_handling, estimator=estimator) as model:
         for chaos.step in range(num_steps):
             chaos.reach("data")
             with model.step():
@@ -191,7 +191,7 @@ def pause_together(seconds):
 @pytest.mark.slow
 def test_pause_of_all_ranks_together_makes_nobody_late():
     hits = [Hit(rank, 5, "evaluation", pause_together, (1.5,)) for rank in range(4)]
-    results = run_ranks(train, 4, 10, hits, 0.3, Patience(grace_s=0.0))
+    results = run_ranks(train, 4, 10, hits, 0.3, LateHandling(grace_s=0.0))
     check_replicas_and_counters(results)
     report = reports_of(results)[6]
     assert report.seconds > 1.4
@@ -204,7 +204,7 @@ def test_pause_of_all_ranks_together_makes_nobody_late():
 def test_peers_go_on_while_rank_0_evaluates_alone():
     deadline_s, pause_s = 0.2, 2.0
     hits = [Hit(0, 9, "evaluation", time.sleep, (pause_s,))]
-    results = run_ranks(train, 4, 64, hits, deadline_s, Patience(grace_s=0.02, max_lag=128))
+    results = run_ranks(train, 4, 64, hits, deadline_s, LateHandling(grace_s=0.02, max_lag=128))
     check_replicas_and_counters(results)
     reports = reports_of(results, rank=1)
     first, length = stood_in_longest(reports, 0)
@@ -257,7 +257,7 @@ def stall_is_reported(reports, hit):
 )
 def test_random_stalls_anywhere_on_any_rank_are_all_in_the_reports(seed, max_lag, grace_s):
     deadline_s, hits = 0.1, random_stalls(4, 40, seed)
-    results = run_ranks(train, 4, 40, hits, deadline_s, Patience(grace_s=grace_s, max_lag=max_lag))
+    results = run_ranks(train, 4, 40, hits, deadline_s, LateHandling(grace_s=grace_s, max_lag=max_lag))
     check_replicas_and_counters(results)
     reports = reports_of(results)
     assert missed_stalls(reports, hits) == []
@@ -294,7 +294,7 @@ def test_what_ranks_finish_too_late_comes_once_and_later_and_no_peer_waits_for_i
     deadline_s, hits = 0.1, random_stalls(4, 40, seed)
     hits += [Hit(3, step, "backward", time.sleep, (0.13,)) for step in range(3, 40)]  # always late
     arguments = ((), 1, Carry(max_staleness=64))
-    results = run_ranks(train, 4, 40, hits, deadline_s, Patience(grace_s=grace_s, max_lag=64), *arguments)
+    results = run_ranks(train, 4, 40, hits, deadline_s, LateHandling(grace_s=grace_s, max_lag=64), *arguments)
     check_replicas_and_weights(results)
     reports = reports_of(results)
     assert max(waits_s(reports, quorum=2)) < deadline_s + grace_s + 0.15
@@ -348,8 +348,8 @@ def process_of(rank):
     ids=["held interpreter, forward", "held interpreter, backward", "stopped process"],
 )
 def test_peers_of_a_rank_in_which_nothing_runs_wait_as_long_as_that_lasts_and_go_on(hit, seconds):
-    patience = Patience(grace_s=0.02, max_lag=64, give_up_s=30.0)
-    results = run_ranks(train, 3, 30, [hit], 0.1, patience)
+    late_handling = LateHandling(grace_s=0.02, max_lag=64, give_up_s=30.0)
+    results = run_ranks(train, 3, 30, [hit], 0.1, late_handling)
     check_replicas_and_counters(results)
     reports = reports_of(results, rank=2)
     held = max(reports, key=lambda report: report.seconds)
@@ -371,8 +371,8 @@ def train_until_failure(rank, *arguments):
 
 @pytest.mark.slow
 def test_process_that_is_stopped_for_longer_than_give_up_s_is_named_while_it_is():
-    patience = Patience(grace_s=0.02, max_lag=64, give_up_s=1.0)
-    ends = run_ranks(train_until_failure, 3, 10**6, [Hit(0, 5, "data", stop, (1, 5.0))], 0.1, patience)
+    late_handling = LateHandling(grace_s=0.02, max_lag=64, give_up_s=1.0)
+    ends = run_ranks(train_until_failure, 3, 10**6, [Hit(0, 5, "data", stop, (1, 5.0))], 0.1, late_handling)
     for words, at in (ends[0], ends[2]):
         assert "no answer from ranks [1]" in words
         assert at < ends[1][1] - 1.0  # the stopped rank is told, too, when it runs again
@@ -415,7 +415,7 @@ def test_rank_with_a_quarter_of_a_cpu_hands_in_what_it_has():
     work = [Hit(1, step, "forward", compute, (0.02,)) for step in range(30)]
     work += [Hit(1, step, "backward", compute, (0.10,)) for step in range(30)]
     quota = [Hit(0, 6, "data", throttle, (1, 0.025, 0.075)), Hit(0, 14, "data", release)]
-    results = run_ranks(train, 3, 30, [*work, *quota], 0.25, Patience(grace_s=0.05, max_lag=64))
+    results = run_ranks(train, 3, 30, [*work, *quota], 0.25, LateHandling(grace_s=0.05, max_lag=64))
     check_replicas_and_counters(results)
     reports = reports_of(results)
     victim = [report.ranks[1] for report in reports]
@@ -475,7 +475,7 @@ def train_in(rank, namespaces, folder, *arguments):
 @pytest.mark.slow
 def test_slow_link_makes_merges_slow_and_nobody_late(slow_network, tmp_path):
     deadline_s = 0.2
-    results = run_ranks(train_in, 3, slow_network, tmp_path, 8, [], deadline_s, Patience(grace_s=0.0))
+    results = run_ranks(train_in, 3, slow_network, tmp_path, 8, [], deadline_s, LateHandling(grace_s=0.0))
     check_replicas_and_counters(results)
     reports = reports_of(results)[2:]
     assert all(report.seconds > deadline_s for report in reports)
@@ -487,7 +487,7 @@ def test_slow_link_makes_merges_slow_and_nobody_late(slow_network, tmp_path):
 @pytest.mark.parametrize("stuck", [1, 2], ids=["on a fast link", "on the slow link"])
 def test_peers_go_on_at_the_pace_of_a_slow_link_while_a_rank_is_stuck(slow_network, tmp_path, stuck):
     hits = [Hit(stuck, 3, "forward", time.sleep, (2.0,))]
-    results = run_ranks(train_in, 3, slow_network, tmp_path, 10, hits, 0.1, Patience(grace_s=0.02, max_lag=64))
+    results = run_ranks(train_in, 3, slow_network, tmp_path, 10, hits, 0.1, LateHandling(grace_s=0.02, max_lag=64))
     check_replicas_and_counters(results)
     reports = reports_of(results)
     first, length = stood_in_longest(reports, stuck)
@@ -505,7 +505,7 @@ def test_bad_numbers_among_stalls_are_left_out_counted_and_named():
     draw = random.Random(0)
     bad = {(draw.randrange(4), step) for step in range(3, 40, 2)} | {(rank, 20) for rank in range(4)}
     hits = [hit for hit in random_stalls(4, 40, seed=2) if hit.reported_in < 18 or hit.step > 20]
-    results = run_ranks(train, 4, 40, hits, 0.1, Patience(grace_s=0.02), bad)
+    results = run_ranks(train, 4, 40, hits, 0.1, LateHandling(grace_s=0.02), bad)
     check_replicas_and_counters(results, bad)
     reports = reports_of(results)
     found = {(rank.rank, report.step) for report in reports for rank in report.ranks if rank.nonfinite}
@@ -537,7 +537,7 @@ def sleep_and_die(seconds):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_that_raises_while_another_is_stuck_ends_both_others_with_its_name(rank):
     hits = [Hit(2, 5, "forward", time.sleep, (1.0,)), Hit(rank, 8, "backward", fail)]
-    ends = run_ranks(train, 3, 10**6, hits, 0.1, Patience(grace_s=0.02, max_lag=64), outcomes=True, timeout_s=30.0)
+    ends = run_ranks(train, 3, 10**6, hits, 0.1, LateHandling(grace_s=0.02, max_lag=64), outcomes=True, timeout_s=30.0)
     assert (ends[rank].kind, ends[rank].message) == ("Broken", "of the user")
     for end in (ends[1 - rank], ends[2]):
         assert end.kind == "PeerFailed"
@@ -546,7 +546,7 @@ def test_rank_that_raises_while_another_is_stuck_ends_both_others_with_its_name(
 
 def test_rank_that_raises_in_a_step_that_was_merged_without_it_ends_the_others_with_its_name():
     hits = [Hit(1, 5, "forward", sleep_and_fail, (1.0,))]
-    ends = run_ranks(train, 3, 10**6, hits, 0.1, Patience(grace_s=0.02, max_lag=64), outcomes=True, timeout_s=30.0)
+    ends = run_ranks(train, 3, 10**6, hits, 0.1, LateHandling(grace_s=0.02, max_lag=64), outcomes=True, timeout_s=30.0)
     assert (ends[1].kind, ends[1].message) == ("Broken", "of the user")
     for end in (ends[0], ends[2]):
         assert end.kind == "PeerFailed"
@@ -559,8 +559,8 @@ def test_rank_that_raises_in_a_step_that_was_merged_without_it_ends_the_others_w
 def test_rank_that_is_killed_while_it_is_stood_in_for_ends_the_others_with_its_name(victim):
     give_up_s = 60.0
     hits = [Hit(victim, 5, "forward", sleep_and_die, (1.0,))]
-    patience = Patience(grace_s=0.02, max_lag=64, give_up_s=give_up_s)
-    ends = run_ranks(train, 3, 10**6, hits, 0.1, patience, outcomes=True, timeout_s=give_up_s / 3)
+    late_handling = LateHandling(grace_s=0.02, max_lag=64, give_up_s=give_up_s)
+    ends = run_ranks(train, 3, 10**6, hits, 0.1, late_handling, outcomes=True, timeout_s=give_up_s / 3)
     assert ends.pop(victim).kind == "Killed"
     for end in ends:
         assert end.kind == "PeerFailed"

@@ -153,7 +153,7 @@ def test_wrong_key_or_value_is_refused_with_the_valid_ones(keys: list[str], mess
     ("name", "keys", "message"),
     [
         ("train", ["deadline=first_k", "deadline.k=5"], "quorum=5: there are only 4 ranks"),
-        ("train", ["patience.quorum=5"], "quorum=5: there are only 4 ranks"),
+        ("train", ["late_handling.quorum=5"], "quorum=5: there are only 4 ranks"),
         ("train", ["rebalance=by_speed", "rebalance.min_share=9"], "total=32: .* 9 at least for each of 4 ranks"),
         (
             "train",

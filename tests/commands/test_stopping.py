@@ -18,7 +18,7 @@ from ranks import run_command, run_ranks, staged
 from repository import ROOT
 from training import TINY, Signals, features, mlp
 
-from straggle import FixedDeadline, Patience
+from straggle import FixedDeadline, LateHandling
 from straggle.stop_signal import StopSignal
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
@@ -79,8 +79,8 @@ def test_signal_that_comes_while_the_store_is_looked_into_is_not_lost():
 
 def ask_while_stuck(rank):
     """Rank 1 is asked in step 2, and is stood in for from then until its peers have ended."""
-    signals, patience = Signals(), Patience(grace_s=0.0, max_lag=10_000)
-    with staged(mlp(), deadline=FixedDeadline(0.02), patience=patience) as model, StopSignal() as stop:
+    signals, late_handling = Signals(), LateHandling(grace_s=0.0, max_lag=10_000)
+    with staged(mlp(), deadline=FixedDeadline(0.02), late_handling=late_handling) as model, StopSignal() as stop:
         for number in range(10_000):
             if (rank, number) == (1, 2):
                 os.kill(os.getpid(), signal.SIGTERM)

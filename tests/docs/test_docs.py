@@ -174,15 +174,15 @@ def test_command_check_refuses_what_does_not_exist(line: str) -> None:
 
 def test_every_key_of_the_configuration_is_documented() -> None:
     config = load("compare", [])
-    keys = {str(key) for key in config if key not in (*GROUPS, "patience", "merge", "hydra")}
-    keys |= {f"{part}.{key}" for part in ("patience", "merge") for key in config[part] if key != "_target_"}
+    keys = {str(key) for key in config if key not in (*GROUPS, "late_handling", "merge", "hydra")}
+    keys |= {f"{part}.{key}" for part in ("late_handling", "merge") for key in config[part] if key != "_target_"}
     keys |= {str(key) for key in load("profile", []) if key not in (*GROUPS, "hydra")}
     assert keys - documented(CONFIGURATION) == set()
     simulated = load("simulate", [])
-    keys = {str(key) for key in simulated if key not in (*GROUPS, "patience", "work", "hydra")}
-    keys |= {f"{part}.{key}" for part in ("patience", "work") for key in simulated[part] if key != "_target_"}
+    keys = {str(key) for key in simulated if key not in (*GROUPS, "late_handling", "work", "hydra")}
+    keys |= {f"{part}.{key}" for part in ("late_handling", "work") for key in simulated[part] if key != "_target_"}
     learned = load("learn", [])
-    keys |= {str(key) for key in learned if key not in (*GROUPS, "patience", "merge", "hydra")}
+    keys |= {str(key) for key in learned if key not in (*GROUPS, "late_handling", "merge", "hydra")}
     assert keys - documented((ROOT / "docs" / "simulate.md").read_text()) == set()
 
 

@@ -42,7 +42,7 @@ def test_public_names_are_pinned():
         "MovingAverage",
         "NextDeadline",
         "OptimizerMomentum",
-        "Patience",
+        "LateHandling",
         "PeerFailed",
         "Progress",
         "QuantileDeadline",
@@ -73,7 +73,7 @@ def test_public_names_are_pinned():
 @pytest.mark.parametrize(
     ("owner", "arguments"),
     [
-        (StagedDataParallel, "module *process_group *stages *deadline *estimator *patience *merge words_of_ddp"),
+        (StagedDataParallel, "module *process_group *stages *deadline *estimator *late_handling *merge words_of_ddp"),
         (StagedDataParallel.step, "self num_microbatches"),
         (straggle.StagedBackward, "module *stages *on_stage *estimator *granularity *clock"),
         (straggle.StagedBackward.backward, "self tensors gradient *retain_graph *create_graph *budget_s"),
@@ -85,7 +85,7 @@ def test_public_names_are_pinned():
         (straggle.LastMerged, "weight"),
         (straggle.MovingAverage, "decay weight"),
         (straggle.OptimizerMomentum, "optimizer weight"),
-        (straggle.Patience, "quorum grace_s max_lag give_up_s granularity"),
+        (straggle.LateHandling, "quorum grace_s max_lag give_up_s granularity"),
     ],
 )
 def test_arguments_are_pinned(owner, arguments):

@@ -17,9 +17,9 @@ from straggle import (
     Estimator,
     FixedDeadline,
     LastMerged,
+    LateHandling,
     Merge,
     MovingAverage,
-    Patience,
     QuantileDeadline,
     Shadow,
     Supplement,
@@ -95,7 +95,9 @@ def test_peers_of_a_rank_whose_policy_fails_alone_learn_why():
 def stand_in_hears_it(rank):
     """Rank 1 is stuck while its stand-in asks the policy, which then gives no number."""
     signals = Signals()
-    with staged(mlp(), deadline=Saying(math.nan, from_step=4, before=0.05), patience=Patience(grace_s=0.0)) as model:
+    with staged(
+        mlp(), deadline=Saying(math.nan, from_step=4, before=0.05), late_handling=LateHandling(grace_s=0.0)
+    ) as model:
         try:
             for number in range(6):
                 with model.step():
@@ -163,9 +165,9 @@ def test_supplement_with_no_weight_is_refused_by_its_estimator():
         lambda word: FixedDeadline(word),
         lambda word: QuantileDeadline(word),
         lambda word: QuantileDeadline(0.5, word),
-        lambda word: Patience(grace_s=word),
-        lambda word: Patience(give_up_s=word),
-        lambda word: Patience(quorum=word),
+        lambda word: LateHandling(grace_s=word),
+        lambda word: LateHandling(give_up_s=word),
+        lambda word: LateHandling(quorum=word),
         lambda word: DropBudget(FixedDeadline(1.0), word),
         lambda word: Anneal(FixedDeadline(1.0), 100, begin=word),
         lambda word: LastMerged(word),

@@ -6,7 +6,7 @@ import torch
 from ranks import run_ranks, staged
 from training import features, mlp
 
-from straggle import Deadline, History, Patience
+from straggle import Deadline, History, LateHandling
 
 
 def history(compute_s, num_steps=None, finished=None):
@@ -31,7 +31,7 @@ class Impatient(Deadline):
 def work_until_late(rank):
     """Rank 1 goes on with its forward pass in steps 2 and 3 until it is stopped."""
     policy, late, deadlines = Impatient(), [], []
-    with staged(mlp(), deadline=policy, patience=Patience(grace_s=60.0)) as model:
+    with staged(mlp(), deadline=policy, late_handling=LateHandling(grace_s=60.0)) as model:
         for number in range(4):
             with model.step():
                 while (rank, number) in ((1, 2), (1, 3)):

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import distribute_tensor, init_device_mesh
 from training import Signals, features, mlp
 
-from straggle import Patience, StagedDataParallel
+from straggle import LateHandling, StagedDataParallel
 
 PEERS_END_WITHIN_S = 30.0
 
@@ -64,7 +64,7 @@ def test_module_that_cannot_be_trained_in_stages_is_refused(build, words):
         ({"stages": 0}, "ValueError", "stages=0: this model can be divided into 1 to 3 stages"),
         ({"stages": 4}, "ValueError", "stages=4"),
         ({"stages": ["body"]}, "ValueError", "stages not found in Sequential: ['body']; it has 0, 2, 4"),
-        ({"patience": Patience(quorum=2)}, "ValueError", "quorum=2: there are only 1 ranks"),
+        ({"late_handling": LateHandling(quorum=2)}, "ValueError", "quorum=2: there are only 1 ranks"),
     ],
 )
 def test_option_that_makes_no_sense_is_refused_with_its_value(options, kind, words):
@@ -214,7 +214,7 @@ def test_exception_of_the_user_leaves_the_step_unchanged():
 def fail_while_stuck(rank):
     """Rank 1 is stood in for in step 2, and then raises in it."""
     module, signals = mlp(), Signals()
-    with staged(module, deadline=0.1, patience=Patience(grace_s=0.0)) as model:
+    with staged(module, deadline=0.1, late_handling=LateHandling(grace_s=0.0)) as model:
         for number in range(50):
             with model.step():
                 if (rank, number) == (1, 2):

@@ -5,7 +5,7 @@ import torch
 from ranks import run_ranks, staged
 from training import Stopper, features, mlp
 
-from straggle import BalancedByTime, Patience
+from straggle import BalancedByTime, LateHandling
 
 
 def plans_by_time(rank):
@@ -32,7 +32,7 @@ def whole_microbatches(rank, granularity):
     """Rank 1 stops after two gradients of its second micro-batch of three; gradients are 1, 2 and 4 times the input."""
     module = mlp(depth=3)
     stopper = Stopper(module)
-    with staged(module, patience=Patience(granularity=granularity)) as model:
+    with staged(module, late_handling=LateHandling(granularity=granularity)) as model:
         with model.step(num_microbatches=3) as step:
             stopper.arm(step, 6 + 2 if rank == 1 else None)
             for part in range(3):

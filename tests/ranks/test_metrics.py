@@ -27,7 +27,7 @@ from ranks import run_ranks, staged
 from repository import ROOT
 from training import Chain, Signals, Stopper, features, mlp, random_stops
 
-from straggle import Deadline, FixedDeadline, LastMerged, Merge, NextDeadline, Patience
+from straggle import Deadline, FixedDeadline, LastMerged, LateHandling, Merge, NextDeadline
 from straggle.backward.stages import Stage, StagePlan
 from straggle.commands.config import ConfigurationError, load
 from straggle.observe.metrics import MetricsExporter, stage_labels
@@ -643,7 +643,7 @@ def scrape_a_stuck_rank(rank, folder):
     signals = Signals()
     seen = []
     with (
-        staged(module, deadline=FixedDeadline(0.05), patience=Patience(grace_s=0.0, max_lag=100)) as model,
+        staged(module, deadline=FixedDeadline(0.05), late_handling=LateHandling(grace_s=0.0, max_lag=100)) as model,
         MetricsExporter(model, targets=Targets(folder=folder)) as exporter,
     ):
         if rank == 0:

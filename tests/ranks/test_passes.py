@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import Chain, Stopper, features, mlp
 
-from straggle import Merge, Patience
+from straggle import LateHandling, Merge
 
 pytestmark = pytest.mark.light
 
@@ -107,7 +107,7 @@ def recompute(rank, use_reentrant, granularity):
     """Rank 1 stops in its second step when tower a is computed again, in backward, after tower b is done."""
     net = Towers()
     x = features(0, 0).requires_grad_()  # which a reentrant checkpoint wants
-    with staged(net, patience=Patience(granularity=granularity)) as model:
+    with staged(net, late_handling=LateHandling(granularity=granularity)) as model:
         steps = []
         for number in range(2):
             net.zero_grad()

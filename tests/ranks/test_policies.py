@@ -10,7 +10,7 @@ from straggle import (
     FirstK,
     FixedDeadline,
     History,
-    Patience,
+    LateHandling,
     Shadow,
 )
 from straggle.policies.auto_deadline import StepTimes
@@ -19,7 +19,7 @@ from straggle.policies.auto_deadline import StepTimes
 def until_two_have_finished(rank):
     """The last of three ranks goes on with its forward pass until it is stopped."""
     late = []
-    with staged(mlp(), deadline=FirstK(2), patience=Patience(grace_s=60.0, quorum=3)) as model:
+    with staged(mlp(), deadline=FirstK(2), late_handling=LateHandling(grace_s=60.0, quorum=3)) as model:
         for number in range(5):
             with model.step():
                 while rank == 2 and number in (2, 3):
@@ -68,7 +68,7 @@ def test_in_the_shadow_of_a_deadline_training_is_as_without_one():
 
 def see(rank, num_microbatches, granularity):
     policy = AutoDeadline(warmup_steps=1000)
-    with staged(mlp(), deadline=policy, patience=Patience(granularity=granularity), stages=2) as model:
+    with staged(mlp(), deadline=policy, late_handling=LateHandling(granularity=granularity), stages=2) as model:
         for number in range(4):
             with model.step(num_microbatches=num_microbatches):
                 for _ in range(num_microbatches):

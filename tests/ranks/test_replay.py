@@ -9,7 +9,7 @@ from ranks import digest, run_ranks, staged
 from torch import nn
 from training import features
 
-from straggle import Carry, ErrorFeedback, LastOwn, Patience
+from straggle import Carry, ErrorFeedback, LastOwn, LateHandling
 from straggle.merge.replay import Decision
 from straggle.observe.recording import DecisionWriter, read_recording
 
@@ -48,7 +48,7 @@ def train(rank, folder, replay, estimator):
     places[1].weight.register_post_accumulate_grad_hook(sleep)
     reports = []
     path = folder / f"rank{rank}.jsonl"
-    options = {"deadline": 0.02, "patience": Patience(grace_s=0.005, max_lag=4), "estimator": estimator}
+    options = {"deadline": 0.02, "late_handling": LateHandling(grace_s=0.005, max_lag=4), "estimator": estimator}
     with staged(module, **options) as model:
         if replay:
             model.replay(read_recording(path))

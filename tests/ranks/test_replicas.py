@@ -7,7 +7,7 @@ import torch
 from ranks import run_ranks, staged
 from training import Signals, features, mlp
 
-from straggle import FixedDeadline, Merge, Patience
+from straggle import FixedDeadline, LateHandling, Merge
 
 
 def drift(rank, at_step, num_steps, check_every):
@@ -60,7 +60,11 @@ def fall_behind(rank, place):
 
     module[2].register_forward_pre_hook(hang if place == "forward" else lambda *_: None)
     reports = []
-    options = {"deadline": FixedDeadline(0.2), "patience": Patience(grace_s=0.0), "merge": Merge(check_every=1)}
+    options = {
+        "deadline": FixedDeadline(0.2),
+        "late_handling": LateHandling(grace_s=0.0),
+        "merge": Merge(check_every=1),
+    }
     with staged(module, **options) as model:
         for number in range(10):
             if place == "data":

@@ -12,7 +12,7 @@ from ranks import digest, run_ranks, staged
 from torch import nn
 from training import Signals, features, mlp, shared
 
-from straggle import Carry, FixedDeadline, LastMerged, Patience
+from straggle import Carry, FixedDeadline, LastMerged, LateHandling
 from straggle.backward import stages
 from straggle.backward.clocks import Stopwatch
 from straggle.merge.current_deadline import CurrentDeadline
@@ -37,7 +37,7 @@ class Stuck:
             self.wait()
 
 
-def train(rank, place, at_step, until_step, num_steps, patience, bucket_bytes):
+def train(rank, place, at_step, until_step, num_steps, late_handling, bucket_bytes):
     """The last rank is stuck from ``at_step`` until rank 0 has merged ``until_step``."""
     stages.BUCKET_BYTES = bucket_bytes
     module = mlp(seed=rank)
@@ -46,7 +46,7 @@ def train(rank, place, at_step, until_step, num_steps, patience, bucket_bytes):
     stuck = Stuck(module, place if last else None, at_step, lambda: signals.wait(f"merged {until_step}"))
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     reports, num_updates = [], 0
-    with staged(module, deadline=FixedDeadline(0.2), patience=patience, estimator=LastMerged()) as model:
+    with staged(module, deadline=FixedDeadline(0.2), late_handling=late_handling, estimator=LastMerged()) as model:
         for number in range(num_steps):
             stuck.step = number
             stuck.reach("data")
@@ -67,7 +67,7 @@ def train(rank, place, at_step, until_step, num_steps, patience, bucket_bytes):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_peers_go_on_while_a_rank_is_stuck_and_it_catches_up(world_size, place, bucket_bytes):
     first = 4 if place == "optimizer" else 3  # the step that is merged without the rank
-    results = run_ranks(train, world_size, place, 3, 6, 12, Patience(grace_s=0.0), bucket_bytes)
+    results = run_ranks(train, world_size, place, 3, 6, 12, LateHandling(grace_s=0.0), bucket_bytes)
     assert len({parameters for parameters, _, _ in results}) == 1
     assert {num_updates for _, num_updates, _ in results} == {12}
     stood_in = [report.step for report in results[0][2] if report.ranks[-1].stood_in]
@@ -85,7 +85,7 @@ def overtake(rank, max_lag):
     module = mlp()
     signals = Signals()
     reports = []
-    with staged(module, deadline=FixedDeadline(0.1), patience=Patience(grace_s=0.0, max_lag=max_lag)) as model:
+    with staged(module, deadline=FixedDeadline(0.1), late_handling=LateHandling(grace_s=0.0, max_lag=max_lag)) as model:
         for number in range(8):
             if (rank, number) == (1, 2):
                 signals.wait(f"before {2 + max_lag}")
@@ -112,7 +112,7 @@ def test_peers_wait_for_a_rank_beyond_max_lag(max_lag):
 def enter_late(rank):
     """Rank 1 enters step 2 when its deadline is over and rank 0 waits, and works in it until it is stopped."""
     module, signals = mlp(), Signals()
-    with staged(module, deadline=FixedDeadline(0.05), patience=Patience(grace_s=600.0)) as model:
+    with staged(module, deadline=FixedDeadline(0.05), late_handling=LateHandling(grace_s=600.0)) as model:
         for number in range(3):
             if (rank, number) == (1, 2):
                 signals.wait("before 2")
@@ -134,8 +134,8 @@ def test_rank_that_enters_after_its_deadline_is_still_stopped_before_its_grace_i
 def stop_by_hand(rank):
     """Rank 0 is stopped by hand long before the deadline, and goes on with its pass; rank 1 comes when that is over."""
     module, signals = mlp(), Signals()
-    patience = Patience(grace_s=0.0, quorum=1)
-    with staged(module, deadline=FixedDeadline(0.3), patience=patience, estimator=Carry()) as model:
+    late_handling = LateHandling(grace_s=0.0, quorum=1)
+    with staged(module, deadline=FixedDeadline(0.3), late_handling=late_handling, estimator=Carry()) as model:
         for number in range(4):
             if (rank, number) == (1, 3):
                 signals.wait("merged 3")
@@ -176,7 +176,7 @@ def at_begin_of_step(clock, channel):
     """A stand-in, without its thread, at the begin of a step with a deadline of 1 s, by ``clock[0]``."""
     stopwatch = Stopwatch(lambda: clock[0])
     training, merging = TrainingSide(stopwatch), MergeSide(stopwatch)
-    deadline = CurrentDeadline(FixedDeadline(1.0), Patience(grace_s=0.01, quorum=1), 2)
+    deadline = CurrentDeadline(FixedDeadline(1.0), LateHandling(grace_s=0.01, quorum=1), 2)
     deadline.seconds = 1.0
     training.enter(Entry(), clock[0], clock[0])
     return StandIn(training, merging, deadline, channel, device=torch.device("cpu")), training, merging
@@ -280,7 +280,7 @@ def chaos(rank, num_steps, seed):
     module = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), sleepy := Sleepy(), nn.Linear(16, 2))
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     digests, reports = [], []
-    with staged(module, deadline=FixedDeadline(0.01), patience=Patience(grace_s=0.005), stages=2) as model:
+    with staged(module, deadline=FixedDeadline(0.01), late_handling=LateHandling(grace_s=0.005), stages=2) as model:
         for number in range(num_steps):
             place = draw.choice(PLACES) if draw.random() < 0.15 else None
             seconds = draw.choice([0.01, 0.03, 0.1])

@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 from training import features, mlp
 
 import straggle.merge.store
-from straggle import Patience, PeerFailed, StagedDataParallel
+from straggle import LateHandling, PeerFailed, StagedDataParallel
 from straggle.merge.channel import Channel
 from straggle.merge.store import JobStore, StoreUnreachable, connect, place_of
 
@@ -207,7 +207,7 @@ def train(rank, server, at_step, num_steps, deadline_s, fault, slow_s=0.0):
     sleep_s = slow_s if rank == world_size - 1 else 0.0
     module[2].register_forward_pre_hook(lambda *_: time.sleep(sleep_s))
     reports = []
-    with staged(module, deadline=deadline_s, patience=Patience(grace_s=600.0)) as model:
+    with staged(module, deadline=deadline_s, late_handling=LateHandling(grace_s=600.0)) as model:
         for number in range(num_steps):
             if number == at_step:
                 dist.barrier()
@@ -250,7 +250,7 @@ def train_while_it_stands_still(rank, server):
     """Nobody is slow, and all tell in each step that they have finished. How long the steps took from then on."""
     server.join(rank, 3)
     module, seconds = mlp(), []
-    with staged(module, deadline=0.001, patience=Patience(grace_s=600.0)) as model:
+    with staged(module, deadline=0.001, late_handling=LateHandling(grace_s=600.0)) as model:
         for number in range(500):
             if number == 100 and rank == 0:
                 server.freeze()
@@ -291,7 +291,7 @@ def lose_and_find(rank, server):
     module, reports, lines = mlp(), [], Lines()
     logging.getLogger("straggle").addHandler(lines)
     module[2].register_forward_pre_hook(lambda *_: time.sleep(0.2 if rank == 2 else 0.0))
-    with staged(module, deadline=0.05, patience=Patience(grace_s=600.0)) as model:
+    with staged(module, deadline=0.05, late_handling=LateHandling(grace_s=600.0)) as model:
         for phase in range(3):
             for number in range(10):
                 with model.step() as step:
@@ -314,8 +314,8 @@ def hang_without_the_store(rank, server, fault):
     """Rank 2 hangs in step 5, and the store has its fault: when the others gave up, and with which words."""
     server.join(rank, 3)
     module = mlp()
-    patience = Patience(grace_s=0.0, give_up_s=GIVE_UP_S)
-    model = StagedDataParallel(module, deadline=0.05, patience=patience)
+    late_handling = LateHandling(grace_s=0.0, give_up_s=GIVE_UP_S)
+    model = StagedDataParallel(module, deadline=0.05, late_handling=late_handling)
     for number in range(100):
         if number == 5:
             dist.barrier()

@@ -9,7 +9,7 @@ from ranks import digest, run_ranks, staged
 from torch import nn
 from training import Chain, Signals, Stopper, features, grads, mlp, random_stops, shared
 
-from straggle import Abstain, Carry, ErrorFeedback, Estimate, FixedDeadline, LastOwn, Merge, Patience, Zero
+from straggle import Abstain, Carry, ErrorFeedback, Estimate, FixedDeadline, LastOwn, LateHandling, Merge, Zero
 from straggle.backward import stages
 from straggle.commands.checkpoint import Checkpoint
 from straggle.merge.options import ReachedShares, inverse_probability
@@ -208,9 +208,9 @@ def train_slowly(rank, max_lag):
 
     module[0].weight.register_post_accumulate_grad_hook(wait)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-    patience = Patience(grace_s=0.0, max_lag=max_lag)
+    late_handling = LateHandling(grace_s=0.0, max_lag=max_lag)
     reports = []
-    with staged(module, deadline=FixedDeadline(0.2), patience=patience, estimator=Carry(), stages=3) as model:
+    with staged(module, deadline=FixedDeadline(0.2), late_handling=late_handling, estimator=Carry(), stages=3) as model:
         for number in range(10):
             goes_on[0] = (rank, number) == (1, 3)
             if number == 6:
@@ -278,7 +278,7 @@ def random_carry(rank, seed, num_steps):
     stops = random_stops(rank, num_steps, 8, seed)
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     reports = []
-    options = {"deadline": FixedDeadline(0.03), "patience": Patience(grace_s=0.01, max_lag=4)}
+    options = {"deadline": FixedDeadline(0.03), "late_handling": LateHandling(grace_s=0.01, max_lag=4)}
     with staged(module, estimator=Carry(), stages=4, **options) as model:
         for number, stop in enumerate(stops):
             nap[0] = 0.1 if draw.random() < 0.15 else 0.0

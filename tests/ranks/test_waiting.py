@@ -12,7 +12,7 @@ from repository import ROOT
 from stores import store_server
 from training import Signals, features, mlp
 
-from straggle import Abstain, Merge, Patience, PeerFailed, WaitForAll
+from straggle import Abstain, LateHandling, Merge, PeerFailed, WaitForAll
 from straggle.merge.alike import Wrapped, check_alike
 from straggle.merge.channel import Channel
 
@@ -46,8 +46,8 @@ def hang_in_step_3(rank, released_by, give_up_s):
             signals.wait(released_by)
 
     module[2].register_forward_pre_hook(hang)
-    patience = Patience(grace_s=0.0, max_lag=2, give_up_s=give_up_s)
-    with staged(module, deadline=0.1, patience=patience) as model:
+    late_handling = LateHandling(grace_s=0.0, max_lag=2, give_up_s=give_up_s)
+    with staged(module, deadline=0.1, late_handling=late_handling) as model:
         for number in range(8):
             hanging[0] = (rank, number) == (2, 3)
             try:
@@ -147,7 +147,7 @@ def test_rank_whose_own_connections_hold_learns_from_another_that_one_is_gone():
     assert set(run_ranks(lose_rank_2, 3)) == {"the merge: no answer from ranks [2]"}
 
 
-def ask_after_rank_0_gave_up(rank, patience_s):
+def ask_after_rank_0_gave_up(rank, wait_s):
     """The lost rank 2 is back, and not stuck any more, when ranks 1 and 2 ask."""
     channel, signals = Channel(None, give_up_s=300.0), Signals()
     if rank == 2:
@@ -156,14 +156,14 @@ def ask_after_rank_0_gave_up(rank, patience_s):
     signals.wait("stuck" if rank == 0 else "given up")
     if rank == 2:
         channel.post_doing("")
-    words = channel.explain("the merge", patience_s=patience_s if rank else 0.1)
+    words = channel.explain("the merge", wait_s=wait_s if rank else 0.1)
     signals.send("given up")
     return words
 
 
-@pytest.mark.parametrize("patience_s", [0.0, 30.0])
-def test_who_asks_last_learns_whom_the_first_gave_up_and_why(patience_s):
-    words = run_ranks(ask_after_rank_0_gave_up, 3, patience_s)
+@pytest.mark.parametrize("wait_s", [0.0, 30.0])
+def test_who_asks_last_learns_whom_the_first_gave_up_and_why(wait_s):
+    words = run_ranks(ask_after_rank_0_gave_up, 3, wait_s)
     assert set(words) == {"the merge: no answer from ranks [1, 2]; rank 2 has been in forward"}
 
 
@@ -215,7 +215,7 @@ def end_while_wrapping(rank, when):
     channel = Channel(None, give_up_s=300.0)
     if when == "broadcast":
         options = {"stages": None, "deadline": WaitForAll(), "estimator": Abstain()}
-        check_alike(Wrapped.of(mlp(), {**options, "patience": Patience(), "merge": Merge()}), channel)
+        check_alike(Wrapped.of(mlp(), {**options, "late_handling": LateHandling(), "merge": Merge()}), channel)
     raise Broken("of the user")
 
 
@@ -268,7 +268,7 @@ def test_rank_that_has_ended_does_not_end_the_steps_that_it_was_in():
 def train_and_count(rank, deadline_s, num_steps):
     """How many ranks told in each step that they had finished it; rank 0 hangs in step 2 until rank 1 has merged it."""
     module, signals = mlp(), Signals()
-    with staged(module, deadline=deadline_s, patience=Patience(grace_s=0.0)) as model:
+    with staged(module, deadline=deadline_s, late_handling=LateHandling(grace_s=0.0)) as model:
         for number in range(num_steps):
             if (rank, number, deadline_s) == (0, 2, 0.1):
                 signals.wait("merged")

@@ -1,14 +1,14 @@
-"""`Patience(granularity="step")`: all of a rank's step goes into the merge, or nothing."""
+"""`LateHandling(granularity="step")`: all of a rank's step goes into the merge, or nothing."""
 
 import pytest
 import torch
 from ranks import run_ranks, staged
 from training import Chain, Stopper
 
-from straggle import LastOwn, Patience, StagedBackward, Zero
+from straggle import LastOwn, LateHandling, StagedBackward, Zero
 from straggle.backward import stages
 
-WHOLE = Patience(granularity="step")
+WHOLE = LateHandling(granularity="step")
 
 
 def merged(rank, stop_after, num_microbatches, estimator, bucket_bytes):
@@ -17,7 +17,7 @@ def merged(rank, stop_after, num_microbatches, estimator, bucket_bytes):
     module = Chain()
     stopper = Stopper(module)
     last = torch.distributed.get_world_size() - 1
-    with staged(module, patience=WHOLE, estimator=estimator) as model:
+    with staged(module, late_handling=WHOLE, estimator=estimator) as model:
         for number in range(2):
             module.zero_grad()
             with model.step(num_microbatches=num_microbatches) as step:

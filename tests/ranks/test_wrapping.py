@@ -19,9 +19,9 @@ from straggle import (
     ErrorFeedback,
     FixedDeadline,
     LastMerged,
+    LateHandling,
     Merge,
     OptimizerMomentum,
-    Patience,
     QuantileDeadline,
     StagedDataParallel,
 )
@@ -156,9 +156,10 @@ DIFFERENT = [
         "rank 1 has BalancedByTime(num_stages=3) where rank 0 has BalancedByTime(num_stages=2)",
     ),
     (
-        {"patience": Patience(quorum=1)},
-        {"patience": Patience(quorum=2)},
-        "patience differs between ranks: rank 1 has Patience(quorum=2) where rank 0 has Patience(quorum=1); give",
+        {"late_handling": LateHandling(quorum=1)},
+        {"late_handling": LateHandling(quorum=2)},
+        "late_handling differs between ranks: rank 1 has LateHandling(quorum=2) where rank 0 has LateHandling(quorum=1); "
+        "give",
     ),
     (
         {"merge": Merge(buffers="mean")},
@@ -193,7 +194,15 @@ def test_option_that_differs_between_ranks_is_refused_by_name_on_all_of_them(fir
     [
         [{"deadline": AutoDeadline()}, {"deadline": AutoDeadline()}],
         [{"deadline": 1}, {"deadline": FixedDeadline(1.0)}],
-        [{}, {"deadline": straggle.WaitForAll(), "estimator": Abstain(), "patience": Patience(), "merge": Merge()}],
+        [
+            {},
+            {
+                "deadline": straggle.WaitForAll(),
+                "estimator": Abstain(),
+                "late_handling": LateHandling(),
+                "merge": Merge(),
+            },
+        ],
         [{"stages": ["0", "2"]}, {"stages": ("0", "2")}],
         [momentum(0.1), momentum(0.2)],
         [{"deadline": Own(1.0, extra=object())}, {"deadline": Own(1.0, extra=object())}],

@@ -18,7 +18,7 @@ from straggle.lab.simulate.communication import Constant
 from straggle.lab.simulate.delays import Delays
 from straggle.lab.simulate.ranks import Cluster
 from straggle.lab.simulate.units import Work
-from straggle.policies.deadline import Deadline, Patience, check_count
+from straggle.policies.deadline import Deadline, LateHandling, check_count
 
 
 class LatePattern(ABC):
@@ -166,15 +166,17 @@ class ByDeadline(LatePattern):
     """
 
     def __init__(
-        self, deadline: Deadline, delays: Delays, *, patience: Patience | None = None, step_s: float = 1.0
+        self, deadline: Deadline, delays: Delays, *, late_handling: LateHandling | None = None, step_s: float = 1.0
     ) -> None:
         self.deadline = deadline
         self.delays = delays
-        self.patience = patience or Patience()
+        self.late_handling = late_handling or LateHandling()
         self.step_s = step_s
         self._steps: Iterator[Tensor] | None = None
-        if self.patience.granularity != "stage":
-            raise ValueError(f"granularity={self.patience.granularity}: with one micro-batch in a step, only stage")
+        if self.late_handling.granularity != "stage":
+            raise ValueError(
+                f"granularity={self.late_handling.granularity}: with one micro-batch in a step, only stage"
+            )
 
     def reached(self, num_ranks: int, num_units: int, generator: Generator) -> Tensor:
         if self._steps is None:
@@ -188,7 +190,7 @@ class ByDeadline(LatePattern):
                 f"the recorded run has {len(units.base_s)} stages, and a rank here passes {num_units} units: set "
                 f"stages={len(units.base_s)}"
             )
-        cluster = Cluster(num_ranks, units, self.deadline, self.patience, Constant(), num_ranks)
+        cluster = Cluster(num_ranks, units, self.deadline, self.late_handling, Constant(), num_ranks)
         for unit_s in self.delays.steps(units.base_s, num_ranks, generator):
             yield cluster.step(unit_s.cumsum(1)) >= 1
 

@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 from straggle.lab.simulate.communication import Constant, Network
 from straggle.lab.simulate.delays import Delays
 from straggle.lab.simulate.units import Units, Work
-from straggle.policies.deadline import Deadline, NextDeadline, Patience, next_deadline
+from straggle.policies.deadline import Deadline, LateHandling, NextDeadline, next_deadline
 from straggle.policies.history import HistoryWindow, StepProgress
 from straggle.policies.step_model import SimulatedStep, StopRules, computed_share, simulate_step
 
@@ -63,7 +63,7 @@ def simulate(
     delays: Delays,
     deadline: Deadline,
     *,
-    patience: Patience | None = None,
+    late_handling: LateHandling | None = None,
     network: Network | None = None,
     seed: int = 0,
     history_ranks: int = 256,
@@ -72,27 +72,27 @@ def simulate(
 
     Raises ``ValueError`` if the policy wants more ranks than there are, and for micro-batches of a recorded run.
     """
-    patience = patience or Patience()
-    units = delays.units(work.units(patience.granularity))
-    if units.merged and patience.granularity == "microbatch":
+    late_handling = late_handling or LateHandling()
+    units = delays.units(work.units(late_handling.granularity))
+    if units.merged and late_handling.granularity == "microbatch":
         raise ValueError("granularity=microbatch: a trace has the times of stages, not of micro-batches")
     generator = Generator().manual_seed(seed)
     drawn = islice(delays.steps(units.base_s, ranks, generator), steps)
-    return simulate_times(drawn, units, deadline, patience, network or Constant(), history_ranks)
+    return simulate_times(drawn, units, deadline, late_handling, network or Constant(), history_ranks)
 
 
 def simulate_times(
     step_times: Iterable[Tensor],
     units: Units,
     deadline: Deadline,
-    patience: Patience,
+    late_handling: LateHandling,
     network: Network,
     history_ranks: int = 256,
 ) -> Simulation:
     """Simulate steps in which each rank takes, for each of its units, the given seconds: tensors (ranks, units)."""
     cluster: Cluster | None = None
     for unit_s in step_times:
-        cluster = cluster or Cluster(len(unit_s), units, deadline, patience, network, history_ranks)
+        cluster = cluster or Cluster(len(unit_s), units, deadline, late_handling, network, history_ranks)
         cluster.step(unit_s.cumsum(1))
     if cluster is None:
         raise ValueError("there are no steps to simulate")
@@ -107,14 +107,14 @@ class Cluster:
         ranks: int,
         units: Units,
         deadline: Deadline,
-        patience: Patience,
+        late_handling: LateHandling,
         network: Network,
         history_ranks: int,
     ) -> None:
         shown = min(ranks, history_ranks)
-        self._rules = replace(StopRules.of(deadline, patience, ranks), checks=units.checks)
+        self._rules = replace(StopRules.of(deadline, late_handling, ranks), checks=units.checks)
         # of those that it is shown, the same share makes a quorum
-        deadline.prepare(replace(patience, quorum=math.ceil(self._rules.quorum * shown / ranks)))
+        deadline.prepare(replace(late_handling, quorum=math.ceil(self._rules.quorum * shown / ranks)))
         self._policy = deadline
         self._units = units
         self._shown = torch.linspace(0, ranks - 1, shown).round().to(torch.int64)

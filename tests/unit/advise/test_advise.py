@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from watched import NETWORK_S, NUM_STAGES, STAGES, USUAL, a_rank, when, write_trace, write_watch
 
-from straggle import FirstK, FixedDeadline, Patience, StepReport, WaitForAll
-from straggle.advise.answer import _patience, answer
+from straggle import FirstK, FixedDeadline, LateHandling, StepReport, WaitForAll
+from straggle.advise.answer import _late_handling, answer
 from straggle.advise.gain import best, candidates, gains, replay
 from straggle.advise.slow import change_points, find_slow_ranks, slowdown
 from straggle.advise.timings import read_timings
@@ -175,7 +175,7 @@ def test_range_holds_what_a_comparison_of_two_new_runs_finds():
 
 def test_rank_that_is_stuck_over_several_replayed_steps_has_the_outcome_of_a_closed_form(tmp_path):
     timings = read_timings(write_watch(tmp_path, extra=when(2, range(50, 51), data=0.3), noise=0.0))
-    some = replay(timings, FixedDeadline(0.12), Patience(grace_s=0.05))
+    some = replay(timings, FixedDeadline(0.12), LateHandling(grace_s=0.05))
     # peers enter after 0.01 s and are done after 0.1; rank 2 is stood in for 0.05 s after the deadline, 0.13 s before
     # it enters; again when its peers are done, 0.04 s before; then it enters 0.03 s later than usual, and is in time
     shown = slice(at := list(timings.step).index(49), at + 5)
@@ -206,7 +206,7 @@ def test_run_of_the_command_is_told_keys_and_no_code(tmp_path):
     from straggle.commands.config import load
 
     write_trace(tmp_path, 9.0)
-    (tmp_path / "config.yaml").write_text("patience: {quorum: null}\n")
+    (tmp_path / "config.yaml").write_text("late_handling: {quorum: null}\n")
     (keys,) = printed_code(str(answer(tmp_path)))
     load("train", keys.split())
 
@@ -302,13 +302,13 @@ def test_report_draws_a_watched_run(tmp_path):
     assert "waited for" in write_report(tmp_path).read_text()
 
 
-@pytest.mark.parametrize("text", ["patience: [1", "patience: 3", "patience: {quorumm: 2}"])
+@pytest.mark.parametrize("text", ["late_handling: [1", "late_handling: 3", "late_handling: {quorumm: 2}"])
 def test_configuration_that_cannot_be_read_is_told_with_its_file(text, tmp_path):
     (tmp_path / "config.yaml").write_text(text + "\n")
     with pytest.raises(ValueError, match=r"config\.yaml"):
-        _patience(tmp_path)
+        _late_handling(tmp_path)
 
 
 def test_trace_of_a_run_that_dropped_micro_batches_is_judged_by_its_stages(tmp_path):
-    (tmp_path / "config.yaml").write_text("patience: {granularity: microbatch, grace_s: 0.5}\n")
-    assert _patience(tmp_path) == Patience(granularity="stage", grace_s=0.5)
+    (tmp_path / "config.yaml").write_text("late_handling: {granularity: microbatch, grace_s: 0.5}\n")
+    assert _late_handling(tmp_path) == LateHandling(granularity="stage", grace_s=0.5)

@@ -5,8 +5,8 @@ from omegaconf import OmegaConf
 from repository import ROOT
 from training import TINY
 
-from straggle import Patience
-from straggle.advise.answer import _patience
+from straggle import LateHandling
+from straggle.advise.answer import _late_handling
 from straggle.commands.config import ConfigurationError, check_targets, load
 from straggle.commands.train import decisions_of, recorded
 
@@ -78,6 +78,6 @@ def test_replay_of_what_cannot_be_resolved_is_refused(tmp_path):
 
 def test_advice_leaves_out_what_only_the_run_knew(tmp_path):
     (tmp_path / "config.yaml").write_text(
-        "patience: {_target_: straggle.Patience, quorum: '${oc.env:Q}', grace_s: 0.5}"
+        "late_handling: {_target_: straggle.LateHandling, quorum: '${oc.env:Q}', grace_s: 0.5}"
     )
-    assert _patience(tmp_path) == Patience(grace_s=0.5)
+    assert _late_handling(tmp_path) == LateHandling(grace_s=0.5)

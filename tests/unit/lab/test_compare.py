@@ -37,13 +37,13 @@ def test_ranks_that_all_have_the_same_pace_are_not_slow(keys, slow):
 
 
 def test_straggle_is_the_runs_own_configuration():
-    config = load("compare", ["deadline=fixed", "deadline.budget_s=3.0", "patience.quorum=2"])
+    config = load("compare", ["deadline=fixed", "deadline.budget_s=3.0", "late_handling.quorum=2"])
     own = of_method(config, "straggle")
     assert {key: own[key] for key in own} == {key: config[key] for key in config}
 
 
 def test_method_replaces_a_class_and_overrides_single_keys():
-    own = of_method(load("compare", ["methods=[ddp,dropcompute]", "patience.max_lag=3"]), "dropcompute")
+    own = of_method(load("compare", ["methods=[ddp,dropcompute]", "late_handling.max_lag=3"]), "dropcompute")
     assert plain(own)["deadline"].keys() == {
         "_target_",
         "window",
@@ -52,7 +52,7 @@ def test_method_replaces_a_class_and_overrides_single_keys():
         "least_gain",
         "max_over_median",
     }
-    assert (own.patience.granularity, own.patience.max_lag, own.estimator._target_) == (
+    assert (own.late_handling.granularity, own.late_handling.max_lag, own.estimator._target_) == (
         "microbatch", 3, "straggle.Zero"
     )  # fmt: skip
 

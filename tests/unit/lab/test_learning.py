@@ -10,7 +10,7 @@ from torch import nn
 
 from straggle import (
     FixedDeadline,
-    Patience,
+    LateHandling,
     WaitForAll,
 )
 from straggle.commands.config import ConfigurationError, load
@@ -118,7 +118,10 @@ class Recorded(Delays):
         (lambda: SameReach(1.0), "share=1.0"),
         (lambda: PoissonReach(-1.0), "mean=-1.0"),
         (lambda: InverseProbability(max_weight=0.5), "max_weight=0.5"),
-        (lambda: ByDeadline(WaitForAll(), NoDelay(), patience=Patience(granularity="microbatch")), "only stage"),
+        (
+            lambda: ByDeadline(WaitForAll(), NoDelay(), late_handling=LateHandling(granularity="microbatch")),
+            "only stage",
+        ),
         (lambda: OfTheirOwn(small(), 200, 16, seed=0), "fewer than batch_size=16"),
         (lambda: OfTheirOwn(small(), 2, 16, seed=0, sorted_share=2.0), "sorted_share=2.0"),
         (lambda: LogicalRanks(small(), nn.BatchNorm1d(2), 2), "has buffers, such as running_mean"),

@@ -7,7 +7,7 @@ from itertools import islice
 import pytest
 import torch
 
-from straggle import AutoDeadline, Deadline, FirstK, FixedDeadline, Patience, Shadow, WaitForAll
+from straggle import AutoDeadline, Deadline, FirstK, FixedDeadline, LateHandling, Shadow, WaitForAll
 from straggle.commands.config import ConfigurationError, load
 from straggle.lab.faults import dropcompute_factors
 from straggle.lab.simulate.communication import Constant, Ring, Tree
@@ -121,11 +121,11 @@ def times_of(*ranks):
     return torch.tensor(ranks)
 
 
-def run(unit_s, deadline, *, steps=3, patience=None, network=None, **work):
+def run(unit_s, deadline, *, steps=3, late_handling=None, network=None, **work):
     work = Work(1.0, num_stages=unit_s.shape[1], **work)
-    patience = patience or Patience(quorum=1)
-    units = work.units(patience.granularity)
-    return simulate_times([unit_s] * steps, units, deadline, patience, network or Constant())
+    late_handling = late_handling or LateHandling(quorum=1)
+    units = work.units(late_handling.granularity)
+    return simulate_times([unit_s] * steps, units, deadline, late_handling, network or Constant())
 
 
 SLOW_LAST = times_of([1.0, 1.0], [1.0, 1.0], [1.0, 5.0])
@@ -148,7 +148,7 @@ def test_of_the_first_unit_what_backward_finished_counts():
 
 
 def test_nobody_is_late_before_a_quorum_has_finished():
-    result = run(SLOW_LAST, FixedDeadline(0.5), patience=Patience(quorum=2))
+    result = run(SLOW_LAST, FixedDeadline(0.5), late_handling=LateHandling(quorum=2))
     assert result.step_s.tolist() == [6.0, 2.0, 2.0]
 
 
@@ -158,17 +158,17 @@ def test_first_k_waits_for_k_ranks_and_its_grace():
 
 def test_whole_microbatches_are_finished_within_the_grace():
     for grace_s, seconds, dropped in ((9.0, 6.0, 0.0), (1.0, 3.0, 1 / 6)):
-        patience = Patience(quorum=1, granularity="microbatch", grace_s=grace_s)
+        late_handling = LateHandling(quorum=1, granularity="microbatch", grace_s=grace_s)
         units = Work(2.0, num_microbatches=2, num_stages=3).units("microbatch")
-        result = simulate_times([SLOW_LAST] * 2, units, FixedDeadline(2.0), patience, Constant())
+        result = simulate_times([SLOW_LAST] * 2, units, FixedDeadline(2.0), late_handling, Constant())
         assert (float(result.step_s[1]), float(result.dropped[1])) == pytest.approx((seconds, dropped))
 
 
 def test_where_whole_steps_are_dropped_a_late_rank_hands_in_nothing():
-    patience = Patience(quorum=1, granularity="step")
-    in_one = run(SLOW_LAST.sum(1, keepdim=True), FixedDeadline(5.0), patience=patience)
+    late_handling = LateHandling(quorum=1, granularity="step")
+    in_one = run(SLOW_LAST.sum(1, keepdim=True), FixedDeadline(5.0), late_handling=late_handling)
     in_stages = simulate_times(
-        [SLOW_LAST] * 3, Work(1.0, num_stages=2).units("stage"), FixedDeadline(5.0), patience, Constant()
+        [SLOW_LAST] * 3, Work(1.0, num_stages=2).units("stage"), FixedDeadline(5.0), late_handling, Constant()
     )
     for result in (in_one, in_stages):
         assert result.step_s.tolist() == [6.0, 5.0, 5.0]
@@ -199,8 +199,8 @@ class Watching(Deadline):
     def __init__(self):
         self.seen = []
 
-    def prepare(self, patience):
-        self.patience = patience
+    def prepare(self, late_handling):
+        self.late_handling = late_handling
 
     def decide(self, history):
         self.seen.append(history)
@@ -221,9 +221,9 @@ def test_policy_sees_the_steps_as_in_training():
 
 def test_policy_is_shown_some_of_very_many_ranks_and_their_share_of_the_quorum():
     policy = Watching()
-    simulate(2, 1000, Work(1.0), NoDelay(), policy, patience=Patience(quorum=900), history_ranks=10)
+    simulate(2, 1000, Work(1.0), NoDelay(), policy, late_handling=LateHandling(quorum=900), history_ranks=10)
     assert policy.seen[-1].compute_s.shape == (2, 10)
-    assert policy.patience.quorum == 9
+    assert policy.late_handling.quorum == 9
 
 
 def test_quorum_of_more_ranks_than_there_are_is_refused():
@@ -297,7 +297,7 @@ def test_what_is_no_trace_is_refused_with_its_name(tmp_path):
         ("ranks=0", "ranks=0: must be a whole number of at least 1"),
         ("work.step_s=-1", "step_s=-1"),
         ("network.latency=1", "unknown key network.latency"),
-        ("patience.quorum=65", "quorum=65: there are only 64 ranks"),
+        ("late_handling.quorum=65", "quorum=65: there are only 64 ranks"),
         ("delays=replay", "no such file"),
         ("workload=text", "unknown key workload; valid keys: ranks"),
     ],

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from straggle import FixedDeadline, History, Patience, QuantileDeadline
+from straggle import FixedDeadline, History, LateHandling, QuantileDeadline
 from straggle.policies.deadline import WaitForAll, as_deadline
 from straggle.policies.history import HistoryWindow
 
@@ -79,14 +79,14 @@ def test_without_a_deadline_nobody_is_late():
         (lambda: QuantileDeadline(0.5, 0.9), "slack=0.9"),
         (lambda: QuantileDeadline(0.5, window=0), "window=0"),
         (lambda: QuantileDeadline(0.5, warmup_steps=0), "warmup_steps=0"),
-        (lambda: Patience(quorum=0), "quorum=0"),
-        (lambda: Patience(max_lag=-1), "max_lag=-1"),
-        (lambda: Patience(max_lag=1.5), "max_lag=1.5"),
-        (lambda: Patience(grace_s=-0.1), "grace_s=-0.1"),
-        (lambda: Patience(grace_s=NAN), "grace_s=nan"),
-        (lambda: Patience(give_up_s=math.inf), "give_up_s=inf"),
-        (lambda: Patience(give_up_s=0.5), "give_up_s=0.5"),
-        (lambda: Patience(quorum=5).quorum_of(4), "quorum=5: there are only 4 ranks"),
+        (lambda: LateHandling(quorum=0), "quorum=0"),
+        (lambda: LateHandling(max_lag=-1), "max_lag=-1"),
+        (lambda: LateHandling(max_lag=1.5), "max_lag=1.5"),
+        (lambda: LateHandling(grace_s=-0.1), "grace_s=-0.1"),
+        (lambda: LateHandling(grace_s=NAN), "grace_s=nan"),
+        (lambda: LateHandling(give_up_s=math.inf), "give_up_s=inf"),
+        (lambda: LateHandling(give_up_s=0.5), "give_up_s=0.5"),
+        (lambda: LateHandling(quorum=5).quorum_of(4), "quorum=5: there are only 4 ranks"),
     ],
 )
 def test_number_out_of_range_is_refused_with_its_value(make, words):
@@ -95,8 +95,8 @@ def test_number_out_of_range_is_refused_with_its_value(make, words):
 
 
 def test_quorum_is_half_of_the_ranks_but_at_least_one():
-    assert [Patience().quorum_of(size) for size in (1, 2, 3, 4, 5, 8)] == [1, 1, 1, 2, 2, 4]
-    assert Patience(quorum=3).quorum_of(4) == 3
+    assert [LateHandling().quorum_of(size) for size in (1, 2, 3, 4, 5, 8)] == [1, 1, 1, 2, 2, 4]
+    assert LateHandling(quorum=3).quorum_of(4) == 3
 
 
 def test_deadline_is_a_policy_or_seconds_or_nothing():

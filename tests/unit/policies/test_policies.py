@@ -15,9 +15,9 @@ from straggle import (
     FirstK,
     FixedDeadline,
     History,
+    LateHandling,
     MedianDeadline,
     NextDeadline,
-    Patience,
     Progress,
     QuantileDeadline,
     Shadow,
@@ -316,7 +316,7 @@ def test_expected_drop_has_nothing_of_a_rank_that_has_not_entered():
     steps = StepTimes.entered_at_once(torch.tensor([[[1.0, 2.0], [1.0, 2.0]]]), torch.zeros(1))
     steps = replace(steps, entered_s=torch.tensor([[0.0, 9.0]]))
     for granularity in ("stage", "microbatch", "step"):
-        rules = StopRules.of(FixedDeadline(3.0), Patience(granularity=granularity, grace_s=5.0), 2)
+        rules = StopRules.of(FixedDeadline(3.0), LateHandling(granularity=granularity, grace_s=5.0), 2)
         assert expected_drop(steps, 3.0, rules) == 0.5
 
 
@@ -327,7 +327,7 @@ def one_slow(factor, steps=30, stages=6):
 
 def test_auto_deadline_stops_a_slow_rank_and_says_what_that_drops():
     policy = AutoDeadline()
-    policy.prepare(Patience(), [1] * 6)
+    policy.prepare(LateHandling(), [1] * 6)
     decided = policy.decide(history(one_slow(3.0)))
     seconds = decided.seconds
     assert 2.0 <= seconds < 3.2
@@ -357,7 +357,7 @@ def test_auto_deadline_of_whole_microbatches_is_the_rules():
     """A late rank's step ends with the last micro-batch that it finished, so the longest of equals is taken."""
     quick, slow = torch.tensor([1.0, 2.0, 3.0, 3.2, 3.4]), torch.tensor([2.2, 4.4, 6.6, 7.0, 7.5])
     policy = AutoDeadline()
-    policy.prepare(Patience(granularity="microbatch"))
+    policy.prepare(LateHandling(granularity="microbatch"))
     assert 4.3 < policy.decide(history(torch.stack([quick, quick, quick, slow]).expand(30, 4, 5))).seconds < 4.4
 
 
@@ -395,7 +395,7 @@ def test_auto_deadline_gives_a_rank_that_enters_within_the_grace_its_time():
     entered_s[::3, 1] = 2.5
     for grace_s in (0.1, 1.0):
         policy = AutoDeadline(every=1, max_over_median=1.1)
-        policy.prepare(Patience(grace_s=grace_s), [1] * 6)
+        policy.prepare(LateHandling(grace_s=grace_s), [1] * 6)
         drops.append(policy.decide(history(times, entered_s=entered_s)).predicted_drop)
     assert drops == [pytest.approx(1 / 12), pytest.approx(0.0, abs=1e-6)]
 
