@@ -16,8 +16,8 @@ from straggle.policies.supplements import Supplement, SupplementingEstimator
 class FillIn:
     """``reads_own``: `computed` wants to see gradients. ``finishes_late``: a late rank finishes its backward pass.
 
-    Raises ``ValueError`` for an estimator that cannot be used with this handling of late ranks, and, naming it, for what
-    it gives that cannot be merged.
+    Raises ``ValueError`` for an estimator that does not go with ``late_handling``, and, naming it, for what it gives that
+    cannot be merged.
     """
 
     def __init__(self, estimator: Estimator, late_handling: LateHandling | None = None) -> None:
