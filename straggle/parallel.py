@@ -1,4 +1,4 @@
-"""`StagedDataParallel`: data parallelism in which a late rank hands in what it has and the group moves on."""
+"""`StagedDataParallel`: data parallelism in which a late rank submits what it has and the group moves on."""
 
 from __future__ import annotations
 
@@ -337,7 +337,7 @@ class StagedDataParallel(nn.Module):
         return next(self._replayed, Decision(step, sys.maxsize, None, False))
 
     def pause(self) -> None:
-        """Between two steps, on all ranks: what comes until `resume` belongs to no step, and nobody is late in it.
+        """Between two steps, on all ranks: what comes until `resume` belongs to no step, and no rank is late in it.
 
         For what all ranks do together and may take long, such as an evaluation, or training another model.
         """

@@ -158,7 +158,7 @@ class Rebalance:
             self._rebalance(record.step + 1)
 
     def _rebalance(self, next_step: int) -> None:
-        """Deal out anew, if that is worth it."""
+        """Deal out again, if that is worth it."""
         times_s = [count / speed for count, speed in zip(self._shares, self._typical(), strict=True)]
         vague = [2 * sum(column) >= len(column) for column in zip(*self._vague, strict=True)]
         known_s = [math.nan if unknown else time_s for time_s, unknown in zip(times_s, vague, strict=True)]
@@ -273,7 +273,7 @@ def check_shares(
     window: int = 20,
     least_gain: float = 0.05,
 ) -> None:
-    """Raise ``ValueError`` for what `Rebalance` cannot do with so many ranks; a ``total`` of ``None`` is not known."""
+    """Raise ``ValueError`` for what `Rebalance` cannot do with these ranks; a ``total`` of ``None`` is not known."""
     check_count("min_share", min_share, least=1)
     check_count("multiple_of", multiple_of, least=1)
     check_count("window", window, least=2)

@@ -16,7 +16,7 @@ Batch = TypeVar("Batch")
 class RequeueSampler(Sampler[int]):
     """This rank's share of ``num_samples`` sample numbers, and after it those that were put back by `requeue`.
 
-    Like ``torch.utils.data.DistributedSampler`` it shuffles alike on all ranks, anew with each `set_epoch`, and gives
+    Like ``torch.utils.data.DistributedSampler`` it shuffles alike on all ranks, again with each `set_epoch`, and gives
     rank ``r`` every ``world_size``-th number; unlike that one it does not repeat samples to make the shares equal. A
     sample comes at most ``max_requeues`` times again in an epoch, so that an epoch ends although a rank is always late.
 

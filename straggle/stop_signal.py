@@ -34,7 +34,7 @@ class StopSignal:
                 break
 
     ``poll_s``: seconds between two looks into ``store``, the default process group's if not given. A thread looks, so
-    that a store that does not answer keeps nobody waiting.
+    that a store that does not answer keeps no rank waiting.
     """
 
     def __init__(self, *, poll_s: float = 0.2, store: Any = None) -> None:
@@ -80,7 +80,7 @@ class StopSignal:
         """Whether this rank or a peer has been asked."""
         assert self._store is not None, "tell() outside of `with StopSignal()`"
         if self._requested:
-            self._store.post(lambda store: store.set(_REQUESTED, ""))  # again in each step: it has a few at the most
+            self._store.post(lambda store: store.set(_REQUESTED, ""))  # again in each step: it has at most a few
         elif _REQUESTED in self._store.seen:  # never set to whether it is: the signal may come meanwhile
             self._requested = True
         return self._requested

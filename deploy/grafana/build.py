@@ -221,7 +221,7 @@ def run_panels() -> list[Any]:
         ),
         share(
             "Stood in",
-            "Share of its steps that a rank's stand-in handed in, because it was stuck.",
+            "Share of its steps that a rank's stand-in submitted, because it was stuck.",
             {"rank {{rank}}": rank_mean("stood_in_steps_total")},
         ),
         lines(

@@ -26,7 +26,7 @@ class DeadlineReached(BaseException):
 
 
 class PassObserver(Protocol):
-    """Who is told about a pass."""
+    """What a pass is reported to."""
 
     def gradient_ready(self, index: int, parameter: Tensor) -> None:
         """Parameter ``index`` has its gradient of this backward pass in ``p.grad``; may raise `DeadlineReached`.
@@ -89,7 +89,7 @@ class ParameterHooks:
 
 
 def observers_of(parameter: Tensor) -> list[object]:
-    """Who is told of this parameter's gradients, among others by `ParameterHooks` that are not closed."""
+    """What this parameter's gradients are reported to, among others by `ParameterHooks` that are not closed."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     calls = [hook.func for hook in hooks.values() if isinstance(hook, partial)]
     return [getattr(call, "__self__", None) for call in calls]

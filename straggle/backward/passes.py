@@ -29,8 +29,8 @@ class PassWatcher(ABC):
     """Follows the backward passes of one step, which are numbered from 0 on; all on the thread that runs them.
 
     A subclass sees the gradients: whenever `current_run` is not in ``_runs`` it calls `_joins`, and it counts those of
-    the running pass in ``_num_in_pass``. It is told when a pass begins, is over, and has failed. A pass that gave no
-    gradient to any parameter and was not cut short, as ``torch.autograd.grad`` does, does not count.
+    the running pass in ``_num_in_pass``. Its methods are called when a pass begins, is over, and has failed. A pass
+    that gave no gradient to any parameter and was not cut short, as ``torch.autograd.grad`` does, does not count.
     """
 
     seen_complete = False  # a pass that came to its end, and in which no parameter was refused; of any step
@@ -41,7 +41,7 @@ class PassWatcher(ABC):
         self.num_over = 0
         self._runs: set[int] = set()  # of the engine, in the running pass; empty where none is known to run
         self._own: int | None = None  # the run that user code began, where a hook saw it
-        self._announced = False  # a pass has begun, of which no hook was seen
+        self._announced = False  # a pass has begun, and no hook of it was seen
         self._nested_running = 0
         self._num_in_pass = 0  # gradients
 
@@ -78,7 +78,7 @@ class PassWatcher(ABC):
     def settle(self) -> None:
         """User code runs, and so no pass does: one that was not said to be over has failed.
 
-        A pass of which only nested runs were seen is over if all of these are.
+        If only nested runs of a pass were seen, it is over when all of these are.
         """
         if not self._runs and not self._announced:
             return

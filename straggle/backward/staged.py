@@ -57,10 +57,10 @@ class StagedBackward:
     """Runs the backward passes of ``module`` in stages; the model is used as it is, whatever its graph.
 
     ``stages`` as for `StagedDataParallel`: planned by size, a number, module names or `BalancedByTime`. Unless named,
-    they are planned anew after the first whole step, in the order in which it finished the gradients. ``on_stage`` is
-    called with each `FinishedStage`. ``estimator``: what `DeadlineReached` leaves without a gradient gets this one's
+    they are planned again after the first complete step, in the order in which it finished the gradients.
+    ``on_stage`` is called with each `FinishedStage`. ``estimator``: what `DeadlineReached` leaves without a gradient gets this one's
     contribution (its weight means nothing without other ranks). ``granularity="microbatch"`` stops only between the
-    backward passes of a step, so that each one that was begun is whole.
+    backward passes of a step, so that each pass that was begun is complete.
 
     >>> staged = StagedBackward(model, on_stage=lambda stage: print(stage.name, stage.norm()))
     >>> print(staged.backward(criterion(model(x), y), budget_s=0.1).report)
@@ -199,7 +199,7 @@ class StagedBackward:
         self._use_plan(order=None, seconds=None)
 
     def _watch_if_changed(self) -> None:
-        """Plan anew if parameters were frozen, unfrozen, replaced, added or tied since."""
+        """Plan again if parameters were frozen, unfrozen, replaced, added or tied since."""
         frozen_alike = [parameter.requires_grad for parameter in self._all] == self._trainable
         if not frozen_alike or not self._registered.unchanged():
             self._watch()
@@ -384,7 +384,7 @@ class BackwardStep(PassWatcher):
             times.begin()
 
     def _pass_over(self, number: int | None) -> None:
-        """A stage of which the pass uses only a part is finished with that."""
+        """If the pass uses only a part of a stage, the stage is finished with that part."""
         self._before = self._held_gradients()
         self._outputs.clear()  # a later pass that is stopped leaves their graph alone
         if number is None:  # torch.autograd.grad went through the model

@@ -97,7 +97,9 @@ class Checkpoint:
     def set_aside(self) -> None:
         """Keep what there is under another name, for a run that does not go on from it; rank 0 alone calls it."""
         if kept := durable.set_aside(self.directory):
-            _log.warning("%s was there before this run, which begins anew: kept as %s", self.directory, kept)
+            _log.warning(
+                "%s was there before this run, which starts from the beginning: kept as %s", self.directory, kept
+            )
 
     # -- writing
 
@@ -155,7 +157,7 @@ class Checkpoint:
                     _log.log(_on_rank0(), "%s; going on from %s", problems, _named(snapshot))
                 return snapshot
         if problems := of_ranks([problems for _, problems in seen]):
-            raise Refused(f"{self.directory}: {problems}; or begin anew with resume=false")
+            raise Refused(f"{self.directory}: {problems}; or start from the beginning with resume=false")
         if not any(identities for identities, _ in seen):
             raise Refused(f"no checkpoint in {self.directory}: start without resume=true first")
         sees = of_ranks([[f"sees step {step} in {name}" for step, name, _ in ids] or ["sees none"] for ids, _ in seen])

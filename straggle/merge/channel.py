@@ -306,7 +306,7 @@ def _end(store: JobStore, rank: int, progress: _Progress) -> None:
     """When the model is closed, or the process ends: leave word why, where the peers do not know yet."""
     if not progress.explained:
         after = f"after step {progress.merged}" if progress.merged >= 0 else "before its first step was merged"
-        # an exception that nobody caught is where the interpreter leaves it for debuggers
+        # an exception that was not caught is where the interpreter leaves it for debuggers
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         if error is not None:
             message = f"rank {rank} raised {after}, outside of a step: {error!r}"

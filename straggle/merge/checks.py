@@ -137,16 +137,16 @@ def too_few_passes(announced: int, came: int) -> str:
     if not 0 < came < announced:
         return ""
     return (
-        f"{came} of {announced} backward passes came, and nobody stopped the others: gradients count as if all had "
+        f"{came} of {announced} backward passes came, and nothing stopped the others: gradients count as if all had "
         f"come. Write model.step(num_microbatches={came}) where a step has fewer, such as at the end of an epoch"
     )
 
 
 def left_out(ranks: Iterable[int], skipped: bool) -> str:
     """What to say of ranks whose gradients were not finite."""
-    nobody = ", no rank had others, and the step changes nothing" if skipped else ""
+    rest = ", no rank had others, and the step changes nothing" if skipped else ""
     return (
-        f"gradients of ranks {list(ranks)} were not finite and are left out of the merge{nobody}. They are counted in "
+        f"gradients of ranks {list(ranks)} were not finite and are left out of the merge{rest}. They are counted in "
         'RankReport.nonfinite. If a GradScaler is to see them, write merge=straggle.Merge(nonfinite="keep")'
     )
 

@@ -330,7 +330,7 @@ class Coordinator:
             buffers,
             self._channel.gradients,
             factors=factors,
-            whole=self.deadline.late_handling.granularity == "step",
+            all_or_nothing=self.deadline.late_handling.granularity == "step",
             usage=self._usage,
         )
         current.weight = training.weight  # of a rank that has not entered: its last step's

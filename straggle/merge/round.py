@@ -85,8 +85,8 @@ class Contribution:
 class Round:
     """One step; ``num_microbatches`` and ``weight`` are those that this rank gave it.
 
-    ``factors``: what a computed gradient of each stage counts beside that; ``None``: 1. ``whole``: all that the rank
-    computes goes into the merge, or nothing does.
+    ``factors``: what a computed gradient of each stage counts beside that; ``None``: 1. ``all_or_nothing``: all that
+    the rank computes goes into the merge, or nothing does.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Round:
         group: dist.ProcessGroup,
         *,
         factors: Sequence[float] | None = None,
-        whole: bool = False,
+        all_or_nothing: bool = False,
         usage: Usage | None = None,
     ) -> None:
         self.step = step
@@ -106,14 +106,14 @@ class Round:
         self.stood_in = False
         self.num_microbatches = 1
         self.weight = 1.0
-        self.stage_s = [math.nan] * len(layout.plan.stages)  # when each stage was whole
+        self.stage_s = [math.nan] * len(layout.plan.stages)  # when each stage was complete
         self.works: list[tuple[dist.Work, str]] = []
         self._layout = layout
         self._group = group
         self._factors = factors
         self._supplemented: dict[int, float] = {}  # for some parameters, the weight of what was added to them
         self._unusual: dict[int, Share] = {}  # complete parameters that do not simply have the rank's weight
-        self._whole = whole
+        self._all_or_nothing = all_or_nothing
         self._usage = usage or Usage()
         self.num_in = [0] * len(layout.numel)  # for each parameter, the gradients that are in, one for each pass
         self.last_in = [-1] * len(layout.numel)  # and the number of the last of these passes
@@ -178,7 +178,7 @@ class Round:
         if self._missing[stage] > 0:
             return False
         self.stage_s[stage] = after_s
-        if self._whole:
+        if self._all_or_nothing:
             return True
         # the last bucket waits for the end of the step, because the telemetry goes with it
         while self._launched < len(layout.buckets) - 1 and not any(self._missing[: layout.bucket_ends[self._launched]]):
@@ -209,7 +209,7 @@ class Round:
         if not any(self._missing) and any(self.num_in):
             return [1.0] * len(self.num_in)
         computed = [self._share(index, count) for index, count in enumerate(self.num_in)]
-        if self._whole and min(computed) < 1:
+        if self._all_or_nothing and min(computed) < 1:
             self.num_in = [0] * len(computed)
             computed = [0.0] * len(computed)
         return computed

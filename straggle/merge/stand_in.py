@@ -156,7 +156,7 @@ class StandIn:
     def _act(self, submit_for_stuck: Callable[[], Round], complete: Callable[[Round], None]) -> bool:
         """Carry out what is decided for this moment; false where that is the end."""
         current, words = None, ""
-        # one lock from the decision to the sleep: who changes something in between would wake nobody
+        # one lock from the decision to the sleep: a change in between would wake no thread
         with self._lock:
             step, now = self._merging.step, self._stopwatch.now()
             action = decide(now, self._situation(), self._limits())

@@ -42,7 +42,7 @@ NO_FINGERPRINT = -1
 class Row:
     """One rank's telemetry for one step; times in seconds, ``cause`` an index into ``CAUSES`` or -1.
 
-    ``computed``, ``estimated`` and ``weights`` (of all that it hands in; empty: as computed) are relative to the rank's
+    ``computed``, ``estimated`` and ``weights`` (of all that it submits; empty: as computed) are relative to the rank's
     own ``weight``; ``idle``: it has no more data. ``fingerprint`` has 48 bits, which go as two numbers, exact
     in float32. ``merge_s``: seconds from the end of the rank's own work in the step before to the end of its merge.
     ``microbatch_s``: when each micro-batch ended. ``stepped``: how often its optimizers stepped since the merge before
@@ -101,7 +101,7 @@ def row_length(num_stages: int) -> int:
 
 
 def _slot(microbatch: int, num_microbatches: int) -> int:
-    """Where the end of a micro-batch is told."""
+    """The slot for the end of a micro-batch."""
     most = MICROBATCH_SLOTS
     return microbatch if num_microbatches <= most else microbatch * most // num_microbatches
 
@@ -117,7 +117,7 @@ def _slot_counts(num_microbatches: int) -> list[int]:
 
 @lru_cache(maxsize=64)
 def _unit_share(counts: tuple[int, ...], stage_share: tuple[float, ...], granularity: Granularity) -> Tensor:
-    """`StepProgress.unit_share` of ranks with so many micro-batches; not to be written to."""
+    """`StepProgress.unit_share` of ranks with these numbers of micro-batches; not to be written to."""
     if granularity == "step":  # nothing comes before the end of the last micro-batch
         return torch.ones(len(counts), 1)
     share = torch.tensor([_slot_counts(number) for number in counts], dtype=torch.float32)
@@ -129,7 +129,7 @@ def _unit_share(counts: tuple[int, ...], stage_share: tuple[float, ...], granula
 
 
 class _PerStage(NamedTuple):
-    """The shares computed, the weights of estimates, when the stages were whole, and the weights in the merge."""
+    """The shares computed, the weights of estimates, when the stages were complete, and the weights in the merge."""
 
     computed: tuple[float, ...]
     estimated: tuple[float, ...]
@@ -137,20 +137,20 @@ class _PerStage(NamedTuple):
     weights: tuple[float, ...]
 
 
-_Told = TypeVar("_Told")
+_Given = TypeVar("_Given")
 
 
-def _most(told: Mapping[int, _Told]) -> _Told:
-    """What most ranks told; of two that as many told, that of the lowest rank."""
-    return Counter(told[rank] for rank in sorted(told)).most_common(1)[0][0]
+def _most(given: Mapping[int, _Given]) -> _Given:
+    """What most ranks gave; of two that equally many gave, that of the lowest rank."""
+    return Counter(given[rank] for rank in sorted(given)).most_common(1)[0][0]
 
 
-def _minority(told: Mapping[int, _Told]) -> tuple[int, ...] | None:
-    """The ranks that told something else than most; ``None`` where fewer than two told anything."""
-    if len(told) < 2:
+def _minority(given: Mapping[int, _Given]) -> tuple[int, ...] | None:
+    """The ranks that gave something else than most; ``None`` where fewer than two gave anything."""
+    if len(given) < 2:
         return None
-    most = _most(told)
-    return tuple(rank for rank, own in told.items() if own != most)
+    most = _most(given)
+    return tuple(rank for rank, own in given.items() if own != most)
 
 
 class Table:
@@ -205,7 +205,7 @@ class Table:
         return [rank for rank, number in enumerate(self._columns["nonfinite"]) if number]
 
     def nothing_to_apply(self) -> bool:
-        """Whether the step changes nothing, because it is `skipped` or nobody had data for it."""
+        """Whether the step changes nothing, because it is `skipped` or no rank had data for it."""
         return self.all_idle() or (any(self._columns["nonfinite"]) and self.skipped())
 
     def skipped(self) -> bool:

@@ -306,7 +306,7 @@ class StepMetrics:
         )
         self._incomplete = {cause: incomplete.labels(rank, cause) for cause in CAUSES if cause not in PHASES}
         stood_in = self._counter(
-            "stood_in_steps", "Late steps that the stand-in handed in, because this rank was stuck.", "cause"
+            "stood_in_steps", "Late steps that the stand-in submitted, because this rank was stuck.", "cause"
         )
         self._stood_in = {cause: stood_in.labels(rank, cause) for cause in CAUSES}
         self._define_gradients()

@@ -17,7 +17,7 @@ from straggle.observe.run import Array, Run
 from straggle.report import CAUSES, Cause
 
 Flags: TypeAlias = NDArray[np.bool_]
-_ENOUGH_STEPS = 5  # of which a median is worth telling
+_ENOUGH_STEPS = 5  # for a median that says something
 
 
 @dataclass(frozen=True)

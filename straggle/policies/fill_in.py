@@ -16,7 +16,7 @@ from straggle.policies.supplements import Supplement, SupplementingEstimator
 class FillIn:
     """``reads_own``: `computed` wants to see gradients. ``finishes_late``: a late rank finishes its backward pass.
 
-    Raises ``ValueError`` for an estimator that does not go with ``late_handling``, and, naming it, for what it gives that
+    Raises ``ValueError`` for an estimator that does not go with ``late_handling``, and for what it gives that
     cannot be merged.
     """
 

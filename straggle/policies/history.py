@@ -76,7 +76,7 @@ class History:
         if parts and (missing := {field.name for field in fields(Progress)} - parts.keys()):
             raise ValueError(
                 f"the saved history has no {', '.join(sorted(missing))}: it is of an older version; begin without it, "
-                "and the deadline is learned anew"
+                "and the deadline is learned again"
             )
         progress = Progress(**parts) if parts else None
         return History(int(tensors["num_steps"]), tensors["compute_s"], tensors["finished"], progress)

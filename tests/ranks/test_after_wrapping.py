@@ -119,7 +119,7 @@ def run_passes(rank, announced, came, stop_after):
 def test_rank_with_fewer_passes_than_announced_is_warned_once_with_how_many_came():
     for rank, warnings in enumerate(run_ranks(run_passes, 2, 4, 2, None)):
         (words,) = warnings
-        assert words.startswith(f"rank {rank}, step 0: 2 of 4 backward passes came, and nobody stopped the others")
+        assert words.startswith(f"rank {rank}, step 0: 2 of 4 backward passes came, and nothing stopped the others")
         assert "model.step(num_microbatches=2)" in words
 
 

@@ -158,7 +158,7 @@ DIFFERENT = [
     (
         {"late_handling": LateHandling(quorum=1)},
         {"late_handling": LateHandling(quorum=2)},
-        "late_handling differs between ranks: rank 1 has LateHandling(quorum=2) where rank 0 has LateHandling(quorum=1)",
+        "late_handling differs between ranks: rank 1 has LateHandling(quorum=2) where rank 0 has LateHandling(",
     ),
     (
         {"merge": Merge(buffers="mean")},

@@ -66,8 +66,8 @@ def _predicted(numbers: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     """What the policy predicted to be dropped, beside what was dropped in the same steps."""
     if (predicted := numbers["predicted_drop"]) is None:
         return []
-    told = f"{predicted:.2%} (came to {numbers['dropped_where_predicted']:.2%})"
-    return [("  predicted by the policy", "", told, "")]
+    words = f"{predicted:.2%} (came to {numbers['dropped_where_predicted']:.2%})"
+    return [("  predicted by the policy", "", words, "")]
 
 
 def save_chart(simulation: Simulation, path: Path, title: str) -> None:
