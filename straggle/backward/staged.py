@@ -58,9 +58,9 @@ class StagedBackward:
 
     ``stages`` as for `StagedDataParallel`: planned by size, a number, module names or `BalancedByTime`. Unless named,
     they are planned again after the first complete step, in the order in which it finished the gradients.
-    ``on_stage`` is called with each `FinishedStage`. ``estimator``: what `DeadlineReached` leaves without a gradient gets this one's
-    contribution (its weight means nothing without other ranks). ``granularity="microbatch"`` stops only between the
-    backward passes of a step, so that each pass that was begun is complete.
+    ``on_stage`` is called with each `FinishedStage`. ``estimator``: what `DeadlineReached` leaves without a gradient
+    gets this one's contribution (its weight means nothing without other ranks). ``granularity="microbatch"`` stops only
+    between the backward passes of a step, so that each pass that was begun is complete.
 
     >>> staged = StagedBackward(model, on_stage=lambda stage: print(stage.name, stage.norm()))
     >>> print(staged.backward(criterion(model(x), y), budget_s=0.1).report)
