@@ -21,7 +21,7 @@ python -m straggle advise PATH [key=value ...]
 
 
 def arguments(words: Sequence[str]) -> tuple[Path, bool]:
-    """The path, and whether the answer is for programs; raises ``ValueError`` where the command line is wrong."""
+    """The path, and whether the answer is for programs; raises ``ValueError`` if the command line is wrong."""
     given = Words.of(words, ("json",))
     if len(given.names) != 1:
         raise ValueError(f"one PATH is needed, not {len(given.names)}: a run_dir, or a trace.jsonl")
@@ -29,7 +29,7 @@ def arguments(words: Sequence[str]) -> tuple[Path, bool]:
 
 
 def advise(words: Sequence[str]) -> int:
-    """Print the answer."""
+    """Print which ranks are slow, and what to do."""
     path, as_json = arguments(words)
     from straggle.advise.answer import answer  # needs an extra
 
@@ -39,5 +39,5 @@ def advise(words: Sequence[str]) -> int:
 
 
 def main() -> int:
-    """The command; gives its exit status."""
+    """The command; returns its exit status."""
     return run_command(sys.argv[1:], _USAGE, advise, extra="report")

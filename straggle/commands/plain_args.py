@@ -12,14 +12,14 @@ from straggle.extras import remedy
 
 @dataclass(frozen=True)
 class Words:
-    """A command line: ``names`` are the words that are no ``key=value``."""
+    """A command line: ``names`` are the words that are not ``key=value``."""
 
     names: tuple[str, ...]
     keys: Mapping[str, str]
 
     @staticmethod
     def of(words: Sequence[str], keys: Collection[str]) -> Words:
-        """The words, read; raises ``ValueError`` for a key that is none of ``keys``, and for an option with dashes."""
+        """Read the words; raises ``ValueError`` for a key that is not in ``keys``, and for an option with dashes."""
         found = [word for word in words if re.match(r"\w+=", word)]  # but a folder may be called runs/lr=0.1
         given = dict(word.split("=", 1) for word in found)
         unknown = sorted(given.keys() - set(keys))
@@ -30,7 +30,7 @@ class Words:
         return Words(tuple(word for word in words if word not in found), given)
 
     def flag(self, key: str) -> bool:
-        """``key=true`` or ``key=false``, which is the default; raises ``ValueError`` for something else."""
+        """``key=true`` or ``key=false``, the default; raises ``ValueError`` for another value."""
         if (value := self.keys.get(key, "false")) not in ("true", "false"):
             raise ValueError(f"{key}={value}: choose one of true, false")
         return value == "true"

@@ -24,7 +24,7 @@ python -m straggle report RUN_DIR [key=value ...]
 
 
 def arguments(words: Sequence[str]) -> dict[str, Any]:
-    """The command line as arguments of `write_report`; raises ``ValueError`` where it is wrong."""
+    """The command line as arguments of `write_report`; raises ``ValueError`` if it is wrong."""
     given = Words.of(words, _KEYS)
     folders, keys = given.names, given.keys
     if len(folders) != 1:
@@ -51,5 +51,5 @@ def report(words: Sequence[str]) -> int:
 
 
 def main() -> int:
-    """The command; gives its exit status."""
+    """The command; returns its exit status."""
     return run_command(sys.argv[1:], _USAGE, report, extra="report")

@@ -50,11 +50,11 @@ class Comparison:
         return [seconds_to(timed.losses, timed.end_s, level) for level in levels]
 
     def time_to_loss(self, name: str, than: str = REFERENCE) -> Interval:
-        """How long a method takes to come to the reference's final loss, over the time of another."""
+        """The time in which a method reaches the reference's final loss, divided by that of another."""
         return time_to_loss_ratio(self.seconds_to_loss(name), self.seconds_to_loss(than))
 
     def step_time(self, name: str, than: str = REFERENCE) -> Interval:
-        """The mean step time of a method over that of another, over the turns of the first steps."""
+        """The mean step time of a method, divided by that of another, over the turns of the first steps."""
         return ratio_interval(*(self.methods[one].timed.turn_s[: self.turns] for one in (name, than)))
 
     def results(self) -> dict[str, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Ranks as processes of this machine in a gloo group, for experiments and benchmarks: no torchrun, and results return.
 
-They are forked from a server that has loaded torch once. The job's store is served by this process, as by torchrun's
-agent; gloo goes over the loopback device.
+They are forked from a server that has loaded torch once. This process serves the job's store, as torchrun's agent does;
+gloo uses the loopback device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PRELOAD = ["torch", "torch._dynamo", "straggle"]  # the first optimizer imports
 
 
 def serve_store() -> TCPStore:
-    """A job's store; its socket is of IPv4 alone, as it asks a name server for each client of a mixed one."""
+    """A job's store; its socket is for IPv4 only, because with a mixed one it asks a name server for each client."""
     listener = socket.create_server((HOST, 0), backlog=2048)
     port = listener.getsockname()[1]
     return TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -34,8 +34,8 @@ def serve_store() -> TCPStore:
 def run_on_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 86400.0) -> list[Any]:
     """What ``function(rank, *args)`` returns on each rank: tensors, numbers, strings and containers of them.
 
-    The function is one of a module, and finds its process group. An error on one rank ends them all, and is raised here
-    with its traceback; ``RuntimeError`` where they do not end within ``timeout_s``.
+    The function is defined in a module, and finds the process group initialized. An error on one rank ends all ranks,
+    and is raised here with its traceback. Raises ``RuntimeError`` if they do not end within ``timeout_s``.
     """
     server = serve_store()
     multiprocessing.get_context("forkserver").set_forkserver_preload([*_PRELOAD, function.__module__])

@@ -1,6 +1,6 @@
 """A number and how sure it is: from runs with different seeds, from turns of two jobs, and from the steps of one run.
 
-Steps that follow one another are alike: of these, whole blocks are drawn.
+Adjacent steps are alike, so steps are resampled in blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _TURN_DRAWS = 2000
 
 @dataclass(frozen=True)
 class Interval:
-    """A number, and the interval in which it lies; what is not finite is not known, or not bounded."""
+    """A number, and the interval in which it lies; an end that is not finite is unknown or unbounded."""
 
     value: float
     low: float
@@ -31,11 +31,11 @@ class Interval:
 
     @property
     def half(self) -> float:
-        """Half the width."""
+        """Half the interval's width."""
         return (self.high - self.low) / 2
 
     def __format__(self, spec: str) -> str:
-        """The value, and half the width where it is bounded."""
+        """The value, and half the interval's width if it is bounded."""
         spec = spec or ".2f"
         return f"{self.value:{spec}}" + (f" +- {self.half:{spec.lstrip('+')}}" if self.half < math.inf else "")
 
@@ -81,9 +81,9 @@ def _t975(degrees: int) -> float:
 
 
 def ratio_interval(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
-    """Our sum over theirs, from turns that were taken one after the other, with a bootstrap interval of 95 %.
+    """Our sum divided by theirs, from turns that alternate, with a 95 % bootstrap interval.
 
-    The interval is over pairs of turns: it says how much of the ratio is noise of this run, not of another one.
+    The interval is over pairs of turns: it shows the noise within this run, not between runs.
     """
     draw, number = random.Random(0), len(ours)
     ratios = []
@@ -106,11 +106,11 @@ def steps_interval(statistic: Callable[..., Array], *columns: Array, seed: int =
 
 
 def prediction_interval(statistic: Callable[..., Array], *columns: Array, seed: int = 0) -> Interval:
-    """What a comparison of two runs to come, of as many steps each, will say: the last column is the second run's.
+    """What a comparison of two future runs with as many steps each will say; the last column is the second run's.
 
-    Three things are drawn apart from one another, so that the interval is wider than `steps_interval`: where the means
-    lie, of which these steps are all that is known, and how far either run strays from them. Few blocks stray less than
-    what they are drawn from: the interval is stretched for that (`_stretch`).
+    Three things are resampled independently, so the interval is wider than `steps_interval`: the true means, which are
+    known from these steps only, and each run's deviation from them. Means of few blocks vary less than what the blocks
+    are drawn from, and the interval is stretched for that (`_stretch`).
     """
     means, first, second = (_draw(len(columns[0]), seed + part) for part in range(3))
     drawn = [column[means].mean(axis=1) * column[first].mean(axis=1) / column.mean() for column in columns[:-1]]

@@ -1,4 +1,4 @@
-"""Lines appended to a file of a run: one that cannot be written is left out, with one warning, and training goes on."""
+"""Lines appended to a run's file: a line that cannot be written is left out, with one warning, and training goes on."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _log = logging.getLogger(__name__)
 
 
 class LineWriter:
-    """Appends lines to ``path``, each at once; of a file that there is, the first ``keep_bytes`` stay.
+    """Appends lines to ``path``, each at once; of an existing file the first ``keep_bytes`` are kept.
 
-    ``num_lost`` lines could not be written. The file has whole lines only, but for one that could not be removed again:
-    that one ends in a question mark.
+    ``num_lost`` lines could not be written. The file has complete lines only, except where a part of a line could not
+    be removed again: that part ends in a question mark.
     """
 
     def __init__(self, path: Path, *, keep_bytes: int = 0) -> None:
@@ -31,7 +31,7 @@ class LineWriter:
             self._warn(error)
 
     def write(self, line: str) -> bool:
-        """Append a line; whether that worked."""
+        """Append a line; returns whether that worked."""
         try:
             if self._file is None:
                 raise OSError(f"{self._path} is not open")
@@ -47,7 +47,7 @@ class LineWriter:
         return True
 
     def close(self) -> None:
-        """Close the file, and say what it lacks."""
+        """Close the file, and log what it lacks."""
         try:
             if self._file is not None:
                 os.close(self._file)
@@ -69,7 +69,7 @@ class LineWriter:
             self._torn = True
 
     def _rewind(self) -> None:
-        """Remove what comes after the last whole line."""
+        """Remove what comes after the last complete line."""
         assert self._file is not None
         os.truncate(self._file, self._end)
         os.lseek(self._file, self._end, os.SEEK_SET)
@@ -79,12 +79,12 @@ class LineWriter:
 
 
 def is_cut(line: str) -> bool:
-    """Whether this, of a file of JSON objects, is the beginning of a line after which a `LineWriter` went on."""
+    """Whether this line, in a file of JSON objects, is incomplete, and a `LineWriter` went on after it."""
     return line.startswith("{") and line.endswith("\n") and not line.endswith("}\n")
 
 
 def bytes_before(path: Path, step: int) -> int:
-    """How many bytes a file has before its first line of ``step`` or a later one, or one that is no line of it."""
+    """The number of bytes before a file's first line of ``step`` or a later one, or before an unreadable line."""
     size = 0
     try:
         with path.open("rb") as lines:

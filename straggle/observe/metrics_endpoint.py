@@ -1,4 +1,4 @@
-"""How metrics leave a process: an HTTP endpoint, a file that tells Prometheus where it is, and a Pushgateway."""
+"""How metrics leave a process: an HTTP endpoint, a file with its address for Prometheus, and a Pushgateway."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Security:
         _check_login(self.username, self.password_file)
 
     def context(self) -> ssl.SSLContext | None:
-        """For TLS, or ``None``. Raises ``OSError`` for files that cannot be read."""
+        """The context for TLS, or ``None``. Raises ``OSError`` for files that cannot be read."""
         if self.certfile is None:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -82,7 +82,7 @@ class Security:
 
 
 def check_port(port: int | None) -> None:
-    """Raise ``ValueError`` for what is neither a port nor ``None``."""
+    """Raise ``ValueError`` if this is neither a port nor ``None``."""
     if port is not None and (not isinstance(port, int) or isinstance(port, bool) or not 0 <= port < 2**16):
         raise ValueError(f"port={port}: must be a whole number from 0 (any that is free) to 65535, or null for none")
 
@@ -90,8 +90,9 @@ def check_port(port: int | None) -> None:
 class Endpoint:
     """Serves a registry at ``host`` and ``port``, or the next port that is free; port 0 takes any.
 
-    A client that takes more than ten seconds by ``clock`` is dropped; there are eight at a time, and at most twenty in
-    a second. Raises ``OSError`` where no port is free, or for files of ``security`` that cannot be read.
+    A client that takes more than ten seconds by ``clock`` is dropped. At most eight are served at a time, and at most
+    twenty are accepted in a second. Raises ``OSError`` if no port is free, or for files of ``security`` that cannot be
+    read.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class Endpoint:
 
     @property
     def url(self) -> str:
-        """Where this machine finds the metrics."""
+        """The address of the metrics on this machine."""
         return f"{self.scheme}://{_joined(self.host, self.port)}/metrics"
 
     def close(self) -> None:
@@ -124,10 +125,11 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Targets:
-    """Tells Prometheus' ``file_sd_configs`` where the endpoints are: ``folder/rank<n>.json``, one for each rank.
+    """Files for Prometheus' ``file_sd_configs`` with the endpoints' addresses: one ``folder/rank<n>.json`` for each
+    rank.
 
     ``address``: this machine's name or address as Prometheus reaches it; ``None``: the endpoint's host, or the
-    machine's name where that is "all addresses". ``labels`` come with every sample, such as ``run``.
+    machine's name if that host means "all addresses". ``labels``, such as ``run``, are added to every sample.
     """
 
     folder: str | None = None
@@ -135,7 +137,7 @@ class Targets:
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def write(self, rank: int, endpoint: Endpoint) -> None:
-        """Write the rank's file, which a reader sees whole or not at all."""
+        """Write the rank's file; a reader never sees a part of it."""
         if (path := self._path(rank)) is None:
             return
         address = self.address or (socket.gethostname() if endpoint.host in ("", "0.0.0.0", "::") else endpoint.host)
@@ -156,7 +158,7 @@ class Targets:
 
 @dataclass(frozen=True)
 class Push:
-    """Pushes to the Pushgateway at ``url`` every ``every_s`` seconds and at the end, for jobs that nothing scrapes.
+    """Pushes to the Pushgateway at ``url`` every ``every_s`` seconds and at the end, for jobs that cannot be scraped.
 
     The grouping key is ``rank`` and ``labels``. ``password_file`` holds the password for ``username``.
     """
@@ -174,7 +176,7 @@ class Push:
         _check_login(self.username, self.password_file)
 
     def push(self, registry: CollectorRegistry, rank: int) -> None:
-        """Push once. Raises ``OSError`` where the gateway does not take it."""
+        """Push once. Raises ``OSError`` if the gateway does not accept it."""
         assert self.url is not None
         handler = default_handler
         if self.username is not None:
@@ -190,11 +192,12 @@ class Push:
 
 
 class _Server(ThreadingWSGIServer):
-    """A thread for each client, as `prometheus_client` has it, but for few at a time: they cost training's time.
+    """A thread for each client, as in `prometheus_client`, but for few at a time: they take time from training.
 
-    The library serves any number of clients for any time, and one that does not end its TLS handshake stops all others.
-    Here one that takes too long is dropped, and where there are too many, the one that is there longest: an honest
-    scrape takes milliseconds. New ones are let in at a pace: a crowd waits in the kernel, where it costs nothing.
+    The library serves any number of clients for any time, and a client that does not end its TLS handshake stops all
+    others. Here a client that takes too long is dropped. If there are too many, the oldest one is dropped: an honest
+    scrape takes milliseconds. New clients are accepted at a limited rate: a crowd waits in the kernel, where it costs
+    nothing.
     """
 
     request_queue_size = 16  # of clients that may have given up by the time it is their turn
@@ -289,7 +292,7 @@ def _check_together(**pair: str | None) -> None:
 
 
 def _check_login(username: str | None, password_file: str | None) -> None:
-    """Raise ``ValueError`` for half of it, or an empty file; one that cannot be read is reported where it is needed."""
+    """Raise ``ValueError`` for half of it, or an empty file; an unreadable file is reported where it is needed."""
     _check_together(username=username, password_file=password_file)
     if password_file is not None:
         with suppress(OSError):

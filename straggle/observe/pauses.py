@@ -15,9 +15,9 @@ _PAUSE_S = 0.05  # a look that comes this much too late, while the process did n
 class PauseDetector:
     """Pauses of this process: garbage collections, and times in which nothing of it ran at all.
 
-    A thread sleeps a little again and again. When it wakes much too late and the process used no processor meanwhile,
-    the process was stopped, throttled or swapped out; a long call that holds the interpreter is work, not a pause.
-    ``now`` and ``cpu_now`` give seconds of wall time, and of the processor's time of this process.
+    A thread sleeps for a short time, again and again. If it wakes much too late and the process used no processor time
+    meanwhile, the process was stopped, throttled or swapped out. A long call that holds the interpreter is work, not a
+    pause. ``now`` and ``cpu_now`` give seconds of wall time, and of the processor's time of this process.
     """
 
     def __init__(
@@ -32,12 +32,12 @@ class PauseDetector:
         self._closing = threading.Event()
 
     def start(self) -> None:
-        """Begin to look at the clock, in a thread of its own, and to hear of garbage collections."""
+        """Begin to watch the clock, in a separate thread, and to be called back by garbage collections."""
         gc.callbacks.append(self.collecting)
         threading.Thread(target=self._run, name="straggle-pauses", daemon=True).start()
 
     def credit(self, phase: str) -> None:
-        """The pauses since the last call were in this phase."""
+        """Count the pauses since the last call in this phase."""
         self._poll()
         with self._lock:
             found, self._gc_s, self._stopped_s = {"gc_s": self._gc_s, "stopped_s": self._stopped_s}, 0.0, 0.0

@@ -1,4 +1,4 @@
-"""A rank's decisions as a file, a line for each step: a run that `train` can repeat."""
+"""A rank's decisions as a file, with a line for each step, so that `train` can repeat the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DecisionWriter:
         self._begun = kept > 0
 
     def write(self, decision: Decision, learned: tuple[Sequence[int], Sequence[float]]) -> None:
-        """Add a step; ``learned`` is what the stages are planned from, as `StagedDataParallel.learned` tells it."""
+        """Add a step; ``learned`` is what the stages are planned from, as `StagedDataParallel.learned` has it."""
         if not self._begun:
             order, seconds = learned
             self._begun = self._file.write(json.dumps({"order": list(order), "seconds": list(seconds)}))
@@ -42,7 +42,7 @@ class DecisionWriter:
 
 
 def read_recording(path: Path) -> Recording:
-    """A rank's recording. Raises ``ValueError`` where there is none, or one that lacks a step from 0 on."""
+    """A rank's recording. Raises ``ValueError`` if there is none, or if it lacks a step from 0 on."""
     if not path.exists():
         raise ValueError(f"no recording at {path}")
     with path.open(errors="replace") as file:

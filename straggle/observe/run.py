@@ -244,7 +244,7 @@ class _Columns:
         self._count += np.isfinite(shares)
 
     def run(self, name: str, run_dir: Path, config: Mapping[str, Any], summary: Mapping[str, Any]) -> Run:
-        """The whole run."""
+        """The complete run."""
         columns = np.array(self.steps, dtype=float).T
         num_ranks = max(values.shape[1] for values in self._ranks)
         ranks = np.full((len(_FIELDS), len(self.steps), num_ranks), np.nan)

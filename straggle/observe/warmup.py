@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def num_warmup_steps(num_steps: int) -> int:
-    """How many of a run's steps these are: a tenth, at most ten."""
+    """The number of these steps in a run: a tenth of its steps, at most ten."""
     return min(num_steps // 10, 10)

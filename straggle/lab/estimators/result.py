@@ -71,7 +71,7 @@ class Found:
         return mean_interval([fmean(runs) for runs in of_seed.values()])
 
     def of_runs(self, field: str, **where: Any) -> Interval:
-        """A field of the runs that have these values."""
+        """A field of the runs with these values."""
         return mean_interval([getattr(score, field) for score in _those(self.scores, where)])
 
     def write(self, path: Path) -> None:
@@ -130,7 +130,7 @@ def verdict_rows(found: Found) -> list[list[str]]:
 
 
 def _signed(one: Interval, spec: str) -> str:
-    """The mean, and half the width where there is more than one seed."""
+    """The mean, and half the interval's width if there is more than one seed."""
     return f"{one.value:+{spec}}" + (f" ±{one.half:{spec}}" if one.half < math.inf else "")
 
 

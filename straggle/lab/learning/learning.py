@@ -49,7 +49,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Treatment:
-    """Who is late, what a gradient counts, and what fills in for the missing ones."""
+    """Which ranks are late, what a gradient counts, and what stands in for missing gradients."""
 
     lateness: LatePattern
     make_weighting: Callable[[], Weighting] = Count

@@ -32,9 +32,9 @@ class Count(Weighting):
 
 @final
 class InverseProbability(Weighting):
-    """A gradient counts by the inverse of its rank's probability of coming so far, as in the last ``window`` steps.
+    """A gradient counts by the inverse of its rank's probability of reaching it, from the last ``window`` steps.
 
-    Like the real merge it knows a rank's probability only from the steps before; before the first of them it is 1.
+    As in the real merge, a rank's probability is known only from earlier steps; in the first step it is 1.
     """
 
     def __init__(self, window: int = 50, max_weight: float = 10.0) -> None:

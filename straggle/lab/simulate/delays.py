@@ -110,7 +110,7 @@ class _DelaysWrapper(Delays):
 
 @final
 class Stalls(_DelaysWrapper):
-    """``inner``, and with this ``probability`` a rank stalls in a step, for ``seconds``, in one of its units."""
+    """``inner``; and with this ``probability`` a rank stalls in a step, for ``seconds``, in one of its units."""
 
     def __init__(self, inner: Delays, probability: float, seconds: float) -> None:
         super().__init__(inner)
@@ -127,7 +127,7 @@ class Stalls(_DelaysWrapper):
 
 @final
 class SlowRanks(_DelaysWrapper):
-    """``inner``, and a ``share`` of the ranks takes ``factor`` times as long: always, or for a time.
+    """``inner``; and a ``share`` of the ranks takes ``factor`` times as long: always, or for a time.
 
     ``lasts_steps``: how many steps a rank stays slow on average, geometrically distributed. Then other ranks become
     slow, so that the mean share stays the same. Infinite: the same ranks are slow in all steps, at least one of them
