@@ -76,7 +76,7 @@ def _in_turn(methods: list[str], turn: int) -> list[str]:
 
 
 def _train_on(methods: dict[str, TimedJob], block: int) -> None:
-    """Let each method come to DDP's final validation loss, or use up a quarter more than DDP's seconds."""
+    """Let each method reach DDP's final validation loss, or use up a quarter more than DDP's seconds."""
     reference = methods[REFERENCE]
 
     def waits(timed: TimedJob) -> bool:
@@ -102,7 +102,7 @@ def _write(config: DictConfig, comparison: Comparison, scenario: str) -> None:
 
 
 def _finish(config: DictConfig, scenarios: dict[str, Comparison]) -> None:
-    """What is about all scenarios: the summary, where there are several, and the picture."""
+    """What is about all scenarios: the summary, if there are several, and the picture."""
     picture = Path(config.run_dir) / "compare.png"
     try:
         draw(scenarios, picture)

@@ -1,4 +1,4 @@
-"""Train many logical ranks under partial gradients, and beside it the same runs with nobody late.
+"""Train many logical ranks under partial gradients, and the same runs with no rank late.
 
 python -m straggle learn ranks=30 lateness.late=27 batch_size=16 sorted_share=1.0
 python -m straggle learn ranks=64 lateness=deadline deadline=auto merge.weighting=inverse_probability
@@ -53,7 +53,7 @@ def _run(config: DictConfig) -> None:
 
 
 def _try_one(setting: Setting, treatment: Treatment) -> None:
-    """Draw who is late in one step, before any run."""
+    """Draw which ranks are late in one step, before any run."""
     ranks, units = len(setting.samples.indices(0)), len(units_of(setting, setting.workload.model()))
     next(treatment.lateness.steps(ranks, units, torch.Generator()))
 
@@ -87,7 +87,7 @@ def _numbers(runs: Sequence[Learned]) -> dict[str, Any]:
 
 
 def _rows(runs: Mapping[str, Sequence[Learned]]) -> list[tuple[str, ...]]:
-    """Scores, and how far the ranks came."""
+    """The rows of the table: scores, and how far the ranks came."""
     rows = []
     for score in runs[_NAMES[0]][0].scores:
         values = [[run.scores[score] for run in runs[name]] for name in _NAMES]

@@ -125,7 +125,7 @@ class Comparison:
 
 
 def print_summary(scenarios: Mapping[str, Comparison], notes: Mapping[str, Any]) -> None:
-    """Time to DDP's final validation loss over DDP's, of each method in each scenario."""
+    """For each method and scenario, the time to DDP's final validation loss, divided by DDP's."""
     names = [name for name in next(iter(scenarios.values())).methods if name != REFERENCE]
     rows = [(name, *(_text(one.time_to_loss(name)) for one in scenarios.values())) for name in names]
     verdicts = {name: one.verdict() for name, one in scenarios.items() if one.verdict()}

@@ -1,4 +1,4 @@
-"""What ``summary.json`` says of a run: the numbers of its page, and what only the run itself knows."""
+"""The fields of ``summary.json``: the numbers of the run's page, and what only the run itself knows."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def summarize(
 ) -> dict[str, Any]:
     """The run in numbers, as plain JSON values.
 
-    ``scores`` are those on held-out data, ``hashes`` each rank's parameters. ``samples_per_step``: how many samples a
-    rank has in a step of weight 1.
+    ``scores`` are those on held-out data, ``hashes`` each rank's parameters. ``samples_per_step``: the number of a
+    rank's samples in a step of weight 1.
     """
     run = run_of(reports)
     numbers = numbers_of(run)

@@ -2,8 +2,8 @@
 
 It only reads clocks: hooks before the forward pass, at the model's output, on each finished gradient, and callbacks of
 the autograd engine on both sides of DDP's own, which waits for the allreduce there. So the end of a rank's own work is
-known before any waiting. Nothing is sent: each rank writes a file of its own, and ranks' steps belong together because
-the allreduce of a step is the same on all.
+known before any waiting. Nothing is sent: each rank writes its own file. The ranks' steps can be aligned because all
+ranks take part in a step's allreduce.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ def watched_files(run_dir: Path) -> list[Path]:
 def watch(model: DistributedDataParallel, run_dir: str | Path = "runs/watch") -> Watch:
     """Record this rank's times in each step of ``model``, for ``python -m straggle advise RUN_DIR``.
 
-    Gradients, parameters and collectives are as they were. The file ``run_dir/watch/rank<r>.jsonl`` is closed when the
-    process ends, or by ``close()``; an older one of this name is overwritten.
+    Gradients, parameters and collectives do not change. The file ``run_dir/watch/rank<r>.jsonl`` is closed when the
+    process ends, or by ``close()``; an older file of this name is overwritten.
 
-    Raises ``TypeError`` for what is not ``DistributedDataParallel``.
+    Raises ``TypeError`` if ``model`` is not a ``DistributedDataParallel``.
     """
     return Watch(model, run_dir)
 
 
 class Watch:
-    """What `watch` gives: ``close()`` ends it, as does a ``with`` statement around the loop.
+    """What `watch` returns: ``close()`` ends it, as does a ``with`` statement around the loop.
 
-    ``clock`` gives seconds, where the model is on the CPU.
+    ``clock`` gives seconds; it is used if the model is on the CPU.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Watch:
 
 
 class _Recorder:
-    """The hooks and the state of one watch. It does not hold the model, so that this one dies as it would."""
+    """The hooks and the state of one watch. It does not hold the model, which is freed as without it."""
 
     def __init__(self, model: DistributedDataParallel, file: _File, clock: Callable[[], float]) -> None:
         parameters = [parameter for _, parameter in trainable(model.module)]
@@ -117,7 +117,7 @@ class _Recorder:
         ]
 
     def close(self) -> None:
-        """End it all."""
+        """Remove the hooks and close the file."""
         for remove in self._removers:
             remove()
         self._removers.clear()
@@ -206,7 +206,7 @@ class _Recorder:
 
 
 def _record(step: int, plan: StagePlan, parts: Any, pauses: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """A step's line; ``parts`` are moments, or events of a device that has come to them by now."""
+    """A step's line; ``parts`` are moments, or events that the device has already reached."""
     seconds, merged_before, merged, began, computed, microbatches, finished = parts
     at = {index: seconds_between(began, when) for index, when in finished}
     stage_s, reached_s = list[float](), 0.0

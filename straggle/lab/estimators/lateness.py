@@ -20,7 +20,7 @@ FORWARD = 1 / 3
 
 @final
 class Paced(LatePattern):
-    """In each step ``late`` ranks come through a share of the backward pass that is drawn evenly from 0 to 1.
+    """In each step ``late`` ranks complete a share of the backward pass that is drawn uniformly from 0 to 1.
 
     They are drawn again for each step, or ``always`` the last ones. Where late ranks stop, the step is over for them.
     With ``finishes_late`` (`Carry`) one that has come into its backward pass goes on with it in its peers' next steps;

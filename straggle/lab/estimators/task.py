@@ -60,7 +60,7 @@ class Task:
         return estimator_from(OmegaConf.create(dict(self.methods[method]["estimator"])), optimizer)
 
     def treatment(self, method: str, case: Case, optimizer: Optimizer | None = None) -> Treatment:
-        """Who is late, and what the method does then; ``optimizer``: that its estimators look at, if not its own."""
+        """Which ranks are late, and what the method does then; ``optimizer``: of its estimators, if not its own."""
         merge = Merge(weighting=self.methods[method].get("weighting", "count"))
 
         def make(own: Optimizer) -> Estimator:

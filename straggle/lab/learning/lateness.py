@@ -22,7 +22,7 @@ from straggle.policies.deadline import Deadline, LateHandling, check_count
 
 
 class LatePattern(ABC):
-    """Who is late in a step, and what it has finished by then. It may keep what it needs from step to step."""
+    """Which ranks are late in a step, and what they have finished. A rule may keep state from step to step."""
 
     @abstractmethod
     def reached(self, num_ranks: int, num_units: int, generator: Generator) -> Tensor:
@@ -49,7 +49,7 @@ class ReachDistribution(ABC):
 @final
 @dataclass(frozen=True)
 class SameReach(ReachDistribution):
-    """Always this share of the units, rounded down; 0 is the whole gradient dropped, as with backup workers."""
+    """Always this share of the units, rounded down; with 0 the complete gradient is dropped, as with backup workers."""
 
     share: float = 0.0
 
@@ -64,7 +64,7 @@ class SameReach(ReachDistribution):
 @final
 @dataclass(frozen=True)
 class UniformReach(ReachDistribution):
-    """Any number of units from one to all, with the same chance.
+    """Any number of units from one to all, with equal probability.
 
     As the program of Lang et al. 2024 draws it, "Stragglers-aware low-latency synchronous federated learning via
     layer-wise model updates".
@@ -77,7 +77,7 @@ class UniformReach(ReachDistribution):
 @final
 @dataclass(frozen=True)
 class PoissonReach(ReachDistribution):
-    """The first unit, and then a Poisson number of further ones, all if that is more than there are.
+    """The first unit, and then a Poisson number of further ones, at most all.
 
     The probability of unit ``i`` (from 0) is ``P(Poisson(mean) >= i)``: with ``mean=3`` 1, 0.95, 0.80, 0.58, 0.35 and
     0.18. This is the case if each unit takes an exponentially distributed time, as Goren et al. 2025, "Adaptive
@@ -97,7 +97,7 @@ class PoissonReach(ReachDistribution):
 
 @final
 class Nobody(LatePattern):
-    """Everyone finishes everything."""
+    """All ranks finish all units."""
 
     def reached(self, num_ranks: int, num_units: int, generator: Generator) -> Tensor:  # noqa: ARG002
         return torch.ones(num_ranks, num_units, dtype=torch.bool)
@@ -159,7 +159,8 @@ class OtherRanksPerUnit(LatePattern):
 
 @final
 class ByDeadline(LatePattern):
-    """Whoever a deadline makes late, with such delays; the part of a unit that a late rank leaves does not count.
+    """The ranks that a deadline makes late under these delays; a unit that a late rank leaves unfinished does not
+    count.
 
     The policy is one of the library's, and sees the times of the steps as in training (`straggle.lab.simulate`).
     ``step_s``: seconds of a step's work without delay.
@@ -197,7 +198,7 @@ class ByDeadline(LatePattern):
 
 @final
 class DropWhole(LatePattern):
-    """As ``inner``, but a late rank's whole gradient is dropped."""
+    """As ``inner``, but a late rank's complete gradient is dropped."""
 
     def __init__(self, inner: LatePattern) -> None:
         self.inner = inner
