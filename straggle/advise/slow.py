@@ -34,11 +34,12 @@ class SlowRank:
     """A rank that the others wait for.
 
     ``since`` is the step from which on it is slow, ``None`` from the first; ``until`` the step at which it recovered,
-    ``None`` if it has not. ``steady`` is the share of these steps in which it was slow: 0.95 is a rank that is
-    persistently slow, 0.02 one that stalls now and then. ``excess_s`` is its mean excess in them, ``times`` its own
-    work over the others'. ``phases`` are the shares of the excess, largest first, ``named`` those that make up most of
-    it, and ``attributed`` the share that these explain. ``slowdown``: how many times as long the job takes because of
-    it, over the whole trace; ``lost_share`` is its share of what the job loses to slow ranks.
+    ``None`` if it has not. ``steady`` is the share of these steps in which it was slow: 0.95 is a persistently slow
+    rank, 0.02 one that sometimes stalls. ``excess_s`` is its mean excess in these steps, ``times`` its own work divided
+    by the others'. ``phases`` are the shares of the excess, largest first. ``named`` are the phases that make up most
+    of it, and ``attributed`` is the share that these explain. ``slowdown``: how many times as long the job takes
+    because of this rank, over all steps of the trace. ``lost_share`` is the rank's share of what the job loses to slow
+    ranks.
     """
 
     rank: int

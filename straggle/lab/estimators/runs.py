@@ -1,4 +1,4 @@
-"""What training comes to under each method: whole runs, beside the same run with no rank late."""
+"""How training ends under each method: complete runs, beside the same run with no rank late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How near the merged gradient comes to the one with no rank late, of which every part is known.
+"""How near the merged gradient is to the one with no rank late, which is known in full.
 
 The model is trained with the true mean over all ranks. At the same time, each method merges what would have been in
 time, with its own estimators. So all methods are compared on the same gradients. What a method adds later (error
