@@ -80,19 +80,22 @@ run() {
 
 # run_tests [fast|coverage] [pytest options]: of pytest's options the last counts, so -n0 runs all in one process
 run_tests() {
-  local word cores level=${1:-} parallel=yes
+  local word cores files level=${1:-} parallel=yes
   case $level in fast | coverage) shift ;; esac
   for word in "$@"; do
     case $word in *.py | *.py::*) parallel= ;; esac # one file runs in one process
   done
+  cores=$(getconf _NPROCESSORS_ONLN)
+  files=$((cores + 1)) # at once: tests wait for processes much of their time, and one more keeps the cores busy
   case $level in
-    fast) set -- tests/unit tests/ranks tests/docs/test_house.py -m "not slow and (not ranks or light)" "$@" ;;
+    fast)
+      files=$cores
+      set -- tests/unit tests/ranks tests/docs/test_house.py -m "not slow and (not ranks or light)" "$@"
+      ;;
     coverage) set -- tests/unit tests/ranks --cov --cov-report=term:skip-covered "$@" ;;
   esac
   if [ "$parallel" ]; then
-    # tests wait for processes much of their time: one file more than there are cores keeps these busy
-    cores=$(getconf _NPROCESSORS_ONLN)
-    set -- --numprocesses $((cores < 8 ? cores + 1 : 8)) --dist loadfile --no-loadscope-reorder "$@"
+    set -- --numprocesses $((files < 8 ? files : 8)) --dist loadfile --no-loadscope-reorder "$@"
   fi
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
   cd "$here" && exec "$venv/bin/python" -m pytest "$@"

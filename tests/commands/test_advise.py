@@ -20,6 +20,7 @@ def command(*words: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_command_prints_sentences_or_json(tmp_path):
     write_watch(tmp_path, extra=when(1, range(1000), backward=0.2))
     told, plain = command(tmp_path), command("json=true", tmp_path)

@@ -29,15 +29,6 @@ from straggle.observe.wait_for_all import WaitForAllPrediction
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
-def torchrun(world_size: int, *words: str, folder: Path) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
-    done = subprocess.run(
-        [*command, "-m", "straggle", *words], cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def rank(number: int, compute_s: float, stage_s: tuple[float, ...], **rest: Any) -> RankReport:
     whole = tuple(float(not math.isnan(at)) for at in stage_s)
     return RankReport(number, 0.0, 0.0, 0.0, 0.0, 0.0, compute_s, sum(whole) / len(whole), whole, stage_s, **rest)
@@ -214,6 +205,7 @@ def test_every_command_has_help(word: str, monkeypatch: pytest.MonkeyPatch, caps
     assert re.search(rf"\b{word}\b", capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_wrong_key_ends_the_command_with_one_message_and_no_traceback() -> None:
     command = [sys.executable, "-m", "straggle", "train", "stepz=3"]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
@@ -247,7 +239,7 @@ def test_training_writes_its_files_and_a_resumed_run_equals_an_uninterrupted_one
 @pytest.mark.slow
 def test_slow_rank_is_late_and_the_replicas_stay_identical(tmp_path: Path) -> None:
     keys = ("steps=14", "batch_size=4", "workload.depth=2", "faults.stall.step=8")
-    out = torchrun(4, "train", *keys, "run_dir=run", folder=tmp_path)
+    out = run_command("train", 4, *keys, "run_dir=run", folder=tmp_path)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert len(summary["parameters_sha256"]) == 4
     assert len(set(summary["parameters_sha256"])) == 1

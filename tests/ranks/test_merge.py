@@ -184,7 +184,7 @@ def train(rank, estimator, num_steps, optimizer_class=torch.optim.AdamW):
             optimizer.step()
             optimizer.zero_grad()
             late += rank in model.last_report.late_ranks
-            if number % 50 == 49:
+            if number % 20 == 19:
                 digests.append(digest(module.parameters()))
     return digests, late
 
@@ -192,14 +192,13 @@ def train(rank, estimator, num_steps, optimizer_class=torch.optim.AdamW):
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_replicas_stay_identical_when_ranks_stop_at_random(estimator, world_size):
-    results = run_ranks(train, world_size, estimator, 200)
+    results = run_ranks(train, world_size, estimator, 60)
     assert all(digests == results[0][0] for digests, _ in results)
-    assert all(late > 50 for _, late in results)
+    assert all(late > 15 for _, late in results)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_replicas_stay_identical_over_many_steps(estimator, world_size):
-    results = run_ranks(train, world_size, estimator, 500, torch.optim.SGD)
+def test_replicas_stay_identical_over_many_steps(estimator):
+    results = run_ranks(train, 4, estimator, 500, torch.optim.SGD)
     assert all(digests == results[0][0] for digests, _ in results)

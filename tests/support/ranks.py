@@ -44,6 +44,7 @@ _MODULES = [
     "sklearn.datasets",
     "straggle",
     "straggle.lab.workloads",
+    "hydra.compose",  # which the first configuration imports
     "straggle.commands.train",
     "straggle.commands.compare",
 ]

@@ -773,6 +773,7 @@ def cut_compiled(case, backend):
         assert report.truncated == (after is not None)
 
 
+@pytest.mark.slow  # each compiles, for about two seconds
 @pytest.mark.parametrize("case", COMPILED.values(), ids=COMPILED.keys())
 def test_compiled_model_keeps_the_gradients_that_it_has_compiled_without_stages(case):
     cut_compiled(case, "aot_eager")
