@@ -173,6 +173,12 @@ def waits_s(reports, quorum):
     return [wait[-quorum] if len(wait) >= quorum else 0.0 for wait in waits]
 
 
+def check_waits(reports, quorum, bound_s):
+    """No peer waited longer, but for two steps on a busy machine; if peers waited for stalled ranks, many would."""
+    longer = [seconds for seconds in waits_s(reports, quorum) if seconds >= bound_s]
+    assert len(longer) <= 2, longer
+
+
 def largest_lag(results):
     """How many merged steps a rank was behind the foremost at most."""
     times = [[record.at for record in records] for records in results]
@@ -212,7 +218,8 @@ def test_peers_go_on_while_rank_0_evaluates_alone():
     assert length >= 10  # where the peers wait, it is one step
     assert reports[first].ranks[0].cause == "outside"
     assert reports[first].seconds > deadline_s  # nobody is judged before
-    assert max(waits_s(reports, quorum=2)) < pause_s / 4
+    # whoever waits for it waits for nearly all of the pause; half of it is room for a busy machine
+    assert max(waits_s(reports, quorum=2)) < pause_s / 2
     assert max(report.seconds for report in reports) < pause_s / 2
 
 
@@ -267,7 +274,7 @@ def test_random_stalls_anywhere_on_any_rank_are_all_in_the_reports(seed, max_lag
     if max_lag == 2:
         assert 2 <= largest_lag(results) <= 3  # one more, because a rank notes a little later that it has a merge
     else:
-        assert max(waits_s(reports, quorum=2)) < deadline_s + grace_s + 0.15
+        check_waits(reports, 2, deadline_s + grace_s + 0.15)
 
 
 # -- ranks that go on with their backward pass when it is too late
@@ -297,7 +304,7 @@ def test_what_ranks_finish_too_late_comes_once_and_later_and_no_peer_waits_for_i
     results = run_ranks(train, 4, 40, hits, deadline_s, LateHandling(grace_s=grace_s, max_lag=64), *arguments)
     check_replicas_and_weights(results)
     reports = reports_of(results)
-    assert max(waits_s(reports, quorum=2)) < deadline_s + grace_s + 0.15
+    check_waits(reports, 2, deadline_s + grace_s + 0.15)
     for rank in range(4):
         own = [report.ranks[rank] for report in reports]
         # a gradient has weight 1, in time or later, and is merged once
@@ -493,8 +500,9 @@ def test_peers_go_on_at_the_pace_of_a_slow_link_while_a_rank_is_stuck(slow_netwo
     first, length = stood_in_longest(reports, stuck)
     assert first == 3
     assert length >= 3  # where the peers wait, it is one step
-    assert max(waits_s(reports, quorum=1)) < 0.5
-    assert max(report.seconds for report in reports) < 1.0
+    # whoever waits for it waits for nearly 2 s; the rest is room for a busy machine
+    assert max(waits_s(reports, quorum=1)) < 1.0
+    assert max(report.seconds for report in reports) < 1.5
 
 
 # -- bad numbers, errors and death, while others are late

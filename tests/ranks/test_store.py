@@ -266,7 +266,7 @@ def train_while_it_stands_still(rank, server):
 def test_no_step_waits_for_a_store_that_stands_still():
     with store_server() as server:
         for seconds, without_store in run_ranks(train_while_it_stands_still, 3, server):
-            assert max(seconds) < 1.0
+            assert max(seconds) < 5.0  # who waits for the store does so for give_up_s=300
             assert without_store == (0, 1, 2)
 
 
