@@ -45,7 +45,13 @@ class Calls:
         while caller is not None and caller.f_code.co_name.startswith("<"):
             caller = caller.f_back
         inside = caller is not None and caller.f_code.co_filename.startswith(ROOT)
-        self.seen.append((code.co_filename, code.co_qualname, caller.f_code.co_filename if inside else None))
+        self.seen.append(
+            (
+                code.co_filename,
+                getattr(code, "co_qualname", code.co_name),
+                caller.f_code.co_filename if inside else None,
+            )
+        )
 
 
 def ways(calls, begins):
