@@ -123,7 +123,6 @@ class OpenStep(PassWatcher):
 
     def enter(self, step: Step, replayed: Decision | None, entry: Entry) -> None:
         """Begin; ``replayed``: this rank does as recorded. The entry lacks what is known of kept gradients."""
-        self.step = step
         self._watch_step()
         self._kept = KeptGradients(self._parameters)
         self._idle = entry.idle
@@ -143,6 +142,7 @@ class OpenStep(PassWatcher):
         self._stopwatch.enter("data")
         max_over = None if replayed is None else replayed.num_over
         self._coordinator.enter(replace(entry, kept=self._kept.mark, max_over=max_over))
+        self.step = step
 
     def leave(self, error: BaseException | None) -> MergedStep | None:
         """Merge, and put the merged gradients in place; ``None`` where the user's code failed, which peers then know.
@@ -171,6 +171,7 @@ class OpenStep(PassWatcher):
                 release_graph(error, self._outputs)
         self._keep_as_peers_did(merged)
         self._put_in_place(merged)
+        self._kept = KeptGradients(())  # lets go of what was there before
         return merged
 
     def decision(self, merged: MergedStep) -> Decision:
