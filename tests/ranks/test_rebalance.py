@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 
@@ -129,32 +130,39 @@ class Nap(nn.Module):
 
 
 def with_a_slow_rank(rank, deadline):
-    """Rank 3 is twice as slow in steps 40 to 99; the shares after each part, the samples merged, and the parameters."""
+    """Rank 3 becomes four times as slow, and recovers: the shares before, when it has less, and when it has more again.
+
+    And the samples merged in the steps, and the parameters. How many steps it takes depends on how busy the machine is.
+    """
     torch.manual_seed(0)
     module = Napping()
     with (
-        FaultInjector(module, {"slow": Slowdown(2.0, ranks=[3])}, rank=rank) as injector,
+        FaultInjector(module, {"slow": Slowdown(4.0, ranks=[3])}, rank=rank) as injector,
         staged(module, deadline=deadline) as model,
     ):
         rebalance = Rebalance(model, total=128, min_share=4)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-        seen, weights = [], set()
-        for number in range(150):
-            first, count = rebalance.share()
-            x = features(0, number, rows=128)[first : first + count]
-            slow = 40 <= number < 100
-            faults, injector._faults = injector._faults, injector._faults if slow else []
-            injector.step(number)
-            with model.step() as step:
-                step.weight = count
-                model(x).square().mean().backward()
-            injector._faults = faults
-            optimizer.step()
-            optimizer.zero_grad()
-            weights.add(sum(part.weight for part in model.last_report.ranks))
-            if number in (39, 90, 149):
-                seen.append(rebalance.shares)
-        return seen, weights, digest(module.parameters())
+        numbers, weights, faults = itertools.count(), set(), injector._faults
+
+        def train(slow, num_steps, enough):
+            injector._faults = faults if slow else []
+            for number in itertools.islice(numbers, num_steps):
+                first, count = rebalance.share()
+                injector.step(number)
+                with model.step() as step:
+                    step.weight = count
+                    model(features(0, number, rows=128)[first : first + count]).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                weights.add(sum(part.weight for part in model.last_report.ranks))
+                if enough(rebalance.shares):  # which are the same on all ranks
+                    break
+            return rebalance.shares
+
+        before = train(False, 40, lambda _: False)
+        less = train(True, 200, lambda shares: shares[3] < min(0.8 * before[3], *shares[:3]))
+        more = train(False, 200, lambda shares: shares[3] > less[3])
+        return [before, less, more], weights, digest(module.parameters())
 
 
 @pytest.mark.slow
