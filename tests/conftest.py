@@ -20,10 +20,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if level not in LEVELS:
             raise pytest.UsageError(f"{item.path}: a test lies in one of the folders {', '.join(LEVELS)} of tests/")
         item.add_marker(level)
-    if hasattr(config, "workerinput"):  # so that nobody waits for them at the end
+    if hasattr(config, "workerinput"):  # so that nothing long is left for the end, when the other processes are idle
         cluster = {item.path for item in items if item.get_closest_marker("docker")}  # the longest of all
         slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-        items.sort(key=lambda item: (item.path not in cluster, -slow[item.path], item.path))
+        starts = ("commands", "docs")  # processes of their own, each of which loads torch
+        items.sort(
+            key=lambda item: (
+                item.path not in cluster,
+                not (slow[item.path] and item.path.relative_to(TESTS).parts[0] in starts),
+                -slow[item.path],
+                item.path,
+            )
+        )
 
 
 @pytest.hookimpl(wrapper=True)
