@@ -40,7 +40,9 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     result = yield
     seconds = used_s() - before
     item.user_properties.append(("cpu_s", round(seconds, 2)))
-    if seconds > LIMIT_S and not any(item.get_closest_marker(name) for name in ("slow", "docker", "gpu")):
+    may_be_slow = any(item.get_closest_marker(name) for name in ("slow", "docker", "gpu"))
+    may_be_slow |= item.config.pluginmanager.hasplugin("_cov")  # which takes as long again
+    if seconds > LIMIT_S and not may_be_slow:
         pytest.fail(
             f"took {seconds:.1f} s of CPU, and a test that is not slow takes at most {LIMIT_S:.0f}: make it lighter "
             "(fewer ranks or steps, one run for several tests), or mark it slow",
