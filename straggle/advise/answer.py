@@ -30,7 +30,7 @@ _PLACES: Mapping[str, str] = {
     "optimizer": "in the optimizer",
     "pauses": "in pauses of its process (garbage collection, or stopped from outside)",
 }
-_STEADY = 0.5  # of its steps: a rank is persistently slow, not now and then
+_STEADY = 0.5  # of its steps: a rank is persistently slow, not just sometimes
 _CONFIG = "config.yaml"  # that `straggle train` leaves
 _NETWORK = 0.1  # of a step, from which on it is worth a sentence
 
@@ -118,13 +118,13 @@ def _headline(timings: Timings, slowness: Slowness) -> str:
     steps = f"{timings.num_steps} steps of {timings.num_ranks} ranks, from step {int(timings.step[0])} on"
     lost = slowness.lost_s / slowness.step_s
     return (
-        f"{timings.source}: {steps}. A step took {ms(slowness.step_s)} in the mean; the slowest rank was "
+        f"{timings.source}: {steps}. A step took {ms(slowness.step_s)} on average; the slowest rank was "
         f"{ms(slowness.lost_s)} behind the middle of the others ({lost:.0%} of a step)."
     )
 
 
 def _about(rank: SlowRank, timings: Timings) -> str:
-    manner = "slow" if rank.steady >= _STEADY else "slow now and then"
+    manner = "slow" if rank.steady >= _STEADY else "sometimes slow"
     when = "from the first step on" if rank.since is None else f"since step {rank.since}"
     if rank.until is not None:
         begin = int(timings.step[0]) if rank.since is None else rank.since
@@ -160,7 +160,7 @@ def _held_up(slowness: Slowness) -> str:
         return "What is lost is the ordinary difference between ranks."
     return (
         f"But now one and now another takes {HELD_UP:g} times as long as the others or more: such steps cost "
-        f"{slowness.held_up_s / slowness.step_s:.0%} of a step in the mean."
+        f"{slowness.held_up_s / slowness.step_s:.0%} of a step on average."
     )
 
 
@@ -186,7 +186,7 @@ def _table(found: tuple[Gain, ...], timings: Timings, slowness: Slowness) -> str
 
 def _what_to_do(one: Gain | None, slowness: Slowness, timings: Timings) -> Iterator[str]:
     if one is None:
-        yield f"Change nothing: {_why_nothing(slowness)}. Wait for everyone, as DDP does."
+        yield f"Change nothing: {_why_nothing(slowness)}. Wait for all ranks, as DDP does."
         return
     of_train = not timings.watched and (timings.source.parent / _CONFIG).is_file()
     yield _to_add(one) if of_train else _to_paste(one, timings)

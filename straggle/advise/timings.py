@@ -157,7 +157,7 @@ def _from_watch(folder: Path, files: list[Path]) -> Timings:
 def _read_rank(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     records = list(read_trace(path))
     if not records:
-        raise ValueError(f"{path}: there is no whole step in it yet")
+        raise ValueError(f"{path}: there is no complete step in it yet")
     if not isinstance(records[0], dict) or records[0].get("watch") != 1:
         raise ValueError(f"{path}: not written by straggle.watch, or by another version of it")
     return records[0], records[1:]
@@ -189,7 +189,7 @@ def _units(lines: tuple[Any, ...], steps: int, stages: list[dict[str, Any]]) -> 
 def _from_trace(path: Path) -> Timings:
     reports = list(read_reports(path))
     if not reports:
-        raise ValueError(f"{path}: there is no whole step in it yet")
+        raise ValueError(f"{path}: there is no complete step in it yet")
     plan, ranks = [(s.name, s.numel) for s in reports[-1].stages], len(reports[-1].ranks)
     # the first step has other stages; one for which a rank had no data says nothing about its speed
     kept = [
@@ -238,9 +238,9 @@ def _of_reports(path: Path, reports: list[StepReport]) -> Timings:
 
 def _untruncated(stage_s: Array, compute_s: Array, stage_share: Array) -> Array:
     """When each stage would have been finished on a rank that was not stopped."""
-    whole = untruncated_stages(*map(torch.from_numpy, (stage_s, compute_s, stage_share))).numpy()
-    typical = np.nanmedian(whole, axis=1, keepdims=True)
-    filled = np.where(np.isnan(whole), typical, whole)  # a rank that never entered did its peers' work, once it came
+    known = untruncated_stages(*map(torch.from_numpy, (stage_s, compute_s, stage_share))).numpy()
+    typical = np.nanmedian(known, axis=1, keepdims=True)
+    filled = np.where(np.isnan(known), typical, known)  # a rank that never entered did its peers' work, once it came
     return np.asarray(np.maximum.accumulate(filled, axis=-1))
 
 

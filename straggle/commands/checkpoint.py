@@ -66,8 +66,8 @@ class Checkpoint:
         except Refused as error:
             on_all_ranks(self._give_up)
             last = next(iter(durable.snapshots(self.directory)[0]), None)
-            whole = "there is no whole one" if last is None else f"the last whole one is that of step {last.step}"
-            raise NotSaved(f"checkpoint {self.directory} of step {step} not saved: {error}; {whole}") from None
+            left = "there is no complete one" if last is None else f"the last complete one is that of step {last.step}"
+            raise NotSaved(f"checkpoint {self.directory} of step {step} not saved: {error}; {left}") from None
 
     def exists(self) -> bool:
         """Whether this rank sees one, be it damaged."""
@@ -149,9 +149,9 @@ class Checkpoint:
 
     def _choose(self) -> Snapshot:
         """The same on all ranks."""
-        whole, damaged = self._whole()
-        seen = gather(([_identity(snapshot) for snapshot in whole], damaged))
-        for snapshot in whole:
+        loadable, damaged = self._loadable()
+        seen = gather(([_identity(snapshot) for snapshot in loadable], damaged))
+        for snapshot in loadable:
             if all(_identity(snapshot) in identities for identities, _ in seen):
                 if problems := of_ranks([problems for _, problems in seen]):
                     _log.log(_on_rank0(), "%s; going on from %s", problems, _named(snapshot))
@@ -166,9 +166,9 @@ class Checkpoint:
             "all ranks see"
         )
 
-    def _whole(self) -> tuple[list[Snapshot], list[str]]:
+    def _loadable(self) -> tuple[list[Snapshot], list[str]]:
         """The checkpoints whose files this rank could load, the latest first, and why not the others."""
-        whole, (found, damaged) = list[Snapshot](), durable.snapshots(self.directory)
+        loadable, (found, damaged) = list[Snapshot](), durable.snapshots(self.directory)
         ranks = dist.get_world_size()
         for snapshot in found:
             try:
@@ -179,10 +179,10 @@ class Checkpoint:
                     )
                 for name in (*_COMMON, _of_rank(dist.get_rank())):
                     snapshot.check(name)
-                whole.append(snapshot)
+                loadable.append(snapshot)
             except ValueError as error:
                 damaged.append(str(error))
-        return whole, damaged
+        return loadable, damaged
 
     def _restore(
         self, found: Snapshot, model: StagedDataParallel, optimizer: Optimizer, rebalance: Rebalance | None

@@ -31,7 +31,7 @@ from straggle.commands.run_dir import check_run_dir
 from straggle.lab.build import build_estimator, build_faults, build_optimizer, stages_of
 from straggle.rebalance import Rebalance, check_shares
 
-METHODS = "methods"  # a group of which several options are chosen
+METHODS = "methods"  # a group with several options chosen at once
 GROUPS = (
     "workload",
     "deadline",
@@ -121,7 +121,7 @@ def register_resolvers() -> None:
 
 def _all_ranks_but(number: int) -> int:
     if not isinstance(number, int) or number < 0:
-        raise ConfigurationError(f"${{all_ranks_but:{number}}}: must be a whole number of at least 0")
+        raise ConfigurationError(f"${{all_ranks_but:{number}}}: must be an integer of at least 0")
     return max(1, _num_ranks() - number)
 
 
@@ -177,7 +177,7 @@ def complaint(error: Exception) -> str:
 def check_at_least(key: str, value: Any, least: int) -> None:
     """Raise `ConfigurationError` unless this is an integer of at least ``least``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigurationError(f"{key}={value}: must be a whole number of at least {least}")
+        raise ConfigurationError(f"{key}={value}: must be an integer of at least {least}")
 
 
 def _check_compared(config: DictConfig, valid: DictConfig) -> None:

@@ -105,13 +105,13 @@ def publish(directory: Path, state: Mapping[str, Any], files: Mapping[str, Seal]
     for name, wanted in files.items():
         if (new / name).stat().st_size != wanted.size:
             raise OSError(f"{new / name} has {(new / name).stat().st_size:,} bytes of {wanted.size:,}")
-    whole = {**state, "files": {name: asdict(wanted) for name, wanted in sorted(files.items())}}
-    write_text(new / STATE, _dumps({**whole, "sha256": _sha256_of_state(whole)}))
+    sealed = {**state, "files": {name: asdict(wanted) for name, wanted in sorted(files.items())}}
+    write_text(new / STATE, _dumps({**sealed, "sha256": _sha256_of_state(sealed)}))
     if (directory / STATE).exists():
         remove(old)
         os.replace(directory, old)
     else:
-        remove(directory)  # what there is of it is no whole one; ``old`` may be
+        remove(directory)  # what there is of it is not complete; ``old`` may be
     os.replace(new, directory)
     _sync(directory.parent)
     remove(old)

@@ -262,8 +262,8 @@ def _print(summary: dict[str, Any], run_dir: Path) -> None:
     mean_ms, waited_mean_ms = (1e3 * summary[key] for key in ("step_seconds_mean", "wait_for_all_seconds_mean"))
     same = len(set(summary["parameters_sha256"])) == 1
     rows = [
-        ("step time, median", f"{median_ms:.0f} ms", f"waiting for everyone: {waited_ms:.0f} ms"),
-        ("step time, mean", f"{mean_ms:.0f} ms", f"waiting for everyone: {waited_mean_ms:.0f} ms"),
+        ("step time, median", f"{median_ms:.0f} ms", f"waiting for all ranks: {waited_ms:.0f} ms"),
+        ("step time, mean", f"{mean_ms:.0f} ms", f"waiting for all ranks: {waited_mean_ms:.0f} ms"),
         ("gradients dropped", f"{summary['dropped_share']:.1%}", _shares("rank", summary["dropped_share_per_rank"])),
         ("times that a rank was late", _late(summary), _counts(summary)),
         ("fairness over ranks", f"{summary['fairness']:.2f}", _least(summary, "")),

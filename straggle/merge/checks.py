@@ -73,7 +73,7 @@ def check_unwrapped(module: nn.Module, wrapper: type[nn.Module], observer: type)
     for name, child in module.named_modules():
         if isinstance(child, (wrapper, nn.parallel.DistributedDataParallel, nn.DataParallel)):
             where = f"{name} is" if name else "this is already"
-            raise ValueError(f"{where} a {type(child).__name__}: wrap the plain module, once, as a whole (its .module)")
+            raise ValueError(f"{where} a {type(child).__name__}: wrap the entire plain module, once (its .module)")
     for name, parameter in module.named_parameters():
         if any(isinstance(found, observer) for found in observers_of(parameter)):
             raise ValueError(
@@ -127,7 +127,9 @@ def check_kinds(named: Iterable[tuple[str, Tensor]], wrapped: Iterable[tuple[tor
 def check_num_microbatches(num_microbatches: int) -> None:
     """Raise ``ValueError`` for what is no number of backward passes."""
     if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int):
-        raise ValueError(f"num_microbatches={num_microbatches!r}: must be a whole number of backward passes, such as 4")
+        raise ValueError(
+            f"num_microbatches={num_microbatches!r}: must be an integer number of backward passes, such as 4"
+        )
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches}: a step has at least one backward pass")
 

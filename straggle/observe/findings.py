@@ -42,7 +42,7 @@ def advise(run: Run, numbers: Numbers) -> list[str]:
         *_bad_numbers(run, numbers),
         *_saved(numbers),
         *_always_slow(run, numbers),
-        *_now_and_then(numbers),
+        *_sometimes(numbers),
         *_stood_in(run, numbers),
         *_depth(run, numbers),
         *_starved(numbers),
@@ -86,12 +86,12 @@ def _saved(numbers: Numbers) -> Iterator[str]:
     dropped = f"{numbers.dropped_share:.1%} of the gradients were dropped"
     if numbers.saved_share >= LITTLE:
         yield (
-            f"A step took {own} in the mean; waiting for everyone would have taken about {waiting}. "
+            f"A step took {own} on average; waiting for all ranks would have taken about {waiting}. "
             f"That is {numbers.saved_share:.0%} less time, for which {dropped}."
         )
     elif numbers.dropped_share >= LITTLE:
         yield (
-            f"Not waiting saved little ({own} for a mean step, about {waiting} with everyone), but {dropped}. "
+            f"Not waiting saved little ({own} for a mean step, about {waiting} with all ranks), but {dropped}. "
             "A longer deadline would keep more of them: a larger slack or quantile, or more of least_gain for "
             "AutoDeadline; DropBudget puts a bound on it."
         )
@@ -102,7 +102,7 @@ def _always_slow(run: Run, numbers: Numbers) -> Iterator[str]:
     for rank in slow[:3]:
         yield (
             f"Rank {rank.rank} was late in {_steps(rank.late, rank.steps)}{_doing(rank)}: it is persistently slow, not "
-            f"now and then. {rank.reach:.0%} of its gradients came in{_last_stage(run, rank.rank)}. Its data count "
+            f"just sometimes. {rank.reach:.0%} of its gradients came in{_last_stage(run, rank.rank)}. Its data count "
             "that much less than the others'. Give it less to do (straggle.Rebalance, rebalance=by_speed), look at its "
             "machine, or choose an estimator that fills in for it, such as LastOwn."
         )
@@ -132,14 +132,14 @@ def _starved(numbers: Numbers) -> Iterator[str]:
         )
 
 
-def _now_and_then(numbers: Numbers) -> Iterator[str]:
+def _sometimes(numbers: Numbers) -> Iterator[str]:
     some = _late_ranks(numbers, SOMETIMES, ALWAYS)
     if len(some) == 1:
-        yield f"Rank {some[0].rank} was late now and then: in {_steps(some[0].late, some[0].steps)}{_doing(some[0])}."
+        yield f"Rank {some[0].rank} was sometimes late: in {_steps(some[0].late, some[0].steps)}{_doing(some[0])}."
     elif some:
         share = sum(rank.late for rank in some) / sum(rank.steps for rank in some)
         yield (
-            f"{len(some)} ranks were late now and then, in {share:.1%} of their steps together. Rank {some[0].rank} "
+            f"{len(some)} ranks were sometimes late, in {share:.1%} of their steps together. Rank {some[0].rank} "
             f"was most often: in {_steps(some[0].late, some[0].steps)}{_doing(some[0])}."
         )
 
@@ -170,9 +170,9 @@ def _no_rank_late(run: Run, numbers: Numbers) -> Iterator[str]:
     if numbers.late or run.num_ranks == 1:
         return
     if not numbers.with_deadline:
-        yield "There was no deadline in this run: everyone was waited for."
+        yield "There was no deadline in this run: all ranks were waited for."
     else:
-        yield f"No rank was late in {run.num_steps} steps: the run took what waiting for everyone takes."
+        yield f"No rank was late in {run.num_steps} steps: the run took what waiting for all ranks takes."
     for rank in numbers.ranks:
         if rank.slowness >= SLOWER:
             yield (

@@ -231,10 +231,10 @@ class StepMetrics:
         self._least_contribution.set(fairness.least)
         self._input_least_contribution.set(fairness.input_least)
 
-    def _count_stages(self, stages: tuple[StageReport, ...], own: RankReport, whole: float) -> None:
+    def _count_stages(self, stages: tuple[StageReport, ...], own: RankReport, total_weight: float) -> None:
         for (contributions, weight, estimates), stage, share in zip(self._stages, stages, own.stages, strict=True):
             contributions.inc(share)
-            weight.set(stage.weight / whole)
+            weight.set(stage.weight / total_weight)
             estimates.inc(stage.estimated)
 
     def _use(self, plan: StagePlan) -> None:
@@ -291,7 +291,7 @@ class StepMetrics:
             "deadline_seconds", "The deadline of the last step; infinite without one."
         ).labels(rank)
         self._wait_for_all = self._counter(
-            "step_wait_for_all_seconds", "Seconds that the steps would have taken had everyone been waited for."
+            "step_wait_for_all_seconds", "Seconds that the steps would have taken had all ranks been waited for."
         ).labels(rank)
         self._whole_compute = self._counter(
             "whole_compute_seconds",
@@ -301,7 +301,7 @@ class StepMetrics:
         self._late: dict[str, Any] = {cause: late.labels(rank, cause) for cause in PHASES}
         incomplete = self._counter(
             "incomplete_steps",
-            "Steps of which this rank's gradients are missing though it was not late, by why.",
+            "Steps in which this rank's gradients are missing though it was not late, by why.",
             "cause",
         )
         self._incomplete = {cause: incomplete.labels(rank, cause) for cause in CAUSES if cause not in PHASES}

@@ -84,7 +84,7 @@ class Security:
 def check_port(port: int | None) -> None:
     """Raise ``ValueError`` if this is neither a port nor ``None``."""
     if port is not None and (not isinstance(port, int) or isinstance(port, bool) or not 0 <= port < 2**16):
-        raise ValueError(f"port={port}: must be a whole number from 0 (any that is free) to 65535, or null for none")
+        raise ValueError(f"port={port}: must be an integer from 0 (any that is free) to 65535, or null for none")
 
 
 class Endpoint:

@@ -81,7 +81,7 @@ def read_run(run_dir: Path, *, name: str | None = None) -> Run:
     for report in read_reports(path) if path.is_file() else map(step_report, _of_ddp(watched)):
         columns.add(report)
     if not columns.steps:
-        raise ValueError(f"{path}: there is no whole step in it yet")
+        raise ValueError(f"{path}: there is no complete step in it yet")
     config = _config(run_dir / "config.yaml")
     summary = _summary(run_dir / "summary.json", last_step=int(columns.steps[-1][0]))
     return columns.run(name or run_dir.resolve().name, run_dir, config, summary)

@@ -18,7 +18,7 @@ Granularity = Literal["stage", "microbatch", "step"]
 
 @dataclass(frozen=True)
 class NextDeadline:
-    """What a policy decided: the ``seconds`` of the next step, infinite to wait for everyone.
+    """What a policy decided: the ``seconds`` of the next step, infinite to wait for all ranks.
 
     ``predicted_drop``: the share of the gradients that it expects to be dropped in it; NaN: it has no idea.
     """
@@ -53,7 +53,7 @@ class Deadline(ABC):
 
     @abstractmethod
     def decide(self, history: History) -> NextDeadline | float:
-        """The deadline of the next step; a plain number is its seconds, infinite to wait for everyone."""
+        """The deadline of the next step; a plain number is its seconds, infinite to wait for all ranks."""
 
 
 @final
@@ -210,7 +210,7 @@ def next_deadline(policy: Deadline, history: History) -> NextDeadline:
         return NextDeadline(seconds, decided.predicted_drop)
     raise ValueError(
         f"{name_of(policy)}.decide() gave {decided.seconds!r} for step {history.num_steps}: give a number of seconds "
-        "of at least 0, or math.inf to wait for everyone"
+        "of at least 0, or math.inf to wait for all ranks"
     )
 
 
@@ -230,7 +230,7 @@ def _number(value: object) -> float:
 
 
 def as_deadline(deadline: Deadline | float | None) -> Deadline:
-    """A policy from what users write: a policy, a number of seconds, or ``None`` to wait for everyone."""
+    """A policy from what users write: a policy, a number of seconds, or ``None`` to wait for all ranks."""
     if deadline is None:
         return WaitForAll()
     if isinstance(deadline, Deadline):
@@ -256,8 +256,8 @@ def quantile_of(values: Tensor, q: float) -> float:
         ordered.pop()
     if not ordered:
         return math.inf
-    whole, part = divmod(q * (len(ordered) - 1), 1)
-    below, above = ordered[int(whole)], ordered[min(int(whole) + 1, len(ordered) - 1)]
+    index, part = divmod(q * (len(ordered) - 1), 1)
+    below, above = ordered[int(index)], ordered[min(int(index) + 1, len(ordered) - 1)]
     return below + part * (above - below)
 
 
@@ -273,9 +273,9 @@ def is_number(value: object) -> bool:
 
 
 def check_count(name: str, value: int, least: int = 0) -> None:
-    """Raise ``ValueError`` for what is no whole number of at least ``least``."""
+    """Raise ``ValueError`` for what is no integer of at least ``least``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}={value}: must be a whole number of at least {least}")
+        raise ValueError(f"{name}={value}: must be an integer of at least {least}")
 
 
 def check_number(name: str, value: float, *, least: float = -math.inf, above: float = -math.inf, such_as: str) -> None:

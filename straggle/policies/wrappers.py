@@ -40,8 +40,8 @@ class DropBudget(_DeadlineWrapper):
     """``inner``, but never more than ``share`` of the gradients dropped over any ``window`` steps.
 
     0.05 means: of what all ranks had to give for a stage in the last ``window`` steps, at least 95 % came in, and so it
-    did of the whole model. Where the next step could drop more than is left, everyone is waited for, ranks that are
-    stuck included.
+    did of the entire model. Where the next step could drop more than is left, all ranks are waited for, also those
+    that are stuck.
     """
 
     def __init__(self, inner: Deadline, share: float, *, window: int = 100) -> None:
@@ -51,7 +51,7 @@ class DropBudget(_DeadlineWrapper):
         if share * window < 1:
             raise ValueError(
                 f"share={share}, window={window}: one step may drop nearly everything of a stage, which is more than "
-                f"the budget of the whole window; give window={math.ceil(1 / share)} or more"
+                f"the budget of the full window; give window={math.ceil(1 / share)} or more"
             )
         super().__init__(inner, window)
         self.share = share

@@ -115,7 +115,7 @@ def test_view_prints_plain_lines_where_there_is_no_terminal() -> None:
         ),
         (["deadline.budget_s=1"], "unknown key deadline.budget_s; deadline has window, warmup_steps, every"),
         (["+faults.slow.speed=1"], "unknown key faults.slow.speed; faults.slow has factor, ranks"),
-        (["steps=many"], "steps=many: must be a whole number of at least 1"),
+        (["steps=many"], "steps=many: must be an integer of at least 1"),
         (["deadline=quantile", "deadline.q=1.5"], "q=1.5: a quantile lies between 0 and 1"),
         (["workload.path=/nowhere"], "text path not found: /nowhere"),
         (["tset"], "'tset' is no key=value"),
@@ -128,8 +128,8 @@ def test_view_prints_plain_lines_where_there_is_no_terminal() -> None:
         (["+deadline.foo=1", "deadline=shadow"], "unknown key deadline.foo; deadline has inner"),
         (["deadline=shadow", "deadline.inner.foo=1"], "unknown key deadline.inner.foo; deadline.inner has q, slack"),
         (["estimator=error_feedback", "estimator.inner=3"], "inner=3: give a straggle.Estimator"),
-        (["merge.probability_window=2.5"], "probability_window=2.5: must be a whole number of at least 1"),
-        (["rebalance=by_speed", "rebalance.window=0"], "window=0: must be a whole number of at least 2"),
+        (["merge.probability_window=2.5"], "probability_window=2.5: must be an integer of at least 1"),
+        (["rebalance=by_speed", "rebalance.window=0"], "window=0: must be an integer of at least 2"),
         (["delays=none"], "unknown key delays; valid keys: steps"),
         (["resume=true", "run_dir=/nowhere"], "resume=true: there is no checkpoint in run_dir=/nowhere"),
     ],
@@ -245,7 +245,7 @@ def test_slow_rank_is_late_and_the_replicas_stay_identical(tmp_path: Path) -> No
     assert len(set(summary["parameters_sha256"])) == 1
     assert summary["late_steps_per_rank"][3] > 0
     assert summary["dropped_share_per_rank"][3] > 0
-    assert "waiting for everyone" in out
+    assert "waiting for all ranks" in out
 
 
 @pytest.mark.slow

@@ -93,13 +93,13 @@ def ask_for(rank, numbers):
 def test_number_of_microbatches_that_is_none_is_refused():
     (words,) = run_ranks(ask_for, 1, [1.5, "2", True, 0, -1, None, float("nan")])
     assert words == [
-        "num_microbatches=1.5: must be a whole number of backward passes, such as 4",
-        "num_microbatches='2': must be a whole number of backward passes, such as 4",
-        "num_microbatches=True: must be a whole number of backward passes, such as 4",
+        "num_microbatches=1.5: must be an integer number of backward passes, such as 4",
+        "num_microbatches='2': must be an integer number of backward passes, such as 4",
+        "num_microbatches=True: must be an integer number of backward passes, such as 4",
         "num_microbatches=0: a step has at least one backward pass",
         "num_microbatches=-1: a step has at least one backward pass",
-        "num_microbatches=None: must be a whole number of backward passes, such as 4",
-        "num_microbatches=nan: must be a whole number of backward passes, such as 4",
+        "num_microbatches=None: must be an integer number of backward passes, such as 4",
+        "num_microbatches=nan: must be an integer number of backward passes, such as 4",
     ]
 
 

@@ -196,7 +196,7 @@ def test_checkpoint_that_cannot_be_written_is_told_on_all_ranks_and_the_one_befo
         assert f"{tmp_path / 'checkpoint'} of step 2 not saved: rank 1: " in sentence
         assert "rank1.safetensors" in sentence
         assert "File too large" in sentence
-        assert sentence.endswith("the last whole one is that of step 1")
+        assert sentence.endswith("the last complete one is that of step 1")
         assert left == ["checkpoint"]  # the half is gone, which makes room
         assert step == 3
 

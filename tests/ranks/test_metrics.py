@@ -722,7 +722,7 @@ def test_metrics_need_not_be_installed_for_the_core():
         (["metrics.prot=1"], "unknown key metrics.prot; metrics has port, host, security, targets, push"),
         (["+metrics.push.to=x"], "unknown key metrics.push.to; metrics.push has url"),
         (["metrics.security.certfile=x"], "certfile and keyfile belong together"),
-        (["metrics.port=abc"], "port=abc: must be a whole number from 0 (any that is free) to 65535"),
+        (["metrics.port=abc"], "port=abc: must be an integer from 0 (any that is free) to 65535"),
         (["metrics.port=1.5"], "port=1.5: must be"),
         (["metrics.port=true"], "port=True: must be"),
         (["metrics.port=-1"], "port=-1: must be"),

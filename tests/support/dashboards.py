@@ -23,7 +23,7 @@ from repository import ROOT
 
 PROMETHEUS = ROOT / "deploy" / "prometheus"
 STAGES = ("head", "blocks.1", "blocks.0", "embedding")
-STEP_S = 0.5  # of the known run; its deadline is 0.4, and waiting for everyone would take 0.75
+STEP_S = 0.5  # of the known run; its deadline is 0.4, and waiting for all ranks would take 0.75
 EVERY_S = 5
 
 

@@ -52,7 +52,7 @@ def step_times(runs: Sequence[Run]) -> Chart:
         for seconds, waiting in ((run.seconds, False), (run.wait_for_all_s, True)):
             colour = _RUN_COLOURS[number] if len(runs) > 1 or not waiting else VERMILLION
             x, y = cumulative(seconds[run.warmup :])
-            name = _label(runs, run, "waiting for everyone" if waiting else "as it was")
+            name = _label(runs, run, "waiting for all ranks" if waiting else "as it was")
             figure.add_scatter(
                 x=x,
                 y=y,
@@ -65,7 +65,7 @@ def step_times(runs: Sequence[Run]) -> Chart:
     every = np.concatenate([np.concatenate([run.seconds, run.wait_for_all_s]) for run in runs])
     if len(positive := every[every > 0]) and positive.max() > 10 * np.median(positive):
         figure.update_xaxes(type="log", title="seconds of a step (logarithmic)")
-    alt = "Distribution of step times as they were and as predicted for waiting for everyone; the table has both."
+    alt = "Distribution of step times as they were and as predicted for waiting for all ranks; the table has both."
     return Chart(figure, alt, "The further left a line, the faster. The first steps are left out, as in the table.")
 
 
@@ -75,7 +75,7 @@ def step_times_over_steps(runs: Sequence[Run]) -> Chart:
     for number, run in enumerate(runs):
         kinds = [("as it was", run.seconds, _RUN_COLOURS[number], "solid")]
         if len(runs) == 1:
-            kinds.append(("waiting for everyone", run.wait_for_all_s, VERMILLION, "dash"))
+            kinds.append(("waiting for all ranks", run.wait_for_all_s, VERMILLION, "dash"))
             kinds.append(("deadline", np.where(np.isfinite(run.deadline_s), run.deadline_s, np.nan), GREY, "dot"))
         for name, seconds, colour, dash in kinds:
             if np.isfinite(seconds).any():
@@ -283,7 +283,7 @@ def _add_stage_ends(
     figure: go.Figure, report: StepReport, ranks: list[RankReport], labels: list[str], busy: Array
 ) -> None:
     ends = [
-        (_entered_s(rank, end) + at, label, f"{stage.name} whole")
+        (_entered_s(rank, end) + at, label, f"{stage.name} complete")
         for rank, label, end in zip(ranks, labels, busy.tolist(), strict=True)
         for stage, at in zip(report.stages, rank.stage_s, strict=False)
         if math.isfinite(at) and not math.isnan(rank.compute_s)
@@ -293,7 +293,7 @@ def _add_stage_ends(
             x=[at for at, _, _ in ends],
             y=[label for _, label, _ in ends],
             mode="markers",
-            name="a stage is whole",
+            name="a stage is complete",
             marker={"symbol": "line-ns", "size": 9, "line": {"width": 1.2, "color": "#ffffff"}, "color": "#ffffff"},
             text=[text for _, _, text in ends],
             hovertemplate="rank %{y}, %{x:.3f} s<br>%{text}<extra></extra>",

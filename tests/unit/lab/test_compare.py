@@ -95,11 +95,11 @@ def test_pace_can_be_switched_off_in_all_scenarios():
         (["metrics=prometheus"], "metrics: only train exports them"),
         (["scenarios=3"], "scenarios=3: give a list"),
         (["scenarios=[nobody]"], "choose of dropcompute, everyone_noisy, none, "),
-        (["methods=[ddp,local_sgd]", "methods.local_sgd.job.every=1"], "a whole number of at least 2"),
+        (["methods=[ddp,local_sgd]", "methods.local_sgd.job.every=1"], "an integer of at least 2"),
         (["methods=[ddp,local_sgd]", "+methods.local_sgd.job.evry=2"], "unknown key methods.local_sgd.job.evry"),
         (["+methods.straggle.workload=text"], "unknown key methods.straggle.workload; it has job, deadline, "),
         (["methods=[ddp,majority]", "+methods.majority.deadline.q=2"], "unknown key methods.majority.deadline.q"),
-        (["methods=[ddp,majority]", "methods.majority.deadline.k=0"], "k=0: must be a whole number of at least 1"),
+        (["methods=[ddp,majority]", "methods.majority.deadline.k=0"], "k=0: must be an integer of at least 1"),
         (["methods=[ddp,majority]", "methods.majority.deadline.k=${all_ranks_but:-1}"], "majority.* at least 0"),
     ],
 )  # fmt: skip

@@ -113,7 +113,7 @@ class Recorded(Delays):
     ("make", "words"),
     [
         (lambda: share(SameRanks(7)), "late=7: of 6 ranks"),
-        (lambda: OtherRanksPerUnit(-1), "late=-1: must be a whole number"),
+        (lambda: OtherRanksPerUnit(-1), "late=-1: must be an integer"),
         (lambda: share(ByDeadline(WaitForAll(), Recorded())), "the recorded run has 4 stages, .* set stages=4"),
         (lambda: SameReach(1.0), "share=1.0"),
         (lambda: PoissonReach(-1.0), "mean=-1.0"),
@@ -185,7 +185,7 @@ def test_interval_of_a_mean_is_students():
     [
         ("lateness=fixed", "choose one of deadline, nobody, other_ranks, per_unit, same_ranks"),
         ("lateness.lates=2", "unknown key lateness.lates"),
-        ("seeds=0", "seeds=0: must be a whole number of at least 1"),
+        ("seeds=0", "seeds=0: must be an integer of at least 1"),
         ("merge.weighting=most", "weighting='most': choose one of count, inverse_probability"),
         ("stages=99", "this model can be divided into 1 to"),
     ],

@@ -294,7 +294,7 @@ def test_what_is_no_trace_is_refused_with_its_name(tmp_path):
     [
         ("delays=x", "choose one of by_node, dropcompute"),
         ("delays.factr=2", "unknown key delays.factr"),
-        ("ranks=0", "ranks=0: must be a whole number of at least 1"),
+        ("ranks=0", "ranks=0: must be an integer of at least 1"),
         ("work.step_s=-1", "step_s=-1"),
         ("network.latency=1", "unknown key network.latency"),
         ("late_handling.quorum=65", "quorum=65: there are only 64 ranks"),

@@ -98,7 +98,7 @@ def sentences(folder: Path, reports: Iterable[StepReport], /, **summary: Any) ->
 def test_advice_names_the_slow_rank_the_stuck_one_and_the_bias(tmp_path: Path) -> None:
     told = "\n".join(sentences(tmp_path, slow_run()))
     assert "Rank 3 was late in 100% of its steps (40 of 40), in the backward pass: it is persistently slow" in told
-    assert "Rank 1 was late now and then: in 12% of its steps (5 of 40), while it loaded data." in told
+    assert "Rank 1 was sometimes late: in 12% of its steps (5 of 40), while it loaded data." in told
     assert "Rank 1 was stuck where it could not stop by itself and was stood in for, up to 5 steps in a row" in told
     assert "Stages near the input get less" in told
 
@@ -109,13 +109,15 @@ def test_advice_says_nothing_of_a_run_of_one_rank(tmp_path: Path) -> None:
 
 def test_advice_on_a_run_in_which_nobody_was_late_says_only_that(tmp_path: Path) -> None:
     steps = [a_step(step, [a_rank(0), a_rank(1)]) for step in range(20)]
-    assert sentences(tmp_path, steps) == ["No rank was late in 20 steps: the run took what waiting for everyone takes."]
+    assert sentences(tmp_path, steps) == [
+        "No rank was late in 20 steps: the run took what waiting for all ranks takes."
+    ]
 
 
 def test_advice_names_a_slow_rank_that_everybody_waited_for(tmp_path: Path) -> None:
     ranks = [a_rank(0), a_rank(1), a_rank(2, pace=3.0)]
     told = sentences(tmp_path, (a_step(step, ranks, deadline_s=math.inf) for step in range(20)))
-    assert told[0] == "There was no deadline in this run: everyone was waited for."
+    assert told[0] == "There was no deadline in this run: all ranks were waited for."
     assert told[1].startswith("Rank 2 took 3.0 times as long as the others and was waited for all the same.")
 
 
@@ -188,8 +190,8 @@ def test_what_the_run_is_called_cannot_break_the_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "there is no whole step in it yet"),
-        ('{"step": 0, "rank', "there is no whole step in it yet"),
+        ("", "there is no complete step in it yet"),
+        ('{"step": 0, "rank', "there is no complete step in it yet"),
         ("nonsense\n", "not a trace"),
         ('{"step": 0}\n', "line 1 is no step of a straggle trace"),
         ("[]\n", "line 1 is no step of a straggle trace"),
