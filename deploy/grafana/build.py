@@ -167,7 +167,7 @@ def run_panels() -> list[Any]:
         number(
             "Saved",
             "percentunit",
-            "0.5: waiting for everyone would take half as long again.",
+            "0.5: waiting for all ranks would take half as long again.",
             f"sum by (job, run) ({rate('step_wait_for_all_seconds_total')}) / ({steps} > 0) - 1",
         ),
         number("Dropped", "percentunit", "Share of all ranks' gradients.", dropped("job, run", RUN), bad_from=0.25),
@@ -177,10 +177,10 @@ def run_panels() -> list[Any]:
         lines(
             "Step time",
             "s",
-            "A step, what it would take to wait for everyone, and the deadline.",
+            "A step, what it would take to wait for all ranks, and the deadline.",
             {
                 "step": group_mean("step_seconds_sum"),
-                "waiting for everyone": group_mean("step_wait_for_all_seconds_total"),
+                "waiting for all ranks": group_mean("step_wait_for_all_seconds_total"),
                 "deadline": now("deadline_seconds", RUN, "max by (job, run)"),
                 "9 of 10 steps": (f"histogram_quantile(0.9, sum by (job, run, le) ({rate('step_seconds_bucket')}))"),
             },
@@ -285,7 +285,7 @@ def rank_panels() -> list[Any]:
         f"sum by (job, run, rank, phase) ({rate('phase_seconds_sum', RANK)}) "
         f"/ (sum by (job, run, rank, phase) ({rate('phase_seconds_count', RANK)}) > 0)"
     )
-    everyone = f"quantile by (job, run) (0.5, {rank_mean('whole_compute_seconds_total', RUN)})"
+    median = f"quantile by (job, run) (0.5, {rank_mean('whole_compute_seconds_total', RUN)})"
     return [
         build.Row("Time"),
         lines("Phases", "s", "What a step of this rank is made of.", {"{{phase}}": phases}, stacked=True),
@@ -296,7 +296,7 @@ def rank_panels() -> list[Any]:
             {
                 "own work": rank_mean("compute_seconds_sum"),
                 "in full": rank_mean("whole_compute_seconds_total"),
-                "median rank, in full": everyone,
+                "median rank, in full": median,
                 "deadline": now("deadline_seconds"),
             },
         ),
@@ -304,7 +304,7 @@ def rank_panels() -> list[Any]:
             "Slowness",
             "short",
             "2: it takes twice as long for its own work as the median rank.",
-            {"rank {{rank}}": f"{rank_mean('whole_compute_seconds_total')} / on (job, run) group_left () {everyone}"},
+            {"rank {{rank}}": f"{rank_mean('whole_compute_seconds_total')} / on (job, run) group_left () {median}"},
         ),
         lines(
             "Lag and time since its last step",

@@ -78,12 +78,12 @@ function expressions(run, window) {
   const last = (name) => `straggle_${name}${selector(run)}`;
   const share = (by) => `${by} (${rate("gradient_elements_dropped_total")}) / (${by} (${rate("gradient_elements_total")}) > 0)`;
   const stage = `sum by (rank, stage) (${rate("stage_contributions_total")})`;
-  const whole = each("whole_compute_seconds_total");
+  const work = each("whole_compute_seconds_total");
   return {
     late: `clamp_max(${each("late_steps_total")}, 1)`, // a late step may be scraped before the step
     dropped: share("sum by (rank)"),
     wait: `${ranks(rate("phase_seconds_sum", ',phase="wait"'))} / (${ranks(rate("step_seconds_sum"))} > 0)`,
-    slowness: `${whole} / on () group_left () quantile(0.5, ${whole})`,
+    slowness: `${work} / on () group_left () quantile(0.5, ${work})`,
     lag: `max by (rank) (max_over_time(straggle_lag_steps${selector(run)}[${window}s]))`,
     step: group("step_seconds_sum"),
     all: group("step_wait_for_all_seconds_total"),
@@ -91,7 +91,7 @@ function expressions(run, window) {
     causes: `sum by (cause) (${rate("late_steps_total")}) / on () group_left () (sum(${rate("steps_total")}) > 0)`,
     droppedOfAll: share("sum"),
     loss: `avg(${last("loss")})`,
-    work: whole,
+    work,
     waits: each("phase_seconds_sum", ',phase="wait"'),
     lagNow: `max by (rank) (${last("lag_steps")})`,
     since: `max by (rank) (${last("since_step_seconds")})`,
@@ -344,8 +344,8 @@ function showHeat(span, found) {
 }
 
 function showStages(found, positions) {
-  const told = positions.sort((a, b) => a.value - b.value).map((one) => one.labels.stage);
-  const order = told.length ? told : [...new Set(found.map((one) => one.labels.stage))].sort(); // rank 0 is not scraped
+  const placed = positions.sort((a, b) => a.value - b.value).map((one) => one.labels.stage);
+  const order = placed.length ? placed : [...new Set(found.map((one) => one.labels.stage))].sort(); // rank 0 is not scraped
   const ranks = [...new Set(found.map((one) => one.labels.rank))].sort((a, b) => a - b);
   const value = new Map(found.map((one) => [`${one.labels.rank} ${one.labels.stage}`, one.value]));
   const values = order.map((stage) => ranks.map((rank) => value.get(`${rank} ${stage}`) ?? null));
@@ -527,7 +527,7 @@ function waiting(rows) {
   if (waits.length < 2) return keys;
   const median = (waits[Math.floor((waits.length - 1) / 2)] + waits[Math.ceil((waits.length - 1) / 2)]) / 2;
   const awaited = rows.filter((row) => known(row.waits) && row.waits < 0.5 * median);
-  if (!awaited.length || 2 * awaited.length >= rows.length) return [...keys, "Nobody in particular is waited for."];
+  if (!awaited.length || 2 * awaited.length >= rows.length) return [...keys, "No rank in particular is waited for."];
   const names = awaited.map((row) => row.rank).sort((a, b) => a - b);
   const few = names.slice(0, 8).join(", ") + (names.length > 8 ? ` and ${names.length - 8} more` : "");
   return [...keys, `The others wait for rank${names.length > 1 ? "s" : ""} ${few}: the median rank waits ${seconds(median)} in a step.`];
@@ -619,7 +619,7 @@ function show(span, now, over, alerts, loaded) {
   showHeat(span, over.heat);
   curves("time", span, [
     { name: "step", values: only("step"), color: "--step" },
-    { name: "waiting for everyone", values: only("all"), color: "--all" },
+    { name: "waiting for all ranks", values: only("all"), color: "--all" },
     { name: "deadline", values: only("deadline"), color: "--deadline", dash: [6, 4] },
   ], seconds);
   const cause = (name) => over.causes.find(({ labels }) => labels.cause === name)?.values ?? span.at.map(() => null);
