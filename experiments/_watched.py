@@ -1,4 +1,4 @@
-"""Ranks under plain DDP with `straggle.watch`, of which rank 1 is made slow: what E10 and E11 run.
+"""Ranks under plain DDP with `straggle.watch`, with rank 1 made slow: what E10 and E11 run.
 
 A layer sleeps, as a stand-in for an accelerator, so that ranks that share few cores do not contend.
 """

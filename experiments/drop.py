@@ -29,7 +29,7 @@ METHODS = {
         Method(AutoDeadline, LateHandling(granularity="microbatch", grace_s=0.2)),
     ),
 }
-SKIP = 20  # steps: in the first it waits for everyone, then it chooses from a few
+SKIP = 20  # steps: in the first it waits for all ranks, then it chooses from a few
 
 
 def run(quick: bool, out: Path) -> Result:
@@ -44,8 +44,8 @@ def run(quick: bool, out: Path) -> Result:
             run = measured["auto"].after(SKIP)
             predicted, dropped = float(run.predicted.mean()), float(run.dropped.mean())
             off = 100 * (dropped - predicted)
-            told = f"{dropped:.2%} ({off:+.2f} points)"
-            lines.append(Line(f"{unit}, {name}", f"{predicted:.2%} +- 1 point", told, abs(off) <= 1))
+            shown = f"{dropped:.2%} ({off:+.2f} points)"
+            lines.append(Line(f"{unit}, {name}", f"{predicted:.2%} +- 1 point", shown, abs(off) <= 1))
             means = [100 * float(run.dropped[max(0, end - 49) : end + 1].mean()) for end in range(len(run.dropped))]
             curves[f"{unit}, {name}"] = [(float(SKIP + step), mean) for step, mean in enumerate(means)]
     plot = save_lines(out / "DROP.png", curves, log_x=False, xlabel="step", ylabel="dropped, %, mean of 50 steps")

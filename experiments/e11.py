@@ -33,7 +33,7 @@ def run(quick: bool, out: Path) -> Result:
     named = [rank.rank for rank in slowness.ranks]
     share = 0.0 if worst is None else worst.lost_share * worst.phases["backward"]
     timers = [json.loads((out / "E11" / f"ddp{rank}.json").read_text()) for rank in range(RANKS)]
-    whole_ms = [sum(t.get(key, 0) for key in t if key in _PARTS) / 1e6 for t in timers]
+    complete_ms = [sum(t.get(key, 0) for key in t if key in _PARTS) / 1e6 for t in timers]
     found = "no rank" if worst is None else f"rank {worst.rank}, {1e3 * worst.excess_s:.1f} ms more than the others"
     lines = (
         Line("ranks that are named", f"rank {SLOW} and no other", f"ranks {named}", named == [SLOW]),
@@ -56,10 +56,10 @@ def run(quick: bool, out: Path) -> Result:
             share >= ATTRIBUTED,
         ),
         Line(
-            f"DDP's own timers, ranks 0 to {RANKS - 1}: whole backward pass",
+            f"DDP's own timers, ranks 0 to {RANKS - 1}: complete backward pass",
             "no culprit: 293.0 / 292.2 / 293.0 / 293.1 ms",
-            _list(whole_ms),
-            max(whole_ms) / min(whole_ms) < SLOW_AT,
+            _list(complete_ms),
+            max(complete_ms) / min(complete_ms) < SLOW_AT,
         ),
         *(
             Line(f"of that: {name}", "", _list([timer.get(key, 0) / 1e6 for timer in timers]))
@@ -70,7 +70,7 @@ def run(quick: bool, out: Path) -> Result:
     notes = (
         f"{timings.num_steps} steps under DDP, gloo. The ordinary work of a layer is a sleep; the {1e3 * EXTRA_S:.0f} "
         f"ms are spent by a {kind}. DDP's timers are those of ddp._get_ddp_logging_data(), means over the steps "
-        "that it samples; a whole backward pass is the sum of its backward and its allreduce. Which of them the "
+        "that it samples; a complete backward pass is the sum of its backward and its allreduce. Which of them the "
         "published numbers are is not known.",
     )
     title = f"E11: {1e3 * EXTRA_S:.0f} ms of busy work in the backward pass of rank {SLOW}"

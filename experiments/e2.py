@@ -67,9 +67,9 @@ def run(quick: bool, out: Path) -> Result:
         best.append((float(ranks), speedup))
         half.append((float(ranks), best_speedup_of_half(times)))
         expected = EXPECTED.get(ranks)
-        told = f"{speedup:.3f} (tau {tau / (1.5 * MICROBATCHES):.2f} of the mean time; {steps:,} steps)"
+        shown = f"{speedup:.3f} (tau {tau / (1.5 * MICROBATCHES):.2f} of the mean time; {steps:,} steps)"
         ok = None if expected is None else abs(speedup - expected) <= 0.02
-        lines.append(Line(f"N = {ranks:,}", "" if expected is None else f"{expected} +- 0.02", told, ok))
+        lines.append(Line(f"N = {ranks:,}", "" if expected is None else f"{expected} +- 0.02", shown, ok))
     lines += [
         Line(f"waiting for half of the ranks, N = {int(ranks):,}", "", f"{speedup:.3f}") for ranks, speedup in half
     ]
@@ -77,10 +77,10 @@ def run(quick: bool, out: Path) -> Result:
         auto.append((float(ranks), _auto(ranks, 60 if quick else 400)))
         lines.append(Line(f"AutoDeadline, N = {ranks:,}", "", f"{auto[-1][1]:.3f}"))
     notes = (
-        "The threshold drops micro-batches that are not finished, the running one included. Waiting for half: nobody",
+        "The threshold drops micro-batches that are not finished, the running one included. Waiting for half: no rank",
         "is late before half of the ranks have finished, which is the default in training. AutoDeadline does that too,",
         "chooses its threshold by itself, and lets a late rank finish its running micro-batch for up to a tenth of a",
-        "mean one's time; its first ten steps, in some of which it waits for everyone, are left out.",
+        "mean one's time; its first ten steps are left out, because in some it waits for all ranks.",
     )
     expected_points = [(float(ranks), value) for ranks, value in EXPECTED.items()]
     curves = {"best threshold": best, "the same, waiting for half of the ranks": half, "AutoDeadline": auto}

@@ -29,12 +29,12 @@ METHODS = {
     "wait for all": Method(WaitForAll),
     "fixed": Method(partial(FixedDeadline, TAU_S), LATE_HANDLING),
     "auto": Method(AutoDeadline, LATE_HANDLING),
-    "whole": Method(partial(FixedDeadline, TAU_S), LateHandling(quorum=1, granularity="microbatch", grace_s=0.15)),
+    "complete": Method(partial(FixedDeadline, TAU_S), LateHandling(quorum=1, granularity="microbatch", grace_s=0.15)),
 }
 NAMES = {
     "fixed": f"threshold of {TAU_S:.3f} s",
     "auto": "AutoDeadline",
-    "whole": f"threshold of {TAU_S:.3f} s, running micro-batch finished",
+    "complete": f"threshold of {TAU_S:.3f} s, running micro-batch finished",
 }
 
 
@@ -77,13 +77,13 @@ def _lines(ranks: int, measured: dict[str, Measured], unit_s: Tensor) -> list[Li
         calmer = float(every.step_s.std() / run.step_s.std())
         what = f"{ranks} ranks, {label}"
         simulated = _simulated(name, unit_s, float(every.overhead_s.median()))
-        told = f"{speedup:.3f} (simulated {simulated:.3f})"
+        shown = f"{speedup:.3f} (simulated {simulated:.3f})"
         if name == "fixed":
             fine = abs(speedup / EXPECTED[ranks] - 1) <= 0.03
-            rows.append(Line(f"{what}: effective speedup", f"{EXPECTED[ranks]} +- 3 %", told, fine))
+            rows.append(Line(f"{what}: effective speedup", f"{EXPECTED[ranks]} +- 3 %", shown, fine))
             rows.append(Line(f"{what}: spread smaller by", ">= 4", f"{calmer:.1f}", calmer >= 4))
         else:
-            rows.append(Line(f"{what}: effective speedup", "", told))
+            rows.append(Line(f"{what}: effective speedup", "", shown))
         rows.append(Line(f"{what}: step time", "", f"{_step_time(run)}, dropped {float(run.dropped.mean()):.1%}"))
     return rows
 

@@ -76,7 +76,7 @@ def run(quick: bool, out: Path) -> Result:
     found = {task.name: _runs(task) for task in _tasks(quick)}
     for task in _tasks(quick):
         lines += _lines(task, found[task.name])
-    return Result(f"{RANKS} ranks, nobody delayed", tuple(lines), _notes(quick), _plot(_tasks(quick), found, out))
+    return Result(f"{RANKS} ranks, no rank delayed", tuple(lines), _notes(quick), _plot(_tasks(quick), found, out))
 
 
 # -- real ranks

@@ -30,8 +30,8 @@ CHANCES = (1.0, 0.95, 0.80, 0.58, 0.35, 0.19)
 SAMPLES = {"alike": 0.0, "own classes": 1.0}
 NEARLY = 1.0  # points of accuracy that count as the same
 
-NOBODY, DROP, DROP_N, ZERO, COUNT, INVERSE = (
-    "nobody late",
+NONE_LATE, DROP, DROP_N, ZERO, COUNT, INVERSE = (
+    "no rank late",
     "drop-late",
     "drop-late over N",
     "zero-fill over N",
@@ -54,7 +54,7 @@ def treatments(reach: ReachDistribution) -> dict[str, Treatment]:
         ZERO: Treatment(late, make_estimator=zero),
         COUNT: Treatment(late),
         INVERSE: Treatment(late, InverseProbability),
-        NOBODY: Treatment(Nobody()),
+        NONE_LATE: Treatment(Nobody()),
     }
 
 
@@ -128,9 +128,9 @@ def _lines(what: str, runs: dict[str, Runs]) -> list[Line]:
     lines.append(_order(what, runs, DROP_N, ZERO, strictly=True))
     lines.append(_order(what, runs, ZERO, COUNT, strictly=True))
     lines.append(_order(what, runs, COUNT, INVERSE, strictly=False))
-    gap = difference_interval(runs[INVERSE].accuracy, runs[NOBODY].accuracy)
+    gap = difference_interval(runs[INVERSE].accuracy, runs[NONE_LATE].accuracy)
     about = f"within {NEARLY:g} point"
-    lines.append(Line(f"{what}: {INVERSE} ~ {NOBODY}", about, f"{gap:+.2f} points", _near(gap)))
+    lines.append(Line(f"{what}: {INVERSE} ~ {NONE_LATE}", about, f"{gap:+.2f} points", _near(gap)))
     return lines
 
 

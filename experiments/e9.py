@@ -22,7 +22,7 @@ def expected_s(k: int, ranks: int) -> float:
 
 
 def run(quick: bool, out: Path) -> Result:
-    """The mean step time under `FirstK` against the closed form; the first step waits for everyone."""
+    """The mean step time under `FirstK` against the closed form; the first step waits for all ranks."""
     lines, measured = [], []
     for k, ranks in CASES:
         steps = 1000 if quick else 8000
@@ -32,8 +32,8 @@ def run(quick: bool, out: Path) -> Result:
         expected = expected_s(k, ranks)
         measured.append((expected, mean))
         within = abs(mean - expected) <= 3.5 * error
-        told = f"{mean:.3f} (+- {error:.3f})"
-        lines.append(Line(f"first {k} of {ranks}, s", f"{expected:.2f}", told, within))
+        shown = f"{mean:.3f} (+- {error:.3f})"
+        lines.append(Line(f"first {k} of {ranks}, s", f"{expected:.2f}", shown, within))
     notes = ("A step takes 1 s and an exponential time of mean 1 s; as expected: within 3.5 standard errors.",)
     exact = [(seconds, seconds) for seconds in sorted(expected for expected, _ in measured)]
     plot = save_lines(

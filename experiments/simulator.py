@@ -28,7 +28,7 @@ DELAYS = {
     "and one rank in four twice as slow": SlowRanks(DropCompute(), 0.25, 2.0),
 }
 SKIP = 12  # steps of warm-up
-SHADOW = "AutoDeadline, in shadow"  # nobody is stopped, but its choice takes its time
+SHADOW = "AutoDeadline, in shadow"  # no rank is stopped, but its choice takes its time
 
 
 def methods(ranks: int) -> dict[str, Method]:
@@ -53,8 +53,8 @@ def run(quick: bool, out: Path) -> Result:
             setup = Setup(unit_s, WORK, {**compared, SHADOW: Method(partial(Shadow, AutoDeadline()))}, slices=LAYERS)
             measured = run_real(setup)
             overheads = {method: measured[method].overhead_s[SKIP:] for method in ("WaitForAll", SHADOW)}
-            told = "; ".join(f"{method}: {_spread(overhead_s)}" for method, overhead_s in overheads.items())
-            lines.append(Line(f"{ranks} ranks, {name}: a step's overhead", "", told))
+            shown = "; ".join(f"{method}: {_spread(overhead_s)}" for method, overhead_s in overheads.items())
+            lines.append(Line(f"{ranks} ranks, {name}: a step's overhead", "", shown))
             for method, how in compared.items():
                 overhead_s = overheads[SHADOW if method == "AutoDeadline" else "WaitForAll"]
                 real = measured[method]
@@ -73,7 +73,7 @@ def run(quick: bool, out: Path) -> Result:
     )
     notes = (
         "gloo, all ranks on one machine, whose layers sleep; policies take turns on the same delays. What a step takes",
-        "beside its slowest rank's work is measured while everyone is waited for (for AutoDeadline, by its shadow,",
+        "beside its slowest rank's work is measured while all ranks are waited for (for AutoDeadline, by its shadow,",
         "because its choice takes time); the simulator is given the median, and each of its steps the difference of a",
         "measured one from that, drawn at random.",
         f"The first {SKIP} steps are left out.",
@@ -102,8 +102,10 @@ def comparison(what: str, ours: Tensor, dropped: Tensor, real: Measured) -> list
     rows, theirs = list[Line](), real.step_s[SKIP:]
     for name, of in (("mean", torch.mean), ("p95", partial(torch.quantile, q=0.95))):
         expected, found = float(of(ours)), float(of(theirs))
-        told = f"{1e3 * found:.1f} ms ({found / expected - 1:+.1%})"
-        rows.append(Line(f"{what}: {name}", f"{1e3 * expected:.1f} ms +- 5 %", told, abs(found / expected - 1) <= 0.05))
+        shown = f"{1e3 * found:.1f} ms ({found / expected - 1:+.1%})"
+        rows.append(
+            Line(f"{what}: {name}", f"{1e3 * expected:.1f} ms +- 5 %", shown, abs(found / expected - 1) <= 0.05)
+        )
     drops = [float(shares.mean()) for shares in (dropped, real.dropped[SKIP:])]
     rows.append(Line(f"{what}: dropped", f"{drops[0]:.1%}", f"{drops[1]:.1%}"))
     return rows
