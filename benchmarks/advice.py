@@ -25,7 +25,7 @@ from straggle.advise.answer import answer
 from straggle.commands.config import load
 from straggle.lab.jobs import DdpJob, StagedJob, process_group
 
-SCENARIOS = ("slow_rank", "random_delay", "pace")  # of conf/faults; in "pace" nobody is slow
+SCENARIOS = ("slow_rank", "random_delay", "pace")  # of conf/faults; in "pace" no rank is slow
 TURN = 10  # steps
 INSTEAD = "straggle.QuantileDeadline(0.5, slack=1.2)"
 

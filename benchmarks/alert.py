@@ -88,7 +88,7 @@ def seconds_until(address, wanted, limit_s):
     return time.monotonic() - began
 
 
-def told(seconds):
+def in_words(seconds):
     return "never" if seconds is None else f"{seconds:.1f} s"
 
 
@@ -118,8 +118,8 @@ def main():
                 time.sleep(30)
                 factor.value = 1.0
                 print(
-                    f"rank {SLOW} takes {options.factor} times as long: named after {told(named)}, "
-                    f"resolved {told(seconds_until(address, False, 180))} after its recovery",
+                    f"rank {SLOW} takes {options.factor} times as long: named after {in_words(named)}, "
+                    f"resolved {in_words(seconds_until(address, False, 180))} after its recovery",
                     flush=True,
                 )
         finally:

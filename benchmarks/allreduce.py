@@ -3,7 +3,7 @@
 python benchmarks/allreduce.py                          # 4 and 8 ranks, 4 KB
 python benchmarks/allreduce.py --ranks 2 --elements 1000000
 
-To be held against what a step takes beside its slowest rank's work, of which `experiments E4` tells.
+To be held against what a step takes beside its slowest rank's work, which `experiments E4` reports.
 """
 
 import argparse

@@ -66,7 +66,7 @@ def ways(calls, begins):
     return [way for way in found if begins(way[0])]
 
 
-def told(title, found):
+def print_calls(title, found):
     calls = [len(way) for way in found]
     files = [len({file for file, _, _ in way}) for way in found]
     crossings = [sum(caller not in (None, file) for file, _, caller in way) for way in found]
@@ -103,8 +103,8 @@ def main():
         if number >= 10:
             gradients += ways(calls.seen, lambda call: call[1].rpartition(".")[2] in ("finished", "gradient_ready"))
             leavings += ways(calls.seen, lambda call: call[1].endswith("Step.__exit__"))
-    told("a gradient", gradients)
-    told("leaving a step", leavings)
+    print_calls("a gradient", gradients)
+    print_calls("leaving a step", leavings)
     if options.list:
         print("a gradient")
         listed(gradients[1])

@@ -1,9 +1,9 @@
-"""What late ranks cost under chaos, and what straggle costs where nobody is late; ranks are processes of this machine.
+"""What late ranks cost under chaos, and what straggle costs where no rank is late; ranks are processes of this machine.
 
 python benchmarks/chaos.py stall                     # one of 4 ranks sleeps 2 s every 10 steps: DDP, straggle in turns
 python benchmarks/chaos.py long --steps 10000        # random stalls and NaNs: parameters, memory and counters
 python benchmarks/chaos.py evidence --clients 1000   # the job's store under one increment per rank and step
-python benchmarks/chaos.py overhead text             # nobody late: what stand-in, telemetry and deciding cost, 2 ranks
+python benchmarks/chaos.py overhead text             # no rank late: what stand-in, telemetry and deciding cost, 2 ranks
 python benchmarks/chaos.py overhead small            # the same with steps of about 5 ms
 
 The job's store is a TCPStore in the parent process, as that of torchrun's agent; gloo goes over the loopback device.
@@ -125,7 +125,7 @@ def stall(rank, options):
     models = {"DDP": DistributedDataParallel(nets["DDP"]), "straggle": staged}
     loops = {name: Loop(nets[name], models[name], rank) for name in models}
     for loop in loops.values():
-        for _ in range(3):  # the stages are learned; DDP's buckets are built anew
+        for _ in range(3):  # the stages are learned; DDP's buckets are built again
             loop.step()
     peers_s, turns_s, counts = {name: [] for name in models}, {name: [] for name in models}, Counter()
     for turn in range(options.turns):
@@ -167,7 +167,8 @@ def print_stalls(results, options):
         rows.append((name, *(f"{number:.3f}" for number in numbers)))
     print(text_table(rows))
     print(
-        "peers: steps of ranks that are not asleep in them and not stood in for; mean step: a rank's whole turn / steps"
+        "peers: steps of ranks that are not asleep in them and not stood in for; "
+        "mean step: a rank's complete turn / steps"
     )
     print(f"rank-steps late and stood in for: {[dict(counts) for _, _, counts, _ in results]} of {num_steps} each")
     print(f"parameters under straggle: {sorted({hashed for *_, hashed in results})}")
@@ -232,9 +233,9 @@ def print_long(results, options):
     names = ("stalls", "NaNs"), ("late", "truncated", "stood in for", "with NaNs", "skipped")
     rows = [("rank", "RSS MiB at 10 %", "50 %", "100 %", *names[0], *names[1], "longest such run", "parameters")]
     for rank, (hashes, memory, injected, counts, longest, finite, _) in enumerate(results):
-        told = [*(f"{memory[share]:.1f}" for share in sorted(memory)), *(str(injected[name]) for name in names[0])]
-        told += [*(str(counts[name]) for name in names[1]), str(longest)]
-        rows.append((str(rank), *told, hashes[-1] + ("" if finite else " not finite")))
+        cells = [*(f"{memory[share]:.1f}" for share in sorted(memory)), *(str(injected[name]) for name in names[0])]
+        cells += [*(str(counts[name]) for name in names[1]), str(longest)]
+        rows.append((str(rank), *cells, hashes[-1] + ("" if finite else " not finite")))
     print(text_table(rows))
     agree = sum(len(set(column)) == 1 for column in zip(*(hashes for hashes, *_ in results), strict=True))
     print(f"parameters compared at {len(results[0][0])} moments of the run, the same on all ranks at {agree}")
@@ -300,7 +301,7 @@ def evidence(options):
     print(text_table(rows))
     print(
         "add: one increment as its client sees it, in a burst of all clients; at once: requests in flight at most; "
-        "step: from the first increment's start to the last one's end; server: of one core, over the whole run"
+        "step: from the first increment's start to the last one's end; server: of one core, over the run"
     )
 
 
@@ -355,12 +356,12 @@ def evidence_row(num_clients, options):
     ours.send("end")
     server.join()
     adds = [1000 * second for steps in results for *_, seconds in steps for second in seconds]
-    whole = [
+    step_ms = [
         1000 * (max(end for _, end, _ in steps) - min(start for start, _, _ in steps))
         for steps in zip(*results, strict=True)
     ]
     at_once = sum(min(share, options.threads) for share in shares)
-    numbers = [f(values) for values in (adds, whole, [1000 * s for s in read_s]) for f in (statistics.median, p99)]
+    numbers = [f(values) for values in (adds, step_ms, [1000 * s for s in read_s]) for f in (statistics.median, p99)]
     per_add = 1e6 * used_s / (len(adds) + len(read_s))
     cells = [*(f"{number:.2f}" for number in numbers), f"{used_s / wall_s:.1%}", f"{per_add:.0f}"]
     return (str(num_clients), str(num_processes), str(at_once), *cells)
@@ -370,7 +371,7 @@ def p99(values):
     return quantile(values, 0.99)
 
 
-# -- nobody is late
+# -- no rank is late
 
 
 def small():
@@ -389,10 +390,12 @@ WAYS = {
     "bare": "StagedDataParallel without what makes it safe: no stand-in, a row of telemetry that never changes, no "
     "deadline policy",
     "bare again": "a second one, to show how much of a difference is chance",
-    "whole": "StagedDataParallel with stand-in, evidence, telemetry and QuantileDeadline(0.5, 1000), never hit",
+    "complete": "StagedDataParallel with stand-in, evidence, telemetry and QuantileDeadline(0.5, 1000), never hit",
     "report": "the same with model.last_report read after every step",
-    "auto": "as whole, with AutoDeadline, which gets every rank's progress and chooses anew every 25 steps; never hit",
-    "first k": "as whole, with FirstK of all ranks: each tells the store that it has finished, and asks for its peers",
+    "auto": "as complete, with AutoDeadline, which gets every rank's progress and chooses again every 25 steps; "
+    "never hit",
+    "first k": "as complete, with FirstK of all ranks: each writes to the store that it has finished, and asks for its "
+    "peers",
 }
 
 
@@ -408,7 +411,7 @@ def wrap(way, model):
 
 
 def bare(staged):
-    """Takes off what `whole` has beyond hooks, flat buffers, weights and the merge."""
+    """Takes off what `complete` has beyond hooks, flat buffers, weights and the merge."""
     coordinator = staged._coordinator
     row = telemetry.Row(dict.fromkeys(PHASES, 0.0), 0.1, 0.1)
     rows = {}

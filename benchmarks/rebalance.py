@@ -4,9 +4,9 @@ torchrun --standalone --nproc-per-node 4 benchmarks/rebalance.py
 torchrun --standalone --nproc-per-node 4 benchmarks/rebalance.py --overhead-ms 40 --steps 300
 torchrun --standalone --nproc-per-node 4 benchmarks/rebalance.py --microbatches
 
-Everyone is waited for, or late ranks are stopped; each with equal shares and with `straggle.Rebalance`. The faults are
-those of conf/faults/slow_rank.yaml: the last rank takes twice as long, and stalls for a second every 60 steps. Layers
-sleep for each sample, a third of it forward, so that ranks which share few cores do not contend for them.
+All ranks are waited for, or late ranks are stopped; each with equal shares and with `straggle.Rebalance`. The faults
+are those of conf/faults/slow_rank.yaml: the last rank takes twice as long, and stalls for a second every 60 steps.
+Layers sleep for each sample, a third of it forward, so that ranks which share few cores do not contend for them.
 """
 
 import argparse
@@ -140,7 +140,7 @@ def measure(arguments) -> None:
 
 def show(ways, steps) -> None:
     start = 60  # the shares are found by then
-    whole = fmean(ways["wait for all"].step_s[start:])
+    waiting = fmean(ways["wait for all"].step_s[start:])
     rows = []
     for name, way in ways.items():
         kept = way.reports[start:]
@@ -149,7 +149,7 @@ def show(ways, steps) -> None:
             (
                 name,
                 f"{1e3 * mean:.0f} ms",
-                f"{mean / whole:.3f}",
+                f"{mean / waiting:.3f}",
                 f"{fmean(report.dropped_share for report in kept):.1%}",
                 f"{fairness.depth_bias:.1%}",
                 f"{fairness.input_index:.2f}",

@@ -74,9 +74,9 @@ def measure(name, rounds, warmup=5):
     print(f"{name}: {parameters / 1e6:.1f} M parameters in {len(list(model.parameters()))} tensors, {rounds} rounds")
     for label, own in seconds.items():
         ratio, quartiles = median_ratio(own, plain)
-        whole = statistics.median(own) / statistics.median(plain)
+        of_medians = statistics.median(own) / statistics.median(plain)
         print(
-            f"  {label:30} {1000 * statistics.median(own):8.2f} ms, ratio of medians {whole:.3f}, "
+            f"  {label:30} {1000 * statistics.median(own):8.2f} ms, ratio of medians {of_medians:.3f}, "
             f"median of ratios {ratio} (quartiles {quartiles})"
         )
 

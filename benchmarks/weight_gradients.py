@@ -39,10 +39,10 @@ def measure(name, workload, batch_size, rounds=40):
             loss.backward(inputs=choices[label])
             if number >= 5:
                 seconds[label].append(time.perf_counter() - begin)
-    whole = statistics.median(seconds["all gradients"])
+    full = statistics.median(seconds["all gradients"])
     print(f"{name}, {batch_size} samples, {rounds} rounds")
     for label, own in seconds.items():
-        print(f"  {label:30} {1000 * statistics.median(own):7.2f} ms, saves {1 - statistics.median(own) / whole:6.1%}")
+        print(f"  {label:30} {1000 * statistics.median(own):7.2f} ms, saves {1 - statistics.median(own) / full:6.1%}")
 
 
 if __name__ == "__main__":
