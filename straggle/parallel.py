@@ -62,7 +62,7 @@ class StagedDataParallel(nn.Module):
     """Replaces ``DistributedDataParallel``; see the module `straggle` for the loop.
 
     ``stages``: how the gradients are divided (`plan_stages`). ``deadline``: a `Deadline`, a number of seconds, or
-    ``None`` to wait for everyone, as DDP does. ``estimator``: what fills in for missing gradients (default: nothing).
+    ``None`` to wait for all ranks, as DDP does. ``estimator``: what fills in for missing gradients (default: nothing).
     ``late_handling``: how a late rank is treated. ``merge``: what becomes of buffers and of gradients that are not
     finite, what a gradient counts, and how often replicas are compared.
     Parameters and buffers are overwritten with rank 0's.
@@ -320,7 +320,7 @@ class StagedDataParallel(nn.Module):
         """Decide as in a recorded run instead of by the clock; before the first step, on all ranks alike.
 
         With the same model, data and number of ranks it gives the same parameters bit for bit. Each rank has its own
-        recording. Steps beyond it wait for everyone.
+        recording. Steps beyond it wait for all ranks.
         """
         if self._in_step() or self._last_record is not None:
             raise RuntimeError("replay() comes before the first step")

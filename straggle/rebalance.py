@@ -51,7 +51,7 @@ class Rebalance:
     least ``min_share`` of them, and a multiple of ``multiple_of``.
 
     A rank's speed is the median over the last ``window`` steps, at least half as many, since its last change: one that
-    stalled now and then is not slow. Shares change only where that makes the slowest rank's expected time shorter by
+    sometimes stalls is not slow. Shares change only where that makes the slowest rank's expected time shorter by
     ``least_gain`` (0.05: a twentieth). All comes from the telemetry of the merged steps, so that every rank computes
     the same shares and no message is needed. ``schedule``: which shares held from which step on.
 
@@ -146,12 +146,12 @@ class Rebalance:
             self._follow(record.step + 1)
             return
         weights = self._weights(record.table)
-        whole = record.table.untruncated_times()
-        pairs = zip(weights, whole, strict=True)
+        untruncated = record.table.untruncated_times()
+        pairs = zip(weights, untruncated, strict=True)
         self._speeds.append(
             [weight / of.seconds if weight > 0 and of.seconds > 0 else math.nan for weight, of in pairs]
         )
-        self._vague.append([of.at_least for of in whole])
+        self._vague.append([of.at_least for of in untruncated])
         for rows in (self._speeds, self._vague):
             del rows[: -self._window]
         if 2 * len(self._speeds) >= self._window:
@@ -291,7 +291,7 @@ def _rounded_up(count: int, multiple_of: int) -> int:
 
 
 def deal(total: int, speeds: Sequence[float], *, least: int = 0, overhead: float = 0.0) -> list[int]:
-    """``total`` whole units, at least ``least`` each: the largest ``(units + overhead) / speed`` is as small as can be.
+    """Integers of sum ``total``, at least ``least`` each, with the largest ``(units + overhead) / speed`` minimal.
 
     The exact shares rounded down, and what is left one by one to whoever is done with it first. In Python's own floats,
     whose results are the same on every machine.

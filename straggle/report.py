@@ -159,10 +159,10 @@ class BackwardReport:
         return math.fsum(stage.seconds for stage in self.stages)
 
     def __str__(self) -> str:
-        whole = self.seconds or math.nan
+        total_s = self.seconds or math.nan
         rows = [("stage", "parameters", "bytes", "ms", "share")]
         rows += [
-            (s.name, f"{s.numel:,}", f"{s.nbytes:,}", f"{1000 * s.seconds:.2f}", f"{s.seconds / whole:.1%}")
+            (s.name, f"{s.numel:,}", f"{s.nbytes:,}", f"{1000 * s.seconds:.2f}", f"{s.seconds / total_s:.1%}")
             for s in self.stages
         ]
         return text_table(rows)

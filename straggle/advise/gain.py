@@ -92,13 +92,13 @@ def candidates(num_ranks: int) -> list[Candidate]:
 
 def gains(timings: Timings, late_handling: LateHandling | None = None, first: int = 0) -> list[Gain]:
     """All candidates, the best first: what they gain from position ``first`` on, after seeing the steps before it."""
-    everyone = replay(timings, WaitForAll(), late_handling).since(first)
+    waiting = replay(timings, WaitForAll(), late_handling).since(first)
     found = [
         _gain(
             one,
             replay(timings, one.policy, late_handling, cautious=True).since(first),
             replay(timings, same.policy, late_handling).since(first),
-            everyone,
+            waiting,
         )
         for one, same in zip(candidates(timings.num_ranks), candidates(timings.num_ranks), strict=True)
     ]
@@ -165,10 +165,10 @@ def _by_stage(part: torch.Tensor, share: torch.Tensor, stages: int) -> torch.Ten
     return (earlier + share[:, -stages:].sum(1, keepdim=True) * part[:, -stages:]).float()
 
 
-def _gain(candidate: Candidate, cautious: Replayed, bold: Replayed, everyone: Replayed) -> Gain:
+def _gain(candidate: Candidate, cautious: Replayed, bold: Replayed, waiting: Replayed) -> Gain:
     def between(statistic: Callable[..., Array]) -> Interval:
         one, other = (
-            prediction_interval(statistic, 1 - own.dropped, own.seconds, everyone.seconds) for own in (cautious, bold)
+            prediction_interval(statistic, 1 - own.dropped, own.seconds, waiting.seconds) for own in (cautious, bold)
         )
         return span(one, other)
 
@@ -183,5 +183,5 @@ def _gain(candidate: Candidate, cautious: Replayed, bold: Replayed, everyone: Re
         saved=between(lambda _, own_s, all_s: 1 - own_s / all_s),
         dropped=replace(dropped, low=max(0.0, dropped.low)),
         speedup=between(speedup),
-        surely=steps_interval(speedup, 1 - cautious.dropped, cautious.seconds, everyone.seconds).low,
+        surely=steps_interval(speedup, 1 - cautious.dropped, cautious.seconds, waiting.seconds).low,
     )

@@ -14,7 +14,7 @@ from straggle.report import PHASES, Phase
 
 
 class Stopwatch:
-    """Splits a rank's time into phases, of which one runs at a time. ``now()`` gives seconds, by ``clock``.
+    """Splits a rank's time into phases; one runs at a time. ``now()`` gives seconds, by ``clock``.
 
     ``last_gradient_at`` is set at each gradient by whoever runs the pass; a call for each of them would cost more.
     """

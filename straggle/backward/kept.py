@@ -73,7 +73,7 @@ class KeptGradients:
     def follow(self, decision: int, last: Iterable[int]) -> bool:
         """This rank had no backward pass, and keeps what its peers kept: ``decision`` is their `mark`.
 
-        ``last``: what this rank kept itself when it last decided. False where it cannot tell what they kept.
+        ``last``: what this rank kept itself when it last decided. False where it cannot know what they kept.
         """
         self.put_back()
         there = self._take()

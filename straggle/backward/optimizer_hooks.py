@@ -38,7 +38,7 @@ def around_steps(
 def stepped_by_scaler() -> bool:
     """In a hook before an optimizer's step: whether a `GradScaler` makes that step, which looks for infinite gradients.
 
-    Nothing of the optimizer's tells in general; its caller, a few frames up, does.
+    Nothing of the optimizer shows this in general; its caller, a few frames up, does.
     """
     frame, step = sys._getframe(), GradScaler.step.__code__
     for _ in range(_FRAMES):

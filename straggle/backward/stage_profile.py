@@ -19,7 +19,7 @@ from straggle.report import BackwardReport
 
 @dataclass(frozen=True)
 class Reach:
-    """How far a rank comes: whole stages, and the share of all gradient elements that they hold (0 to 1)."""
+    """How far a rank comes: finished stages, and the share of all gradient elements that they hold (0 to 1)."""
 
     num_stages: int
     share: float
@@ -42,8 +42,8 @@ class StageProfile:
         return Reach(finished, sum(stage.numel for stage in stages[:finished]) / sum(stage.numel for stage in stages))
 
     def __str__(self) -> str:
-        whole = f"forward {1000 * self.forward_s:.2f} ms, backward {1000 * self.backward.seconds:.2f} ms"
-        return f"{self.backward}\n{whole}"
+        passes = f"forward {1000 * self.forward_s:.2f} ms, backward {1000 * self.backward.seconds:.2f} ms"
+        return f"{self.backward}\n{passes}"
 
     def save_chart(self, path: str | Path) -> None:
         """A bar for each stage, in the order of backward; the format is that of the file's name. Needs matplotlib."""

@@ -63,7 +63,7 @@ class StagePlan:
 
     @property
     def numel(self) -> int:
-        """Gradient elements of the whole model."""
+        """Gradient elements of the entire model."""
         return sum(stage.numel for stage in self.stages)
 
 

@@ -28,7 +28,8 @@ with needs_extra("train"):
     from straggle.observe.console import print_table
     from straggle.observe.intervals import difference_interval, mean_interval
 
-_NAMES = ("nobody late", "under the rule")
+_NAMES = ("no rank late", "under the rule")
+_KEYS = ("nobody_late", "under_the_rule")  # of learning.json
 
 
 def _run(config: DictConfig) -> None:
@@ -43,7 +44,7 @@ def _run(config: DictConfig) -> None:
     runs = {name: [learn(setting, treatment) for setting in settings] for name, treatment in treatments.items()}
     run_dir = Path(config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    numbers = {name.replace(" ", "_"): _numbers(learned) for name, learned in runs.items()}
+    numbers = {key: _numbers(runs[name]) for key, name in zip(_KEYS, _NAMES, strict=True)}
     (run_dir / "learning.json").write_text(json.dumps(numbers, indent=2) + "\n")
     with needs_extra("plot"):
         _save_chart(runs, run_dir / "learning.png")

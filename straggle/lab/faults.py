@@ -295,7 +295,7 @@ class FaultInjector:
         ]
 
     def _begin_forward(self, root: nn.Module, _args: Any) -> None:
-        # The root decides for its whole pass: layers kept in evaluation mode, and checkpointed blocks, which run
+        # The root decides for its entire pass: layers kept in evaluation mode, and checkpointed blocks, which run
         # without gradients first, belong to a training pass; the recomputation of such a block is backward work.
         self._in_forward = root.training and torch.is_grad_enabled()
         if self._in_forward:

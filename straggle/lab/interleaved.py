@@ -63,8 +63,8 @@ class TimedJob:
 
         Median and deviation leave out the first of them (`num_warmup_steps`).
         """
-        whole = self.step_s[:steps]
-        steady = whole[num_warmup_steps(len(whole)) :]
+        step_s = self.step_s[:steps]
+        steady = step_s[num_warmup_steps(len(step_s)) :]
         return {
             "step_seconds_median": median(steady),
             "step_seconds_mean": sum(self.turn_s[:turns]) / steps,

@@ -81,12 +81,12 @@ class Wrapped:
 
 def check_alike(mine: Wrapped, channel: Channel) -> None:
     """Raise ``ValueError``, on every rank, naming the first that cannot be wrapped, or the first difference."""
-    everyone = [Wrapped(**theirs) for theirs in channel.gather(asdict(mine))]
-    if refusals := [(rank, theirs.refusal) for rank, theirs in enumerate(everyone) if theirs.refusal]:
-        alone = len({theirs.refusal for theirs in everyone}) > 1
+    gathered = [Wrapped(**theirs) for theirs in channel.gather(asdict(mine))]
+    if refusals := [(rank, theirs.refusal) for rank, theirs in enumerate(gathered) if theirs.refusal]:
+        alone = len({theirs.refusal for theirs in gathered}) > 1
         raise ValueError(f"rank {refusals[0][0]}: {refusals[0][1]}" if alone else refusals[0][1])
-    first = everyone[0]
-    for rank, theirs in enumerate(everyone):
+    first = gathered[0]
+    for rank, theirs in enumerate(gathered):
         for ours, others in ((first.parameters, theirs.parameters), (first.buffers, theirs.buffers)):
             for own, other in zip_longest(ours, others, fillvalue="nothing"):
                 if own != other:
@@ -105,15 +105,15 @@ def check_same_state(history: History, *, replays: bool, channel: Channel) -> No
     content = hashlib.sha256()
     for name, numbers in sorted(history.tensors().items()):
         content.update(f"{name} {numbers.tolist()}".encode())
-    everyone = channel.gather((history.num_steps, replays, content.hexdigest()))
-    for rank, (num_steps, theirs_replay, theirs) in enumerate(everyone):
-        if theirs_replay != everyone[0][1]:
+    gathered = channel.gather((history.num_steps, replays, content.hexdigest()))
+    for rank, (num_steps, theirs_replay, theirs) in enumerate(gathered):
+        if theirs_replay != gathered[0][1]:
             which = "replays" if theirs_replay else "does not replay"
             raise ValueError(
                 f"rank {rank} {which} a recorded run, unlike rank 0: call replay() on all ranks or on none"
             )
-        if (num_steps, theirs) != (everyone[0][0], everyone[0][2]):
+        if (num_steps, theirs) != (gathered[0][0], gathered[0][2]):
             raise ValueError(
-                f"rank {rank} has a history of {num_steps} steps, and not that of rank 0, of {everyone[0][0]} steps: "
+                f"rank {rank} has a history of {num_steps} steps, and not that of rank 0, of {gathered[0][0]} steps: "
                 "call load_straggle_state() on all ranks with what was saved together, or on none"
             )

@@ -109,7 +109,7 @@ class StageBuffers:
     def all_reduce(
         self, bucket: int, shares: Mapping[int, Share], group: dist.ProcessGroup, weight: float = 1.0
     ) -> list[dist.Work]:
-        """Start the merge of a bucket; a parameter not in ``shares`` has its whole gradient in it, with ``weight``."""
+        """Start the merge of a bucket; a parameter not in ``shares`` has its full gradient in it, with ``weight``."""
         works = []
         for flat in self._buckets[bucket]:
             if shares.keys().isdisjoint(flat.parameters):
@@ -133,7 +133,7 @@ class StageBuffers:
 
     def _leave_out_nonfinite(self, flat: _Flat) -> None:
         """Make zeros with weight 0 of gradients that have elements which are not finite."""
-        # one pass over the whole is enough on the CPU; a device is not waited for
+        # one pass over the entire bucket is enough on the CPU; a device is not waited for
         if not flat.gradients.is_cuda and math.isfinite(flat.gradients.sum(dtype=torch.float32).item()):
             return
         views, count = [self.views[index] for index in flat.parameters], len(flat.parameters)
@@ -147,12 +147,12 @@ class StageBuffers:
     def normalize(self) -> list[Share]:
         """After all merges: scale each gradient to the weighted mean, in place, and say what is in it."""
         merged = [NOTHING] * len(self.views)
-        everyone = Share(float(self._world_size), True)
+        of_all = Share(float(self._world_size), True)
         for flat in (flat for bucket in self._buckets for flat in bucket):
             tail, count = flat.tail.tolist(), len(flat.parameters)
             for index, weight, present in zip(flat.parameters, tail[:count], tail[count:], strict=True):
                 if weight == self._world_size and present:
-                    merged[index] = everyone
+                    merged[index] = of_all
                 else:
                     merged[index] = Share(weight, present > 0)
                     if weight > 0:

@@ -99,8 +99,8 @@ class Channel:
         what = "the comparison of the ranks' models"
         own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         sizes = [int(size) for size in self._gather(torch.tensor([len(own)]), what)]
-        everyone = self._gather(pad(own, (0, max(sizes) - len(own))), what)
-        return [json.loads(bytes(other[:size].tolist())) for other, size in zip(everyone, sizes, strict=True)]
+        gathered = self._gather(pad(own, (0, max(sizes) - len(own))), what)
+        return [json.loads(bytes(other[:size].tolist())) for other, size in zip(gathered, sizes, strict=True)]
 
     def _gather(self, tensor: Tensor, what: str) -> list[Tensor]:
         tensors = [torch.empty_like(tensor) for _ in range(self.world_size)]

@@ -275,7 +275,7 @@ class Coordinator:
                 self._submit_finished(current)
             self._complete(current, give_up_s=5.0)
         except RuntimeError as problem:  # a peer is gone too, but the user's own error matters more
-            _log.warning("could not tell the peers of this failure: %s", problem)
+            _log.warning("could not report this failure to the peers: %s", problem)
 
     def _take(self) -> MergedStep:
         """Wait until the training thread's step is merged; the training thread goes on to the next."""

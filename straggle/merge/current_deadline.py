@@ -27,7 +27,7 @@ class CurrentDeadline:
     def __init__(self, policy: Deadline, late_handling: LateHandling, world_size: int) -> None:
         self.late_handling = late_handling
         self.rules = StopRules.of(policy, late_handling, world_size)
-        self.seconds = math.inf  # the first step waits for everyone
+        self.seconds = math.inf  # the first step waits for all ranks
         self.shadow_s = math.nan if policy.enforced else math.inf
         self.predicted_drop = math.nan
         self._policy = policy
@@ -49,7 +49,7 @@ class CurrentDeadline:
         self._window.restore(history)
 
     def wait_for_all(self) -> None:
-        """Nobody is late from here on."""
+        """No rank is late from here on."""
         self._policy = WaitForAll()
 
     def prepare(self, plan: StagePlan, parameters: Sequence[nn.Parameter]) -> None:

@@ -60,14 +60,14 @@ class Situation:
 
 @dataclass(frozen=True)
 class Sleep:
-    """Nothing to do before this moment, or before somebody wakes it."""
+    """Nothing to do before this moment, or before another thread wakes it."""
 
     until: float
 
 
 @dataclass(frozen=True)
 class Post:
-    """Tell the peers that this rank has finished its work, if so, and for how long it is stuck; 0: it is not."""
+    """Report to the peers whether this rank has finished its work, and for how long it is stuck; 0: it is not."""
 
     finished: bool
     stuck_s: int

@@ -143,7 +143,7 @@ class MergeSide:
         self.lock = threading.Lock()
         self.step_merged = threading.Condition(self.lock)
         self.step = 0
-        self.round: Round | None = None  # `None` until somebody has something for it
+        self.round: Round | None = None  # `None` until a thread has something for it
         self.merged_at = stopwatch.now()  # the step before
         self.any_late = False  # in the step before
         self.merge_s = 0.0  # of the step before, from the end of this rank's own work on

@@ -88,7 +88,7 @@ class JobStore:
             self._connection.submit(request)
 
     def look(self) -> None:
-        """Look now, and do not wait for that: the next time somebody reads ``seen``, it is of now."""
+        """Look now, and do not wait for that: the next read of ``seen`` finds what is there now."""
         self.post(self._look)
 
     def close(self) -> None:
@@ -191,7 +191,7 @@ def _serve(
 
 
 def _awaited(answer: futures.Future[None], limit_s: float) -> None:
-    """Wait for the answer ``limit_s``, in parts: only one goes by while this process is stopped as a whole."""
+    """Wait for the answer ``limit_s``, in parts: only one goes by while the entire process is stopped."""
     parts = 4
     for _ in range(parts - 1):
         if futures.wait([answer], limit_s / parts).done:

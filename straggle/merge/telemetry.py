@@ -1,4 +1,4 @@
-"""What each rank tells the others with every merge: one row of numbers, in its own slot, so that no message is added.
+"""What each rank reports with every merge: one row of numbers, in its own slot, so that no message is added.
 
 A row holds the fixed fields of `Row`, then four numbers for each stage, then the user's scalars as (hash of the name,
 value) pairs, so that ranks need not agree on names or their order.
@@ -159,7 +159,7 @@ class Table:
     def __init__(self, rows: Tensor, num_stages: int) -> None:
         self._rows = rows
         self._num_stages = num_stages
-        # of these few numbers every step needs some, and a tensor's operation costs more than the whole list
+        # every step needs some of these few numbers, and an operation on a tensor costs more than the entire list
         fixed = rows[:, : len(_FIELDS)].tolist()
         self._columns: dict[str, tuple[float, ...]] = dict(zip(_FIELDS, zip(*fixed, strict=True), strict=True))
 
@@ -274,7 +274,7 @@ class Table:
         return self._rows[:, first : first + MICROBATCH_SLOTS]
 
     def shadow(self, seconds: float, deadline_s: float, rules: StopRules, plan: StagePlan) -> ShadowReport:
-        """What a deadline of ``deadline_s`` would have made of this step, for which everyone was waited for."""
+        """What a deadline of ``deadline_s`` would have made of this step, in which all ranks were waited for."""
         stage_share = torch.tensor([stage.numel / plan.numel for stage in plan.stages])
         progress = self.progress(stage_share, "microbatch" if rules.finish_running else "stage")
         busy_s, compute_s = (self._tensor(name).nan_to_num(0.0) for name in ("busy_s", "compute_s"))
@@ -288,8 +288,8 @@ class Table:
         by_stage = given.sum(1, keepdim=True).expand(-1, len(plan.stages))
         if not rules.finish_running:  # the last micro-batch comes in stages
             first = part.shape[1] - len(plan.stages)
-            whole = progress.unit_share[:, first:].sum(1, keepdim=True)
-            by_stage = given[:, :first].sum(1, keepdim=True) + whole * part[:, first:]
+            last_share = progress.unit_share[:, first:].sum(1, keepdim=True)
+            by_stage = given[:, :first].sum(1, keepdim=True) + last_share * part[:, first:]
         weight = progress.weight / progress.weight.sum().clamp(min=1e-12)
         stages, reach = (by_stage * weight.unsqueeze(1)).sum(0), given.sum(1)
         return ShadowReport(
@@ -355,7 +355,7 @@ class Table:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A merged step as it came: cheap to keep, and its report is built when somebody asks, on any thread.
+    """A merged step as it came: cheap to keep, and its report is built when it is first read, on any thread.
 
     ``names`` are those of its scalars. ``shadow_s``: the deadline of a policy that is not enforced,
     by whose ``rules`` the step would have ended; NaN: it is enforced.

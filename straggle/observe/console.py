@@ -15,7 +15,7 @@ from rich.table import Table
 from straggle.report import StepReport
 
 _WIDTH = 160  # columns of a table that is written to a file
-_LINES = 20  # plain lines in a whole run
+_LINES = 20  # plain lines over the run
 
 
 class LiveView:

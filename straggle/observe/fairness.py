@@ -80,26 +80,26 @@ class Contributions:
         self._stages: tuple[tuple[str, int], ...] | None = None
         self._ranks: list[float] = []
         self._given: list[list[float]] = []  # by rank and stage
-        self._whole = 0.0  # weight that the ranks had to give to each stage
+        self._weight = 0.0  # weight that the ranks had to give to each stage
 
     def add(self, report: StepReport) -> None:
         """One more step."""
         self._begin(tuple((stage.name, stage.numel) for stage in report.stages), len(report.ranks))
         decay = self._decay
-        self._whole *= decay
+        self._weight *= decay
         for number, rank in enumerate(report.ranks):
             known = len(rank.stages) == len(report.stages) and math.isfinite(rank.reach)  # a trace may lack them
             weight, reach = (rank.weight, rank.reach) if known and not rank.idle else (0.0, 0.0)
             shares = rank.stages if known else (0.0,) * len(report.stages)
-            self._whole += weight
+            self._weight += weight
             self._ranks[number] = decay * self._ranks[number] + weight * reach
             given = zip(self._given[number], shares, strict=True)
             self._given[number] = [decay * before + weight * share for before, share in given]
 
     def fairness(self) -> Fairness:
         """The fairness of all steps until now."""
-        whole = self._whole or math.nan
-        stages = tuple(math.fsum(column) / whole for column in zip(*self._given, strict=True))
+        weight = self._weight or math.nan
+        stages = tuple(math.fsum(column) / weight for column in zip(*self._given, strict=True))
         at_input = [given[-1] for given in self._given if given]
         return Fairness(stages, _relative(self._ranks), _relative(at_input))
 
@@ -108,7 +108,7 @@ class Contributions:
         if num_ranks != len(self._ranks):
             self._ranks, self._stages = [0.0] * num_ranks, None
         if stages != self._stages:
-            self._stages, self._whole = stages, 0.0
+            self._stages, self._weight = stages, 0.0
             self._given = [[0.0] * len(stages) for _ in range(num_ranks)]
 
 

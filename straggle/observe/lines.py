@@ -20,7 +20,7 @@ class LineWriter:
     def __init__(self, path: Path, *, keep_bytes: int = 0) -> None:
         self.num_lost = 0
         self._path = path
-        self._end = keep_bytes  # of the last whole line
+        self._end = keep_bytes  # of the last complete line
         self._torn = False
         self._file: int | None = None
         try:
@@ -51,7 +51,7 @@ class LineWriter:
         try:
             if self._file is not None:
                 os.close(self._file)
-        except OSError as error:  # NFS tells so late
+        except OSError as error:  # NFS reports some write errors only here
             self._warn(error)
         self._file = None
         if self.num_lost:

@@ -148,8 +148,8 @@ def _rank_numbers(run: Run, has_data: Flags, rank: int, slowness: float) -> Rank
 
 def _slowness(run: Run) -> Array:
     """How many times as long as the others each rank takes, in steps that it finished; NaN if these are too few."""
-    whole = np.where((run.ranks["late"] == 0) & (run.ranks["idle"] == 0), run.ranks["compute_s"], np.nan)
-    median_s = np.nanmedian(whole, axis=0)
-    median_s[np.isfinite(whole).sum(axis=0) < _ENOUGH_STEPS] = np.nan
+    finished_s = np.where((run.ranks["late"] == 0) & (run.ranks["idle"] == 0), run.ranks["compute_s"], np.nan)
+    median_s = np.nanmedian(finished_s, axis=0)
+    median_s[np.isfinite(finished_s).sum(axis=0) < _ENOUGH_STEPS] = np.nan
     others_s = np.array([np.nanmedian(np.delete(median_s, rank)) for rank in range(run.num_ranks)])
     return np.asarray(median_s / others_s)

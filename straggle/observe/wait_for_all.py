@@ -24,8 +24,8 @@ class WaitForAllPrediction:
         """The step's seconds with no rank stopped, plus what ranks still spent on steps merged without them."""
         entered = [rank.compute_s for rank in report.ranks if not math.isnan(rank.compute_s)]
         overrun_s = max(rank.overrun_s for rank in report.ranks)
-        whole = [seconds for seconds in self.compute_s(report) if not math.isnan(seconds)]
-        return report.seconds + (max(0.0, max(whole) - max(entered)) if entered else 0.0) + overrun_s
+        known_s = [seconds for seconds in self.compute_s(report) if not math.isnan(seconds)]
+        return report.seconds + (max(0.0, max(known_s) - max(entered)) if entered else 0.0) + overrun_s
 
     def compute_s(self, report: StepReport) -> list[float]:
         """For each rank, seconds of all its own work in the step, with what a late one left; NaN: not known.

@@ -156,21 +156,21 @@ def _stopped_at(tau: Tensor, needs_s: Tensor, steps: StepTimes, grace_s: float) 
 def expected_drop(steps: StepTimes, tau_s: float, rules: StopRules, parts: Sequence[int] = ()) -> float:
     """The share of all gradients that is dropped with a deadline of ``tau_s`` seconds.
 
-    With ``parts``, the last units are stages, each of which comes in this many parts. The part that is being computed
+    With ``parts``, the last units are stages, and each comes in this many parts. The part that is being computed
     still counts. A running micro-batch before them comes in steadily after its forward pass.
     """
-    whole = steps.unit_s.shape[-1] - len(parts)
+    first_stage = steps.unit_s.shape[-1] - len(parts)
     would = simulate_step(steps.unit_s, tau_s, rules, steps.entered_s)
-    part = computed_share(steps.unit_s, would, rules, _silent(whole, steps.unit_s) if parts else None)
+    part = computed_share(steps.unit_s, would, rules, _silent(first_stage, steps.unit_s) if parts else None)
     if parts:
-        part[..., whole:] = (part[..., whole:] * torch.tensor(parts)).ceil() / torch.tensor(parts)
+        part[..., first_stage:] = (part[..., first_stage:] * torch.tensor(parts)).ceil() / torch.tensor(parts)
     return max(0.0, float(1 - (part * steps.unit_share).sum(-1).mean()))
 
 
-def _silent(num_whole: int, unit_s: Tensor) -> Tensor:
-    """`part_computed`'s ``silent``, where the first ``num_whole`` units do not come in stages."""
+def _silent(first_stage: int, unit_s: Tensor) -> Tensor:
+    """`part_computed`'s ``silent``, where units before ``first_stage`` do not come in stages."""
     silent = torch.zeros(unit_s.shape[-1], dtype=unit_s.dtype)
-    silent[:num_whole] = _FORWARD
+    silent[:first_stage] = _FORWARD
     silent[0] = 1.0
     return silent
 

@@ -26,7 +26,7 @@ class Estimate:
 class Estimator(ABC):
     """Fills in for gradients that were not computed. Only `contribution` must be written.
 
-    ``gradient`` is always that of a whole step, all of its micro-batches. Its tensor is only lent: copy what you keep.
+    ``gradient`` is always that of a complete step, all its micro-batches. Its tensor is only lent: copy what you keep.
     ``watches_own``: `observe` is also shown this rank's own gradients. What it keeps in ``memory`` is saved and loaded
     with the model (`StagedDataParallel.straggle_state`); one that keeps something else has a `state_dict` of its own.
     """
@@ -105,7 +105,7 @@ class _Remembering(Estimator):
 
 @final
 class LastOwn(_Remembering):
-    """The gradient that this rank computed when it last reached the parameter; never a substitute for everyone."""
+    """The gradient that this rank computed when it last reached the parameter; never a substitute for all ranks."""
 
     watches_own = True
 

@@ -45,7 +45,7 @@ class SupplementingEstimator(Estimator):
         """What this rank submits beside the gradient that it computed; ``None`` in its place: it did not reach it."""
 
     def missed(self, parameter: nn.Parameter, share: float, estimate: Estimate | None) -> None:
-        """This rank's contribution lacked a ``share`` of the gradient, in place of which the estimate went.
+        """This rank's contribution lacked a ``share`` of the gradient; the estimate went in its place.
 
         Without an estimate nothing did, as where the rank was stood in for.
         """
@@ -103,7 +103,7 @@ class ErrorFeedback(_Accounts):
     A pass that was stopped never computed what it dropped, so the next gradient ``g`` that the rank computes of the
     parameter stands for it: after steps that lack the weight ``m`` in all, into which ``inner`` put the estimates
     ``e_i`` with weights ``a_i``, the rank submits ``g + m * g - sum(a_i * e_i)`` with the weight ``1 + m - sum(a_i)``:
-    over all these steps together its own gradients, with its whole weight. Where ``m`` is more than
+    over all these steps together its own gradients, with its full weight. Where ``m`` is more than
     ``max_residual``, all three are scaled down to ``max_residual / m`` of themselves. With a `StagedBackward`, only
     ``inner`` acts.
     """

@@ -116,7 +116,7 @@ def untruncated_stages(stage_s: Tensor, compute_s: Tensor, stage_share: Tensor) 
 def untruncated_entries(progress: Progress, compute_s: Tensor) -> Tensor:
     """``progress.entered_s``, (steps, ranks), as it would have been, if no rank had been stood in for.
 
-    A rank that never entered a step (``compute_s``, (steps, ranks), is NaN) had its whole delay in that step: what it
+    A rank that never entered a step (``compute_s``, (steps, ranks), is NaN) had its full delay in that step: what it
     still took of it in the following one counts to the first.
     """
     never = compute_s.isnan() & (progress.weight > 0)

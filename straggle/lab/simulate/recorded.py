@@ -74,12 +74,12 @@ def recorded_times(records: Sequence[Mapping[str, Any]]) -> Recorded:
     ends = ends.clone()
     last = ends[..., -1]
     ends[..., -1] = torch.where(late, last, compute_s)  # a rank that finished is done when its last hook is
-    whole = untruncated_stages(ends, compute_s, numel / numel.sum())
-    typical = whole.flatten(0, 1).nanmedian(0).values
-    never = whole.isnan()  # it never entered the step: its own typical times, or all ranks'
-    own = whole.nanmedian(0).values.where(~whole.isnan().all(0), typical)
-    whole = torch.where(never, own, whole)
-    spent = whole.diff(dim=-1, prepend=torch.zeros_like(whole[..., :1])).clamp(min=0)
+    untruncated = untruncated_stages(ends, compute_s, numel / numel.sum())
+    typical = untruncated.flatten(0, 1).nanmedian(0).values
+    never = untruncated.isnan()  # it never entered the step: its own typical times, or all ranks'
+    own = untruncated.nanmedian(0).values.where(~untruncated.isnan().all(0), typical)
+    untruncated = torch.where(never, own, untruncated)
+    spent = untruncated.diff(dim=-1, prepend=torch.zeros_like(untruncated[..., :1])).clamp(min=0)
     seconds = torch.tensor([float(record["seconds"]) for record in kept])
     work_s = torch.where(compute_s.isnan(), 0.0, compute_s).amax(1)
     return Recorded(spent, (seconds - work_s).clamp(min=0), numel / numel.sum(), names)
