@@ -1,4 +1,4 @@
-"""What the library promises with torch alone: two ranks of which one is late, and a staged backward pass.
+"""What the library promises with torch alone: two ranks, one of them late, and a staged backward pass.
 
 python .ci/smoke.py    # in an environment with torch and straggle; needs no extra, no numpy and no pytest
 """
@@ -52,9 +52,9 @@ def rank_main(rank: int, store: str) -> None:
     model = straggle.StagedDataParallel(net, deadline=0.05, estimator=straggle.LastMerged(0.25))
     assert train(model, STEPS), f"rank 1 was in time in all of {STEPS} steps, 0.25 s after its deadline"
     own = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
-    everyone = [torch.empty_like(own) for _ in range(2)]
-    dist.all_gather(everyone, own)
-    assert torch.equal(*everyone), "the replicas are not the same"
+    gathered = [torch.empty_like(own) for _ in range(2)]
+    dist.all_gather(gathered, own)
+    assert torch.equal(*gathered), "the replicas are not the same"
     model.close()
     dist.destroy_process_group()
 
@@ -73,7 +73,7 @@ def run_two_ranks() -> None:
 def stop_a_pass() -> None:
     net, x = network(), torch.randn(8, 16)
     net(x).square().mean().backward()
-    whole = [parameter.grad for parameter in net.parameters()]
+    complete = [parameter.grad for parameter in net.parameters()]
     net.zero_grad()
 
     def stop_at_the_third(stage: straggle.FinishedStage) -> None:
@@ -85,7 +85,7 @@ def stop_a_pass() -> None:
     straggle.StagedBackward(net, stages=8, on_stage=stop_at_the_third).backward(net(x).square().mean())
     own = [parameter.grad for parameter in net.parameters()]
     assert own[:10] == [None] * 10, "stages were computed after the stop"
-    assert all(torch.equal(one, other) for one, other in zip(own[10:], whole[10:], strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(own[10:], complete[10:], strict=True))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def urls():
 
 
 def page(url):
-    """The metrics. Whose certificate it is matters to nobody here: this container asks itself."""
+    """The metrics. Whose certificate it is does not matter here: this container asks itself."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     if "METRICS_CLIENT_CERT" in os.environ:

@@ -1,7 +1,7 @@
 """A DDP loop in which two lines were changed; its last rank is slow.
 
 torchrun --standalone --nproc-per-node 2 examples/ddp_loop.py
-python examples/ddp_loop.py                                        # a single process, with nobody to wait for
+python examples/ddp_loop.py                                        # a single process, with no other rank to wait for
 """
 
 import os
