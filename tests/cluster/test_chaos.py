@@ -189,7 +189,7 @@ def largest_lag(results):
 
 
 def pause_together(seconds):
-    """A validation by everyone, which ends with a collective of its own."""
+    """A validation by all ranks, which ends with a collective of its own."""
     time.sleep(seconds)
     dist.barrier()
 
@@ -217,7 +217,7 @@ def test_peers_go_on_while_rank_0_evaluates_alone():
     assert first == 10
     assert length >= 10  # where the peers wait, it is one step
     assert reports[first].ranks[0].cause == "outside"
-    assert reports[first].seconds > deadline_s  # nobody is judged before
+    assert reports[first].seconds > deadline_s  # no rank is judged before
     # whoever waits for it waits for nearly all of the pause; half of it is room for a busy machine
     assert max(waits_s(reports, quorum=2)) < pause_s / 2
     assert max(report.seconds for report in reports) < pause_s / 2
@@ -382,7 +382,7 @@ def test_process_that_is_stopped_for_longer_than_give_up_s_is_named_while_it_is(
     ends = run_ranks(train_until_failure, 3, 10**6, [Hit(0, 5, "data", stop, (1, 5.0))], 0.1, late_handling)
     for words, at in (ends[0], ends[2]):
         assert "no answer from ranks [1]" in words
-        assert at < ends[1][1] - 1.0  # the stopped rank is told, too, when it runs again
+        assert at < ends[1][1] - 1.0  # the stopped rank hears of it, too, when it runs again
 
 
 # -- a rank that runs, but slowly

@@ -137,7 +137,7 @@ def test_every_query_finds_data_in_a_real_run(live: Prometheus, board: str, expr
 @needs_chromium
 def test_page_shows_a_real_run(live: Prometheus) -> None:
     alert = "StragglerRank: Rank 2 "
-    for _ in range(10):  # on a busy machine others are slow as well now and then, and the alert pauses
+    for _ in range(10):  # on a busy machine others are sometimes slow as well, and the alert pauses
         html, problems = page(f"{live.url}/consoles/straggle.html?range=300&window=15")
         assert problems == []
         shown = Page(html)

@@ -214,7 +214,7 @@ def test_wrong_key_ends_the_command_with_one_message_and_no_traceback() -> None:
     assert "Traceback" not in done.stderr
 
 
-# -- whole runs
+# -- complete runs
 
 
 @pytest.mark.slow

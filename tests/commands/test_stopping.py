@@ -54,7 +54,7 @@ def test_run_that_nobody_ends_goes_on():
 
 
 class AskedMeanwhile(dist.HashStore):
-    """A store in which nobody has asked yet; the signal comes while it is looked into."""
+    """A store in which no rank has asked yet; the signal comes while it is looked into."""
 
     def check(self, keys):
         found = super().check(keys)

@@ -79,10 +79,10 @@ def run_block(rank: int, block: str) -> tuple[int, list[bool]]:
     return model.last_report.step + 1, changed
 
 
-# the blocks of staged-backward.md are whole programs of one process: tests/unit/backward/test_cases.py runs them
+# the blocks of staged-backward.md are complete programs of one process: tests/unit/backward/test_cases.py runs them
 @pytest.mark.parametrize("block", [block for block in blocks("python") if "staged-backward" not in str(block.id)])
 def test_python_block_trains_on_two_ranks(block: str) -> None:
-    # where ranks join, one more step finds that nobody has data
+    # where ranks join, one more step finds that no rank has data
     assert run_ranks(run_block, 2, block) == [(NUM_BATCHES + ("model.join(" in block), [True] * 4)] * 2
 
 

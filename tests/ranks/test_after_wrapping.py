@@ -1,4 +1,4 @@
-"""A model that is used otherwise than it was wrapped: refused by name with the remedy, or told of in one warning."""
+"""A model that is used otherwise than it was wrapped: refused by name with the remedy, or reported in one warning."""
 
 from contextlib import suppress
 

@@ -1,4 +1,4 @@
-"""Gradients that are not finite are left out and counted; a step in which nobody has others is skipped everywhere."""
+"""Gradients that are not finite are left out and counted; a step in which no rank has others is skipped everywhere."""
 
 import math
 

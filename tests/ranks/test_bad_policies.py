@@ -1,4 +1,4 @@
-"""What a policy gives that is no number of seconds and no weight: refused by the policy's name, and nobody hangs."""
+"""What a policy gives that is no number of seconds and no weight: refused by the policy's name, and no rank hangs."""
 
 import math
 
@@ -116,7 +116,7 @@ def test_rank_that_was_stood_in_for_ends_with_the_same_refusal():
 
 
 class Giving(Estimator):
-    """Gives what it is told to."""
+    """Gives what it was constructed with."""
 
     def __init__(self, estimate):
         self.estimate = estimate

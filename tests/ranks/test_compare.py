@@ -32,7 +32,7 @@ class Learner(Job):
         self.now_s += self.step_s
 
     def evaluate(self):
-        self.now_s += 7.0  # which counts for nobody
+        self.now_s += 7.0  # which counts for no method
         self.loss -= 1.0
         return {"loss": self.loss if self.lost is None else self.lost}
 

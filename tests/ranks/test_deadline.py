@@ -16,7 +16,7 @@ def history(compute_s, num_steps=None, finished=None):
 
 
 class Impatient(Deadline):
-    """A user's own policy: waits for everyone in the first two steps, and then for nobody."""
+    """A user's own policy: waits for all ranks in the first two steps, and then for none."""
 
     window = 3
 

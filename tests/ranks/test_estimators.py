@@ -70,7 +70,7 @@ def test_late_rank_contributes_its_estimate_with_its_weight(estimator, expected)
         assert report.ranks[1].reach == pytest.approx((4 + 5) / (2 + 3 + 4 + 5))  # an estimate is not reach
 
 
-# nobody reaches the first two layers in the third step; the merged gradients before it are 6 and 2
+# no rank reaches the first two layers in the third step; the merged gradients before it are 6 and 2
 NOBODY = [([8.0, 4.0], [None, None]), ([1.0, 3.0], [None, None]), ([9.0, 9.0], [2, 2])]
 
 

@@ -1,4 +1,4 @@
-"""A GradScaler sees what overflows, as with DDP, or is refused at its first step; what is left out is told once."""
+"""A GradScaler sees what overflows, as with DDP, or is refused at its first step; what is left out is reported once."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ WITHIN_S = 30.0
 
 
 def overflow(rank, number, loss):
-    """Rank 1's loss overflows in step 2, and everyone's in step 4."""
+    """Rank 1's loss overflows in step 2, and all ranks' in step 4."""
     return loss * float("inf") if (rank, number) == (1, 2) or number == 4 else loss
 
 

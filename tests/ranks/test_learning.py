@@ -50,12 +50,12 @@ def cuts(workload, num_units):
     stops = [random_stops(rank, STEPS, count, seed=SEED) for rank in range(RANKS)]
     for rank, each in enumerate(stops):
         each[0] = None
-        each[4], each[5], each[7] = 2, 0, rank  # nobody comes to the end, nobody begins, rank 0 does not begin
+        each[4], each[5], each[7] = 2, 0, rank  # no rank comes to the end, none begins, rank 0 does not begin
     return [[count if stop is None else stop for stop in each] for each in stops]
 
 
 class Given(LatePattern):
-    """Each rank comes as far as it is told."""
+    """Each rank comes as far as it is given."""
 
     def __init__(self, by_rank):
         self._by_rank = by_rank

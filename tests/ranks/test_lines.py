@@ -1,4 +1,4 @@
-"""A line that cannot be written is left out and told once; a file with such a gap is read, or refused with why."""
+"""A line that cannot be written is left out and reported once; a file with such a gap is read, or refused with why."""
 
 import contextlib
 import json
@@ -160,7 +160,7 @@ def test_trace_that_goes_on_is_never_without_its_earlier_steps(tmp_path):
     assert [record["step"] for record in read_trace(path)] == [0, 1, 2, 3]
 
 
-# -- whole runs
+# -- complete runs
 
 
 def train(folder, *keys, limit_kb=None):

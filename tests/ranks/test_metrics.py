@@ -137,7 +137,7 @@ def test_counters_are_the_sums_of_the_reports_on_every_rank():
         late = {(cause,): sum(part.late and part.cause == cause for part in own) for cause in PHASES}
         assert values(text, "straggle_late_steps_total") == late
         assert sum(late.values()) > 0
-        # the stages are planned anew after the first step, and counted from there
+        # the stages are planned again after the first step, and counted from there
         names = [stage.name for stage in reports[-1].stages]
         columns = {
             "stage_contributions_total": [sum(part.stages[i] for part in own[1:]) for i in range(len(names))],

@@ -83,7 +83,7 @@ def test_buffers_are_identical_on_all_ranks_after_any_pattern(buffers):
     for step in range(len(stops)):
         shared = [{n: b for n, b in seen[step].items() if n != "cache"} for seen in results]
         assert len({digest(one.values()) for one in shared}) == 1
-    assert torch.equal(results[0][2]["norm.running_mean"], results[0][1]["norm.running_mean"])  # nobody's step
+    assert torch.equal(results[0][2]["norm.running_mean"], results[0][1]["norm.running_mean"])  # no rank's step
 
 
 def test_rank0_gives_its_own_values():
@@ -136,7 +136,7 @@ def test_buffer_with_infinite_elements_keeps_no_other_from_being_merged():
     for first, second in run_ranks(watch_buffers, 2, [[0.0, 2.0], [0.0, 2.0]]):
         assert torch.equal(second["causal"], torch.triu(torch.full((3, 3), -torch.inf), 1))
         assert second["norm.num_batches_tracked"] == 2
-        assert first["highest"].tolist() == [32.0, -torch.inf]  # the mean of 31 and 33; nobody has the other
+        assert first["highest"].tolist() == [32.0, -torch.inf]  # the mean of 31 and 33; no rank has the other
         assert second["highest"].tolist() == [32.5, -torch.inf]  # of 32 and 33
 
 

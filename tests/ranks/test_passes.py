@@ -90,7 +90,7 @@ def test_deadline_that_a_bare_except_swallows_is_late_all_the_same(stop_in, stop
 
 
 class Towers(nn.Module):
-    """Two towers, of which a call uses one."""
+    """Two towers; a call uses one of them."""
 
     def __init__(self):
         super().__init__()

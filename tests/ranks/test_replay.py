@@ -76,7 +76,7 @@ def train(rank, folder, replay, estimator):
 def test_replayed_run_equals_the_recorded_one_bit_for_bit(tmp_path, estimator, world_size):
     first = run_ranks(train, world_size, tmp_path, False, estimator)
     again = run_ranks(train, world_size, tmp_path, True, estimator)
-    assert first[0][2] + first[0][3] > 0  # somebody was late, or this shows nothing
+    assert first[0][2] + first[0][3] > 0  # some rank was late, or this shows nothing
     for (state, computed, _, _), (state_again, computed_again, _, _) in zip(first, again, strict=True):
         assert state == state_again
         assert computed == computed_again

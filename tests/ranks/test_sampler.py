@@ -34,7 +34,7 @@ class Ahead:
 
 
 def epoch(rank, world_size, late_at, num_ahead):
-    """The samples whose steps were whole; rank 1 stops early in the steps ``late_at``."""
+    """The samples whose steps were complete; rank 1 stops early in the steps ``late_at``."""
     module = mlp()
     stopper = Stopper(module)
     sampler = RequeueSampler(len(Numbers()), rank=rank, world_size=world_size)

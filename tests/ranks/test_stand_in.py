@@ -154,7 +154,7 @@ def test_peers_of_a_rank_that_goes_on_with_its_pass_learn_at_once_that_it_waits(
 
 
 class Told:
-    """A channel that notes what the peers are told; ``num_waiting`` of them wait."""
+    """A channel that notes what is reported to the peers; ``num_waiting`` of them wait."""
 
     rank = 0
 
@@ -262,7 +262,7 @@ def test_stand_in_is_woken_to_post_the_end_of_a_truncated_step_that_peers_want_t
 
 
 class Sleepy(nn.Module):
-    """Sleeps in its backward pass when told to."""
+    """Sleeps in its backward pass on request."""
 
     def __init__(self):
         super().__init__()

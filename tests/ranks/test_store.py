@@ -1,4 +1,4 @@
-"""The job's store may stand still, die, or be cut off: nobody waits for it longer than they want to."""
+"""The job's store may stand still, die, or be cut off: no rank waits for it longer than it wants to."""
 
 import logging
 import queue
@@ -50,7 +50,7 @@ def hurry(monkeypatch):
 
 
 def job_store(connect_it, place="the job's store at node0:29400", **options):
-    return JobStore(connect_it, place, who="rank 3", without="nobody is late", watched=("trouble",), **options)
+    return JobStore(connect_it, place, who="rank 3", without="no rank is late", watched=("trouble",), **options)
 
 
 def test_request_that_is_not_answered_ends_with_the_place_of_the_store():
@@ -93,7 +93,9 @@ def test_loss_is_logged_with_what_does_not_work_and_the_same_connection_may_answ
     store = job_store(lambda: stuck, look_s=0.01)
     stuck.free.clear()
     told = lines.next()
-    assert told.startswith("rank 3: the job's store at node0:29400 does not answer (no answer in time): nobody is late")
+    assert told.startswith(
+        "rank 3: the job's store at node0:29400 does not answer (no answer in time): no rank is late"
+    )
     assert not store.reachable
     store.post(lambda one: one.set("lost", ""))
     with pytest.raises(StoreUnreachable, match="no answer in time"):
@@ -247,7 +249,7 @@ def test_model_is_not_wrapped_over_a_store_that_does_not_answer():
 
 
 def train_while_it_stands_still(rank, server):
-    """Nobody is slow, and all tell in each step that they have finished. How long the steps took from then on."""
+    """No rank is slow, and all report in each step that they have finished. How long the steps took from then on."""
     server.join(rank, 3)
     module, seconds = mlp(), []
     with staged(module, deadline=0.001, late_handling=LateHandling(grace_s=600.0)) as model:

@@ -270,7 +270,7 @@ def test_time_of_a_rank_that_finished_late_counts_from_when_its_peers_began():
 
 
 def random_carry(rank, seed, num_steps):
-    """Random stops, with a pass that sometimes takes longer than the peers' whole step."""
+    """Random stops, with a pass that sometimes takes longer than the peers' complete step."""
     module = mlp(seed=rank, depth=4)
     stopper, draw = Stopper(module), random.Random(100 * seed + rank)
     nap = [0.0]
@@ -344,7 +344,7 @@ def test_computed_gradients_are_weighted_by_their_ranks_own_chance(world_size):
             assert gradients == [mean and pytest.approx(mean) for mean in reversed(means)]
             assert report.ranks[last].weights == pytest.approx(weights)
             assert [stage.weight for stage in report.stages] == pytest.approx([last + w for w in weights])
-            assert report.ranks[last].stages == tuple(shares[step])  # what was reached is told as it is
+            assert report.ranks[last].stages == tuple(shares[step])  # what was reached is reported as it is
 
 
 def train_with(rank, weighting, stop):
@@ -393,7 +393,7 @@ def save_and_load(rank, kind, directory):
         module = mlp(seed=resumed, depth=4)
         optimizer = torch.optim.AdamW(module.parameters())
         stopper = Stopper(module)
-        stops = [None, 2, 5, 3, None, 1, None, None]  # in the first step after a resume nobody is late
+        stops = [None, 2, 5, 3, None, 1, None, None]  # in the first step after a resume no rank is late
         merge = Merge(weighting="inverse_probability" if kind == "chance" else "count")
         with staged(module, estimator=MAKE[kind](), merge=merge, stages=["0", "2", "4", "6"]) as model:
             if resumed:

@@ -157,7 +157,7 @@ def test_stop_after_the_work_is_done_makes_nobody_late_now_or_later():
 
 
 def train_truncated(rank, num_steps):
-    """Train as plain torch does, cutting a step now and then whose result is thrown away."""
+    """Train as plain torch does, and sometimes cut a step whose result is thrown away."""
     module, reference = mlp(), mlp()
     stopper = Stopper(module)
     ours, theirs = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (module, reference))

@@ -32,7 +32,7 @@ def train_joined(rank, lengths, epochs=1, estimator=None):
 @pytest.mark.parametrize("lengths", [[3, 1], [1, 3], [2, 4, 1], [2, 2]])
 def test_every_rank_takes_part_until_the_last_one_is_done(lengths):
     results = run_ranks(train_joined, len(lengths), lengths)
-    steps = max(lengths) + 1  # in the last one everybody finds that nobody has data
+    steps = max(lengths) + 1  # in the last one all find that no rank has data
     for seen, _, _ in results:
         assert len(seen) == steps
         for number, (gradients, report) in enumerate(seen):

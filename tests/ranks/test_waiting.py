@@ -76,7 +76,7 @@ def test_after_give_up_s_the_error_names_rank_step_and_what_it_was_doing():
         assert end.kind == "PeerFailed"
         assert "step 5, stage" in end.message
         assert "no answer from ranks [2]; rank 2 has been in forward of step 3 (2 merged steps behind)" in end.message
-    assert ends[2].kind == "PeerFailed"  # when it comes back it is told, too
+    assert ends[2].kind == "PeerFailed"  # when it comes back it hears of it, too
 
 
 class EndsWithItsWait:
@@ -117,7 +117,7 @@ _silent = []  # of a rank that is there and says nothing; one whose channel is g
 
 
 class EndsAfter:
-    """A collective that needs so many waits."""
+    """A collective that needs this number of waits."""
 
     def __init__(self, num_waits):
         self._left = num_waits
@@ -266,7 +266,7 @@ def test_rank_that_has_ended_does_not_end_the_steps_that_it_was_in():
 
 
 def train_and_count(rank, deadline_s, num_steps):
-    """How many ranks told in each step that they had finished it; rank 0 hangs in step 2 until rank 1 has merged it."""
+    """How many ranks reported that they had finished each step; rank 0 hangs in step 2 until rank 1 has merged it."""
     module, signals = mlp(), Signals()
     with staged(module, deadline=deadline_s, late_handling=LateHandling(grace_s=0.0)) as model:
         for number in range(num_steps):

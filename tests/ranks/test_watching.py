@@ -64,7 +64,7 @@ def test_one_rank_can_watch_alone(tmp_path):
 
 
 class Clock:
-    """Time that passes only where it is told to."""
+    """Time that passes only where the test moves it."""
 
     now = 0.0
 

@@ -19,7 +19,7 @@ import straggle
 
 
 class OfTheUser(straggle.Deadline):
-    """Waits for everyone, and fails on rank 1 when the model is wrapped."""
+    """Waits for all ranks, and fails on rank 1 when the model is wrapped."""
 
     @property
     def window(self) -> int:

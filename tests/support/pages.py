@@ -18,7 +18,7 @@ STAGES = tuple(StageReport(f"blocks.{number}..blocks.{number}.norm", 100 + numbe
 
 
 def a_rank(number: int, *, whole: int = len(STAGES), pace: float = 1.0, **rest: Any) -> RankReport:
-    """A rank that finished so many stages, each in a tenth of a second times ``pace``."""
+    """A rank that finished this number of stages, each in a tenth of a second times ``pace``."""
     share = tuple(float(stage < whole) for stage in range(len(STAGES)))
     reach = sum(s * stage.numel for s, stage in zip(share, STAGES, strict=True)) / sum(s.numel for s in STAGES)
     stage_s = tuple(pace * 0.1 * (stage + 1) if stage < whole else math.nan for stage in range(len(STAGES)))

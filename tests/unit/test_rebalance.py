@@ -16,7 +16,7 @@ from straggle.merge.telemetry import Row, Table
 from straggle.rebalance import deal
 from straggle.report import PHASES
 
-STAGES = (0.4, 0.6, 0.8, 1.0)  # when, of a rank's whole time, each stage is whole
+STAGES = (0.4, 0.6, 0.8, 1.0)  # of a rank's time, when each stage is complete
 
 
 class Telemetry:

@@ -117,8 +117,8 @@ def test_first_k_replayed_has_the_outcome_of_a_closed_form(tmp_path):
     everyone, some = replay(timings, WaitForAll()), replay(timings, FirstK(3))
     assert everyone.seconds == pytest.approx(0.35)
     assert everyone.dropped == pytest.approx(0.0)
-    # its first step waits for all; then the peers are done after 0.1 s, and rank 1 after 0.3 s of its backward pass,
-    # of which it has done 0.06 s: one stage of eight, and six tenths of the next
+    # its first step waits for all; then the peers are done after 0.1 s, and rank 1 after 0.3 s of its backward pass;
+    # it has done 0.06 s of that: one stage of eight, and six tenths of the next
     assert some.seconds[1:] == pytest.approx(0.11)
     assert some.late[1:, 1].all()
     assert not some.late[:, [0, 2, 3]].any()

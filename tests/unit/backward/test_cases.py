@@ -152,7 +152,7 @@ def test_gradients_are_those_of_plain_backward_bit_for_bit(kind, begin):
     model = seeded(kind)
     full = plain_grads(model)
     staged = StagedBackward(model, on_stage=lambda _: None)
-    for _ in range(3):  # the stages are planned anew after the first
+    for _ in range(3):  # the stages are planned again after the first
         model.zero_grad()
         if begin == "staged.backward":
             staged.backward(loss_of(model))
@@ -429,7 +429,7 @@ def test_second_backward_from_a_loss_that_was_detached_says_so():
 
 @pytest.mark.parametrize("name", ["nothing", "Zero", "LastMerged", "LastOwn", "MovingAverage", "OptimizerMomentum"])
 def test_stages_that_were_not_reached_get_nothing_or_the_estimate(name):
-    """After two whole passes with gradients ``a`` and ``b``, one that stops after the last layer."""
+    """After two complete passes with gradients ``a`` and ``b``, one that stops after the last layer."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.5)
     estimator = {
@@ -742,7 +742,7 @@ class Again(Cube):
 
 
 class First(torch.autograd.Function):
-    """The sum of two, of which only one gets a gradient."""
+    """The sum of two; only one of them gets a gradient."""
 
     @staticmethod
     def forward(_ctx, x, y):

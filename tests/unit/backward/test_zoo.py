@@ -214,7 +214,7 @@ def layers(*widths: int) -> nn.Sequential:
 
 
 def siamese():
-    """The loss calls the whole model twice."""
+    """The loss calls the entire model twice."""
     return layers(8, 16, 16, 4), lambda model: cosine_similarity(
         model(random(4, 8)), model(random(4, 8, seed=1))
     ).mean()
@@ -273,7 +273,7 @@ def checkpointed_blocks(use_reentrant):
 
 
 def checkpointed_from_outside(use_reentrant):
-    """The loop computes the whole model again: reentrant, all of it is a pass within the pass."""
+    """The loop computes the entire model again: reentrant, all of it is a pass within the pass."""
     head = nn.Linear(2, 2)
 
     def loss(model):
@@ -413,7 +413,7 @@ def gradients(module: nn.Module) -> dict[str, bytes | None]:
 
 
 def differing(ours: dict[str, bytes | None], theirs: dict[str, bytes | None]) -> list[str]:
-    """The parameters that do not have the same bits, or of which only one has a gradient."""
+    """The parameters that do not have the same bits, or one has a gradient and the other none."""
     assert ours.keys() == theirs.keys()
     return [name for name in ours if ours[name] != theirs[name]]
 
@@ -595,7 +595,7 @@ def test_late_step_of_several_passes_keeps_those_and_the_layers_that_it_finished
         assert not differing(gradients(module), {name: held[passes[name]] for name, held in held_after.items()})
         begun = max(1, sum(start < reached for start in starts))
         behind = {name for name in held_after if passes[name] < begun}
-        # with whole micro-batches, nothing is left to stop in the last one
+        # with complete micro-batches, nothing is left to stop in the last one
         assert step.report.truncated == (after is not None and (granularity == "stage" or reached < ends[-1]))
         assert set(step.report.missing) == (behind if step.report.truncated else set())
 
@@ -714,7 +714,7 @@ def wrapped_blocks(**options):
 
 
 def compiled_in_place(**options):
-    """The whole model is compiled; backward then is one node of the graph, and all gradients come at its end."""
+    """The entire model is compiled; backward then is one node of the graph, and all gradients come at its end."""
     module, loss = build(gpt2_in_one_graph)
     module.compile(**options)
     return module, loss
@@ -763,7 +763,7 @@ def cut_compiled(case, backend):
     assert "CompiledFunctionBackward" in node_names(loss(module))
     for number, after in enumerate([None, *cuts(len(full))[1:], None]):
         module.zero_grad()
-        # the first whole step plans the stages anew; from then on nothing is compiled again
+        # the first complete step plans the stages again; from then on nothing is compiled again
         with torch.compiler.set_stance("default" if number < 2 else "fail_on_recompile"):
             report = take_step(staged, cutter, loss, after).report
         kept = cutter.finished

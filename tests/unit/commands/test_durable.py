@@ -1,4 +1,4 @@
-"""A folder is whole after a death at any moment of its writing, and what is damaged is refused by name."""
+"""A folder is complete after a death at any moment of its writing, and what is damaged is refused by name."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def killed_before(operation, work):
 
 
 def latest(directory):
-    """The step of the latest folder of which every file is what was written."""
+    """The step of the latest folder whose every file is what was written."""
     for snapshot in durable.snapshots(directory)[0]:
         for name in FILES:
             assert snapshot.check(name).read_bytes() == FILES[name] + bytes([snapshot.step])
@@ -64,7 +64,7 @@ def test_death_before_any_file_operation_of_writing_leaves_the_old_or_the_new_on
     steps = []
     for directory, _died in moments_of_death(tmp_path, lambda it: save(it, 1), lambda it: save(it, 2)):
         steps.append(latest(directory))
-        save(directory, 3)  # whatever was left is in nobody's way
+        save(directory, 3)  # whatever was left is in no save's way
         assert latest(directory) == 3
         assert [path.name for path in directory.parent.iterdir()] == ["checkpoint"]
     assert len(steps) > 15

@@ -1,4 +1,4 @@
-"""A recorded run's folder may be somebody else's: what its configuration builds, and what ours shows of our secrets."""
+"""A recorded run's folder may be another user's: what its configuration builds, and what ours shows of our secrets."""
 
 import pytest
 from omegaconf import OmegaConf

@@ -57,7 +57,7 @@ def test_late_ranks_are_drawn_anew_or_always_the_last():
     assert late[True].any(0).tolist() == [False] * 3 + [True] * 2
     assert late[False].any(0).all()
     share = steps[True][:, 3:].float().mean()
-    assert share == pytest.approx(0.5 - 0.5 / UNITS, abs=0.03)  # evenly from 0 to 1, in whole units
+    assert share == pytest.approx(0.5 - 0.5 / UNITS, abs=0.03)  # evenly from 0 to 1, in entire units
 
 
 # -- the truth

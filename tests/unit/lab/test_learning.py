@@ -85,7 +85,7 @@ def test_a_late_ranks_whole_gradient_is_dropped():
 def test_ranks_are_late_by_a_deadline_as_in_the_simulation_of_its_times():
     lateness = ByDeadline(FixedDeadline(1.0), SlowRanks(NoDelay(), 0.25, 2.0))
     first, *later = islice(lateness.steps(4, 4, torch.Generator().manual_seed(0)), 5)
-    assert bool(first.all())  # everybody is waited for in the first step
+    assert bool(first.all())  # all ranks are waited for in the first step
     # at twice the time the forward pass and the first of four stages take 2/3 + 2 * 1/6, all of the deadline
     assert all(sorted(reached.sum(1).tolist()) == [1, 4, 4, 4] for reached in later)
 

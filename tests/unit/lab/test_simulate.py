@@ -133,7 +133,7 @@ SLOW_LAST = times_of([1.0, 1.0], [1.0, 1.0], [1.0, 5.0])
 
 def test_a_rank_that_is_late_hands_in_what_it_has():
     result = run(SLOW_LAST, FixedDeadline(3.5))
-    assert result.step_s.tolist() == [6.0, 3.5, 3.5]  # nobody is late in the first step
+    assert result.step_s.tolist() == [6.0, 3.5, 3.5]  # no rank is late in the first step
     assert result.all_s.tolist() == [6.0] * 3
     assert result.dropped.tolist() == pytest.approx([0.0, 0.5 / 6, 0.5 / 6])  # half of its second stage
     assert result.late_steps.tolist() == [0, 0, 2]

@@ -53,7 +53,7 @@ def test_numbers_shown_are_those_of_the_trace(tmp_path: Path) -> None:
         assert shown[f"ranks.{rank}.reach"] == [pytest.approx(fmean(own["reach"] for own in of))]
         known = [own["compute_s"] for own in of if own["compute_s"] is not None]
         assert shown[f"ranks.{rank}.compute_s"] == [pytest.approx(median(known))]
-    for stage in range(len(STAGES)):  # planned anew after the first step, which is left out
+    for stage in range(len(STAGES)):  # planned again after the first step, which is left out
         share = fmean(own["stages"][stage] for record in records[1:] for own in record["ranks"])
         assert shown[f"stage_share.{stage}"] == [pytest.approx(share)]
 

@@ -60,7 +60,7 @@ def test_quantile_deadline_waits_for_everyone_in_the_warmup():
 def test_quantile_deadline_that_is_too_tight_for_all_widens():
     policy = QuantileDeadline(0.5, 1.5, window=1, warmup_steps=1)
     deadline_s = 1.0
-    for _ in range(3):  # everyone is stopped at the deadline
+    for _ in range(3):  # all ranks are stopped at the deadline
         deadline_s = policy.decide(history([[deadline_s] * 2], finished=[[False, False]]))
     assert deadline_s == pytest.approx(1.5**3)
 

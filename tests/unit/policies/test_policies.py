@@ -33,7 +33,7 @@ NAN, INF = math.nan, math.inf
 
 
 def history(unit_s, num_steps=None, computed=None, overhead_s=0.0, unit_share=None, entered_s=None):
-    """Steps in which nobody was stopped, unless ``computed`` says so."""
+    """Steps in which no rank was stopped, unless ``computed`` says so."""
     unit_s = torch.as_tensor(unit_s, dtype=torch.float64)
     steps, ranks, units = unit_s.shape
     share = torch.full_like(unit_s, 1 / units) if unit_share is None else torch.as_tensor(unit_share).expand_as(unit_s)
@@ -130,7 +130,7 @@ def test_weight_of_a_rank_counts_in_what_it_drops_and_a_rank_without_data_drops_
     assert dropped_per_stage(progress).item() == pytest.approx(0.75)
 
 
-# -- less toward the end, and nobody
+# -- less toward the end, and no rank
 
 
 @pytest.mark.parametrize(("done", "factor"), [(10, 1.0), (50, 1.0), (75, 2.0), (90, 5.0), (100, INF), (500, INF)])
@@ -243,7 +243,7 @@ def test_nobody_is_stopped_before_a_quorum_waits():
     unit_s = torch.tensor([[[1.0, 2.0], [1.0, 2.0], [2.0, 40.0]]], dtype=torch.float64)
     steps = replace(StepTimes.entered_at_once(unit_s, torch.zeros(1)), quorum_s=torch.tensor([2.0]))
     chosen = choose_threshold(steps)
-    assert chosen.dropped == pytest.approx(1 / 6)  # the slow rank's last unit, and nobody else's
+    assert chosen.dropped == pytest.approx(1 / 6)  # the slow rank's last unit, and no other's
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -1,4 +1,4 @@
-"""Shadow: nobody is stopped, and the report says what would have happened."""
+"""Shadow: no rank is stopped, and the report says what would have happened."""
 
 from __future__ import annotations
 
