@@ -67,7 +67,7 @@ class Sleep:
 
 @dataclass(frozen=True)
 class Post:
-    """Report to the peers whether this rank has finished its work, and for how long it is stuck; 0: it is not."""
+    """Report to the peers that this rank has finished its work, if so, and for how long it is stuck; 0: it is not."""
 
     finished: bool
     stuck_s: int

@@ -420,7 +420,7 @@ function showTiles(now, numRanks) {
   $("tiles").replaceChildren(
     tile(text(only("step"), seconds), "Step", `${text(only("steps"), plain)} a second`),
     tile(now.deadline.length ? text(only("deadline"), seconds) : "–", "Deadline", now.deadline.length && !known(only("deadline")) ? "none" : "of the last step"),
-    tile(text(saved, percent), "Saved", "waiting for all takes so much longer"),
+    tile(text(saved, percent), "Saved", "more time if all ranks were waited for"),
     tile(text(only("droppedOfAll"), percent), "Dropped", "of all gradients", only("droppedOfAll") > 0.25),
     tile(String(numRanks), "Ranks", stuck ? `${stuck} behind` : "none behind", stuck > 0),
     tile(text(only("applied"), plain), "Steps", `${text(only("samples"), plain)} samples a second`),
