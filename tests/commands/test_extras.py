@@ -69,6 +69,7 @@ def extras_of_pyproject() -> dict[str, str]:
     return dict(line.split(" = ", 1) for line in table.splitlines())
 
 
+@pytest.mark.slow
 def test_every_command_without_the_extras_names_the_one_that_it_needs(tmp_path):
     command = [sys.executable, "-W", "ignore", "-c", RUN_EACH, json.dumps(MODULES), json.dumps(COMMANDS)]
     done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=240)
