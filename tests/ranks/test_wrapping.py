@@ -87,12 +87,12 @@ def wrap_again(rank, kind):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("itself", "this is already a StagedDataParallel: wrap the plain module, once"),
-        ("inside", "0 is a StagedDataParallel: wrap the plain module, once"),
+        ("itself", "this is already a StagedDataParallel: wrap the entire plain module, once"),
+        ("inside", "0 is a StagedDataParallel: wrap the entire plain module, once"),
         ("same module", "parameter 0.weight belongs to a StagedDataParallel that is not closed"),
         ("part of it", "parameter 1.weight belongs to a StagedDataParallel that is not closed"),
-        ("ddp", "this is already a DistributedDataParallel: wrap the plain module, once"),
-        ("ddp inside", "0 is a DistributedDataParallel: wrap the plain module, once"),
+        ("ddp", "this is already a DistributedDataParallel: wrap the entire plain module, once"),
+        ("ddp inside", "0 is a DistributedDataParallel: wrap the entire plain module, once"),
     ],
 )
 def test_model_that_is_wrapped_already_is_refused(kind, words):
