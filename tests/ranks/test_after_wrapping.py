@@ -9,8 +9,6 @@ from training import Chain, Stopper, features, mlp, warned
 
 from straggle.merge.checks import check_kinds
 
-pytestmark = pytest.mark.light
-
 WITHIN_S = 30.0
 
 

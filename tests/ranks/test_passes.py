@@ -9,8 +9,6 @@ from training import Chain, Stopper, features, mlp
 
 from straggle import LateHandling, Merge
 
-pytestmark = pytest.mark.light
-
 NUM_LAYERS = 5
 
 
