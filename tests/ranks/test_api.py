@@ -13,8 +13,6 @@ from training import Chain, Stopper, features, grads, mlp
 import straggle
 from straggle import FixedDeadline, StagedDataParallel
 
-pytestmark = pytest.mark.light
-
 
 def test_public_names_are_pinned():
     assert sorted(straggle.__all__) == [
