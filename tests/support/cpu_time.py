@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -31,11 +32,12 @@ def _used_s(pid: int) -> float:
 
 
 def _children(pid: int) -> list[int]:
+    found: list[int] = []
     try:
-        return [
-            int(child)
-            for task in Path(f"/proc/{pid}/task").iterdir()
-            for child in (task / "children").read_text().split()
-        ]
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:
-        return []
+        return found
+    for task in tasks:
+        with contextlib.suppress(OSError):  # that thread has just ended; the others' children count all the same
+            found += [int(child) for child in (task / "children").read_text().split()]
+    return found
