@@ -24,7 +24,6 @@ from straggle.merge.options import ModuleBuffers
 from straggle.merge.rank_state import Entry, TrainingSide
 from straggle.merge.replay import Decision
 from straggle.merge.round import MergedStep
-from straggle.policies.estimators import Estimator
 from straggle.policies.fill_in import FillIn
 from straggle.step import Step
 
@@ -88,34 +87,31 @@ class OpenStep(PassWatcher):
     """The step that a model's training thread is in; all on that thread.
 
     There is one for each wrapped model, because the hooks of its parameters are bound to it. `enter` makes it that of a
-    new `Step`; ``step`` is ``None`` between two. ``names``: of the parameters, for errors.
+    new `Step`; ``step`` is ``None`` between two. ``named`` are the parameters; the names are for errors.
     """
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
+        named: Sequence[tuple[str, nn.Parameter]],
+        *,
         coordinator: Coordinator,
         module_buffers: ModuleBuffers,
-        estimator: Estimator,
         fill_in: FillIn,
         learner: PlanLearner,
-        *,
         rank: int,
-        names: Sequence[str],
-        complete_microbatches: bool,
         limit: HostLimit | None,
     ) -> None:
         self.step: Step | None = None
-        self._parameters = parameters
+        self._named = named
+        self._parameters = [parameter for _, parameter in named]
         self._coordinator = coordinator
         self._stopwatch = coordinator.stopwatch
         self._module_buffers = module_buffers
-        self._estimator = estimator
         self._fill_in = fill_in
         self._learner = learner
         self._rank = rank
-        self._names = names
-        self._complete_microbatches = complete_microbatches  # a backward pass that was begun is not stopped
+        # a backward pass that was begun is not stopped
+        self._complete_microbatches = coordinator.deadline.late_handling.granularity == "microbatch"
         self._limit = limit
         self._last_kept: tuple[int, tuple[int, ...]] = (NONE, ())  # as the peers, and as this rank, decided last
 
@@ -225,7 +221,7 @@ class OpenStep(PassWatcher):
         parameter.grad = None  # the copy in the buffer is the one that counts; freeing this one at once is fastest
         if gradient.layout != torch.strided:
             raise ValueError(
-                f"parameter {self._names[index]} has a gradient of layout {gradient.layout}: use dense gradients"
+                f"parameter {self._named[index][0]} has a gradient of layout {gradient.layout}: use dense gradients"
             )
         if current_run() not in self._runs:
             self._joins_if_new()
@@ -332,24 +328,23 @@ class OpenStep(PassWatcher):
 
     def _put_in_place(self, merged: MergedStep) -> None:
         """Give every parameter its merged gradient, and every buffer its merged value: the same on every rank."""
-        kept, estimator = self._kept.gradients, self._estimator
+        kept, fill_in = self._kept.gradients, self._fill_in
         if self._module_buffers.numel:
             self._module_buffers.apply(merged.buffers.changes)
         if merged.table.nothing_to_apply():
             for index, parameter in enumerate(self._parameters):
                 parameter.grad = kept.get(index)
             return
-        observes = type(estimator).observe is not Estimator.observe
         shares = merged.buffers.normalize()
         for index, (parameter, gradient, share) in enumerate(
             zip(self._parameters, merged.buffers.views, shares, strict=True)
         ):
             if share.weight > 0:
                 parameter.grad = gradient if share.present else None
-                if observes and share.present:
-                    estimator.observe(parameter, gradient, merged=True)
+                if fill_in.reads_merged and share.present:
+                    fill_in.merged(parameter, gradient)
             else:  # no rank has anything
-                substitute = estimator.substitute(parameter)
+                substitute = fill_in.substitute(parameter)
                 parameter.grad = gradient.copy_(substitute) if substitute is not None else None
             if index in kept:
                 parameter.grad = kept[index] if parameter.grad is None else parameter.grad.add_(kept[index])

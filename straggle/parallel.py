@@ -127,18 +127,14 @@ class StagedDataParallel(nn.Module):
         )
         device = self._parameters_list[0].device
         self._learner = PlanLearner(stages, device)
-        self._complete_microbatches = late_handling.granularity == "microbatch"
         limited = device.type == "cuda" and not isinstance(self.deadline, WaitForAll)
         self._open = OpenStep(
-            self._parameters_list,
-            self._coordinator,
-            module_buffers,
-            self.estimator,
-            fill_in,
-            self._learner,
+            self._named,
+            coordinator=self._coordinator,
+            module_buffers=module_buffers,
+            fill_in=fill_in,
+            learner=self._learner,
             rank=self.rank,
-            names=[name for name, _ in self._named],
-            complete_microbatches=self._complete_microbatches,
             limit=HostLimit() if limited else None,
         )
         self._hooks = ParameterHooks(module, self._parameters_list, self._open)
@@ -463,7 +459,7 @@ class StagedDataParallel(nn.Module):
         self._coordinator.start()
 
     def _check_at_stages(self, plan: StagePlan) -> None:
-        if not self._complete_microbatches:
+        if self._late_handling.granularity != "microbatch":
             self._hooks.check_at([stage.entry for stage in plan.stages])
 
     def _in_step(self) -> bool:

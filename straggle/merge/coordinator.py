@@ -389,18 +389,8 @@ class Coordinator:
     def _submit(self, current: Round, own: Contribution, scalars: Mapping[str, float], changes: Tensor | None) -> float:
         """Launch all collectives that are left, the last with the telemetry; when that was."""
         weights = current.weights(own)
-        row = row_of(
-            self.training,
-            self.merging,
-            self.stopwatch.now(),
-            self.stopwatch.read(),
-            current=current,
-            own=own,
-            weights=weights,
-            layout=self._layout,
-            scalars=scalars,
-            without_store=not self._channel.store.reachable,
-        )
+        without_store = not self._channel.store.reachable
+        row = row_of(self.training, self.merging, current, own, weights, scalars, without_store=without_store)
         current.buffers.write_telemetry(self._channel.rank, row.encode(), changes)
         current.close(own, weights)
         if self._merge.weighting == "inverse_probability" and not self.training.entry.idle:

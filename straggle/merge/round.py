@@ -108,7 +108,7 @@ class Round:
         self.weight = 1.0
         self.stage_s = [math.nan] * len(layout.plan.stages)  # when each stage was complete
         self.works: list[tuple[dist.Work, str]] = []
-        self._layout = layout
+        self.layout = layout
         self._group = group
         self._factors = factors
         self._supplemented: dict[int, float] = {}  # for some parameters, the weight of what was added to them
@@ -133,7 +133,7 @@ class Round:
     def accumulate(self, index: int, gradient: Tensor, number: int = 0) -> bool:
         """Take the gradient of pass ``number``; true where the parameter is complete with it."""
         factors, before = self._factors, self.num_in[index]
-        weight = self.weight if factors is None else self.weight * factors[self._layout.stage_of[index]]
+        weight = self.weight if factors is None else self.weight * factors[self.layout.stage_of[index]]
         self.buffers.accumulate(index, gradient, add=before > 0, weight=weight)
         self.last_in[index] = number
         self._num_in_pass += 1
@@ -171,7 +171,7 @@ class Round:
 
     def parameter_complete(self, index: int, after_s: float) -> bool:
         """Merge what is complete now; true where the parameter's stage is, ``after_s`` seconds into the step."""
-        stage, layout = self._layout.stage_of[index], self._layout
+        stage, layout = self.layout.stage_of[index], self.layout
         if self._factors is not None or index in self._supplemented:
             self._unusual[index] = Share(self.weight * self._weight(index, 1.0), True)
         self._missing[stage] -= 1
@@ -247,7 +247,7 @@ class Round:
         return [self._weight(i, share) + own.estimated.get(i, 0.0) for i, share in enumerate(own.computed)]
 
     def _factor(self, index: int) -> float:
-        return 1.0 if self._factors is None else self._factors[self._layout.stage_of[index]]
+        return 1.0 if self._factors is None else self._factors[self.layout.stage_of[index]]
 
     def _weight(self, index: int, share: float) -> float:
         """What counts beside an estimate."""
@@ -264,14 +264,14 @@ class Round:
             for index in range(len(weights))
             if self.num_in[index] != self.num_microbatches
         }
-        while self._launched < len(self._layout.buckets):
+        while self._launched < len(self.layout.buckets):
             self._launch_allreduce(shares)
         self.closed = True
 
     def _launch_allreduce(self, shares: Mapping[int, Share]) -> None:
         """Begin the merge of the next bucket."""
         works = self.buffers.all_reduce(self._launched, shares, self._group, self.weight)
-        name = ", ".join(stage.name for stage in self._layout.buckets[self._launched])
+        name = ", ".join(stage.name for stage in self.layout.buckets[self._launched])
         self.works += [(work, name) for work in works]
         self._launched += 1
 

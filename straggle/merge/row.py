@@ -7,25 +7,23 @@ from collections.abc import Mapping, Sequence
 
 from straggle.backward.kept import UNDECIDED
 from straggle.merge.rank_state import MergeSide, TrainingSide
-from straggle.merge.round import Contribution, Layout, Round
+from straggle.merge.round import Contribution, Round
 from straggle.merge.telemetry import NO_FINGERPRINT, Row
-from straggle.report import CAUSES, PHASES, Phase
+from straggle.report import CAUSES, PHASES
 
 
 def row_of(
     training: TrainingSide,
     merging: MergeSide,
-    now: float,
-    times: Mapping[Phase, float],
-    *,
     current: Round,
     own: Contribution,
     weights: Sequence[float],
-    layout: Layout,
     scalars: Mapping[str, float],
+    *,
     without_store: bool,
 ) -> Row:
-    """This rank's row for the round, with the lock held; ``times`` are those of the phases by now."""
+    """This rank's row for the round, as of now; with the lock held."""
+    now, times, layout = training.stopwatch.now(), training.stopwatch.read(), current.layout
     in_step = training.step == merging.step and training.entered_at is not None
     entry, before = training.entry, merging.times_at_merge
     idle = in_step and entry.idle

@@ -14,7 +14,9 @@ from straggle.policies.supplements import Supplement, SupplementingEstimator
 
 @final
 class FillIn:
-    """``reads_own``: `computed` wants to see gradients. ``finishes_late``: a late rank finishes its backward pass.
+    """``reads_own``: `computed` wants to see this rank's gradients; ``reads_merged``: `merged` wants the merged ones.
+
+    ``finishes_late``: a late rank finishes its backward pass.
 
     Raises ``ValueError`` for an estimator that does not go with ``late_handling``, and for what it gives that
     cannot be merged.
@@ -29,6 +31,8 @@ class FillIn:
                 f"granularity='step' with {type(estimator).__name__}: it adds to gradients that are dropped then; "
                 "use granularity='stage' or another estimator"
             )
+        # most estimators do not observe: asked once, because a call for each parameter of each step costs
+        self.reads_merged = getattr(estimator.observe, "__func__", None) is not Estimator.observe
         self.reads_own = estimator.watches_own or self._supplementing is not None
         finishes_late = self._supplementing is not None and self._supplementing.finishes_late
         self.finishes_late = finishes_late and late_handling.max_lag > 0
@@ -52,6 +56,14 @@ class FillIn:
         """A ``share`` of its gradient is missing, and nothing takes its place."""
         if self._supplementing is not None:
             self._supplementing.missed(parameter, share, None)
+
+    def merged(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """All ranks' gradients were merged into this one."""
+        self._estimator.observe(parameter, gradient, merged=True)
+
+    def substitute(self, parameter: nn.Parameter) -> Tensor | None:
+        """No rank has anything for it; what takes the merged gradient's place."""
+        return self._estimator.substitute(parameter)
 
     def came_late(self, parameter: nn.Parameter, gradient: Tensor, share: float) -> None:
         """A gradient, a ``share`` of the step's, came after the step was submitted."""

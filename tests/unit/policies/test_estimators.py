@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from straggle import Abstain, LastMerged, LastOwn, MovingAverage, OptimizerMomentum, Zero
+from straggle.policies.fill_in import FillIn
 
 FIRST, SECOND = torch.tensor([1.0, 2.0]), torch.tensor([5.0, -2.0])
 
@@ -100,3 +101,14 @@ def test_sgds_buffer_is_scaled_to_a_mean(dampening, parameter):
 def test_number_out_of_range_is_refused_with_its_value(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+def test_an_estimator_is_shown_merged_gradients_where_it_observes_them_in_whichever_way():
+    by_attribute, seen = Abstain(), []
+    by_attribute.observe = lambda parameter, gradient, *, merged: seen.append((parameter, gradient, merged))
+    assert not FillIn(Abstain()).reads_merged
+    assert FillIn(LastMerged()).reads_merged
+    fill_in, parameter, gradient = FillIn(by_attribute), nn.Parameter(torch.zeros(1)), torch.ones(1)
+    assert fill_in.reads_merged
+    fill_in.merged(parameter, gradient)
+    assert seen == [(parameter, gradient, True)]
