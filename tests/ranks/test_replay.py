@@ -10,7 +10,7 @@ from torch import nn
 from training import features
 
 from straggle import Carry, ErrorFeedback, LastOwn, LateHandling
-from straggle.merge.replay import Decision
+from straggle.merge.replay import Decision, Recording
 from straggle.observe.recording import DecisionWriter, read_recording
 
 STEPS = 30
@@ -106,3 +106,22 @@ def test_writer_that_goes_on_keeps_the_steps_before_and_drops_the_ones_after(tmp
     recording = read_recording(path)
     assert [decision.num_gradients for decision in recording.decisions] == [1, 1, 1, 7]
     assert recording.order == (0,)
+
+
+def take_as_recorded(_rank):
+    """Computed shares of both stages, in steps in which the stand-in had submitted two, one and no gradient."""
+    module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 2, bias=False))
+    reached = []
+    with staged(module, stages=2) as model:
+        taken = enumerate(((2, 1), (1, 0), (0, 0)))
+        model.replay(Recording((), (), tuple(Decision(step, num, None, True, over) for step, (num, over) in taken)))
+        for _ in range(3):
+            with model.step():
+                model(features(0, 0)).square().mean().backward()
+            module.zero_grad()
+            reached.append((model.last_report.ranks[0].stages, model.last_decision.num_gradients))
+    return reached
+
+
+def test_gradients_that_came_too_late_in_the_recorded_run_are_not_merged_in_its_replay():
+    assert run_ranks(take_as_recorded, 1) == [[((1.0, 1.0), 2), ((1.0, 0.0), 1), ((0.0, 0.0), 0)]]
