@@ -269,6 +269,21 @@ def run_example(*command: str) -> str:
     return done.stdout
 
 
+STAGED_PAGE = (ROOT / "docs" / "staged-backward.md").read_text()
+PROGRAMS = re.findall(r"^```python\n(.*?)^```\n\n^```text\n(.*?)^```$", STAGED_PAGE, re.MULTILINE | re.DOTALL)
+TITLES = [title for title in re.findall(r"^## (.*)$", STAGED_PAGE, re.MULTILINE) if title != "Limits"]
+
+
+@pytest.mark.parametrize(("program", "text"), PROGRAMS, ids=TITLES)
+def test_program_of_the_page_prints_what_stands_under_it(program: str, text: str) -> None:
+    """In a process of its own, as a reader runs it: one of them counts all tensors of the process."""
+    assert run_example("-c", program) == text
+
+
+def test_every_python_block_of_the_page_has_its_text_under_it() -> None:
+    assert len(PROGRAMS) == len(TITLES) == STAGED_PAGE.count("```python") == STAGED_PAGE.count("```text")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.name)
 def test_example_runs_on_two_ranks_and_the_slow_one_is_late(example: Path) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import io
-import re
 import threading
 import weakref
 from pathlib import Path
@@ -14,29 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from clock import Clock, paced
-from repository import ROOT
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import Tied, features, grads, mlp
 
 from straggle import LastMerged, LastOwn, MovingAverage, OptimizerMomentum, StagedBackward, Zero
 
-PAGE = (ROOT / "docs" / "staged-backward.md").read_text()
-PROGRAMS = re.findall(r"^```python\n(.*?)^```\n\n^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-TITLES = [title for title in re.findall(r"^## (.*)$", PAGE, re.MULTILINE) if title != "Limits"]
 LAYERS = ["0", "2", "4"]  # the modules of mlp() that have parameters; backward finishes them from the right
-
-
-@pytest.mark.parametrize(("program", "text"), PROGRAMS, ids=TITLES)
-def test_program_of_the_page_prints_what_stands_under_it(program, text):
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(program, "program", "exec"), {"__name__": "__main__"})
-    assert printed.getvalue() == text
-
-
-def test_every_python_block_of_the_page_has_its_text_under_it():
-    assert len(PROGRAMS) == len(TITLES) == PAGE.count("```python") == PAGE.count("```text")
 
 
 # -- what the tests share
