@@ -11,6 +11,7 @@ from cpu_time import used_s
 
 TESTS = Path(__file__).parent
 LEVELS = ("unit", "ranks", "commands", "cluster", "docs")
+PROCESSES = ("ranks", "commands", "cluster")  # a busy machine may starve one: tried a second time, and listed
 LIMIT_S = 5.0  # of CPU
 
 
@@ -20,6 +21,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if level not in LEVELS:
             raise pytest.UsageError(f"{item.path}: a test lies in one of the folders {', '.join(LEVELS)} of tests/")
         item.add_marker(level)
+        if level in PROCESSES:
+            item.add_marker(pytest.mark.flaky(reruns=1))
     if hasattr(config, "workerinput"):  # so that nothing long is left for the end, when the other processes are idle
         cluster = {item.path for item in items if item.get_closest_marker("docker")}  # the longest of all
         slow = Counter(item.path for item in items if item.get_closest_marker("slow"))

@@ -482,12 +482,12 @@ def train_in(rank, namespaces, folder, *arguments):
 @pytest.mark.slow
 def test_slow_link_makes_merges_slow_and_nobody_late(slow_network, tmp_path):
     deadline_s = 0.2
-    results = run_ranks(train_in, 3, slow_network, tmp_path, 8, [], deadline_s, LateHandling(grace_s=0.0))
+    results = run_ranks(train_in, 3, slow_network, tmp_path, 14, [], deadline_s, LateHandling(grace_s=0.0))
     check_replicas_and_counters(results)
     reports = reports_of(results)[2:]
     assert all(report.seconds > deadline_s for report in reports)
     late = [report.step for report in reports if report.late_ranks]
-    assert len(late) <= 1  # on a busy machine; if merging counted, it would be late in all of them
+    assert len(late) <= len(reports) // 2  # on a busy machine; if merging counted, it would be late in all of them
 
 
 @pytest.mark.slow

@@ -210,7 +210,7 @@ def train_slowly(rank, max_lag):
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
     late_handling = LateHandling(grace_s=0.0, max_lag=max_lag)
     reports = []
-    with staged(module, deadline=FixedDeadline(0.2), late_handling=late_handling, estimator=Carry(), stages=3) as model:
+    with staged(module, deadline=FixedDeadline(1.0), late_handling=late_handling, estimator=Carry(), stages=3) as model:
         for number in range(10):
             goes_on[0] = (rank, number) == (1, 3)
             if number == 6:
@@ -218,7 +218,7 @@ def train_slowly(rank, max_lag):
             with model.step():
                 loss = model(features(rank, number)).square().mean()
                 if goes_on[0]:
-                    time.sleep(0.4)  # longer than its deadline, in which rank 0 is done
+                    time.sleep(1.3)  # longer than its deadline, in which rank 0 is done
                 loss.backward()
             reports.append(model.last_report)
             if rank == 0:
