@@ -40,9 +40,11 @@ class _Flat:
     """The ``gradients`` of one bucket that share a dtype and a device; ``tail``: their weights and presence flags.
 
     The tail is fp32 or finer. It lies at the end of the gradients' buffer where that is, and travels in one message.
+    ``lengths``: of the gradients' places, on the device.
     """
 
     parameters: tuple[int, ...]
+    lengths: Tensor
     gradients: Tensor
     tail: Tensor
     messages: tuple[Tensor, ...]
@@ -68,7 +70,7 @@ class StageBuffers:
         self._world_size = world_size
         self._drop_nonfinite = drop_nonfinite
         self._num_changes = num_changes
-        self._nonfinite: float | Tensor = 0.0  # parameters of this rank that were left out so far
+        self._finite: list[Tensor] = []  # which of this rank's gradients were, for the buckets that were looked at
         self._rank = -1  # whose row was written
         self._scale = torch.tensor(1 / world_size)  # a tensor, because a number is made into one at each call
         self.views: list[Tensor] = [torch.empty(0)] * len(parameters)
@@ -82,7 +84,7 @@ class StageBuffers:
 
     def begin(self) -> None:
         """A new step begins."""
-        self._nonfinite = 0.0
+        self._finite = []
 
     def accumulate(self, index: int, gradient: Tensor, *, add: bool, weight: float = 1.0) -> None:
         """Write ``weight * gradient`` of parameter ``index``, or add it to what is there."""
@@ -127,22 +129,27 @@ class StageBuffers:
             if self._drop_nonfinite:
                 self._leave_out_nonfinite(flat)
             if flat is self._buckets[-1][-1]:
-                self.rows[self._rank, NONFINITE] = self._nonfinite
+                self.rows[self._rank, NONFINITE] = (~torch.cat(self._finite)).sum() if self._finite else 0.0
             works += [dist.all_reduce(message, group=group, async_op=True) for message in flat.messages]
         return works
 
     def _leave_out_nonfinite(self, flat: _Flat) -> None:
         """Make zeros with weight 0 of gradients that have elements which are not finite."""
-        # one pass over the entire bucket is enough on the CPU; a device is not waited for
-        if not flat.gradients.is_cuda and math.isfinite(flat.gradients.sum(dtype=torch.float32).item()):
-            return
-        views, count = [self.views[index] for index in flat.parameters], len(flat.parameters)
-        finite = torch.stack([torch.isfinite(view).all() for view in views])
-        for view, fine in zip(views, finite, strict=True):
-            view.masked_fill_(~fine, 0.0)
-        flat.tail[:count] *= finite.to(flat.tail)
-        flat.tail[count:] *= finite.to(flat.tail)
-        self._nonfinite = self._nonfinite + (~finite).sum()
+        views = [self.views[index] for index in flat.parameters]
+        if flat.gradients.is_cuda:
+            # without waiting for the device, and with few kernels; NaN is not less than infinity either
+            finite = torch.stack(torch._foreach_norm(views, math.inf)) < math.inf
+            flat.gradients.nan_to_num_(0.0, 0.0, 0.0)
+            flat.gradients.mul_(finite.repeat_interleave(flat.lengths, output_size=len(flat.gradients)))
+        else:
+            # one pass over the entire bucket is enough
+            if math.isfinite(flat.gradients.sum(dtype=torch.float32).item()):
+                return
+            finite = torch.stack([torch.isfinite(view).all() for view in views])
+            for view, fine in zip(views, finite, strict=True):
+                view.masked_fill_(~fine, 0.0)
+        flat.tail.view(2, -1).mul_(finite)
+        self._finite.append(finite)
 
     def normalize(self) -> list[Share]:
         """After all merges: scale each gradient to the weighted mean, in place, and say what is in it."""
@@ -169,6 +176,7 @@ class StageBuffers:
             for index in members:
                 starts.append(end)
                 end += -(-parameters[index].numel() // _ALIGN) * _ALIGN
+            lengths = torch.tensor([*starts, end], device=device).diff()
             exact = dtype in (torch.float32, torch.float64)
             extra = [2 * len(members), num_rows if position == len(alike) - 1 else 0]
             data = torch.zeros(end + (sum(extra) if exact else 0), dtype=dtype, device=device)
@@ -176,7 +184,7 @@ class StageBuffers:
             for index, start in zip(members, starts, strict=True):
                 self.views[index] = _view(data, start, parameters[index])
             messages = (data,) if exact else (data, numbers)
-            flats.append(_Flat(tuple(members), data[:end], numbers[: extra[0]], messages))
+            flats.append(_Flat(tuple(members), lengths, data[:end], numbers[: extra[0]], messages))
             self.rows = numbers[extra[0] :]
         return flats
 
