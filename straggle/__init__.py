@@ -16,6 +16,7 @@ from straggle.backward.staged import BackwardStep, FinishedStage, StagedBackward
 from straggle.backward.stages import BalancedByTime
 from straggle.merge.channel import PeerFailed
 from straggle.merge.options import Merge
+from straggle.merge.view import Elastic
 from straggle.observe.watch import Watch, watch
 from straggle.parallel import StagedDataParallel
 from straggle.policies.auto_deadline import AutoDeadline
@@ -59,6 +60,7 @@ __all__ = [
     "Deadline",
     "DeadlineReached",
     "DropBudget",
+    "Elastic",
     "ErrorFeedback",
     "Estimate",
     "Estimator",

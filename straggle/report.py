@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 Phase = Literal["outside", "data", "forward", "backward"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-Cause = Literal["outside", "data", "forward", "backward", "error", "skipped"]
+Cause = Literal["outside", "data", "forward", "backward", "error", "skipped", "members"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
@@ -34,7 +34,9 @@ class RankReport:
     user gave its step (``step.weight``; 1 otherwise). ``nonfinite`` is how many of its parameters' gradients were left
     out because they had elements that were not finite. A rank that was not late, but whose gradients are missing, has a
     ``cause``, too: "error" where a backward pass ended in an error that the loop caught, "skipped" where the block was
-    left without a backward pass. ``weights`` is the weight in the merge of all that the rank submitted for each stage,
+    left without a backward pass, "members" where a merge that was on its way was lost as another rank left (`Elastic`).
+    ``absent``: it is no member at present. ``weights`` is the weight in the merge of all that the rank submitted for
+    each stage,
     including estimates and supplements. Without these it is ``weight`` times ``stages``.
     """
 
@@ -56,6 +58,7 @@ class RankReport:
     weight: float = 1.0
     nonfinite: int = 0
     weights: tuple[float, ...] = ()
+    absent: bool = False
 
 
 @dataclass(frozen=True)
