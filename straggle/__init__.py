@@ -44,7 +44,7 @@ from straggle.policies.history import History, Progress
 from straggle.policies.supplements import Carry, ErrorFeedback, Supplement, SupplementingEstimator
 from straggle.policies.wrappers import Anneal, DropBudget, Shadow
 from straggle.rebalance import Rebalance
-from straggle.report import BackwardReport, RankReport, ShadowReport, StageReport, StageTime, StepReport
+from straggle.report import BackwardReport, MembersReport, RankReport, ShadowReport, StageReport, StageTime, StepReport
 from straggle.sampler import RequeueSampler
 from straggle.step import Step
 from straggle.version import __version__ as __version__
@@ -72,6 +72,7 @@ __all__ = [
     "LastOwn",
     "LateHandling",
     "MedianDeadline",
+    "MembersReport",
     "Merge",
     "MovingAverage",
     "NextDeadline",

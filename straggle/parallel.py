@@ -53,7 +53,7 @@ from straggle.policies.deadline import Deadline, LateHandling, WaitForAll, as_de
 from straggle.policies.estimators import Abstain, Estimator
 from straggle.policies.fill_in import FillIn
 from straggle.policies.history import History
-from straggle.report import StepReport
+from straggle.report import MembersReport, StepReport
 from straggle.step import Step
 from straggle.version import __version__
 
@@ -103,6 +103,8 @@ class StagedDataParallel(nn.Module):
         self._own_group = process_group is not None and process_group is not dist.group.WORLD
         self._last_record: StepRecord | None = None
         self._step_hooks: OrderedDict[int, Callable[[StepRecord], None]] = OrderedDict()
+        self._members_hooks: OrderedDict[int, Callable[[MembersReport], None]] = OrderedDict()
+        self._last_members_report: MembersReport | None = None
         self._of_the_job: frozenset[str] = frozenset()  # attributes that no copy has; none yet
         self._join_job(process_group)
 
@@ -145,6 +147,7 @@ class StagedDataParallel(nn.Module):
         if elastic is not None:
             self._regrouping = Regrouping(elastic, self._coordinator)
             self._healing = Healing(elastic, self._coordinator, self._regrouping, module)
+            self._regrouping.on_changed = partial(_members_changed, weakref.ref(self))
             if self._comes_late:
                 self._coordinator.put_out()
         device = self._parameters_list[0].device
@@ -209,7 +212,7 @@ class StagedDataParallel(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the module and the options: it is in no step, and joins the job when its own first step begins."""
         state = {name: value for name, value in self.__dict__.items() if name not in self._of_the_job}
-        return {**state, "_last_record": None, "_step_hooks": OrderedDict(), "_of_the_job": frozenset()}
+        return {**state, "_last_record": None, **_of_no_job(), "_of_the_job": frozenset()}
 
     def __getattr__(self, name: str) -> Any:
         if name in INSTEAD:
@@ -325,6 +328,17 @@ class StagedDataParallel(nn.Module):
         """
         handle = RemovableHandle(self._step_hooks)
         self._step_hooks[handle.id] = hook
+        return handle
+
+    @property
+    def last_members_report(self) -> MembersReport | None:
+        """How the members changed last; ``None`` where they have not, or cannot (`Elastic`)."""
+        return self._last_members_report
+
+    def register_members_hook(self, hook: Callable[[MembersReport], None]) -> RemovableHandle:
+        """Call ``hook(report)`` when members have left or come in, on a thread of the library's, on every member."""
+        handle = RemovableHandle(self._members_hooks)
+        self._members_hooks[handle.id] = hook
         return handle
 
     @property
@@ -563,6 +577,17 @@ def _watch_optimizers(model: StagedDataParallel) -> list[RemovableHandle]:
             owner._num_stepped += 1
 
     return around_steps(model._parameters_list, before, after)
+
+
+def _of_no_job() -> dict[str, Any]:
+    return {"_step_hooks": OrderedDict(), "_members_hooks": OrderedDict(), "_last_members_report": None}
+
+
+def _members_changed(reference: weakref.ref[StagedDataParallel], report: MembersReport) -> None:
+    if (owner := reference()) is not None:
+        owner._last_members_report = report
+        for hook in tuple(owner._members_hooks.values()):
+            hook(report)
 
 
 def _close(

@@ -131,6 +131,24 @@ class StepReport:
 
 
 @dataclass(frozen=True)
+class MembersReport:
+    """How the members of a job changed, as one rank came through it (`Elastic`).
+
+    ``generation`` counts the changes; ``ranks`` are the members from here on, of ``world_size`` that the job was
+    started with. ``left`` and ``joined`` say why, by rank. ``step`` is the one that was being merged, and ``seconds``
+    how long this rank had no members to merge with, from when it knew of the change.
+    """
+
+    generation: int
+    step: int
+    ranks: tuple[int, ...]
+    world_size: int
+    left: Mapping[int, str] = field(default_factory=dict)
+    joined: Mapping[int, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
 class StageTime:
     """One stage of a step: its size, its backward seconds over all passes, and how many passes finished it."""
 

@@ -22,6 +22,7 @@ from straggle.merge.groups import GlooGroup, Groups, is_over
 from straggle.merge.membership import MembersChanged, Membership, TooFewRanks
 from straggle.merge.store import check_answers, connect_all, default_store
 from straggle.merge.view import Elastic, Progress, Repair, View, progress_length, repair
+from straggle.report import MembersReport
 
 _SLICE_S = 0.02
 _FORM_S = 20.0  # for the members of a view to meet
@@ -193,6 +194,7 @@ class Regrouping:
         self._closing = False
         self._asked = False
         self.on_joined: Callable[[View], None] | None = None  # this rank was let in
+        self.on_changed: Callable[[MembersReport], None] | None = None
         self._thread = threading.Thread(target=self._run, name="straggle-regrouping", daemon=True)
 
     def start(self, num_buckets: int) -> None:
@@ -254,13 +256,18 @@ class Regrouping:
                 self.on_joined(view)
         except MembersChanged:
             return
-        _log.info(
-            "rank %d: generation %d, ranks %s, after %.3f s",
-            self._channel.rank,
-            view.generation,
-            list(view.ranks),
-            time.monotonic() - began_at,
-        )
+        if self.on_changed is not None:
+            self.on_changed(
+                MembersReport(
+                    view.generation,
+                    membership.step,
+                    view.ranks,
+                    membership.world_size,
+                    left={change.rank: change.reason for change in view.changes if not change.joined},
+                    joined={change.rank: change.reason for change in view.changes if change.joined},
+                    seconds=time.monotonic() - began_at,
+                )
+            )
 
     def _regroup(self, view: View, progress: Progress) -> None:
         channel = self._channel

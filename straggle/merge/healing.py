@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from straggle.merge.channel import PeerFailed
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.elastic import ElasticChannel, Regrouping
 from straggle.merge.state_wire import Encoded, encode, receive, send
@@ -66,8 +67,15 @@ class Healing:
 
     def take_first(self) -> None:
         """Of a rank that comes to a running job, before its first step: wait for the state, and go on from there."""
+        until = time.monotonic() + self._channel.give_up_s
         while self._coordinator.absent_until == sys.maxsize or self._arrival is None:
             self._coordinator.check_ended()
+            if time.monotonic() > until:
+                raise PeerFailed(
+                    f"rank {self._channel.rank} has asked to be let in, and the members (ranks "
+                    f"{list(self._membership.view.ranks)}) have not answered within "
+                    f"give_up_s={self._channel.give_up_s:g}"
+                )
             time.sleep(0.01)
         self._take(loaders_too=True)
 
