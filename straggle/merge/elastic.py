@@ -26,6 +26,7 @@ from straggle.report import MembersReport
 
 _SLICE_S = 0.02
 _FORM_S = 20.0  # for the members of a view to meet
+_ASK_AGAIN_S = 2.0
 _OLD_S = 600.0  # after which gloo itself ends what was launched
 _num_models = 0  # that were wrapped so in this process: its models have their corners of the store in this order
 
@@ -42,6 +43,7 @@ class ElasticChannel(Channel):
         self._elastic = elastic
         self._formed: Groups | None = None
         self.generation = -1
+        self.ended: BaseException | None = None  # what ended the job for this rank
         super().__init__(None, give_up_s=give_up_s)
 
     def _meet(self, parent: dist.ProcessGroup) -> str:  # noqa: ARG002
@@ -142,6 +144,8 @@ class ElasticChannel(Channel):
         until = time.monotonic() + (give_up_s or self.give_up_s)
         broke = False
         while self.epoch == epoch:
+            if self.ended is not None:
+                raise self.ended
             try:
                 if not broke and is_over(work, _SLICE_S):
                     return
@@ -192,8 +196,9 @@ class Regrouping:
         self._channel, self._membership, self._led = channel, channel.membership, led
         self._num_buckets = 0
         self._closing = False
-        self._asked = False
+        self._asked_at: float | None = None
         self.on_joined: Callable[[View], None] | None = None  # this rank was let in
+        self.lost_state: Callable[[], str] | None = None  # why the state that it waits for will not come, if so
         self.on_changed: Callable[[MembersReport], None] | None = None
         self._thread = threading.Thread(target=self._run, name="straggle-regrouping", daemon=True)
 
@@ -209,19 +214,23 @@ class Regrouping:
 
     def ask(self) -> None:
         """Ask to be let in."""
-        if not self._asked:
-            self._asked = True
-            self._membership.request_join()
+        self._asked_at = time.monotonic()
+        self._membership.request_join()
 
     def _run(self) -> None:
         try:
             while not self._closing:
+                if self._membership.is_member and self.lost_state is not None and (why := self.lost_state()):
+                    self._membership.leave(why)
                 if self._membership.wait_newer(self._channel.generation, 0.2):
                     self._follow()
-                elif not self._membership.is_member and self._asked:
+                elif not self._membership.is_member and self._asked_at is not None:
                     self._membership.check_refused()
+                    if time.monotonic() - self._asked_at > _ASK_AGAIN_S:  # who heard it may be gone
+                        self.ask()
         except BaseException as error:
             if not self._closing:
+                self._channel.ended = error
                 self._led.end(error)
 
     def _follow(self) -> None:
@@ -232,28 +241,31 @@ class Regrouping:
         view = membership.view
         if view.generation <= self._channel.generation:
             return
+        if len(view.members) < membership.least:
+            raise TooFewRanks(
+                f"rank {self._channel.rank}, step {membership.step}: {len(view.members)} of {membership.world_size} "
+                f"ranks are left ({_changes(view)}), and the job goes on with {membership.least} at least "
+                "(Elastic.min_ranks)"
+            )
         if not membership.is_member:
             self._led.put_out()
             self._channel.generation = view.generation
             if not any(change.rank == self._channel.rank and change.reason == "ended" for change in view.changes):
-                self._asked = False
                 self.ask()
             return
-        if len(view.members) < membership.least:
-            words = _changes(view)
-            raise TooFewRanks(
-                f"rank {self._channel.rank}, step {membership.step}: {len(view.members)} of {membership.world_size} "
-                f"ranks are left ({words}), and the job goes on with {membership.least} at least (Elastic.min_ranks)"
-            )
         began_at = time.monotonic()
         progress = self._led.freeze()
+        joins = progress.step < 0
+        if joins and self._channel.rank not in view.joined:  # it came too late to the view that let it in
+            membership.leave("it was let in, and the members changed before it was ready")
+            return
         try:
             if not self._channel.form(view):
                 return
-            self._regroup(view, progress)
-            if progress.step < 0 and self._channel.rank in view.joined and self.on_joined is not None:
-                self._asked = False
+            if joins and self.on_joined is not None:
+                self._asked_at = None
                 self.on_joined(view)
+            self._regroup(view, progress)
         except MembersChanged:
             return
         if self.on_changed is not None:

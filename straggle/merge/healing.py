@@ -43,7 +43,7 @@ class Healing:
         self._module = module
         self._registered: Mapping[str, Any] = {}
         self._arrival: _Arrival | None = None
-        regrouping.on_joined = self.let_in
+        regrouping.on_joined, regrouping.lost_state = self.let_in, self.lost_state
 
     def register(self, objects: Mapping[str, Any]) -> None:
         """What has a ``state_dict`` and is to be given with the model."""
@@ -57,18 +57,20 @@ class Healing:
         coordinator, step = self._coordinator, self._coordinator.training.step
         if coordinator.gives_state:
             self._give(step)
-        while (begins := coordinator.absent_until) > step:
+        while coordinator.absent_until > step or self._arrival is not None:
             coordinator.check_ended()
-            if begins < sys.maxsize or step < self._membership.furthest_step:
+            arrival, begins = self._arrival, coordinator.absent_until
+            if step < begins and (begins < sys.maxsize or step < self._membership.furthest_step):
                 return  # its peers have made this step without it
-            time.sleep(0.01)
-        if self._arrival is not None and self._arrival.view.step == step:
-            self._take(loaders_too=False)
+            if begins == step and arrival is not None and arrival.state is not None:
+                self._take(arrival.view, arrival.state, loaders_too=False)
+            else:
+                time.sleep(0.005)
 
     def take_first(self) -> None:
         """Of a rank that comes to a running job, before its first step: wait for the state, and go on from there."""
         until = time.monotonic() + self._channel.give_up_s
-        while self._coordinator.absent_until == sys.maxsize or self._arrival is None:
+        while (arrival := self._arrival) is None or arrival.state is None:
             self._coordinator.check_ended()
             if time.monotonic() > until:
                 raise PeerFailed(
@@ -76,12 +78,21 @@ class Healing:
                     f"{list(self._membership.view.ranks)}) have not answered within "
                     f"give_up_s={self._channel.give_up_s:g}"
                 )
-            time.sleep(0.01)
-        self._take(loaders_too=True)
+            time.sleep(0.005)
+        self._take(arrival.view, arrival.state, loaders_too=True)
 
     def let_in(self, view: View) -> None:
         """This rank is a member again, from ``view.step`` on; called by the thread that leads it from view to view."""
         self._arrival = _Arrival(self._channel, view)
+
+    def lost_state(self) -> str:
+        """Why the state that this rank waits for will not come; empty: it may, or it waits for none."""
+        if (arrival := self._arrival) is None or arrival.state is not None:
+            return ""
+        giver, members = arrival.view.giver, self._membership.view.members
+        if members.get(giver) != arrival.view.members[giver]:
+            return f"rank {giver}, which was to send it the state of the job, has left"
+        return f"the state of the job did not come: {arrival.error}" if arrival.error is not None else ""
 
     def _give(self, step: int) -> None:
         began_at = time.monotonic()
@@ -110,23 +121,16 @@ class Healing:
             except (RuntimeError, ValueError) as error:
                 _log.warning("rank %d could not send its state to rank %d: %s", self._channel.rank, rank, error)
 
-    def _take(self, *, loaders_too: bool) -> None:
-        """Load what arrived; ``loaders_too``: the loop has not begun, so what it iterates over begins there as well."""
-        arrival, self._arrival = self._arrival, None
-        assert arrival is not None
-        while arrival.state is None and arrival.error is None:
-            self._coordinator.check_ended()
-            time.sleep(0.002)
-        if arrival.state is None:
-            raise RuntimeError(f"rank {self._channel.rank}: the state of the job did not come: {arrival.error}")
-        state = arrival.state
+    def _take(self, view: View, state: Mapping[str, Any], *, loaders_too: bool) -> None:
+        """Go on from a state; ``loaders_too``: what the loop iterates over begins there as well."""
+        self._arrival = None
         self._module.load_state_dict(state["module"])
         for name, own in state["registered"].items():
             value = self._registered.get(name)
             if value is not None and (loaders_too or not hasattr(value, "__iter__")):
                 value.load_state_dict(own)
-        self._coordinator.healed(arrival.view.step, History.from_tensors(state["history"]), state["deadline_s"])
-        _log.warning("rank %d takes part again from step %d on", self._channel.rank, arrival.view.step)
+        self._coordinator.healed(view.step, History.from_tensors(state["history"]), state["deadline_s"])
+        _log.warning("rank %d takes part again from step %d on", self._channel.rank, view.step)
 
 
 class _Arrival:

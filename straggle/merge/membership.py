@@ -143,6 +143,8 @@ class Membership:
         store, view = self._store(), self.view
         new = {rank: own for rank, own in self.wanted.items() if view.members.get(rank) != own}
         self.wanted = {}
+        for rank in new:  # or it would be let in again, by the next leader, when it has left and does not ask
+            store.delete_key(f"join/{rank}")
         self._propose(store, view, view.with_joined(new, step=step, giver=self.rank))  # even for none: all wait for it
 
     def leave(self, reason: str) -> None:
