@@ -85,8 +85,8 @@ class ElasticChannel(Channel):
         def meet() -> None:
             try:
                 for name in ("gradients", "control"):
-                    corner = self.membership.corner(f"generation/{view.generation}/{name}")
-                    made.append(GlooGroup(self.membership.connection(corner), place, size, limit_s, _OLD_S))
+                    with self.membership.connection(f"generation/{view.generation}/{name}") as store:
+                        made.append(GlooGroup(store, place, size, limit_s, _OLD_S))
             except RuntimeError as error:
                 _log.info("rank %d: generation %d was not formed: %s", self.rank, view.generation, error)
 

@@ -56,9 +56,8 @@ class GlooGroup:
     """
 
     def __init__(self, store: Any, place: int, size: int, form_s: float, limit_s: float) -> None:
-        store.set_timeout(timedelta(seconds=form_s))
-        self._group: Any = dist.ProcessGroupGloo(store, place, size, timedelta(seconds=form_s))
-        self._group._set_default_timeout(timedelta(seconds=limit_s))
+        self._group = gloo_group(store, place, size, form_s)
+        self._group.set_timeout(timedelta(seconds=limit_s))
         self._works: list[dist.Work] = []
 
     def all_reduce(self, tensor: Tensor) -> dist.Work:
@@ -82,6 +81,18 @@ class GlooGroup:
             self._works = [running for running in self._works if not running.is_completed()]
         self._works.append(work)
         return work
+
+
+def gloo_group(store: Any, place: int, size: int, form_s: float) -> Any:
+    """A gloo process group by itself. Raises ``RuntimeError`` where not all come within ``form_s``.
+
+    All connections are made at once, whatever TORCH_GLOO_LAZY_INIT says: a member that is missing is to be seen here.
+    """
+    kind: Any = dist.ProcessGroupGloo
+    options = kind._Options()
+    options._devices, options._timeout = [kind.create_default_device(lazy_init=False)], timedelta(seconds=form_s)
+    store.set_timeout(timedelta(seconds=form_s))
+    return kind(store, place, size, options)
 
 
 @dataclass(frozen=True)

@@ -12,15 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from straggle.merge.channel import PeerFailed
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.elastic import ElasticChannel, Regrouping
+from straggle.merge.groups import gloo_group
 from straggle.merge.state_wire import Encoded, encode, receive, send
 from straggle.merge.view import View
 from straggle.policies.history import History
@@ -156,7 +155,5 @@ class _Arrival:
 
 def _pair(channel: ElasticChannel, view: View, rank: int, *, place: int) -> Any:
     """A group of the giver, at place 0, and of one newcomer."""
-    membership = channel.membership
-    store = membership.connection(membership.corner(f"state/{view.generation}/{rank}"))
-    store.set_timeout(timedelta(seconds=_SEND_S))
-    return dist.ProcessGroupGloo(store, place, 2, timedelta(seconds=_SEND_S))
+    with channel.membership.connection(f"state/{view.generation}/{rank}") as store:
+        return gloo_group(store, place, 2, _SEND_S)

@@ -6,6 +6,7 @@ said here lies in a corner of the job's store that is the same for all incarnati
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -13,7 +14,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -83,6 +84,7 @@ class Membership:
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="straggle-heartbeat", daemon=True)
         self._local = threading.local()
+        self._idle: list[Any] = []  # connections; appending and popping are atomic
 
     # -- any thread
 
@@ -195,9 +197,18 @@ class Membership:
         """Read the view now."""
         self._saw(self._read(self._store()))
 
-    def connection(self, corner: str) -> Any:
-        """A connection of its own to a corner of the store."""
-        return dist.PrefixStore(corner, self._connect())  # type: ignore[attr-defined]
+    @contextlib.contextmanager
+    def connection(self, corner: str) -> Iterator[Any]:
+        """A connection to a corner of the store that no other thread uses meanwhile.
+
+        It is kept for the next one: making one takes seconds where a name server does not answer.
+        """
+        try:
+            store = self._idle.pop()
+        except IndexError:
+            store = self._connect()
+        yield dist.PrefixStore(self.corner(corner), store)  # type: ignore[attr-defined]
+        self._idle.append(store)
 
     def publish(self, key: str, word: str) -> None:
         """Leave a word for all incarnations."""
