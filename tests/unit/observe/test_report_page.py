@@ -273,7 +273,7 @@ def test_report_that_fails_does_not_fail_the_run(
         raise error
 
     monkeypatch.setattr("straggle.observe.page.page.write_report", fail)
-    train._write_report(tmp_path)
+    train.write_page(tmp_path)
     (record,) = caplog.records
     assert record.getMessage().startswith("no report: ")
     assert "\n" not in record.getMessage()
