@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_command, run_ranks
 from repository import ROOT
 from torch import nn
 
@@ -215,8 +215,7 @@ def test_every_field_of_a_trace_is_documented(record: type) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "file"), [("train", "summary.json"), ("compare", "compare.json")])
 def test_file_of_a_run_has_the_documented_fields(command: str, file: str, tmp_path: Path) -> None:
-    keys = ["workload=digits", "steps=3", "faults=none", f"run_dir={tmp_path}"]
-    subprocess.run([sys.executable, "-m", "straggle", command, *keys], cwd=tmp_path, env=environment(), check=True)
+    run_command(command, 1, "workload=digits", "steps=3", "faults=none", "run_dir=.", folder=tmp_path)
     content = json.loads((tmp_path / file).read_text())
     section = CONFIGURATION.partition(f"### `{file}`")[2].partition("\n### ")[0]
     rows = [line.rpartition(" | ")[0] for line in section.splitlines() if line.startswith("| `")]

@@ -98,11 +98,11 @@ def run_ranks(
     return results
 
 
-def run_command(word: str, world_size: int, *keys: str, folder: Path, timeout_s: float = 240.0) -> str:
+def run_command(word: str, world_size: int, *keys: str, folder: Path, status: int = 0, timeout_s: float = 240.0) -> str:
     """What ``python -m straggle word`` prints, started in ``folder`` on several ranks with these keys.
 
-    With the environment and the store that torchrun's agent gives them. A rank that does not end with status 0, or not
-    in ``timeout_s``, fails the test at once, with what all have printed.
+    With the environment and the store that torchrun's agent gives them. A rank that does not end with ``status``, or
+    not in ``timeout_s``, fails the test at once, with what all have printed.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as logs:
@@ -114,16 +114,17 @@ def run_command(word: str, world_size: int, *keys: str, folder: Path, timeout_s:
         try:
             for process in ranks:
                 process.start()
-            running = list(ranks)
-            while running and not any(process.exitcode for process in ranks) and time.monotonic() < until:
+            running, failed = list(ranks), False
+            while running and not failed and time.monotonic() < until:
                 wait([process.sentinel for process in running], until - time.monotonic())
+                failed = any(process.exitcode not in (None, status) for process in ranks)
                 running = [process for process in running if process.is_alive()]
         finally:
             for process in ranks:
                 process.kill()
                 process.join()
         printed = "".join(path.read_text() for path in sorted(Path(logs).iterdir()))
-    assert {process.exitcode for process in ranks} == {0}, printed
+    assert {process.exitcode for process in ranks} == {status}, printed
     return printed
 
 
