@@ -208,7 +208,7 @@ def _command_main(
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())
     sys.argv = ["straggle", *keys]
-    importlib.import_module(f"straggle.commands.{word}").main()
+    sys.exit(importlib.import_module(f"straggle.commands.{word}").main())
 
 
 def _rank_main(
