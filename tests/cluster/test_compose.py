@@ -310,7 +310,7 @@ def test_cluster_trains_is_scraped_survives_and_stops(cluster: Cluster, record_p
     check_page(f"http://127.0.0.1:{cluster.port}/consoles/straggle.html?range=300")
     cluster.limit(slow, None)
     record_property("seconds_to_its_end", cluster.wait("its end", lambda: cluster.num_alerts(slow) == 0, 300.0))
-    cluster.wait_for_more_steps(20)
+    cluster.wait_for_more_steps(5)
 
     # a loaded engine sometimes cannot freeze a busy container at once
     cluster.wait("the victim to be frozen", lambda: works("docker", "pause", victim), 60.0)
