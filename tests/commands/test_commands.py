@@ -219,7 +219,7 @@ def test_wrong_key_ends_the_command_with_one_message_and_no_traceback() -> None:
 
 @pytest.mark.slow
 def test_training_writes_its_files_and_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
-    keys = (*TINY, "faults=none", "deadline=none", "estimator=moving_average")
+    keys = (*TINY, "faults=none", "deadline=none", "estimator=moving_average", "metrics=none", "report=false")
     run_command("train", 2, *keys, "steps=8", "run_dir=whole", folder=tmp_path)
     run_command("train", 2, *keys, "steps=5", "run_dir=parts", folder=tmp_path)
     run_command("train", 2, *keys, "steps=8", "run_dir=parts", "resume=true", folder=tmp_path)
