@@ -81,10 +81,10 @@ class Agent:
                 self._process.terminate()
 
     def kill(self) -> None:
-        """End the worker and what it has started."""
+        """End the worker; its agent then ends what it had started."""
         with self._lock:
-            if self._process is not None and self._process.returncode is None:
-                _kill_group(self._process.pid)
+            if self._process is not None:
+                self._process.kill()
 
     # -- the agent's thread
 

@@ -117,7 +117,8 @@ def _launcher(given: argparse.Namespace, endpoint: Endpoint, store: JobStore, ev
     run_id = given.rdzv_id or (str(uuid.uuid4()) if given.nnodes == 1 else "none")  # as torchrun does
     command = (sys.executable, "-u", *(["-m"] if given.module else []), given.script, *given.arguments)
     job = Job(given.nproc_per_node, given.nnodes, given.node_rank, endpoint, run_id, given.max_restarts)
-    inherited = {SECRET: secrets.token_hex(16), **os.environ}  # drawn once for all workers
+    secret = os.environ.get(SECRET) or secrets.token_hex(16)  # one for all workers
+    inherited = {**os.environ, SECRET: secret}
     rules = RestartRules(given.max_restarts, given.restart_delay_s)
     log_dir, pids_dir = _folder(given.log_dir), _folder(_pids_dir(given))
     workers = [

@@ -24,6 +24,7 @@ from torch.distributed import TCPStore
 from straggle.merge import agents
 from straggle.merge.agents import DO_NOT_RESTART, Exited
 
+LIMIT_S = 60.0  # for what takes a tenth of a second, or never comes
 # of torchrun's own: where its `record` leaves errors, the signals of its own processes, and a name for this machine
 ONLY_TORCHRUN = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
 OF_THE_STORE = {"MASTER_ADDR", "MASTER_PORT"}
@@ -58,8 +59,10 @@ def launched(folder: Path, body: str, *options: object, **environment: str) -> I
 
 
 def wait_until(job: Started, condition: Callable[[], Any]) -> None:
+    until = time.monotonic() + LIMIT_S
     while not condition():
         assert job.process.is_alive(), job.log.read_text()
+        assert time.monotonic() < until, job.log.read_text()
         time.sleep(0.01)
 
 
@@ -89,6 +92,16 @@ def alive(pid: int) -> bool:
         return False
 
 
+def wait_for_end(pid: int) -> None:
+    """Of a process that somebody has ended; fails the test, and ends it, if nobody has."""
+    until = time.monotonic() + LIMIT_S
+    while alive(pid):
+        if time.monotonic() > until:
+            os.kill(pid, signal.SIGKILL)
+            raise AssertionError(f"process {pid} still runs")
+        time.sleep(0.01)
+
+
 # -- the environment
 
 
@@ -116,12 +129,12 @@ def test_workers_share_a_secret_that_is_drawn_for_each_job(tmp_path: Path) -> No
     for name in ("one", "two"):
         folder = tmp_path / name
         folder.mkdir()
-        with launched(folder, "", "--nproc-per-node", 2) as job:
+        with launched(folder, "", "--nproc-per-node", 2, STRAGGLE_JOB_SECRET="") as job:
             assert job.status() == 0
         drawn = {json.loads(left(folder, "environment", rank))["STRAGGLE_JOB_SECRET"] for rank in range(2)}
         assert len(drawn) == 1
         assert re.fullmatch("[0-9a-f]{32}", *drawn)
-        assert drawn.isdisjoint({job.log.read_text()})
+        assert min(drawn) not in job.log.read_text()
         secrets += drawn
     assert secrets[0] != secrets[1]
 
@@ -260,13 +273,24 @@ def test_told_to_end_it_lets_workers_save_and_leaves_no_process(tmp_path: Path) 
         os.kill(job.pid, signal.SIGTERM)
         assert job.status() == 128 + signal.SIGTERM
     assert (tmp_path / "saved.0.0").exists()
-    left_over = [left(tmp_path, "pid", 0), left(tmp_path, "pid", 1), left(tmp_path, "loader", 1)]
-    assert [pid for pid in left_over if alive(int(pid))] == []
+    assert "started again" not in job.log.read_text()
+    for pid in (left(tmp_path, "pid", 0), left(tmp_path, "pid", 1), left(tmp_path, "loader", 1)):
+        wait_for_end(int(pid))
     assert [starts(tmp_path, rank) for rank in range(2)] == [1, 1]
 
 
+def test_told_twice_to_end_it_does_not_wait_for_its_workers(tmp_path: Path) -> None:
+    with launched(tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAITS, "--grace-s=1000") as job:
+        wait_for(job, tmp_path, "pid.0.0")
+        os.kill(job.pid, signal.SIGTERM)
+        wait_until(job, lambda: "SIGTERM" in job.log.read_text())
+        os.kill(job.pid, signal.SIGINT)
+        assert job.status() == 128 + signal.SIGTERM
+    wait_for_end(int(left(tmp_path, "pid", 0)))
+
+
 def test_told_to_end_between_two_starts_it_starts_nothing(tmp_path: Path) -> None:
-    with launched(tmp_path, "sys.exit(1)", "--restart-delay-s=30") as job:
+    with launched(tmp_path, "sys.exit(1)", "--restart-delay-s=30", "--grace-s=1000") as job:
         wait_until(job, lambda: "started again in 30 s" in job.log.read_text())
         os.kill(job.pid, signal.SIGINT)
         assert job.status() == 128 + signal.SIGINT
@@ -277,11 +301,10 @@ def test_told_to_end_between_two_starts_it_starts_nothing(tmp_path: Path) -> Non
 def test_worker_does_not_outlive_a_launcher_that_was_killed(tmp_path: Path) -> None:
     with launched(tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAITS) as job:
         wait_for(job, tmp_path, "pid.0.0")
+        pid = int(left(tmp_path, "pid", 0))
         os.kill(job.pid, signal.SIGKILL)
         assert job.status() == -signal.SIGKILL
-        pid = int(left(tmp_path, "pid", 0))
-        while alive(pid):
-            time.sleep(0.01)
+        wait_for_end(pid)
 
 
 # -- files
