@@ -82,7 +82,8 @@ def answer(path: Path) -> Answer:
     timings = read_timings(path)
     run_dir = timings.source.parent
     slowness = find_slow_ranks(timings)
-    found = tuple(gains(timings, None if timings.watched else _late_handling(run_dir), _present(timings, slowness)))
+    late_handling = None if timings.watched else configured_late_handling(run_dir)
+    found = tuple(gains(timings, late_handling, _present(timings, slowness)))
     sentences = tuple[str, ...]()
     if not timings.watched and timings.source.name == "trace.jsonl":
         run = read_run(run_dir)
@@ -99,7 +100,7 @@ def _present(timings: Timings, slowness: Slowness) -> int:
     return first if timings.num_steps - first >= LEAST_STEPS else 0
 
 
-def _late_handling(run_dir: Path) -> LateHandling | None:
+def configured_late_handling(run_dir: Path) -> LateHandling | None:
     """As the run was configured, if that is known; its trace has the times of stages, so stages are the units."""
     path = run_dir / _CONFIG
     try:

@@ -48,12 +48,12 @@ def _scenario(name: str, config: DictConfig, workload: Workload, device: torch.d
     console = Console(quiet=dist.get_rank() != 0, soft_wrap=True)
     for turn, first in enumerate(range(0, config.steps, config.block)):
         steps = min(config.block, config.steps - first)
-        for method in _in_turn(list(methods), turn):
+        for method in in_turn(list(methods), turn):
             methods[method].turn(first, steps)
         times = "  ".join(f"{method} {1e3 * median(timed.step_s[-steps:]):.0f}" for method, timed in methods.items())
         console.print(f"{name} step {first + steps}/{config.steps}, ms: {times}".lstrip(), highlight=False)
     turns = len(methods[REFERENCE].turn_s)
-    _train_on(methods, config.block)
+    train_on(methods, config.block)
     results = {method: MethodResult(timed, gather(timed.job.parameters_sha256())) for method, timed in methods.items()}
     for timed in methods.values():
         timed.job.close()
@@ -68,14 +68,14 @@ def _timed(config: DictConfig, method: str, workload: Workload, device: torch.de
     return TimedJob(build(of_method(config, method), workload, device))
 
 
-def _in_turn(methods: list[str], turn: int) -> list[str]:
+def in_turn(methods: list[str], turn: int) -> list[str]:
     """The methods' order changes from turn to turn, so that a drift of the machine's speed affects all of them."""
     first = turn % len(methods)
     order = methods[first:] + methods[:first]
     return order[::-1] if turn // len(methods) % 2 else order
 
 
-def _train_on(methods: dict[str, TimedJob], block: int) -> None:
+def train_on(methods: dict[str, TimedJob], block: int) -> None:
     """Let each method reach DDP's final validation loss, or use up a quarter more than DDP's seconds."""
     reference = methods[REFERENCE]
 

@@ -78,7 +78,7 @@ def train(config: DictConfig) -> None:
     if not_saved is not None:
         raise not_saved
     if is_first and config.report:
-        _write_report(run_dir)
+        write_page(run_dir)
 
 
 def _resumes(config: DictConfig, checkpoint: Checkpoint) -> bool:
@@ -120,7 +120,7 @@ def _save(checkpoint: Checkpoint, step: int, job: StagedJob) -> NotSaved | None:
     return None
 
 
-def _write_report(run_dir: Path) -> None:
+def write_page(run_dir: Path) -> None:
     """Write the run as a page; what goes wrong with it does not change the run's result."""
     try:
         from straggle.observe.page.page import write_report

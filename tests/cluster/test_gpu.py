@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from training import Stopper
 
-from straggle import StagedBackward
+from straggle import FinishedStage, StagedBackward
 from straggle.lab.workloads.digits import Digits
 from straggle.lab.workloads.text import Text
 from straggle.lab.workloads.workload import Workload
@@ -154,17 +154,20 @@ def test_stage_seconds_are_device_seconds_and_add_up_to_the_whole_pass() -> None
     assert step.report.seconds == pytest.approx(begin.elapsed_time(end) / 1000, rel=0.02)
 
 
-def device_seconds(watched: StagedBackward, module: nn.Module, cut: int | None) -> float:
+def device_seconds(module: nn.Module, cut: int | None) -> float:
     """Device seconds of a pass that is stopped after ``cut`` stages."""
-    seconds = []
+    seconds, finished = [], list[str]()
+
+    def count(stage: FinishedStage) -> None:
+        finished.append(stage.name)
+        if len(finished) == cut:
+            stage.stop()
+
+    watched = StagedBackward(module, stages=8, on_stage=count)
     for _ in range(5):
         loss = module(torch.randn(2048, 2048, device="cuda")).square().mean()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        finished: list[str] = []
-        watched._on_stage = lambda stage, finished=finished: (
-            finished.append(stage.name),
-            stage.stop() if len(finished) == cut else None,
-        )
+        finished.clear()
         torch.cuda.synchronize()
         begin.record()
         watched.backward(loss, budget_s=60.0)
@@ -176,10 +179,8 @@ def device_seconds(watched: StagedBackward, module: nn.Module, cut: int | None) 
 
 
 def test_stopping_at_half_of_the_stages_saves_device_time() -> None:
-    module = deep()
-    watched = StagedBackward(module, stages=8, on_stage=lambda _: None)
-    whole = device_seconds(watched, module, None)
-    assert device_seconds(watched, module, 4) < 0.75 * whole
+    whole = device_seconds(deep(), None)
+    assert device_seconds(deep(), 4) < 0.75 * whole
 
 
 def test_host_is_at_most_one_stage_ahead_of_the_device_when_there_is_a_budget() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,22 @@ needs_browser = pytest.mark.skipif(BINARY is None, reason="no Chromium on this m
 def page() -> Iterator[Page]:
     with browser() as opened:
         yield opened
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The page of each kind of run, written when it is first drawn."""
+
+    @functools.cache
+    def write(name: str) -> Path:
+        folder = tmp_path_factory.mktemp("run")
+        if name == "compare":
+            runs = [write_run(folder / part, slow_run()) for part in ("a_run_with_quite_a_long_name_of_its_own", "b")]
+            return write_report(runs[0], compare=runs[1])
+        odd = {"slow": slow_run, "many ranks": lambda: slow_run(450, 64)}
+        return write_report(write_run(folder, odd[name]() if name in odd else ODD[name]))
+
+    return write
 
 
 OVERLAPS = """[...document.querySelectorAll('.chart')].flatMap(chart => {
@@ -50,14 +67,8 @@ def opened(page: Page, path: Path, **how: Any) -> Page:
     [(390, name) for name in ("slow", "compare", "many ranks", *ODD)]
     + [(1280, name) for name in ("slow", "compare", "many ranks")],
 )
-def test_page_draws_fits_and_loads_nothing(width: int, name: str, page: Page, tmp_path: Path) -> None:
-    if name in ODD:
-        path = write_report(write_run(tmp_path, ODD[name]))
-    elif name == "compare":
-        runs = [write_run(tmp_path / part, slow_run()) for part in ("a_run_with_quite_a_long_name_of_its_own", "b")]
-        path = write_report(runs[0], compare=runs[1])
-    else:
-        path = write_report(write_run(tmp_path, slow_run(900, 64) if name == "many ranks" else slow_run()))
+def test_page_draws_fits_and_loads_nothing(width: int, name: str, page: Page, written: Callable[[str], Path]) -> None:
+    path = written(name)
     opened(page, path, width=width)
     assert page.problems == []
     assert page.requests == [file_url(path)]
@@ -71,8 +82,8 @@ def test_page_draws_fits_and_loads_nothing(width: int, name: str, page: Page, tm
 
 @needs_browser
 @pytest.mark.slow
-def test_pointing_at_a_cell_tells_the_cause(page: Page, tmp_path: Path) -> None:
-    opened(page, write_report(write_run(tmp_path, slow_run())))
+def test_pointing_at_a_cell_tells_the_cause(page: Page, written: Callable[[str], Path]) -> None:
+    opened(page, written("slow"))
     x, y = page.run(
         """(() => { const chart = [...document.querySelectorAll('.chart')].find(c => c.data[0].type === 'heatmap');
         chart.scrollIntoView({ block: 'center' });
@@ -89,8 +100,8 @@ def test_pointing_at_a_cell_tells_the_cause(page: Page, tmp_path: Path) -> None:
 
 @needs_browser
 @pytest.mark.slow
-def test_text_can_be_read_in_light_in_dark_and_on_paper(page: Page, tmp_path: Path) -> None:
-    path = write_report(write_run(tmp_path, slow_run()))
+def test_text_can_be_read_in_light_in_dark_and_on_paper(page: Page, written: Callable[[str], Path]) -> None:
+    path = written("slow")
     ink = "[...new Set([...document.querySelectorAll('.chart .xtick text')].map(t => getComputedStyle(t).fill))]"
     paper = "getComputedStyle(document.body).backgroundColor"
     seen = {}
@@ -105,8 +116,8 @@ def test_text_can_be_read_in_light_in_dark_and_on_paper(page: Page, tmp_path: Pa
 
 @needs_browser
 @pytest.mark.slow
-def test_printed_charts_fit_the_paper_and_fit_the_screen_again(page: Page, tmp_path: Path) -> None:
-    opened(page, write_report(write_run(tmp_path, slow_run())))
+def test_printed_charts_fit_the_paper_and_fit_the_screen_again(page: Page, written: Callable[[str], Path]) -> None:
+    opened(page, written("slow"))
     page.run(
         "window.printed = []; addEventListener('beforeprint', () => { printed ="
         "[...document.querySelectorAll('.chart .main-svg')].map(svg => svg.width.baseVal.value); })"

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
+from ranks import run_command
 from watched import when, write_trace, write_watch
 
 from straggle.advise.answer import answer
@@ -14,18 +13,11 @@ from straggle.advise.gain import candidates
 from straggle.commands.advise import arguments
 
 
-def command(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "straggle", "advise", *map(str, words)], capture_output=True, text=True
-    )
-
-
 @pytest.mark.slow
 def test_command_prints_sentences_or_json(tmp_path):
     write_watch(tmp_path, extra=when(1, range(1000), backward=0.2))
-    told, plain = command(tmp_path), command("json=true", tmp_path)
-    assert "Rank 1 is slow, from the first step on" in told.stdout
-    content = json.loads(plain.stdout)
+    assert "Rank 1 is slow, from the first step on" in run_command("advise", 1, ".", folder=tmp_path)
+    content = json.loads(run_command("advise", 1, "json=true", ".", folder=tmp_path))
     assert content["slow_ranks"][0]["rank"] == 1
     assert content["slow_ranks"][0]["named"] == ["backward"]
     assert {policy["code"] for policy in content["policies"]} == {one.code for one in candidates(4)}
@@ -68,4 +60,4 @@ def test_wrong_input_is_refused_with_the_remedy(tmp_path):
     for words, told in (([], "one PATH"), (["a", "b"], "one PATH"), (["a", "--json"], "options are written key=value")):
         with pytest.raises(ValueError, match=told):
             arguments(words)
-    assert command(tmp_path / "none.jsonl").returncode == 2
+    assert "no such file" in run_command("advise", 1, "none.jsonl", folder=tmp_path, status=2)

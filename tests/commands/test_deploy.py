@@ -47,8 +47,8 @@ for pid in "${pids[@]}"; do wait "$pid" || exit; done
 """
 
 
-def slurm(folder: Path, *keys: str) -> subprocess.CompletedProcess[str]:
-    """Run the batch script as Slurm does on two nodes with two workers each."""
+def slurm(folder: Path, *keys: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the batch script as Slurm does on two nodes, with these variables of the environment."""
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
@@ -57,8 +57,9 @@ def slurm(folder: Path, *keys: str) -> subprocess.CompletedProcess[str]:
     with socket.socket() as listener:  # the script adds 20000
         listener.bind(("127.0.0.1", 0))
         job = listener.getsockname()[1] % 10000
+    own = {name: value for name, value in os.environ.items() if name not in ("WORKERS", "SLURM_GPUS_ON_NODE")}
     environment = {
-        **os.environ,
+        **own,
         "PATH": os.pathsep.join([str(programs), str(PROGRAMS), os.environ["PATH"]]),
         "PYTHONPATH": str(ROOT),
         "GLOO_SOCKET_IFNAME": "lo",
@@ -66,7 +67,7 @@ def slurm(folder: Path, *keys: str) -> subprocess.CompletedProcess[str]:
         "SLURM_JOB_NODELIST": "node[0-1]",
         "SLURM_NNODES": "2",
         "SLURM_CPUS_PER_TASK": "1",
-        "WORKERS": "2",
+        **variables,
     }
     command = ["bash", str(DEPLOY / "slurm" / "train.sbatch"), *keys]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
@@ -79,7 +80,7 @@ def test_batch_script_trains_on_two_nodes_and_goes_on_when_it_is_submitted_again
         assert done.returncode == 0, done.stdout + done.stderr
         summary = json.loads((tmp_path / "run" / "summary.json").read_text())
         assert summary["steps"] == steps
-        assert len(summary["parameters_sha256"]) == 4
+        assert len(summary["parameters_sha256"]) == 2
         assert len(set(summary["parameters_sha256"])) == 1
     steps_of_trace = [json.loads(line)["step"] for line in (tmp_path / "run" / "trace.jsonl").read_text().splitlines()]
     assert steps_of_trace == list(range(7))
@@ -87,7 +88,24 @@ def test_batch_script_trains_on_two_nodes_and_goes_on_when_it_is_submitted_again
 
 @pytest.mark.slow
 def test_batch_script_fails_where_the_training_does(tmp_path: Path) -> None:
-    assert slurm(tmp_path, "stepz=4").returncode != 0
+    assert slurm(tmp_path, "stepz=4", SLURM_NNODES="1").returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("variables", "workers"),
+    [({}, 1), ({"SLURM_GPUS_ON_NODE": "3"}, 3), ({"SLURM_GPUS_ON_NODE": "3", "WORKERS": "2"}, 2)],
+)
+def test_batch_script_starts_a_worker_for_each_gpu_or_as_many_as_it_is_told(
+    variables: dict[str, str], workers: int, tmp_path: Path
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "torchrun").write_text('#!/bin/bash\necho "$@"\n')
+    (tmp_path / "bin" / "torchrun").chmod(0o755)
+    printed = slurm(tmp_path, "steps=4", **variables).stdout.splitlines()
+    assert len(printed) == 2  # on each node
+    for line in printed:
+        assert f"--nnodes 2 --nproc-per-node {workers} " in line
+        assert line.endswith("-m straggle train resume=auto steps=4")
 
 
 # -- Kubernetes

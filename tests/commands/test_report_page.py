@@ -9,15 +9,13 @@ from pathlib import Path
 
 import pytest
 from pages import content_of, slow_run, write_run
+from ranks import run_command
 
 
 @pytest.mark.slow
 def test_page_of_a_real_run_agrees_with_its_summary(tmp_path: Path) -> None:
     keys = ["workload=digits", "faults=none", "steps=25", f"run_dir={tmp_path}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "straggle", "train", *keys], capture_output=True, text=True, timeout=240, check=True
-    )
-    assert f"report: {tmp_path / 'report.html'}" in done.stdout
+    assert f"report: {tmp_path / 'report.html'}" in run_command("train", 1, *keys, folder=tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
     shown = content_of(tmp_path / "report.html").values
     names = "step_seconds_median step_seconds_mean wait_for_all_seconds_median wait_for_all_seconds_mean dropped_share"
@@ -27,26 +25,16 @@ def test_page_of_a_real_run_agrees_with_its_summary(tmp_path: Path) -> None:
     assert shown["replicas_identical"] == [True]
 
 
-def command(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "straggle", "report", *words], capture_output=True, text=True, timeout=60
-    )
-
-
 def test_command_writes_the_page_and_says_where(tmp_path: Path) -> None:
     write_run(tmp_path, slow_run())
-    done = command(str(tmp_path), "steps=3,7", f"out={tmp_path / 'deep' / 'page.html'}")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"report: {tmp_path / 'deep' / 'page.html'} (")
+    printed = run_command("report", 1, str(tmp_path), "steps=3,7", "out=deep/page.html", folder=tmp_path)
+    assert printed.startswith("report: deep/page.html (")
     assert "Step 7: as asked for" in (tmp_path / "deep" / "page.html").read_text()
 
 
 def test_command_refuses_in_one_line(tmp_path: Path) -> None:
-    done = command(str(tmp_path))
-    assert done.returncode == 2
-    assert (
-        done.stderr.strip() == f"{tmp_path / 'trace.jsonl'}: no such file; give the run_dir of a run of straggle train "
-        "or straggle.watch"
+    assert run_command("report", 1, str(tmp_path), folder=tmp_path, status=2) == (
+        f"{tmp_path / 'trace.jsonl'}: no such file; give the run_dir of a run of straggle train or straggle.watch\n"
     )
 
 

@@ -77,11 +77,11 @@ def wait_until(agent, condition):
 
 @pytest.mark.slow
 def test_killed_workers_are_restarted_and_go_on_from_their_run_s_checkpoint_alone(tmp_path):
-    """The first is killed before the first checkpoint: what an earlier run has left there is not theirs."""
+    """One is killed before the first checkpoint, when that of an earlier run lies there; the other one after it."""
     run, state = tmp_path / "run", tmp_path / "run" / "checkpoint" / "state.json"
     for folder, *keys in (("run", "steps=5", "seed=7"), ("whole", "seed=0")):
         run_command("train", 2, *KEYS, *keys, f"run_dir={folder}", folder=tmp_path)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=4"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     agent = subprocess.Popen(
         [*command, "-m", "straggle", "train", *KEYS, "checkpoint_every=60", "run_dir=run"],
@@ -96,7 +96,7 @@ def test_killed_workers_are_restarted_and_go_on_from_their_run_s_checkpoint_alon
         started = (run / "config.yaml").stat().st_mtime_ns
         return started > began and (run / "trace.jsonl").stat().st_mtime_ns > started and len(workers(agent)) == 2
 
-    for kill, target in enumerate((1, 0, 1)):
+    for kill, target in enumerate((1, 0)):
         began = time.time_ns() if kill == 0 else (run / "config.yaml").stat().st_mtime_ns
         wait_until(agent, trains)
         if kill:

@@ -5,15 +5,13 @@ import subprocess
 import sys
 
 import pytest
+from ranks import run_command
 
 
 @pytest.mark.slow
 def test_command_writes_numbers_that_agree_with_each_other_and_a_picture(tmp_path):
-    keys = ["ranks=32", "steps=60", "deadline=quantile", f"run_dir={tmp_path}"]
-    done = subprocess.run(
-        [sys.executable, "-m", "straggle", "simulate", *keys], capture_output=True, text=True, check=True
-    )
-    assert "effective speedup" in done.stdout
+    keys = ("ranks=32", "steps=60", "deadline=quantile", "run_dir=.")
+    assert "effective speedup" in run_command("simulate", 1, *keys, folder=tmp_path)
     numbers = json.loads((tmp_path / "simulation.json").read_text())
     ratio = numbers["wait_for_all_seconds"]["mean"] / numbers["step_seconds"]["mean"]
     assert numbers["effective_speedup"] == pytest.approx((1 - numbers["dropped_share"]) * ratio)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import inspect
+import io
 import json
 import os
 import re
@@ -16,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from ranks import run_command, run_ranks
 from repository import ROOT
 from torch import nn
 
@@ -24,6 +26,7 @@ import straggle
 from experiments.__main__ import arguments as experiment_arguments
 from straggle.commands.advise import arguments as advise_arguments
 from straggle.commands.config import GROUPS, load
+from straggle.commands.launch_options import arguments as launch_arguments
 from straggle.commands.report import arguments as report_arguments
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -102,6 +105,12 @@ def check_command(words: list[str]) -> None:
     if words[0] == "srun":
         words = words[next(i for i, word in enumerate(words) if not word.startswith("-") and i > 0) :]
     program, arguments = words[0], words[1:]
+    if program == "straggle":
+        assert arguments[0] == "launch", arguments[0]
+        if arguments[1] == "--store-only":
+            return
+        given = launch_arguments(arguments[1:], {"STRAGGLE_JOB_SECRET": "as the page says"})
+        program, arguments = "torchrun", [*(["-m"] if given.module else []), given.script, *given.arguments]
     if program == "./launch.sh":
         assert os.access(ROOT / program, os.X_OK)
         name = arguments[0] if arguments and "=" not in arguments[0] else "train"
@@ -162,10 +171,13 @@ def test_command_exists_and_its_keys_are_valid(
         "srun --nodes=2 ./launch.sh deadline.r=1",
         "torchrun -m straggle train workload.widht=8",
         "torchrun examples/none.py",
+        "straggle launch --nproc-per-node 4 examples/none.py",
+        "straggle launch --nproc 4 examples/ddp_loop.py",
+        "straggle launch -m straggle train workload.widht=8",
     ],
 )
 def test_command_check_refuses_what_does_not_exist(line: str) -> None:
-    with pytest.raises((AssertionError, ValueError)):
+    with pytest.raises((AssertionError, ValueError, SystemExit)):
         check_command(shlex.split(line))
 
 
@@ -215,8 +227,7 @@ def test_every_field_of_a_trace_is_documented(record: type) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "file"), [("train", "summary.json"), ("compare", "compare.json")])
 def test_file_of_a_run_has_the_documented_fields(command: str, file: str, tmp_path: Path) -> None:
-    keys = ["workload=digits", "steps=3", "faults=none", f"run_dir={tmp_path}"]
-    subprocess.run([sys.executable, "-m", "straggle", command, *keys], cwd=tmp_path, env=environment(), check=True)
+    run_command(command, 1, "workload=digits", "steps=3", "faults=none", "run_dir=.", folder=tmp_path)
     content = json.loads((tmp_path / file).read_text())
     section = CONFIGURATION.partition(f"### `{file}`")[2].partition("\n### ")[0]
     rows = [line.rpartition(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
@@ -274,10 +285,16 @@ PROGRAMS = re.findall(r"^```python\n(.*?)^```\n\n^```text\n(.*?)^```$", STAGED_P
 TITLES = [title for title in re.findall(r"^## (.*)$", STAGED_PAGE, re.MULTILINE) if title != "Limits"]
 
 
+def printed_by(rank: int, program: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(program, {"__name__": "__main__"})
+    return printed.getvalue()
+
+
 @pytest.mark.parametrize(("program", "text"), PROGRAMS, ids=TITLES)
 def test_program_of_the_page_prints_what_stands_under_it(program: str, text: str) -> None:
     """In a process of its own, as a reader runs it: one of them counts all tensors of the process."""
-    assert run_example("-c", program) == text
+    assert run_ranks(printed_by, 1, program) == [text]
 
 
 def test_every_python_block_of_the_page_has_its_text_under_it() -> None:

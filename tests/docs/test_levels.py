@@ -32,3 +32,56 @@ def test_readme_lists_the_folders():
         if line.startswith("| `")
     }
     assert listed == {path.name for path in TESTS.iterdir() if path.is_dir() and path.name != "__pycache__"}
+
+
+# -- private names
+
+ALLOWED = {
+    "tests/ranks/test_pause.py": {"_coordinator"},  # the clock of a model, which no argument gives
+    "tests/ranks/test_stand_in.py": {"_act", "_wakes"},  # the stand-in by a clock, without its thread
+    "tests/ranks/test_store.py": {"_MAX_UNANSWERED"},  # how many connections wait; not anything to choose
+    "tests/ranks/test_waiting.py": {"_channel"},  # what a rank posts, which nothing but the store shows
+}
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def nodes(path):
+    return ast.walk(ast.parse(path.read_text()))
+
+
+def defined(path):
+    """The private names that a module of the library makes: of functions, classes, modules and its own attributes."""
+    for node in nodes(path):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                yield name
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
+                yield name
+
+
+def reached_into(path):
+    """The private names of other objects that a test reads, sets, imports or gives to ``monkeypatch``."""
+    for node in nodes(path):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "cls")):
+                pass  # its own
+            case ast.Attribute(attr=name):
+                yield name
+            case ast.ImportFrom(names=names):
+                yield from (alias.name for alias in names)
+            case ast.Constant(value=str(text)) if text.startswith("straggle."):
+                yield text.rpartition(".")[2]
+
+
+OF_THE_LIBRARY = {
+    name for path in (ROOT / "straggle").rglob("*.py") for name in defined(path) if is_private(name) and name != "_"
+}
+
+
+@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
+def test_no_private_name_of_the_library_is_reached_into(path):
+    allowed = ALLOWED.get(str(path.relative_to(ROOT)), set())
+    assert OF_THE_LIBRARY.intersection(reached_into(path)) == allowed

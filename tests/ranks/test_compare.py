@@ -8,7 +8,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from straggle.commands.compare import _train_on
+from straggle.commands.compare import train_on
 from straggle.commands.config import load
 from straggle.lab.comparison import Comparison, MethodResult
 from straggle.lab.interleaved import TimedJob
@@ -62,15 +62,15 @@ def test_only_the_steps_of_its_own_turns_count_for_a_job():
     assert summary["step_seconds_mean"] == summary["step_seconds_median"] == 0.5
 
 
-def train_on(rank):
+def trained_on(rank):
     """How many turns each method has had in the end; DDP's took 100 s, and so did the others' first ten."""
     methods = {"ddp": timed(1.0), "there": timed(1.0), "behind": timed(1.0, 101.5), "far": timed(1.0, 109.0)}
-    _train_on(methods, 10)
+    train_on(methods, 10)
     return {name: len(one.turn_s) for name, one in methods.items()}
 
 
 def test_method_that_is_behind_trains_on_until_it_is_there_or_its_time_is_up():
-    assert run_ranks(train_on, 1) == [{"ddp": 10, "there": 10, "behind": 12, "far": 13}]
+    assert run_ranks(trained_on, 1) == [{"ddp": 10, "there": 10, "behind": 12, "far": 13}]
 
 
 def verdict_of(rank, faults, lost, seconds):

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks import run_ranks, staged
+from ranks import run_command, run_ranks, staged
 from repository import ROOT
 from training import TINY, features, mlp
 
@@ -163,18 +163,15 @@ def test_trace_that_goes_on_is_never_without_its_earlier_steps(tmp_path):
 # -- complete runs
 
 
-def train(folder, *keys, limit_kb=None):
-    """One rank of `straggle train`; no file of it can grow beyond ``limit_kb``."""
-    command = [sys.executable, "-m", "straggle", "train", *TINY, "faults=none", "metrics=none", "report=false", *keys]
-    limit = f"ulimit -f {limit_kb} && " if limit_kb else ""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    words = ["bash", "-c", f'{limit}exec "$@"', "bash", *command]
-    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+KEYS = (*TINY, "faults=none", "metrics=none", "report=false")
 
 
 @pytest.mark.slow
 def test_run_on_a_full_disk_comes_to_its_end_and_its_status_says_that_nothing_was_saved(tmp_path):
-    done = train(tmp_path, "workload.width=64", "steps=30", "checkpoint_every=10", "run_dir=run", limit_kb=15)
+    keys = (*KEYS, "workload.width=64", "steps=30", "checkpoint_every=10", "run_dir=run")
+    command = ["bash", "-c", 'ulimit -f 15 && exec "$@"', "bash", sys.executable, "-m", "straggle", "train", *keys]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     said = done.stdout + done.stderr
     assert done.returncode == 1, said
     assert "checkpoint run/checkpoint of step 10 not saved: run/checkpoint.new/" in said
@@ -189,12 +186,14 @@ def test_run_on_a_full_disk_comes_to_its_end_and_its_status_says_that_nothing_wa
 
 @pytest.mark.slow
 def test_replay_of_a_recording_that_lacks_steps_or_ranks_is_refused(tmp_path):
-    assert train(tmp_path, "steps=6", "run_dir=run").returncode == 0
+    def train(*keys, status=0):
+        return run_command("train", 1, *KEYS, *keys, folder=tmp_path, status=status)
+
+    train("steps=6", "run_dir=run")
     path = tmp_path / "run" / "decisions" / "rank0.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:5]))
-    short = train(tmp_path, "replay=run", "run_dir=again")
-    assert (short.returncode, "the recording has 4 of 6 steps" in short.stderr) == (2, True), short.stderr
-    assert train(tmp_path, "replay=run", "run_dir=again", "steps=4").returncode == 0
+    assert "the recording has 4 of 6 steps" in train("replay=run", "run_dir=again", status=2)
+    train("replay=run", "run_dir=again", "steps=4")
     path.with_name("rank1.jsonl").write_text(path.read_text())
-    other = train(tmp_path, "replay=run", "run_dir=again", "steps=4")
-    assert (other.returncode, "recorded on 2 ranks, and this run has 1" in other.stderr) == (2, True), other.stderr
+    refused = train("replay=run", "run_dir=again", "steps=4", status=2)
+    assert "recorded on 2 ranks, and this run has 1" in refused

@@ -14,7 +14,7 @@ from training import Stopper, features, grads, mlp
 
 from straggle import QuantileDeadline, Rebalance
 from straggle.commands.checkpoint import Checkpoint
-from straggle.lab.faults import FaultInjector, Slowdown
+from straggle.lab.faults import Fault, FaultInjector, Slowdown
 
 
 def merged_by_shares(rank, shares):
@@ -98,7 +98,7 @@ def without_weight(rank, caplog_level):
     module = nn.Linear(4, 2)
     with staged(module) as model:
         rebalance = Rebalance(model, total=8)
-        rebalance._use((6, 2), 0)
+        rebalance.load_state_dict(rebalance.state_dict() | {"shares": (6, 2)})
         for number in range(3):
             with model.step():
                 model(features(rank, number)).sum().backward()
@@ -129,23 +129,33 @@ class Nap(nn.Module):
         return x
 
 
+class SlowForATime(Fault):
+    """Four times as slow while ``on``."""
+
+    def __init__(self, rank):
+        self.ranks, self.on, self._slowdown = frozenset([rank]), False, Slowdown(4.0)
+
+    def delay_s(self, moment):
+        return self._slowdown.delay_s(moment) if self.on else 0.0
+
+
 def with_a_slow_rank(rank, deadline):
     """Rank 3 becomes four times as slow, and recovers: the shares before, when it has less, and when it has more again.
 
     And the samples merged in the steps, and the parameters. How many steps it takes depends on how busy the machine is.
     """
     torch.manual_seed(0)
-    module = Napping()
+    module, fault = Napping(), SlowForATime(3)
     with (
-        FaultInjector(module, {"slow": Slowdown(4.0, ranks=[3])}, rank=rank) as injector,
+        FaultInjector(module, {"slow": fault}, rank=rank) as injector,
         staged(module, deadline=deadline) as model,
     ):
         rebalance = Rebalance(model, total=128, min_share=4)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-        numbers, weights, faults = itertools.count(), set(), injector._faults
+        numbers, weights = itertools.count(), set()
 
         def train(slow, num_steps, enough):
-            injector._faults = faults if slow else []
+            fault.on = slow
             for number in itertools.islice(numbers, num_steps):
                 first, count = rebalance.share()
                 injector.step(number)
@@ -183,7 +193,8 @@ def saved_and_loaded(rank, directory):
     with staged(module) as model:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         rebalance = Rebalance(model, total=24)
-        rebalance._use((20, 4), 3)
+        changed = {"shares": (20, 4), "schedule": [(0, (12, 12)), (3, (20, 4))]}
+        rebalance.load_state_dict(rebalance.state_dict() | changed)
         checkpoint.save(3, model, optimizer, rebalance)
     with staged(module) as model:
         rebalance = Rebalance(model, total=24)

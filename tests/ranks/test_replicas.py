@@ -51,10 +51,10 @@ def fall_behind(rank, place):
     module = mlp(seed=rank)
     signals = Signals()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    stuck = [rank == 2]
+    stuck, entered = [rank == 2], []
 
     def hang(*_):
-        if stuck[0] and model._coordinator.training.step == 3:
+        if stuck[0] and entered[-1] == 3:
             stuck[0] = False
             signals.wait("merged 6")
 
@@ -67,6 +67,7 @@ def fall_behind(rank, place):
     }
     with staged(module, **options) as model:
         for number in range(10):
+            entered.append(number)
             if place == "data":
                 hang()
             with model.step():

@@ -241,21 +241,18 @@ def test_ranks_that_do_not_come_to_wrap_the_model_are_named():
 
 def train_to_the_end(rank):
     """Rank 1 is through, and gone, while rank 0 is still in the last step's merge."""
-    signals = Signals()
-    with staged(mlp()) as model:
-        for number in range(3):
-            with model.step():
-                model(features(rank, number)).sum().backward()
-        if rank == 1:
-            model.close()
-            signals.send("closed")
-        else:
-            signals.wait("closed")
-            model._channel.store.look()
-            model._channel.store.ask(lambda store: store.check(["ended"]))  # what it is to see is there by now
-            model._channel.wait(EndsAfter(4), 2, "the merge of the last step")
-            with pytest.raises(PeerFailed, match=r"rank 1 ended after step 2"):
-                model._channel.wait(NeverEnds(), 3, "a step that rank 1 does not have")
+    signals, channel = Signals(), Channel(None, give_up_s=30.0)
+    channel.merged(2)
+    if rank == 1:
+        channel.close()
+        signals.send("closed")
+    else:
+        signals.wait("closed")
+        channel.store.look()
+        channel.store.ask(lambda store: store.check(["ended"]))  # what it is to see is there by now
+        channel.wait(EndsAfter(4), 2, "the merge of the last step")
+        with pytest.raises(PeerFailed, match=r"rank 1 ended after step 2"):
+            channel.wait(NeverEnds(), 3, "a step that rank 1 does not have")
 
 
 def test_rank_that_has_ended_does_not_end_the_steps_that_it_was_in():

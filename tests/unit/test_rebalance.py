@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from straggle import Rebalance
 from straggle.lab.workloads.shard import Shard
@@ -28,14 +30,15 @@ class Telemetry:
     def __init__(self, pace, *, overhead=0.0, noise=0.0, deadline=math.inf, seed=0, **options):
         self.pace, self.overhead, self.noise, self.deadline = list(pace), overhead, noise, deadline
         self.rank, self.world_size = 0, len(self.pace)
-        self.step = 0
+        self.step, self.hooks = 0, OrderedDict()
         self.slowest_s = []
         self._draw = random.Random(seed)
         self.rebalance = Rebalance(self, **{"total": 64 * len(self.pace), **options})
 
     def register_step_hook(self, hook):
-        self.hook = hook
-        return SimpleNamespace(remove=lambda: None)
+        handle = RemovableHandle(self.hooks)
+        self.hooks[handle.id] = hook
+        return handle
 
     def run(self, num_steps, **changes):
         """Train; gives the shares of each step. ``stuck`` ranks never enter, ``idle`` ones have no data."""
@@ -56,7 +59,9 @@ class Telemetry:
                 else self._idle_row()
                 for rank, own_s in enumerate(whole_s)
             ]
-            self.hook(SimpleNamespace(step=self.step, table=Table(torch.stack([row.encode() for row in rows]), 4)))
+            table = Table(torch.stack([row.encode() for row in rows]), 4)
+            for hook in self.hooks.values():
+                hook(SimpleNamespace(step=self.step, table=table))
             self.step += 1
         return seen
 
@@ -202,11 +207,10 @@ def test_rank_without_data_changes_nothing():
 
 
 def test_closed_it_measures_no_more():
-    removed = []
     ranks = Telemetry([1, 2])
-    ranks.rebalance._hook = SimpleNamespace(remove=lambda: removed.append(True))
     ranks.rebalance.close()
-    assert removed == [True]
+    assert set(ranks.run(40)) == {(64, 64)}
+    assert len(set(Telemetry([1, 2]).run(40))) > 1
 
 
 # -- how long a late rank would have taken

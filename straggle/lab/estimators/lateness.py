@@ -34,8 +34,11 @@ class Paced(LatePattern):
         self._left: Tensor | None = None  # what each rank still has to do of a step that is merged
 
     def reached(self, num_ranks: int, num_units: int, generator: Generator) -> Tensor:
-        left = torch.zeros(num_ranks) if self._left is None else self._left
-        factor = self._factors(num_ranks, generator)
+        return self.finished(self._factors(num_ranks, generator), num_units)
+
+    def finished(self, factor: Tensor, num_units: int) -> Tensor:
+        """The units that each rank finishes in the next step, where it takes ``factor`` times as long as usual."""
+        left = torch.zeros(len(factor)) if self._left is None else self._left
         done = ((DEADLINE - left) / factor).clamp(0, 1)
         if self.finishes_late:
             goes_on = (done > FORWARD) & (done < 1)

@@ -42,22 +42,21 @@ class LabelledSamples(Workload):
     """Classification of samples that lie in memory: ``training`` and ``validation`` are pairs of inputs and classes."""
 
     def __init__(self, training: Batch, validation: Batch) -> None:
-        self._training = training
-        self._validation = validation
+        self.training, self.validation = training, validation
 
     @property
     def num_samples(self) -> int:
-        return len(self._training[0])
+        return len(self.training[0])
 
     def batch(self, indices: Tensor) -> Batch:
-        x, y = self._training
+        x, y = self.training
         return x[indices], y[indices]
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         return classification_loss(model, batch)
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        return classification_scores(model, [self._validation])
+        return classification_scores(model, [self.validation])
 
 
 @contextmanager

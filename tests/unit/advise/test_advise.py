@@ -13,7 +13,7 @@ import pytest
 from watched import NETWORK_S, NUM_STAGES, STAGES, USUAL, a_rank, when, write_trace, write_watch
 
 from straggle import FirstK, FixedDeadline, LateHandling, StepReport, WaitForAll
-from straggle.advise.answer import _late_handling, answer
+from straggle.advise.answer import answer, configured_late_handling
 from straggle.advise.gain import best, candidates, gains, replay
 from straggle.advise.slow import change_points, find_slow_ranks, slowdown
 from straggle.advise.timings import read_timings
@@ -306,9 +306,9 @@ def test_report_draws_a_watched_run(tmp_path):
 def test_configuration_that_cannot_be_read_is_told_with_its_file(text, tmp_path):
     (tmp_path / "config.yaml").write_text(text + "\n")
     with pytest.raises(ValueError, match=r"config\.yaml"):
-        _late_handling(tmp_path)
+        configured_late_handling(tmp_path)
 
 
 def test_trace_of_a_run_that_dropped_micro_batches_is_judged_by_its_stages(tmp_path):
     (tmp_path / "config.yaml").write_text("late_handling: {granularity: microbatch, grace_s: 0.5}\n")
-    assert _late_handling(tmp_path) == LateHandling(granularity="stage", grace_s=0.5)
+    assert configured_late_handling(tmp_path) == LateHandling(granularity="stage", grace_s=0.5)

@@ -6,7 +6,7 @@ from repository import ROOT
 from training import TINY
 
 from straggle import LateHandling
-from straggle.advise.answer import _late_handling
+from straggle.advise.answer import configured_late_handling
 from straggle.commands.config import ConfigurationError, check_targets, load
 from straggle.commands.train import decisions_of, recorded
 
@@ -80,4 +80,4 @@ def test_advice_leaves_out_what_only_the_run_knew(tmp_path):
     (tmp_path / "config.yaml").write_text(
         "late_handling: {_target_: straggle.LateHandling, quorum: '${oc.env:Q}', grace_s: 0.5}"
     )
-    assert _late_handling(tmp_path) == LateHandling(grace_s=0.5)
+    assert configured_late_handling(tmp_path) == LateHandling(grace_s=0.5)

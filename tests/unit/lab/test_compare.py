@@ -8,7 +8,7 @@ import math
 import pytest
 from repository import ROOT
 
-from straggle.commands.compare import _in_turn
+from straggle.commands.compare import in_turn
 from straggle.commands.config import ConfigurationError, config_dir, load, of_method, of_scenario, plain, slows_ranks
 from straggle.lab.interleaved import reference_losses, seconds_to, time_to_loss_ratio
 from straggle.observe.intervals import Interval, ratio_interval
@@ -109,12 +109,12 @@ def test_wrong_method_is_refused_before_there_are_ranks(overrides, message):
 
 
 def test_everyone_begins_and_ends_a_turn():
-    orders = [_in_turn(["a", "b", "c"], turn) for turn in range(6)]
+    orders = [in_turn(["a", "b", "c"], turn) for turn in range(6)]
     assert all(sorted(order) == ["a", "b", "c"] for order in orders)
     assert {order[0] for order in orders} == {order[-1] for order in orders} == {"a", "b", "c"}
     followers = {pair for order in orders for pair in itertools.pairwise(order)}
     assert len(followers) > 3  # not always the same one comes after another
-    assert [_in_turn(["ddp", "straggle"], turn)[0] for turn in range(2)] == ["ddp", "straggle"]
+    assert [in_turn(["ddp", "straggle"], turn)[0] for turn in range(2)] == ["ddp", "straggle"]
 
 
 def test_every_method_is_documented():

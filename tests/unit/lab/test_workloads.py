@@ -303,9 +303,9 @@ def test_digits_are_split_without_overlap_by_the_seed():
 
     digits = Digits()
     assert digits.num_samples == 1438
-    assert len(images(digits._training)) == 1438
-    assert not images(digits._training) & images(digits._validation)
-    assert images(digits._validation) == images(Digits(seed=0)._validation) != images(Digits(seed=1)._validation)
+    assert len(images(digits.training)) == 1438
+    assert not images(digits.training) & images(digits.validation)
+    assert images(digits.validation) == images(Digits(seed=0).validation) != images(Digits(seed=1).validation)
 
 
 def test_digits_are_learned_in_a_few_epochs():
