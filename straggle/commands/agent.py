@@ -105,6 +105,8 @@ class Agent:
             then = next_start(exited, restarts, self._rules)
             if isinstance(then, StaysDown):
                 return self._stays_down(then.why)
+            if (over := self._ask(agents.over)) is not None:
+                return self._stays_down(over)
             say(
                 f"rank {self.rank} ended {exited}; started again in {then.delay_s:g} s "
                 f"(restart {then.restarts} of {self._rules.max_restarts})"

@@ -65,6 +65,16 @@ def post_exited(store: Any, rank: int, exited: Exited) -> None:
     _agents(store).set(f"exited/{rank}", json.dumps(words))
 
 
+def post_over(store: Any, why: str) -> None:
+    """Say that the job goes on no more, and why: no worker is started again."""
+    _agents(store).set("over", why)
+
+
+def over(store: Any) -> str | None:
+    """Why the job goes on no more; ``None``: it does."""
+    return _said(store, "over")
+
+
 def exited(store: Any, rank: int) -> Exited | None:
     """How the last process of this rank ended that has ended; ``None`` if none has.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from straggle.merge.agents import Exited, exited
 from straggle.merge.channel import Channel, PeerFailed
 from straggle.merge.groups import GlooGroup, Groups, is_over
 from straggle.merge.membership import MembersChanged, Membership, TooFewRanks
@@ -44,6 +46,7 @@ class ElasticChannel(Channel):
         self._formed: Groups | None = None
         self.generation = -1
         self.ended: BaseException | None = None  # what ended the job for this rank
+        self.closing = False
         super().__init__(None, give_up_s=give_up_s)
 
     def _meet(self, parent: dist.ProcessGroup) -> str:  # noqa: ARG002
@@ -61,7 +64,7 @@ class ElasticChannel(Channel):
             self.world_size,
             self._elastic,
             connect=partial(connect_all, store, corner),
-            exited=_never,
+            exited=_ended_start,
         )
         self.comes_late = self.membership.begin(self.give_up_s)
         if not self.comes_late:
@@ -95,7 +98,7 @@ class ElasticChannel(Channel):
         thread.start()
         while thread.is_alive():
             thread.join(_SLICE_S / 4)
-            if self.membership.view.generation > view.generation:
+            if self.membership.view.generation > view.generation or self.closing:
                 return False
         if len(made) < 2:
             return False
@@ -210,7 +213,9 @@ class Regrouping:
 
     def close(self) -> None:
         """End the thread."""
-        self._closing = True
+        self._closing = self._channel.closing = True
+        if self._thread.is_alive():
+            self._thread.join(5.0)
 
     def ask(self) -> None:
         """Ask to be let in."""
@@ -232,6 +237,8 @@ class Regrouping:
             if not self._closing:
                 self._channel.ended = error
                 self._led.end(error)
+                if isinstance(error, TooFewRanks):
+                    self._membership.end(str(error))
 
     def _follow(self) -> None:
         """Come to the newest view."""
@@ -315,5 +322,6 @@ def _changes(view: View) -> str:
     return "; ".join(f"rank {c.rank} {'came in' if c.joined else 'left'}: {c.reason}" for c in view.changes)
 
 
-def _never(store: Any, rank: int) -> int | None:  # noqa: ARG001
-    return None
+def _ended_start(store: Any, rank: int) -> Exited | None:
+    """How the process of a rank ended, and which of its starts that was, where an agent has said so."""
+    return exited(store, rank) if "STRAGGLE_ELASTIC" in os.environ else None

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from threading import Thread
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -74,7 +72,8 @@ class GlooGroup:
     def drop(self) -> None:
         """Use it no more."""
         works, group, self._works, self._group = self._works, self._group, [], None
-        Thread(target=_let_go, args=(group, works), name="straggle-dropped-group", daemon=True).start()
+        _dropped.append((group, works))
+        _let_go()
 
     def _note(self, work: dist.Work) -> dist.Work:
         if len(self._works) > 64:
@@ -128,8 +127,9 @@ def _begun(work: dist.Work | None) -> dist.Work:
     return work
 
 
-def _let_go(group: Any, works: list[dist.Work]) -> None:
-    while works:
-        works = [work for work in works if not work.is_completed()]
-        time.sleep(0.2)
-    del group
+_dropped: list[tuple[Any, list[dist.Work]]] = []  # groups, and what was launched in them
+
+
+def _let_go() -> None:
+    """Free the groups in which nothing is on its way any more; the others when the next one is dropped."""
+    _dropped[:] = [(group, works) for group, works in _dropped if not all(work.is_completed() for work in works)]

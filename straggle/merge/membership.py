@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from straggle.merge.agents import Exited, post_over
 from straggle.merge.channel import PeerFailed
 from straggle.merge.store import StoreUnreachable
 from straggle.merge.view import Elastic, Seal, Silence, View, leader
@@ -46,9 +47,8 @@ class Refused(ValueError):
 class Membership:
     """Beats, watches and proposes, from `start` to `close`; any thread may ask.
 
-    ``connect()`` makes a connection to the job's store, in the corner of this model. ``changed()`` is called by the
-    thread when there is a newer view. ``exited(store, rank)`` is the number of the start that ended last, where an
-    agent has left word of one. ``description`` of the model and its options is compared with a newcomer's.
+    ``connect()`` makes a connection to the job's store, in the corner of this model. ``exited(store, rank)`` is how the
+    rank's last process ended, where an agent has said so.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Membership:
         elastic: Elastic,
         *,
         connect: Callable[[], Any],
-        exited: Callable[[Any, int], int | None],
+        exited: Callable[[Any, int], Exited | None],
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self.least = elastic.least(world_size)
@@ -228,10 +228,16 @@ class Membership:
         """Why the store does not answer the beating thread; ``None``: it does."""
         return self._unreachable
 
+    def end(self, why: str) -> None:
+        """The job goes on no more: who is started again would wait for members that are not there."""
+        post_over(self._store(), why)
+
     def close(self) -> None:
         """End the thread."""
         self._closing.set()
         self._wake.set()
+        # while Python ends, a thread that comes back from the store would end the process with an error
+        self._thread.join(_LINGER_S)
 
     # -- the thread
 
@@ -276,8 +282,8 @@ class Membership:
         gone = dict.fromkeys(self._silence.longer_than(limit_s), f"no sign of life for {limit_s:g} s")
         for rank in signs:
             ended = self._exited(store, rank)
-            if ended is not None and ended >= int(view.members[rank].partition("-")[0]):
-                gone[rank] = "its process ended"
+            if ended is not None and ended.count >= int(view.members[rank].partition("-")[0]):
+                gone[rank] = f"its process ended {ended}"
         if gone:
             self._propose(store, view, view.without(gone))
         if leader(view, self.healing) == self.rank:
