@@ -146,7 +146,7 @@ class StagedDataParallel(nn.Module):
         self._regrouping = self._healing = None
         if elastic is not None:
             self._regrouping = Regrouping(elastic, self._coordinator)
-            self._healing = Healing(elastic, self._coordinator, self._regrouping, module)
+            self._healing = Healing(elastic, self._coordinator, self._regrouping, module, module_buffers)
             self._regrouping.on_changed = partial(_members_changed, weakref.ref(self))
             if self._comes_late:
                 self._coordinator.put_out()

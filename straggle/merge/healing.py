@@ -20,6 +20,7 @@ from straggle.merge.channel import PeerFailed
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.elastic import ElasticChannel, Regrouping
 from straggle.merge.groups import gloo_group
+from straggle.merge.options import ModuleBuffers
 from straggle.merge.state_wire import Encoded, encode, receive, send
 from straggle.merge.view import View
 from straggle.policies.history import History
@@ -34,12 +35,17 @@ class Healing:
     """Gives and takes state, for one wrapped model. All but `arrived` is called by the training thread."""
 
     def __init__(
-        self, channel: ElasticChannel, coordinator: Coordinator, regrouping: Regrouping, module: nn.Module
+        self,
+        channel: ElasticChannel,
+        coordinator: Coordinator,
+        regrouping: Regrouping,
+        module: nn.Module,
+        module_buffers: ModuleBuffers,
     ) -> None:
         self._channel, self._membership = channel, channel.membership
         self._coordinator = coordinator
         self._regrouping = regrouping
-        self._module = module
+        self._module, self._module_buffers = module, module_buffers
         self._registered: Mapping[str, Any] = {}
         self._arrival: _Arrival | None = None
         regrouping.on_joined, regrouping.lost_state = self.let_in, self.lost_state
@@ -124,6 +130,7 @@ class Healing:
         """Go on from a state; ``loaders_too``: what the loop iterates over begins there as well."""
         self._arrival = None
         self._module.load_state_dict(state["module"])
+        self._module_buffers.begin_anew()
         for name, own in state["registered"].items():
             value = self._registered.get(name)
             if value is not None and (loaders_too or not hasattr(value, "__iter__")):
