@@ -114,9 +114,10 @@ class StageBuffers:
         self._rank = rank
         self.rows.zero_()
         self.rows[rank] = row
-        self.changes.zero_()
         if changes is not None:
             self.changes.copy_(changes)
+        elif self._num_changes:
+            self.changes.zero_()
 
     def all_reduce(
         self, bucket: int, shares: Mapping[int, Share], group: dist.ProcessGroup, weight: float = 1.0
