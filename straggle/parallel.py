@@ -456,6 +456,7 @@ class StagedDataParallel(nn.Module):
         plan = plan_stages(self.module, self._stages, *self.learned, named=self._named)
         self._check_at_stages(plan)
         self._coordinator.learn(plan)
+        self._open.groups.follow(plan)
         self._coordinator.start()
 
     def _check_at_stages(self, plan: StagePlan) -> None:
