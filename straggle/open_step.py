@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from straggle.backward.clocks import HostLimit
+from straggle.backward.groups import Groups
 from straggle.backward.hooks import DeadlineReached, release_graph
 from straggle.backward.kept import NONE, UNDECIDED, KeptGradients
 from straggle.backward.passes import PassWatcher, current_run, in_backward
@@ -28,6 +29,7 @@ from straggle.policies.fill_in import FillIn
 from straggle.step import Step
 
 _log = logging.getLogger(__name__)
+_NO_RUN = -2  # is no number of a run, nor that of being outside of all
 
 
 class StopRule(Protocol):
@@ -114,6 +116,9 @@ class OpenStep(PassWatcher):
         self._complete_microbatches = coordinator.deadline.late_handling.granularity == "microbatch"
         self._limit = limit
         self._last_kept: tuple[int, tuple[int, ...]] = (NONE, ())  # as the peers, and as this rank, decided last
+        self.groups = Groups(self._parameters)
+        self._grouped_run = _NO_RUN  # of the engine, whose gradients wait for their group
+        self._waiting: list[tuple[int, Tensor]] = []  # gradients of the running pass
 
     # -- the two ends of the block
 
@@ -130,7 +135,8 @@ class OpenStep(PassWatcher):
         self._num_forward = 0  # passes that were finished
         self._in_forward = False
         self._num_timed = 0  # micro-batches whose end was noted
-        self._num_gradients = 0
+        self._num_merged = 0  # gradients
+        self._waiting, self._grouped_run = [], _NO_RUN
         self._left = step.num_microbatches * len(self._parameters)  # gradients after which nothing is left to stop
         self._num_checks = 0  # how often the pass asked whether to go on
         self._outputs: list[weakref.ref[Tensor]] = []
@@ -162,7 +168,7 @@ class OpenStep(PassWatcher):
                 abstain=self._replayed is not None and self._replayed.stood_in,
             )
         finally:
-            self.step = None
+            self.step, self._grouped_run = None, _NO_RUN
             if isinstance(error, DeadlineReached):
                 release_graph(error, self._outputs)
         self._keep_as_peers_did(merged)
@@ -211,33 +217,63 @@ class OpenStep(PassWatcher):
             self._outputs.append(output)
 
     def gradient_ready(self, index: int, parameter: Tensor) -> None:
-        """A parameter has its gradient: take it, give it to the merge, and stop if this rank is late."""
+        """A parameter has its gradient: take it, and stop if this rank is late; the merge waits for the group.
+
+        That costs ten times as much as what is done here for each gradient, so that it is known which are finished.
+        """
         gradient = parameter.grad
         if gradient is None:
             return
-        plain = self.step is not None and self._kept.decided and not self._idle
-        if not plain and not self._may_take(index, parameter):
+        grouped = current_run() == self._grouped_run
+        if not grouped and not self._may_take(index, parameter):
             return
         parameter.grad = None  # the copy in the buffer is the one that counts; freeing this one at once is fastest
         if gradient.layout != torch.strided:
             raise ValueError(
                 f"parameter {self._named[index][0]} has a gradient of layout {gradient.layout}: use dense gradients"
             )
-        if current_run() not in self._runs:
-            self._joins_if_new()
+        if not grouped:
+            grouped = self._joins_and_groups()
+        self._num_in_pass += 1
+        self._waiting.append((index, gradient))
+        if not grouped or index in self.groups.ends:
+            self._merge_waiting()
+        if self._num_merged + len(self._waiting) < self._left:
+            self.check()
+
+    def _joins_and_groups(self) -> bool:
+        """A gradient comes from a run that has no groups so far; whether it has from here on.
+
+        There are none where the merge must know of each gradient at once: in a nested run, in a pass too many, in a
+        replay, for an estimator that reads it, and while the plan is learned.
+        """
+        self._joins_if_new()
+        self._merge_waiting()
+        assert self.step is not None
+        if learning := self._learner.times is not None:
+            self.groups.note_stream()
+        plain = self._replayed is None and not self._idle and not self._fill_in.reads_own and not learning
+        alone = self._runs == {self._own} and self.pass_number < self.step.num_microbatches
+        grouped = plain and alone and bool(self.groups.ends)
+        self._grouped_run = current_run() if grouped else _NO_RUN
+        return grouped
+
+    def _merge_waiting(self) -> None:
+        """Give the gradients that wait for their group to the merge."""
+        if not self._waiting:
+            return
+        waiting, self._waiting = self._waiting, []
+        indices, gradients = zip(*waiting, strict=True)
         self._stopwatch.last_gradient_at = self._stopwatch.now()
         if self._learner.times is not None:
-            self._learner.times.finished(index)
-        self._num_in_pass += 1
-        if self._rule.takes(self._num_gradients):
-            stage_finished = self._coordinator.gradient_ready(index, gradient, self.pass_number)
-            self._num_gradients += 1
+            self._learner.times.finished(indices[0])
+        if self._rule.takes(self._num_merged):
+            stage_finished = self._coordinator.gradients_ready(indices, gradients, self.pass_number)
+            self._num_merged += len(indices)
             if stage_finished and self._limit is not None:
                 self._limit.stage_finished()
         else:  # it came too late in the run that is replayed
-            self._coordinator.gradient_ready_late(index, gradient)
-        if self._num_gradients < self._left:
-            self.check()
+            self._coordinator.gradient_ready_late(indices[0], gradients[0])
 
     def check(self) -> None:
         """Leave the step if its rule says so.
@@ -249,6 +285,7 @@ class OpenStep(PassWatcher):
         if not self._rule.stops(self._num_checks) or not (self._idle or self.may_stop):
             self._num_checks += 1
             return
+        self._merge_waiting()  # they are finished
         self.goes_on = self.goes_on or self._submits_partial()
         if not (self.goes_on and in_backward()):
             self.stopped = True
@@ -286,7 +323,11 @@ class OpenStep(PassWatcher):
         if number is None:
             self._kept.put_back()
         else:
+            self._merge_waiting()
             self._coordinator.end_pass(number)
+
+    def _pass_failed(self) -> None:
+        self._merge_waiting()  # they were finished before it did
 
     def _submits_partial(self) -> bool:
         """Whether a late rank finishes its backward pass; what it has is then submitted already."""

@@ -543,6 +543,7 @@ class StagedDataParallel(nn.Module):
         plan = plan_stages(self.module, self._stages, *self.learned, named=self._named)
         self._check_at_stages(plan)
         self._coordinator.learn(plan)
+        self._open.groups.follow(plan)
         self._coordinator.start()
         if self._regrouping is not None:
             self._regrouping.start(len(plan.buckets()))

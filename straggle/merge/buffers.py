@@ -105,6 +105,16 @@ class StageBuffers:
         else:
             torch.mul(gradient, self._scale if weight == 1.0 else weight / self._world_size, out=self.views[index])
 
+    def accumulate_together(self, own: Sequence[tuple[int, Tensor]], *, add: bool, weight: float = 1.0) -> None:
+        """The same for several parameters and their gradients, by few kernels; the bits are the same too."""
+        views = [self.views[index] for index, _ in own]
+        gradients = [gradient.detach() if gradient.requires_grad else gradient for _, gradient in own]
+        if add:
+            torch._foreach_add_(views, gradients, alpha=weight / self._world_size)
+        else:
+            torch._foreach_copy_(views, gradients)
+            torch._foreach_mul_(views, self._scale.item() if weight == 1.0 else weight / self._world_size)
+
     def read(self, index: int, weight: float = 1.0) -> Tensor:
         """A copy of this rank's gradient of parameter ``index`` as it was put in with ``weight``."""
         return self.views[index] * (self._world_size / weight)
@@ -114,9 +124,10 @@ class StageBuffers:
         self._rank = rank
         self.rows.zero_()
         self.rows[rank] = row
-        self.changes.zero_()
         if changes is not None:
             self.changes.copy_(changes)
+        elif self._num_changes:
+            self.changes.zero_()
 
     def all_reduce(
         self, bucket: int, shares: Mapping[int, Share], group: Group, weight: float = 1.0

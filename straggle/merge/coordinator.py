@@ -182,10 +182,10 @@ class Coordinator:
                 current.weight = weight
             self.training.weigh(weight)
 
-    def gradient_ready(self, index: int, gradient: Tensor, number: int = 0) -> bool:
-        """Take parameter ``index``'s gradient of backward pass ``number``; merge its bucket once that is complete.
+    def gradients_ready(self, indices: Sequence[int], gradients: Sequence[Tensor], number: int = 0) -> bool:
+        """Take these parameters' gradients of backward pass ``number``; merge each bucket that is complete with them.
 
-        True where it completes its stage. The gradient of a step that was merged without it is shown to an estimator
+        True where they complete a stage. Gradients of a step that was merged without them are shown to an estimator
         that finishes late, and discarded.
         Raises ``RuntimeError`` for more backward passes than ``num_microbatches``, and for a second gradient of one.
         """
@@ -194,20 +194,22 @@ class Coordinator:
             if current is None and self._takes_part:
                 current = self._begin_round()
             if current is None or current.closed or not self._takes_part:
-                self._observe_late(index, gradient)
+                for index, gradient in zip(indices, gradients, strict=True):
+                    self._observe_late(index, gradient)
                 return False
-            if (twice := current.last_in[index] == number) or current.num_in[index] == current.num_microbatches:
-                raise RuntimeError(self._too_many(index, twice=twice))
-            complete = current.accumulate(index, gradient, number)
+            last_in, num_in, most = current.last_in, current.num_in, current.num_microbatches
+            for index in indices:
+                if (twice := last_in[index] == number) or num_in[index] == most:
+                    raise RuntimeError(self._too_many(index, twice=twice))
+            complete = current.accumulate(indices, gradients, number)
+            if complete and self._fill_in.reads_own:
+                for index in complete:
+                    current.add(index, self._fill_in.computed(self._parameters[index], current.read(index)))
             if self._last_copy is not None:
                 self._last_copy.record()
-            if not complete:
-                return False
-            if self._fill_in.reads_own:
-                current.add(index, self._fill_in.computed(self._parameters[index], current.read(index)))
-                if self._last_copy is not None:
-                    self._last_copy.record()
-            return current.parameter_complete(index, self.stopwatch.now() - (training.entered_at or 0.0))
+            after_s = self.stopwatch.now() - (training.entered_at or 0.0)
+            stages = [current.parameter_complete(index, after_s) for index in complete]
+            return any(stages)
 
     def gradient_ready_late(self, index: int, gradient: Tensor) -> None:
         """Take a gradient that is not to be merged with its step."""

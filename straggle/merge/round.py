@@ -139,15 +139,32 @@ class Round:
         """Finished gradients that are in, over all micro-batches."""
         return sum(self.num_in)
 
-    def accumulate(self, index: int, gradient: Tensor, number: int = 0) -> bool:
-        """Take the gradient of pass ``number``; true where the parameter is complete with it."""
-        factors, before = self._factors, self.num_in[index]
-        weight = self.weight if factors is None else self.weight * factors[self.layout.stage_of[index]]
-        self.buffers.accumulate(index, gradient, add=before > 0, weight=weight)
-        self.last_in[index] = number
-        self._num_in_pass += 1
-        self.num_in[index] = before + 1
-        return before + 1 == self.num_microbatches
+    def accumulate(self, indices: Sequence[int], gradients: Sequence[Tensor], number: int = 0) -> list[int]:
+        """Take these parameters' gradients of pass ``number``; those parameters that are complete with them."""
+        num_in, last_in, buffers, complete = self.num_in, self.last_in, self.buffers, []
+        weight = self.weight if self._factors is None else None
+        if together := len(indices) > 1 and gradients[0].is_cuda:
+            self._accumulate_together(indices, gradients)
+        for index, gradient in zip(indices, gradients, strict=True):
+            before = num_in[index]
+            if not together:
+                buffers.accumulate(index, gradient, add=before > 0, weight=weight or self._own_weight(index))
+            last_in[index], num_in[index] = number, before + 1
+            if before + 1 == self.num_microbatches:
+                complete.append(index)
+        self._num_in_pass += len(indices)
+        return complete
+
+    def _accumulate_together(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        """Put them into the buffers by few kernels, which a device needs; on the CPU that saves nothing."""
+        alike: dict[tuple[bool, float], list[tuple[int, Tensor]]] = {}
+        for index, gradient in zip(indices, gradients, strict=True):
+            alike.setdefault((self.num_in[index] > 0, self._own_weight(index)), []).append((index, gradient))
+        for (add, weight), own in alike.items():
+            self.buffers.accumulate_together(own, add=add, weight=weight)
+
+    def _own_weight(self, index: int) -> float:
+        return self.weight if self._factors is None else self.weight * self._factors[self.layout.stage_of[index]]
 
     def end_pass(self, number: int) -> None:
         """Pass ``number`` is over: what it gave no gradient to is a computed zero."""

@@ -160,6 +160,8 @@ _Given = TypeVar("_Given")
 
 def _most(given: Mapping[int, _Given]) -> _Given:
     """What most ranks gave; of two that equally many gave, that of the lowest rank."""
+    if len(alike := set(given.values())) == 1:  # as in nearly every step; counting takes five times as long
+        return alike.pop()
     return Counter(given[rank] for rank in sorted(given)).most_common(1)[0][0]
 
 

@@ -1,0 +1,60 @@
+"""Which gradients are merged by one call: Python costs about as much for a group of them as for one.
+
+A group is a run of one stage's gradients, in the order in which backward finishes them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from straggle.backward.stages import StagePlan
+
+GROUP_BYTES = 2**20  # on the CPU: above this, what waits has left the cache before it is copied
+
+
+class Groups:
+    """The groups of these parameters' gradients.
+
+    ``ends`` are the parameters with which a group is complete; none: each gradient is merged by itself.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._streams: set[object] = set()
+        self.ends: frozenset[int] = frozenset()
+
+    def note_stream(self) -> None:
+        """A gradient came on the current stream, while the plan is learned."""
+        if self._parameters[0].is_cuda:
+            self._streams.add(torch.cuda.current_stream())
+
+    def follow(self, plan: StagePlan) -> None:
+        """Form the groups of this plan: on a CUDA device of a stage each, where few kernels count more than the cache.
+
+        Gradients that come on several devices or streams are not for one call: they have no groups.
+        """
+        devices = {parameter.device for parameter in self._parameters}
+        if len(devices) == 1 and len(self._streams) <= 1:
+            on_cuda = self._parameters[0].is_cuda
+            nbytes = [parameter.numel() * parameter.element_size() for parameter in self._parameters]
+            self.ends = group_ends(plan, nbytes, math.inf if on_cuda else GROUP_BYTES)
+
+
+def group_ends(plan: StagePlan, nbytes: Sequence[int], group_bytes: float) -> frozenset[int]:
+    """The parameters with which a group is complete: the last of its stage, and who brings it to ``group_bytes``.
+
+    ``nbytes`` has the bytes of each parameter.
+    """
+    ends = set()
+    for stage in plan.stages:
+        size = 0
+        for index in stage.parameters:
+            size += nbytes[index]
+            if size >= group_bytes or index == stage.parameters[-1]:
+                ends.add(index)
+                size = 0
+    return frozenset(ends)
