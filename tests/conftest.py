@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if level not in LEVELS:
             raise pytest.UsageError(f"{item.path}: a test lies in one of the folders {', '.join(LEVELS)} of tests/")
         item.add_marker(level)
-        if level in PROCESSES:
+        if level in PROCESSES and config.pluginmanager.hasplugin("rerunfailures"):
             item.add_marker(pytest.mark.flaky(reruns=1))
     if hasattr(config, "workerinput"):  # so that nothing long is left for the end, when the other processes are idle
         cluster = {item.path for item in items if item.get_closest_marker("docker")}  # the longest of all
