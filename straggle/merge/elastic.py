@@ -23,12 +23,13 @@ from straggle.merge.channel import Channel, PeerFailed
 from straggle.merge.groups import GlooGroup, Groups, is_over
 from straggle.merge.membership import MembersChanged, Membership, TooFewRanks
 from straggle.merge.store import check_answers, connect_all, default_store
-from straggle.merge.view import Elastic, Progress, Repair, View, progress_length, repair
+from straggle.merge.view import ENDED, RETURNS, Elastic, Progress, Repair, View, progress_length, repair
 from straggle.report import MembersReport
 
 _SLICE_S = 0.02
 _FORM_S = 20.0  # for the members of a view to meet
 _ASK_AGAIN_S = 2.0
+_RETURN_S = 10.0  # for a rank that left to be let in again; then it is missed
 _OLD_S = 600.0  # after which gloo itself ends what was launched
 _num_models = 0  # that were wrapped so in this process: its models have their corners of the store in this order
 
@@ -199,6 +200,7 @@ class Regrouping:
         self._channel, self._membership, self._led = channel, channel.membership, led
         self._num_buckets = 0
         self._closing = False
+        self._newer_at = time.monotonic()  # when the members changed last
         self._asked_at: float | None = None
         self.on_joined: Callable[[View], None] | None = None  # this rank was let in
         self.lost_state: Callable[[], str] | None = None  # why the state that it waits for will not come, if so
@@ -228,8 +230,11 @@ class Regrouping:
                 if self._membership.is_member and self.lost_state is not None and (why := self.lost_state()):
                     self._membership.leave(why)
                 if self._membership.wait_newer(self._channel.generation, 0.2):
+                    self._newer_at = time.monotonic()
                     self._follow()
-                elif not self._membership.is_member and self._asked_at is not None:
+                elif time.monotonic() - self._newer_at > _RETURN_S:
+                    self._check_number(self._membership.view, with_returning=False)
+                if not self._membership.is_member and self._asked_at is not None:
                     self._membership.check_refused()
                     if time.monotonic() - self._asked_at > _ASK_AGAIN_S:  # who heard it may be gone
                         self.ask()
@@ -248,23 +253,18 @@ class Regrouping:
         view = membership.view
         if view.generation <= self._channel.generation:
             return
-        if len(view.members) < membership.least:
-            raise TooFewRanks(
-                f"rank {self._channel.rank}, step {membership.step}: {len(view.members)} of {membership.world_size} "
-                f"ranks are left ({_changes(view)}), and the job goes on with {membership.least} at least "
-                "(Elastic.min_ranks)"
-            )
+        self._check_number(view, with_returning=True)
         if not membership.is_member:
             self._led.put_out()
             self._channel.generation = view.generation
-            if not any(change.rank == self._channel.rank and change.reason == "ended" for change in view.changes):
+            if not any(change.rank == self._channel.rank and change.reason == ENDED for change in view.changes):
                 self.ask()
             return
         began_at = time.monotonic()
         progress = self._led.freeze()
         joins = progress.step < 0
         if joins and self._channel.rank not in view.joined:  # it came too late to the view that let it in
-            membership.leave("it was let in, and the members changed before it was ready")
+            membership.leave(f"{RETURNS}: it was let in, and the members changed before it was ready")
             return
         try:
             if not self._channel.form(view):
@@ -286,6 +286,15 @@ class Regrouping:
                     joined={change.rank: change.reason for change in view.changes if change.joined},
                     seconds=time.monotonic() - began_at,
                 )
+            )
+
+    def _check_number(self, view: View, *, with_returning: bool) -> None:
+        membership = self._membership
+        if view.shortfall(membership.least, membership.world_size, with_returning=with_returning):
+            raise TooFewRanks(
+                f"rank {self._channel.rank}, step {membership.step}: {len(view.members)} of {membership.world_size} "
+                f"ranks are left ({_changes(view)}), and the job goes on with {membership.least} at least "
+                "(Elastic.min_ranks)"
             )
 
     def _regroup(self, view: View, progress: Progress) -> None:

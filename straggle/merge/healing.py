@@ -22,7 +22,7 @@ from straggle.merge.elastic import ElasticChannel, Regrouping
 from straggle.merge.groups import gloo_group
 from straggle.merge.options import ModuleBuffers
 from straggle.merge.state_wire import Encoded, encode, receive, send
-from straggle.merge.view import View
+from straggle.merge.view import RETURNS, View
 from straggle.policies.history import History
 
 _SEND_S = 60.0
@@ -96,8 +96,8 @@ class Healing:
             return ""
         giver, members = arrival.view.giver, self._membership.view.members
         if members.get(giver) != arrival.view.members[giver]:
-            return f"rank {giver}, which was to send it the state of the job, has left"
-        return f"the state of the job did not come: {arrival.error}" if arrival.error is not None else ""
+            return f"{RETURNS}: rank {giver}, which was to send it the state of the job, has left"
+        return f"{RETURNS}: the state of the job did not come: {arrival.error}" if arrival.error is not None else ""
 
     def _give(self, step: int) -> None:
         began_at = time.monotonic()

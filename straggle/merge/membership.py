@@ -22,7 +22,7 @@ import torch.distributed as dist
 from straggle.merge.agents import Exited, post_over
 from straggle.merge.channel import PeerFailed
 from straggle.merge.store import StoreUnreachable
-from straggle.merge.view import Elastic, Seal, Silence, View, leader
+from straggle.merge.view import ENDED, Elastic, Seal, Silence, View, leader
 
 BEAT_S = 0.1
 _QUICK_S = 0.5  # the silence that is enough where a connection has just broken
@@ -173,7 +173,7 @@ class Membership:
                 if min(steps) >= self.step:
                     break
                 time.sleep(0.02)
-            self.leave("ended")
+            self.leave(ENDED)
         except (RuntimeError, OSError, ValueError) as error:
             _log.info("rank %d left without a word: %s", self.rank, error)
 

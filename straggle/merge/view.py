@@ -42,6 +42,10 @@ class Elastic:
         return self.min_ranks or world_size // 2 + 1
 
 
+ENDED = "ended"  # why a rank left whose loop was over
+RETURNS = "returns"  # why one left that asks to be let in again at once
+
+
 @dataclass(frozen=True)
 class Change:
     """What became of one rank from one view to the next; ``joined`` or left, and why."""
@@ -56,7 +60,7 @@ class View:
     """The members of one generation, each with its incarnation: a process that is started again is another one.
 
     ``changes`` are those from the view before. Ranks that joined take part from ``step`` on, and get their state from
-    the member ``giver``.
+    the member ``giver``. ``ended``: ranks whose loop is over; ``returning``: those that left to be let in again.
     """
 
     generation: int
@@ -64,6 +68,8 @@ class View:
     changes: tuple[Change, ...] = ()
     step: int = 0
     giver: int = -1
+    ended: frozenset[int] = frozenset()
+    returning: frozenset[int] = frozenset()
     joined: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,13 +85,32 @@ class View:
         """The next view, without these members; why each of them left."""
         left = {rank: own for rank, own in self.members.items() if rank not in gone}
         changes = tuple(Change(rank, False, gone[rank]) for rank in sorted(gone) if rank in self.members)
-        return View(self.generation + 1, left, changes)
+        why = {change.rank: change.reason for change in changes}
+        ended = self.ended | {rank for rank, reason in why.items() if reason == ENDED}
+        returning = self.returning | {rank for rank, reason in why.items() if reason.startswith(RETURNS)}
+        return View(self.generation + 1, left, changes, ended=ended, returning=returning)
+
+    def shortfall(self, least: int, world_size: int, *, with_returning: bool) -> bool:
+        """Whether there are fewer members than the job may go on with.
+
+        Ranks whose loop is over are not missed. Those that are about to be let in again count for a moment, if wanted.
+        """
+        number = len(self.members) + (len(self.returning - set(self.members)) if with_returning else 0)
+        return number < max(1, min(least, world_size - len(self.ended)))
 
     def with_joined(self, new: Mapping[int, str], *, step: int, giver: int, reason: str = "came back") -> View:
         """The next view, with new incarnations of these ranks; an older one of the same rank is put out."""
         changes = [Change(rank, False, "was started again") for rank in sorted(new) if rank in self.members]
         changes += [Change(rank, True, reason) for rank in sorted(new)]
-        return View(self.generation + 1, {**self.members, **new}, tuple(changes), step, giver)
+        return View(
+            self.generation + 1,
+            {**self.members, **new},
+            tuple(changes),
+            step,
+            giver,
+            ended=self.ended - set(new),
+            returning=self.returning - set(new),
+        )
 
     def watched_by(self, rank: int) -> tuple[int, ...]:
         """The members that ``rank`` watches: those that follow it in the ring of members."""
@@ -98,19 +123,22 @@ class View:
         """As it lies in the store."""
         changes = [[change.rank, change.joined, change.reason] for change in self.changes]
         members = {str(rank): self.members[rank] for rank in self.ranks}
-        return json.dumps([self.generation, members, changes, self.step, self.giver])
+        apart = [sorted(self.ended), sorted(self.returning)]
+        return json.dumps([self.generation, members, changes, self.step, self.giver, *apart])
 
     @classmethod
     def decode(cls, text: str, world_size: int) -> View:
         """Raises ``ValueError`` for anything that is no view of such a job."""
         try:
-            generation, members, changes, step, giver = json.loads(text)
+            generation, members, changes, step, giver, ended, returning = json.loads(text)
             view = cls(
                 int(generation),
                 {int(rank): str(own) for rank, own in members.items()},
                 tuple(Change(int(rank), bool(joined), str(reason)) for rank, joined, reason in changes),
                 int(step),
                 int(giver),
+                frozenset(map(int, ended)),
+                frozenset(map(int, returning)),
             )
         except (TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"the job's store has no view of its members, but {text[:80]!r}") from error
