@@ -23,7 +23,7 @@ from straggle.merge.channel import Channel, PeerFailed
 from straggle.merge.groups import GlooGroup, Groups, is_over
 from straggle.merge.membership import MembersChanged, Membership, TooFewRanks
 from straggle.merge.store import check_answers, connect_all, default_store
-from straggle.merge.view import ENDED, RETURNS, Elastic, Progress, Repair, View, progress_length, repair
+from straggle.merge.view import RETURNS, Elastic, Progress, Repair, View, progress_length, repair
 from straggle.report import MembersReport
 
 _SLICE_S = 0.02
@@ -224,11 +224,17 @@ class Regrouping:
         self._asked_at = time.monotonic()
         self._membership.request_join()
 
+    def ask_anew(self) -> None:
+        """The same for a rank that left with an error, and whose loop goes on all the same."""
+        if self._membership.left_for_good:
+            self._membership.left_for_good = False
+            self.ask()
+
     def _run(self) -> None:
         try:
             while not self._closing:
                 if self._membership.is_member and self.lost_state is not None and (why := self.lost_state()):
-                    self._membership.leave(why)
+                    self._membership.leave(why, for_good=False)
                 if self._membership.wait_newer(self._channel.generation, 0.2):
                     self._newer_at = time.monotonic()
                     self._follow()
@@ -257,14 +263,14 @@ class Regrouping:
         if not membership.is_member:
             self._led.put_out()
             self._channel.generation = view.generation
-            if not any(change.rank == self._channel.rank and change.reason == ENDED for change in view.changes):
+            if not membership.left_for_good:
                 self.ask()
             return
         began_at = time.monotonic()
         progress = self._led.freeze()
         joins = progress.step < 0
         if joins and self._channel.rank not in view.joined:  # it came too late to the view that let it in
-            membership.leave(f"{RETURNS}: it was let in, and the members changed before it was ready")
+            membership.leave(f"{RETURNS}: it was let in, and the members changed before it was ready", for_good=False)
             return
         try:
             if not self._channel.form(view):

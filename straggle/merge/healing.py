@@ -60,6 +60,7 @@ class Healing:
     def before_step(self) -> None:
         """Between two steps: give this rank's state to a newcomer, or wait for that of another."""
         coordinator, step = self._coordinator, self._coordinator.training.step
+        self._regrouping.ask_anew()
         if coordinator.gives_state:
             self._give(step)
         while coordinator.absent_until > step or self._arrival is not None:
@@ -75,7 +76,7 @@ class Healing:
     def take_first(self) -> None:
         """Of a rank that comes to a running job, before its first step: wait for the state, and go on from there."""
         until = time.monotonic() + self._channel.give_up_s
-        while (arrival := self._arrival) is None or arrival.state is None:
+        while (arrival := self._arrival) is None or arrival.state is None or not self._takes_part_from(arrival.view):
             self._coordinator.check_ended()
             if time.monotonic() > until:
                 raise PeerFailed(
@@ -85,6 +86,10 @@ class Healing:
                 )
             time.sleep(0.005)
         self._take(arrival.view, arrival.state, loaders_too=True)
+
+    def _takes_part_from(self, view: View) -> bool:
+        """Whether the coordinator has come to this view; the state may arrive before that."""
+        return self._coordinator.absent_until == view.step
 
     def let_in(self, view: View) -> None:
         """This rank is a member again, from ``view.step`` on; called by the thread that leads it from view to view."""

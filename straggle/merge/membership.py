@@ -69,6 +69,7 @@ class Membership:
         self.description = ""
         self.watches = False  # whether it puts silent members out, from the time on when it can go on without them
         self.held: tuple[int, bool] | None = None  # the step before which others are let in, and whether this one leads
+        self.left_for_good = False  # by its own will, so it does not ask to be let in again
         self._elastic = elastic
         self._connect = connect
         self._exited = exited
@@ -149,8 +150,9 @@ class Membership:
             store.delete_key(f"join/{rank}")
         self._propose(store, view, view.with_joined(new, step=step, giver=self.rank))  # even for none: all wait for it
 
-    def leave(self, reason: str) -> None:
-        """This rank takes no further part."""
+    def leave(self, reason: str, *, for_good: bool = True) -> None:
+        """This rank takes no further part, or none ``for_good`` and none before it is let in again."""
+        self.left_for_good |= for_good
         if self._view is None or not self.is_member:
             return
         store = self._store()
