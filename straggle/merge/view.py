@@ -140,7 +140,7 @@ class View:
                 frozenset(map(int, ended)),
                 frozenset(map(int, returning)),
             )
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"the job's store has no view of its members, but {text[:80]!r}") from error
         if view.generation < 0 or not all(0 <= rank < world_size for rank in view.members):
             raise ValueError(f"a view of ranks {view.ranks} in a job of {world_size} ranks")
@@ -163,7 +163,8 @@ class Seal:
     def open(self, key: str, sealed: str) -> str | None:
         """The word, or ``None`` where the signature is not of this job."""
         signature, _, word = sealed.partition(" ")
-        return word if hmac.compare_digest(signature, self._sign(key, word)) else None
+        expected = self._sign(key, word).encode()  # as bytes: of text the comparison takes ASCII only
+        return word if hmac.compare_digest(signature.encode(), expected) else None
 
     def _sign(self, key: str, word: str) -> str:
         return hmac.new(self._key, f"{key}\n{word}".encode(), hashlib.sha256).hexdigest()[:32]
