@@ -6,7 +6,7 @@ import math
 import pytest
 
 from straggle import Elastic
-from straggle.merge.view import WATCHED, Change, Seal, Silence, View, leader
+from straggle.merge.view import ENDED, RETURNS, WATCHED, Change, Seal, Silence, View, leader
 
 VIEW = View(3, {0: "0-a", 2: "1-b", 3: "0-c"}, (Change(1, False, "ended"), Change(2, True, "came back")), 7, 0)
 
@@ -57,17 +57,18 @@ def test_views_of_equal_members_are_written_alike():
         "null",
         "7",
         '"text"',
-        "[1, {}, [], 0]",
+        "[1, {}, [], 0, 0]",
+        "[1, {}, [], 0, 0, [], 0]",
+        '["x", {}, [], 0, 0, [], []]',
+        "[null, {}, [], 0, 0, [], []]",
+        "[1, [], [], 0, 0, [], []]",
+        '[1, {"x": "a"}, [], 0, 0, [], []]',
+        '[1, {}, [["x", true, ""]], 0, 0, [], []]',
+        "[1, {}, [[1, true]], 0, 0, [], []]",
+        "[1, {}, 5, 0, 0, [], []]",
+        "[1, {}, [5], 0, 0, [], []]",
         "[1, {}, [], 0, 0, 0]",
-        '["x", {}, [], 0, 0]',
-        "[null, {}, [], 0, 0]",
-        "[1, [], [], 0, 0]",
-        '[1, {"x": "a"}, [], 0, 0]',
-        '[1, {}, [["x", true, ""]], 0, 0]',
-        "[1, {}, [[1, true]], 0, 0]",
-        "[1, {}, 5, 0, 0]",
-        "[1, {}, [5], 0, 0]",
-        "[1e400, {}, [], 0, 0]",
+        "[1e400, {}, [], 0, 0, [], []]",
         "[" * 5000,
     ],
 )
@@ -79,12 +80,12 @@ def test_what_is_no_view_is_a_value_error(text):
 @pytest.mark.parametrize(("generation", "rank"), [(-1, 0), (1, 4), (1, -1)])
 def test_view_of_another_job_is_a_value_error(generation, rank):
     with pytest.raises(ValueError, match="in a job of 4 ranks"):
-        View.decode(json.dumps([generation, {rank: "a"}, [], 0, 0]), 4)
+        View.decode(json.dumps([generation, {rank: "a"}, [], 0, 0, [], []]), 4)
 
 
 def test_members_leave_with_their_reasons():
     view = VIEW.without({2: "ended", 1: "is none", 0: "silent"})
-    assert view == View(4, {3: "0-c"}, (Change(0, False, "silent"), Change(2, False, "ended")))
+    assert view == View(4, {3: "0-c"}, (Change(0, False, "silent"), Change(2, False, "ended")), ended=frozenset({2}))
     assert view.joined == frozenset()
 
 
@@ -105,6 +106,26 @@ def test_newer_incarnation_puts_the_older_one_of_its_rank_out():
 def test_view_for_nobody_is_a_new_generation():
     view = VIEW.with_joined({}, step=9, giver=0)
     assert (view.generation, view.members, view.joined) == (4, VIEW.members, frozenset())
+
+
+def test_job_is_not_short_of_ranks_whose_loops_are_over():
+    view = View(1, dict.fromkeys(range(4), "x")).without({0: ENDED}).without({2: ENDED})
+    assert view.ended == {0, 2}
+    assert not view.shortfall(3, 4, with_returning=False)
+    assert not view.without({1: ENDED}).shortfall(3, 4, with_returning=False)
+    assert view.without({1: "no sign of life"}).shortfall(3, 4, with_returning=True)
+    back = view.with_joined({0: "y"}, step=7, giver=1)
+    assert back.ended == {2}
+    assert View.decode(back.encode(), 4) == back
+
+
+def test_job_is_short_of_ranks_that_return_only_after_a_moment():
+    view = View(1, dict.fromkeys(range(4), "x")).without({0: "no sign of life"}).without({3: f"{RETURNS}: too late"})
+    assert view.returning == {3}
+    assert not view.shortfall(3, 4, with_returning=True)
+    assert view.shortfall(3, 4, with_returning=False)
+    back = view.with_joined({3: "y"}, step=7, giver=1)
+    assert (back.returning, View.decode(back.encode(), 4)) == (frozenset(), back)
 
 
 @pytest.mark.parametrize("size", range(1, 9))
