@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -89,9 +90,16 @@ def gloo_group(store: Any, place: int, size: int, form_s: float) -> Any:
     """
     kind: Any = dist.ProcessGroupGloo
     options = kind._Options()
-    options._devices, options._timeout = [kind.create_default_device(lazy_init=False)], timedelta(seconds=form_s)
+    options._devices, options._timeout = _devices(kind), timedelta(seconds=form_s)
     store.set_timeout(timedelta(seconds=form_s))
     return kind(store, place, size, options)
+
+
+def _devices(kind: Any) -> list[Any]:
+    """Where torch has them: on the interfaces in GLOO_SOCKET_IFNAME, or where the host's name leads to."""
+    if not (names := os.environ.get("GLOO_SOCKET_IFNAME")):
+        return [kind.create_default_device(lazy_init=False)]
+    return [kind.create_device(interface=name, lazy_init=False) for name in names.split(",")]
 
 
 @dataclass(frozen=True)
