@@ -41,11 +41,9 @@ class _Flat:
     """The ``gradients`` of one bucket that share a dtype and a device; ``tail``: their weights and presence flags.
 
     The tail is fp32 or finer. It lies at the end of the gradients' buffer where that is, and travels in one message.
-    ``lengths``: of the gradients' places, on the device.
     """
 
     parameters: tuple[int, ...]
-    lengths: Tensor
     gradients: Tensor
     tail: Tensor
     messages: tuple[Tensor, ...]
@@ -185,15 +183,15 @@ class StageBuffers:
         if flat.gradients.is_cuda:
             # without waiting for the device, and with few kernels; NaN is not less than infinity either
             finite = torch.stack(torch._foreach_norm(views, math.inf)) < math.inf
-            flat.gradients.nan_to_num_(0.0, 0.0, 0.0)
-            flat.gradients.mul_(finite.repeat_interleave(flat.lengths, output_size=len(flat.gradients)))
+            bad = ~finite
         else:
             # one pass over the entire bucket is enough
             if math.isfinite(flat.gradients.sum(dtype=torch.float32).item()):
                 return
             finite = torch.stack([torch.isfinite(view).all() for view in views])
-            for view, fine in zip(views, finite, strict=True):
-                view.masked_fill_(~fine, 0.0)
+            bad = ~finite
+        for view, is_bad in zip(views, bad.unbind(), strict=True):
+            view.masked_fill_(is_bad, 0.0)
         flat.tail.view(2, -1).mul_(finite)
         self._finite.append(finite)
 
@@ -222,7 +220,6 @@ class StageBuffers:
             for index in members:
                 starts.append(end)
                 end += -(-parameters[index].numel() // _ALIGN) * _ALIGN
-            lengths = torch.tensor([*starts, end], device=device).diff()
             exact = dtype in (torch.float32, torch.float64)
             extra = [2 * len(members), num_rows if position == len(alike) - 1 else 0]
             data = torch.zeros(end + (sum(extra) if exact else 0), dtype=dtype, device=device)
@@ -230,7 +227,7 @@ class StageBuffers:
             for index, start in zip(members, starts, strict=True):
                 self.views[index] = _view(data, start, parameters[index])
             messages = (data,) if exact else (data, numbers)
-            flats.append(_Flat(tuple(members), lengths, data[:end], numbers[: extra[0]], messages))
+            flats.append(_Flat(tuple(members), data[:end], numbers[: extra[0]], messages))
             self.rows = numbers[extra[0] :]
         return flats
 
