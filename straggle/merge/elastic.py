@@ -200,6 +200,7 @@ class Regrouping:
         self._channel, self._membership, self._led = channel, channel.membership, led
         self._num_buckets = 0
         self._closing = False
+        self._last_view = channel.membership.view  # that this rank took part in
         self._newer_at = time.monotonic()  # when the members changed last
         self._asked_at: float | None = None
         self.on_joined: Callable[[View], None] | None = None  # this rank was let in
@@ -281,6 +282,8 @@ class Regrouping:
             self._regroup(view, progress)
         except MembersChanged:
             return
+        left, joined = view.since(self._last_view)
+        self._last_view = view
         if self.on_changed is not None:
             self.on_changed(
                 MembersReport(
@@ -288,8 +291,8 @@ class Regrouping:
                     membership.step,
                     view.ranks,
                     membership.world_size,
-                    left={change.rank: change.reason for change in view.changes if not change.joined},
-                    joined={change.rank: change.reason for change in view.changes if change.joined},
+                    left=left,
+                    joined=joined,
                     seconds=time.monotonic() - began_at,
                 )
             )

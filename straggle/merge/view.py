@@ -119,6 +119,17 @@ class View:
         following = [*ranks[place + 1 :], *ranks[:place]]
         return tuple(following[:WATCHED])
 
+    def since(self, old: View) -> tuple[dict[int, str], dict[int, str]]:
+        """Who has left since an older view, and who came, each with the reason as far as this view has it."""
+        why = {(change.rank, change.joined): change.reason for change in self.changes}
+        gone = [rank for rank, own in old.members.items() if self.members.get(rank) != own]
+        new = [rank for rank, own in self.members.items() if old.members.get(rank) != own]
+        unseen = "in a change that this rank was not there for"
+        return (
+            {rank: why.get((rank, False), unseen) for rank in sorted(gone)},
+            {rank: why.get((rank, True), unseen) for rank in sorted(new)},
+        )
+
     def encode(self) -> str:
         """As it lies in the store."""
         changes = [[change.rank, change.joined, change.reason] for change in self.changes]
