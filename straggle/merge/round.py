@@ -347,11 +347,12 @@ class Round:
         """Go on among the members of ``group``; ``place_of`` each rank in it, ``new``: this rank has just joined.
 
         What was on its way and no member has is lost: its gradients count nothing. The old merges may still write into
-        the buffers that they were launched with, so ``renew()`` gives others.
+        the buffers that they were launched with, also where they only give once more what is there, so ``renew()``
+        gives others.
         """
         num_launched = repair.num_launched if new else len(self._works)
         lost = frozenset(b for b in range(num_launched) if b not in self._merged)
-        if lost:
+        if lost or not all(work.is_completed() for works in self._works for work in works):
             old, self.buffers = self.buffers, renew()
             self.buffers.take_over(old, lost)
         self.lost |= lost - repair.given.keys()

@@ -89,6 +89,7 @@ class Job:
             served, serving = _context.Pipe(duplex=False)
             self._store_host = _context.Process(target=_serve_store, args=(serving, network.names[-1]), daemon=True)
             self._store_host.start()
+            serving.close()  # so that this raises where the store's process ends
             self._port = served.recv()
         self._payload = pickle.dumps((function, args))
         self._processes: dict[int, Any] = {}

@@ -70,7 +70,7 @@ def made_network(num_hosts: int, slow: dict[int, dict[str, float]] | None = None
             stderr=subprocess.PIPE,
             text=True,
         )
-        stack.callback(process.wait)
+        stack.enter_context(process)  # which waits for its end, and closes the pipes
         stack.callback(process.kill)
         assert process.stdout is not None
         assert process.stderr is not None

@@ -4,6 +4,7 @@ The groups here are in one process: a collective ends when the test lets it. A g
 step, and a merge that was on its way leaves NaN, so a merged gradient tells what was counted, and how often.
 """
 
+import random
 from itertools import chain, combinations, product
 
 import pytest
@@ -115,6 +116,19 @@ def run(places):
             work.done = True
 
 
+def run_partly(places, chance):
+    """Some collectives that all have called end for some of them; the others leave what is on its way."""
+    for works in zip(*(place.works for place in places), strict=False):
+        source = works[0].source
+        result = works[source].tensor.clone() if source >= 0 else sum(work.tensor for work in works)
+        for work in works:
+            work.done = chance.random() < 0.5
+            if work.done:
+                work.tensor.copy_(result)
+            elif source < 0 or not torch.equal(work.tensor, result):  # who has the bucket is sent the same bits
+                work.tensor.fill_(torch.nan)
+
+
 PARAMETERS = list(Chain(3).parameters())
 PLAN = StagePlan(
     tuple(
@@ -184,7 +198,10 @@ class Member:
             self.round.regroup(self.new, way, place_of, new_buffers, new=False)
 
     def finish(self):
-        self.stand_in() if self.progress.step < 0 else self.compute(3)
+        if self.rank != NEWCOMER:
+            self.compute(3)
+        elif not self.round.closed:
+            self.stand_in()
 
 
 def subsets(of):
@@ -247,6 +264,49 @@ def merge_what_was_merged(members):
             member.round.telemetry = Work()
             member.round.telemetry.done = member.progress.complete
         member.left_in_flight()
+
+
+@pytest.mark.parametrize("joins", [False, True], ids=["", "one-joins"])
+@pytest.mark.parametrize("leaves", [None, 2], ids=["none-leaves", "one-leaves"])
+def test_members_may_change_again_before_a_step_is_repaired(leaves, joins):
+    chance = random.Random(0)
+    for states in distinct(leaves):
+        members = [Member(rank, progress) for rank, progress in enumerate(states)]
+        merge_what_was_merged(members)
+        stay = [member for member in members if member.rank != leaves]
+        came = regroup_some(stay + ([Member(NEWCOMER, FRESH)] if joins else []), chance)
+        again = came if chance.random() < 0.5 else came[1:]  # the lowest, who may have given a bucket, leaves
+        progress = {member.rank: member.round.freeze() for member in again}
+        way = repair(progress)
+        for member in again:
+            member.progress, member.old, member.new = progress[member.rank], member.new, Place()
+        for member in again:
+            member.regroup(way, {member.rank: place for place, member in enumerate(again)})
+        for work in (work for member in again for work in member.old.works if not work.done):
+            work.tensor.fill_(torch.nan)  # it may end at any time, when its step is merged and its buffer another's
+        for member in again:
+            member.finish()
+        run([member.new for member in again])
+        assert len({tuple(view.sum().item() for view in member.round.buffers.views) for member in again}) == 1
+        ranks = [counted(member.round) for member in again]
+        assert all(own == ranks[0] for own in ranks)
+
+
+def regroup_some(members, chance):
+    """A first repair, to which not all come; the members of the view after it: who was let in has to have come."""
+    progress = {member.rank: member.round.freeze() if member.progress.step >= 0 else FRESH for member in members}
+    way = repair(progress)
+    place_of = {member.rank: place for place, member in enumerate(members)}
+    come = [member for member in members if chance.random() < 0.8]
+    for member in come:
+        member.regroup(way, place_of)
+        member.left_in_flight()
+    for member in come:
+        if chance.random() < 0.5:
+            member.finish()
+    if len(come) == len(members):
+        run_partly([member.new for member in members], chance)
+    return [member for member in members if member in come or member.rank != NEWCOMER]
 
 
 def message_of(rank, bucket):
