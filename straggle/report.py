@@ -170,7 +170,8 @@ class MembersReport:
     @property
     def kinds(self) -> tuple[ChangeKind, ...]:
         """What kind of change each of them is: of `CHANGE_KINDS`, in the order of ``left`` and ``joined``."""
-        return (*map(kind_of_leaving, self.left.values()), *("joined" for _ in self.joined))
+        kinds = list(map(kind_of_leaving, self.left.values()))
+        return (*kinds, *(CHANGE_KINDS[-1] for _ in self.joined))
 
     def __str__(self) -> str:
         changes = [f"rank {rank} left: {reason}" for rank, reason in self.left.items()]

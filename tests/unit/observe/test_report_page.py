@@ -17,7 +17,7 @@ import pytest
 from pages import ODD, STAGES, a_rank, a_step, content_of, slow_run, write_run
 
 from straggle import StepReport
-from straggle.commands import train
+from straggle.commands import result
 from straggle.commands.report import arguments
 from straggle.observe.findings import advise
 from straggle.observe.page.page import write_report
@@ -273,7 +273,7 @@ def test_report_that_fails_does_not_fail_the_run(
         raise error
 
     monkeypatch.setattr("straggle.observe.page.page.write_report", fail)
-    train.write_page(tmp_path)
+    result.write_page(tmp_path)
     (record,) = caplog.records
     assert record.getMessage().startswith("no report: ")
     assert "\n" not in record.getMessage()
