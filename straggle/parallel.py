@@ -284,6 +284,12 @@ class StagedDataParallel(nn.Module):
                 self._healing.take_first()
         return self._coordinator.training.step
 
+    @property
+    def comes_late(self) -> bool:
+        """Whether the job has begun without this process (`Elastic`), and `register_state` is still to get its state."""
+        self._join_first()
+        return self._comes_late
+
     def _come_late(self) -> None:
         """Ask the members of the running job to be let in."""
         assert isinstance(self._channel, ElasticChannel)
