@@ -286,7 +286,7 @@ class StagedDataParallel(nn.Module):
 
     @property
     def comes_late(self) -> bool:
-        """Whether the job has begun without this process (`Elastic`), and `register_state` is still to get its state."""
+        """Whether the job runs already (`Elastic`), and `register_state` is still to get its state."""
         self._join_first()
         return self._comes_late
 

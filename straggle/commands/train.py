@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 
 from straggle.extras import needs_extra
@@ -23,6 +24,7 @@ with needs_extra("train"):
 
     from straggle.commands.checkpoint import Checkpoint, NotSaved
     from straggle.commands.result import finish, metrics_of, write_config, write_page
+    from straggle.commands.train_elastic import train_elastic
     from straggle.observe.console import LiveView
 
 import torch.distributed as dist
@@ -48,6 +50,9 @@ def train(config: DictConfig) -> None:
     """
     if config.replay is not None:
         config = recorded(config)
+    if config.get("members"):
+        train_elastic(config, resumes=partial(_resumes, config))
+        return
     run_dir = Path(config.run_dir)
     checkpoint = Checkpoint(run_dir / "checkpoint")
     with process_group() as device, StopSignal() as stop, ExitStack() as held:
