@@ -173,10 +173,15 @@ class MembersReport:
         kinds = list(map(kind_of_leaving, self.left.values()))
         return (*kinds, *(CHANGE_KINDS[-1] for _ in self.joined))
 
-    def __str__(self) -> str:
+    @property
+    def what(self) -> str:
+        """Who left and who joined, and why, in words."""
         changes = [f"rank {rank} left: {reason}" for rank, reason in self.left.items()]
         changes += [f"rank {rank} joined: {reason}" for rank, reason in self.joined.items()]
-        return f"{'; '.join(changes)} ({len(self.ranks)} of {self.world_size} ranks)"
+        return "; ".join(changes)
+
+    def __str__(self) -> str:
+        return f"{self.what} ({len(self.ranks)} of {self.world_size} ranks)"
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain JSON values."""

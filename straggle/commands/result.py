@@ -83,6 +83,9 @@ def _print(summary: dict[str, Any], run_dir: Path) -> None:
         ("validation loss", f"{summary['validation_loss']:.3f}", _accuracy(summary)),
         ("parameters on all ranks", "identical" if same else "DIFFERENT", summary["parameters_sha256"][0][:12]),
     ]
+    if any(absent := summary["absent_steps_per_rank"]):
+        away = ", ".join(f"rank {rank}: {steps}" for rank, steps in enumerate(absent) if steps)
+        rows.insert(4, ("steps without a rank", f"{sum(absent)} of {summary['steps'] * len(absent)}", away))
     if summary["shadow_dropped_share"] is not None:
         rows.insert(3, ("with the deadline enforced", *_would(summary)))
     print_table(f"{summary['steps']} steps", ("", "", ""), rows)
