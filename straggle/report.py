@@ -141,6 +141,7 @@ _WORDS: tuple[tuple[str, ChangeKind], ...] = (
     ("its process ended", "ended"),
     ("ended", "ended"),
     ("was started again", "restarted"),
+    ("returns", "restarted"),
     ("rank ", "raised"),  # what it said itself
 )
 
@@ -187,6 +188,15 @@ class MembersReport:
         """The report as plain JSON values."""
         plain: dict[str, Any] = finite_or_none(asdict(self))
         return plain
+
+
+@dataclass(frozen=True)
+class HealingReport:
+    """What this rank has taken from its peers until now: how many states, their bytes, and its seconds of waiting."""
+
+    num_states: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
