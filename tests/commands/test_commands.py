@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -18,7 +19,7 @@ from repository import ROOT
 from rich.console import Console
 from training import TINY
 
-from straggle import RankReport, StageReport, StepReport
+from straggle import MembersReport, RankReport, StageReport, StepReport
 from straggle.__main__ import COMMANDS, main
 from straggle.commands.config import ConfigurationError, load
 from straggle.commands.launch_options import arguments as launch_arguments
@@ -101,6 +102,17 @@ def test_view_prints_plain_lines_where_there_is_no_terminal() -> None:
     with LiveView(20, console=console) as view:
         view.show(report(rank(0, 1.0, (1.0,)), rank(1, 1.0, (math.nan,), late=True), step=0))
     assert "loss 2.500  step 1500 ms  deadline 1200 ms  late: 1" in console.export_text()
+
+
+def test_view_names_absent_ranks_and_says_when_the_members_change() -> None:
+    console = Console(force_terminal=False, width=160, record=True)
+    away = dataclasses.replace(rank(1, math.nan, (math.nan,)), absent=True)
+    with LiveView(20, console=console) as view:
+        view.changed(MembersReport(1, 0, (0,), 2, left={1: "its process ended by SIGKILL, after 3.0 s"}))
+        view.show(report(rank(0, 1.0, (1.0,)), away, step=0))
+    lines = console.export_text().splitlines()
+    assert lines[0].rstrip() == "members: rank 1 left: its process ended by SIGKILL, after 3.0 s (1 of 2 ranks)"
+    assert lines[1].rstrip().endswith("late: none  absent: 1")
 
 
 # -- the configuration
