@@ -53,7 +53,7 @@ from straggle.policies.deadline import Deadline, LateHandling, WaitForAll, as_de
 from straggle.policies.estimators import Abstain, Estimator
 from straggle.policies.fill_in import FillIn
 from straggle.policies.history import History
-from straggle.report import MembersReport, StepReport
+from straggle.report import HealingReport, MembersReport, StepReport
 from straggle.step import Step
 from straggle.version import __version__
 
@@ -284,6 +284,12 @@ class StagedDataParallel(nn.Module):
                 self._healing.take_first()
         return self._coordinator.training.step
 
+    @property
+    def comes_late(self) -> bool:
+        """Whether the job runs already (`Elastic`), and `register_state` is still to get its state."""
+        self._join_first()
+        return self._comes_late
+
     def _come_late(self) -> None:
         """Ask the members of the running job to be let in."""
         assert isinstance(self._channel, ElasticChannel)
@@ -340,6 +346,18 @@ class StagedDataParallel(nn.Module):
         handle = RemovableHandle(self._members_hooks)
         self._members_hooks[handle.id] = hook
         return handle
+
+    @property
+    def member_ranks(self) -> tuple[int, ...]:
+        """The ranks that are members now, as far as this rank knows; all of them where none can leave."""
+        if self._regrouping is not None and isinstance(self._channel, ElasticChannel):
+            return self._channel.membership.view.ranks
+        return tuple(range(self.world_size))
+
+    @property
+    def healing_report(self) -> HealingReport:
+        """What this rank has taken from its peers to take part again (`Elastic`)."""
+        return HealingReport() if self._healing is None else self._healing.report
 
     @property
     def lag(self) -> int:

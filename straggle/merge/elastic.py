@@ -200,12 +200,12 @@ class Regrouping:
         self._channel, self._membership, self._led = channel, channel.membership, led
         self._num_buckets = 0
         self._closing = False
-        self._last_view = channel.membership.view  # that this rank took part in
         self._newer_at = time.monotonic()  # when the members changed last
         self._asked_at: float | None = None
         self.on_joined: Callable[[View], None] | None = None  # this rank was let in
         self.lost_state: Callable[[], str] | None = None  # why the state that it waits for will not come, if so
         self.on_changed: Callable[[MembersReport], None] | None = None
+        self._reported = self._membership.view  # up to which changes were reported
         self._thread = threading.Thread(target=self._run, name="straggle-regrouping", daemon=True)
 
     def start(self, num_buckets: int) -> None:
@@ -282,18 +282,21 @@ class Regrouping:
             self._regroup(view, progress)
         except MembersChanged:
             return
-        left, joined = view.since(self._last_view)
-        self._last_view = view
-        if self.on_changed is not None:
+        self._report(view, time.monotonic() - began_at)
+
+    def _report(self, view: View, seconds: float) -> None:
+        changes = view.changes_since(self._reported, dict(self._membership.reasons))
+        self._reported = view
+        if self.on_changed is not None and changes:
             self.on_changed(
                 MembersReport(
                     view.generation,
-                    membership.step,
+                    self._membership.step,
                     view.ranks,
-                    membership.world_size,
-                    left=left,
-                    joined=joined,
-                    seconds=time.monotonic() - began_at,
+                    self._membership.world_size,
+                    left={change.rank: change.reason for change in changes if not change.joined},
+                    joined={change.rank: change.reason for change in changes if change.joined},
+                    seconds=seconds,
                 )
             )
 
@@ -303,7 +306,8 @@ class Regrouping:
             raise TooFewRanks(
                 f"rank {self._channel.rank}, step {membership.step}: {len(view.members)} of {membership.world_size} "
                 f"ranks are left ({_changes(view)}), and the job goes on with {membership.least} at least "
-                "(Elastic.min_ranks)"
+                "(Elastic.min_ranks)",
+                view.ranks,
             )
 
     def _regroup(self, view: View, progress: Progress) -> None:

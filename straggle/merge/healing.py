@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from straggle.merge.channel import PeerFailed
@@ -24,6 +25,7 @@ from straggle.merge.options import ModuleBuffers
 from straggle.merge.state_wire import Encoded, encode, receive, send
 from straggle.merge.view import RETURNS, View
 from straggle.policies.history import History
+from straggle.report import HealingReport
 
 _SEND_S = 60.0
 _MAX_BYTES = 1 << 40
@@ -48,6 +50,7 @@ class Healing:
         self._module, self._module_buffers = module, module_buffers
         self._registered: Mapping[str, Any] = {}
         self._arrival: _Arrival | None = None
+        self.report = HealingReport()
         regrouping.on_joined, regrouping.lost_state = self.let_in, self.lost_state
 
     def register(self, objects: Mapping[str, Any]) -> None:
@@ -133,6 +136,10 @@ class Healing:
 
     def _take(self, view: View, state: Mapping[str, Any], *, loaders_too: bool) -> None:
         """Go on from a state; ``loaders_too``: what the loop iterates over begins there as well."""
+        before, arrival = self.report, self._arrival
+        if arrival is not None:
+            seconds, nbytes = time.monotonic() - arrival.began_at, _num_bytes(state)
+            self.report = HealingReport(before.num_states + 1, before.nbytes + nbytes, before.seconds + seconds)
         self._arrival = None
         self._module.load_state_dict(state["module"])
         self._module_buffers.begin_anew()
@@ -149,6 +156,7 @@ class _Arrival:
 
     def __init__(self, channel: ElasticChannel, view: View) -> None:
         self.view = view
+        self.began_at = time.monotonic()
         self.state: dict[str, Any] | None = None
         self.error: Exception | None = None
         self._channel = channel
@@ -169,3 +177,11 @@ def _pair(channel: ElasticChannel, view: View, rank: int, *, place: int) -> Any:
     """A group of the giver, at place 0, and of one newcomer."""
     with channel.membership.connection(f"state/{view.generation}/{rank}") as store:
         return gloo_group(store, place, 2, _SEND_S)
+
+
+def _num_bytes(state: Any) -> int:
+    """Bytes of all tensors in a state."""
+    if isinstance(state, torch.Tensor):
+        return state.nbytes
+    values = state.values() if isinstance(state, Mapping) else state if isinstance(state, (list, tuple)) else ()
+    return sum(map(_num_bytes, values))

@@ -33,7 +33,11 @@ _log = logging.getLogger(__name__)
 
 
 class TooFewRanks(PeerFailed):
-    """The job has fewer members than it may go on with."""
+    """The job has fewer members than it may go on with: only ``ranks``."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 class MembersChanged(Exception):
@@ -70,6 +74,7 @@ class Membership:
         self.watches = False  # whether it puts silent members out, from the time on when it can go on without them
         self.held: tuple[int, bool] | None = None  # the step before which others are let in, and whether this one leads
         self.left_for_good = False  # by its own will, so it does not ask to be let in again
+        self.reasons: dict[tuple[int, bool], str] = {}  # why each rank left or joined last, in the views that were seen
         self._elastic = elastic
         self._connect = connect
         self._exited = exited
@@ -333,6 +338,7 @@ class Membership:
         with self._changed:
             if self._view is None or view.generation > self._view.generation:
                 self._view = view
+                self.reasons.update({(change.rank, change.joined): change.reason for change in view.changes})
                 self._changed.notify_all()
 
     def _read(self, store: Any) -> View:

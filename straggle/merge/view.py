@@ -112,23 +112,23 @@ class View:
             returning=self.returning - set(new),
         )
 
+    def changes_since(self, old: View, reasons: Mapping[tuple[int, bool], str]) -> tuple[Change, ...]:
+        """What became of the members since ``old``, however many views lie between; ``reasons`` by rank and joined.
+
+        Views that follow one another quickly are not all seen by every member.
+        """
+        gone = [rank for rank in old.ranks if self.members.get(rank) != old.members[rank]]
+        new = [rank for rank in self.ranks if old.members.get(rank) != self.members[rank]]
+        changed = [*((rank, False) for rank in gone), *((rank, True) for rank in new)]
+        known = {**{(c.rank, c.joined): c.reason for c in self.changes}, **reasons}
+        return tuple(Change(rank, joined, known.get((rank, joined), "not known")) for rank, joined in changed)
+
     def watched_by(self, rank: int) -> tuple[int, ...]:
         """The members that ``rank`` watches: those that follow it in the ring of members."""
         ranks = self.ranks
         place = ranks.index(rank)
         following = [*ranks[place + 1 :], *ranks[:place]]
         return tuple(following[:WATCHED])
-
-    def since(self, old: View) -> tuple[dict[int, str], dict[int, str]]:
-        """Who has left since an older view, and who came, each with the reason as far as this view has it."""
-        why = {(change.rank, change.joined): change.reason for change in self.changes}
-        gone = [rank for rank, own in old.members.items() if self.members.get(rank) != own]
-        new = [rank for rank, own in self.members.items() if old.members.get(rank) != own]
-        unseen = "in a change that this rank was not there for"
-        return (
-            {rank: why.get((rank, False), unseen) for rank in sorted(gone)},
-            {rank: why.get((rank, True), unseen) for rank in sorted(new)},
-        )
 
     def encode(self) -> str:
         """As it lies in the store."""

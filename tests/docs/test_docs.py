@@ -224,6 +224,11 @@ def test_every_field_of_a_trace_is_documented(record: type) -> None:
     assert {field.name for field in dataclasses.fields(record)} - documented(trace) == set()
 
 
+def test_every_field_of_the_members_file_is_documented() -> None:
+    section = CONFIGURATION.partition("### `members.jsonl`")[2].partition("\n### ")[0]
+    assert {field.name for field in dataclasses.fields(straggle.MembersReport)} - documented(section) == set()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "file"), [("train", "summary.json"), ("compare", "compare.json")])
 def test_file_of_a_run_has_the_documented_fields(command: str, file: str, tmp_path: Path) -> None:

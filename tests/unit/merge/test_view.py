@@ -89,15 +89,6 @@ def test_members_leave_with_their_reasons():
     assert view.joined == frozenset()
 
 
-def test_changes_that_a_rank_was_not_there_for_are_told_as_such():
-    old = View(3, {0: "0-a", 1: "0-b", 2: "0-c"})
-    new = View(4, {0: "0-a", 1: "0-b"}).with_joined({2: "1-d"}, step=9, giver=0)
-    left, joined = new.since(old)
-    assert left == {2: "in a change that this rank was not there for"}
-    assert joined == {2: "came back"}
-    assert new.since(new) == ({}, {})
-
-
 def test_ranks_join_from_a_step_on():
     view = VIEW.with_joined({1: "2-d"}, step=9, giver=3)
     assert view.members == {**VIEW.members, 1: "2-d"}
