@@ -7,6 +7,7 @@ venv=$here/.venv
 usage() {
   cat <<'HELP'
 ./launch.sh [key=value ...]           train: 4 workers, one of them slow, on real text (about a minute)
+./launch.sh members=elastic faults=kill  one of them is killed; the others go on, and it comes back
 ./launch.sh compare [key=value ...]   the same job under DDP and straggle, or other methods=[...], in turns
 ./launch.sh simulate [key=value ...]  many ranks under a deadline, without a cluster
 ./launch.sh report RUN_DIR            a run as one HTML page; with compare=RUN_DIR two, side by side
@@ -57,6 +58,25 @@ rendezvous() {
   fi
 }
 
+# launch_options WHERE: the same for straggle launch, which knows one form of rendezvous, an address
+launch_options() {
+  local address= port=
+  while [ $# -gt 0 ]; do
+    case $1 in
+      --standalone) echo "$1" && return ;;
+      --nnodes | --node-rank | --rdzv-endpoint) echo "$1 $2" ;;
+      --master-addr) address=$2 ;;
+      --master-port) port=$2 ;;
+    esac
+    shift 2
+  done
+  if [ "$address" ]; then
+    echo "--rdzv-endpoint $address:$port"
+  else
+    echo "--node-rank ${NODE_RANK:?straggle launch needs it: 0 where the store is, then 1, 2, ...}"
+  fi
+}
+
 # run MODULE key=value ...: check the configuration once, then start the workers
 run() {
   local name=$1 workers cores where nodes=${NNODES:-1} ranks=
@@ -74,6 +94,12 @@ run() {
   if [ "$where" = --standalone ] && [ -e /sys/class/net/lo ]; then
     export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo}
   fi
+  case " $* " in
+    *" members=elastic "*) # each worker with an agent of its own: torchrun ends all of them when one dies
+      # shellcheck disable=SC2086
+      exec "$venv/bin/python" -m straggle launch $(launch_options $where) --nproc-per-node "$workers" -m straggle "$name" "$@"
+      ;;
+  esac
   # shellcheck disable=SC2086  # several arguments on purpose
   exec "$venv/bin/torchrun" $where --nproc-per-node "$workers" -m straggle "$name" "$@"
 }

@@ -16,6 +16,7 @@ from straggle.backward.staged import BackwardStep, FinishedStage, StagedBackward
 from straggle.backward.stages import BalancedByTime
 from straggle.merge.channel import PeerFailed
 from straggle.merge.options import Merge
+from straggle.merge.view import Elastic
 from straggle.observe.watch import Watch, watch
 from straggle.parallel import StagedDataParallel
 from straggle.policies.auto_deadline import AutoDeadline
@@ -43,7 +44,7 @@ from straggle.policies.history import History, Progress
 from straggle.policies.supplements import Carry, ErrorFeedback, Supplement, SupplementingEstimator
 from straggle.policies.wrappers import Anneal, DropBudget, Shadow
 from straggle.rebalance import Rebalance
-from straggle.report import BackwardReport, RankReport, ShadowReport, StageReport, StageTime, StepReport
+from straggle.report import BackwardReport, MembersReport, RankReport, ShadowReport, StageReport, StageTime, StepReport
 from straggle.sampler import RequeueSampler
 from straggle.step import Step
 from straggle.version import __version__ as __version__
@@ -59,6 +60,7 @@ __all__ = [
     "Deadline",
     "DeadlineReached",
     "DropBudget",
+    "Elastic",
     "ErrorFeedback",
     "Estimate",
     "Estimator",
@@ -70,6 +72,7 @@ __all__ = [
     "LastOwn",
     "LateHandling",
     "MedianDeadline",
+    "MembersReport",
     "Merge",
     "MovingAverage",
     "NextDeadline",

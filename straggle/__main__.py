@@ -2,6 +2,7 @@
 
 python -m straggle train workload=digits steps=100
 torchrun --nproc-per-node 4 -m straggle train steps=100
+straggle launch --nproc-per-node 4 train.py
 python -m straggle report runs/latest
 """
 
@@ -15,6 +16,7 @@ from straggle.extras import MissingExtra
 # of each: the module with its main(), and what it does
 COMMANDS = {
     "train": ("straggle.commands.train", "train a workload with straggle; one worker, or as many as torchrun starts"),
+    "launch": ("straggle.commands.launch", "a script on several workers; one that dies is started again by itself"),
     "compare": ("straggle.commands.compare", "the same job under DDP and other methods, in turns"),
     "simulate": ("straggle.commands.simulate", "many ranks under a deadline, without a cluster"),
     "learn": ("straggle.commands.learn", "train many logical ranks under partial gradients, in one process"),

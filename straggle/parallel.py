@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -38,19 +39,23 @@ from straggle.merge.checks import (
 )
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.current_deadline import CurrentDeadline
+from straggle.merge.elastic import ElasticChannel, Regrouping, describe_for_newcomers
+from straggle.merge.healing import Healing
 from straggle.merge.names import ScalarNames
 from straggle.merge.options import Merge, ModuleBuffers
 from straggle.merge.rank_state import Entry
 from straggle.merge.replay import Decision, Recording
 from straggle.merge.saved_state import RankState, SavedState
 from straggle.merge.telemetry import NO_FINGERPRINT, StepRecord
+from straggle.merge.view import Elastic
 from straggle.open_step import OpenStep
 from straggle.policies.deadline import Deadline, LateHandling, WaitForAll, as_deadline
 from straggle.policies.estimators import Abstain, Estimator
 from straggle.policies.fill_in import FillIn
 from straggle.policies.history import History
-from straggle.report import StepReport
+from straggle.report import HealingReport, MembersReport, StepReport
 from straggle.step import Step
+from straggle.version import __version__
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +69,8 @@ class StagedDataParallel(nn.Module):
     ``stages``: how the gradients are divided (`plan_stages`). ``deadline``: a `Deadline`, a number of seconds, or
     ``None`` to wait for all ranks, as DDP does. ``estimator``: what fills in for missing gradients (default: nothing).
     ``late_handling``: how a late rank is treated. ``merge``: what becomes of buffers and of gradients that are not
-    finite, what a gradient counts, and how often replicas are compared.
+    finite, what a gradient counts, and how often replicas are compared. ``members``: ranks may die, freeze and come
+    back while the others go on (`Elastic`; default: the job ends with the first rank that does).
     Parameters and buffers are overwritten with rank 0's.
 
     Raises ``RuntimeError`` without a process group, and ``ValueError`` for modules that cannot be trained so: without
@@ -82,6 +88,7 @@ class StagedDataParallel(nn.Module):
         estimator: Estimator | None = None,
         late_handling: LateHandling | None = None,
         merge: Merge | None = None,
+        members: Elastic | None = None,
         **words_of_ddp: NoReturn,
     ) -> None:
         super().__init__()
@@ -91,10 +98,13 @@ class StagedDataParallel(nn.Module):
         self.estimator = estimator or Abstain()
         self._late_handling = late_handling or LateHandling()
         self._merge = merge or Merge()
+        self._members = members
         self._stages = stages
         self._own_group = process_group is not None and process_group is not dist.group.WORLD
         self._last_record: StepRecord | None = None
         self._step_hooks: OrderedDict[int, Callable[[StepRecord], None]] = OrderedDict()
+        self._members_hooks: OrderedDict[int, Callable[[MembersReport], None]] = OrderedDict()
+        self._last_members_report: MembersReport | None = None
         self._of_the_job: frozenset[str] = frozenset()  # attributes that no copy has; none yet
         self._join_job(process_group)
 
@@ -109,11 +119,18 @@ class StagedDataParallel(nn.Module):
         self._frozen = [
             (name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad
         ]
-        self._channel = Channel(process_group, give_up_s=late_handling.give_up_s)
+        self._channel, elastic = self._new_channel(process_group)
         self.rank, self.world_size = self._channel.rank, self._channel.world_size
-        check_alike(wrapped, self._channel)
-        for tensor in (*module.parameters(), *module.buffers()):
-            self._channel.broadcast(tensor.detach())
+        if elastic is not None:
+            elastic.membership.description = describe_for_newcomers({**asdict(wrapped), "straggle": __version__})
+        self._comes_late = elastic is not None and elastic.comes_late
+        if self._comes_late:
+            if wrapped.refusal:
+                raise ValueError(wrapped.refusal)
+        else:
+            check_alike(wrapped, self._channel)
+            for tensor in (*module.parameters(), *module.buffers()):
+                self._channel.broadcast(tensor.detach())
         module_buffers = ModuleBuffers(module, self._merge.buffers, self.rank)
         fill_in = FillIn(self.estimator, late_handling)
         self._coordinator = Coordinator(
@@ -124,7 +141,15 @@ class StagedDataParallel(nn.Module):
             fill_in=fill_in,
             merge=self._merge,
             num_changes=module_buffers.numel,
+            membership=None if elastic is None else elastic.membership,
         )
+        self._regrouping = self._healing = None
+        if elastic is not None:
+            self._regrouping = Regrouping(elastic, self._coordinator)
+            self._healing = Healing(elastic, self._coordinator, self._regrouping, module, module_buffers)
+            self._regrouping.on_changed = partial(_members_changed, weakref.ref(self))
+            if self._comes_late:
+                self._coordinator.put_out()
         device = self._parameters_list[0].device
         self._learner = PlanLearner(stages, device)
         limited = device.type == "cuda" and not isinstance(self.deadline, WaitForAll)
@@ -151,8 +176,19 @@ class StagedDataParallel(nn.Module):
         self._num_stepped = 0  # steps of its optimizers since the last merge
         self._warned: set[str] = set()
         self._optimizer_hooks = _watch_optimizers(self)
-        self._finalizer = weakref.finalize(self, _close, self._coordinator, self._hooks, self._optimizer_hooks)
+        self._finalizer = weakref.finalize(
+            self, _close, self._coordinator, self._hooks, self._optimizer_hooks, self._regrouping
+        )
         self._of_the_job = frozenset(self.__dict__) - own
+
+    def _new_channel(self, process_group: dist.ProcessGroup | None) -> tuple[Channel, ElasticChannel | None]:
+        give_up_s = self._late_handling.give_up_s
+        if self._members is None:
+            return Channel(process_group, give_up_s=give_up_s), None
+        if self._own_group:
+            raise ValueError("members=Elastic() is for all ranks of the job: leave process_group out")
+        elastic = ElasticChannel(self._members, give_up_s=give_up_s)
+        return elastic, elastic
 
     def _as_wrapped(self) -> Wrapped:
         """What is compared with the other ranks; a refusal too, which the others would wait for otherwise."""
@@ -167,6 +203,7 @@ class StagedDataParallel(nn.Module):
             "estimator": self.estimator,
             "late_handling": self._late_handling,
             "merge": self._merge,
+            "members": self._members,
         }
         return Wrapped.of(self.module, options)
 
@@ -175,7 +212,7 @@ class StagedDataParallel(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the module and the options: it is in no step, and joins the job when its own first step begins."""
         state = {name: value for name, value in self.__dict__.items() if name not in self._of_the_job}
-        return {**state, "_last_record": None, "_step_hooks": OrderedDict(), "_of_the_job": frozenset()}
+        return {**state, "_last_record": None, **_of_no_job(), "_of_the_job": frozenset()}
 
     def __getattr__(self, name: str) -> Any:
         if name in INSTEAD:
@@ -229,6 +266,40 @@ class StagedDataParallel(nn.Module):
         self._join_first()
         return Step(num_microbatches, self._coordinator, self._names, enter=self._enter, leave=self._leave)
 
+    def register_state(self, **objects: Any) -> int:
+        """Before the loop: what a rank that comes back needs beside the model, each with a ``state_dict``.
+
+        ``model.register_state(optimizer=optimizer, scheduler=scheduler, sampler=sampler)``. The number of the step to
+        begin with: 0 or, where this process was started again in a running job (`Elastic`), the one that the others
+        are in. It then waits for their state, and all objects have it.
+        Raises ``TypeError`` for an object without ``state_dict``, ``ValueError`` where the members do not let it in.
+        """
+        if self._in_step() or self._last_record is not None:
+            raise RuntimeError("register_state() comes before the first step")
+        self._join_first()
+        if self._healing is not None:
+            self._healing.register(objects)
+            if self._comes_late:
+                self._come_late()
+                self._healing.take_first()
+        return self._coordinator.training.step
+
+    @property
+    def comes_late(self) -> bool:
+        """Whether the job runs already (`Elastic`), and `register_state` is still to get its state."""
+        self._join_first()
+        return self._comes_late
+
+    def _come_late(self) -> None:
+        """Ask the members of the running job to be let in."""
+        assert isinstance(self._channel, ElasticChannel)
+        assert self._regrouping is not None
+        self._comes_late = False
+        order, seconds = self._channel.plan()
+        self._learner.skip()
+        self._use_plan(list(map(int, order)), seconds)
+        self._regrouping.ask()
+
     def join(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """The batches of ``loader``, for ranks that have not all as many: ``for x, y in model.join(loader)``.
 
@@ -264,6 +335,29 @@ class StagedDataParallel(nn.Module):
         handle = RemovableHandle(self._step_hooks)
         self._step_hooks[handle.id] = hook
         return handle
+
+    @property
+    def last_members_report(self) -> MembersReport | None:
+        """How the members changed last; ``None`` where they have not, or cannot (`Elastic`)."""
+        return self._last_members_report
+
+    def register_members_hook(self, hook: Callable[[MembersReport], None]) -> RemovableHandle:
+        """Call ``hook(report)`` when members have left or come in, on a thread of the library's, on every member."""
+        handle = RemovableHandle(self._members_hooks)
+        self._members_hooks[handle.id] = hook
+        return handle
+
+    @property
+    def member_ranks(self) -> tuple[int, ...]:
+        """The ranks that are members now, as far as this rank knows; all of them where none can leave."""
+        if self._regrouping is not None and isinstance(self._channel, ElasticChannel):
+            return self._channel.membership.view.ranks
+        return tuple(range(self.world_size))
+
+    @property
+    def healing_report(self) -> HealingReport:
+        """What this rank has taken from its peers to take part again (`Elastic`)."""
+        return HealingReport() if self._healing is None else self._healing.report
 
     @property
     def lag(self) -> int:
@@ -353,9 +447,15 @@ class StagedDataParallel(nn.Module):
     # -- entering and leaving a step
 
     def _enter(self, step: Step) -> None:
-        number = self._coordinator.training.step
         if self._in_step():
-            raise RuntimeError(f"step {number} is still open: a step() cannot be nested in another")
+            raise RuntimeError(
+                f"step {self._coordinator.training.step} is still open: a step() cannot be nested in another"
+            )
+        if self._healing is not None:
+            if self._comes_late:
+                self._come_late()
+            self._healing.before_step()
+        number = self._coordinator.training.step
         self._refuse_other_parameters()
         if kinds_of(self._parameters_list) != self._kinds:
             check_kinds(self._named, self._kinds)
@@ -452,12 +552,19 @@ class StagedDataParallel(nn.Module):
         number = len(self._parameters_list)
         own = self._replayed_learned or (times.order(number), times.seconds(number))
         order, seconds = self._channel.of_rank0(torch.tensor(own, dtype=torch.float64)).tolist()
-        self.learned = [int(index) for index in order], seconds
+        if self.rank == 0 and isinstance(self._channel, ElasticChannel):
+            self._channel.publish_plan(order, seconds)
+        self._use_plan([int(index) for index in order], seconds)
+
+    def _use_plan(self, order: list[int], seconds: list[float]) -> None:
+        self.learned = order, seconds
         plan = plan_stages(self.module, self._stages, *self.learned, named=self._named)
         self._check_at_stages(plan)
         self._coordinator.learn(plan)
         self._open.groups.follow(plan)
         self._coordinator.start()
+        if self._regrouping is not None:
+            self._regrouping.start(len(plan.buckets()))
 
     def _check_at_stages(self, plan: StagePlan) -> None:
         if self._late_handling.granularity != "microbatch":
@@ -491,7 +598,25 @@ def _watch_optimizers(model: StagedDataParallel) -> list[RemovableHandle]:
     return around_steps(model._parameters_list, before, after)
 
 
-def _close(coordinator: Coordinator, hooks: ParameterHooks, optimizer_hooks: Sequence[RemovableHandle]) -> None:
+def _of_no_job() -> dict[str, Any]:
+    return {"_step_hooks": OrderedDict(), "_members_hooks": OrderedDict(), "_last_members_report": None}
+
+
+def _members_changed(reference: weakref.ref[StagedDataParallel], report: MembersReport) -> None:
+    if (owner := reference()) is not None:
+        owner._last_members_report = report
+        for hook in tuple(owner._members_hooks.values()):
+            hook(report)
+
+
+def _close(
+    coordinator: Coordinator,
+    hooks: ParameterHooks,
+    optimizer_hooks: Sequence[RemovableHandle],
+    regrouping: Regrouping | None,
+) -> None:
+    if regrouping is not None:
+        regrouping.close()
     coordinator.close()
     hooks.close()
     for hook in optimizer_hooks:

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 Phase = Literal["outside", "data", "forward", "backward"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-Cause = Literal["outside", "data", "forward", "backward", "error", "skipped"]
+Cause = Literal["outside", "data", "forward", "backward", "error", "skipped", "members"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
@@ -34,7 +34,9 @@ class RankReport:
     user gave its step (``step.weight``; 1 otherwise). ``nonfinite`` is how many of its parameters' gradients were left
     out because they had elements that were not finite. A rank that was not late, but whose gradients are missing, has a
     ``cause``, too: "error" where a backward pass ended in an error that the loop caught, "skipped" where the block was
-    left without a backward pass. ``weights`` is the weight in the merge of all that the rank submitted for each stage,
+    left without a backward pass, "members" where a merge that was on its way was lost as another rank left (`Elastic`).
+    ``absent``: it is no member at present. ``weights`` is the weight in the merge of all that the rank submitted for
+    each stage,
     including estimates and supplements. Without these it is ``weight`` times ``stages``.
     """
 
@@ -56,6 +58,7 @@ class RankReport:
     weight: float = 1.0
     nonfinite: int = 0
     weights: tuple[float, ...] = ()
+    absent: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,8 +115,8 @@ class StepReport:
 
     @property
     def dropped_share(self) -> float:
-        """Share of all gradient elements, over ranks with data, that did not come in time: 0 to 1."""
-        reached = [rank.reach for rank in self.ranks if not rank.idle]
+        """Share of all gradient elements, over members with data, that did not come in time: 0 to 1."""
+        reached = [rank.reach for rank in self.ranks if not (rank.idle or rank.absent)]
         return 1.0 - sum(reached) / len(reached) if reached else 0.0
 
     @property
@@ -121,10 +124,79 @@ class StepReport:
         """Ranks that were late in this step."""
         return tuple(rank.rank for rank in self.ranks if rank.late)
 
+    @property
+    def absent_ranks(self) -> tuple[int, ...]:
+        """Ranks that are no members at present (`Elastic`)."""
+        return tuple(rank.rank for rank in self.ranks if rank.absent)
+
     def as_dict(self) -> dict[str, Any]:
         """The report as plain JSON values; numbers that are not finite become ``None``."""
         plain: dict[str, Any] = finite_or_none(asdict(self))
         return plain
+
+
+ChangeKind = Literal["ended", "silent", "raised", "restarted", "joined"]
+CHANGE_KINDS: tuple[ChangeKind, ...] = get_args(ChangeKind)
+_WORDS: tuple[tuple[str, ChangeKind], ...] = (
+    ("its process ended", "ended"),
+    ("ended", "ended"),
+    ("was started again", "restarted"),
+    ("returns", "restarted"),
+    ("rank ", "raised"),  # what it said itself
+)
+
+
+def kind_of_leaving(reason: str) -> ChangeKind:
+    """Why a rank left, in one of a few words."""
+    return next((kind for words, kind in _WORDS if reason.startswith(words)), "silent")
+
+
+@dataclass(frozen=True)
+class MembersReport:
+    """How the members of a job changed, as one rank came through it (`Elastic`).
+
+    ``generation`` counts the changes; ``ranks`` are the members from here on, of ``world_size`` that the job was
+    started with. ``left`` and ``joined`` say why, by rank. ``step`` is the one that was being merged, and ``seconds``
+    how long this rank had no members to merge with, from when it knew of the change.
+    """
+
+    generation: int
+    step: int
+    ranks: tuple[int, ...]
+    world_size: int
+    left: Mapping[int, str] = field(default_factory=dict)
+    joined: Mapping[int, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def kinds(self) -> tuple[ChangeKind, ...]:
+        """What kind of change each of them is: of `CHANGE_KINDS`, in the order of ``left`` and ``joined``."""
+        kinds = list(map(kind_of_leaving, self.left.values()))
+        return (*kinds, *(CHANGE_KINDS[-1] for _ in self.joined))
+
+    @property
+    def what(self) -> str:
+        """Who left and who joined, and why, in words."""
+        changes = [f"rank {rank} left: {reason}" for rank, reason in self.left.items()]
+        changes += [f"rank {rank} joined: {reason}" for rank, reason in self.joined.items()]
+        return "; ".join(changes)
+
+    def __str__(self) -> str:
+        return f"{self.what} ({len(self.ranks)} of {self.world_size} ranks)"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        plain: dict[str, Any] = finite_or_none(asdict(self))
+        return plain
+
+
+@dataclass(frozen=True)
+class HealingReport:
+    """What this rank has taken from its peers until now: how many states, their bytes, and its seconds of waiting."""
+
+    num_states: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -89,9 +89,9 @@ class StopSignal:
         self._requested = True
 
 
-def exit_at_once() -> NoReturn:
-    """End the process with status 0 and free nothing: that takes longer than who sent SIGTERM may wait."""
+def exit_at_once(status: int = 0) -> NoReturn:
+    """End the process and free nothing: that takes longer than who sent SIGTERM may wait."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)

@@ -191,13 +191,13 @@ def _from_trace(path: Path) -> Timings:
     if not reports:
         raise ValueError(f"{path}: there is no complete step in it yet")
     plan, ranks = [(s.name, s.numel) for s in reports[-1].stages], len(reports[-1].ranks)
-    # the first step has other stages; one for which a rank had no data says nothing about its speed
+    # the first step has other stages; one for which a rank had no data, or was absent, says nothing about its speed
     kept = [
         report
         for report in reports
         if [(s.name, s.numel) for s in report.stages] == plan
         and len(report.ranks) == ranks
-        and not any(rank.idle for rank in report.ranks)
+        and not any(rank.idle or rank.absent for rank in report.ranks)
     ]
     if not kept:
         raise ValueError(f"{path}: there is no step in which all ranks had data")

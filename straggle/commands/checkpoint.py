@@ -29,6 +29,7 @@ from straggle.commands import durable
 from straggle.commands.agreement import Refused, of_ranks, on_all_ranks
 from straggle.commands.durable import Seal, Snapshot
 from straggle.lab.jobs import gather
+from straggle.merge.saved_state import SavedState
 from straggle.parallel import StagedDataParallel
 from straggle.rebalance import Rebalance
 
@@ -60,14 +61,32 @@ class Checkpoint:
         """
         try:
             on_all_ranks(lambda: durable.begin(self.directory) if dist.get_rank() == 0 else None)
-            sealed = on_all_ranks(lambda: self._write(model, optimizer))
+            is_first = dist.get_rank() == 0
+            sealed = on_all_ranks(lambda: self._write(model, optimizer, model.straggle_state(), common=is_first))
             files = {name: seal for of_rank in sealed for name, seal in of_rank.items()}
-            on_all_ranks(lambda: self._publish(step, model, optimizer, rebalance, files))
+            on_all_ranks(lambda: self._publish(step, model, optimizer, rebalance, files) if is_first else None)
         except Refused as error:
             on_all_ranks(self._give_up)
             last = next(iter(durable.snapshots(self.directory)[0]), None)
             left = "there is no complete one" if last is None else f"the last complete one is that of step {last.step}"
             raise NotSaved(f"checkpoint {self.directory} of step {step} not saved: {error}; {left}") from None
+
+    def save_alone(self, step: int, model: StagedDataParallel, optimizer: Optimizer) -> bool:
+        """Write the state after ``step`` steps, on one rank of a job whose members come and go.
+
+        What only the other ranks know is not in it: their random state, and their estimator's memory. False where the
+        peers have merged more steps than this rank has applied, so that there is no state of one step to be had.
+        Raises `NotSaved` if it cannot be written.
+        """
+        state = model.straggle_state()
+        if int(state[_HISTORY + "num_steps"]) != step:
+            return False
+        try:
+            durable.begin(self.directory)
+            self._publish(step, model, optimizer, None, self._write(model, optimizer, state, common=True), alone=True)
+        except (OSError, ValueError) as error:
+            raise NotSaved(f"checkpoint {self.directory} of step {step} not saved: {error}") from None
+        return True
 
     def exists(self) -> bool:
         """Whether this rank sees one, be it damaged."""
@@ -103,17 +122,19 @@ class Checkpoint:
 
     # -- writing
 
-    def _write(self, model: StagedDataParallel, optimizer: Optimizer) -> dict[str, Seal]:
-        """Write this rank's files, and on rank 0 those that are common."""
+    def _write(
+        self, model: StagedDataParallel, optimizer: Optimizer, saved: SavedState, *, common: bool
+    ) -> dict[str, Seal]:
+        """Write this rank's files, and those that are common if it is the one that does."""
         new, rank = durable.being_written(self.directory), dist.get_rank()
         new.mkdir(parents=True, exist_ok=True)
-        state = _separate(model.straggle_state())
+        state = _separate(saved)
         history = {name.removeprefix(_HISTORY): state.pop(name) for name in list(state) if name.startswith(_HISTORY)}
         tensors = {_of_rank(rank): {"random": torch.get_rng_state(), **state}}
-        if rank == 0:
+        if common:
             flat = get_optimizer_state_dict(model.module, optimizer, options=_FLAT)
-            common = (_separate(model.module.state_dict()), _separate(flat), history)
-            tensors |= dict(zip(_COMMON, common, strict=True))
+            contents = (_separate(model.module.state_dict()), _separate(flat), history)
+            tensors |= dict(zip(_COMMON, contents, strict=True))
         try:
             for name, content in tensors.items():
                 save_file(content, new / name)
@@ -128,14 +149,16 @@ class Checkpoint:
         optimizer: Optimizer,
         rebalance: Rebalance | None,
         files: dict[str, Seal],
+        *,
+        alone: bool = False,
     ) -> None:
-        if dist.get_rank() != 0:
-            return
         flat = get_optimizer_state_dict(model.module, optimizer, options=_FLAT)
         numbers = {name: value for name, value in flat.items() if not isinstance(value, Tensor)}
         shares = {} if rebalance is None else {"rebalance": rebalance.state_dict()}
         of = {name: value for name, value in model.straggle_state().items() if not isinstance(value, Tensor)}
         state = {"step": step, "ranks": dist.get_world_size(), "optimizer": numbers, "straggle": of, **shares}
+        if alone:
+            state["alone"] = True
         durable.publish(self.directory, state, files)
 
     def _give_up(self) -> None:
@@ -178,7 +201,8 @@ class Checkpoint:
                         "with as many"
                     )
                 for name in (*_COMMON, _of_rank(dist.get_rank())):
-                    snapshot.check(name)
+                    if name in snapshot.state["files"] or "alone" not in snapshot.state:
+                        snapshot.check(name)
                 loadable.append(snapshot)
             except ValueError as error:
                 damaged.append(str(error))
@@ -193,8 +217,10 @@ class Checkpoint:
         set_optimizer_state_dict(model.module, optimizer, flat, options=_FLAT)
         if rebalance is not None and "rebalance" in found.state:
             rebalance.load_state_dict(found.state["rebalance"])
-        tensors = load_file(found.directory / _of_rank(dist.get_rank()))
-        torch.set_rng_state(tensors.pop("random"))
+        own = _of_rank(dist.get_rank())
+        tensors = load_file(found.directory / own) if own in found.state["files"] else {}
+        if "random" in tensors:
+            torch.set_rng_state(tensors.pop("random"))
         of = found.state.get("straggle")
         if of is None:  # of an older version, which named the tensors of an estimator by their parameters alone
             of, tensors = {}, {name if name == "reached" else f"estimator.{name}": t for name, t in tensors.items()}

@@ -28,7 +28,7 @@ from straggle.backward.stages import plan_stages
 from straggle.commands import durable
 from straggle.commands.plain_args import run_command
 from straggle.commands.run_dir import check_run_dir
-from straggle.lab.build import build_estimator, build_faults, build_optimizer, stages_of
+from straggle.lab.build import build_estimator, build_faults, build_members, build_optimizer, stages_of
 from straggle.rebalance import Rebalance, check_shares
 
 METHODS = "methods"  # a group with several options chosen at once
@@ -43,6 +43,7 @@ GROUPS = (
     "network",
     "rebalance",
     "lateness",
+    "members",
 )
 _AT_LEAST = {
     "steps": 1,
@@ -142,7 +143,9 @@ def check(config: DictConfig, valid: DictConfig) -> None:
     if metrics := config.get("metrics"):
         for key, part in (("metrics", metrics), *((f"metrics.{key}", metrics.get(key)) for key in _METRICS_PARTS)):
             _check_arguments(key, part)
-    _check_arguments("rebalance", config.get("rebalance") or None)
+    for group in ("rebalance", "members"):
+        _check_arguments(group, config.get(group) or None)
+    _check_members(config)
     for name, fault in config.get("faults", {}).items():
         _check_arguments(f"faults.{name}", fault)
     if config.get("replay") and not (Path(config.replay) / "decisions").is_dir():
@@ -165,6 +168,16 @@ def check(config: DictConfig, valid: DictConfig) -> None:
         _build_all(config)
     except Exception as error:  # the constructor's own complaint, whatever it is
         raise ConfigurationError(complaint(error)) from None
+
+
+def _check_members(config: DictConfig) -> None:
+    """Refuse what a run whose members come and go cannot do."""
+    if not config.get("members"):
+        return
+    if config.get("replay"):
+        raise ConfigurationError("members=elastic and replay=... exclude each other: who came and went is not recorded")
+    if config.get("rebalance"):
+        raise ConfigurationError("members=elastic and rebalance exclude each other: shares are dealt to all ranks")
 
 
 def complaint(error: Exception) -> str:
@@ -251,6 +264,8 @@ def _build_all(config: DictConfig) -> None:
         built["late_handling"].quorum_of(ranks, built["deadline"].quorum)
     if config.get("rebalance"):
         _check_shares(config, ranks)
+    if (members := build_members(config)) is not None and ranks:
+        members.least(ranks)
     if "workload" not in config:
         return
     model = instantiate(config.workload).model()

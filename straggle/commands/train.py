@@ -12,19 +12,20 @@ import json
 import logging
 import os
 import sys
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from straggle.extras import needs_extra, remedy
+from straggle.extras import needs_extra
 
 with needs_extra("train"):
     from hydra.utils import instantiate
     from omegaconf import DictConfig, OmegaConf
 
     from straggle.commands.checkpoint import Checkpoint, NotSaved
-    from straggle.observe.console import LiveView, print_table
-    from straggle.observe.summary import summarize
+    from straggle.commands.result import finish, metrics_of, write_config, write_page
+    from straggle.commands.train_elastic import train_elastic
+    from straggle.observe.console import LiveView
 
 import torch.distributed as dist
 
@@ -49,6 +50,9 @@ def train(config: DictConfig) -> None:
     """
     if config.replay is not None:
         config = recorded(config)
+    if config.get("members"):
+        train_elastic(config, resumes=partial(_resumes, config))
+        return
     run_dir = Path(config.run_dir)
     checkpoint = Checkpoint(run_dir / "checkpoint")
     with process_group() as device, StopSignal() as stop, ExitStack() as held:
@@ -61,9 +65,9 @@ def train(config: DictConfig) -> None:
         if config.replay is not None:
             on_all_ranks(lambda: _replay(job, config))
         first_step = checkpoint.load(job.model, job.optimizer, job.rebalance) if resume else 0
-        on_all_ranks(lambda: _write_config(config) if is_first else None)
+        on_all_ranks(lambda: write_config(config) if is_first else None)
         train_rank = _rank_zero if is_first else _other_rank
-        with _metrics(job, config):
+        with metrics_of(job, config):
             reports = train_rank(job, config, first_step)
             dist.barrier()
         done = job.model.history.num_steps
@@ -88,11 +92,6 @@ def _resumes(config: DictConfig, checkpoint: Checkpoint) -> bool:
         return True
     wanted = config.resume == "auto" or (restarted and config.replay is None)
     return any(gather(checkpoint.exists())) and wanted
-
-
-def _write_config(config: DictConfig) -> None:
-    """Write the configuration as it was given: a name that stands for a secret in the environment stays that name."""
-    durable.write_text(Path(config.run_dir) / "config.yaml", OmegaConf.to_yaml(config))
 
 
 def _replay(job: StagedJob, config: DictConfig) -> None:
@@ -120,35 +119,13 @@ def _save(checkpoint: Checkpoint, step: int, job: StagedJob) -> NotSaved | None:
     return None
 
 
-def write_page(run_dir: Path) -> None:
-    """Write the run as a page; what goes wrong with it does not change the run's result."""
-    try:
-        from straggle.observe.page.page import write_report
-
-        sys.stdout.write(f"report: {write_report(run_dir)}\n")
-    except ImportError as error:
-        _log.warning("no report: %s", remedy(error, "report"))
-    except Exception as error:
-        _log.warning("no report: %r; try again with: python -m straggle report %s", error, run_dir)
-
-
 def _end(job: StagedJob, config: DictConfig, reports: list[StepReport]) -> None:
     """All steps are done: report the result."""
     hashes = gather(job.parameters_sha256())
     if dist.get_rank() == 0:
-        _finish(job, Path(config.run_dir), reports, hashes)
+        finish(job, Path(config.run_dir), reports, hashes)
         if config.replay is not None:
             _compare_with_recorded(Path(config.replay), config.steps, hashes)
-
-
-def _metrics(job: StagedJob, config: DictConfig) -> AbstractContextManager[object]:
-    """The exporter of this rank's metrics, if there is one."""
-    if not config.get("metrics"):
-        return nullcontext()
-    exporter: AbstractContextManager[object] = instantiate(
-        config.metrics, job.model, samples_per_step=job.samples_per_step, _convert_="all"
-    )
-    return exporter
 
 
 def recorded(config: DictConfig) -> DictConfig:
@@ -242,76 +219,6 @@ def _write_shares(run_dir: Path, rebalance: Rebalance) -> None:
         _log.warning("%s cannot be written (%s): training goes on, and cannot be replayed", shares_of(run_dir), error)
         with suppress(OSError):
             shares_of(run_dir).unlink(missing_ok=True)
-
-
-def _finish(job: StagedJob, run_dir: Path, reports: list[StepReport], hashes: list[str]) -> None:
-    """Evaluate, write ``summary.json`` and print the table."""
-    if not reports:
-        sys.stdout.write("nothing left to train: the checkpoint has all steps already\n")
-        return
-    summary = summarize(reports, job.evaluate(), hashes, job.samples_per_step)
-    try:
-        durable.write_text(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
-    except OSError as error:
-        _log.warning("%s cannot be written: %s", run_dir / "summary.json", error)
-    _print(summary, run_dir)
-
-
-def _print(summary: dict[str, Any], run_dir: Path) -> None:
-    median_ms, waited_ms = (1e3 * summary[key] for key in ("step_seconds_median", "wait_for_all_seconds_median"))
-    mean_ms, waited_mean_ms = (1e3 * summary[key] for key in ("step_seconds_mean", "wait_for_all_seconds_mean"))
-    same = len(set(summary["parameters_sha256"])) == 1
-    rows = [
-        ("step time, median", f"{median_ms:.0f} ms", f"waiting for all ranks: {waited_ms:.0f} ms"),
-        ("step time, mean", f"{mean_ms:.0f} ms", f"waiting for all ranks: {waited_mean_ms:.0f} ms"),
-        ("gradients dropped", f"{summary['dropped_share']:.1%}", _shares("rank", summary["dropped_share_per_rank"])),
-        ("times that a rank was late", _late(summary), _counts(summary)),
-        ("fairness over ranks", f"{summary['fairness']:.2f}", _least(summary, "")),
-        ("in the stage at the input", f"{summary['fairness_input_stage']:.2f}", _least(summary, "_input_stage")),
-        (
-            "depth bias",
-            f"{summary['depth_bias']:.1%}",
-            "came in for the first stage of backward beyond the last",
-        ),
-        ("training loss", f"{summary['loss']:.3f}", "mean of the last 20 steps"),
-        ("validation loss", f"{summary['validation_loss']:.3f}", _accuracy(summary)),
-        ("parameters on all ranks", "identical" if same else "DIFFERENT", summary["parameters_sha256"][0][:12]),
-    ]
-    if summary["shadow_dropped_share"] is not None:
-        rows.insert(3, ("with the deadline enforced", *_would(summary)))
-    print_table(f"{summary['steps']} steps", ("", "", ""), rows)
-    stages = [(name, f"{share:.1%}") for name, share in summary["dropped_share_per_stage"].items()]
-    print_table("dropped per stage, in the order of backward", ("stage", "dropped"), stages, {"files": run_dir})
-
-
-def _would(summary: dict[str, Any]) -> tuple[str, str]:
-    """What a policy that stopped no rank would have done."""
-    dropped, seconds = summary["shadow_dropped_share"], summary["shadow_step_seconds_mean"]
-    saved = 1 - seconds / summary["step_seconds_mean"]
-    return f"would have dropped {dropped:.1%}", f"and saved {saved:.1%} of the mean step: {1e3 * seconds:.0f} ms"
-
-
-def _shares(name: str, shares: list[float]) -> str:
-    return ", ".join(f"{name} {index}: {share:.1%}" for index, share in enumerate(shares) if share > 0) or "nothing"
-
-
-def _late(summary: dict[str, Any]) -> str:
-    late = summary["late_steps_per_rank"]
-    return f"{sum(late)} of {summary['steps'] * len(late)}"
-
-
-def _counts(summary: dict[str, Any]) -> str:
-    counts = zip(summary["late_steps_per_rank"], summary["stood_in_steps_per_rank"], strict=True)
-    late = [f"rank {rank}: {late} ({stood_in} stood in for)" for rank, (late, stood_in) in enumerate(counts) if late]
-    return ", ".join(late) or "no rank"
-
-
-def _least(summary: dict[str, Any], where: str) -> str:
-    return f"least from one rank: {summary[f'least_contribution{where}']:.0%} of the mean"
-
-
-def _accuracy(summary: dict[str, Any]) -> str:
-    return f"accuracy {summary['validation_accuracy']:.1%}" if "validation_accuracy" in summary else ""
 
 
 def _run(config: DictConfig) -> None:

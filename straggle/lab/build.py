@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from straggle.backward.stages import BalancedByTime
 from straggle.lab.faults import Fault
+from straggle.merge.view import Elastic
 from straggle.policies.estimators import Estimator
 
 
@@ -44,6 +45,12 @@ def estimator_from(config: DictConfig, optimizer: Optimizer) -> Estimator:
         config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "inner"])
     estimator: Estimator = instantiate(config, **given)
     return estimator
+
+
+def build_members(config: DictConfig) -> Elastic | None:
+    """The rules by which members come and go; ``None`` where they do not."""
+    members: Elastic | None = instantiate(config.members) if config.get("members") else None
+    return members
 
 
 def stages_of(stages: int | ListConfig | DictConfig | None) -> int | list[str] | BalancedByTime | None:

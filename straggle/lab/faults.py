@@ -8,6 +8,8 @@ and a slowdown also stretches the delays that faults listed before it give at th
 
 import hashlib
 import math
+import os
+import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -165,6 +167,26 @@ class Stall(Fault):
         if self.phase != "backward" or moment.num_moments == 1:
             return 0
         return int(torch.randint(1, moment.num_moments, (), generator=moment.generator()).item())
+
+
+@final
+class Kill(Fault):
+    """Kills the process with SIGKILL in ``step``, at the first moment of the phase: it says no word.
+
+    A rank that is started again, and goes on from a later step, is not killed again.
+    """
+
+    def __init__(self, step: int, *, rank: int, phase: Phase = "backward") -> None:
+        if step < 0:
+            raise ValueError(f"step is {step}; steps count from 0")
+        self.step = step
+        self.ranks = _rank_set([rank])
+        self.phase = _phase(phase)
+
+    def delay_s(self, moment: Moment) -> float:
+        if (moment.step, moment.phase, moment.first) == (self.step, self.phase, True):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return 0.0
 
 
 def dropcompute_pmf() -> Tensor:

@@ -22,7 +22,7 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from straggle.lab.build import build_estimator, build_faults, build_optimizer, stages_of
+from straggle.lab.build import build_estimator, build_faults, build_members, build_optimizer, stages_of
 from straggle.lab.faults import FaultInjector
 from straggle.lab.restarts import fresh_store
 from straggle.lab.workloads.shard import Shard
@@ -37,22 +37,25 @@ _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def process_group() -> Iterator[torch.device]:
+def process_group(*, elastic: bool = False) -> Iterator[torch.device]:
     """The job's process group, by torchrun's environment or alone; yields the device of this rank.
 
-    nccl where every rank of this machine has a GPU, gloo on the CPU otherwise.
+    nccl where every rank of this machine has a GPU, gloo on the CPU otherwise. ``elastic``: gloo in any case, and in
+    the part of the store that a rank finds again when it is started again by itself.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     on_gpu = torch.cuda.is_available() and torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    backend = "nccl" if on_gpu and not elastic else "gloo"
     if on_gpu:
         torch.cuda.set_device(device)
     if "RANK" in os.environ:
         store, rank, world_size = next(rendezvous("env://"))
-        store = fresh_store(store, rank, world_size)
-        dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=world_size)
+        if not elastic:
+            store = fresh_store(store, rank, world_size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     else:
-        dist.init_process_group("nccl" if on_gpu else "gloo", store=HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     try:
         yield device
     finally:
@@ -169,6 +172,7 @@ class StagedJob(Job):
             estimator=build_estimator(config, self.optimizer),
             late_handling=instantiate(config.late_handling),
             merge=instantiate(config.merge),
+            members=build_members(config),
         )
 
     def _passes(self, batches: list[tuple[Tensor, Tensor]]) -> None:

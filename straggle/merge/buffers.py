@@ -7,7 +7,7 @@ A contribution is scaled by ``1 / world_size`` as it is copied in, as DDP does, 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from straggle.backward.stages import StagePlan
+from straggle.merge.groups import Group
 from straggle.merge.telemetry import NONFINITE, row_length
 
 _ALIGN = 16  # elements: each gradient starts on a cache line
@@ -52,8 +53,9 @@ class StageBuffers:
     """One step's gradients of all stages. Not thread-safe: the coordinator's lock guards it.
 
     ``views`` holds one gradient for each parameter. With the last bucket go ``rows``, a row of telemetry for each rank,
-    and ``changes``, those of the module's buffers with their weights at the end. ``drop_nonfinite``: gradients with
-    elements that are not finite are left out.
+    and ``changes``, those of the module's buffers with their weights at the end; with ``telemetry_apart`` both go in a
+    message of their own, after all buckets. ``drop_nonfinite``: gradients with elements that are not finite are left
+    out.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class StageBuffers:
         *,
         num_changes: int = 0,
         drop_nonfinite: bool = False,
+        telemetry_apart: bool = False,
     ) -> None:
         self._world_size = world_size
         self._drop_nonfinite = drop_nonfinite
@@ -75,10 +78,17 @@ class StageBuffers:
         self.rows = torch.empty(0)
         buckets = [[index for stage in bucket for index in stage.parameters] for bucket in plan.buckets()]
         length = row_length(len(plan.stages))
-        last = world_size * length + num_changes
+        self._apart = telemetry_apart
+        last = 0 if telemetry_apart else world_size * length + num_changes
         self._buckets = [self._allocate(bucket, parameters, last if bucket is buckets[-1] else 0) for bucket in buckets]
-        self.changes = self.rows[world_size * length :]
-        self.rows = self.rows[: world_size * length].view(world_size, -1)
+        self._length = world_size * length
+        self.use_telemetry(torch.zeros(self._length + num_changes) if telemetry_apart else self.rows)
+
+    def use_telemetry(self, numbers: Tensor) -> None:
+        """What ``rows`` and ``changes`` are parts of from here on."""
+        self.telemetry = numbers
+        self.changes = numbers[self._length :]
+        self.rows = numbers[: self._length].view(self._world_size, -1)
 
     def begin(self) -> None:
         """A new step begins."""
@@ -118,7 +128,7 @@ class StageBuffers:
             self.changes.zero_()
 
     def all_reduce(
-        self, bucket: int, shares: Mapping[int, Share], group: dist.ProcessGroup, weight: float = 1.0
+        self, bucket: int, shares: Mapping[int, Share], group: Group, weight: float = 1.0
     ) -> list[dist.Work]:
         """Start the merge of a bucket; a parameter not in ``shares`` has its full gradient in it, with ``weight``."""
         works = []
@@ -137,10 +147,35 @@ class StageBuffers:
                         self.views[index].zero_()
             if self._drop_nonfinite:
                 self._leave_out_nonfinite(flat)
-            if flat is self._buckets[-1][-1]:
-                self.rows[self._rank, NONFINITE] = (~torch.cat(self._finite)).sum() if self._finite else 0.0
-            works += [dist.all_reduce(message, group=group, async_op=True) for message in flat.messages]
+            if flat is self._buckets[-1][-1] and not self._apart:
+                self._count_nonfinite()
+            works += [group.all_reduce(message) for message in flat.messages]
         return works
+
+    def merge_telemetry(self, group: Group) -> dist.Work:
+        """Start the merge of rows and changes, where these do not go with the last bucket."""
+        self._count_nonfinite()
+        return group.all_reduce(self.telemetry)
+
+    def _count_nonfinite(self) -> None:
+        self.rows[self._rank, NONFINITE] = (~torch.cat(self._finite)).sum() if self._finite else 0.0
+
+    def resend(self, bucket: int, group: Group) -> list[dist.Work]:
+        """Start the merge of a bucket with what is in it now."""
+        return [group.all_reduce(message) for flat in self._buckets[bucket] for message in flat.messages]
+
+    def broadcast(self, bucket: int, group: Group, source: int) -> list[dist.Work]:
+        """Start to give a bucket that is merged to all; ``source``: the place of the rank that has it."""
+        return [group.broadcast(message, source) for flat in self._buckets[bucket] for message in flat.messages]
+
+    def take_over(self, other: StageBuffers, lost: Collection[int]) -> None:
+        """Copy what another has, but for the ``lost`` buckets, into these, which are zeros."""
+        self._finite = other._finite
+        for number, (mine, theirs) in enumerate(zip(self._buckets, other._buckets, strict=True)):
+            for flat, its in zip(mine, theirs, strict=True):
+                for message, old in zip(flat.messages, its.messages, strict=True):
+                    if number not in lost:
+                        message.copy_(old)
 
     def _leave_out_nonfinite(self, flat: _Flat) -> None:
         """Make zeros with weight 0 of gradients that have elements which are not finite."""

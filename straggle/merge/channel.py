@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from straggle.merge.groups import Groups, JobGroup, is_over
 from straggle.merge.store import JobStore, StoreUnreachable, check_answers, connect, default_store, place_of
 
 _SLICE_S = 0.5
@@ -53,33 +54,55 @@ class Channel:
                 "before StagedDataParallel(model)"
             )
         parent = process_group or dist.group.WORLD
-        ranks = dist.get_process_group_ranks(parent)
-        timeout = timedelta(seconds=give_up_s)
         self.give_up_s = give_up_s
-        self.rank = dist.get_rank(parent)
-        self.world_size = len(ranks)
-        backend = dist.get_backend(parent)
-        self._queued = backend != "gloo"  # collectives run on the device's own queue, not on the host
+        self.rank, self.world_size = dist.get_rank(parent), dist.get_world_size(parent)
+        self.epoch = 0  # of its groups, which never change here
+        self._progress = _Progress()
+        self._counted: deque[int] = deque()  # steps whose counter this rank began; by the store's thread
+        self._queued = dist.get_backend(parent) != "gloo"  # collectives run on the device's own queue, not on the host
+        assert parent is not None
+        corner = self._meet(parent)
         store = default_store()
-        check_answers(store, give_up_s)
-        try:
-            self.gradients = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
-            self.control = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
-        except RuntimeError as error:
-            raise PeerFailed(
-                f"rank {self.rank}, before step 0: no process groups of ranks {ranks} within give_up_s={give_up_s:g}: "
-                "each of them has to wrap the model; one has ended, hangs, or cannot be reached"
-            ) from error
         self.store = JobStore(
-            partial(connect, store, f"straggle/{self.gradients.group_name}"),
+            partial(self._connect, store, corner),
             place_of(store),
             who=f"rank {self.rank}",
             without="this rank is not late, however slow, and learns of no peer's failure but by its connections",
             watched=(_TROUBLE, _ENDED),
         )
-        self._counted: deque[int] = deque()  # steps whose counter this rank began; by the store's thread
-        self._progress = _Progress()
         self._finalizer = weakref.finalize(self, _end, self.store, self.rank, self._progress)
+
+    def _connect(self, store: Any, corner: str) -> Any:
+        return connect(store, corner)
+
+    def _meet(self, parent: dist.ProcessGroup) -> str:
+        """Form the groups; the corner of the store for what these ranks say to each other."""
+        give_up_s = self.give_up_s
+        ranks = dist.get_process_group_ranks(parent)
+        timeout = timedelta(seconds=give_up_s)
+        backend = dist.get_backend(parent)
+        check_answers(default_store(), give_up_s)
+        try:
+            gradients = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
+            control = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+        except RuntimeError as error:
+            raise PeerFailed(
+                f"rank {self.rank}, before step 0: no process groups of ranks {ranks} within give_up_s={give_up_s:g}: "
+                "each of them has to wrap the model; one has ended, hangs, or cannot be reached"
+            ) from error
+        self._groups = Groups(JobGroup(gradients), JobGroup(control), tuple(range(self.world_size)))
+        return f"straggle/{gradients.group_name}"
+
+    @property
+    def formed(self) -> Groups | None:
+        """The process groups of the ranks that take part; ``None`` where this one does not."""
+        return self._groups
+
+    @property
+    def groups(self) -> Groups:
+        """The same, where this rank takes part."""
+        assert self.formed is not None
+        return self.formed
 
     def close(self) -> None:
         """Leave word that this rank takes no further part, unless its peers know; after that, use nothing of this."""
@@ -104,28 +127,27 @@ class Channel:
 
     def _gather(self, tensor: Tensor, what: str) -> list[Tensor]:
         tensors = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        self._between_steps(what, partial(dist.all_gather, tensors, tensor, group=self.control))
+        self._between_steps(what, partial(self.groups.control.all_gather, tensors, tensor))
         return tensors
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite ``tensor`` with rank 0's. Raises `PeerFailed` where a rank ended instead."""
         what = "rank 0's parameters and buffers"
-        self._between_steps(what, partial(dist.broadcast, tensor, group=self.gradients, group_src=0))
+        self._between_steps(what, partial(self.groups.gradients.broadcast, tensor, 0))
 
     def of_rank0(self, numbers: Tensor) -> Tensor:
         """Rank 0's ``numbers``, on the CPU; overwrites this rank's. Raises `PeerFailed` where a rank ended instead."""
-        self._between_steps("rank 0's stages", partial(dist.broadcast, numbers, group=self.control, group_src=0))
+        self._between_steps("rank 0's stages", partial(self.groups.control.broadcast, numbers, 0))
         return numbers
 
-    def _between_steps(self, what: str, collective: Callable[..., dist.Work | None]) -> None:
+    def _between_steps(self, what: str, collective: Callable[[], dist.Work]) -> None:
         """Launch a collective and wait for it."""
         step = self._progress.merged + 1
         what = f"rank {self.rank}, before step {step}, {what}"
         try:
-            work = collective(async_op=True)
+            work = collective()
         except RuntimeError as error:
             raise PeerFailed(self.explain(what)) from error
-        assert work is not None
         self.wait(work, step, what)
 
     # -- evidence that peers wait
@@ -172,8 +194,10 @@ class Channel:
         except StoreUnreachable as error:
             _log.warning("%s; the peers cannot learn more than that it failed: %s", message, error)
 
-    def wait(self, work: dist.Work, step: int, what: str, give_up_s: float | None = None) -> None:
+    def wait(self, work: dist.Work, step: int, what: str, give_up_s: float | None = None, epoch: int = 0) -> None:  # noqa: ARG002
         """Wait for a collective of ``step``; raises `PeerFailed` when a peer failed or ``give_up_s`` is over.
+
+        ``epoch``: `epoch` when it was launched.
 
         A long wait is logged once, with the ranks that it is for and what they are doing. That, and whether a peer has
         ended, is all that the store is asked meanwhile, for at most half a second.
@@ -214,15 +238,9 @@ class Channel:
                 time.sleep(_POLL_S)
             return work.is_completed()
         try:
-            work.wait(timedelta(seconds=max(seconds, 0.001)))  # 0 is no time limit
-        except RuntimeError:
-            if not work.is_completed():
-                return False
-            try:
-                work.wait()  # it failed, or it ended just when the time was over
-            except RuntimeError as error:
-                raise PeerFailed(self.explain(what)) from error
-        return True
+            return is_over(work, seconds)
+        except RuntimeError as error:
+            raise PeerFailed(self.explain(what)) from error
 
     def _note_waiting(self, step: int) -> int:
         """Note that this rank waits in ``step``; how many ranks have noted that by now, this one included."""

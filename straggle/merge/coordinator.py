@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from straggle.backward.clocks import Stopwatch
@@ -21,12 +23,15 @@ from straggle.backward.stages import StagePlan
 from straggle.merge.buffers import StageBuffers
 from straggle.merge.channel import Channel, PeerFailed
 from straggle.merge.current_deadline import CurrentDeadline
+from straggle.merge.groups import Groups
+from straggle.merge.membership import MembersChanged, Membership
 from straggle.merge.options import Merge, ReachedShares
 from straggle.merge.rank_state import Entry, MergeSide, TrainingSide
 from straggle.merge.round import Contribution, Layout, MergedStep, Round, Usage
 from straggle.merge.row import row_of
 from straggle.merge.stand_in import StandIn
-from straggle.merge.telemetry import Table
+from straggle.merge.telemetry import Table, absent_row
+from straggle.merge.view import Progress, Repair, View
 from straggle.policies.fill_in import FillIn
 from straggle.policies.history import History
 
@@ -51,6 +56,7 @@ class Coordinator:
         fill_in: FillIn,
         merge: Merge,
         num_changes: int,
+        membership: Membership | None = None,
     ) -> None:
         self.training, self.merging = TrainingSide(stopwatch := Stopwatch()), MergeSide(stopwatch)
         self.stopwatch = stopwatch
@@ -63,6 +69,14 @@ class Coordinator:
         self._num_changes = num_changes
         self._usage = Usage()
         self._lock = self.merging.lock
+        self._membership = membership
+        self._groups = channel.formed  # `None` while members change
+        self._ranks = tuple(range(channel.world_size))  # that are members
+        self._absent_until = 0  # the step from which on this rank takes part
+        self._healing: frozenset[int] = frozenset()  # members that wait for their state
+        self._last_telemetry = torch.empty(0)  # of the step that was merged last, for a member that lacks it
+        self._tables: list[tuple[int, Table]] = []  # of the steps that were merged while this rank waits for its state
+        self._gives_at = -1  # the step at whose beginning this rank's state is another's
         self._ring: dict[int, MergedStep] = {}
         self._policy_error: Exception | None = None  # of the estimator, while a step was submitted
         self._last_copy = torch.cuda.Event() if parameters[0].is_cuda else None  # type: ignore[no-untyped-call]
@@ -162,7 +176,7 @@ class Coordinator:
         if not 0 < weight < math.inf:
             raise ValueError(f"weight={weight}: must be a positive number, such as the samples of this rank's step")
         with self._lock:
-            if self.merging.step <= self.training.step and (current := self.merging.round) is not None:
+            if self._takes_part and (current := self.merging.round) is not None:
                 if current.num_gradients:
                     raise RuntimeError("step.weight comes before the first backward pass: gradients are scaled by it")
                 current.weight = weight
@@ -177,9 +191,9 @@ class Coordinator:
         """
         with self._lock:
             current, training = self.merging.round, self.training
-            if current is None and self.merging.step <= training.step:
+            if current is None and self._takes_part:
                 current = self._begin_round()
-            if current is None or current.closed or self.merging.step > training.step:
+            if current is None or current.closed or not self._takes_part:
                 for index, gradient in zip(indices, gradients, strict=True):
                     self._observe_late(index, gradient)
                 return False
@@ -247,6 +261,8 @@ class Coordinator:
         """
         posts = False
         with self._lock:
+            if self._stand_in.error is not None:
+                raise self._stand_in.error
             mine = (current := self._open_own_round()) is not None
             self.training.leave(merges=mine, ran_past_merge=self._fill_in.finishes_late and not mine)
             if current is not None:
@@ -269,6 +285,9 @@ class Coordinator:
         what = f"rank {self._channel.rank} raised in step {self.training.step}, {self.stopwatch.phase}: {error!r}"
         with self._lock:
             self.training.fail()
+        if self._membership is not None:
+            self._membership.leave(what)
+            return
         try:
             self._channel.post_failure(what)
             with self._lock:
@@ -286,6 +305,9 @@ class Coordinator:
             while (merged := self._ring.pop(training.step, None)) is None:
                 if self._stand_in.error is not None:
                     raise self._stand_in.error
+                if training.step < self._absent_until:
+                    merged = self._nothing()
+                    break
                 self.merging.step_merged.wait()
             training.take(merged, self.stopwatch.now())
             self._held = merged.buffers
@@ -304,24 +326,23 @@ class Coordinator:
     def _own_round(self) -> Round | None:
         """The round of the training thread's step, if it is begun and still takes gradients."""
         current = self.merging.round
-        return None if current is None or current.closed or self.merging.step > self.training.step else current
+        return None if current is None or current.closed or not self._takes_part else current
+
+    @property
+    def _takes_part(self) -> bool:
+        """Whether the training thread's step is not yet merged, and is one in which this rank is a member."""
+        return self.merging.step <= self.training.step >= self._absent_until
 
     def _open_own_round(self) -> Round | None:
         """The same, begun if it is not yet; `None` where it was submitted, in the training thread's place or by it."""
-        if self.merging.step > self.training.step:
+        if not self._takes_part:
             return None
         current = self.merging.round or self._begin_round()
         return None if current.closed else current
 
     def _begin_round(self) -> Round:
         training, merging, merge = self.training, self.merging, self._merge
-        buffers = self._spare or StageBuffers(
-            self.plan,
-            self._parameters,
-            self._channel.world_size,
-            num_changes=self._num_changes,
-            drop_nonfinite=merge.nonfinite == "drop",
-        )
+        buffers = self._spare or self._new_buffers()
         self._spare = None
         factors = None
         if merge.weighting == "inverse_probability":
@@ -330,7 +351,7 @@ class Coordinator:
             merging.step,
             self._layout,
             buffers,
-            self._channel.gradients,
+            None if self._groups is None else self._groups.gradients,
             factors=factors,
             all_or_nothing=self.deadline.late_handling.granularity == "step",
             usage=self._usage,
@@ -392,8 +413,13 @@ class Coordinator:
         """Launch all collectives that are left, the last with the telemetry; when that was."""
         weights = current.weights(own)
         without_store = not self._channel.store.reachable
-        row = row_of(self.training, self.merging, current, own, weights, scalars, without_store=without_store)
-        current.buffers.write_telemetry(self._channel.rank, row.encode(), changes)
+        admits = self._membership is not None and bool(self._membership.wanted) and self._stand_in.started
+        row = row_of(
+            self.training, self.merging, current, own, weights, scalars, without_store=without_store, admits=admits
+        )
+        if self._membership is None:
+            current.buffers.write_telemetry(self._channel.rank, row.encode(), changes)
+        current.row, current.changes = row, changes
         current.close(own, weights)
         if self._merge.weighting == "inverse_probability" and not self.training.entry.idle:
             self.reached.append(row.computed)
@@ -405,11 +431,57 @@ class Coordinator:
 
     def _complete(self, current: Round, give_up_s: float | None = None) -> None:
         """Wait for the merge of a closed round and publish it."""
-        for work, name in current.works:
-            what = f"rank {self._channel.rank}, step {current.step}, stage {name}"
-            self._channel.wait(work, current.step, what, give_up_s)
-        table = Table(current.buffers.rows.cpu().clone(), len(self.plan.stages))
+        while not current.abandoned:
+            try:
+                epoch = self._wait_merged(current, give_up_s)
+            except MembersChanged:
+                self._wait_regrouped(current)
+            else:
+                if self._publish(current, epoch):
+                    break
+
+    def _wait_merged(self, current: Round, give_up_s: float | None) -> int:
+        """Wait for all collectives of a closed round; the epoch that they were launched in."""
+        where = f"rank {self._channel.rank}, step {current.step}"
         with self._lock:
+            epoch, works = self._channel.epoch, current.works
+            if current.complete:
+                return epoch
+            if self._groups is None:
+                raise MembersChanged
+        for work, name in works:
+            self._channel.wait(work, current.step, f"{where}, stage {name}", give_up_s, epoch)
+        if self._membership is not None:
+            with self._lock:
+                if epoch != self._channel.epoch:
+                    raise MembersChanged
+                work = current.telemetry or self._launch_telemetry(current)
+            self._channel.wait(work, current.step, f"{where}, telemetry", give_up_s, epoch)
+        return epoch
+
+    def _launch_telemetry(self, current: Round) -> dist.Work:
+        """All of this rank's gradients are merged: tell the others how it came through the step.
+
+        Who has every rank's telemetry knows that all have all gradients. So if members leave, either none has given the
+        merged gradients to its training thread, or all can do so.
+        """
+        assert current.row is not None
+        assert self._groups is not None
+        current.buffers.use_telemetry(torch.zeros_like(current.buffers.telemetry))
+        row = current.lost_in(current.row)
+        current.buffers.write_telemetry(self._channel.rank, row.encode(), current.changes)
+        current.telemetry = current.buffers.merge_telemetry(self._groups.control)
+        return current.telemetry
+
+    def _publish(self, current: Round, epoch: int) -> bool:
+        """Give a merged step to the training thread; false where members have left meanwhile."""
+        with self._lock:
+            if epoch != self._channel.epoch or current.abandoned:
+                return False
+            if self._membership is not None:
+                self._note_telemetry(current)
+            # of a device it is a copy already
+            table = Table(current.buffers.rows.cpu().clone(), len(self.plan.stages))
             now, deadline = self.stopwatch.now(), self.deadline
             self._ring[current.step] = MergedStep(
                 step=current.step,
@@ -435,3 +507,159 @@ class Coordinator:
                 self.merging.merged(now, any_late=table.any_late())
                 self.training.stop_up_to(current.step)  # where it still is in this step, it comes to take it
                 self._stand_in.merged(before_s=before_s)
+                if self._membership is not None:
+                    self._merged_among(self._membership, current.step, table)
+        return True
+
+    # -- members come and go; called by `regroup.py`, and with the lock held where the name begins with an underscore
+
+    def freeze(self) -> Progress:
+        """The members change: launch nothing before `regroup`. How far this rank has come."""
+        with self._lock:
+            return self._freeze()
+
+    def _freeze(self) -> Progress:
+        self._channel.epoch += 1
+        self._groups = None
+        if self._absent_until == sys.maxsize:
+            return Progress(-1)
+        current = self.merging.round
+        return Progress(self.merging.step) if current is None else current.freeze()
+
+    def telemetry_of(self, step: int) -> Tensor:
+        """The merged telemetry of ``step``, to be given to who lacks it; zeros where this rank has none."""
+        with self._lock:
+            current = self.merging.round
+            if current is not None and current.step == step:
+                return current.buffers.telemetry.clone()
+            if self.merging.step == step + 1 and len(self._last_telemetry):
+                return self._last_telemetry.clone()
+            return torch.zeros_like(self._new_buffers().telemetry)
+
+    def regroup(self, groups: Groups, view: View, repair: Repair, telemetry: Tensor) -> None:
+        """Go on among the members of ``view``; ``telemetry`` of the step that is complete on some of them."""
+        place_of = {rank: place for place, rank in enumerate(view.ranks)}
+        with self._lock:
+            self._groups, self._ranks = groups, view.ranks
+            self._healing = (self._healing | view.joined) & set(view.ranks)
+            self.deadline.members(len(view.ranks))
+            new = self._channel.rank in view.joined and self._absent_until == sys.maxsize
+            if new:
+                self._absent_until, self._tables = view.step, []
+                self.merging.restore(repair.step)
+                self.merging.begin_now(self.stopwatch.now())
+                self.training.stop_up_to(view.step - 1)
+                if repair.num_launched:
+                    self._begin_round()
+                self._stand_in.heal(True)
+            current = self.merging.round
+            if current is not None and current.step == repair.completed:
+                current.buffers.use_telemetry(telemetry)
+                current.complete = True
+            elif current is not None and current.step == repair.step:
+                current.regroup(groups.gradients, repair, place_of, self._new_buffers, new=new)
+            self.merging.step_merged.notify_all()
+
+    def put_out(self) -> None:
+        """This rank is no member any more: its steps have no merge before it is let in again."""
+        with self._lock:
+            self._channel.epoch += 1
+            self._groups, self._absent_until, self._gives_at = None, sys.maxsize, -1
+            if self.merging.round is not None:
+                self.merging.round.abandoned = True
+            self.merging.restore(self.merging.step)
+            self._ring.clear()
+            self._stand_in.pause()
+            self.training.stop_up_to(sys.maxsize)
+            self.merging.step_merged.notify_all()
+
+    def end(self, error: BaseException) -> None:
+        """The job ends here."""
+        with self._lock:
+            self._stand_in.end(error)
+
+    def check_ended(self) -> None:
+        """Raise what ended the job for this rank, if anything did."""
+        if self._stand_in.error is not None:
+            raise self._stand_in.error
+
+    @property
+    def absent_until(self) -> int:
+        """The step from which on this rank takes part; `sys.maxsize`: it is not known."""
+        return self._absent_until
+
+    @property
+    def gives_state(self) -> bool:
+        """Whether the state in which the training thread enters its step is another's to go on from."""
+        return self._gives_at == self.training.step
+
+    def healed(self, step: int, history: History, deadline_s: float) -> None:
+        """The training thread has the state of its peers at the beginning of ``step``: it takes part from there on."""
+        with self._lock:
+            self.training.restore(step)
+            self.training.stop_only_up_to(max(step, self.merging.step) - 1)
+            self._ring = {number: merged for number, merged in self._ring.items() if number >= step}
+            self.deadline.restore(history)
+            self.deadline.seconds = deadline_s
+            for number, table in self._tables:
+                if number >= history.num_steps:
+                    self.deadline.decide(table)
+            self._tables = []
+            self._stand_in.heal(False)
+
+    def _merged_among(self, membership: Membership, step: int, table: Table) -> None:
+        """A step is merged: who has its state, and who is let in."""
+        membership.step = self.merging.step
+        self._healing = membership.healing = self._healing & table.stood_in_ranks()
+        if self._stand_in.healing:
+            self._tables.append((step, table))
+        if table.admits():
+            if table.admits_of(self._channel.rank):
+                self._gives_at = step + 1
+            self._freeze()  # nothing of the next step is on its way when the others come in
+            membership.hold(step + 1, leads=table.admits_of(self._channel.rank))
+
+    def _note_telemetry(self, current: Round) -> None:
+        absent = absent_row(len(self.plan.stages))
+        for rank in set(range(self._channel.world_size)) - set(self._ranks):
+            current.buffers.rows[rank] = absent
+        self._last_telemetry = current.buffers.telemetry
+
+    def _wait_regrouped(self, current: Round) -> None:
+        with self._lock:
+            if not self.merging.step_merged.wait_for(
+                lambda: self._groups is not None or current.abandoned or self._stand_in.error is not None,
+                self._channel.give_up_s,
+            ):
+                raise PeerFailed(f"rank {self._channel.rank}, step {current.step}: the members found to no new view")
+            if self._stand_in.error is not None:
+                raise self._stand_in.error
+
+    def _nothing(self) -> MergedStep:
+        """What a step comes to for a rank that is no member."""
+        buffers = self._new_buffers()
+        buffers.rows[:] = absent_row(len(self.plan.stages))
+        now = self.stopwatch.now()
+        return MergedStep(
+            step=self.training.step,
+            plan=self.plan,
+            buffers=buffers,
+            table=Table(buffers.rows.clone(), len(self.plan.stages)),
+            seconds=now - self.training.applied_at if math.isfinite(self.training.applied_at) else 0.0,
+            deadline_s=self.deadline.seconds,
+            shadow_s=self.deadline.shadow_s,
+            merged_at=now,
+            stood_in=True,
+            num_gradients=0,
+            num_over=0,
+        )
+
+    def _new_buffers(self) -> StageBuffers:
+        return StageBuffers(
+            self.plan,
+            self._parameters,
+            self._channel.world_size,
+            num_changes=self._num_changes,
+            drop_nonfinite=self._merge.nonfinite == "drop",
+            telemetry_apart=self._membership is not None,
+        )

@@ -30,6 +30,7 @@ class CurrentDeadline:
         self.seconds = math.inf  # the first step waits for all ranks
         self.shadow_s = math.nan if policy.enforced else math.inf
         self.predicted_drop = math.nan
+        self.quorum = self.rules.quorum
         self._policy = policy
         self._window = HistoryWindow(policy.window, world_size)
         self._stage_share: Tensor | None = None  # of the model, where the policy looks at more than times
@@ -47,6 +48,11 @@ class CurrentDeadline:
     def restore(self, history: History) -> None:
         """Go on from a history that was saved."""
         self._window.restore(history)
+
+    def members(self, number: int) -> None:
+        """As many ranks take part from here on; the others count in no quorum."""
+        wanted = self._policy.quorum or self.late_handling.quorum
+        self.quorum = max(1, number // 2) if wanted is None else min(wanted, number)
 
     def wait_for_all(self) -> None:
         """No rank is late from here on."""

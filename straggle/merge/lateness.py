@@ -37,7 +37,7 @@ class Situation:
     ``submitted``: all of this rank's part of the merge is on its way. ``partial``: the training thread goes on and does
     not wait for it. ``waited_since``: when a quorum was seen to wait; ``asked_at``: when none was, last.
     ``unposted``: its work is done, and the peers do not know. ``posted_stuck_s``: for how long it is stuck, as they
-    know.
+    know. ``healing``: it waits for its state.
     """
 
     lag: int = 0
@@ -55,6 +55,7 @@ class Situation:
     unposted: bool = False
     posted_stuck_s: int = 0
     paused: bool = False
+    healing: bool = False
     closing: bool = False
 
 
@@ -121,6 +122,8 @@ def decide(now: float, at: Situation, limits: Limits) -> Action:
         return End()
     if at.paused:
         return Sleep(math.inf)
+    if at.healing:  # it has nothing to give, and its peers need not wait for that
+        return Sleep(math.inf) if at.submitted else SubmitForStuck()
     due_at, stuck_s = post_at(limits.deadline_s, at.merged_at, any_late=at.any_late), _stuck_s(now, at)
     # once it waits for a partial merge it cannot post
     finished = at.unposted and (at.partial or now >= due_at)

@@ -124,9 +124,14 @@ class ModuleBuffers:
         self._owners = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in found]
         self._contributes = choice == "mean" or rank == 0
         self._before = [buffer.clone() for buffer in found.values()]
-        self._finite = [_finite_elements(before) for before in self._before]
+        self.begin_anew()
         self._left_out: set[str] = set()  # those that a warning named
         self.numel = sum(buffer.numel() for buffer in self._before) + len(self._before)
+
+    def begin_anew(self) -> None:
+        """What the buffers hold now is what they change from: another rank's state was loaded."""
+        self._before = [self._current(number).detach().clone() for number in range(len(self._before))]
+        self._finite = [_finite_elements(before) for before in self._before]
 
     def changes(self) -> Tensor | None:
         """This rank's changes since the last merge, and a weight for each buffer; ``None`` where it gives none.

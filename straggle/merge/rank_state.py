@@ -101,7 +101,7 @@ class TrainingSide:
         self.applied_at = now
 
     def restore(self, step: int) -> None:
-        """It goes on from another run, with ``step``."""
+        """It goes on from another run, or from another rank's state, with ``step``."""
         self.step = step
 
     # -- any thread
@@ -120,6 +120,10 @@ class TrainingSide:
     def stop_up_to(self, step: int) -> None:
         """Ask it to leave every step up to this one."""
         self.stop_step = max(self.stop_step, step)
+
+    def stop_only_up_to(self, step: int) -> None:
+        """It may go on with the steps after this one."""
+        self.stop_step = self.asked_step = step
 
     def is_stopped(self, step: int) -> bool:
         """Whether it was asked so."""
@@ -178,5 +182,5 @@ class MergeSide:
         self.merged_at, self.times_at_merge = now, self._stopwatch.read()
 
     def restore(self, step: int) -> None:
-        """The rank goes on from another run, with ``step``."""
-        self.step = step
+        """The rank goes on from another run, or comes to a job that is in ``step``."""
+        self.step, self.round = step, None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from straggle.backward.stages import Stage, StagePlan
 from straggle.merge.buffers import Share, StageBuffers
-from straggle.merge.telemetry import Table
+from straggle.merge.groups import Group, succeeded
+from straggle.merge.telemetry import Row, Table
+from straggle.merge.view import Progress, Repair
 from straggle.policies.fill_in import FillIn
 from straggle.policies.supplements import Supplement
-from straggle.report import Cause, Phase
+from straggle.report import CAUSES, Cause, Phase
 
 
 class Usage:
@@ -94,7 +96,7 @@ class Round:
         step: int,
         layout: Layout,
         buffers: StageBuffers,
-        group: dist.ProcessGroup,
+        group: Group | None,
         *,
         factors: Sequence[float] | None = None,
         all_or_nothing: bool = False,
@@ -107,8 +109,16 @@ class Round:
         self.num_microbatches = 1
         self.weight = 1.0
         self.stage_s = [math.nan] * len(layout.plan.stages)  # when each stage was complete
-        self.works: list[tuple[dist.Work, str]] = []
+        self.lost: frozenset[int] = frozenset()  # buckets that a change of members took from this rank
         self.layout = layout
+        self._works: list[list[dist.Work]] = []  # of each bucket whose merge has begun
+        self._merged: set[int] = set()  # buckets that are known to be merged
+        self.abandoned = False  # this rank was put out before it was merged
+        self.row: Row | None = None  # its telemetry where that goes apart, and the changes that go with it
+        self.changes: Tensor | None = None
+        self.telemetry: dist.Work | None = None  # their merge
+        self.complete = False  # some member had it complete, and gave this rank the telemetry of all
+        self._last_shares: Mapping[int, Share] = {}  # of the buckets that were not launched when it was closed
         self._group = group
         self._factors = factors
         self._supplemented: dict[int, float] = {}  # for some parameters, the weight of what was added to them
@@ -122,7 +132,6 @@ class Round:
         self.num_over = 0  # passes that are over
         self.max_over = sys.maxsize
         self._missing = [len(stage.parameters) for stage in layout.plan.stages]  # parameters that are not complete
-        self._launched = 0  # buckets whose merge has begun
         buffers.begin()
 
     @property
@@ -188,7 +197,7 @@ class Round:
 
     def parameter_complete(self, index: int, after_s: float) -> bool:
         """Merge what is complete now; true where the parameter's stage is, ``after_s`` seconds into the step."""
-        stage, layout = self.layout.stage_of[index], self.layout
+        stage = self.layout.stage_of[index]
         if self._factors is not None or index in self._supplemented:
             self._unusual[index] = Share(self.weight * self._weight(index, 1.0), True)
         self._missing[stage] -= 1
@@ -197,9 +206,7 @@ class Round:
         self.stage_s[stage] = after_s
         if self._all_or_nothing:
             return True
-        # the last bucket waits for the end of the step, because the telemetry goes with it
-        while self._launched < len(layout.buckets) - 1 and not any(self._missing[: layout.bucket_ends[self._launched]]):
-            self._launch_allreduce(self._unusual)
+        self._launch_complete()
         return True
 
     def finished_part(self, phase: Phase) -> Contribution:
@@ -281,16 +288,85 @@ class Round:
             for index in range(len(weights))
             if self.num_in[index] != self.num_microbatches
         }
-        while self._launched < len(self.layout.buckets):
-            self._launch_allreduce(shares)
-        self.closed = True
+        self.closed, self._last_shares = True, shares
+        self._launch_rest()
 
-    def _launch_allreduce(self, shares: Mapping[int, Share]) -> None:
-        """Begin the merge of the next bucket."""
-        works = self.buffers.all_reduce(self._launched, shares, self._group, self.weight)
-        name = ", ".join(stage.name for stage in self.layout.buckets[self._launched])
-        self.works += [(work, name) for work in works]
-        self._launched += 1
+    def _launch_complete(self) -> None:
+        """Launch the buckets that are complete; the last one waits for the end of the step.
+
+        The telemetry goes with it.
+        """
+        ends = self.layout.bucket_ends
+        while len(self._works) < len(ends) - 1 and not any(self._missing[: ends[len(self._works)]]):
+            if not self._launch_allreduce(self._unusual):
+                break
+
+    def _launch_rest(self) -> None:
+        """Launch what is left of a closed round."""
+        while len(self._works) < len(self.layout.buckets) and self._launch_allreduce(self._last_shares):
+            pass
+
+    def _launch_allreduce(self, shares: Mapping[int, Share]) -> bool:
+        """Begin the merge of the next bucket; false where the members have no group at present."""
+        if self._group is None:
+            return False
+        self._works.append(self.buffers.all_reduce(len(self._works), shares, self._group, self.weight))
+        return True
+
+    # -- its collectives, and changes of members
+
+    def lost_in(self, row: Row) -> Row:
+        """The row, without what a change of members took."""
+        if not self.lost:
+            return row
+        names = {stage.name for bucket in self.lost for stage in self.layout.buckets[bucket]}
+        kept = [stage.name not in names for stage in self.layout.plan.stages]
+        cause = row.cause if row.cause >= 0 else CAUSES.index("members")
+        computed, estimated, weights = (
+            tuple(share * own for share, own in zip(shares, kept, strict=True))
+            for shares in (row.computed, row.estimated, row.weights or row.computed)
+        )
+        return replace(row, computed=computed, estimated=estimated, weights=weights, cause=cause)
+
+    @property
+    def works(self) -> list[tuple[dist.Work, str]]:
+        """What was launched and is to be waited for, each with the names of its stages."""
+        names = [", ".join(stage.name for stage in bucket) for bucket in self.layout.buckets]
+        return [(work, name) for works, name in zip(self._works, names, strict=False) for work in works]
+
+    def freeze(self) -> Progress:
+        """Launch nothing from here on: the members change. How far this rank has come."""
+        self._group = None
+        self._merged |= {b for b, works in enumerate(self._works) if works and all(map(succeeded, works))}
+        complete = self.complete or (self.telemetry is not None and succeeded(self.telemetry))
+        return Progress(self.step, len(self._works), frozenset(self._merged), complete)
+
+    def regroup(
+        self, group: Group, repair: Repair, place_of: Mapping[int, int], renew: Callable[[], StageBuffers], *, new: bool
+    ) -> None:
+        """Go on among the members of ``group``; ``place_of`` each rank in it, ``new``: this rank has just joined.
+
+        What was on its way and no member has is lost: its gradients count nothing. The old merges may still write into
+        the buffers that they were launched with, also where they only give once more what is there, so ``renew()``
+        gives others.
+        """
+        num_launched = repair.num_launched if new else len(self._works)
+        lost = frozenset(b for b in range(num_launched) if b not in self._merged)
+        if lost or not all(work.is_completed() for works in self._works for work in works):
+            old, self.buffers = self.buffers, renew()
+            self.buffers.take_over(old, lost)
+        self.lost |= lost - repair.given.keys()
+        self.telemetry = None
+        self._group, self._works = group, [[] for _ in range(num_launched)]
+        for bucket in range(num_launched):
+            if (giver := repair.given.get(bucket)) is not None:
+                self._works[bucket] = self.buffers.broadcast(bucket, group, place_of[giver])
+            elif bucket not in repair.kept:
+                self._works[bucket] = self.buffers.resend(bucket, group)
+        if self.closed:
+            self._launch_rest()
+        else:
+            self._launch_complete()
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import sys
 import threading
 from collections.abc import Callable
 
@@ -59,6 +60,7 @@ class StandIn:
         self._thread: threading.Thread | None = None
         self._closing = False
         self._paused = False
+        self.healing = False  # the training thread waits for its state, and gives nothing; with the lock held
         self._waited_since = math.inf  # when a quorum was seen to wait
         self._asked_at = -math.inf  # when none was, last
         self._unposted = False  # the peers are to learn that this rank has finished the step, if it comes to that
@@ -128,6 +130,18 @@ class StandIn:
         self._unposted = self._deadline.seconds < math.inf
         self._wakes.notify()
 
+    def heal(self, healing: bool) -> None:
+        """Submit nothing for every step, at once, until the training thread has its state; or no longer."""
+        self.healing, self._paused = healing, False
+        self._wakes.notify()
+
+    def end(self, error: BaseException) -> None:
+        """The job ends here: the training thread raises this."""
+        self.error, self._closing = error, True
+        self._training.stop_up_to(sys.maxsize)
+        self._wakes.notify()
+        self._merging.step_merged.notify_all()
+
     def applied(self) -> None:
         """The training thread has taken a merged step, and was, or is, behind its peers."""
         self._wakes.notify()  # it may have stopped at max_lag
@@ -177,7 +191,7 @@ class StandIn:
         if current is not None:
             complete(current)
         elif isinstance(action, Ask):
-            self._note_answer(step, waits=self._channel.num_finished(step) >= self._deadline.rules.quorum)
+            self._note_answer(step, waits=self._channel.num_finished(step) >= self._deadline.quorum)
         elif isinstance(action, Post):
             if action.finished:
                 self._channel.post_finished(step)
@@ -222,6 +236,7 @@ class StandIn:
             unposted=self._unposted,
             posted_stuck_s=self._posted_stuck_s,
             paused=self._paused,
+            healing=self.healing,
             closing=self._closing,
         )
 

@@ -242,6 +242,11 @@ def connect(store: Any, prefix: str) -> Any:
     return dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
 
 
+def connect_all(store: Any, prefix: str) -> Any:
+    """A new connection to a corner that is the same however often a process was started again; raises as `connect`."""
+    return dist.PrefixStore(prefix, connect(_server(store), "").underlying_store)  # type: ignore[attr-defined]
+
+
 def _server(store: Any) -> Any:
     """The store itself, without its prefixes."""
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]

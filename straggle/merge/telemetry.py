@@ -30,7 +30,7 @@ MAX_SCALARS = 8
 MICROBATCH_SLOTS = 16  # for the times at which micro-batches end; of more of them, several share one
 _TIMES = tuple(f"{phase}_s" for phase in PHASES)
 _FLAGS = ("late", "stood_in", "cause", "failed", "idle", "weight", "nonfinite", "fingerprint_high", "fingerprint_low")
-_STATE = ("stepped", "kept", "without_store")
+_STATE = ("stepped", "kept", "without_store", "absent", "admits")
 _FIELDS = (*_TIMES, "compute_s", "busy_s", "overrun_s", *_FLAGS, "merge_s", "num_microbatches", *_STATE)
 _PER_STAGE = 4
 _COLUMN = {name: column for column, name in enumerate(_FIELDS)}
@@ -47,7 +47,8 @@ class Row:
     in float32. ``merge_s``: seconds from the end of the rank's own work in the step before to the end of its merge.
     ``microbatch_s``: when each micro-batch ended. ``stepped``: how often its optimizers stepped since the merge before
     (NaN: not known). ``kept``: which gradients it had before its first backward pass (`kept.mark`).
-    ``without_store``: the job's store did not answer it.
+    ``without_store``: the job's store did not answer it. ``absent``: it is no member. ``admits``: it lets others in
+    after this step.
     """
 
     times: Mapping[Phase, float]
@@ -71,6 +72,8 @@ class Row:
     stepped: float = math.nan
     kept: int = UNDECIDED
     without_store: bool = False
+    absent: bool = False
+    admits: bool = False
     scalars: Mapping[str, float] = field(default_factory=dict)
 
     def encode(self) -> Tensor:
@@ -81,7 +84,7 @@ class Row:
         fixed += [float(self.idle), self.weight, 0.0]
         fixed += [float(self.fingerprint >> 24), float(self.fingerprint & 0xFFFFFF)]
         fixed += [self.merge_s, float(self.num_microbatches)]
-        fixed += [self.stepped, float(self.kept), float(self.without_store)]
+        fixed += [self.stepped, float(self.kept), float(self.without_store), float(self.absent), float(self.admits)]
         slots = [math.nan] * MICROBATCH_SLOTS
         if self.num_microbatches <= MICROBATCH_SLOTS:
             slots[: len(self.microbatch_s)] = self.microbatch_s
@@ -93,6 +96,21 @@ class Row:
         weights = self.weights or self.computed
         numbers = array("f", [*fixed, *self.computed, *self.estimated, *self.stage_s, *weights, *slots, *pairs])
         return torch.frombuffer(numbers, dtype=torch.float32)
+
+
+def absent_row(num_stages: int) -> Tensor:
+    """The row of a rank that is no member; the others write it."""
+    nothing = (0.0,) * num_stages
+    row = Row(
+        dict.fromkeys(PHASES, 0.0),
+        compute_s=math.nan,
+        busy_s=0.0,
+        absent=True,
+        computed=nothing,
+        estimated=nothing,
+        stage_s=(math.nan,) * num_stages,
+    )
+    return row.encode()
 
 
 def row_length(num_stages: int) -> int:
@@ -171,12 +189,16 @@ class Table:
 
     def finished_ranks(self) -> list[bool]:
         """Which ranks finished all of their own work."""
-        columns = (self._columns[name] for name in ("late", "idle", "cause"))
-        return [not late and not idle and cause < 0 for late, idle, cause in zip(*columns, strict=True)]
+        columns = (self._columns[name] for name in ("late", "idle", "absent", "cause"))
+        return [
+            not late and not idle and not absent and cause < 0
+            for late, idle, absent, cause in zip(*columns, strict=True)
+        ]
 
     def weight(self) -> list[float]:
-        """Weight of each rank's step; 0 where it had no data."""
-        return [0.0 if idle else own for own, idle in zip(self._columns["weight"], self._columns["idle"], strict=True)]
+        """Weight of each rank's step; 0 where it had no data, or is no member."""
+        columns = (self._columns[name] for name in ("weight", "idle", "absent"))
+        return [0.0 if idle or absent else own for own, idle, absent in zip(*columns, strict=True)]
 
     def untruncated_times(self) -> list[UntruncatedTime]:
         """For each rank the time of all its own work in the step, with what a late one left."""
@@ -199,8 +221,25 @@ class Table:
         return tuple(rank for rank, without in enumerate(self._columns["without_store"]) if without)
 
     def all_idle(self) -> bool:
-        """Whether no rank has data any more."""
-        return all(self._columns["idle"])
+        """Whether no member has data any more."""
+        absent = self._columns["absent"]
+        return not all(absent) and all(map(max, self._columns["idle"], absent))
+
+    def absent_ranks(self) -> tuple[int, ...]:
+        """Ranks that are no members."""
+        return tuple(rank for rank, absent in enumerate(self._columns["absent"]) if absent)
+
+    def stood_in_ranks(self) -> frozenset[int]:
+        """Ranks that were stood in for."""
+        return frozenset(rank for rank, stood_in in enumerate(self._columns["stood_in"]) if stood_in)
+
+    def admits_of(self, rank: int) -> bool:
+        """Whether this rank lets others in after this step."""
+        return bool(self._columns["admits"][rank])
+
+    def admits(self) -> bool:
+        """Whether ranks are let in after this step."""
+        return any(self._columns["admits"])
 
     def nonfinite_ranks(self) -> list[int]:
         """Ranks of whose gradients some were left out, because they were not finite."""
@@ -208,7 +247,8 @@ class Table:
 
     def nothing_to_apply(self) -> bool:
         """Whether the step changes nothing, because it is `skipped` or no rank had data for it."""
-        return self.all_idle() or (any(self._columns["nonfinite"]) and self.skipped())
+        nothing = self.all_idle() or all(self._columns["absent"])
+        return nothing or (any(self._columns["nonfinite"]) and self.skipped())
 
     def skipped(self) -> bool:
         """Whether no rank has anything that could be applied, but some have gradients that are not finite."""
@@ -326,6 +366,7 @@ class Table:
             stood_in=bool(row[_COLUMN["stood_in"]]),
             cause=CAUSES[cause] if cause >= 0 else None,
             idle=bool(row[_COLUMN["idle"]]),
+            absent=bool(row[_COLUMN["absent"]]),
             weight=row[_COLUMN["weight"]],
             weights=tuple(row[_COLUMN["weight"]] * weight for weight in weights),
             nonfinite=int(row[NONFINITE]),

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from straggle.report import StepReport
+from straggle.report import MembersReport, StepReport
 
 _WIDTH = 160  # columns of a table that is written to a file
 _LINES = 20  # plain lines over the run
@@ -45,11 +45,17 @@ class LiveView:
                 f"step {report.step + 1:>{len(str(self._steps))}}/{self._steps}  {line}", highlight=False
             )
 
+    def changed(self, report: MembersReport) -> None:
+        """Members have left or come in; from any thread."""
+        self._console.print(f"members: {report}", highlight=False)
+
     def _line(self, report: StepReport) -> str:
         deadline = "none" if math.isinf(report.deadline_s) else f"{report.deadline_s * 1e3:.0f} ms"
         late = ",".join(str(rank) for rank in report.late_ranks) or "none"
         loss = report.scalars.get("loss", math.nan)
-        return f"loss {loss:.3f}  step {report.seconds * 1e3:4.0f} ms  deadline {deadline}  late: {late}"
+        line = f"loss {loss:.3f}  step {report.seconds * 1e3:4.0f} ms  deadline {deadline}  late: {late}"
+        absent = ",".join(str(rank) for rank in report.absent_ranks)
+        return f"{line}  absent: {absent}" if absent else line
 
     def __enter__(self) -> LiveView:
         self._progress.start()

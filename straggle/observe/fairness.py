@@ -89,7 +89,7 @@ class Contributions:
         self._weight *= decay
         for number, rank in enumerate(report.ranks):
             known = len(rank.stages) == len(report.stages) and math.isfinite(rank.reach)  # a trace may lack them
-            weight, reach = (rank.weight, rank.reach) if known and not rank.idle else (0.0, 0.0)
+            weight, reach = (rank.weight, rank.reach) if known and not (rank.idle or rank.absent) else (0.0, 0.0)
             shares = rank.stages if known else (0.0,) * len(report.stages)
             self._weight += weight
             self._ranks[number] = decay * self._ranks[number] + weight * reach

@@ -31,6 +31,7 @@ PLACES = {
     "backward": "in the backward pass",
     "error": "after an error in the backward pass that the loop caught",
     "skipped": "without a backward pass",
+    "members": "as the members changed",
 }
 
 
@@ -50,6 +51,7 @@ def advise(run: Run, numbers: Numbers) -> list[str]:
         *_no_rank_late(run, numbers),
         *_waiting(numbers),
         *_out_of_data(run),
+        *_absent(run, numbers),
     ]
 
 
@@ -199,6 +201,17 @@ def _out_of_data(run: Run) -> Iterator[str]:
             f"rank {int(idle[first].argmax())}. "
             f"Fewer than all took part in {int(uneven.sum())} of {run.num_steps} steps."
         )
+
+
+def _absent(run: Run, numbers: Numbers) -> Iterator[str]:
+    for rank in sorted(numbers.ranks, key=lambda rank: -rank.absent)[:3]:
+        if rank.absent:
+            reasons = [change.left[rank.rank] for _, change in run.changes if rank.rank in change.left]
+            why = f": {reasons[0]}" if reasons else ""
+            yield (
+                f"Rank {rank.rank} was absent in {_steps(rank.absent, run.num_steps)}{why}. The others went on without "
+                "its data."
+            )
 
 
 def _late_ranks(numbers: Numbers, least: float, below: float) -> list[RankNumbers]:

@@ -31,7 +31,16 @@ from straggle.observe.fairness import Contributions
 from straggle.observe.metrics_endpoint import Endpoint, Push, Security, Targets, check_port
 from straggle.observe.wait_for_all import WaitForAllPrediction
 from straggle.parallel import StagedDataParallel
-from straggle.report import CAUSES, PHASES, RankReport, StageReport, StepReport
+from straggle.report import (
+    CAUSES,
+    CHANGE_KINDS,
+    PHASES,
+    HealingReport,
+    MembersReport,
+    RankReport,
+    StageReport,
+    StepReport,
+)
 from straggle.version import __version__
 
 _log = logging.getLogger(__name__)
@@ -79,6 +88,7 @@ class MetricsExporter:
         for thread in self._threads:
             thread.start()
         self._hook = model.register_step_hook(self._records.put)
+        self._members_hook = model.register_members_hook(self._metrics.count_change)
 
     @property
     def url(self) -> str | None:
@@ -94,6 +104,7 @@ class MetricsExporter:
         if self._closing.is_set():
             return
         self._hook.remove()
+        self._members_hook.remove()
         self._closing.set()
         self._records.put(None)
         for thread in self._threads:
@@ -167,6 +178,7 @@ class StepMetrics:
         self._samples_per_step = samples_per_step
         self._prediction = WaitForAllPrediction()
         self._contributions = Contributions(_DECAY)
+        self._counted = HealingReport()  # of what this rank took to take part again
         self._plan: StagePlan | None = None
         self._stages: list[tuple[Counter, Gauge, Counter]] = []  # contributions, weight and estimates of each
         self._describe(model)
@@ -177,11 +189,16 @@ class StepMetrics:
         """Count one step."""
         report = record.report
         own = report.ranks[self._rank]
+        self._show_absent(report)
+        self._count_healing()
+        if own.absent:  # it had no part in the step, and knows nothing of it
+            self._absent_steps.inc()
+            return
         if record.plan is not self._plan:
             self._use(record.plan)
         self._count_times(report, own)
         self._count_gradients(record.plan, own)
-        self._count_stages(report.stages, own, sum(rank.weight for rank in report.ranks))
+        self._count_stages(report.stages, own, sum(rank.weight for rank in report.ranks if not rank.absent))
         self._count_contributions(report)
         self._steps.inc()
         self._skipped.inc(report.skipped)
@@ -192,6 +209,24 @@ class StepMetrics:
         if "loss" in report.scalars:
             self._loss.labels(self._rank).set(report.scalars["loss"])
         self._predicted_dropped_ratio.labels(self._rank).set(self._model.predicted_drop)
+
+    def count_change(self, report: MembersReport) -> None:
+        """Count a change of the members."""
+        for kind in report.kinds:
+            self._changes[kind].inc()
+
+    def _show_absent(self, report: StepReport) -> None:
+        """Say of each rank whether it is absent: on the lowest member only, because all members know the same."""
+        if self._rank == min((rank.rank for rank in report.ranks if not rank.absent), default=None):
+            for rank in report.ranks:
+                self._absent_rank.labels(self._rank, rank.rank).set(rank.absent)
+        else:
+            self._absent_rank.clear()
+
+    def _count_healing(self) -> None:
+        before, self._counted = self._counted, self._model.healing_report
+        self._healing_seconds.inc(self._counted.seconds - before.seconds)
+        self._healing_bytes.inc(self._counted.nbytes - before.nbytes)
 
     def _count_times(self, report: StepReport, own: RankReport) -> None:
         self._step_seconds.observe(report.seconds)
@@ -277,6 +312,8 @@ class StepMetrics:
         since.labels(self._rank).set_function(lambda: model.since_step_s)
         store = self._gauge("store_reachable", "Whether the job's store answers this rank, 1 or 0, now.")
         store.labels(self._rank).set_function(lambda: float(model.store_reachable))
+        members = self._gauge("members", "Ranks that are members now, as far as this rank knows.")
+        members.labels(self._rank).set_function(lambda: float(len(model.member_ranks)))
 
     def _define(self) -> None:
         rank = self._rank
@@ -309,7 +346,25 @@ class StepMetrics:
             "stood_in_steps", "Late steps that the stand-in submitted, because this rank was stuck.", "cause"
         )
         self._stood_in = {cause: stood_in.labels(rank, cause) for cause in CAUSES}
+        self._define_members()
         self._define_gradients()
+
+    def _define_members(self) -> None:
+        rank = self._rank
+        changes = self._counter("members_changes", "Ranks that left or joined while this rank was a member.", "reason")
+        self._changes = {kind: changes.labels(rank, kind) for kind in CHANGE_KINDS}
+        self._absent_rank = self._gauge(
+            "absent_rank", "Whether each rank was absent in the last step, 1 or 0; of the lowest member only.", "absent"
+        )
+        self._absent_steps = self._counter(
+            "absent_steps", "Steps of this rank's loop in which it was no member itself."
+        ).labels(rank)
+        self._healing_seconds = self._counter(
+            "healing_seconds", "Seconds from when this rank was let in until it had the state of its peers."
+        ).labels(rank)
+        self._healing_bytes = self._counter(
+            "healing_bytes", "Bytes of state that this rank took to take part again."
+        ).labels(rank)
 
     def _define_gradients(self) -> None:
         rank = self._rank

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,15 +14,16 @@ from numpy.typing import NDArray
 from omegaconf import OmegaConf
 
 from straggle.observe.fairness import Contributions, Fairness
+from straggle.observe.members import read_members
 from straggle.observe.trace import read_trace, whole_lines
 from straggle.observe.wait_for_all import WaitForAllPrediction
 from straggle.observe.warmup import num_warmup_steps
 from straggle.observe.watch import watched_files
-from straggle.report import CAUSES, RankReport, ShadowReport, StageReport, StepReport
+from straggle.report import CAUSES, MembersReport, RankReport, ShadowReport, StageReport, StepReport
 
 Array: TypeAlias = NDArray[np.float64]
 _TIMES = ("outside_s", "data_s", "forward_s", "backward_s", "wait_s", "compute_s", "overrun_s")
-_FIELDS = (*_TIMES, "reach", "weight", "late", "stood_in", "cause", "idle", "nonfinite")
+_FIELDS = (*_TIMES, "reach", "weight", "late", "stood_in", "cause", "idle", "nonfinite", "absent")
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Run:
     ``ranks`` has the numeric fields of `RankReport`, flags as 0 and 1 and ``cause`` as an index into `CAUSES`.
     ``wait_for_all_s`` is predicted (`WaitForAllPrediction`). ``stages`` are those of the last step. ``stage_share``,
     shape (stages, ranks), is the mean share of each stage that each rank computed, over the ``num_stage_steps`` last
-    steps, which have this plan. ``lines`` are the trace's line numbers, from 0.
+    steps, which have this plan. ``changes`` of the members, and when they were in seconds since 1970, are those of
+    ``members.jsonl``.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Run:
     stage_share: Array
     num_stage_steps: int
     fairness: Fairness
+    changes: tuple[tuple[float, MembersReport], ...] = ()
 
     @property
     def num_steps(self) -> int:
@@ -84,7 +87,8 @@ def read_run(run_dir: Path, *, name: str | None = None) -> Run:
         raise ValueError(f"{path}: there is no complete step in it yet")
     config = _config(run_dir / "config.yaml")
     summary = _summary(run_dir / "summary.json", last_step=int(columns.steps[-1][0]))
-    return columns.run(name or run_dir.resolve().name, run_dir, config, summary)
+    run = columns.run(name or run_dir.resolve().name, run_dir, config, summary)
+    return replace(run, changes=tuple(read_members(run_dir)))
 
 
 def run_of(reports: Iterable[StepReport]) -> Run:
@@ -197,6 +201,7 @@ def _rank_report(record: Mapping[str, Any]) -> RankReport:
         cause=cause if cause in CAUSES else None,
         overrun_s=_number(record.get("overrun_s", 0.0)),
         idle=bool(record.get("idle", False)),
+        absent=bool(record.get("absent", False)),
         weight=_number(record.get("weight", 1.0)),
         nonfinite=int(record.get("nonfinite", 0)),
         weights=tuple(_number(weight) for weight in record.get("weights", ())),
@@ -237,8 +242,11 @@ class _Columns:
             self._plan, self._sum, self._count = report.stages, np.zeros(shape), np.zeros(shape)
             self._num_stage_steps = 0
         self._num_stage_steps += 1
-        unknown = (math.nan,) * len(names)  # of a rank without data, too: it had nothing to give
-        given = [unknown if rank.idle or len(rank.stages) != len(names) else rank.stages for rank in report.ranks]
+        unknown = (math.nan,) * len(names)  # of a rank without data or that was absent, too: it had nothing to give
+        given = [
+            unknown if rank.idle or rank.absent or len(rank.stages) != len(names) else rank.stages
+            for rank in report.ranks
+        ]
         shares = np.array(given, dtype=float).reshape(shape[::-1]).T
         self._sum += np.nan_to_num(shares)
         self._count += np.isfinite(shares)

@@ -34,10 +34,10 @@ class Times:
 class RankNumbers:
     """One rank over all steps of the run; ``causes`` counts its late steps, and those with gradients missing otherwise.
 
-    ``causes`` goes by what a late rank was doing, or by why its gradients are missing. ``steps`` are those in which it
-    had data. ``reach`` is the mean share of the gradient elements that it computed in these steps. ``slowness`` is its
-    median compute time, over steps that it finished, divided by the median of the other ranks' medians: 2.0 means that
-    it takes twice as long.
+    ``absent`` counts the steps in which it was no member: they are in no other number. ``causes`` goes by what a late
+    rank was doing, or by why its gradients are missing. ``steps`` are those in which it had data. ``reach`` is the mean
+    share of the gradient elements that it computed in these steps. ``slowness`` is its median compute time, over steps
+    that it finished, divided by the median of the other ranks' medians: 2.0 means that it takes twice as long.
     """
 
     rank: int
@@ -50,6 +50,7 @@ class RankNumbers:
     wait_s: float
     slowness: float
     nonfinite_steps: int
+    absent: int
 
     @property
     def late_share(self) -> float:
@@ -105,7 +106,9 @@ def _numbers_of(run: Run) -> Numbers:
         skipped=int(run.skipped.sum()),
         nonfinite=int(np.nansum(run.ranks["nonfinite"])),
         loss=float(np.nanmean(losses)),
-        wait_share=float(np.nanmean(run.ranks["wait_s"]) / np.nanmean(run.seconds)),
+        wait_share=float(
+            np.nanmean(np.where(run.ranks["absent"] == 1, np.nan, run.ranks["wait_s"])) / np.nanmean(run.seconds)
+        ),
         ranks=tuple(_rank_numbers(run, has_data, *each) for each in enumerate(map(float, _slowness(run)))),
         stage_share=tuple(map(float, np.nanmean(run.stage_share, axis=1))),
         with_deadline=int(np.isfinite(run.deadline_s).sum()),
@@ -114,8 +117,8 @@ def _numbers_of(run: Run) -> Numbers:
 
 
 def has_data_of(run: Run) -> Flags:
-    """Whether a rank was in the run and had data, shape (steps, ranks)."""
-    return np.asarray(run.ranks["idle"] == 0)
+    """Whether a rank was a member in the run and had data, shape (steps, ranks)."""
+    return np.asarray((run.ranks["idle"] == 0) & (run.ranks["absent"] == 0))
 
 
 def _times(seconds: Array) -> Times:
@@ -143,12 +146,13 @@ def _rank_numbers(run: Run, has_data: Flags, rank: int, slowness: float) -> Rank
         wait_s=float(np.nanmean(of["wait_s"])),
         slowness=slowness,
         nonfinite_steps=int((of["nonfinite"] > 0).sum()),
+        absent=int((run.ranks["absent"][:, rank] == 1).sum()),
     )
 
 
 def _slowness(run: Run) -> Array:
     """How many times as long as the others each rank takes, in steps that it finished; NaN if these are too few."""
-    finished_s = np.where((run.ranks["late"] == 0) & (run.ranks["idle"] == 0), run.ranks["compute_s"], np.nan)
+    finished_s = np.where((run.ranks["late"] == 0) & has_data_of(run), run.ranks["compute_s"], np.nan)
     median_s = np.nanmedian(finished_s, axis=0)
     median_s[np.isfinite(finished_s).sum(axis=0) < _ENOUGH_STEPS] = np.nan
     others_s = np.array([np.nanmedian(np.delete(median_s, rank)) for rank in range(run.num_ranks)])

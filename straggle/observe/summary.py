@@ -24,7 +24,7 @@ def summarize(
     run = run_of(reports)
     numbers = numbers_of(run)
     stages = zip(run.stages, numbers.stage_share, strict=True)
-    dropped = (1 - run.ranks["reach"]) * run.ranks["weight"] * samples_per_step
+    dropped = np.where(run.ranks["absent"] == 1, 0.0, 1 - run.ranks["reach"]) * run.ranks["weight"] * samples_per_step
     fairness = numbers.fairness
     return {
         "steps": int(run.step[-1]) + 1,
@@ -46,6 +46,7 @@ def summarize(
         **_shadow(reports[run.warmup :]),
         "late_steps_per_rank": [rank.late for rank in numbers.ranks],
         "stood_in_steps_per_rank": [rank.stood_in for rank in numbers.ranks],
+        "absent_steps_per_rank": [rank.absent for rank in numbers.ranks],
         "loss": numbers.loss,
         "validation_loss": scores["loss"],
         **({"validation_accuracy": scores["accuracy"]} if "accuracy" in scores else {}),

@@ -32,7 +32,7 @@ class WaitForAllPrediction:
 
         A rank that has not finished a stage is as slow as it was when it last finished one.
         """
-        finished = [rank for rank in report.ranks if not rank.late and not rank.idle]
+        finished = [rank for rank in report.ranks if not (rank.late or rank.idle or rank.absent)]
         if not finished or not any(rank.late for rank in report.ranks):
             return [rank.compute_s for rank in report.ranks]
         typical_s = median(rank.compute_s for rank in finished)

@@ -4,18 +4,13 @@ Every layer's gradient is known, and the ranks' inputs are such that the mean ov
 these are. So what a report says was dropped is compared with what the merged gradients hold.
 """
 
-import contextlib
 import ctypes
-import json
 import math
 import os
 import random
 import re
-import shutil
 import signal
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from bisect import bisect
@@ -26,14 +21,13 @@ from itertools import combinations, groupby
 import pytest
 import torch
 import torch.distributed as dist
+from network import enter, made_network
 from ranks import die, digest, run_ranks, staged
-from repository import ROOT
 from training import Chain, shared
 
 from straggle import Carry, FixedDeadline, LateHandling, PeerFailed, StepReport
 from straggle.backward import stages
 
-SLOWNET = ROOT.parent / "shared" / "tools" / "slownet.py"
 LINK_DELAY_S = 0.04  # one way
 WORK_S = 0.02
 PHASE = {"data": "data", "forward": "forward", "backward": "backward", "optimizer": "outside"}
@@ -441,39 +435,14 @@ def test_rank_with_a_quarter_of_a_cpu_hands_in_what_it_has():
 @pytest.fixture
 def slow_network():
     """Three network namespaces; what the third one sends and gets is slow. Gives their names."""
-    names = [f"straggle-{os.getpid()}-{number}" for number in range(3)]
-    if not SLOWNET.exists() or shutil.which("ip") is None or not os.access("/dev/net/tun", os.R_OK | os.W_OK):
-        pytest.skip("needs slownet.py, the command ip and a TUN device")
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-            if made.returncode:
-                pytest.skip(f"needs the right to make network namespaces: {made.stderr.strip()}")
-            stack.callback(subprocess.run, ["ip", "netns", "delete", name], check=True)
-        addresses = [f"10.78.0.{number + 1}" for number in range(3)]
-        slow = {"delay": LINK_DELAY_S, "rate": 20e6}
-        links = [{"src": addresses[2], "dst": other, "q": slow} for other in addresses[:2]]
-        links += [{"src": other, "dst": addresses[2], "q": slow} for other in addresses[:2]]
-        hosts = [{"ns": name, "ip": address} for name, address in zip(names, addresses, strict=True)]
-        network = subprocess.Popen(
-            [sys.executable, SLOWNET, json.dumps({"hosts": hosts, "links": links})],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        stack.callback(network.wait)
-        stack.callback(network.kill)
-        if network.stdout.readline() != "ready\n":
-            pytest.skip(f"slownet.py does not run here: {network.stderr.read().splitlines()[-1]}")
-        yield names
+    with made_network(3, {2: {"delay": LINK_DELAY_S, "rate": 20e6}}) as network:
+        yield network.names
 
 
 def train_in(rank, namespaces, folder, *arguments):
     """Trains with a process group inside of the rank's network namespace."""
     dist.destroy_process_group()
-    with open(f"/run/netns/{namespaces[rank]}") as namespace:
-        assert ctypes.CDLL(None).setns(namespace.fileno(), 0) == 0
-    os.environ["GLOO_SOCKET_IFNAME"] = "sim0"
+    enter(namespaces[rank])
     store = dist.FileStore(f"{folder}/store")
     dist.init_process_group("gloo", store=store, rank=rank, world_size=len(namespaces))
     return train(rank, *arguments, bucket_bytes=stages.BUCKET_BYTES)

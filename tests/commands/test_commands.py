@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -18,9 +19,10 @@ from repository import ROOT
 from rich.console import Console
 from training import TINY
 
-from straggle import RankReport, StageReport, StepReport
+from straggle import MembersReport, RankReport, StageReport, StepReport
 from straggle.__main__ import COMMANDS, main
 from straggle.commands.config import ConfigurationError, load
+from straggle.commands.launch_options import arguments as launch_arguments
 from straggle.lab.build import build_faults
 from straggle.observe.console import LiveView
 from straggle.observe.trace import TraceWriter, read_trace
@@ -102,6 +104,17 @@ def test_view_prints_plain_lines_where_there_is_no_terminal() -> None:
     assert "loss 2.500  step 1500 ms  deadline 1200 ms  late: 1" in console.export_text()
 
 
+def test_view_names_absent_ranks_and_says_when_the_members_change() -> None:
+    console = Console(force_terminal=False, width=160, record=True)
+    away = dataclasses.replace(rank(1, math.nan, (math.nan,)), absent=True)
+    with LiveView(20, console=console) as view:
+        view.changed(MembersReport(1, 0, (0,), 2, left={1: "its process ended by SIGKILL, after 3.0 s"}))
+        view.show(report(rank(0, 1.0, (1.0,)), away, step=0))
+    lines = console.export_text().splitlines()
+    assert lines[0].rstrip() == "members: rank 1 left: its process ended by SIGKILL, after 3.0 s (1 of 2 ranks)"
+    assert lines[1].rstrip().endswith("late: none  absent: 1")
+
+
 # -- the configuration
 
 
@@ -131,6 +144,9 @@ def test_view_prints_plain_lines_where_there_is_no_terminal() -> None:
         (["merge.probability_window=2.5"], "probability_window=2.5: must be an integer of at least 1"),
         (["rebalance=by_speed", "rebalance.window=0"], "window=0: must be an integer of at least 2"),
         (["delays=none"], "unknown key delays; valid keys: steps"),
+        (["members=elastic", "members.suspect_s=0"], "suspect_s=0: must be a finite number of seconds, at least 0.5"),
+        (["members=elastic", "members.foo=1"], "unknown key members.foo; members has min_ranks, suspect_s"),
+        (["members=elastic", "rebalance=by_speed"], "members=elastic and rebalance exclude each other"),
         (["resume=true", "run_dir=/nowhere"], "resume=true: there is no checkpoint in run_dir=/nowhere"),
     ],
 )
@@ -144,6 +160,7 @@ def test_wrong_key_or_value_is_refused_with_the_valid_ones(keys: list[str], mess
     ("name", "keys", "message"),
     [
         ("train", ["deadline=first_k", "deadline.k=5"], "quorum=5: there are only 4 ranks"),
+        ("train", ["members=elastic", "members.min_ranks=5"], "min_ranks=5: there are only 4 ranks"),
         ("train", ["late_handling.quorum=5"], "quorum=5: there are only 4 ranks"),
         ("train", ["rebalance=by_speed", "rebalance.min_share=9"], "total=32: .* 9 at least for each of 4 ranks"),
         (
@@ -164,21 +181,51 @@ def test_what_too_few_ranks_are_there_for_is_refused_once_their_number_is_known(
         load(name, keys)
 
 
-def test_launch_checks_the_configuration_for_its_number_of_workers(tmp_path: Path) -> None:
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+def launch_of(folder: Path, *words: str, **environment: str) -> str:
+    """What launch.sh would start: its programs print their command lines."""
+    (folder / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
     for name in ("pyproject.toml", "constraints.txt", "launch.sh"):
-        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+        (folder / name).write_bytes((ROOT / name).read_bytes())
     for name in ("python", "torchrun"):
-        (tmp_path / ".venv" / "bin" / name).write_text(f'#!/bin/sh\necho {name} "${{WORLD_SIZE:-none}}" "$@"\n')
-        (tmp_path / ".venv" / "bin" / name).chmod(0o755)
-    (tmp_path / "launch.sh").chmod(0o755)
+        (folder / ".venv" / "bin" / name).write_text(f'#!/bin/sh\necho {name} "${{WORLD_SIZE:-none}}" "$@"\n')
+        (folder / ".venv" / "bin" / name).chmod(0o755)
+    (folder / "launch.sh").chmod(0o755)
     plain = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "RDZV", "NNODES"))}
+    command = [str(folder / "launch.sh"), *words]
+    done = subprocess.run(command, env={**plain, **environment}, capture_output=True, text=True, timeout=30, check=True)
+    return done.stdout
+
+
+def test_launch_checks_the_configuration_for_its_number_of_workers(tmp_path: Path) -> None:
     for nodes, ranks in ({"WORKERS": "3"}, "3"), ({"WORKERS": "3", "NNODES": "2"}, "6"), ({"NNODES": "1:2"}, "none"):
-        environment = {**plain, "MASTER_ADDR": "node0", "NODE_RANK": "0", **nodes}
-        command = [str(tmp_path / "launch.sh"), "steps=2"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=True)
-        assert f"python {ranks} -m straggle check train steps=2" in done.stdout
-        assert "torchrun none" in done.stdout  # it sets the variable itself
+        printed = launch_of(tmp_path, "steps=2", **{"MASTER_ADDR": "node0", "NODE_RANK": "0", **nodes})
+        assert f"python {ranks} -m straggle check train steps=2" in printed
+        assert "torchrun none" in printed  # it sets the variable itself
+
+
+@pytest.mark.parametrize(
+    ("environment", "where"),
+    [
+        ({}, "--standalone"),
+        (
+            {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29"},
+            "--nnodes 2 --node-rank 1 --rdzv-endpoint node0:29",
+        ),
+        (
+            {"NNODES": "2", "NODE_RANK": "1", "RDZV_ENDPOINT": "node0:29"},
+            "--nnodes 2 --rdzv-endpoint node0:29 --node-rank 1",
+        ),
+    ],
+)
+def test_workers_that_may_come_back_are_started_by_straggle_launch(
+    environment: dict[str, str], where: str, tmp_path: Path
+) -> None:
+    printed = launch_of(tmp_path, "members=elastic", "steps=2", WORKERS="3", **environment)
+    expected = f"-m straggle launch {where} --nproc-per-node 3 -m straggle train members=elastic steps=2"
+    assert expected in " ".join(printed.split())
+    assert "torchrun" not in printed
+    words = expected.removeprefix("-m straggle launch ").split()
+    assert launch_arguments(words, {"STRAGGLE_JOB_SECRET": "shared"}).script == "straggle"
 
 
 def test_null_switches_one_fault_off() -> None:

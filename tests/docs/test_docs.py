@@ -26,6 +26,7 @@ import straggle
 from experiments.__main__ import arguments as experiment_arguments
 from straggle.commands.advise import arguments as advise_arguments
 from straggle.commands.config import GROUPS, load
+from straggle.commands.launch_options import arguments as launch_arguments
 from straggle.commands.report import arguments as report_arguments
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -104,6 +105,12 @@ def check_command(words: list[str]) -> None:
     if words[0] == "srun":
         words = words[next(i for i, word in enumerate(words) if not word.startswith("-") and i > 0) :]
     program, arguments = words[0], words[1:]
+    if program == "straggle":
+        assert arguments[0] == "launch", arguments[0]
+        if arguments[1] == "--store-only":
+            return
+        given = launch_arguments(arguments[1:], {"STRAGGLE_JOB_SECRET": "as the page says"})
+        program, arguments = "torchrun", [*(["-m"] if given.module else []), given.script, *given.arguments]
     if program == "./launch.sh":
         assert os.access(ROOT / program, os.X_OK)
         name = arguments[0] if arguments and "=" not in arguments[0] else "train"
@@ -164,10 +171,13 @@ def test_command_exists_and_its_keys_are_valid(
         "srun --nodes=2 ./launch.sh deadline.r=1",
         "torchrun -m straggle train workload.widht=8",
         "torchrun examples/none.py",
+        "straggle launch --nproc-per-node 4 examples/none.py",
+        "straggle launch --nproc 4 examples/ddp_loop.py",
+        "straggle launch -m straggle train workload.widht=8",
     ],
 )
 def test_command_check_refuses_what_does_not_exist(line: str) -> None:
-    with pytest.raises((AssertionError, ValueError)):
+    with pytest.raises((AssertionError, ValueError, SystemExit)):
         check_command(shlex.split(line))
 
 
@@ -212,6 +222,11 @@ def test_every_option_of_a_group_is_documented_with_its_keys(
 def test_every_field_of_a_trace_is_documented(record: type) -> None:
     trace = CONFIGURATION.partition("### `trace.jsonl`")[2].partition("### `compare.json`")[0]
     assert {field.name for field in dataclasses.fields(record)} - documented(trace) == set()
+
+
+def test_every_field_of_the_members_file_is_documented() -> None:
+    section = CONFIGURATION.partition("### `members.jsonl`")[2].partition("\n### ")[0]
+    assert {field.name for field in dataclasses.fields(straggle.MembersReport)} - documented(section) == set()
 
 
 @pytest.mark.slow

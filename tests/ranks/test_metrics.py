@@ -23,13 +23,14 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from ranks import run_command, run_ranks, staged
+from ranks import die, run_command, run_ranks, staged
 from repository import ROOT
 from training import TINY, Chain, Signals, Stopper, features, mlp, random_stops
 
-from straggle import Deadline, FixedDeadline, LastMerged, LateHandling, Merge, NextDeadline, StagedDataParallel
+from straggle import Deadline, Elastic, FixedDeadline, LastMerged, LateHandling, Merge, NextDeadline, StagedDataParallel
 from straggle.backward.stages import Stage, StagePlan
 from straggle.commands.config import ConfigurationError, load
 from straggle.observe.metrics import MetricsExporter, stage_labels
@@ -179,7 +180,7 @@ def test_names_and_help_follow_the_conventions(text):
         assert all(sample.labels["rank"] == "0" for sample in family.samples)
         labels = {label for sample in family.samples for label in sample.labels}
         if family.name != "straggle_run_info":
-            assert labels <= {"rank", "stage", "phase", "cause", "le"}
+            assert labels <= {"rank", "stage", "phase", "cause", "le", "reason", "absent"}
         assert not re.search(r"_(ms|s|millis|kb|percent|share)(_|$)", family.name)
     assert not re.search(r"^\w+_created", text, re.MULTILINE)
 
@@ -769,3 +770,56 @@ def test_train_serves_its_metrics_while_it_runs_and_leaves_no_targets(tmp_path):
         assert values(text, "straggle_samples_total")[()] <= 8 * (steps + 1)
         assert values(text, "straggle_loss")[()] > 0
     assert list((tmp_path / "targets").iterdir()) == []
+
+
+# -- members
+
+
+def lose_a_rank(rank):
+    """Rank 1 is killed after step 3; what the others' metrics are then."""
+    with staged(mlp(), members=Elastic(min_ranks=1, suspect_s=0.5)) as model:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with MetricsExporter(model, port=None) as exporter:
+            while True:
+                with model.step():
+                    model(features(rank, 0)).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if rank == 1 and model.last_report.step == 3:
+                    die()
+                if model.last_report.step > 3 and len(model.member_ranks) == 2:
+                    break
+            for _ in range(3):
+                with model.step():
+                    model(features(rank, 0)).sum().backward()
+            changed = model.last_members_report
+        values = {
+            (
+                sample.name.removeprefix("straggle_"),
+                sample.labels.get("reason"),
+                sample.labels.get("absent"),
+            ): sample.value
+            for metric in exporter.registry.collect()
+            for sample in metric.samples
+        }
+        return changed.kinds, len(model.member_ranks), values
+
+
+def test_rank_that_left_is_named_and_counted_by_reason():
+    first, killed, last = run_ranks(lose_a_rank, 3, outcomes=True)
+    assert killed.kind == "Killed"
+    for kinds, num_members, values in (first, last):
+        assert kinds == ("silent",)
+        assert num_members == values["members", None, None] == 2
+        assert {reason: number for (name, reason, _), number in values.items() if name == "members_changes_total"} == {
+            "ended": 0,
+            "silent": 1,
+            "raised": 0,
+            "restarted": 0,
+            "joined": 0,
+        }
+        assert {absent: number for (name, _, absent), number in values.items() if name == "absent_rank"} == (
+            {"0": 0, "1": 1, "2": 0} if values is first[2] else {}
+        )
+        assert values["dropped_ratio", None, None] == 0.0
+        assert values["healing_bytes_total", None, None] == 0.0

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -47,6 +47,7 @@ _MODULES = [
     "hydra.compose",  # which the first configuration imports
     "straggle.commands.train",
     "straggle.commands.compare",
+    "straggle.commands.launch",
 ]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_MODULES)
@@ -126,6 +127,42 @@ def run_command(word: str, world_size: int, *keys: str, folder: Path, status: in
         printed = "".join(path.read_text() for path in sorted(Path(logs).iterdir()))
     assert {process.exitcode for process in ranks} == {status}, printed
     return printed
+
+
+@dataclass(frozen=True)
+class Started:
+    """A command in a process of its own; what it and its children print goes to ``log``."""
+
+    process: multiprocessing.process.BaseProcess
+    log: Path
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def status(self, timeout_s: float = 60.0) -> int:
+        """Its exit status, once it has ended; fails the test if it does not."""
+        self.process.join(timeout_s)
+        assert self.process.exitcode is not None, f"still runs: {self.log.read_text()}"
+        return self.process.exitcode
+
+
+@contextlib.contextmanager
+def started_command(
+    word: str, *words: object, folder: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[Started]:
+    """``python -m straggle word ...``, started in ``folder`` and killed at the end; torch is loaded already."""
+    with tempfile.NamedTemporaryFile(dir=folder, suffix=".log", delete=False) as file:
+        log = Path(file.name)
+    target = (word, [str(one) for one in words], folder, dict(environment or {}), log)
+    process = _context.Process(target=_started_main, args=target)
+    process.start()
+    try:
+        yield Started(process, log)
+    finally:
+        process.kill()
+        process.join()
 
 
 @contextlib.contextmanager
@@ -208,6 +245,16 @@ def _command_main(
         os.dup2(log.fileno(), sys.stdout.fileno())
         os.dup2(log.fileno(), sys.stderr.fileno())
     sys.argv = ["straggle", *keys]
+    sys.exit(importlib.import_module(f"straggle.commands.{word}").main())
+
+
+def _started_main(word: str, words: list[str], folder: Path, environment: dict[str, str], log: Path) -> None:
+    os.environ.update(environment)
+    os.chdir(folder)
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    sys.argv = ["straggle", *words]
     sys.exit(importlib.import_module(f"straggle.commands.{word}").main())
 
 

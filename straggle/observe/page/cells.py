@@ -13,15 +13,19 @@ from straggle.observe.run import Array, Run
 from straggle.report import CAUSES, PHASES
 
 MAX_ROWS = 96
+NO_DATA, ABSENT = -1.0, -2.0
 _MAX_CELLS = 16_000
+
+
+_NOTHING = {NO_DATA: "no data", ABSENT: "absent"}
 
 
 @dataclass(frozen=True)
 class Cells:
     """``missing`` and ``texts``, by row (ranks) and column (steps), and where gradients were not finite.
 
-    ``missing``: the share of the gradients that did not come in; -1: no data; NaN: no such rank or step. ``num_ranks``
-    and ``num_steps``: those in one cell, which has their mean. ``nonfinite``: pairs of step and rank.
+    ``missing``: the share of the gradients that did not come in; -1: no data; -2: absent; NaN: no such rank or step.
+    ``num_ranks`` and ``num_steps``: those in one cell, which has their mean. ``nonfinite``: pairs of step and rank.
     """
 
     missing: Array
@@ -34,7 +38,8 @@ class Cells:
 def cells_of(run: Run) -> Cells:
     """The cells of a run, at most `MAX_ROWS` by `MAX_POINTS` of them."""
     num_ranks, num_steps = _sizes(run)
-    of_rank = np.where(run.ranks["idle"] == 1, -1.0, 1 - run.ranks["reach"])
+    of_rank = np.where(run.ranks["idle"] == 1, NO_DATA, 1 - run.ranks["reach"])
+    of_rank = np.where(run.ranks["absent"] == 1, ABSENT, of_rank)
     rows = [slice(at, at + num_ranks) for at in range(0, run.num_ranks, num_ranks)]
     columns = [slice(at, at + num_steps) for at in range(0, run.num_steps, num_steps)]
     missing = np.full((len(rows), len(columns)), np.nan)
@@ -61,7 +66,7 @@ def _missing(of_rank: Array) -> float:
     with_data = of_rank[of_rank >= 0]
     if with_data.size:
         return float(with_data.mean())
-    return -1.0 if (of_rank == -1).any() else math.nan
+    return next((why for why in (ABSENT, NO_DATA) if (of_rank == why).any()), math.nan)
 
 
 def _text(run: Run, row: slice, column: slice, value: float) -> str:
@@ -70,7 +75,7 @@ def _text(run: Run, row: slice, column: slice, value: float) -> str:
     where = f"rank {row.start}" if last_rank == row.start else f"ranks {row.start} to {last_rank}"
     when = f"step {steps[0]:.0f}" if len(steps) == 1 else f"steps {steps[0]:.0f} to {steps[-1]:.0f}"
     if math.isnan(value) or value < 0:
-        return f"{where}, {when}: {'no data' if value < 0 else 'not known'}"
+        return f"{where}, {when}: {_NOTHING.get(value, 'not known')}"
     of = {name: run.ranks[name][column, row] for name in ("late", "stood_in", "cause", "nonfinite")}
     late = of["late"] == 1
     others = [CAUSES[int(cause)] for cause in of["cause"][~late].tolist() if not math.isnan(cause)]
@@ -91,7 +96,11 @@ def _text(run: Run, row: slice, column: slice, value: float) -> str:
 
 def _missing_text(causes: Sequence[str]) -> str:
     """What is missing from ranks that were not late."""
-    words = {"error": "after an error in backward", "skipped": "without a backward pass"}
+    words = {
+        "error": "after an error in backward",
+        "skipped": "without a backward pass",
+        "members": "as the members changed",
+    }
     return ", ".join(f"{words[cause]}: {causes.count(cause)}" for cause in words if cause in causes)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import plotly.graph_objects as go  # type: ignore[import-untyped]
 
-from straggle.observe.page.cells import MAX_ROWS, cells_of
+from straggle.observe.page.cells import ABSENT, MAX_ROWS, cells_of
 from straggle.observe.page.series import MAX_POINTS, cumulative, mean_of_known, running_mean, thinned
 from straggle.observe.run import Array, Run
 from straggle.report import PHASES, RankReport, StepReport
@@ -24,13 +24,16 @@ WAIT_COLOUR, MERGE_COLOUR = "rgba(128,128,128,0.25)", "rgba(128,128,128,0.6)"
 _RUN_COLOURS = (BLUE, VERMILLION)
 _IDLE = "rgba(86,180,233,0.55)"
 _WHOLE = "rgba(128,128,128,0.10)"
-# from -1, no data, over 0, nothing missing, to 1: everything is
+_ABSENT = "rgba(0,158,115,0.45)"
+# from -2, absent, over -1, no data, and 0, nothing missing, to 1: everything is
 _MISSING_COLOURS = (
-    (0, _IDLE),
-    (0.49, _IDLE),
-    (0.49, _WHOLE),
-    (0.5, _WHOLE),
-    (0.501, "rgba(213,94,0,0.2)"),
+    (0, _ABSENT),
+    (0.3, _ABSENT),
+    (0.3, _IDLE),
+    (0.66, _IDLE),
+    (0.66, _WHOLE),
+    (0.667, _WHOLE),
+    (0.668, "rgba(213,94,0,0.2)"),
     (1, "rgba(213,94,0,1)"),
 )
 _MAX_BARS = 32  # ranks in a timeline
@@ -103,7 +106,7 @@ def lateness(run: Run) -> Chart:
         dx=cells.num_steps,
         y0=(cells.num_ranks - 1) / 2,
         dy=cells.num_ranks,
-        zmin=-1,
+        zmin=ABSENT,
         zmax=1,
         colorscale=_MISSING_COLOURS,
         hovertext=cells.texts,
@@ -314,6 +317,8 @@ def _shown_ranks(report: StepReport) -> list[RankReport]:
 
 
 def _state(rank: RankReport) -> str:
+    if rank.absent:
+        return " absent"
     if rank.idle:
         return " no data"
     if rank.stood_in:

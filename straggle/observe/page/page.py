@@ -23,6 +23,7 @@ from straggle.observe.page import figures
 from straggle.observe.page.figures import Chart
 from straggle.observe.run import Run, read_run, read_steps
 from straggle.observe.run_numbers import Numbers, RankNumbers, numbers_of
+from straggle.report import MembersReport
 
 FILE = "report.html"
 
@@ -108,6 +109,7 @@ def _run_part(charts: _Charts, run: Run, numbers: Numbers, steps: Sequence[int])
         "advice": advise(run, numbers),
         "lateness": charts.add(figures.lateness(run)),
         "ranks": [_rank_row(rank) for rank in numbers.ranks],
+        "changes": [_change_row(change) for _, change in run.changes],
         "contributions": charts.add(figures.contributions(run)) if run.stages and run.stage_share.size else None,
         "stages": [
             (
@@ -169,11 +171,17 @@ def _rank_row(rank: RankNumbers) -> list[Cell]:
         _cell(f"{key}.late", rank.late, f"{rank.late:,} ({_share(rank.late_share)})"),
         _cell(f"{key}.reach", rank.reach, _share(rank.reach)),
         _cell(f"{key}.stood_in", rank.stood_in, f"{rank.stood_in:,}"),
+        _cell(f"{key}.absent", rank.absent, f"{rank.absent:,}"),
         _seconds(f"{key}.compute_s", rank.compute_s),
         _seconds(f"{key}.wait_s", rank.wait_s),
         _cell(f"{key}.nonfinite_steps", rank.nonfinite_steps, f"{rank.nonfinite_steps:,}"),
         Cell(causes),
     ]
+
+
+def _change_row(change: MembersReport) -> tuple[str, str, str, str]:
+    members = f"{len(change.ranks)} of {change.world_size}"
+    return str(change.step), members, f"{1e3 * change.seconds:,.0f} ms", change.what
 
 
 def _chosen(run: Run, steps: Sequence[int]) -> dict[int, str]:

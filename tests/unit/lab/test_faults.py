@@ -1,6 +1,8 @@
 """`straggle.lab.faults` under a clock that only work and sleeps move."""
 
 import math
+import os
+import signal
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from straggle.lab.faults import (
     DropComputeDelay,
     Fault,
     FaultInjector,
+    Kill,
     Moment,
     RandomDelay,
     Slowdown,
@@ -251,6 +254,18 @@ def test_stall_without_every_comes_once():
     assert time.slept_s == 8.0
 
 
+def test_kill_ends_the_process_at_its_moment_and_at_no_other():
+    kill = Kill(2, rank=1)
+    assert (kill.affects(1), kill.affects(0)) == (True, False)
+    for step, phase, index in ((1, "backward", 0), (3, "backward", 0), (2, "forward", 0), (2, "backward", 1)):
+        assert kill.delay_s(Moment(1, step, 0, phase, 0.1, index)) == 0.0
+    child = os.fork()
+    if child == 0:
+        kill.delay_s(Moment(1, 2, 0, "backward", 0.1))
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+
+
 def test_backward_stalls_in_its_middle_and_not_always_at_the_same_parameter():
     time = FakeTime()
     net = Net(time)
@@ -447,6 +462,8 @@ def test_dropcompute_factor_scales_the_delay():
         (lambda: RandomDelay(0.5, seconds=1.0, phase="optimizer"), "phase is 'optimizer'; give one of data, forward"),
         (lambda: DropComputeDelay(-1.0), r"base_s is -1\.0"),
         (lambda: DropComputeDelay(1.0, factor=-1.0), r"factor is -1\.0"),
+        (lambda: Kill(-1, rank=0), "step is -1"),
+        (lambda: Kill(1, rank=0, phase="optimizer"), "phase is 'optimizer'; give one of data, forward"),
         (lambda: Stall(-1, seconds=1.0, rank=0), "step is -1"),
         (lambda: Stall(1, seconds=math.inf, rank=0), "seconds is inf"),
         (lambda: Stall(1, seconds=1.0, rank=0, every=0), "every is 0"),
@@ -473,7 +490,7 @@ def test_scenario_is_a_mapping_of_names_to_faults(path):
 
 
 def test_scenarios_are_those_documented():
-    names = ["dropcompute", "everyone_noisy", "none", "pace", "random_delay", "slow_rank", "stall"]
+    names = ["dropcompute", "everyone_noisy", "kill", "none", "pace", "random_delay", "slow_rank", "stall"]
     assert [path.stem for path in SCENARIOS] == names
 
 

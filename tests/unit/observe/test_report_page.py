@@ -17,15 +17,16 @@ import pytest
 from pages import ODD, STAGES, a_rank, a_step, content_of, slow_run, write_run
 
 from straggle import StepReport
-from straggle.commands import train
+from straggle.commands import result
 from straggle.commands.report import arguments
 from straggle.observe.findings import advise
 from straggle.observe.page.page import write_report
-from straggle.observe.run import read_run, read_steps
+from straggle.observe.run import read_reports, read_run, read_steps
 from straggle.observe.run_numbers import numbers_of
 from straggle.observe.summary import summarize
 from straggle.observe.trace import read_trace
 from straggle.observe.wait_for_all import WaitForAllPrediction
+from straggle.report import MembersReport
 
 # -- numbers
 
@@ -56,6 +57,58 @@ def test_numbers_shown_are_those_of_the_trace(tmp_path: Path) -> None:
     for stage in range(len(STAGES)):  # planned again after the first step, which is left out
         share = fmean(own["stages"][stage] for record in records[1:] for own in record["ranks"])
         assert shown[f"stage_share.{stage}"] == [pytest.approx(share)]
+
+
+def run_without_rank_1(folder: Path) -> Path:
+    """Rank 1 is no member in steps 10 to 29."""
+    steps = []
+    for step in range(40):
+        ranks = [a_rank(number) for number in range(3)]
+        if 10 <= step < 30:
+            ranks[1] = dataclasses.replace(a_rank(1, whole=0), late=False, cause=None, absent=True, compute_s=math.nan)
+        steps.append(a_step(step, ranks))
+    write_run(folder, steps)
+    left = MembersReport(1, 10, (0, 2), 3, left={1: "its process ended by SIGKILL, after 3.0 s"}, seconds=0.025)
+    joined = MembersReport(2, 30, (0, 1, 2), 3, joined={1: "came back"}, seconds=0.01)
+    lines = [json.dumps({"time": 1e9 + change.step, **change.as_dict()}) + "\n" for change in (left, joined)]
+    (folder / "members.jsonl").write_text("".join(lines))
+    return folder
+
+
+def test_absent_rank_is_not_late_and_its_steps_are_counted_apart(tmp_path: Path) -> None:
+    run = read_run(run_without_rank_1(tmp_path))
+    numbers = numbers_of(run)
+    assert [rank.absent for rank in numbers.ranks] == [0, 20, 0]
+    assert [rank.steps for rank in numbers.ranks] == [40, 20, 40]
+    assert (numbers.late, numbers.dropped_share, numbers.rank_steps) == (0, 0.0, 100)
+    assert numbers.ranks[1].reach == 1.0
+    assert numbers.fairness.stages == (1.0,) * len(STAGES)
+    summary = summarize(list(read_reports(tmp_path / "trace.jsonl")), {"loss": 1.0}, ["a"] * 3, 8)
+    assert summary["absent_steps_per_rank"] == [0, 20, 0]
+    assert summary["dropped_samples_per_rank"] == [0, 0, 0]
+    assert summary["late_steps_per_rank"] == [0, 0, 0]
+
+
+def test_absent_rank_and_the_changes_are_on_the_page(tmp_path: Path) -> None:
+    content = content_of(write_report(run_without_rank_1(tmp_path), steps=[15]))
+    assert [content.values[f"ranks.{rank}.absent"] for rank in range(3)] == [[0], [20], [0]]
+    assert "rank 1 left: its process ended by SIGKILL, after 3.0 s" in content.text
+    assert "rank 1 joined: came back" in content.text
+    assert (
+        "Rank 1 was absent in 50% of its steps (20 of 40): its process ended by SIGKILL, after 3.0 s." in content.text
+    )
+    hover = next(
+        trace["hovertext"]
+        for chart in json.loads(content.scripts["charts"])
+        for trace in chart["data"]
+        if trace["type"] == "heatmap"
+    )
+    assert (hover[1][15], hover[1][30]) == ("rank 1, step 15: absent", "rank 1, step 30: in time")
+
+
+def test_page_of_a_run_whose_members_stayed_has_no_table_of_changes(tmp_path: Path) -> None:
+    page = write_report(write_run(tmp_path, slow_run()))
+    assert 'class="members"' not in page.read_text()
 
 
 def test_report_read_back_from_a_trace_is_the_one_that_was_written(tmp_path: Path) -> None:
@@ -273,7 +326,7 @@ def test_report_that_fails_does_not_fail_the_run(
         raise error
 
     monkeypatch.setattr("straggle.observe.page.page.write_report", fail)
-    train.write_page(tmp_path)
+    result.write_page(tmp_path)
     (record,) = caplog.records
     assert record.getMessage().startswith("no report: ")
     assert "\n" not in record.getMessage()

@@ -1,0 +1,210 @@
+"""One worker's agent: a thread that starts it, waits for it, says in the store how it ended, and starts it again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from straggle.commands import durable
+from straggle.commands.restarting import RestartRules, StaysDown, failed_again, next_start
+from straggle.merge import agents
+from straggle.merge.agents import Exited
+from straggle.merge.store import JobStore, StoreUnreachable
+
+# Has the kernel kill the worker when its launcher dies, whatever it dies of. Only the process itself can ask for that.
+# It is a program that becomes the worker, and no preexec_fn: after a fork of a process with threads Python code may
+# hang, and the launcher with it. The launcher may have died already: then the worker has another parent.
+_DIE_WITH_LAUNCHER = """\
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+if os.getppid() == int(sys.argv[1]): os.execv(sys.argv[2], sys.argv[2:])
+"""
+_CANNOT_START = 127  # as a shell says it
+
+
+def say(words: str) -> None:
+    """Write a line among the workers' output, in one piece."""
+    sys.stderr.write(f"straggle launch: {words}\n")
+    sys.stderr.flush()
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A rank's command line and environment, and the folders for its output and its process id, if wanted."""
+
+    rank: int
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    log_dir: Path | None = None
+    pids_dir: Path | None = None
+
+
+class Agent:
+    """Keeps one worker running, on a thread of its own; it puts itself into ``ended`` when the worker stays down.
+
+    The thread that started a process also waits for it: Linux takes the end of that thread for the death of the parent.
+    """
+
+    def __init__(
+        self, worker: Worker, rules: RestartRules, store: JobStore, *, world_size: int, ended: SimpleQueue[Any]
+    ) -> None:
+        self.rank = worker.rank
+        self.exited: Exited | None = None  # how its last process ended; by the agent's thread
+        self.why = ""  # it stays down, if it has not done its work; by the agent's thread
+        self._worker, self._rules = worker, rules
+        self._store, self._world_size = store, world_size
+        self._ended = ended
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()  # a process is started either before the launcher stops all, or not at all
+        self._process: subprocess.Popen[bytes] | None = None  # under the lock
+        self._thread = threading.Thread(target=self._run, name=f"agent of rank {worker.rank}", daemon=True)
+
+    def start(self) -> None:
+        """Start the worker, and keep it running."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ask the worker to end (SIGTERM), and do not start it again."""
+        with self._lock:
+            self._stopping.set()
+            if self._process is not None:
+                self._process.terminate()
+
+    def kill(self) -> None:
+        """End the worker; its agent then ends what it had started."""
+        with self._lock:
+            if self._process is not None:
+                self._process.kill()
+
+    # -- the agent's thread
+
+    def _run(self) -> None:
+        self.why = "its agent failed"  # unless this comes to its end
+        try:
+            self.why = self._keep_running()
+        finally:
+            self._ended.put(self)
+
+    def _keep_running(self) -> str:
+        """Until the worker stays down; says why, nothing if it has done its work."""
+        count, restarts = self._first_count(), 0
+        while (exited := self._run_once(count)) is not None:
+            self.exited = exited
+            if self._stopping.is_set():
+                break
+            then = next_start(exited, restarts, self._rules)
+            if isinstance(then, StaysDown):
+                return self._stays_down(then.why)
+            if (over := self._ask(agents.over)) is not None:
+                return self._stays_down(over)
+            say(
+                f"rank {self.rank} ended {exited}; started again in {then.delay_s:g} s "
+                f"(restart {then.restarts} of {self._rules.max_restarts})"
+            )
+            if self._stopping.wait(then.delay_s):
+                break
+            if failed_again(self._ask(self._last_of_all) or [None]):
+                return self._stays_down("all ranks have failed again in the same way")
+            count, restarts = count + 1, then.restarts
+        return "the launcher was stopped"
+
+    def _stays_down(self, why: str) -> str:
+        if why:
+            say(f"rank {self.rank} ended {self.exited}, and is not started again: {why}")
+        return why
+
+    def _first_count(self) -> int:
+        """0, or where an earlier launcher of this node has left off: no two processes of a rank have one number."""
+        last = self._ask(lambda store: agents.started(store, self.rank))
+        return 0 if last is None else last + 1
+
+    def _last_of_all(self, store: Any) -> list[Exited | None]:
+        """How each rank's last process ended; ``None`` for one that runs."""
+        last = list[Exited | None]()
+        for rank in range(self._world_size):
+            exited = agents.exited(store, rank)
+            runs = exited is None or exited.count != agents.started(store, rank)
+            last.append(None if runs else exited)
+        return last
+
+    def _run_once(self, count: int) -> Exited | None:
+        """Start the worker, wait for its end, and say both in the store; ``None`` if the launcher is being stopped."""
+        self._ask(lambda store: agents.post_started(store, self.rank, count))
+        since = time.monotonic()
+        try:
+            process = self._start(count)
+        except OSError as error:
+            say(f"rank {self.rank} cannot be started: {error}")
+            status = _CANNOT_START
+        else:
+            if process is None:
+                return None
+            status = process.wait()
+        exited = Exited.of(status, count=count, ran_s=round(time.monotonic() - since, 3))
+        self._ask(lambda store: agents.post_exited(store, self.rank, exited))
+        self._clean_up(status)
+        return exited
+
+    def _start(self, count: int) -> subprocess.Popen[bytes] | None:
+        worker = self._worker
+        environment = {**worker.environment, "TORCHELASTIC_RESTART_COUNT": str(count)}
+        with contextlib.ExitStack() as stack:
+            output = None
+            if worker.log_dir is not None:
+                output = stack.enter_context((worker.log_dir / f"rank{self.rank}.start{count}.log").open("wb"))
+            stack.enter_context(self._lock)
+            if self._stopping.is_set():
+                return None
+            self._process = subprocess.Popen(
+                [*_dying_with_launcher(), *worker.command],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C in a terminal reaches the launcher alone, which tells the workers
+            )
+        self._write_pid(self._process.pid)
+        return self._process
+
+    def _write_pid(self, pid: int) -> None:
+        if self._worker.pids_dir is not None:
+            try:
+                durable.write_text(self._worker.pids_dir / f"rank{self.rank}", f"{pid}\n")
+            except OSError as error:  # the worker runs, and that is what counts
+                say(f"rank {self.rank}: its process id cannot be written: {error}")
+
+    def _clean_up(self, status: int) -> None:
+        if self._worker.pids_dir is not None:  # the number may soon be another process's
+            with contextlib.suppress(OSError):
+                (self._worker.pids_dir / f"rank{self.rank}").unlink(missing_ok=True)
+        if status and self._process is not None:
+            _kill_group(self._process.pid)  # a killed worker's loaders would keep its memory, its ports and its device
+
+    def _ask(self, request: Callable[[Any], Any]) -> Any:
+        """What the store answers; ``None`` where it does not, which its connection reports."""
+        try:
+            return self._store.ask(request)
+        except StoreUnreachable:
+            return None
+
+
+def _dying_with_launcher() -> Sequence[str]:
+    # elsewhere there is no such request to the kernel, and a launcher that is killed by SIGKILL leaves its workers
+    if sys.platform != "linux":
+        return ()
+    return (sys.executable, "-ISc", _DIE_WITH_LAUNCHER, str(os.getpid()))
+
+
+def _kill_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the second is macOS's, for a group of the dead
+        os.killpg(leader, signal.SIGKILL)

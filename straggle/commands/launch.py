@@ -1,0 +1,170 @@
+"""Start the workers of a job, and start each that dies again, while the others go on.
+
+straggle launch --nproc-per-node 4 train.py --steps 1000
+straggle launch --nnodes 2 --node-rank 0 --rdzv-endpoint node0:29500 --nproc-per-node 8 -m my.training
+straggle launch --store-only --port 29500
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import signal
+import sys
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+from straggle.commands.agent import Agent, Worker, say
+from straggle.commands.launch_options import PIDS_DIR, SECRET, arguments
+from straggle.commands.launcher import Events, Launcher, next_event, serve_until_signal, signals_into
+from straggle.commands.nodes import Nodes
+from straggle.commands.restarting import RestartRules
+from straggle.commands.store_host import LOOPBACK, Endpoint, answers, connect, serve_store
+from straggle.merge import agents
+from straggle.merge.store import JobStore
+
+_JOIN_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job as one node sees it."""
+
+    nproc_per_node: int
+    num_nodes: int
+    node_rank: int
+    endpoint: Endpoint
+    run_id: str
+    max_restarts: int
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks on all nodes."""
+        return self.num_nodes * self.nproc_per_node
+
+
+def worker_environment(job: Job, local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
+    """What a worker finds: torchrun's variables, and those of straggle; the agent adds the number of the start.
+
+    ``inherited`` is the launcher's own environment, with the job's secret. The number of threads, and how nccl and gloo
+    behave, are as they stand there.
+    """
+    rank = job.node_rank * job.nproc_per_node + local_rank
+    of_torchrun = {
+        "RANK": rank,
+        "LOCAL_RANK": local_rank,
+        "WORLD_SIZE": job.world_size,
+        "LOCAL_WORLD_SIZE": job.nproc_per_node,
+        "GROUP_RANK": job.node_rank,
+        "GROUP_WORLD_SIZE": job.num_nodes,
+        "ROLE_NAME": "default",
+        "ROLE_RANK": rank,
+        "ROLE_WORLD_SIZE": job.world_size,
+        "MASTER_ADDR": job.endpoint.host,
+        "MASTER_PORT": job.endpoint.port,
+        "TORCHELASTIC_RUN_ID": job.run_id,
+        "TORCHELASTIC_MAX_RESTARTS": job.max_restarts,
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # torch connects to the launcher's store instead of serving its own
+    }
+    unless_given = {
+        "OMP_NUM_THREADS": max(1, _num_cores() // job.nproc_per_node),
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
+        "TORCH_GLOO_LAZY_INIT": 1,  # a worker that comes back connects to no peer until it is used: none awaits it
+    }
+    named = {name: str(value) for name, value in of_torchrun.items()}
+    return {**{name: str(value) for name, value in unless_given.items()}, **inherited, **named, "STRAGGLE_ELASTIC": "1"}
+
+
+def launch(given: argparse.Namespace) -> int:
+    """Serve or find the store, and run the workers; returns the exit status."""
+    events: Events = SimpleQueue()
+    with signals_into(events):
+        endpoint = near = given.rdzv_endpoint or Endpoint(LOOPBACK, 0)
+        hosts = given.node_rank == 0 and not given.external_store
+        if hosts:
+            served = serve_store(endpoint)  # kept until the end
+            near, endpoint = served.near, Endpoint(endpoint.host, served.near.port)
+        elif (number := _find(near, events)) is not None:
+            return 128 + number
+        store = JobStore(
+            lambda: connect(near),
+            f"the job's store at {near}",
+            who=f"straggle launch, node {given.node_rank}",
+            without="workers that end are started again, but the others are not told",
+            watched=(f"{agents.PREFIX}/started/0",),
+        )
+        try:
+            return _launcher(given, endpoint, store, events).run(serves=hosts)
+        finally:
+            store.close()
+
+
+def main() -> int:
+    """The command; returns its exit status."""
+    words = sys.argv[1:]
+    try:
+        return _store_only(words) if words[:1] == ["--store-only"] else launch(arguments(words))
+    except OSError as error:
+        say(str(error))
+        return 2
+
+
+def _launcher(given: argparse.Namespace, endpoint: Endpoint, store: JobStore, events: Events) -> Launcher:
+    run_id = given.rdzv_id or (str(uuid.uuid4()) if given.nnodes == 1 else "none")  # as torchrun does
+    command = (sys.executable, "-u", *(["-m"] if given.module else []), given.script, *given.arguments)
+    job = Job(given.nproc_per_node, given.nnodes, given.node_rank, endpoint, run_id, given.max_restarts)
+    secret = os.environ.get(SECRET) or secrets.token_hex(16)  # one for all workers
+    inherited = {**os.environ, SECRET: secret}
+    rules = RestartRules(given.max_restarts, given.restart_delay_s)
+    log_dir, pids_dir = _folder(given.log_dir), _folder(_pids_dir(given))
+    workers = [
+        Worker(int(environment["RANK"]), command, environment, log_dir, pids_dir)
+        for environment in (worker_environment(job, rank, inherited) for rank in range(job.nproc_per_node))
+    ]
+    return Launcher(
+        [Agent(worker, rules, store, world_size=job.world_size, ended=events) for worker in workers],
+        events,
+        Nodes(store, node_rank=job.node_rank, num_nodes=job.num_nodes),
+        grace_s=given.grace_s,
+    )
+
+
+def _store_only(words: Sequence[str]) -> int:
+    options = argparse.ArgumentParser(prog="straggle launch --store-only", allow_abbrev=False)
+    options.add_argument("--port", type=int, required=True, help="served on all IPv4 addresses of this machine")
+    port = options.parse_args(words[1:]).port
+    events: Events = SimpleQueue()
+    with signals_into(events):
+        served = serve_store(Endpoint("0.0.0.0", port))
+        say(f"serves a job's store on port {served.near.port}, until SIGTERM or SIGINT")
+        return serve_until_signal(events)
+
+
+def _find(endpoint: Endpoint, events: Events) -> int | None:
+    """Wait until the store is there; a signal that comes meanwhile is returned."""
+    if not answers(endpoint):
+        say(f"waits for the job's store at {endpoint}")
+    while not answers(endpoint):
+        if isinstance(event := next_event(events, _JOIN_POLL_S), signal.Signals):
+            return event
+    return None
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _pids_dir(given: argparse.Namespace) -> Path | None:
+    if given.run_dir is not None:
+        return Path(given.run_dir, "pids")
+    return Path(os.environ[PIDS_DIR]) if os.environ.get(PIDS_DIR) else None
+
+
+def _folder(path: Path | None) -> Path | None:
+    if path is not None:
+        path.mkdir(parents=True, exist_ok=True)
+    return path

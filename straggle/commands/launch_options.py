@@ -1,0 +1,120 @@
+"""The options of `straggle launch`, which are torchrun's where it has them."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from straggle.commands.store_host import Endpoint
+
+SECRET = "STRAGGLE_JOB_SECRET"
+PIDS_DIR = "STRAGGLE_PIDS_DIR"
+_EXAMPLES = """\
+examples:
+  straggle launch --nproc-per-node 4 train.py --steps 1000
+  straggle launch --nnodes 2 --node-rank 1 --rdzv-endpoint node0:29500 --nproc-per-node 8 -m my.training
+and for a store that outlives every node, with --external-store on all of them:
+  straggle launch --store-only --port 29500
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options, with their help."""
+    options = argparse.ArgumentParser(
+        prog="straggle launch",
+        description="Start the workers of a job, and start each that dies again, while the others go on.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    _add(options, "--nproc-per-node", type=_num_workers, default=1, metavar="N", help="workers on this node, or gpu")
+    _add(options, "--nnodes", type=_positive, default=1, metavar="M", help="nodes of the job (1)")
+    _add(options, "--node-rank", type=int, default=None, metavar="K", help="this one: 0, which hosts the store, 1, ...")
+    _add(
+        options, "--rdzv-endpoint", type=_endpoint, metavar="HOST:PORT", help="where the store is; needed with --nnodes"
+    )
+    _add(options, "--rdzv-id", metavar="ID", help="the run's name, as TORCHELASTIC_RUN_ID")
+    options.add_argument("--external-store", action="store_true", help="the store there is one of --store-only")
+    options.add_argument("--standalone", action="store_true", help="one node, and any free port: the default")
+    _add(options, "--max-restarts", type=_count, default=10, metavar="R", help="of each worker in a row (10)")
+    _add(
+        options, "--restart-delay-s", type=_seconds, default=1.0, metavar="S", help="then 2 S, 4 S, ... up to 30 s (1)"
+    )
+    _add(options, "--grace-s", type=_seconds, default=10.0, metavar="S", help="from SIGTERM to SIGKILL (10)")
+    _add(options, "--log-dir", type=Path, metavar="DIR", help="one file for each rank and start; else passed through")
+    _add(options, "--run-dir", type=Path, metavar="DIR", help=f"process ids are in DIR/pids; else in ${PIDS_DIR}")
+    options.add_argument("-m", "--module", action="store_true", help="the script is a module, as with python -m")
+    options.add_argument("script", help="what each worker runs, by this Python")
+    options.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the script")
+    return options
+
+
+def arguments(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> argparse.Namespace:
+    """Read the command line; one that is wrong ends the program with status 2 and says what is."""
+    options = parser()
+    given = options.parse_args(words)
+    if given.nnodes == 1 and given.node_rank is None:
+        given.node_rank = 0
+    if given.nnodes > 1 and given.standalone:
+        options.error("--standalone is for one node: leave it out, or --nnodes")
+    if given.nnodes > 1 and (given.node_rank is None or given.rdzv_endpoint is None):
+        options.error("several nodes need --node-rank, 0 on the first, and the same --rdzv-endpoint HOST:PORT on all")
+    if not 0 <= given.node_rank < given.nnodes:
+        options.error(f"--node-rank {given.node_rank}: with --nnodes {given.nnodes} it is 0 to {given.nnodes - 1}")
+    if given.external_store and given.rdzv_endpoint is None:
+        options.error("--external-store needs --rdzv-endpoint HOST:PORT, which says where it is")
+    if given.nnodes > 1 and not environment.get(SECRET):
+        options.error(
+            f"several nodes need the same {SECRET} in the environment of each launcher: `openssl rand -hex 16`"
+        )
+    return given
+
+
+def _add(options: argparse.ArgumentParser, name: str, **settings: Any) -> None:
+    """An option that may also be written with underscores, as torchrun's may."""
+    destination = options.add_argument(name, **settings).dest
+    if (other := "--" + destination) != name:
+        same = {**settings, "help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
+        options.add_argument(other, dest=destination, **same)
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be an integer of at least 1")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text}: must be an integer of at least 0")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text}: must be seconds, at least 0")
+    return seconds
+
+
+def _endpoint(text: str) -> Endpoint:
+    try:
+        return Endpoint.of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _num_workers(text: str) -> int:
+    if text != "gpu":
+        return _positive(text)
+    if not (num_gpus := torch.cuda.device_count()):
+        raise argparse.ArgumentTypeError("gpu: there is none")
+    return num_gpus

@@ -1,0 +1,114 @@
+"""The launcher of one node: its agents, the signals that it gets, and the status that it ends with."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from queue import SimpleQueue
+
+from straggle.commands.agent import Agent, say
+from straggle.commands.nodes import BEAT_S, Nodes
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_POLL_S = 0.5
+_KILLED_S = 5.0  # a process that SIGKILL has not ended by then hangs in the kernel
+
+Events = SimpleQueue[Agent | signal.Signals]
+
+
+@contextlib.contextmanager
+def signals_into(events: SimpleQueue[Agent | signal.Signals]) -> Iterator[None]:
+    """Have the main thread find SIGTERM and SIGINT in a queue, where it also finds the agents that have ended."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    for number in SIGNALS:
+        signal.signal(number, lambda got, _: events.put(signal.Signals(got)))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def next_event(events: Events, timeout_s: float) -> Agent | signal.Signals | None:
+    """What comes within this time."""
+    try:
+        return events.get(timeout=max(0.0, timeout_s))
+    except queue.Empty:
+        return None
+
+
+class Launcher:
+    """Waits for its agents, and tells them when the launcher itself is told to end."""
+
+    def __init__(self, agents: Sequence[Agent], events: Events, nodes: Nodes, *, grace_s: float) -> None:
+        self._agents = agents
+        self._running = set(agents)
+        self._events = events
+        self._nodes = nodes
+        self._grace_s = grace_s
+
+    def run(self, *, serves: bool) -> int:
+        """Start all workers, and wait until they stay down; returns the launcher's exit status.
+
+        One that ``serves`` the job's store also waits for the workers of the other nodes.
+        """
+        for agent in self._agents:
+            agent.start()
+        while self._running:
+            self._nodes.beat()
+            event = next_event(self._events, BEAT_S)
+            if isinstance(event, signal.Signals):
+                return self._stop(event)
+            if event is not None:
+                self._running.discard(event)
+        self._nodes.end()
+        status = status_of(self._agents)
+        if serves:
+            self._wait_for_others()
+        return status
+
+    def _wait_for_others(self) -> None:
+        if others := self._nodes.others():
+            say(f"its workers have ended; it serves the store until those of nodes {others} have")
+        while self._nodes.others() and not isinstance(next_event(self._events, _POLL_S), signal.Signals):
+            pass
+
+    def _stop(self, number: signal.Signals) -> int:
+        say(f"{number.name}: its workers get SIGTERM, and SIGKILL after {self._grace_s:g} s")
+        for agent in self._agents:
+            agent.stop()
+        until = time.monotonic() + self._grace_s
+        self._wait(until)
+        for agent in self._running:
+            agent.kill()
+        self._wait(time.monotonic() + _KILLED_S)
+        self._nodes.end()
+        return 128 + number
+
+    def _wait(self, until: float) -> None:
+        """Until all have ended, the time is over, or another signal comes."""
+        while self._running:
+            event = next_event(self._events, until - time.monotonic())
+            if not isinstance(event, Agent):
+                break
+            self._running.discard(event)
+
+
+def status_of(agents: Sequence[Agent]) -> int:
+    """0 if all workers have done their work; otherwise that of the first rank that has not."""
+    failed = [agent for agent in agents if agent.why]
+    if failed:
+        say(f"ranks {[agent.rank for agent in failed]} have not done their work")
+    statuses = [agent.exited.status if agent.exited else 1 for agent in failed]
+    return statuses[0] if statuses else 0
+
+
+def serve_until_signal(events: Events) -> int:
+    """Wait for SIGTERM or SIGINT; returns the exit status, 0: it was told to end, and that is its work."""
+    while not isinstance(next_event(events, threading.TIMEOUT_MAX), signal.Signals):
+        pass
+    return 0

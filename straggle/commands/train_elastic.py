@@ -1,0 +1,154 @@
+"""`train` where ranks die, freeze and come back: from the first step on no rank waits here for another.
+
+What rank 0 does in `train`, the lowest member does. A rank that comes to the running job takes its state from the
+others, and not from a checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from straggle.commands.agreement import on_all_ranks
+from straggle.commands.checkpoint import Checkpoint, NotSaved
+from straggle.commands.result import finish, metrics_of, write_config, write_page
+from straggle.commands.run_dir import one_run
+from straggle.lab.jobs import StagedJob, process_group
+from straggle.merge.agents import DO_NOT_RESTART
+from straggle.merge.membership import TooFewRanks
+from straggle.merge.store import connect_all, default_store
+from straggle.observe.console import LiveView
+from straggle.observe.members import HandedOnTrace, MembersWriter, writer_of
+from straggle.observe.run import read_reports
+from straggle.report import StepReport
+from straggle.stop_signal import StopSignal, exit_at_once
+
+_HASHES_S = 10.0  # for the other members to say what their parameters are
+_log = logging.getLogger(__name__)
+
+
+def train_elastic(config: DictConfig, *, resumes: Callable[[Checkpoint], bool]) -> None:
+    """The complete run, on one rank. Ends the process with `DO_NOT_RESTART` where too few ranks are left.
+
+    Raises `Refused` on all ranks if it cannot begin, and `NotSaved` if its result could not be saved.
+    """
+    run_dir = Path(config.run_dir)
+    with process_group(elastic=True) as device, StopSignal() as stop, ExitStack() as held:
+        told = connect_all(default_store(), "straggle/train")
+        if told.check(["over"]):
+            sys.stdout.write("the run is over: there is nothing left to do for this rank\n")
+            exit_at_once()
+        job = StagedJob(config, instantiate(config.workload), device, stop)
+        checkpoint = Checkpoint(run_dir / "checkpoint")
+        first_step = 0 if job.model.comes_late else _begin(job, config, checkpoint, held, resumes)
+        try:
+            _train(job, config, checkpoint, first_step, held)
+            told.set("over", "")
+            _end(job, config, checkpoint, told)
+        except TooFewRanks as error:
+            if told.check(["over"]):  # the others are done, and have left
+                exit_at_once()
+            _give_up(job, checkpoint, error)
+        job.close()
+
+
+def _begin(
+    job: StagedJob, config: DictConfig, checkpoint: Checkpoint, held: ExitStack, resumes: Callable[[Checkpoint], bool]
+) -> int:
+    """What all ranks do together when the job begins; returns its first step."""
+    is_first = dist.get_rank() == 0
+    on_all_ranks(lambda: held.enter_context(one_run(Path(config.run_dir))) if is_first else None)
+    resume = resumes(checkpoint)
+    if not resume:
+        on_all_ranks(lambda: checkpoint.set_aside() if is_first else None)
+    first_step = checkpoint.load(job.model, job.optimizer) if resume else 0
+    on_all_ranks(lambda: write_config(config) if is_first else None)
+    return first_step
+
+
+def _train(job: StagedJob, config: DictConfig, checkpoint: Checkpoint, first_step: int, held: ExitStack) -> None:
+    run_dir, rank = Path(config.run_dir), job.model.rank
+    begins = rank == 0 and not job.model.comes_late
+    trace = HandedOnTrace(rank, run_dir / "trace.jsonl", first_step=first_step, begins=begins)
+    held.callback(trace.close)
+    held.enter_context(MembersWriter(job.model, run_dir, begins=begins))
+    held.enter_context(metrics_of(job, config))
+    view: LiveView | None = None
+    saves = False
+    for report in _steps(job, config.steps):
+        if not trace.add(report):
+            continue
+        if view is None:  # this rank is the lowest member now
+            view = held.enter_context(LiveView(config.steps, first_step=report.step))
+            job.model.register_members_hook(view.changed)
+        view.show(report)
+        saves |= bool(config.checkpoint_every) and (report.step + 1) % config.checkpoint_every == 0
+        if saves and report.step + 1 < config.steps and not job.asked_to_stop:
+            saves = not _save(checkpoint, job)
+
+
+def _steps(job: StagedJob, steps: int) -> Iterator[StepReport]:
+    """The steps from the one that the job is in; a rank that was away goes on with the one that the others are in."""
+    number = job.model.register_state(optimizer=job.optimizer)
+    while number < steps:
+        job.step(number)
+        yield job.report
+        if job.asked_to_stop:
+            return
+        number = job.report.step + 1
+
+
+def _save(checkpoint: Checkpoint, job: StagedJob) -> bool:
+    """Save alone, after the step that was just made; false where this rank is behind its peers, and is to try again."""
+    try:
+        return checkpoint.save_alone(job.report.step + 1, job.model, job.optimizer)
+    except NotSaved as error:  # there may be room for the next one
+        _log.warning("%s; training goes on", error)
+        return True
+
+
+def _end(job: StagedJob, config: DictConfig, checkpoint: Checkpoint, told: Any) -> None:
+    """The last step is made: the lowest member saves, and says what came of it; the others leave."""
+    report, rank = job.report, job.model.rank
+    told.set(f"parameters/{rank}", job.parameters_sha256())
+    if writer_of(report) != rank:
+        return
+    checkpoint.save_alone(report.step + 1, job.model, job.optimizer)
+    if (done := report.step + 1) < config.steps:
+        sys.stdout.write(f"stopped after step {done} of {config.steps}; resume=true goes on from there\n")
+        return
+    members = [own.rank for own in report.ranks if not own.absent]
+    run_dir = Path(config.run_dir)
+    finish(job, run_dir, list(read_reports(run_dir / "trace.jsonl")), _hashes(told, members))
+    if config.report:
+        write_page(run_dir)
+
+
+def _hashes(told: Any, members: list[int]) -> list[str]:
+    """What the members' parameters are, as far as they come to say it."""
+    until = time.monotonic() + _HASHES_S
+    while (missing := [rank for rank in members if not told.check([f"parameters/{rank}"])]) and (
+        time.monotonic() < until
+    ):
+        time.sleep(0.05)
+    if missing:
+        _log.warning("ranks %s have not said what their parameters are", missing)
+    return [told.get(f"parameters/{rank}").decode() for rank in members if rank not in missing]
+
+
+def _give_up(job: StagedJob, checkpoint: Checkpoint, error: TooFewRanks) -> None:
+    """Too few ranks are left: the lowest of them saves what there is."""
+    sys.stderr.write(f"{error}\n")
+    lowest = job.model.rank == min(error.ranks, default=None) and job.model.last_report is not None
+    if lowest and _save(checkpoint, job):
+        sys.stderr.write(f"{checkpoint.directory} has step {job.report.step + 1}; resume=true goes on from there\n")
+    exit_at_once(DO_NOT_RESTART)

@@ -1,0 +1,108 @@
+"""What the agents of `straggle launch` say in the job's store: which worker was started, and which has ended, and how.
+
+A process that is killed says nothing itself. Its agent waits for it, and posts within milliseconds how it ended. All
+keys lie at the root of the store, whatever part of it the caller has.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+PREFIX = "straggle/agents"
+# the exit status of a worker that says: the job is over for me, do not start me again; EX_PROTOCOL of sysexits.h
+DO_NOT_RESTART = 76
+
+
+@dataclass(frozen=True)
+class Exited:
+    """How a process of a worker ended: with an exit ``code``, or by the ``signal`` of this name.
+
+    ``count`` says which process it was: 0 is the first, and its ``TORCHELASTIC_RESTART_COUNT``. A newer one may run by
+    now. ``ran_s`` is how long it ran.
+    """
+
+    count: int
+    ran_s: float
+    code: int | None = None
+    signal: str | None = None
+
+    @staticmethod
+    def of(status: int, *, count: int, ran_s: float) -> Exited:
+        """By the status as `subprocess` gives it: a signal is negative."""
+        if status >= 0:
+            return Exited(count, ran_s, code=status)
+        return Exited(count, ran_s, signal=_name(-status))
+
+    @property
+    def status(self) -> int:
+        """As a shell gives it: the code, or 128 and the number of the signal."""
+        return 128 + _number(self.signal) if self.code is None else self.code
+
+    def __str__(self) -> str:
+        how = f"by {self.signal}" if self.code is None else f"with status {self.code}"
+        return f"{how}, after {self.ran_s:.1f} s"
+
+
+def post_started(store: Any, rank: int, count: int) -> None:
+    """Say that process number ``count`` of this rank is being started."""
+    _agents(store).set(f"started/{rank}", str(count))
+
+
+def started(store: Any, rank: int) -> int | None:
+    """The number of this rank's last process; ``None`` if none was started."""
+    said = _said(store, f"started/{rank}")
+    return None if said is None else int(said)
+
+
+def post_exited(store: Any, rank: int, exited: Exited) -> None:
+    """Say how a process of this rank ended, in place of what was said of the one before."""
+    words = {name: value for name, value in asdict(exited).items() if value is not None}
+    _agents(store).set(f"exited/{rank}", json.dumps(words))
+
+
+def post_over(store: Any, why: str) -> None:
+    """Say that the job goes on no more, and why: no worker is started again."""
+    _agents(store).set("over", why)
+
+
+def over(store: Any) -> str | None:
+    """Why the job goes on no more; ``None``: it does."""
+    return _said(store, "over")
+
+
+def exited(store: Any, rank: int) -> Exited | None:
+    """How the last process of this rank ended that has ended; ``None`` if none has.
+
+    ``store`` is any connection to the job's store, or a part of it. This asks it twice, and a store may not answer: ask
+    with a time limit, as `JobStore` does.
+    """
+    said = _said(store, f"exited/{rank}")
+    return None if said is None else Exited(**json.loads(said))
+
+
+def _agents(store: Any) -> Any:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return PrefixStore(PREFIX, store)
+
+
+def _said(store: Any, key: str) -> str | None:
+    agents = _agents(store)
+    return agents.get(key).decode() if agents.check([key]) else None
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal has only a number
+        return f"SIG{number}"
+
+
+def _number(name: str | None) -> int:
+    known = {one.name: int(one) for one in signal.Signals}
+    return known.get(name or "") or int((name or "SIG0")[3:])

@@ -1,0 +1,349 @@
+"""The channel of a job whose members come and go, and the thread that leads a rank from one view to the next.
+
+Each view has process groups of its own, over a corner of the store. The old ones are dropped and never waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from straggle.merge.agents import Exited, exited
+from straggle.merge.channel import Channel, PeerFailed
+from straggle.merge.groups import GlooGroup, Groups, is_over
+from straggle.merge.membership import MembersChanged, Membership, TooFewRanks
+from straggle.merge.store import check_answers, connect_all, default_store
+from straggle.merge.view import RETURNS, Elastic, Progress, Repair, View, progress_length, repair
+from straggle.report import MembersReport
+
+_SLICE_S = 0.02
+_FORM_S = 20.0  # for the members of a view to meet
+_ASK_AGAIN_S = 2.0
+_RETURN_S = 10.0  # for a rank that left to be let in again; then it is missed
+_OLD_S = 600.0  # after which gloo itself ends what was launched
+_num_models = 0  # that were wrapped so in this process: its models have their corners of the store in this order
+
+_log = logging.getLogger(__name__)
+
+
+class ElasticChannel(Channel):
+    """The channel of a model whose ranks may leave and come back; by gloo, of all ranks of the job.
+
+    ``comes_late``: this rank comes to a job that has begun without it.
+    """
+
+    def __init__(self, elastic: Elastic, *, give_up_s: float) -> None:
+        self._elastic = elastic
+        self._formed: Groups | None = None
+        self.generation = -1
+        self.ended: BaseException | None = None  # what ended the job for this rank
+        self.closing = False
+        super().__init__(None, give_up_s=give_up_s)
+
+    def _meet(self, parent: dist.ProcessGroup) -> str:  # noqa: ARG002
+        global _num_models
+        if self._queued:
+            raise ValueError(
+                "members=Elastic() needs a gloo process group: nccl's groups cannot be formed anew in a running job; "
+                'write dist.init_process_group("gloo"), or leave members out'
+            )
+        corner, _num_models = f"straggle/elastic/{_num_models}", _num_models + 1
+        store = default_store()
+        check_answers(store, self.give_up_s)
+        self.membership = Membership(
+            self.rank,
+            self.world_size,
+            self._elastic,
+            connect=partial(connect_all, store, corner),
+            exited=_ended_start,
+        )
+        self.comes_late = self.membership.begin(self.give_up_s)
+        if not self.comes_late:
+            while not self.form(self.membership.view):
+                raise PeerFailed(f"rank {self.rank}, before step 0: the ranks of the job do not meet")
+        return corner
+
+    def _connect(self, store: Any, corner: str) -> Any:
+        return connect_all(store, corner)
+
+    @property
+    def formed(self) -> Groups | None:
+        """The process groups of today's members."""
+        return self._formed
+
+    def form(self, view: View, limit_s: float = _FORM_S) -> bool:
+        """Meet the other members of a view; false where there is a newer one, or where they do not come."""
+        place, size = view.ranks.index(self.rank), len(view.ranks)
+        made: list[GlooGroup] = []
+
+        def meet() -> None:
+            try:
+                for name in ("gradients", "control"):
+                    with self.membership.connection(f"generation/{view.generation}/{name}") as store:
+                        made.append(GlooGroup(store, place, size, limit_s, _OLD_S))
+            except RuntimeError as error:
+                _log.info("rank %d: generation %d was not formed: %s", self.rank, view.generation, error)
+
+        # on a thread that is left to itself where a member dies meanwhile: nothing else ends this
+        thread = threading.Thread(target=meet, name="straggle-forming", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(_SLICE_S / 4)
+            if self.membership.view.generation > view.generation or self.closing:
+                return False
+        if len(made) < 2:
+            return False
+        old, self._formed = self._formed, Groups(made[0], made[1], view.ranks)
+        self.generation = view.generation
+        if old is not None:
+            for group in (old.gradients, old.control):
+                group.drop()
+        return True
+
+    def exchange(self, tensor: Tensor, view: View) -> list[Tensor]:
+        """Every member's ``tensor``. Raises `MembersChanged` where there is a newer view before that."""
+        tensors = [torch.empty_like(tensor) for _ in view.ranks]
+        self.wait_in(view, self.groups.control.all_gather(tensors, tensor))
+        return tensors
+
+    def publish_plan(self, order: Sequence[float], seconds: Sequence[float]) -> None:
+        """For who comes later: what the stages were planned from."""
+        self.membership.publish("plan", json.dumps([list(order), list(seconds)]))
+
+    def plan(self) -> tuple[list[float], list[float]]:
+        """What the stages were planned from, in a running job. Raises `PeerFailed` where it is not known in time."""
+        until = time.monotonic() + self.give_up_s
+        while (word := self.membership.published("plan")) is None:
+            if time.monotonic() > until:
+                raise PeerFailed(f"rank {self.rank}: the job that it comes to has not planned its stages yet")
+            time.sleep(0.05)
+        order, seconds = json.loads(word)
+        return order, seconds
+
+    def wait_in(self, view: View, work: dist.Work) -> None:
+        """Wait for a collective among the members of a view, while it is the newest one."""
+        while True:
+            try:
+                if is_over(work, _SLICE_S):
+                    return
+            except RuntimeError as error:
+                self.membership.connection_broke()
+                if not self.membership.wait_newer(view.generation, self.give_up_s):
+                    raise PeerFailed(f"rank {self.rank}: {error}") from error
+            if self.membership.view.generation > view.generation:
+                raise MembersChanged
+
+    def wait(self, work: dist.Work, step: int, what: str, give_up_s: float | None = None, epoch: int = 0) -> None:  # noqa: ARG002
+        """Wait for a collective; raises `MembersChanged` when the members do, `PeerFailed` after ``give_up_s``."""
+        until = time.monotonic() + (give_up_s or self.give_up_s)
+        broke = False
+        while self.epoch == epoch:
+            if self.ended is not None:
+                raise self.ended
+            try:
+                if not broke and is_over(work, _SLICE_S):
+                    return
+            except RuntimeError:
+                broke = True
+                self.membership.connection_broke()
+            if broke:
+                time.sleep(_SLICE_S)
+            if self.generation == 0 and self.membership.view.generation > 0 and not self.membership.watches:
+                raise PeerFailed(f"{what}: {_changes(self.membership.view)}, before the stages were planned")
+            if time.monotonic() > until:
+                raise PeerFailed(self.explain(what))
+        raise MembersChanged
+
+    def close(self) -> None:
+        """Leave the job, when the others have come as far."""
+        self.membership.leave_at_the_end()
+        self.membership.close()
+        super().close()
+
+
+class Led(Protocol):
+    """What a rank does as the members change; see `Coordinator`."""
+
+    def freeze(self) -> Progress:
+        """Launch nothing; how far it has come."""
+
+    def telemetry_of(self, step: int) -> Tensor:
+        """The telemetry of a merged step."""
+
+    def regroup(self, groups: Groups, view: View, repair: Repair, telemetry: Tensor) -> None:
+        """Go on."""
+
+    def put_out(self) -> None:
+        """Take part in nothing."""
+
+    def end(self, error: BaseException) -> None:
+        """The job ends."""
+
+
+class Regrouping:
+    """The thread that leads a rank from view to view, from `start` to `close`.
+
+    A rank that was put out asks at once to be let in again.
+    """
+
+    def __init__(self, channel: ElasticChannel, led: Led) -> None:
+        self._channel, self._membership, self._led = channel, channel.membership, led
+        self._num_buckets = 0
+        self._closing = False
+        self._newer_at = time.monotonic()  # when the members changed last
+        self._asked_at: float | None = None
+        self.on_joined: Callable[[View], None] | None = None  # this rank was let in
+        self.lost_state: Callable[[], str] | None = None  # why the state that it waits for will not come, if so
+        self.on_changed: Callable[[MembersReport], None] | None = None
+        self._reported = self._membership.view  # up to which changes were reported
+        self._thread = threading.Thread(target=self._run, name="straggle-regrouping", daemon=True)
+
+    def start(self, num_buckets: int) -> None:
+        """Start the thread; the gradients of a step are merged in as many buckets."""
+        self._num_buckets = num_buckets
+        self._membership.watches = True
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closing = self._channel.closing = True
+        if self._thread.is_alive():
+            self._thread.join(5.0)
+
+    def ask(self) -> None:
+        """Ask to be let in."""
+        self._asked_at = time.monotonic()
+        self._membership.request_join()
+
+    def ask_anew(self) -> None:
+        """The same for a rank that left with an error, and whose loop goes on all the same."""
+        if self._membership.left_for_good:
+            self._membership.left_for_good = False
+            self.ask()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                if self._membership.is_member and self.lost_state is not None and (why := self.lost_state()):
+                    self._membership.leave(why, for_good=False)
+                if self._membership.wait_newer(self._channel.generation, 0.2):
+                    self._newer_at = time.monotonic()
+                    self._follow()
+                elif time.monotonic() - self._newer_at > _RETURN_S:
+                    self._check_number(self._membership.view, with_returning=False)
+                if not self._membership.is_member and self._asked_at is not None:
+                    self._membership.check_refused()
+                    if time.monotonic() - self._asked_at > _ASK_AGAIN_S:  # who heard it may be gone
+                        self.ask()
+        except BaseException as error:
+            if not self._closing:
+                self._channel.ended = error
+                self._led.end(error)
+                if isinstance(error, TooFewRanks):
+                    self._membership.end(str(error))
+
+    def _follow(self) -> None:
+        """Come to the newest view."""
+        membership = self._membership
+        if membership.held is not None:
+            self._let_in(*membership.held)
+        view = membership.view
+        if view.generation <= self._channel.generation:
+            return
+        self._check_number(view, with_returning=True)
+        if not membership.is_member:
+            self._led.put_out()
+            self._channel.generation = view.generation
+            if not membership.left_for_good:
+                self.ask()
+            return
+        began_at = time.monotonic()
+        progress = self._led.freeze()
+        joins = progress.step < 0
+        if joins and self._channel.rank not in view.joined:  # it came too late to the view that let it in
+            membership.leave(f"{RETURNS}: it was let in, and the members changed before it was ready", for_good=False)
+            return
+        try:
+            if not self._channel.form(view):
+                return
+            if joins and self.on_joined is not None:
+                self._asked_at = None
+                self.on_joined(view)
+            self._regroup(view, progress)
+        except MembersChanged:
+            return
+        self._report(view, time.monotonic() - began_at)
+
+    def _report(self, view: View, seconds: float) -> None:
+        changes = view.changes_since(self._reported, dict(self._membership.reasons))
+        self._reported = view
+        if self.on_changed is not None and changes:
+            self.on_changed(
+                MembersReport(
+                    view.generation,
+                    self._membership.step,
+                    view.ranks,
+                    self._membership.world_size,
+                    left={change.rank: change.reason for change in changes if not change.joined},
+                    joined={change.rank: change.reason for change in changes if change.joined},
+                    seconds=seconds,
+                )
+            )
+
+    def _check_number(self, view: View, *, with_returning: bool) -> None:
+        membership = self._membership
+        if view.shortfall(membership.least, membership.world_size, with_returning=with_returning):
+            raise TooFewRanks(
+                f"rank {self._channel.rank}, step {membership.step}: {len(view.members)} of {membership.world_size} "
+                f"ranks are left ({_changes(view)}), and the job goes on with {membership.least} at least "
+                "(Elastic.min_ranks)",
+                view.ranks,
+            )
+
+    def _regroup(self, view: View, progress: Progress) -> None:
+        channel = self._channel
+        own = torch.tensor(progress.encode(self._num_buckets), dtype=torch.int64)
+        assert len(own) == progress_length(self._num_buckets)
+        gathered = channel.exchange(own, view)
+        way = repair(
+            {rank: Progress.decode(numbers.tolist()) for rank, numbers in zip(view.ranks, gathered, strict=True)}
+        )
+        telemetry = torch.empty(0)
+        if way.completed is not None:
+            telemetry = self._led.telemetry_of(way.completed)
+            channel.wait_in(view, channel.groups.control.broadcast(telemetry, view.ranks.index(way.giver)))
+        self._led.regroup(channel.groups, view, way, telemetry)
+
+    def _let_in(self, step: int, leads: bool) -> None:
+        """The members wait for a view in which others come in."""
+        self._membership.held = None
+        until = time.monotonic() + 5.0
+        if leads:
+            self._membership.admit(step)
+        while self._membership.view.generation <= self._channel.generation and time.monotonic() < until:
+            time.sleep(0.002)
+            self._membership.look()
+
+
+def describe_for_newcomers(words: dict[str, Any]) -> str:
+    """What a newcomer must have in common with the members."""
+    return json.dumps(words, sort_keys=True)
+
+
+def _changes(view: View) -> str:
+    return "; ".join(f"rank {c.rank} {'came in' if c.joined else 'left'}: {c.reason}" for c in view.changes)
+
+
+def _ended_start(store: Any, rank: int) -> Exited | None:
+    """How the process of a rank ended, and which of its starts that was, where an agent has said so."""
+    return exited(store, rank) if "STRAGGLE_ELASTIC" in os.environ else None

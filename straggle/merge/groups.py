@@ -1,0 +1,143 @@
+"""Process groups as the merge needs them: three collectives, launched and waited for later."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Group(Protocol):
+    """Some ranks that call the same collectives in the same order. ``source`` is a place among them."""
+
+    def all_reduce(self, tensor: Tensor) -> dist.Work:
+        """Sum over the ranks, in place."""
+
+    def all_gather(self, tensors: Sequence[Tensor], tensor: Tensor) -> dist.Work:
+        """Every rank's ``tensor``, in order of the ranks."""
+
+    def broadcast(self, tensor: Tensor, source: int) -> dist.Work:
+        """Overwrite ``tensor`` with that of the rank at ``source``."""
+
+    def drop(self) -> None:
+        """Use it no more."""
+
+
+class JobGroup:
+    """A group of all ranks of the job, made by ``torch.distributed``: gloo or nccl."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def all_reduce(self, tensor: Tensor) -> dist.Work:
+        return _begun(dist.all_reduce(tensor, group=self._group, async_op=True))
+
+    def all_gather(self, tensors: Sequence[Tensor], tensor: Tensor) -> dist.Work:
+        return _begun(dist.all_gather(list(tensors), tensor, group=self._group, async_op=True))
+
+    def broadcast(self, tensor: Tensor, source: int) -> dist.Work:
+        return _begun(dist.broadcast(tensor, group=self._group, group_src=source, async_op=True))
+
+    def drop(self) -> None:
+        dist.destroy_process_group(self._group)
+
+
+class GlooGroup:
+    """A gloo group of the members of one generation, which meet in a corner of the store. Raises where one is missing.
+
+    gloo cannot abort a collective: `drop` lets go of the group when those that were launched have ended, which a
+    connection that is lost, or the group's time limit, brings about.
+    """
+
+    def __init__(self, store: Any, place: int, size: int, form_s: float, limit_s: float) -> None:
+        self._group = gloo_group(store, place, size, form_s)
+        self._group.set_timeout(timedelta(seconds=limit_s))
+        self._works: list[dist.Work] = []
+
+    def all_reduce(self, tensor: Tensor) -> dist.Work:
+        return self._note(self._group.allreduce([tensor]))
+
+    def all_gather(self, tensors: Sequence[Tensor], tensor: Tensor) -> dist.Work:
+        return self._note(self._group.allgather([list(tensors)], [tensor]))
+
+    def broadcast(self, tensor: Tensor, source: int) -> dist.Work:
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        return self._note(self._group.broadcast([tensor], options))
+
+    def drop(self) -> None:
+        """Use it no more."""
+        works, group, self._works, self._group = self._works, self._group, [], None
+        _dropped.append((group, works))
+        _let_go()
+
+    def _note(self, work: dist.Work) -> dist.Work:
+        if len(self._works) > 64:
+            self._works = [running for running in self._works if not running.is_completed()]
+        self._works.append(work)
+        return work
+
+
+def gloo_group(store: Any, place: int, size: int, form_s: float) -> Any:
+    """A gloo process group by itself. Raises ``RuntimeError`` where not all come within ``form_s``.
+
+    All connections are made at once, whatever TORCH_GLOO_LAZY_INIT says: a member that is missing is to be seen here.
+    """
+    kind: Any = dist.ProcessGroupGloo
+    options = kind._Options()
+    options._devices, options._timeout = _devices(kind), timedelta(seconds=form_s)
+    store.set_timeout(timedelta(seconds=form_s))
+    return kind(store, place, size, options)
+
+
+def _devices(kind: Any) -> list[Any]:
+    """Where torch has them: on the interfaces in GLOO_SOCKET_IFNAME, or where the host's name leads to."""
+    if not (names := os.environ.get("GLOO_SOCKET_IFNAME")):
+        return [kind.create_default_device(lazy_init=False)]
+    return [kind.create_device(interface=name, lazy_init=False) for name in names.split(",")]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """``gradients`` where they are; ``control`` always on the CPU. ``ranks``: the members, in order of their places."""
+
+    gradients: Group
+    control: Group
+    ranks: tuple[int, ...]
+
+
+def is_over(work: dist.Work, seconds: float) -> bool:
+    """Whether a gloo collective is over within this time. Raises ``RuntimeError`` where it failed."""
+    try:
+        work.wait(timedelta(seconds=max(seconds, 0.001)))  # 0 is no time limit
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # it failed, or it ended just when the time was over
+    return True
+
+
+def succeeded(work: dist.Work) -> bool:
+    """Whether a gloo collective is over by now, and did not fail."""
+    try:
+        return work.is_completed() and is_over(work, 0.001)
+    except RuntimeError:
+        return False
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None
+    return work
+
+
+_dropped: list[tuple[Any, list[dist.Work]]] = []  # groups, and what was launched in them
+
+
+def _let_go() -> None:
+    """Free the groups in which nothing is on its way any more; the others when the next one is dropped."""
+    _dropped[:] = [(group, works) for group, works in _dropped if not all(work.is_completed() for work in works)]

@@ -1,0 +1,187 @@
+"""How a rank that comes back gets the state of the job: from one member, in the background, between two steps.
+
+The members let it in after step S. The one that leads copies its state as it enters step S + 1 and sends it, while the
+newcomer takes part at weight 0. With that state its training thread goes on from step S + 1, and takes what has been
+merged meanwhile from the ring.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from straggle.merge.channel import PeerFailed
+from straggle.merge.coordinator import Coordinator
+from straggle.merge.elastic import ElasticChannel, Regrouping
+from straggle.merge.groups import gloo_group
+from straggle.merge.options import ModuleBuffers
+from straggle.merge.state_wire import Encoded, encode, receive, send
+from straggle.merge.view import RETURNS, View
+from straggle.policies.history import History
+from straggle.report import HealingReport
+
+_SEND_S = 60.0
+_MAX_BYTES = 1 << 40
+
+_log = logging.getLogger(__name__)
+
+
+class Healing:
+    """Gives and takes state, for one wrapped model. All but `arrived` is called by the training thread."""
+
+    def __init__(
+        self,
+        channel: ElasticChannel,
+        coordinator: Coordinator,
+        regrouping: Regrouping,
+        module: nn.Module,
+        module_buffers: ModuleBuffers,
+    ) -> None:
+        self._channel, self._membership = channel, channel.membership
+        self._coordinator = coordinator
+        self._regrouping = regrouping
+        self._module, self._module_buffers = module, module_buffers
+        self._registered: Mapping[str, Any] = {}
+        self._arrival: _Arrival | None = None
+        self.report = HealingReport()
+        regrouping.on_joined, regrouping.lost_state = self.let_in, self.lost_state
+
+    def register(self, objects: Mapping[str, Any]) -> None:
+        """What has a ``state_dict`` and is to be given with the model."""
+        for name, value in objects.items():
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                raise TypeError(f"{name}={value!r} has no state_dict() and load_state_dict()")
+        self._registered = {**self._registered, **objects}
+
+    def before_step(self) -> None:
+        """Between two steps: give this rank's state to a newcomer, or wait for that of another."""
+        coordinator, step = self._coordinator, self._coordinator.training.step
+        self._regrouping.ask_anew()
+        if coordinator.gives_state:
+            self._give(step)
+        while coordinator.absent_until > step or self._arrival is not None:
+            coordinator.check_ended()
+            arrival, begins = self._arrival, coordinator.absent_until
+            if step < begins and (begins < sys.maxsize or step < self._membership.furthest_step):
+                return  # its peers have made this step without it
+            if begins == step and arrival is not None and arrival.state is not None:
+                self._take(arrival.view, arrival.state, loaders_too=False)
+            else:
+                time.sleep(0.005)
+
+    def take_first(self) -> None:
+        """Of a rank that comes to a running job, before its first step: wait for the state, and go on from there."""
+        until = time.monotonic() + self._channel.give_up_s
+        while (arrival := self._arrival) is None or arrival.state is None or not self._takes_part_from(arrival.view):
+            self._coordinator.check_ended()
+            if time.monotonic() > until:
+                raise PeerFailed(
+                    f"rank {self._channel.rank} has asked to be let in, and the members (ranks "
+                    f"{list(self._membership.view.ranks)}) have not answered within "
+                    f"give_up_s={self._channel.give_up_s:g}"
+                )
+            time.sleep(0.005)
+        self._take(arrival.view, arrival.state, loaders_too=True)
+
+    def _takes_part_from(self, view: View) -> bool:
+        """Whether the coordinator has come to this view; the state may arrive before that."""
+        return self._coordinator.absent_until == view.step
+
+    def let_in(self, view: View) -> None:
+        """This rank is a member again, from ``view.step`` on; called by the thread that leads it from view to view."""
+        self._arrival = _Arrival(self._channel, view)
+
+    def lost_state(self) -> str:
+        """Why the state that this rank waits for will not come; empty: it may, or it waits for none."""
+        if (arrival := self._arrival) is None or arrival.state is not None:
+            return ""
+        giver, members = arrival.view.giver, self._membership.view.members
+        if members.get(giver) != arrival.view.members[giver]:
+            return f"{RETURNS}: rank {giver}, which was to send it the state of the job, has left"
+        return f"{RETURNS}: the state of the job did not come: {arrival.error}" if arrival.error is not None else ""
+
+    def _give(self, step: int) -> None:
+        began_at = time.monotonic()
+        encoded = encode(self._state())
+        _log.info("rank %d: copied its state in %.3f s", self._channel.rank, time.monotonic() - began_at)
+        threading.Thread(target=self._send, args=(encoded, step), name="straggle-healing", daemon=True).start()
+
+    def _state(self) -> dict[str, Any]:
+        coordinator = self._coordinator
+        return {
+            "module": dict(self._module.state_dict()),
+            "registered": {name: value.state_dict() for name, value in self._registered.items()},
+            "history": coordinator.history.tensors(),
+            "deadline_s": coordinator.deadline.seconds,
+        }
+
+    def _send(self, encoded: Encoded, step: int) -> None:
+        until = time.monotonic() + _SEND_S
+        while not ((view := self._membership.view).giver == self._channel.rank and view.step == step):
+            if time.monotonic() > until or view.step > step:
+                return  # it was not let in after all
+            time.sleep(0.005)
+        for rank in sorted(view.joined):
+            try:
+                send(encoded, _pair(self._channel, view, rank, place=0), 1)
+            except (RuntimeError, ValueError) as error:
+                _log.warning("rank %d could not send its state to rank %d: %s", self._channel.rank, rank, error)
+
+    def _take(self, view: View, state: Mapping[str, Any], *, loaders_too: bool) -> None:
+        """Go on from a state; ``loaders_too``: what the loop iterates over begins there as well."""
+        before, arrival = self.report, self._arrival
+        if arrival is not None:
+            seconds, nbytes = time.monotonic() - arrival.began_at, _num_bytes(state)
+            self.report = HealingReport(before.num_states + 1, before.nbytes + nbytes, before.seconds + seconds)
+        self._arrival = None
+        self._module.load_state_dict(state["module"])
+        self._module_buffers.begin_anew()
+        for name, own in state["registered"].items():
+            value = self._registered.get(name)
+            if value is not None and (loaders_too or not hasattr(value, "__iter__")):
+                value.load_state_dict(own)
+        self._coordinator.healed(view.step, History.from_tensors(state["history"]), state["deadline_s"])
+        _log.warning("rank %d takes part again from step %d on", self._channel.rank, view.step)
+
+
+class _Arrival:
+    """A state on its way to this rank, on a thread of its own."""
+
+    def __init__(self, channel: ElasticChannel, view: View) -> None:
+        self.view = view
+        self.began_at = time.monotonic()
+        self.state: dict[str, Any] | None = None
+        self.error: Exception | None = None
+        self._channel = channel
+        threading.Thread(target=self._receive, name="straggle-healing", daemon=True).start()
+
+    def _receive(self) -> None:
+        try:
+            pair = _pair(self._channel, self.view, self._channel.rank, place=1)
+            state = receive(pair, 0, max_bytes=_MAX_BYTES)
+            if not isinstance(state, dict):
+                raise ValueError("what came is no state")
+            self.state = state
+        except (RuntimeError, ValueError) as error:
+            self.error = error
+
+
+def _pair(channel: ElasticChannel, view: View, rank: int, *, place: int) -> Any:
+    """A group of the giver, at place 0, and of one newcomer."""
+    with channel.membership.connection(f"state/{view.generation}/{rank}") as store:
+        return gloo_group(store, place, 2, _SEND_S)
+
+
+def _num_bytes(state: Any) -> int:
+    """Bytes of all tensors in a state."""
+    if isinstance(state, torch.Tensor):
+        return state.nbytes
+    values = state.values() if isinstance(state, Mapping) else state if isinstance(state, (list, tuple)) else ()
+    return sum(map(_num_bytes, values))

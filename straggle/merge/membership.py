@@ -1,0 +1,376 @@
+"""This rank's place in the chain of views: its sign of life, the members that it watches, and new views.
+
+One thread does nothing else, so that a rank whose other threads are busy is not taken for dead. Everything that is
+said here lies in a corner of the job's store that is the same for all incarnations of all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from straggle.merge.agents import Exited, post_over
+from straggle.merge.channel import PeerFailed
+from straggle.merge.store import StoreUnreachable
+from straggle.merge.view import ENDED, Elastic, Seal, Silence, View, leader
+
+BEAT_S = 0.1
+_QUICK_S = 0.5  # the silence that is enough where a connection has just broken
+_BROKEN_S = 3.0  # for how long a connection has just broken
+_LINGER_S = 2.0
+
+_log = logging.getLogger(__name__)
+
+
+class TooFewRanks(PeerFailed):
+    """The job has fewer members than it may go on with: only ``ranks``."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class MembersChanged(Exception):
+    """A collective was launched among other members than those of today."""
+
+
+class Refused(ValueError):
+    """The members do not let this rank in: it has another model or other options than they."""
+
+
+class Membership:
+    """Beats, watches and proposes, from `start` to `close`; any thread may ask.
+
+    ``connect()`` makes a connection to the job's store, in the corner of this model. ``exited(store, rank)`` is how the
+    rank's last process ended, where an agent has said so.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        elastic: Elastic,
+        *,
+        connect: Callable[[], Any],
+        exited: Callable[[Any, int], Exited | None],
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.least = elastic.least(world_size)
+        self.incarnation = f"{_restarts()}-{uuid.uuid4().hex[:12]}"
+        self.step = -1  # that this rank's merge is in; read by its own beats
+        self.wanted: Mapping[int, str] = {}  # who asks to be let in, while this rank leads
+        self.healing: frozenset[int] = frozenset()  # members that wait for their state; by whoever merges
+        self.description = ""
+        self.watches = False  # whether it puts silent members out, from the time on when it can go on without them
+        self.held: tuple[int, bool] | None = None  # the step before which others are let in, and whether this one leads
+        self.left_for_good = False  # by its own will, so it does not ask to be let in again
+        self.reasons: dict[tuple[int, bool], str] = {}  # why each rank left or joined last, in the views that were seen
+        self._elastic = elastic
+        self._connect = connect
+        self._exited = exited
+        self._seal = Seal(os.environ.get("STRAGGLE_JOB_SECRET", ""))
+        self._silence = Silence(BEAT_S)
+        self._changed = threading.Condition()
+        self._view: View | None = None
+        self._steps: dict[int, int] = {}
+        self._broken_at = -math.inf
+        self._num_joins = 0  # how often a rank asked to be let in, as this one has dealt with
+        self._unreachable: str | None = None
+        self._closing = threading.Event()
+        self._wake = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="straggle-heartbeat", daemon=True)
+        self._local = threading.local()
+        self._idle: list[Any] = []  # connections; appending and popping are atomic
+
+    # -- any thread
+
+    @property
+    def view(self) -> View:
+        """The last view that was seen."""
+        assert self._view is not None
+        return self._view
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this incarnation is a member in the last view that was seen."""
+        return self.view.members.get(self.rank) == self.incarnation
+
+    @property
+    def furthest_step(self) -> int:
+        """The step that the members are in, as they said last."""
+        return max(self._steps.values(), default=-1)
+
+    def begin(self, limit_s: float) -> bool:
+        """Find the job's view, or agree on the first one with all ranks; whether this rank comes to a running job.
+
+        Raises `PeerFailed` where not all ranks come within ``limit_s``.
+        """
+        store, until = self._store(), time.monotonic() + limit_s
+        self._beat_once(store)
+        store.set(f"hello/{self.rank}", self._seal.seal(f"hello/{self.rank}", self.incarnation))
+        while not store.check(["view"]):
+            missing = [rank for rank in range(self.world_size) if not store.check([f"hello/{rank}"])]
+            if not missing:
+                words = {rank: self._open(store, f"hello/{rank}") for rank in range(self.world_size)}
+                store.compare_set("view", "", self._sealed(View(0, {r: own or "" for r, own in words.items()})))
+            elif time.monotonic() > until:
+                raise PeerFailed(
+                    f"rank {self.rank}, before step 0: ranks {missing} have not come within give_up_s={limit_s:g}: "
+                    "each has to wrap the model; one has ended, hangs, or cannot be reached"
+                )
+            else:
+                time.sleep(0.01)
+        self._saw(self._read(store))
+        self._thread.start()
+        return not (self.is_member and self.view.generation == 0)
+
+    def request_join(self) -> None:
+        """Ask to be let in; the members answer with a view that has this incarnation, or with a refusal."""
+        store, key = self._store(), f"join/{self.rank}"
+        store.set(key, self._seal.seal(key, json.dumps([self.incarnation, self.description])))
+        store.add("joins", 1)
+
+    def check_refused(self) -> None:
+        """Raise `Refused` where the members do not let this rank in."""
+        store, key = self._store(), f"refused/{self.rank}/{self.incarnation}"
+        if store.check([key]) and (why := self._open(store, key)) is not None:
+            raise Refused(why)
+
+    def admit(self, step: int) -> None:
+        """Let those in that have asked: they take part from ``step`` on, and this rank sends them its state."""
+        store, view = self._store(), self.view
+        new = {rank: own for rank, own in self.wanted.items() if view.members.get(rank) != own}
+        self.wanted = {}
+        for rank in new:  # or it would be let in again, by the next leader, when it has left and does not ask
+            store.delete_key(f"join/{rank}")
+        self._propose(store, view, view.with_joined(new, step=step, giver=self.rank))  # even for none: all wait for it
+
+    def leave(self, reason: str, *, for_good: bool = True) -> None:
+        """This rank takes no further part, or none ``for_good`` and none before it is let in again."""
+        self.left_for_good |= for_good
+        if self._view is None or not self.is_member:
+            return
+        store = self._store()
+        for _ in range(5):
+            view = self._read(store)
+            if view.members.get(self.rank) != self.incarnation:
+                return
+            if self._propose(store, view, view.without({self.rank: reason})):
+                return
+
+    def leave_at_the_end(self) -> None:
+        """The same when this rank's loop is over: first it waits, for a moment, for the others to come as far.
+
+        They may need it for the step that it has just ended.
+        """
+        try:
+            store, until = self._store(), time.monotonic() + _LINGER_S
+            while self.is_member and time.monotonic() < until:
+                steps = [int(sign.split(" ")[1]) for sign in self._signs(store, self.view, self.view.ranks).values()]
+                if min(steps) >= self.step:
+                    break
+                time.sleep(0.02)
+            self.leave(ENDED)
+        except (RuntimeError, OSError, ValueError) as error:
+            _log.info("rank %d left without a word: %s", self.rank, error)
+
+    def connection_broke(self) -> None:
+        """A merge ended in an error: who is silent now is suspected sooner."""
+        self._broken_at = time.monotonic()
+        self._wake.set()
+
+    def hold(self, step: int, *, leads: bool) -> None:
+        """The members wait before ``step`` for a view in which others are let in; this rank ``leads``, or another."""
+        with self._changed:
+            self.held = step, leads
+            self._changed.notify_all()
+
+    def wait_newer(self, generation: int, seconds: float) -> bool:
+        """Wait for a view after ``generation``, or until others are to be let in."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.view.generation > generation or self.held is not None, seconds)
+
+    def look(self) -> None:
+        """Read the view now."""
+        self._saw(self._read(self._store()))
+
+    @contextlib.contextmanager
+    def connection(self, corner: str) -> Iterator[Any]:
+        """A connection to a corner of the store that no other thread uses meanwhile.
+
+        It is kept for the next one: making one takes seconds where a name server does not answer.
+        """
+        try:
+            store = self._idle.pop()
+        except IndexError:
+            store = self._connect()
+        yield dist.PrefixStore(self.corner(corner), store)  # type: ignore[attr-defined]
+        self._idle.append(store)
+
+    def publish(self, key: str, word: str) -> None:
+        """Leave a word for all incarnations."""
+        self._store().set(key, self._seal.seal(key, word))
+
+    def published(self, key: str) -> str | None:
+        """A word that was left, if there is one of this job."""
+        store = self._store()
+        return self._open(store, key) if store.check([key]) else None
+
+    def corner(self, name: str) -> str:
+        """A corner of the store that who does not know the job's secret cannot guess."""
+        return self._seal.seal(name, "").strip()
+
+    @property
+    def unreachable(self) -> str | None:
+        """Why the store does not answer the beating thread; ``None``: it does."""
+        return self._unreachable
+
+    def end(self, why: str) -> None:
+        """The job goes on no more: who is started again would wait for members that are not there."""
+        post_over(self._store(), why)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closing.set()
+        self._wake.set()
+        # while Python ends, a thread that comes back from the store would end the process with an error
+        self._thread.join(_LINGER_S)
+
+    # -- the thread
+
+    def _run(self) -> None:
+        store = self._store()
+        while not self._closing.is_set():
+            self._wake.wait(BEAT_S)
+            self._wake.clear()
+            try:
+                store = store or self._connect()
+                self._beat_once(store)
+                view = self._read(store)
+                self._saw(view)
+                if view.members.get(self.rank) == self.incarnation:
+                    if self.watches:
+                        self._watch(store, view)
+                else:  # to know how far the others are, when it comes back
+                    self._hear(store, view, view.ranks)
+                self._note_lost(None)
+            except (RuntimeError, OSError, ValueError, StoreUnreachable) as error:
+                self._note_lost(str(error).partition("\n")[0])
+                store = None
+                self._closing.wait(1.0)
+
+    def _note_lost(self, problem: str | None) -> None:
+        if (problem is None) != (self._unreachable is None) and not self._closing.is_set():
+            if problem is None:
+                _log.warning("rank %d: the job's store answers again", self.rank)
+            else:
+                _log.warning("rank %d: the job's store does not answer (%s): members cannot change", self.rank, problem)
+        self._unreachable = problem
+
+    def _beat_once(self, store: Any) -> None:
+        store.set(f"beat/{self.rank}/{self.incarnation}", f"{time.monotonic()} {self.step}")
+
+    def _watch(self, store: Any, view: View) -> None:
+        signs = self._hear(store, view, view.watched_by(self.rank))
+        now = time.monotonic()
+        self._silence.look(now, signs)
+        broken = now - self._broken_at < _BROKEN_S
+        limit_s = min(_QUICK_S, self._elastic.suspect_s) if broken else self._elastic.suspect_s
+        gone = dict.fromkeys(self._silence.longer_than(limit_s), f"no sign of life for {limit_s:g} s")
+        for rank in signs:
+            ended = self._exited(store, rank)
+            if ended is not None and ended.count >= int(view.members[rank].partition("-")[0]):
+                gone[rank] = f"its process ended {ended}"
+        if gone:
+            self._propose(store, view, view.without(gone))
+        if leader(view, self.healing) == self.rank:
+            self._hear_joins(store, view)
+
+    def _hear(self, store: Any, view: View, ranks: Sequence[int]) -> dict[int, str]:
+        """The last signs of life of these members."""
+        signs = self._signs(store, view, ranks)
+        self._steps = {rank: int(sign.split(" ")[1]) for rank, sign in signs.items()}
+        return signs
+
+    def _signs(self, store: Any, view: View, ranks: Sequence[int]) -> dict[int, str]:
+        return {rank: store.get(f"beat/{rank}/{view.members[rank]}").decode() for rank in ranks}
+
+    def _hear_joins(self, store: Any, view: View) -> None:
+        if (number := store.add("joins", 0)) == self._num_joins:
+            return
+        wanted = {}
+        for rank in range(self.world_size):
+            if not store.check([f"join/{rank}"]) or (word := self._open(store, f"join/{rank}")) is None:
+                continue
+            incarnation, description = json.loads(word)
+            if view.members.get(rank) == incarnation:
+                continue
+            if why := _refusal(self.description, description):
+                key = f"refused/{rank}/{incarnation}"
+                store.set(key, self._seal.seal(key, why))
+            else:
+                wanted[rank] = str(incarnation)
+        self._num_joins, self.wanted = number, wanted
+
+    # -- views
+
+    def _propose(self, store: Any, old: View, new: View) -> bool:
+        """Whether the new view is the next one; either way, what is the next one is seen then."""
+        sealed = self._sealed(new)
+        given = store.compare_set("view", self._sealed(old), sealed).decode()
+        if given == sealed:
+            words = "; ".join(f"rank {c.rank} {'joined' if c.joined else 'left'}: {c.reason}" for c in new.changes)
+            _log.warning("generation %d, ranks %s: %s", new.generation, list(new.ranks), words)
+        self._saw(self._read(store))
+        return bool(given == sealed)
+
+    def _saw(self, view: View) -> None:
+        with self._changed:
+            if self._view is None or view.generation > self._view.generation:
+                self._view = view
+                self.reasons.update({(change.rank, change.joined): change.reason for change in view.changes})
+                self._changed.notify_all()
+
+    def _read(self, store: Any) -> View:
+        sealed = store.get("view").decode()
+        if (word := self._seal.open("view", sealed)) is None:
+            raise ValueError("the view of the job's members was not written by one that knows STRAGGLE_JOB_SECRET")
+        return View.decode(word, self.world_size)
+
+    def _sealed(self, view: View) -> str:
+        return self._seal.seal("view", view.encode())
+
+    def _open(self, store: Any, key: str) -> str | None:
+        return self._seal.open(key, store.get(key).decode())
+
+    def _store(self) -> Any:
+        """This thread's own connection."""
+        if (store := getattr(self._local, "store", None)) is None:
+            store = self._local.store = self._connect()
+        return store
+
+
+def _restarts() -> int:
+    """How often this process's agent started it before."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def _refusal(ours: str, theirs: str) -> str:
+    """Why who describes itself so is not let in; empty: it is."""
+    if ours == theirs:
+        return ""
+    own, other = json.loads(ours), json.loads(theirs)
+    for name, described in own.items():
+        if other.get(name) != described:
+            return f"{name} is not that of the job: its members have {described}, and this rank has {other.get(name)}"
+    return "it has options that the job's members do not have"

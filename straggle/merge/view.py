@@ -1,0 +1,290 @@
+"""Who takes part: the chain of views, and when a silent member is put out of it; all pure.
+
+A *view* is one value in the job's store. Who wants another replaces it by compare-and-set, so there is one chain of
+views and no split brain: a rank that cannot reach the store is not in the job.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+WATCHED = 3  # members that each one watches: those that follow it, in a ring
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """Ranks may die, freeze, be cut off and come back while the others go on.
+
+    ``min_ranks``: with fewer members the job ends (default: more than half of those that it was started with).
+    ``suspect_s``: a member that has sent no sign of life for so many seconds is put out; one that is slow is not.
+    """
+
+    min_ranks: int | None = None
+    suspect_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.min_ranks is not None and (
+            isinstance(self.min_ranks, bool) or not isinstance(self.min_ranks, int) or self.min_ranks < 1
+        ):
+            raise ValueError(f"min_ranks={self.min_ranks!r}: must be an integer, at least 1")
+        if isinstance(self.suspect_s, bool) or not 0.5 <= self.suspect_s < math.inf:
+            raise ValueError(f"suspect_s={self.suspect_s!r}: must be a finite number of seconds, at least 0.5")
+
+    def least(self, world_size: int) -> int:
+        """The smallest number of members that go on. Raises ``ValueError`` where the job has fewer ranks."""
+        if (self.min_ranks or 0) > world_size:
+            raise ValueError(f"min_ranks={self.min_ranks}: there are only {world_size} ranks")
+        return self.min_ranks or world_size // 2 + 1
+
+
+ENDED = "ended"  # why a rank left whose loop was over
+RETURNS = "returns"  # why one left that asks to be let in again at once
+
+
+@dataclass(frozen=True)
+class Change:
+    """What became of one rank from one view to the next; ``joined`` or left, and why."""
+
+    rank: int
+    joined: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class View:
+    """The members of one generation, each with its incarnation: a process that is started again is another one.
+
+    ``changes`` are those from the view before. Ranks that joined take part from ``step`` on, and get their state from
+    the member ``giver``. ``ended``: ranks whose loop is over; ``returning``: those that left to be let in again.
+    """
+
+    generation: int
+    members: Mapping[int, str]
+    changes: tuple[Change, ...] = ()
+    step: int = 0
+    giver: int = -1
+    ended: frozenset[int] = frozenset()
+    returning: frozenset[int] = frozenset()
+    joined: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        joined = frozenset(change.rank for change in self.changes if change.joined)
+        object.__setattr__(self, "joined", joined & set(self.members))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members' ranks in order: a rank's place among them is its rank in the process groups."""
+        return tuple(sorted(self.members))
+
+    def without(self, gone: Mapping[int, str]) -> View:
+        """The next view, without these members; why each of them left."""
+        left = {rank: own for rank, own in self.members.items() if rank not in gone}
+        changes = tuple(Change(rank, False, gone[rank]) for rank in sorted(gone) if rank in self.members)
+        why = {change.rank: change.reason for change in changes}
+        ended = self.ended | {rank for rank, reason in why.items() if reason == ENDED}
+        returning = self.returning | {rank for rank, reason in why.items() if reason.startswith(RETURNS)}
+        return View(self.generation + 1, left, changes, ended=ended, returning=returning)
+
+    def shortfall(self, least: int, world_size: int, *, with_returning: bool) -> bool:
+        """Whether there are fewer members than the job may go on with.
+
+        Ranks whose loop is over are not missed. Those that are about to be let in again count for a moment, if wanted.
+        """
+        number = len(self.members) + (len(self.returning - set(self.members)) if with_returning else 0)
+        return number < max(1, min(least, world_size - len(self.ended)))
+
+    def with_joined(self, new: Mapping[int, str], *, step: int, giver: int, reason: str = "came back") -> View:
+        """The next view, with new incarnations of these ranks; an older one of the same rank is put out."""
+        changes = [Change(rank, False, "was started again") for rank in sorted(new) if rank in self.members]
+        changes += [Change(rank, True, reason) for rank in sorted(new)]
+        return View(
+            self.generation + 1,
+            {**self.members, **new},
+            tuple(changes),
+            step,
+            giver,
+            ended=self.ended - set(new),
+            returning=self.returning - set(new),
+        )
+
+    def changes_since(self, old: View, reasons: Mapping[tuple[int, bool], str]) -> tuple[Change, ...]:
+        """What became of the members since ``old``, however many views lie between; ``reasons`` by rank and joined.
+
+        Views that follow one another quickly are not all seen by every member.
+        """
+        gone = [rank for rank in old.ranks if self.members.get(rank) != old.members[rank]]
+        new = [rank for rank in self.ranks if old.members.get(rank) != self.members[rank]]
+        changed = [*((rank, False) for rank in gone), *((rank, True) for rank in new)]
+        known = {**{(c.rank, c.joined): c.reason for c in self.changes}, **reasons}
+        return tuple(Change(rank, joined, known.get((rank, joined), "not known")) for rank, joined in changed)
+
+    def watched_by(self, rank: int) -> tuple[int, ...]:
+        """The members that ``rank`` watches: those that follow it in the ring of members."""
+        ranks = self.ranks
+        place = ranks.index(rank)
+        following = [*ranks[place + 1 :], *ranks[:place]]
+        return tuple(following[:WATCHED])
+
+    def encode(self) -> str:
+        """As it lies in the store."""
+        changes = [[change.rank, change.joined, change.reason] for change in self.changes]
+        members = {str(rank): self.members[rank] for rank in self.ranks}
+        apart = [sorted(self.ended), sorted(self.returning)]
+        return json.dumps([self.generation, members, changes, self.step, self.giver, *apart])
+
+    @classmethod
+    def decode(cls, text: str, world_size: int) -> View:
+        """Raises ``ValueError`` for anything that is no view of such a job."""
+        try:
+            generation, members, changes, step, giver, ended, returning = json.loads(text)
+            view = cls(
+                int(generation),
+                {int(rank): str(own) for rank, own in members.items()},
+                tuple(Change(int(rank), bool(joined), str(reason)) for rank, joined, reason in changes),
+                int(step),
+                int(giver),
+                frozenset(map(int, ended)),
+                frozenset(map(int, returning)),
+            )
+        except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+            raise ValueError(f"the job's store has no view of its members, but {text[:80]!r}") from error
+        if view.generation < 0 or not all(0 <= rank < world_size for rank in view.members):
+            raise ValueError(f"a view of ranks {view.ranks} in a job of {world_size} ranks")
+        return view
+
+
+class Seal:
+    """Words in the job's store that only who knows the job's secret can have written.
+
+    Without a secret whoever reaches the store can write there.
+    """
+
+    def __init__(self, secret: str) -> None:
+        self._key = secret.encode()
+
+    def seal(self, key: str, word: str) -> str:
+        """The word for ``key``, with its signature; the word of one key is none of another's."""
+        return f"{self._sign(key, word)} {word}"
+
+    def open(self, key: str, sealed: str) -> str | None:
+        """The word, or ``None`` where the signature is not of this job."""
+        signature, _, word = sealed.partition(" ")
+        expected = self._sign(key, word).encode()  # as bytes: of text the comparison takes ASCII only
+        return word if hmac.compare_digest(signature.encode(), expected) else None
+
+    def _sign(self, key: str, word: str) -> str:
+        return hmac.new(self._key, f"{key}\n{word}".encode(), hashlib.sha256).hexdigest()[:32]
+
+
+class Silence:
+    """Since when each watched member has sent no sign of life, by this rank's own clock.
+
+    ``interval_s`` is how often it looks. Where it did not look for long, because it was stopped itself, it begins anew:
+    it cannot tell whose silence that was.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._signs: dict[int, tuple[str, float]] = {}
+        self._looked_at = -math.inf
+
+    def look(self, now: float, signs: Mapping[int, str]) -> None:
+        """What the watched members' signs are now."""
+        missed = now - self._looked_at > 4 * self._interval_s
+        self._looked_at = now
+        before = {} if missed else self._signs
+        self._signs = {
+            rank: known if (known := before.get(rank)) is not None and known[0] == sign else (sign, now)
+            for rank, sign in signs.items()
+        }
+
+    def longer_than(self, seconds: float) -> tuple[int, ...]:
+        """The members that were silent for longer, when this last looked."""
+        return tuple(rank for rank, (_, since) in self._signs.items() if self._looked_at - since > seconds)
+
+
+# -- a step that some members had finished, and others not, when the view changed
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far one member had come when its old process groups were dropped.
+
+    It was merging ``step``, had launched the merges of ``launched`` buckets, of which those in ``merged`` had come to
+    their end. ``complete``: it had all ranks' telemetry too, and with it the knowledge that all have all buckets.
+    A member that has just joined is at no step: -1.
+    """
+
+    step: int
+    launched: int = 0
+    merged: frozenset[int] = frozenset()
+    complete: bool = False
+
+    def encode(self, num_buckets: int) -> list[int]:
+        """As numbers, `progress_length` of them."""
+        return [self.step, self.launched, int(self.complete), *(int(b in self.merged) for b in range(num_buckets))]
+
+    @classmethod
+    def decode(cls, numbers: Sequence[int]) -> Progress:
+        """What `encode` gave."""
+        step, launched, complete, *merged = numbers
+        return cls(step, launched, frozenset(b for b, is_merged in enumerate(merged) if is_merged), bool(complete))
+
+
+def progress_length(num_buckets: int) -> int:
+    """Numbers in an encoded `Progress`."""
+    return 3 + num_buckets
+
+
+@dataclass(frozen=True)
+class Repair:
+    """How the members of a new view end the step that the old one began, the same on all of them.
+
+    ``completed``: a step that some member has complete, and that ``giver`` gives the telemetry of to all; ``None``:
+    there is none. ``step`` is the one that is merged next. Of its buckets those in ``given`` come from the member that
+    they name, ``kept`` have been merged by all, and for the others a member that had launched one has lost it.
+    """
+
+    step: int
+    completed: int | None = None
+    giver: int = -1
+    given: Mapping[int, int] = field(default_factory=dict)
+    kept: frozenset[int] = frozenset()
+    num_launched: int = 0
+
+
+def repair(progress: Mapping[int, Progress]) -> Repair:
+    """From how far each member had come, by rank.
+
+    Members are at most one step apart, because a merge needs all of them. Who has a step complete knows that all have
+    its buckets, so that nothing but its telemetry is left to give.
+    """
+    known = {rank: own for rank, own in progress.items() if own.step >= 0}
+    if not known:
+        raise ValueError("no member knows a step: all have only just joined")
+    step = min(own.step for own in known.values())
+    done = [rank for rank, own in known.items() if own.step > step or own.complete]
+    if done:
+        after = {rank: own if own.step > step else Progress(step + 1) for rank, own in known.items()}
+        waiting = any(own.step == step for own in known.values())
+        launched = max(own.launched for own in after.values())
+        return Repair(step + 1, step if waiting else None, min(done) if waiting else -1, num_launched=launched)
+    launched = max(own.launched for own in known.values())
+    merged = {b: [rank for rank, own in known.items() if b in own.merged] for b in range(launched)}
+    kept = frozenset(b for b, ranks in merged.items() if len(ranks) == len(progress))
+    given = {b: min(ranks) for b, ranks in merged.items() if ranks and b not in kept}
+    return Repair(step, given=given, kept=kept, num_launched=launched)
+
+
+def leader(view: View, healing: Iterable[int]) -> int:
+    """The member that lets others in: the lowest that is not itself waiting for its state."""
+    whole = [rank for rank in view.ranks if rank not in set(healing)]
+    return min(whole or view.ranks)
+
+
+Listener = Callable[[View], None]

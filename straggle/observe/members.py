@@ -1,0 +1,93 @@
+"""``members.jsonl``: how the members of a run changed, and which of them writes what all know."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from straggle.observe.handed_on import HandedOnLines
+from straggle.observe.trace import read_trace
+from straggle.parallel import StagedDataParallel
+from straggle.report import MembersReport, StepReport
+
+FILE = "members.jsonl"
+
+
+def writer_of(report: StepReport) -> int | None:
+    """The rank that writes what all know of this step: the lowest member; ``None`` on a rank that is none itself."""
+    return min((rank.rank for rank in report.ranks if not rank.absent), default=None)
+
+
+def writer_of_change(report: MembersReport) -> int:
+    """The rank that writes a change: the lowest member that was one before, if there is any."""
+    return min(set(report.ranks) - report.joined.keys() or report.ranks)
+
+
+class MembersWriter:
+    """Appends the changes of a model's members to ``members.jsonl`` in ``run_dir``, one line for each.
+
+    ``begins``: the job begins with this rank as the lowest; what an earlier job has left there is removed.
+    """
+
+    def __init__(self, model: StagedDataParallel, run_dir: Path, *, begins: bool = False) -> None:
+        self._rank = model.rank
+        # each member has all changes that it came through: no line is waited for
+        self._lines = HandedOnLines(run_dir / FILE, key="generation", begins=begins, patience_s=0.0)
+        self._hook = model.register_members_hook(self._write)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._hook.remove()
+        self._lines.close()
+
+    def _write(self, report: MembersReport) -> None:
+        line = {"time": time.time(), **report.as_dict()}
+        self._lines.add(report.generation, lambda: line, writes=writer_of_change(report) == self._rank)
+
+    def __enter__(self) -> MembersWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_members(run_dir: Path) -> list[tuple[float, MembersReport]]:
+    """The changes of a run and when they were, in seconds since 1970; empty where there were none."""
+    path = run_dir / FILE
+    return list(map(_change, read_trace(path))) if path.is_file() else []
+
+
+def _change(record: Mapping[str, Any]) -> tuple[float, MembersReport]:
+    return float(record["time"]), MembersReport(
+        generation=int(record["generation"]),
+        step=int(record["step"]),
+        ranks=tuple(record["ranks"]),
+        world_size=int(record["world_size"]),
+        left={int(rank): str(reason) for rank, reason in record["left"].items()},
+        joined={int(rank): str(reason) for rank, reason in record["joined"].items()},
+        seconds=float(record["seconds"]),
+    )
+
+
+class HandedOnTrace:
+    """Appends step reports to the trace of a run whose members come and go; the lowest of them writes a step."""
+
+    def __init__(self, rank: int, path: Path, *, first_step: int = 0, begins: bool = False) -> None:
+        self._rank = rank
+        self._lines = HandedOnLines(path, key="step", first=first_step if begins else 0, begins=begins)
+
+    def add(self, report: StepReport) -> bool:
+        """One more step; whether this rank is the one that writes it."""
+        writer = writer_of(report)
+        if writer is not None:
+            self._lines.add(report.step, report.as_dict, writes=writer == self._rank)
+        return writer == self._rank
+
+    def close(self) -> None:
+        """Close the file."""
+        self._lines.close()

@@ -1,0 +1,28 @@
+"""Chaos in the network: a member is cut off while the job trains, its connections do not break, and it comes back."""
+
+import time
+
+import pytest
+from job_loop import Loop, absent, check_equal, gives_again, left, plain, train
+from members import run_job
+from network import made_network
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", [1, 0])
+def test_member_whose_link_was_cut_is_put_out_and_healed(cut):
+    peers = [rank for rank in range(3) if rank != cut]
+    with made_network(4) as network, run_job(3, train, Loop(plain), network=network) as job:
+        job.walk(10, limit_s=60)
+        network.cut(cut)
+        cut_at = time.monotonic()
+        job.walk(20, peers)
+        time.sleep(max(0.0, cut_at + 3.0 - time.monotonic()))
+        network.heal(cut)
+        job.walk(20, limit_s=60)
+        outcomes = job.finish()
+    check_equal(outcomes)
+    assert set(left(outcomes[peers[0]])) == {cut}
+    assert len(absent(outcomes[peers[0]], cut)) >= 20
+    assert outcomes[cut].begun == 0  # the same process
+    assert gives_again(outcomes[peers[0]], cut)

@@ -1,0 +1,440 @@
+"""Workers under `straggle launch`: real processes that are killed, fail and come back, and what their peers learn."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import Started, started_command
+from repository import ROOT
+from torch.distributed import TCPStore
+
+from straggle.merge import agents
+from straggle.merge.agents import DO_NOT_RESTART, Exited
+
+LIMIT_S = 60.0  # for what takes a tenth of a second, or never comes
+# of torchrun's own: where its `record` leaves errors, the signals of its own processes, and a name for this machine
+ONLY_TORCHRUN = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
+OF_THE_STORE = {"MASTER_ADDR", "MASTER_PORT"}
+OURS = {"STRAGGLE_ELASTIC", "STRAGGLE_JOB_SECRET", "TORCH_GLOO_LAZY_INIT"}
+
+# leaves its environment and its process id, then does what the rest of it says
+HEAD = """\
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+rank, count = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+def leave(what, text=""):
+    Path(f"{what}.{rank}.{count}.part").write_text(text)
+    os.replace(f"{what}.{rank}.{count}.part", f"{what}.{rank}.{count}")
+def wait_for(name):
+    while not Path(name).exists():
+        time.sleep(0.01)
+"""
+WAITS = 'leave("pid", str(os.getpid())); wait_for("end")'
+
+
+def script(folder: Path, body: str) -> Path:
+    path = folder / "worker.py"
+    path.write_text(HEAD + 'leave("environment", json.dumps(dict(os.environ)))\n' + textwrap.dedent(body))
+    return path
+
+
+@contextlib.contextmanager
+def launched(folder: Path, body: str, *options: object, **environment: str) -> Iterator[Started]:
+    """`straggle launch` with these options, over workers that run ``body``."""
+    with started_command("launch", *options, script(folder, body), folder=folder, environment=environment) as job:
+        yield job
+
+
+def wait_until(job: Started, condition: Callable[[], Any]) -> None:
+    until = time.monotonic() + LIMIT_S
+    while not condition():
+        assert job.process.is_alive(), job.log.read_text()
+        assert time.monotonic() < until, job.log.read_text()
+        time.sleep(0.01)
+
+
+def left(folder: Path, what: str, rank: int, count: int = 0) -> str:
+    return (folder / f"{what}.{rank}.{count}").read_text()
+
+
+def starts(folder: Path, rank: int) -> int:
+    """How often this rank was started."""
+    return len(list(folder.glob(f"environment.{rank}.*")))
+
+
+def wait_for(job: Started, folder: Path, *files: str) -> None:
+    wait_until(job, lambda: all((folder / file).exists() for file in files))
+
+
+def store_of(folder: Path) -> TCPStore:
+    """The store of the job, as rank 0 finds it."""
+    environment = json.loads(left(folder, "environment", 0))
+    return TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_for_end(pid: int) -> None:
+    """Of a process that somebody has ended; fails the test, and ends it, if nobody has."""
+    until = time.monotonic() + LIMIT_S
+    while alive(pid):
+        if time.monotonic() > until:
+            os.kill(pid, signal.SIGKILL)
+            raise AssertionError(f"process {pid} still runs")
+        time.sleep(0.01)
+
+
+# -- the environment
+
+
+@pytest.mark.slow
+def test_environment_of_a_worker_is_that_of_torchrun(tmp_path: Path) -> None:
+    options = ["--nproc-per-node=2", "--max-restarts=3", "--rdzv-id=job7", "--rdzv-endpoint=127.0.0.1:0"]
+    found = []
+    for command in (["torch.distributed.run", "--rdzv-backend=c10d"], ["straggle", "launch"]):
+        folder = tmp_path / command[0]
+        folder.mkdir()
+        path = script(folder, "")
+        words = [sys.executable, "-m", *command, *options, str(path)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        subprocess.run(words, cwd=folder, env=environment, check=True, timeout=120)
+        found.append([json.loads(left(folder, "environment", rank)) for rank in range(2)])
+    for torchruns, ours in zip(*found, strict=True):
+        assert ours.keys() == torchruns.keys() - ONLY_TORCHRUN | OURS
+        different = {name for name in ours.keys() & torchruns.keys() if ours[name] != torchruns[name]}
+        assert different <= OF_THE_STORE
+        assert ours["MASTER_ADDR"] == "127.0.0.1"
+
+
+def test_workers_share_a_secret_that_is_drawn_for_each_job(tmp_path: Path) -> None:
+    secrets = []
+    for name in ("one", "two"):
+        folder = tmp_path / name
+        folder.mkdir()
+        with launched(folder, "", "--nproc-per-node", 2, STRAGGLE_JOB_SECRET="") as job:
+            assert job.status() == 0
+        drawn = {json.loads(left(folder, "environment", rank))["STRAGGLE_JOB_SECRET"] for rank in range(2)}
+        assert len(drawn) == 1
+        assert re.fullmatch("[0-9a-f]{32}", *drawn)
+        assert min(drawn) not in job.log.read_text()
+        secrets += drawn
+    assert secrets[0] != secrets[1]
+
+
+def test_arguments_and_modules_reach_the_worker_as_they_stand(tmp_path: Path) -> None:
+    script(tmp_path, 'leave("arguments", json.dumps(sys.argv[1:]))')
+    words = ["--nproc-per-node", "4", "-m", "--store-only", "a b"]
+    with started_command("launch", "-m", "worker", *words, folder=tmp_path) as job:
+        assert job.status() == 0, job.log.read_text()
+    assert json.loads(left(tmp_path, "arguments", 0)) == words
+
+
+# -- a worker that dies
+
+
+def test_killed_worker_is_known_in_the_store_before_it_is_started_again(tmp_path: Path) -> None:
+    with launched(tmp_path, WAITS, "--nproc-per-node=2", "--restart-delay-s=30") as job:
+        wait_for(job, tmp_path, "pid.0.0", "pid.1.0")
+        store = store_of(tmp_path)
+        assert agents.started(store, 1) == 0
+        assert agents.exited(store, 1) is None
+        os.kill(int(left(tmp_path, "pid", 1)), signal.SIGKILL)
+        wait_until(job, lambda: agents.exited(store, 1))
+        word = agents.exited(store, 1)
+        assert word == Exited(0, word.ran_s, signal="SIGKILL")
+        assert agents.started(store, 1) == 0  # it still waits
+        assert agents.exited(store, 0) is None
+        assert alive(int(left(tmp_path, "pid", 0)))
+
+
+def test_killed_worker_comes_back_and_the_others_do_not_notice(tmp_path: Path) -> None:
+    with launched(tmp_path, WAITS, "--nproc-per-node=3", "--restart-delay-s=0") as job:
+        wait_for(job, tmp_path, *(f"pid.{rank}.0" for rank in range(3)))
+        for count in range(2):
+            os.kill(int(left(tmp_path, "pid", 1, count)), signal.SIGKILL)
+            wait_for(job, tmp_path, f"pid.1.{count + 1}")
+        store = store_of(tmp_path)
+        assert (agents.started(store, 1), agents.exited(store, 1).count) == (2, 1)
+        (tmp_path / "end").touch()
+        assert job.status() == 0
+    assert [starts(tmp_path, rank) for rank in range(3)] == [1, 3, 1]
+
+
+def test_what_a_killed_worker_had_started_dies_with_it(tmp_path: Path) -> None:
+    body = """
+    loader = subprocess.Popen(["sleep", "1000"])
+    leave("loader", str(loader.pid))
+    """
+    with launched(tmp_path, body + WAITS, "--restart-delay-s=0") as job:
+        wait_for(job, tmp_path, "pid.0.0")
+        os.kill(int(left(tmp_path, "pid", 0)), signal.SIGKILL)
+        wait_until(job, lambda: not alive(int(left(tmp_path, "loader", 0))))
+
+
+@pytest.mark.slow
+def test_restarted_worker_has_a_group_though_no_peer_comes_to_it(tmp_path: Path) -> None:
+    """Its peers are in their own group all the while; the sum shows that this one worked."""
+    body = """
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    if count == 0:
+        x = torch.ones(1)
+        dist.all_reduce(x)
+        leave("sum", str(x.item()))
+    """
+    with launched(tmp_path, body + WAITS, "--nproc-per-node=2", GLOO_SOCKET_IFNAME="lo") as job:
+        wait_for(job, tmp_path, "pid.0.0", "pid.1.0")
+        os.kill(int(left(tmp_path, "pid", 1)), signal.SIGKILL)
+        wait_for(job, tmp_path, "pid.1.1")
+        (tmp_path / "end").touch()
+        assert job.status() == 0, job.log.read_text()
+    assert [left(tmp_path, "sum", rank) for rank in range(2)] == ["2.0", "2.0"]
+    assert starts(tmp_path, 0) == 1
+
+
+# -- the end of a job
+
+ENDS = """
+codes = json.loads(sys.argv[1])[int(rank)]
+sys.exit(codes[min(count, len(codes) - 1)])
+"""
+
+
+@pytest.mark.parametrize(
+    ("codes", "max_restarts", "status", "number_of_starts", "said"),
+    [
+        ([[0], [0]], 10, 0, [1, 1], ""),
+        ([[3, 4, 0], [0]], 2, 0, [3, 1], "(restart 2 of 2)"),
+        ([[0], [5]], 1, 5, [1, 2], "ranks [1] have not done their work"),
+        ([[1], [0]], 0, 1, [1, 1], "ranks [0] have not done their work"),
+        ([[DO_NOT_RESTART], [1, 0]], 10, DO_NOT_RESTART, [1, 2], "ranks [0] have not done their work"),
+        ([[7]], 10, 7, [2], "all ranks have failed again in the same way"),
+    ],
+    ids=["all done", "done at last", "restarts used up", "no restarts", "job over", "always the same error"],
+)
+def test_launcher_ends_when_all_workers_stay_down_and_its_status_says_how(
+    codes: list[list[int]], max_restarts: int, status: int, number_of_starts: list[int], said: str, tmp_path: Path
+) -> None:
+    path = script(tmp_path, ENDS)
+    options = [f"--nproc-per-node={len(codes)}", f"--max-restarts={max_restarts}", "--restart-delay-s=0.02"]
+    with started_command("launch", *options, path, json.dumps(codes), folder=tmp_path) as job:
+        assert job.status() == status
+    assert [starts(tmp_path, rank) for rank in range(len(codes))] == number_of_starts
+    assert said in job.log.read_text()
+
+
+def test_error_of_all_workers_ends_the_job_before_their_restarts_are_used(tmp_path: Path) -> None:
+    path = script(tmp_path, ENDS)
+    options = ["--nproc-per-node=2", "--max-restarts=1000", "--restart-delay-s=0.2"]
+    with started_command("launch", *options, path, "[[9], [9]]", folder=tmp_path) as job:
+        assert job.status() == 9
+    assert job.log.read_text().count("all ranks have failed again in the same way") == 2
+
+
+def test_worker_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:
+    (tmp_path / "logs" / "rank0.start0.log").mkdir(parents=True)  # no file can be opened there
+    with launched(tmp_path, "", "--log-dir=logs", "--restart-delay-s=0.05") as job:
+        assert job.status() == 0
+    assert "rank 0 cannot be started: " in job.log.read_text()
+    assert (tmp_path / "environment.0.1").exists()
+
+
+# -- the end of a launcher
+
+
+def test_told_to_end_it_lets_workers_save_and_leaves_no_process(tmp_path: Path) -> None:
+    body = """
+    if rank == "0":
+        signal.signal(signal.SIGTERM, lambda *_: (leave("saved"), sys.exit(0)))
+    else:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        leave("loader", str(subprocess.Popen(["sleep", "1000"]).pid))
+    """
+    with launched(tmp_path, body + WAITS, "--nproc-per-node=2", "--grace-s=1", "--restart-delay-s=0") as job:
+        wait_for(job, tmp_path, "pid.0.0", "pid.1.0")
+        os.kill(job.pid, signal.SIGTERM)
+        assert job.status() == 128 + signal.SIGTERM
+    assert (tmp_path / "saved.0.0").exists()
+    assert "started again" not in job.log.read_text()
+    for pid in (left(tmp_path, "pid", 0), left(tmp_path, "pid", 1), left(tmp_path, "loader", 1)):
+        wait_for_end(int(pid))
+    assert [starts(tmp_path, rank) for rank in range(2)] == [1, 1]
+
+
+def test_told_twice_to_end_it_does_not_wait_for_its_workers(tmp_path: Path) -> None:
+    with launched(tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAITS, "--grace-s=1000") as job:
+        wait_for(job, tmp_path, "pid.0.0")
+        os.kill(job.pid, signal.SIGTERM)
+        wait_until(job, lambda: "SIGTERM" in job.log.read_text())
+        os.kill(job.pid, signal.SIGINT)
+        assert job.status() == 128 + signal.SIGTERM
+    wait_for_end(int(left(tmp_path, "pid", 0)))
+
+
+def test_told_to_end_between_two_starts_it_starts_nothing(tmp_path: Path) -> None:
+    with launched(tmp_path, "sys.exit(1)", "--restart-delay-s=30", "--grace-s=1000") as job:
+        wait_until(job, lambda: "started again in 30 s" in job.log.read_text())
+        os.kill(job.pid, signal.SIGINT)
+        assert job.status() == 128 + signal.SIGINT
+    assert starts(tmp_path, 0) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_worker_does_not_outlive_a_launcher_that_was_killed(tmp_path: Path) -> None:
+    with launched(tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAITS) as job:
+        wait_for(job, tmp_path, "pid.0.0")
+        pid = int(left(tmp_path, "pid", 0))
+        os.kill(job.pid, signal.SIGKILL)
+        assert job.status() == -signal.SIGKILL
+        wait_for_end(pid)
+
+
+# -- files
+
+
+def test_each_start_has_a_log_and_the_process_id_is_there_while_it_runs(tmp_path: Path) -> None:
+    body = 'print("out of", rank, count); print("err of", rank, count, file=sys.stderr)\n' + WAITS
+    options = ["--nproc-per-node=2", "--restart-delay-s=0", "--log-dir=logs", "--run-dir=run"]
+    with launched(tmp_path, body, *options) as job:
+        wait_for(job, tmp_path, "pid.0.0", "pid.1.0", "run/pids/rank1")
+        first = int((tmp_path / "run" / "pids" / "rank1").read_text())
+        assert first == int(left(tmp_path, "pid", 1))
+        os.kill(first, signal.SIGKILL)
+        wait_for(job, tmp_path, "pid.1.1", "run/pids/rank1")
+        assert (tmp_path / "run" / "pids" / "rank1").read_text().strip() == left(tmp_path, "pid", 1, 1)
+        (tmp_path / "end").touch()
+        assert job.status() == 0
+    assert list((tmp_path / "run" / "pids").iterdir()) == []
+    names = {"rank0.start0.log": "0 0", "rank1.start0.log": "1 0", "rank1.start1.log": "1 1"}
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == names.keys()
+    for name, who in names.items():
+        assert (tmp_path / "logs" / name).read_text() == f"out of {who}\nerr of {who}\n"
+
+
+def test_folder_of_the_process_ids_may_come_from_the_environment(tmp_path: Path) -> None:
+    with launched(tmp_path, WAITS, STRAGGLE_PIDS_DIR=str(tmp_path / "ids")) as job:
+        wait_for(job, tmp_path, "pid.0.0", "ids/rank0")
+        assert (tmp_path / "ids" / "rank0").read_text().strip() == left(tmp_path, "pid", 0)
+
+
+# -- several nodes, on one machine
+
+SECRET = "0123456789abcdef" * 2
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@contextlib.contextmanager
+def node(number: int, folder: Path, body: str, port: int, *options: object) -> Iterator[Started]:
+    """The launcher of one of two nodes with two workers each."""
+    words = ["--nnodes=2", "--nproc-per-node=2", f"--node-rank={number}", f"--rdzv-endpoint=127.0.0.1:{port}"]
+    with launched(folder, body, *words, *options, STRAGGLE_JOB_SECRET=SECRET) as job:
+        yield job
+
+
+def test_nodes_number_their_ranks_and_the_store_stays_until_both_have_ended(tmp_path: Path) -> None:
+    port, body = free_port(), 'leave("there")\nif rank in "23":\n    wait_for("end")'
+    with node(1, tmp_path, body, port) as second:
+        wait_until(second, lambda: "waits for the job's store" in second.log.read_text())
+        with node(0, tmp_path, body, port) as first:
+            wait_until(first, lambda: "serves the store until those of nodes [1] have" in first.log.read_text())
+            wait_for(second, tmp_path, "there.2.0", "there.3.0")
+            assert agents.exited(store_of(tmp_path), 1).code == 0
+            (tmp_path / "end").touch()
+            assert [second.status(), first.status()] == [0, 0]
+    environments = [json.loads(left(tmp_path, "environment", rank)) for rank in range(4)]
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "STRAGGLE_JOB_SECRET")
+    found = [tuple(environment[name] for name in names) for environment in environments]
+    assert found == [(str(rank), str(rank % 2), "4", "2", str(rank // 2), SECRET) for rank in range(4)]
+
+
+def test_launcher_that_waits_for_a_store_ends_when_it_is_told(tmp_path: Path) -> None:
+    with node(1, tmp_path, "", free_port()) as job:
+        wait_until(job, lambda: "waits for the job's store" in job.log.read_text())
+        os.kill(job.pid, signal.SIGTERM)
+        assert job.status() == 128 + signal.SIGTERM
+    assert starts(tmp_path, 2) == 0
+
+
+@contextlib.contextmanager
+def store_only(folder: Path) -> Iterator[tuple[Started, int]]:
+    with started_command("launch", "--store-only", "--port=0", folder=folder) as job:
+        wait_until(job, lambda: "serves a job's store on port" in job.log.read_text())
+        yield job, int(re.findall(r"on port (\d+)", job.log.read_text())[0])
+
+
+def test_store_of_its_own_outlives_a_node_that_goes_on_counting_when_it_is_back(tmp_path: Path) -> None:
+    """The second launcher of a node that died does not give a number again that its peers know already."""
+    options = ["--external-store", "--restart-delay-s=0"]
+    with store_only(tmp_path) as (served, port):
+        with node(0, tmp_path, WAITS, port, *options) as first:
+            wait_for(first, tmp_path, "pid.0.0", "pid.1.0")
+            os.kill(int(left(tmp_path, "pid", 1)), signal.SIGKILL)
+            wait_for(first, tmp_path, "pid.1.1")
+        with node(0, tmp_path, WAITS, port, *options) as again:  # the first was killed, and its workers with it
+            wait_for(again, tmp_path, "pid.0.1", "pid.1.2")
+            (tmp_path / "end").touch()
+            assert again.status() == 0
+        os.kill(served.pid, signal.SIGTERM)
+        assert served.status() == 0
+
+
+@pytest.mark.slow
+def test_ranks_of_two_nodes_meet_over_a_store_of_its_own(tmp_path: Path) -> None:
+    body = """
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    x = torch.tensor([float(rank) + 1.0])
+    dist.all_reduce(x)
+    leave("sum", str(x.item()))
+    dist.barrier()
+    dist.destroy_process_group()
+    """
+    options = ["--external-store", "--nproc-per-node=1"]
+    with (
+        store_only(tmp_path) as (_, port),
+        node(0, tmp_path, body, port, *options) as first,
+        node(1, tmp_path, body, port, *options) as second,
+    ):
+        assert [first.status(), second.status()] == [0, 0]
+    assert [left(tmp_path, "sum", rank) for rank in range(2)] == ["3.0", "3.0"]
+
+
+def test_several_nodes_without_a_secret_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    options = ["--nnodes=2", "--node-rank=0", "--rdzv-endpoint=127.0.0.1:0"]
+    with launched(tmp_path, "", *options) as job:
+        assert job.status() == 2
+    assert "several nodes need the same STRAGGLE_JOB_SECRET" in job.log.read_text()
+    assert "Traceback" not in job.log.read_text()
+
+
+def test_port_that_is_taken_is_refused_without_a_traceback(tmp_path: Path) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        launched(tmp_path, "", f"--rdzv-endpoint=127.0.0.1:{listener.getsockname()[1]}") as job,
+    ):
+        assert job.status() == 2
+    assert "Address already in use" in job.log.read_text()
+    assert "Traceback" not in job.log.read_text()

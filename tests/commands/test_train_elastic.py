@@ -1,0 +1,71 @@
+"""`train` with members=elastic, started as `launch.sh` does: a rank is killed, and the run goes on and is complete."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from ranks import Started, started_command
+
+from straggle.merge.agents import DO_NOT_RESTART
+from straggle.observe.members import read_members
+from straggle.observe.run import read_reports
+from straggle.report import StepReport
+
+KEYS = ("workload=digits", "batch_size=4", "deadline=none", "metrics=none", "report=false", "members=elastic")
+ALONE = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+
+
+def train(folder: Path, *keys: str, world_size: int, launch: tuple[str, ...] = ()) -> tuple[int, str]:
+    """The status that the launcher ends with, and what was printed."""
+    words = ("--nproc-per-node", world_size, *launch, "-m", "straggle", "train", *KEYS, *keys, "run_dir=run")
+    with started_command("launch", *words, folder=folder, environment=ALONE) as job:
+        return ended(job)
+
+
+def ended(job: Started) -> tuple[int, str]:
+    status = job.status(200.0)
+    return status, job.log.read_text()
+
+
+def steps_of(folder: Path) -> list[StepReport]:
+    return list(read_reports(folder / "run" / "trace.jsonl"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 2])
+def test_rank_that_is_killed_comes_back_and_no_step_is_lost_or_written_twice(killed: int, tmp_path: Path) -> None:
+    # it is killed early, and the run is long enough for a busy machine to start it again
+    keys = ("faults=kill", "faults.pace.factor=6", f"faults.kill.rank={killed}", "faults.kill.step=5", "steps=500")
+    status, printed = train(tmp_path, *keys, world_size=3, launch=("--restart-delay-s", "0"))
+    assert status == 0, printed
+    reports = steps_of(tmp_path)
+    assert [report.step for report in reports] == list(range(500))
+    absent = [report.step for report in reports if report.absent_ranks == (killed,)]
+    assert absent == list(range(absent[0], absent[-1] + 1))
+    assert not any(report.late_ranks for report in reports if report.absent_ranks)
+    left, joined = (change for _, change in read_members(tmp_path / "run"))
+    assert (left.generation, left.kinds, left.ranks) == (1, ("ended",), tuple({0, 1, 2} - {killed}))
+    assert (joined.generation, joined.kinds, joined.ranks) == (2, ("joined",), (0, 1, 2))
+    assert joined.step == absent[-1] + 1
+    # it gives gradients again, and ends with the others' parameters
+    assert sum(report.ranks[killed].reach for report in reports[absent[-1] :]) > 0
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["absent_steps_per_rank"][killed] == len(absent)
+    assert len(summary["parameters_sha256"]) == 3
+    assert len(set(summary["parameters_sha256"])) == 1
+
+
+@pytest.mark.slow
+def test_too_few_ranks_leave_a_checkpoint_from_which_a_run_goes_on(tmp_path: Path) -> None:
+    few = ("faults=kill", "faults.kill.rank=0", "faults.kill.step=5", "members.min_ranks=2", "steps=12")
+    status, printed = train(tmp_path, *few, world_size=2)
+    assert status == DO_NOT_RESTART, printed
+    assert "1 of 2 ranks are left (rank 0 left: its process ended by SIGKILL" in printed
+    state = json.loads((tmp_path / "run" / "checkpoint" / "state.json").read_text())
+    assert state["step"] == len(steps_of(tmp_path)) == 5
+    status, printed = train(tmp_path, "faults=none", "steps=12", "resume=true", world_size=2)
+    assert status == 0, printed
+    assert [report.step for report in steps_of(tmp_path)] == list(range(12))
+    assert len(set(json.loads((tmp_path / "run" / "summary.json").read_text())["parameters_sha256"])) == 1

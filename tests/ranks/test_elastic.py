@@ -1,0 +1,247 @@
+"""Members leave and come back while the others train on: at the end all have the same bits."""
+
+import time
+
+import pytest
+from job_loop import Loop, absent, check_equal, gives_again, joined, left, plain, train, wider, with_batch_norm
+from members import run_job
+from ranks import Raised
+
+from straggle import Elastic
+
+BALLAST = 2**24  # elements of a state that takes a while to send
+
+
+def wait_logged(job, text):
+    job.wait(lambda: text in job.log(), f"{text!r} in the log")
+
+
+@pytest.mark.slow
+def test_killed_ranks_come_back_with_the_state_of_the_others():
+    with run_job(3, train, Loop(plain)) as job:
+        job.walk(10)
+        for rank in (2, 0):
+            peers = [other for other in range(3) if other != rank]
+            job.kill(rank)
+            job.walk(20, peers)
+            job.start(rank)
+            job.walk(10)
+        outcomes = job.finish()
+    check_equal(outcomes)
+    assert gives_again(outcomes[1], 0, 2)
+    zero, one, two = outcomes
+    assert one.begun == 0
+    assert 30 <= two.begun < zero.begun < one.step
+    assert set(left(one)) == {2, 0}
+    assert joined(one) == {2, 0}
+    for rank, begun in ((2, two.begun), (0, zero.begun)):
+        without = absent(one, rank)
+        assert without == list(range(without[0], begun))  # each step of its absence, and none before or after
+        assert len(without) >= 20
+    assert one.last_change is not None
+    assert one.last_change.world_size == 3
+    generations = [change.generation for change in one.changes]
+    assert generations == sorted(set(generations))
+
+
+@pytest.mark.slow
+def test_statistics_of_batch_norm_come_back_too():
+    with run_job(3, train, Loop(with_batch_norm)) as job:
+        job.walk(10)
+        job.kill(2)
+        job.walk(20, [0, 1])
+        job.start(2)
+        job.walk(20)
+        outcomes = job.finish()
+    check_equal(outcomes)
+
+
+@pytest.mark.slow
+def test_rank_that_was_stopped_for_seconds_is_healed_in_its_own_loop():
+    with run_job(3, train, Loop(plain)) as job:
+        job.walk(10)
+        job.stop(1)
+        job.walk(20, [0, 2])
+        time.sleep(3.0)
+        job.resume(1)
+        job.walk(10)
+        outcomes = job.finish()
+    check_equal(outcomes)
+    assert gives_again(outcomes[0], 1)
+    assert set(left(outcomes[0])) == {1}
+    assert outcomes[1].begun == 0  # the same process
+    assert len(outcomes[1].reports) == outcomes[1].step  # which has made each step
+    assert len(absent(outcomes[0], 1)) >= 20
+
+
+@pytest.mark.slow
+def test_two_ranks_leave_at_once_and_come_back():
+    with run_job(4, train, Loop(plain, elastic=Elastic(min_ranks=2, suspect_s=1.0))) as job:
+        job.walk(10)
+        job.kill(1, 3)
+        job.walk(20, [0, 2])
+        job.start(1)
+        job.start(3)
+        job.walk(10)
+        outcomes = job.finish()
+    check_equal(outcomes)
+    assert gives_again(outcomes[0], 1, 3)
+    assert set(left(outcomes[0])) == {1, 3}
+    assert min(outcomes[1].begun, outcomes[3].begun) >= 30
+
+
+@pytest.mark.slow
+def test_too_few_ranks_are_an_error_that_names_those_that_left():
+    with run_job(3, train, Loop(plain)) as job:
+        job.walk(10)
+        job.kill(1, 2)
+        error = job.result(0)
+    assert isinstance(error, Raised)
+    assert error.kind == "TooFewRanks", error
+    assert "rank 0, step " in error.message
+    assert "1 of 3 ranks are left" in error.message
+    assert "rank 1 left: no sign of life" in error.message or "rank 2 left: no sign of life" in error.message
+    assert "Elastic.min_ranks" in error.message
+
+
+@pytest.mark.slow
+def test_leader_that_dies_while_it_gives_its_state_is_replaced():
+    with run_job(4, train, Loop(plain, ballast=BALLAST, elastic=Elastic(min_ranks=2, suspect_s=1.0))) as job:
+        job.walk(10)
+        job.kill(3)
+        job.walk(10, [0, 1, 2])
+        job.start(3)
+        wait_logged(job, "rank 3 joined: came back")
+        job.kill(0)
+        job.walk(10, [1, 2, 3])
+        job.start(0)
+        job.walk(10)
+        outcomes = job.finish()
+    check_equal(outcomes)
+    assert gives_again(outcomes[1], 0, 3)
+    assert absent(outcomes[1], 0)
+    assert absent(outcomes[1], 3)
+
+
+@pytest.mark.slow
+def test_newcomer_that_dies_while_its_state_arrives_is_put_out_and_may_come_again():
+    with run_job(3, train, Loop(plain, ballast=BALLAST)) as job:
+        job.walk(10)
+        job.kill(2)
+        job.walk(10, [0, 1])
+        job.start(2)
+        wait_logged(job, "rank 2 joined: came back")
+        job.kill(2)
+        job.walk(20, [0, 1])
+        job.start(2)
+        job.walk(10)
+        check_equal(job.finish())
+
+
+def raise_once(rank, step):
+    if (rank, step) == (1, 15):
+        raise ValueError("no such batch")
+
+
+def test_rank_whose_code_raises_leaves_with_its_reason():
+    with run_job(3, train, Loop(plain, raise_once)) as job:
+        job.walk(20, [0, 2])
+        error = job.result(1)
+        outcomes = job.finish([0, 2])
+    assert (error.kind, error.message) == ("ValueError", "no such batch")
+    check_equal(outcomes)
+    for own in outcomes:
+        assert "rank 1 raised in step 15, data: ValueError('no such batch')" in left(own)[1]
+        assert joined(own) == set()
+        assert absent(own, 1)[0] in (15, 16)
+
+
+def end_early(rank, step):
+    return (rank, step) == (1, 15)
+
+
+def test_rank_whose_loop_ends_earlier_leaves_the_others_to_go_on():
+    with run_job(3, train, Loop(plain, end_early)) as job:
+        job.walk(20, [0, 2])
+        assert job.result(1).step == 15
+        outcomes = job.finish([0, 2])
+    check_equal(outcomes)
+    assert outcomes[0].changes[0].left == {1: "ended"}
+
+
+@pytest.mark.slow
+def test_newcomer_with_another_model_or_other_options_is_refused_and_the_job_goes_on():
+    with run_job(3, train, Loop(plain)) as job:
+        job.walk(10)
+        job.kill(2)
+        job.walk(10, [0, 1])
+        for other, named in ((Loop(wider), "17"), (Loop(plain, deadline_s=1.0), "deadline")):
+            job.start(2, other)
+            error = job.result(2)
+            assert (error.kind, named in error.message) == ("Refused", True), error
+            job.kill(2)
+            job.walk(10, [0, 1])
+        job.start(2)
+        job.walk(10)
+        outcomes = job.finish()
+    check_equal(outcomes)
+    assert gives_again(outcomes[0], 2)
+
+
+def be_late(rank, step):
+    if rank == 1 and step >= 10 and step % 10 == 0:
+        time.sleep(0.4)
+
+
+@pytest.mark.slow
+def test_members_change_while_another_rank_is_late():
+    with run_job(4, train, Loop(plain, be_late, deadline_s=0.1)) as job:
+        job.walk(15)
+        job.kill(3)
+        job.walk(20, [0, 1, 2])
+        job.start(3)
+        job.walk(25)
+        outcomes = job.finish()
+    check_equal(outcomes)
+    late = [report.step for report in outcomes[0].reports if report.ranks[1].late and report.ranks[3].absent]
+    assert late, "rank 1 was late while rank 3 was absent"
+
+
+def stay_in_step_15(rank, step):
+    while (rank, step) == (2, 15):
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_what_was_in_flight_to_a_dead_rank_is_lost_for_one_step_and_reported():
+    with run_job(3, train, Loop(plain, stay_in_step_15)) as job:
+        job.walk(15)
+        time.sleep(1.0)  # the others have launched their merges of step 15
+        job.kill(2)
+        job.walk(10, [0, 1])
+        outcomes = job.finish([0, 1])
+    check_equal(outcomes)
+    for own in outcomes:
+        reports = {report.step: report for report in own.reports}
+        assert [reports[15].ranks[rank].cause for rank in (0, 1)] == ["members", "members"]
+        assert [sum(reports[15].ranks[rank].stages) for rank in (0, 1, 2)] == [0, 0, 0]
+        assert reports[15].ranks[2].absent
+        assert [sum(reports[16].ranks[rank].stages) > 0 for rank in (0, 1, 2)] == [True, True, False]
+        assert [reports[16].ranks[rank].cause for rank in (0, 1)] == [None, None]
+
+
+@pytest.mark.slow
+def test_who_does_not_know_the_secret_of_the_job_is_not_let_in():
+    with run_job(3, train, Loop(plain), environment={"STRAGGLE_JOB_SECRET": "right"}) as job:
+        job.walk(10)
+        job.kill(2)
+        job.walk(10, [0, 1])
+        job.start(2, environment={"STRAGGLE_JOB_SECRET": "wrong"})
+        error = job.result(2)
+        assert isinstance(error, Raised)
+        assert "STRAGGLE_JOB_SECRET" in error.message
+        job.kill(2)
+        job.walk(10, [0, 1])
+        job.start(2)
+        job.walk(10)
+        check_equal(job.finish())

@@ -1,0 +1,267 @@
+"""A job whose ranks are killed, stopped and started again while it runs: real processes, whose store is a file.
+
+The file's lock is held while a rank is killed or stopped: one in the middle of a record, or with the lock itself,
+would stop all others. A store that is a server, as torchrun's agent has it, has no such trouble.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import struct
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from network import Network, enter
+from ranks import Raised  # which sets what the server of forks has loaded
+
+_context = multiprocessing.get_context("forkserver")
+_POLL_S = 0.02
+_NO_END = 1 << 40
+
+
+class Board:
+    """What ranks and test tell each other, in a file of numbers: how many steps each has made, and when to end."""
+
+    def __init__(self, path: Path, world_size: int) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT)
+        self._end = world_size
+        if os.fstat(self._file).st_size == 0:
+            for place in range(world_size):
+                self._write(place, 0)
+            self._write(self._end, _NO_END)
+
+    def made(self, rank: int) -> int:
+        """Steps that this rank has made; 0 where it was started again and has not made one yet."""
+        return self._read(rank)
+
+    def note(self, rank: int, num_steps: int) -> None:
+        """This rank has made so many steps."""
+        self._write(rank, num_steps)
+
+    @property
+    def end(self) -> int:
+        """The step before which all loops end."""
+        return self._read(self._end)
+
+    @end.setter
+    def end(self, step: int) -> None:
+        self._write(self._end, step)
+
+    def _read(self, place: int) -> int:
+        return int(struct.unpack("q", os.pread(self._file, 8, 8 * place))[0])
+
+    def _write(self, place: int, number: int) -> None:
+        os.pwrite(self._file, struct.pack("q", number), 8 * place)
+
+
+class Job:
+    """Ranks that run ``function(rank, board, *args)``, one of a module; see `run_job`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        world_size: int,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        environment: dict[str, str],
+        network: Network | None,
+    ) -> None:
+        self.folder, self.world_size = folder, world_size
+        self.board = Board(folder / "board", world_size)
+        self._environment, self._network = environment, network
+        self._store_host: Any = None
+        if network is not None:
+            served, serving = _context.Pipe(duplex=False)
+            self._store_host = _context.Process(target=_serve_store, args=(serving, network.names[-1]), daemon=True)
+            self._store_host.start()
+            serving.close()  # so that this raises where the store's process ends
+            self._port = served.recv()
+        self._payload = pickle.dumps((function, args))
+        self._processes: dict[int, Any] = {}
+        self._connections: dict[int, Connection] = {}
+        self._starts = dict.fromkeys(range(world_size), 0)
+        self._results: dict[int, Any] = {}
+
+    @property
+    def furthest(self) -> int:
+        """Steps that the rank has made which made most."""
+        return max(map(self.board.made, range(self.world_size)))
+
+    def start(self, rank: int, *args: Any, environment: dict[str, str] | None = None) -> None:
+        """Start a rank, for the first time or again; with ``args`` in place of the job's, where there are any."""
+        payload = self._payload
+        if args:
+            payload = pickle.dumps((pickle.loads(payload)[0], args))
+        environment = self._environment if environment is None else environment
+        self.board.note(rank, 0)
+        self._results.pop(rank, None)
+        ours, theirs = _context.Pipe()
+        place = None
+        if self._network is not None:
+            place = (self._network.names[rank], self._network.addresses[-1], self._port)
+        start = (theirs, rank, self.world_size, self._starts[rank], str(self.folder), payload, environment, place)
+        process = _context.Process(target=_member_main, args=start, daemon=True)
+        process.start()
+        theirs.close()
+        self._starts[rank] += 1
+        self._processes[rank], self._connections[rank] = process, ours
+
+    def kill(self, *ranks: int) -> None:
+        """SIGKILL."""
+        self._signal(signal.SIGKILL, ranks)
+        for rank in ranks:
+            self._processes[rank].join()
+
+    def stop(self, *ranks: int) -> None:
+        """SIGSTOP."""
+        self._signal(signal.SIGSTOP, ranks)
+
+    def resume(self, *ranks: int) -> None:
+        """SIGCONT."""
+        for rank in ranks:
+            os.kill(self._processes[rank].pid, signal.SIGCONT)
+
+    def walk(self, num_steps: int, ranks: Iterable[int] | None = None, limit_s: float = 40.0) -> None:
+        """Wait until these ranks are so many steps further than the furthest is now."""
+        step = self.furthest + num_steps
+        ranks = range(self.world_size) if ranks is None else list(ranks)
+        self.wait(lambda: all(self.board.made(rank) >= step for rank in ranks), f"ranks {ranks} at {step}", limit_s)
+
+    def wait(self, condition: Callable[[], bool], what: str, limit_s: float = 40.0) -> None:
+        """Wait until this is so; a rank that raises meanwhile fails the test, unless the condition is about it."""
+        until = time.monotonic() + limit_s
+        while not condition():
+            self._collect()
+            raised = {rank: own for rank, own in self._results.items() if isinstance(own, Raised) and own.kind}
+            if time.monotonic() > until:
+                raise AssertionError(f"not within {limit_s} s: {what}; raised: {raised}\n{self._stacks()}")
+            time.sleep(_POLL_S)
+
+    def ended(self, rank: int) -> Any:
+        """What a rank returned, or `Raised`; ``None`` while it runs."""
+        self._collect()
+        return self._results.get(rank)
+
+    def result(self, rank: int, limit_s: float = 40.0) -> Any:
+        """The same, when it has."""
+        self.wait(lambda: self.ended(rank) is not None, f"rank {rank} ends", limit_s)
+        return self._results[rank]
+
+    def finish(self, ranks: Iterable[int] | None = None, limit_s: float = 40.0) -> list[Any]:
+        """End all loops at the same step, and give what these ranks return; one that raised fails the test."""
+        self.board.end = self.furthest + 20
+        ranks = range(self.world_size) if ranks is None else list(ranks)
+        results = [self.result(rank, limit_s) for rank in ranks]
+        failed = [f"rank {rank}: {own}" for rank, own in zip(ranks, results, strict=True) if isinstance(own, Raised)]
+        assert not failed, "\n".join(failed) + self.log()
+        return results
+
+    def log(self) -> str:
+        """What the library has logged on all ranks."""
+        return "".join(f"\n{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("log*")))
+
+    def close(self) -> None:
+        """End all processes."""
+        for process in (*self._processes.values(), *filter(None, [self._store_host])):
+            process.kill()
+            process.join()
+
+    def _signal(self, number: int, ranks: Iterable[int]) -> None:
+        with open(self.folder / "store", "a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            for rank in ranks:
+                os.kill(self._processes[rank].pid, number)
+
+    def _collect(self) -> None:
+        for rank, connection in self._connections.items():
+            if rank not in self._results and connection.poll():
+                with contextlib.suppress(EOFError, ConnectionError):  # it was killed
+                    self._results[rank] = pickle.loads(connection.recv_bytes())
+
+    def _stacks(self) -> str:
+        for process in self._processes.values():
+            if process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.5)
+        stacks = [f"\n{path.name}:\n{path.read_text()}" for path in sorted(self.folder.glob("stacks*"))]
+        return "".join(stacks) + self.log()
+
+
+@contextlib.contextmanager
+def run_job(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    environment: dict[str, str] | None = None,
+    network: Network | None = None,
+) -> Iterator[Job]:
+    """A job of so many ranks, each of which runs ``function(rank, board, *args)``; it ends with the block.
+
+    In a ``network`` each rank is on a host of its own, and the store is a server on the last host.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(Path(folder), world_size, function, args, environment or {}, network)
+        try:
+            for rank in range(world_size):
+                job.start(rank)
+            yield job
+        finally:
+            job.close()
+
+
+def _member_main(
+    connection: Connection,
+    rank: int,
+    world_size: int,
+    start: int,
+    folder: str,
+    payload: bytes,
+    environment: dict[str, str],
+    place: tuple[str, str, int] | None,
+) -> None:
+    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "TORCH_GLOO_LAZY_INIT": "1", **environment})
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(start)
+    torch.set_num_threads(1)
+    form = "%(asctime)s.%(msecs)03d %(message)s"
+    logging.basicConfig(filename=f"{folder}/log{rank}.{start}", level=logging.INFO, format=form, datefmt="%M:%S")
+    with open(f"{folder}/stacks{rank}.{start}", "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        store: Any = None
+        if place is None:
+            store = dist.FileStore(f"{folder}/store")
+        else:
+            enter(place[0])
+            store = dist.TCPStore(place[1], place[2], is_master=False)
+        store.set_timeout(timedelta(seconds=60))
+        corner = dist.PrefixStore(f"start/{rank}/{start}" if start else "start", store)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=corner, rank=rank, world_size=world_size)
+        try:
+            function, args = pickle.loads(payload)
+            result: Any = function(rank, Board(Path(folder, "board"), world_size), *args)
+        except BaseException as error:
+            result = Raised(type(error).__name__, str(error), traceback.format_exc())
+        connection.send_bytes(pickle.dumps(result))
+        with contextlib.suppress(EOFError, ConnectionError):
+            connection.recv_bytes()  # never comes: the test ends it
+
+
+def _serve_store(connection: Any, namespace: str) -> None:
+    enter(namespace)
+    store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+    connection.send(store.port)
+    signal.pause()

@@ -1,0 +1,89 @@
+"""Command lines of `straggle launch`: what is refused, and what a worker finds in its environment."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from straggle.commands.launch import Job, worker_environment
+from straggle.commands.launch_options import arguments
+from straggle.commands.store_host import Endpoint
+
+TWO_NODES = ["--nnodes", "2", "--rdzv-endpoint", "node0:29500"]
+SECRET = {"STRAGGLE_JOB_SECRET": "s"}
+JOB = Job(4, 2, 1, Endpoint("node0", 29500), "job7", 10)
+
+
+def test_options_end_at_the_script_and_may_be_written_with_underscores() -> None:
+    given = arguments(["--nproc_per_node=3", "--max-restarts", "2", "train.py", "--nproc-per-node", "9"], {})
+    assert (given.nproc_per_node, given.max_restarts, given.node_rank) == (3, 2, 0)
+    assert (given.script, given.arguments) == ("train.py", ["--nproc-per-node", "9"])
+    given = arguments(["--log_dir", "logs", "--standalone", "-m", "package.train"], {})
+    assert (given.module, given.script, given.log_dir) == (True, "package.train", Path("logs"))
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "said"),
+    [
+        ([], {}, "the following arguments are required: script"),
+        (["--nproc-per-node", "0", "a.py"], {}, "0: must be an integer of at least 1"),
+        (["--nproc-per-node", "many", "a.py"], {}, "many: must be an integer of at least 1"),
+        (["--max-restarts", "-1", "a.py"], {}, "must be an integer of at least 0"),
+        (["--restart-delay-s", "soon", "a.py"], {}, "soon: must be seconds, at least 0"),
+        (["--rdzv-endpoint", "node0", "a.py"], {}, "'node0' is no HOST:PORT, such as node0:29500"),
+        (["--rdzv-endpoint", "node0:99999", "a.py"], {}, "'node0:99999' is no HOST:PORT"),
+        (["--nnodes", "2", "--node-rank", "0", "a.py"], SECRET, "need --node-rank, 0 on the first, and the same"),
+        ([*TWO_NODES, "a.py"], SECRET, "several nodes need --node-rank, 0 on the first"),
+        ([*TWO_NODES, "--node-rank", "2", "a.py"], SECRET, "--node-rank 2: with --nnodes 2 it is 0 to 1"),
+        ([*TWO_NODES, "--node-rank", "1", "--standalone", "a.py"], SECRET, "--standalone is for one node"),
+        ([*TWO_NODES, "--node-rank", "1", "a.py"], {}, "several nodes need the same STRAGGLE_JOB_SECRET"),
+        (["--external-store", "a.py"], {}, "--external-store needs --rdzv-endpoint HOST:PORT"),
+        (["--nproc", "2", "a.py"], {}, "unrecognized arguments: --nproc"),
+    ],
+)
+def test_wrong_command_line_is_refused_with_what_is_wrong(
+    words: list[str], environment: dict[str, str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        arguments(words, environment)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_help_fits_on_a_screen(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        arguments(["--help"], {})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40
+    assert sum(line.startswith("  straggle launch ") for line in lines) == 3
+
+
+def test_ranks_of_a_node_follow_those_of_the_node_before() -> None:
+    found = [worker_environment(JOB, local_rank, SECRET) for local_rank in range(4)]
+    assert [environment["RANK"] for environment in found] == ["4", "5", "6", "7"]
+    assert {(e["WORLD_SIZE"], e["LOCAL_WORLD_SIZE"], e["GROUP_RANK"]) for e in found} == {("8", "4", "1")}
+    assert {(e["MASTER_ADDR"], e["MASTER_PORT"]) for e in found} == {("node0", "29500")}
+
+
+def test_what_the_user_has_set_stays_and_what_an_outer_job_has_set_does_not() -> None:
+    users = {"OMP_NUM_THREADS": "3", "TORCH_GLOO_LAZY_INIT": "0", "PATH": "/bin"}
+    found = worker_environment(JOB, 0, {**users, **SECRET, "RANK": "17", "MASTER_ADDR": "elsewhere"})
+    assert found.items() >= {**users, **SECRET, "RANK": "4", "MASTER_ADDR": "node0"}.items()
+    plain = worker_environment(replace(JOB, nproc_per_node=10**6), 0, SECRET)
+    assert (plain["OMP_NUM_THREADS"], plain["TORCH_GLOO_LAZY_INIT"]) == ("1", "1")
+
+
+@pytest.mark.parametrize(
+    ("text", "endpoint"),
+    [
+        ("node0:29500", Endpoint("node0", 29500)),
+        ("10.0.0.1:1", Endpoint("10.0.0.1", 1)),
+        ("[::1]:80", Endpoint("::1", 80)),
+    ],
+)
+def test_endpoint_is_read_as_it_is_written(text: str, endpoint: Endpoint) -> None:
+    assert Endpoint.of(text) == endpoint
+    assert str(endpoint) == text
