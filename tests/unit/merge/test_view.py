@@ -144,6 +144,23 @@ def test_lowest_member_that_has_its_state_leads(healing, leads):
     assert leader(VIEW, healing) == leads
 
 
+def test_changes_of_views_that_a_rank_has_missed_are_seen():
+    first = View(1, {0: "0-a", 1: "0-b", 2: "0-c"})
+    second = first.without({1: "no sign of life"})
+    third = second.without({2: "ended"})
+    fourth = third.with_joined({1: "1-d", 3: "0-e"}, step=7, giver=0)
+    assert second.changes_since(first, {}) == (Change(1, False, "no sign of life"),)
+    assert third.changes_since(first, {}) == (Change(1, False, "not known"), Change(2, False, "ended"))
+    heard = {(1, False): "no sign of life", (2, False): "ended"}
+    assert fourth.changes_since(first, heard) == (
+        Change(1, False, "no sign of life"),
+        Change(2, False, "ended"),
+        Change(1, True, "came back"),
+        Change(3, True, "came back"),
+    )
+    assert fourth.changes_since(fourth, heard) == ()
+
+
 # -- words in the store
 
 
