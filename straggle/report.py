@@ -175,6 +175,11 @@ class MembersReport:
         return (*kinds, *(CHANGE_KINDS[-1] for _ in self.joined))
 
     @property
+    def at_the_end(self) -> bool:
+        """Whether nothing happened but that ranks came to the end of their loop."""
+        return not self.joined and all(reason == "ended" for reason in self.left.values())
+
+    @property
     def what(self) -> str:
         """Who left and who joined, and why, in words."""
         changes = [f"rank {rank} left: {reason}" for rank, reason in self.left.items()]

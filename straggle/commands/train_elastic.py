@@ -51,7 +51,8 @@ def train_elastic(config: DictConfig, *, resumes: Callable[[Checkpoint], bool]) 
         checkpoint = Checkpoint(run_dir / "checkpoint")
         first_step = 0 if job.model.comes_late else _begin(job, config, checkpoint, held, resumes)
         try:
-            _train(job, config, checkpoint, first_step, held)
+            with ExitStack() as observed:
+                _train(job, config, checkpoint, first_step, observed)
             told.set("over", "")
             _end(job, config, checkpoint, told)
         except TooFewRanks as error:
@@ -75,20 +76,20 @@ def _begin(
     return first_step
 
 
-def _train(job: StagedJob, config: DictConfig, checkpoint: Checkpoint, first_step: int, held: ExitStack) -> None:
+def _train(job: StagedJob, config: DictConfig, checkpoint: Checkpoint, first_step: int, observed: ExitStack) -> None:
     run_dir, rank = Path(config.run_dir), job.model.rank
     begins = rank == 0 and not job.model.comes_late
     trace = HandedOnTrace(rank, run_dir / "trace.jsonl", first_step=first_step, begins=begins)
-    held.callback(trace.close)
-    held.enter_context(MembersWriter(job.model, run_dir, begins=begins))
-    held.enter_context(metrics_of(job, config))
+    observed.callback(trace.close)
+    observed.enter_context(MembersWriter(job.model, run_dir, begins=begins))
+    observed.enter_context(metrics_of(job, config))
     view: LiveView | None = None
     saves = False
     for report in _steps(job, config.steps):
         if not trace.add(report):
             continue
         if view is None:  # this rank is the lowest member now
-            view = held.enter_context(LiveView(config.steps, first_step=report.step))
+            view = observed.enter_context(LiveView(config.steps, first_step=report.step))
             job.model.register_members_hook(view.changed)
         view.show(report)
         saves |= bool(config.checkpoint_every) and (report.step + 1) % config.checkpoint_every == 0

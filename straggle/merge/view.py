@@ -121,6 +121,7 @@ class View:
         new = [rank for rank in self.ranks if old.members.get(rank) != self.members[rank]]
         changed = [*((rank, False) for rank in gone), *((rank, True) for rank in new)]
         known = {**{(c.rank, c.joined): c.reason for c in self.changes}, **reasons}
+        known = {**known, **{(rank, False): ENDED for rank in self.ended}}
         return tuple(Change(rank, joined, known.get((rank, joined), "not known")) for rank, joined in changed)
 
     def watched_by(self, rank: int) -> tuple[int, ...]:

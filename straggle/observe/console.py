@@ -46,7 +46,9 @@ class LiveView:
             )
 
     def changed(self, report: MembersReport) -> None:
-        """Members have left or come in; from any thread."""
+        """Members have left or come in; from any thread. That ranks come to the end of the run is not said."""
+        if report.at_the_end:
+            return
         self._console.print(f"members: {report}", highlight=False)
 
     def _line(self, report: StepReport) -> str:

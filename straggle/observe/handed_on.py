@@ -38,8 +38,9 @@ class HandedOnLines:
         self._path, self._key = path, key
         self._patience_s = patience_s
         self._pending: deque[tuple[int, Line]] = deque(maxlen=_KEPT)
-        self._last = first - 1  # that is in the file, as far as this rank knows
+        self._floor = self._last = first - 1  # the last is in the file, as far as this rank knows
         self._file: LineWriter | None = None
+        self._inode = -1  # of the file that it has
         self._waits_since: float | None = None
         self._lock = threading.Lock()
         if begins:
@@ -51,7 +52,7 @@ class HandedOnLines:
             self._pending.append((number, line))
             if not writes:
                 self._close()
-            elif self._file is not None or self._take_over():
+            elif self._has_file() or self._take_over():
                 self._write_pending()
 
     def close(self) -> None:
@@ -65,11 +66,10 @@ class HandedOnLines:
             if number > self._last:
                 self._file.write(json.dumps({self._key: number, **line()}))
                 self._last = number
-        self._pending.clear()
 
     def _take_over(self) -> bool:
         """Become the writer; false where the one before has lines that this rank lacks, and may still write them."""
-        now, last = time.monotonic(), max(self._last, self._last_written())
+        now, last = time.monotonic(), max(self._floor, self._last_written())
         self._waits_since = now if self._waits_since is None else self._waits_since
         following = next((number for number, _ in self._pending if number > last), last + 1)
         if following > last + 1 and now - self._waits_since < self._patience_s:
@@ -84,8 +84,21 @@ class HandedOnLines:
             size = self._move(keeps)
         except OSError:  # as on a full disk: without a file of its own, this rank goes on in the one that there is
             size = self._path.stat().st_size if self._path.exists() else 0
-        self._last = max(self._last, self._last_written())
+        # what this rank wrote last may have gone into a file that was taken over
+        self._last = max(self._floor, self._last_written())
+        self._close()
         self._file = LineWriter(self._path, keep_bytes=size)
+        self._inode = self._inode_now()
+
+    def _has_file(self) -> bool:
+        """Whether this rank has the file of that name; another may have taken it over while this one was frozen."""
+        return self._file is not None and self._inode == self._inode_now()
+
+    def _inode_now(self) -> int:
+        try:
+            return self._path.stat().st_ino
+        except OSError:
+            return -1
 
     def _move(self, keeps: Callable[[str], bool]) -> int:
         part = self._path.with_name(f"{self._path.name}.{os.getpid()}.part")

@@ -44,6 +44,8 @@ class MembersWriter:
         self._lines.close()
 
     def _write(self, report: MembersReport) -> None:
+        if report.at_the_end:
+            return
         line = {"time": time.time(), **report.as_dict()}
         self._lines.add(report.generation, lambda: line, writes=writer_of_change(report) == self._rank)
 

@@ -211,7 +211,9 @@ class StepMetrics:
         self._predicted_dropped_ratio.labels(self._rank).set(self._model.predicted_drop)
 
     def count_change(self, report: MembersReport) -> None:
-        """Count a change of the members."""
+        """Count a change of the members, other than that a rank comes to the end of its loop."""
+        if report.at_the_end:
+            return
         for kind in report.kinds:
             self._changes[kind].inc()
 

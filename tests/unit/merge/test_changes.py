@@ -1,6 +1,6 @@
 """What became of the members between two views, when those between them were not seen."""
 
-from straggle.merge.view import Change, View
+from straggle.merge.view import ENDED, Change, View
 
 FIRST = View(0, {0: "a", 1: "b", 2: "c"})
 
@@ -15,6 +15,11 @@ def test_changes_over_a_view_that_was_not_seen_are_all_there():
     expected = (Change(0, False, "its process ended"), Change(1, False, "no sign of life for 2 s"))
     assert second.changes_since(FIRST, {(0, False): "its process ended"}) == expected
     assert second.changes_since(FIRST, {}) == (Change(0, False, "not known"), expected[1])
+
+
+def test_rank_whose_loop_was_over_in_a_view_that_was_not_seen_has_that_reason():
+    second = FIRST.without({1: ENDED}).without({2: ENDED})
+    assert second.changes_since(FIRST, {}) == (Change(1, False, ENDED), Change(2, False, ENDED))
 
 
 def test_rank_that_was_started_again_left_and_joined():

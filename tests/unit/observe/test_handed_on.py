@@ -64,6 +64,17 @@ def test_what_a_frozen_writer_still_writes_when_it_wakes_up_is_not_in_the_file(p
     assert numbers(path) == list(range(6))
 
 
+def test_frozen_writer_that_is_the_writer_again_goes_on_in_the_file_of_its_heir(path):
+    frozen, heir = HandedOnLines(path, key="step", begins=True), HandedOnLines(path, key="step")
+    add(frozen, range(3), writes=True)
+    add(heir, range(3), writes=False)
+    add(heir, range(3, 6), writes=True)
+    add(frozen, range(6, 9), writes=True)
+    add(heir, range(6, 9), writes=False)
+    add(heir, [9], writes=True)
+    assert numbers(path) == list(range(10))
+
+
 def test_writer_that_comes_back_goes_on_after_its_heir(path):
     first, heir = HandedOnLines(path, key="step", begins=True), HandedOnLines(path, key="step")
     add(first, range(3), writes=True)

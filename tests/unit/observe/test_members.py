@@ -43,5 +43,11 @@ def test_change_in_words_says_who_and_why():
     assert str(change) == "rank 1 left: was started again; rank 1 joined: came back (2 of 3 ranks)"
 
 
+def test_end_of_a_loop_is_no_change_that_is_told():
+    assert MembersReport(1, 7, (0, 1), 3, left={2: "ended"}).at_the_end
+    assert not MembersReport(1, 7, (0, 1), 3, left={2: "its process ended by SIGKILL, after 3.0 s"}).at_the_end
+    assert not MembersReport(1, 7, (0, 1), 3, left={2: "ended"}, joined={1: "came back"}).at_the_end
+
+
 def test_run_without_changes_has_none(tmp_path):
     assert read_members(tmp_path) == []
