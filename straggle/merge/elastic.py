@@ -95,8 +95,7 @@ class ElasticChannel(Channel):
                 _log.info("rank %d: generation %d was not formed: %s", self.rank, view.generation, error)
 
         # on a thread that is left to itself where a member dies meanwhile: nothing else ends this
-        thread = threading.Thread(target=meet, name="straggle-forming", daemon=True)
-        thread.start()
+        thread = self.membership.spawn(meet)
         while thread.is_alive():
             thread.join(_SLICE_S / 4)
             if self.membership.view.generation > view.generation or self.closing:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -111,7 +110,7 @@ class Healing:
         began_at = time.monotonic()
         encoded = encode(self._state())
         _log.info("rank %d: copied its state in %.3f s", self._channel.rank, time.monotonic() - began_at)
-        threading.Thread(target=self._send, args=(encoded, step), name="straggle-healing", daemon=True).start()
+        self._membership.spawn(self._send, encoded, step)
 
     def _state(self) -> dict[str, Any]:
         coordinator = self._coordinator
@@ -160,7 +159,7 @@ class _Arrival:
         self.state: dict[str, Any] | None = None
         self.error: Exception | None = None
         self._channel = channel
-        threading.Thread(target=self._receive, name="straggle-healing", daemon=True).start()
+        channel.membership.spawn(self._receive)
 
     def _receive(self) -> None:
         try:

@@ -28,6 +28,7 @@ BEAT_S = 0.1
 _QUICK_S = 0.5  # the silence that is enough where a connection has just broken
 _BROKEN_S = 3.0  # for how long a connection has just broken
 _LINGER_S = 2.0
+_END_S = 5.0  # for threads to come back when the model is closed
 
 _log = logging.getLogger(__name__)
 
@@ -90,6 +91,7 @@ class Membership:
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="straggle-heartbeat", daemon=True)
         self._local = threading.local()
+        self._threads: list[threading.Thread] = []
         self._idle: list[Any] = []  # connections; appending and popping are atomic
 
     # -- any thread
@@ -226,6 +228,14 @@ class Membership:
         store = self._store()
         return self._open(store, key) if store.check([key]) else None
 
+    def spawn(self, target: Callable[..., None], *args: Any) -> threading.Thread:
+        """Start a thread that waits for other ranks, and may be left to itself; `close` waits for it, for a moment."""
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        thread = threading.Thread(target=target, args=args, name="straggle-members", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+        return thread
+
     def corner(self, name: str) -> str:
         """A corner of the store that who does not know the job's secret cannot guess."""
         return self._seal.seal(name, "").strip()
@@ -244,7 +254,10 @@ class Membership:
         self._closing.set()
         self._wake.set()
         # while Python ends, a thread that comes back from the store would end the process with an error
-        self._thread.join(_LINGER_S)
+        until = time.monotonic() + _END_S
+        for thread in (self._thread, *self._threads):
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(max(0.0, until - time.monotonic()))
 
     # -- the thread
 
