@@ -11,6 +11,7 @@ import logging
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -413,10 +414,7 @@ class Coordinator:
         """Launch all collectives that are left, the last with the telemetry; when that was."""
         weights = current.weights(own)
         without_store = not self._channel.store.reachable
-        admits = self._membership is not None and bool(self._membership.wanted) and self._stand_in.started
-        row = row_of(
-            self.training, self.merging, current, own, weights, scalars, without_store=without_store, admits=admits
-        )
+        row = row_of(self.training, self.merging, current, own, weights, scalars, without_store=without_store)
         if self._membership is None:
             current.buffers.write_telemetry(self._channel.rank, row.encode(), changes)
         current.row, current.changes = row, changes
@@ -468,7 +466,9 @@ class Coordinator:
         assert current.row is not None
         assert self._groups is not None
         current.buffers.use_telemetry(torch.zeros_like(current.buffers.telemetry))
-        row = current.lost_in(current.row)
+        wanted = self._membership is not None and bool(self._membership.wanted)
+        # asked only now: while the members change, a step may be submitted that others are let in before
+        row = replace(current.lost_in(current.row), admits=wanted and not self._stand_in.healing)
         current.buffers.write_telemetry(self._channel.rank, row.encode(), current.changes)
         current.telemetry = current.buffers.merge_telemetry(self._groups.control)
         return current.telemetry
@@ -542,6 +542,8 @@ class Coordinator:
         with self._lock:
             self._groups, self._ranks = groups, view.ranks
             self._healing = (self._healing | view.joined) & set(view.ranks)
+            if self._membership is not None:
+                self._membership.healing = self._healing
             self.deadline.members(len(view.ranks))
             new = self._channel.rank in view.joined and self._absent_until == sys.maxsize
             if new:

@@ -123,10 +123,12 @@ class Healing:
 
     def _send(self, encoded: Encoded, step: int) -> None:
         until = time.monotonic() + _SEND_S
-        while not ((view := self._membership.view).giver == self._channel.rank and view.step == step):
-            if time.monotonic() > until or view.step > step:
-                return  # it was not let in after all
+        while (view := self._membership.admitted) is None or view.step < step:
+            if time.monotonic() > until:
+                return  # they were not let in after all
             time.sleep(0.005)
+        if view.step > step:
+            return
         for rank in sorted(view.joined):
             try:
                 send(encoded, _pair(self._channel, view, rank, place=0), 1)

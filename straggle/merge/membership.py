@@ -74,6 +74,7 @@ class Membership:
         self.description = ""
         self.watches = False  # whether it puts silent members out, from the time on when it can go on without them
         self.held: tuple[int, bool] | None = None  # the step before which others are let in, and whether this one leads
+        self.admitted: View | None = None  # the last view in which this rank let others in
         self.left_for_good = False  # by its own will, so it does not ask to be let in again
         self.reasons: dict[tuple[int, bool], str] = {}  # why each rank left or joined last, in the views that were seen
         self._elastic = elastic
@@ -155,7 +156,9 @@ class Membership:
         self.wanted = {}
         for rank in new:  # or it would be let in again, by the next leader, when it has left and does not ask
             store.delete_key(f"join/{rank}")
-        self._propose(store, view, view.with_joined(new, step=step, giver=self.rank))  # even for none: all wait for it
+        following = view.with_joined(new, step=step, giver=self.rank)  # even for none: all wait for it
+        if self._propose(store, view, following):
+            self.admitted = following
 
     def leave(self, reason: str, *, for_good: bool = True) -> None:
         """This rank takes no further part, or none ``for_good`` and none before it is let in again."""

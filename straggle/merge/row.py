@@ -21,7 +21,6 @@ def row_of(
     scalars: Mapping[str, float],
     *,
     without_store: bool,
-    admits: bool = False,
 ) -> Row:
     """This rank's row for the round, as of now; with the lock held."""
     now, times, layout = training.stopwatch.now(), training.stopwatch.read(), current.layout
@@ -54,6 +53,5 @@ def row_of(
         num_microbatches=current.num_microbatches,
         microbatch_s=tuple(training.microbatch_s) if in_step else (),
         without_store=without_store,
-        admits=admits,
         scalars=scalars,
     )
