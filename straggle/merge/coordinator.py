@@ -508,7 +508,7 @@ class Coordinator:
                 self.training.stop_up_to(current.step)  # where it still is in this step, it comes to take it
                 self._stand_in.merged(before_s=before_s)
                 if self._membership is not None:
-                    self._merged_among(self._membership, current.step, table)
+                    self._merged_among(self._membership, current.step, table, given=current.complete)
         return True
 
     # -- members come and go; called by `regroup.py`, and with the lock held where the name begins with an underscore
@@ -609,13 +609,17 @@ class Coordinator:
             self._tables = []
             self._stand_in.heal(False)
 
-    def _merged_among(self, membership: Membership, step: int, table: Table) -> None:
-        """A step is merged: who has its state, and who is let in."""
+    def _merged_among(self, membership: Membership, step: int, table: Table, *, given: bool) -> None:
+        """A step is merged: who has its state, and who is let in.
+
+        ``given``: another member had it complete before, and the members have changed since. So who was to be let in
+        after it has been, or was not: no view comes that this rank could wait for.
+        """
         membership.step = self.merging.step
         self._healing = membership.healing = self._healing & table.stood_in_ranks()
         if self._stand_in.healing:
             self._tables.append((step, table))
-        if table.admits():
+        if table.admits() and not given:
             if table.admits_of(self._channel.rank):
                 self._gives_at = step + 1
             self._freeze()  # nothing of the next step is on its way when the others come in
