@@ -60,7 +60,7 @@ rendezvous() {
 
 # launch_options WHERE: the same for straggle launch, which knows one form of rendezvous, an address
 launch_options() {
-  local address= port=
+  local address='' port=''
   while [ $# -gt 0 ]; do
     case $1 in
       --standalone) echo "$1" && return ;;
@@ -96,7 +96,7 @@ run() {
   fi
   case " $* " in
     *" members=elastic "*) # each worker with an agent of its own: torchrun ends all of them when one dies
-      # shellcheck disable=SC2086
+      # shellcheck disable=SC2046,SC2086
       exec "$venv/bin/python" -m straggle launch $(launch_options $where) --nproc-per-node "$workers" -m straggle "$name" "$@"
       ;;
   esac

@@ -72,7 +72,8 @@ class Channel:
         )
         self._finalizer = weakref.finalize(self, _end, self.store, self.rank, self._progress)
 
-    def _connect(self, store: Any, corner: str) -> Any:
+    @staticmethod  # a method would keep this alive as long as the store's thread
+    def _connect(store: Any, corner: str) -> Any:
         return connect(store, corner)
 
     def _meet(self, parent: dist.ProcessGroup) -> str:

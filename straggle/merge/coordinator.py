@@ -262,8 +262,8 @@ class Coordinator:
         """
         posts = False
         with self._lock:
-            if self._stand_in.error is not None:
-                raise self._stand_in.error
+            if self._membership is not None:
+                self.check_ended()
             mine = (current := self._open_own_round()) is not None
             self.training.leave(merges=mine, ran_past_merge=self._fill_in.finishes_late and not mine)
             if current is not None:

@@ -73,7 +73,8 @@ class ElasticChannel(Channel):
                 raise PeerFailed(f"rank {self.rank}, before step 0: the ranks of the job do not meet")
         return corner
 
-    def _connect(self, store: Any, corner: str) -> Any:
+    @staticmethod
+    def _connect(store: Any, corner: str) -> Any:
         return connect_all(store, corner)
 
     @property

@@ -26,6 +26,7 @@ def test_public_names_are_pinned():
         "Deadline",
         "DeadlineReached",
         "DropBudget",
+        "Elastic",
         "ErrorFeedback",
         "Estimate",
         "Estimator",
@@ -37,6 +38,7 @@ def test_public_names_are_pinned():
         "LastOwn",
         "LateHandling",
         "MedianDeadline",
+        "MembersReport",
         "Merge",
         "MovingAverage",
         "NextDeadline",
@@ -71,7 +73,10 @@ def test_public_names_are_pinned():
 @pytest.mark.parametrize(
     ("owner", "arguments"),
     [
-        (StagedDataParallel, "module *process_group *stages *deadline *estimator *late_handling *merge words_of_ddp"),
+        (
+            StagedDataParallel,
+            "module *process_group *stages *deadline *estimator *late_handling *merge *members words_of_ddp",
+        ),
         (StagedDataParallel.step, "self num_microbatches"),
         (straggle.StagedBackward, "module *stages *on_stage *estimator *granularity *clock"),
         (straggle.StagedBackward.backward, "self tensors gradient *retain_graph *create_graph *budget_s"),

@@ -4,7 +4,6 @@ import math
 import random
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -200,7 +199,7 @@ def test_stand_in_asks_shortly_before_the_deadline_and_stops_the_rank_when_it_is
 def test_fewer_ranks_than_the_quorum_stop_nobody():
     clock, channel = [10.0], Told(num_waiting=1)
     stand_in, training, _, deadline = at_begin_of_step(clock, channel)
-    deadline.rules = replace(deadline.rules, quorum=2)
+    deadline.quorum = 2
     for now in (10.985, 11.0, 11.1):
         clock[0] = now
         acts(stand_in)

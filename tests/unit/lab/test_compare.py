@@ -94,7 +94,7 @@ def test_pace_can_be_switched_off_in_all_scenarios():
         (["~report"], "report=None: only train does that"),
         (["metrics=prometheus"], "metrics: only train exports them"),
         (["scenarios=3"], "scenarios=3: give a list"),
-        (["scenarios=[nobody]"], "choose of dropcompute, everyone_noisy, none, "),
+        (["scenarios=[nobody]"], "choose of dropcompute, everyone_noisy, kill, none, "),
         (["methods=[ddp,local_sgd]", "methods.local_sgd.job.every=1"], "an integer of at least 2"),
         (["methods=[ddp,local_sgd]", "+methods.local_sgd.job.evry=2"], "unknown key methods.local_sgd.job.evry"),
         (["+methods.straggle.workload=text"], "unknown key methods.straggle.workload; it has job, deadline, "),
