@@ -287,7 +287,7 @@ class Coordinator:
         with self._lock:
             self.training.fail()
         if self._membership is not None:
-            self._membership.leave(what)
+            self._membership.leave_with_an_error(what)
             return
         try:
             self._channel.post_failure(what)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from straggle.merge.agents import Exited, post_over
 from straggle.merge.channel import PeerFailed
-from straggle.merge.store import StoreUnreachable
+from straggle.merge.store import ANSWER_S, StoreUnreachable
 from straggle.merge.view import ENDED, Elastic, Seal, Silence, View, leader
 
 BEAT_S = 0.1
@@ -165,26 +165,34 @@ class Membership:
         self.left_for_good |= for_good
         if self._view is None or not self.is_member:
             return
-        store = self._store()
-        for _ in range(5):
-            view = self._read(store)
-            if view.members.get(self.rank) != self.incarnation:
-                return
-            if self._propose(store, view, view.without({self.rank: reason})):
-                return
+        with self._lent() as store:
+            for _ in range(5):
+                view = self._read(store)
+                if view.members.get(self.rank) != self.incarnation:
+                    return
+                if self._propose(store, view, view.without({self.rank: reason})):
+                    return
 
     def leave_at_the_end(self) -> None:
         """The same when this rank's loop is over: first it waits, for a moment, for the others to come as far.
 
-        They may need it for the step that it has just ended.
+        They may need it for the step that it has just ended. A store that stands still is not waited for.
         """
+        self.spawn(self._leave_with_the_others).join(_LINGER_S + ANSWER_S)
+
+    def leave_with_an_error(self, reason: str) -> None:
+        """The same when this rank's own code raised; for as long as a store that answers needs."""
+        self.spawn(self.leave, reason).join(ANSWER_S)
+
+    def _leave_with_the_others(self) -> None:
+        until = time.monotonic() + _LINGER_S
         try:
-            store, until = self._store(), time.monotonic() + _LINGER_S
-            while self.is_member and time.monotonic() < until:
-                steps = [int(sign.split(" ")[1]) for sign in self._signs(store, self.view, self.view.ranks).values()]
-                if min(steps) >= self.step:
-                    break
-                time.sleep(0.02)
+            with self._lent() as store:
+                while self.is_member and time.monotonic() < until:
+                    signs = self._signs(store, self.view, self.view.ranks)
+                    if min(int(sign.split(" ")[1]) for sign in signs.values()) >= self.step:
+                        break
+                    time.sleep(0.02)
             self.leave(ENDED)
         except (RuntimeError, OSError, ValueError) as error:
             _log.info("rank %d left without a word: %s", self.rank, error)
@@ -215,11 +223,16 @@ class Membership:
 
         It is kept for the next one: making one takes seconds where a name server does not answer.
         """
+        with self._lent() as store:
+            yield dist.PrefixStore(self.corner(corner), store)  # type: ignore[attr-defined]
+
+    @contextlib.contextmanager
+    def _lent(self) -> Iterator[Any]:
         try:
             store = self._idle.pop()
         except IndexError:
             store = self._connect()
-        yield dist.PrefixStore(self.corner(corner), store)  # type: ignore[attr-defined]
+        yield store
         self._idle.append(store)
 
     def publish(self, key: str, word: str) -> None:
@@ -345,8 +358,9 @@ class Membership:
         sealed = self._sealed(new)
         given = store.compare_set("view", self._sealed(old), sealed).decode()
         if given == sealed:
+            level = logging.INFO if all(change.reason == ENDED for change in new.changes) else logging.WARNING
             words = "; ".join(f"rank {c.rank} {'joined' if c.joined else 'left'}: {c.reason}" for c in new.changes)
-            _log.warning("generation %d, ranks %s: %s", new.generation, list(new.ranks), words)
+            _log.log(level, "generation %d, ranks %s: %s", new.generation, list(new.ranks), words)
         self._saw(self._read(store))
         return bool(given == sealed)
 

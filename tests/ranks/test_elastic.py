@@ -1,14 +1,18 @@
 """Members leave and come back while the others train on: at the end all have the same bits."""
 
+import fcntl
 import random
+import threading
 import time
 
 import pytest
+import torch.distributed as dist
 from job_loop import Loop, absent, check_equal, gives_again, joined, left, plain, train, wider, with_batch_norm
 from members import run_job
-from ranks import Raised
+from ranks import Raised, run_ranks
+from training import features, mlp
 
-from straggle import Elastic
+from straggle import Elastic, StagedDataParallel
 
 BALLAST = 2**24  # elements of a state that takes a while to send
 
@@ -269,3 +273,26 @@ def test_replicas_stay_identical_whatever_happens_to_whom(seed):
         job.walk(10)
         outcomes = job.finish()
     check_equal(outcomes)
+
+
+def close_before_a_store_that_stands_still(rank):
+    """Trains alone, and closes its model while another holds the lock of the store's file; whether that ended."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    model = StagedDataParallel(mlp(), members=Elastic())
+    for number in range(5):
+        with model.step():
+            model(features(rank, number)).square().mean().backward()
+    closing = threading.Thread(target=model.close, daemon=True)
+    with open(store.path) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        closing.start()
+        closing.join(40)
+        return not closing.is_alive()
+
+
+@pytest.mark.slow
+def test_store_that_stands_still_is_not_waited_for_at_the_end():
+    # its requests have no time limit: without one of the library's own this ends with the lock, never
+    assert run_ranks(close_before_a_store_that_stands_still, 1) == [True]
