@@ -32,7 +32,7 @@ from straggle.merge.round import Contribution, Layout, MergedStep, Round, Usage
 from straggle.merge.row import row_of
 from straggle.merge.stand_in import StandIn
 from straggle.merge.telemetry import Table, absent_row
-from straggle.merge.view import Progress, Repair, View
+from straggle.merge.view import MergeProgress, Repair, View
 from straggle.policies.fill_in import FillIn
 from straggle.policies.history import History
 
@@ -284,11 +284,11 @@ class Coordinator:
     def fail(self, error: BaseException) -> None:
         """The user's code raised in this step: post it, and let the peers finish the step, so that none waits."""
         what = f"rank {self._channel.rank} raised in step {self.training.step}, {self.stopwatch.phase}: {error!r}"
-        with self._lock:
-            self.training.fail()
-        if self._membership is not None:
+        if self._membership is not None:  # its peers go on without it
             self._membership.leave_with_an_error(what)
             return
+        with self._lock:
+            self.training.fail()
         try:
             self._channel.post_failure(what)
             with self._lock:
@@ -315,7 +315,11 @@ class Coordinator:
             if merged.stood_in or self.merging.step > training.step:
                 self._stand_in.applied()
         if self._policy_error is not None:
-            raise self._policy_error
+            error = self._policy_error
+            if self._membership is not None:
+                self._policy_error = None  # it may be let in again
+                self._membership.leave_with_an_error(f"rank {self._channel.rank}, step {merged.step}: {error!r}")
+            raise error
         if failed := [rank for rank in merged.table.failed_ranks() if rank != self._channel.rank]:
             raise PeerFailed(
                 self._channel.explain(f"rank {self._channel.rank}, step {merged.step}: ranks {failed} failed")
@@ -388,8 +392,9 @@ class Coordinator:
             return current.estimate(own, self._fill_in, self._parameters)
         except Exception as error:
             self._policy_error = error
-            self.training.fail()
-            self._channel.post_failure(f"rank {self._channel.rank}, step {current.step}: {error!r}")
+            if self._membership is None:
+                self.training.fail()
+                self._channel.post_failure(f"rank {self._channel.rank}, step {current.step}: {error!r}")
             return own
 
     def _submit_for_stuck(self) -> Round:
@@ -511,20 +516,20 @@ class Coordinator:
                     self._merged_among(self._membership, current.step, table, given=current.complete)
         return True
 
-    # -- members come and go; called by `regroup.py`, and with the lock held where the name begins with an underscore
+    # -- members come and go; called by `elastic.py`, and with the lock held where the name begins with an underscore
 
-    def freeze(self) -> Progress:
+    def freeze(self) -> MergeProgress:
         """The members change: launch nothing before `regroup`. How far this rank has come."""
         with self._lock:
             return self._freeze()
 
-    def _freeze(self) -> Progress:
+    def _freeze(self) -> MergeProgress:
         self._channel.epoch += 1
         self._groups = None
         if self._absent_until == sys.maxsize:
-            return Progress(-1)
+            return MergeProgress(-1)
         current = self.merging.round
-        return Progress(self.merging.step) if current is None else current.freeze()
+        return MergeProgress(self.merging.step) if current is None else current.freeze()
 
     def telemetry_of(self, step: int) -> Tensor:
         """The merged telemetry of ``step``, to be given to who lacks it; zeros where this rank has none."""

@@ -23,7 +23,7 @@ from straggle.merge.channel import Channel, PeerFailed
 from straggle.merge.groups import GlooGroup, Groups, is_over
 from straggle.merge.membership import MembersChanged, Membership, TooFewRanks
 from straggle.merge.store import check_answers, connect_all, default_store
-from straggle.merge.view import RETURNS, Elastic, Progress, Repair, View, progress_length, repair
+from straggle.merge.view import RETURNS, Elastic, MergeProgress, Repair, View, progress_length, repair
 from straggle.report import MembersReport
 
 _SLICE_S = 0.02
@@ -174,7 +174,7 @@ class ElasticChannel(Channel):
 class Led(Protocol):
     """What a rank does as the members change; see `Coordinator`."""
 
-    def freeze(self) -> Progress:
+    def freeze(self) -> MergeProgress:
         """Launch nothing; how far it has come."""
 
     def telemetry_of(self, step: int) -> Tensor:
@@ -310,13 +310,13 @@ class Regrouping:
                 view.ranks,
             )
 
-    def _regroup(self, view: View, progress: Progress) -> None:
+    def _regroup(self, view: View, progress: MergeProgress) -> None:
         channel = self._channel
         own = torch.tensor(progress.encode(self._num_buckets), dtype=torch.int64)
         assert len(own) == progress_length(self._num_buckets)
         gathered = channel.exchange(own, view)
         way = repair(
-            {rank: Progress.decode(numbers.tolist()) for rank, numbers in zip(view.ranks, gathered, strict=True)}
+            {rank: MergeProgress.decode(numbers.tolist()) for rank, numbers in zip(view.ranks, gathered, strict=True)}
         )
         telemetry = torch.empty(0)
         if way.completed is not None:

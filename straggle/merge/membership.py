@@ -87,7 +87,7 @@ class Membership:
         self._steps: dict[int, int] = {}
         self._broken_at = -math.inf
         self._num_joins = 0  # how often a rank asked to be let in, as this one has dealt with
-        self._unreachable: str | None = None
+        self._lost = False  # the store did not answer; by the thread
         self._closing = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="straggle-heartbeat", daemon=True)
@@ -256,11 +256,6 @@ class Membership:
         """A corner of the store that who does not know the job's secret cannot guess."""
         return self._seal.seal(name, "").strip()
 
-    @property
-    def unreachable(self) -> str | None:
-        """Why the store does not answer the beating thread; ``None``: it does."""
-        return self._unreachable
-
     def end(self, why: str) -> None:
         """The job goes on no more: who is started again would wait for members that are not there."""
         post_over(self._store(), why)
@@ -299,12 +294,13 @@ class Membership:
                 self._closing.wait(1.0)
 
     def _note_lost(self, problem: str | None) -> None:
-        if (problem is None) != (self._unreachable is None) and not self._closing.is_set():
-            if problem is None:
-                _log.warning("rank %d: the job's store answers again", self.rank)
-            else:
+        lost = problem is not None
+        if lost != self._lost and not self._closing.is_set():
+            if lost:
                 _log.warning("rank %d: the job's store does not answer (%s): members cannot change", self.rank, problem)
-        self._unreachable = problem
+            else:
+                _log.warning("rank %d: the job's store answers again", self.rank)
+        self._lost = lost
 
     def _beat_once(self, store: Any) -> None:
         store.set(f"beat/{self.rank}/{self.incarnation}", f"{time.monotonic()} {self.step}")

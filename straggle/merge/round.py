@@ -17,7 +17,7 @@ from straggle.backward.stages import Stage, StagePlan
 from straggle.merge.buffers import Share, StageBuffers
 from straggle.merge.groups import Group, succeeded
 from straggle.merge.telemetry import Row, Table
-from straggle.merge.view import Progress, Repair
+from straggle.merge.view import MergeProgress, Repair
 from straggle.policies.fill_in import FillIn
 from straggle.policies.supplements import Supplement
 from straggle.report import CAUSES, Cause, Phase
@@ -334,12 +334,12 @@ class Round:
         names = [", ".join(stage.name for stage in bucket) for bucket in self.layout.buckets]
         return [(work, name) for works, name in zip(self._works, names, strict=False) for work in works]
 
-    def freeze(self) -> Progress:
+    def freeze(self) -> MergeProgress:
         """Launch nothing from here on: the members change. How far this rank has come."""
         self._group = None
         self._merged |= {b for b, works in enumerate(self._works) if works and all(map(succeeded, works))}
         complete = self.complete or (self.telemetry is not None and succeeded(self.telemetry))
-        return Progress(self.step, len(self._works), frozenset(self._merged), complete)
+        return MergeProgress(self.step, len(self._works), frozenset(self._merged), complete)
 
     def regroup(
         self, group: Group, repair: Repair, place_of: Mapping[int, int], renew: Callable[[], StageBuffers], *, new: bool

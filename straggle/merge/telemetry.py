@@ -225,10 +225,6 @@ class Table:
         absent = self._columns["absent"]
         return not all(absent) and all(map(max, self._columns["idle"], absent))
 
-    def absent_ranks(self) -> tuple[int, ...]:
-        """Ranks that are no members."""
-        return tuple(rank for rank, absent in enumerate(self._columns["absent"]) if absent)
-
     def stood_in_ranks(self) -> frozenset[int]:
         """Ranks that were stood in for."""
         return frozenset(rank for rank, stood_in in enumerate(self._columns["stood_in"]) if stood_in)

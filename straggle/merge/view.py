@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 WATCHED = 3  # members that each one watches: those that follow it, in a ring
@@ -213,7 +213,7 @@ class Silence:
 
 
 @dataclass(frozen=True)
-class Progress:
+class MergeProgress:
     """How far one member had come when its old process groups were dropped.
 
     It was merging ``step``, had launched the merges of ``launched`` buckets, of which those in ``merged`` had come to
@@ -231,14 +231,14 @@ class Progress:
         return [self.step, self.launched, int(self.complete), *(int(b in self.merged) for b in range(num_buckets))]
 
     @classmethod
-    def decode(cls, numbers: Sequence[int]) -> Progress:
+    def decode(cls, numbers: Sequence[int]) -> MergeProgress:
         """What `encode` gave."""
         step, launched, complete, *merged = numbers
         return cls(step, launched, frozenset(b for b, is_merged in enumerate(merged) if is_merged), bool(complete))
 
 
 def progress_length(num_buckets: int) -> int:
-    """Numbers in an encoded `Progress`."""
+    """Numbers in an encoded `MergeProgress`."""
     return 3 + num_buckets
 
 
@@ -259,7 +259,7 @@ class Repair:
     num_launched: int = 0
 
 
-def repair(progress: Mapping[int, Progress]) -> Repair:
+def repair(progress: Mapping[int, MergeProgress]) -> Repair:
     """From how far each member had come, by rank.
 
     Members are at most one step apart, because a merge needs all of them. Who has a step complete knows that all have
@@ -271,7 +271,7 @@ def repair(progress: Mapping[int, Progress]) -> Repair:
     step = min(own.step for own in known.values())
     done = [rank for rank, own in known.items() if own.step > step or own.complete]
     if done:
-        after = {rank: own if own.step > step else Progress(step + 1) for rank, own in known.items()}
+        after = {rank: own if own.step > step else MergeProgress(step + 1) for rank, own in known.items()}
         waiting = any(own.step == step for own in known.values())
         launched = max(own.launched for own in after.values())
         return Repair(step + 1, step if waiting else None, min(done) if waiting else -1, num_launched=launched)
@@ -286,6 +286,3 @@ def leader(view: View, healing: Iterable[int]) -> int:
     """The member that lets others in: the lowest that is not itself waiting for its state."""
     whole = [rank for rank in view.ranks if rank not in set(healing)]
     return min(whole or view.ranks)
-
-
-Listener = Callable[[View], None]

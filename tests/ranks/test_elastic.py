@@ -1,15 +1,17 @@
 """Members leave and come back while the others train on: at the end all have the same bits."""
 
+import contextlib
 import fcntl
 import random
 import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 from job_loop import Loop, absent, check_equal, gives_again, joined, left, plain, train, wider, with_batch_norm
 from members import run_job
-from ranks import Raised, run_ranks
+from ranks import Raised, digest, run_ranks
 from training import features, mlp
 
 from straggle import Elastic, StagedDataParallel
@@ -296,3 +298,36 @@ def close_before_a_store_that_stands_still(rank):
 def test_store_that_stands_still_is_not_waited_for_at_the_end():
     # its requests have no time limit: without one of the library's own this ends with the lock, never
     assert run_ranks(close_before_a_store_that_stands_still, 1) == [True]
+
+
+class Broken(Exception):
+    pass
+
+
+def go_on_after_an_error(rank):
+    """Rank 2's code raises in step 10, in the block, and its loop goes on; the parameters at the end."""
+    model = StagedDataParallel(mlp(), members=Elastic())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model.register_state(optimizer=optimizer)
+    absent_in, step = [], 0
+    while step < 60:
+        with contextlib.suppress(Broken), model.step():
+            time.sleep(0.01)
+            model(features(rank, step)).square().mean().backward()
+            if (rank, step, len(absent_in)) == (2, 10, 10):
+                absent_in.append(-1)
+                raise Broken
+        optimizer.step()
+        optimizer.zero_grad()
+        assert model.last_report is not None
+        absent_in.append(model.last_report.ranks[2].absent)
+        step = model.last_report.step + 1
+    return digest(model.parameters()), step, absent_in[-1], sum(absent_in), model.last_members_report
+
+
+@pytest.mark.slow
+def test_rank_whose_loop_goes_on_after_its_own_error_is_healed():
+    results = run_ranks(go_on_after_an_error, 3)
+    assert len({result[:2] for result in results}) == 1
+    assert results[0][2] is False
+    assert results[0][3] > 0

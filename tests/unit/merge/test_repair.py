@@ -14,18 +14,18 @@ from training import Chain
 from straggle.backward.stages import BUCKET_BYTES, Stage, StagePlan
 from straggle.merge.buffers import StageBuffers
 from straggle.merge.round import Layout, Round
-from straggle.merge.view import Progress, Repair, progress_length, repair
+from straggle.merge.view import MergeProgress, Repair, progress_length, repair
 
 OLD = (0, 1, 2)
 NEWCOMER = 3
 WORLD_SIZE = 4
 BUCKETS = range(3)
 ALL = frozenset(BUCKETS)
-FRESH = Progress(-1)
+FRESH = MergeProgress(-1)
 
 
 def at(step, launched=0, merged=(), *, complete=False):
-    return Progress(step, launched, frozenset(merged), complete)
+    return MergeProgress(step, launched, frozenset(merged), complete)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_progress_is_read_as_it_was_written():
     for progress in (FRESH, at(7, 2, {1}), at(7, 3, ALL, complete=True)):
         numbers = progress.encode(3)
         assert len(numbers) == progress_length(3)
-        assert Progress.decode(numbers) == progress
+        assert MergeProgress.decode(numbers) == progress
 
 
 # -- every case, by the rounds that carry the repair out
@@ -215,9 +215,9 @@ def reachable():
             merged = [frozenset(b for b, ranks in enumerate(merged_by) if rank in ranks) for rank in OLD]
             everywhere = all(own == ALL for own in merged)
             for complete in subsets(OLD) if everywhere else [frozenset()]:
-                yield tuple(Progress(0, launched[r], merged[r], r in complete) for r in OLD)
-    behind = [Progress(0, 3, ALL, complete) for complete in (False, True)]
-    for states in product([*behind, *(Progress(1, launched) for launched in range(4))], repeat=3):
+                yield tuple(MergeProgress(0, launched[r], merged[r], r in complete) for r in OLD)
+    behind = [MergeProgress(0, 3, ALL, complete) for complete in (False, True)]
+    for states in product([*behind, *(MergeProgress(1, launched) for launched in range(4))], repeat=3):
         if len({state.step for state in states}) == 2:
             yield states
 
@@ -311,7 +311,7 @@ def regroup_some(members, chance):
 
 def message_of(rank, bucket):
     """What a member put into a bucket of step 0."""
-    return Member(rank, Progress(0, 3)).old.works[bucket].tensor
+    return Member(rank, MergeProgress(0, 3)).old.works[bucket].tensor
 
 
 def check(stay, newcomers, *, meanwhile):
