@@ -14,6 +14,7 @@ from straggle.backward.hooks import DeadlineReached
 from straggle.backward.stage_profile import Reach, StageProfile, measure_stages
 from straggle.backward.staged import BackwardStep, FinishedStage, StagedBackward
 from straggle.backward.stages import BalancedByTime
+from straggle.garbage import CollectGarbage
 from straggle.merge.channel import PeerFailed
 from straggle.merge.options import Merge
 from straggle.merge.view import Elastic
@@ -57,6 +58,7 @@ __all__ = [
     "BackwardStep",
     "BalancedByTime",
     "Carry",
+    "CollectGarbage",
     "Deadline",
     "DeadlineReached",
     "DropBudget",

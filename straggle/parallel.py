@@ -103,6 +103,7 @@ class StagedDataParallel(nn.Module):
         self._own_group = process_group is not None and process_group is not dist.group.WORLD
         self._last_record: StepRecord | None = None
         self._step_hooks: OrderedDict[int, Callable[[StepRecord], None]] = OrderedDict()
+        self._submit_hooks: OrderedDict[int, Callable[[int], object]] = OrderedDict()
         self._members_hooks: OrderedDict[int, Callable[[MembersReport], None]] = OrderedDict()
         self._last_members_report: MembersReport | None = None
         self._of_the_job: frozenset[str] = frozenset()  # attributes that no copy has; none yet
@@ -143,6 +144,7 @@ class StagedDataParallel(nn.Module):
             num_changes=module_buffers.numel,
             membership=None if elastic is None else elastic.membership,
         )
+        self._coordinator.submit_hooks = self._submit_hooks
         self._regrouping = self._healing = None
         if elastic is not None:
             self._regrouping = Regrouping(elastic, self._coordinator)
@@ -334,6 +336,16 @@ class StagedDataParallel(nn.Module):
         """
         handle = RemovableHandle(self._step_hooks)
         self._step_hooks[handle.id] = hook
+        return handle
+
+    def register_submit_hook(self, hook: Callable[[int], object]) -> RemovableHandle:
+        """Call ``hook(step)`` on the training thread when it has submitted its part of a step, before it waits.
+
+        For work that can be done while the gradients are on the way. Not called in a step that was submitted in this
+        rank's place.
+        """
+        handle = RemovableHandle(self._submit_hooks)
+        self._submit_hooks[handle.id] = hook
         return handle
 
     @property
@@ -599,7 +611,8 @@ def _watch_optimizers(model: StagedDataParallel) -> list[RemovableHandle]:
 
 
 def _of_no_job() -> dict[str, Any]:
-    return {"_step_hooks": OrderedDict(), "_members_hooks": OrderedDict(), "_last_members_report": None}
+    hooks = {name: OrderedDict[int, Any]() for name in ("_step_hooks", "_submit_hooks", "_members_hooks")}
+    return {**hooks, "_last_members_report": None}
 
 
 def _members_changed(reference: weakref.ref[StagedDataParallel], report: MembersReport) -> None:

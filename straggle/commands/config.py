@@ -55,6 +55,7 @@ _AT_LEAST = {
     "seed": 0,
     "block": 1,
     "checkpoint_every": 0,
+    "collect_garbage_every": 0,
 }
 _PARTS = (
     "workload",

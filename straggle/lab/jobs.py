@@ -22,6 +22,7 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
+from straggle.garbage import CollectGarbage
 from straggle.lab.build import build_estimator, build_faults, build_members, build_optimizer, stages_of
 from straggle.lab.faults import FaultInjector
 from straggle.lab.restarts import fresh_store
@@ -157,6 +158,8 @@ class StagedJob(Job):
     ) -> None:
         super().__init__(config, workload, device)
         self._stop = stop
+        every = config.get("collect_garbage_every") or 0
+        self._garbage = CollectGarbage(self.model, every=every) if every else None
         self.rebalance: Rebalance | None = None
         if config.get("rebalance"):
             self._unit: int = config.batch_size if self.num_microbatches > 1 else 1  # samples
@@ -220,6 +223,8 @@ class StagedJob(Job):
 
     def close(self) -> None:
         super().close()
+        if self._garbage is not None:
+            self._garbage.close()
         self.model.close()
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -73,6 +73,7 @@ class Coordinator:
         self._membership = membership
         self._groups = channel.formed  # `None` while members change
         self._ranks = tuple(range(channel.world_size))  # that are members
+        self.submit_hooks: Mapping[int, Callable[[int], object]] = {}  # the model's
         self._absent_until = 0  # the step from which on this rank takes part
         self._healing: frozenset[int] = frozenset()  # members that wait for their state
         self._last_telemetry = torch.empty(0)  # of the step that was merged last, for a member that lacks it
@@ -278,6 +279,8 @@ class Coordinator:
         if current is not None:
             if posts:
                 self._channel.post_finished(current.step)
+            for hook in tuple(self.submit_hooks.values()):
+                hook(current.step)
             self._complete(current)
         return self._take()
 
