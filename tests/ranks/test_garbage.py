@@ -53,7 +53,7 @@ def collected_while_the_peer_computes(rank):
     with staged(mlp()) as model:
         garbage = CollectGarbage(model, every=1)
         if rank == 0:
-            model.register_submit_hook(lambda step: store.set(f"collected/{garbage.count}", ""))
+            model.register_submit_hook(lambda _: store.set(f"collected/{garbage.count}", ""))
         for number in range(2):
             with model.step():
                 loss = model(features(0, number)).square().mean()
