@@ -70,7 +70,7 @@ _PARTS = (
     "lateness",
 )
 _BUILT = ("deadline", "merge", "late_handling", "delays", "work", "network", "lateness")
-_OF_A_METHOD = ("job", "deadline", "estimator", "late_handling", "merge", "optimizer", "stages")
+_OF_A_METHOD = ("job", "deadline", "estimator", "late_handling", "merge", "optimizer", "stages", "rebalance")
 _AT_LEAST_OF_A_JOB = {"every": 2, "warmup_steps": 0}
 _NOT_COMPARED = ("resume", "replay", "report", "checkpoint_every")  # keys that only train follows
 _METRICS_PARTS = ("security", "targets", "push")
@@ -217,9 +217,9 @@ def _check_methods(config: DictConfig) -> None:
             own = of_method(config, str(name))
         except OmegaConfBaseException as error:
             raise ConfigurationError(f"methods.{name}: {str(error).splitlines()[0]}") from None
-        for part in _PARTS:
+        for part in (*_PARTS, "rebalance"):
             if part in method:
-                _check_arguments(part, own[part], f"methods.{name}.{part}")
+                _check_arguments(part, own[part] or None, f"methods.{name}.{part}")
 
 
 def of_method(config: DictConfig, name: str) -> DictConfig:
