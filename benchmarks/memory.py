@@ -101,7 +101,17 @@ def main():
     parser.add_argument("--lag", type=int, default=16)
     options = parser.parse_args()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    columns = ("model", "gradients", "DDP", "straggle", "ratio", "quartiles", "DDP, own", "straggle, own", "a step of lag")
+    columns = (
+        "model",
+        "gradients",
+        "DDP",
+        "straggle",
+        "ratio",
+        "quartiles",
+        "DDP, own",
+        "straggle, own",
+        "a step of lag",
+    )
     rows = [row(name, options) for name in options.models or MODELS]
     print(f"MB, medians of {options.runs} runs; own: beyond what the process had before the model was wrapped")
     print(text_table([columns, *rows]))

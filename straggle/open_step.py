@@ -176,6 +176,12 @@ class OpenStep(PassWatcher):
         self._kept = KeptGradients(())  # lets go of what was there before
         return merged
 
+    def release(self, error: DeadlineReached) -> None:
+        """A pass was left late, and the step goes on: free what the pass holds."""
+        self.settle()
+        release_graph(error, self._outputs)
+        self._outputs.clear()
+
     def decision(self, merged: MergedStep) -> Decision:
         """What this rank decided in the step that it left, for a recording."""
         left_at = self._num_checks if self.stopped or self.goes_on else None
@@ -195,6 +201,8 @@ class OpenStep(PassWatcher):
             return False
         assert self.step is not None
         self.settle()
+        if self.stopped:  # in an earlier micro-batch, whose phase is the cause
+            raise DeadlineReached
         self._stopwatch.enter("forward")
         if self._num_timed < self.num_over:  # its first forward pass ends the micro-batch before it
             self._num_timed += 1

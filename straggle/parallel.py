@@ -54,7 +54,7 @@ from straggle.policies.estimators import Abstain, Estimator
 from straggle.policies.fill_in import FillIn
 from straggle.policies.history import History
 from straggle.report import HealingReport, MembersReport, StepReport
-from straggle.step import Step
+from straggle.step import Pause, Step
 from straggle.version import __version__
 
 _log = logging.getLogger(__name__)
@@ -266,7 +266,19 @@ class StagedDataParallel(nn.Module):
         """One optimizer step, ``with model.step(): ...``; ``num_microbatches`` is how many backward passes it has."""
         check_num_microbatches(num_microbatches)
         self._join_first()
-        return Step(num_microbatches, self._coordinator, self._names, enter=self._enter, leave=self._leave)
+        return Step(
+            num_microbatches,
+            self._coordinator,
+            self._names,
+            enter=self._enter,
+            leave=self._leave,
+            release=self._open.release,
+        )
+
+    @property
+    def open_step(self) -> Step | None:
+        """The step that is begun and not ended, for code between its passes; ``None`` between two steps."""
+        return self._open.step if self._in_step() else None
 
     def register_state(self, **objects: Any) -> int:
         """Before the loop: what a rank that comes back needs beside the model, each with a ``state_dict``.
@@ -438,18 +450,26 @@ class StagedDataParallel(nn.Module):
         step = self._coordinator.training.step
         return next(self._replayed, Decision(step, sys.maxsize, None, False))
 
-    def pause(self) -> None:
+    def pause(self) -> Pause:
         """Between two steps, on all ranks: what comes until `resume` belongs to no step, and no rank is late in it.
 
-        For what all ranks do together and may take long, such as an evaluation, or training another model.
+        For what takes long, on all ranks or on one, such as an evaluation, a checkpoint, or training another model:
+        ``with model.pause(): ...``. At the end of the block all ranks wait for each other, at most ``give_up_s``. With
+        `Elastic` members each goes on by itself, and is waited for in its next step.
         """
         if self._in_step():
             raise RuntimeError("pause() comes between two steps, not inside of one")
         self._coordinator.pause()
+        return Pause(self._end_pause)
 
     def resume(self) -> None:
-        """Go on after `pause`: the time of the next step begins now; best with a barrier after it."""
+        """Go on after a `pause` that is no block: the next step's time begins now; best with a barrier after it."""
         self._coordinator.resume()
+
+    def _end_pause(self) -> None:
+        if self._regrouping is None:
+            self._channel.barrier()
+        self.resume()
 
     def close(self) -> None:
         """Remove all hooks and end the stand-in; the module stays usable by itself."""

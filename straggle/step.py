@@ -1,12 +1,14 @@
-"""`Step`: the block around one optimizer step's passes, and what is known of it while it runs."""
+"""`Step`: one optimizer step's passes, as a block or begun and ended by calls; `Pause`: what belongs to no step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
+from typing import final
 
 from torch import Tensor
 
+from straggle.backward.hooks import DeadlineReached
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.names import ScalarNames
 from straggle.merge.telemetry import MAX_SCALARS
@@ -15,8 +17,11 @@ from straggle.merge.telemetry import MAX_SCALARS
 class Step:
     """One optimizer step, as a context manager: leaving it merges the gradients of all ranks.
 
+    In a loop that belongs to others, the same by calls: `begin`, a `microbatch` around each forward and backward pass,
+    and `end`. Where this rank is late, the rest of its micro-batches end at their first forward pass.
+
     Made by `StagedDataParallel.step`. ``enter`` and ``leave`` are called at the two ends of its block; ``leave`` says
-    whether the error, if any, was only the deadline.
+    whether the error, if any, was only the deadline. ``release`` frees what a pass held that was left late.
     """
 
     def __init__(
@@ -27,22 +32,55 @@ class Step:
         *,
         enter: Callable[[Step], None],
         leave: Callable[[Step, BaseException | None], bool],
+        release: Callable[[DeadlineReached], None],
     ) -> None:
         self._coordinator = coordinator
         self._names = names
-        self._enter, self._leave = enter, leave
+        self._enter, self._leave, self._release = enter, leave, release
+        self._is_open = False
         self.num_microbatches = num_microbatches
         self.scalars: dict[str, float] = {}
+        self.late = False  # this rank was stopped in it, so far
         self._weight = 1.0
 
-    def __enter__(self) -> Step:
+    def begin(self) -> Step:
+        """Enter it. Raises ``RuntimeError`` where this or another step is open."""
         self._enter(self)
+        self._is_open = True
         return self
+
+    def end(self, error: BaseException | None = None) -> bool:
+        """Merge; every ``p.grad`` then holds the same merged gradient on every rank.
+
+        ``error``: what its passes raised. Peers are told of it, and it is the caller's to raise again; true where it
+        was only the deadline, and there is nothing to raise. A step that has ended with an error is not ended again.
+        Raises `PeerFailed` as leaving the block does.
+        """
+        if not self._is_open:
+            return False
+        self._is_open = False
+        return self._leave(self, error)
+
+    def microbatch(self) -> Microbatch:
+        """A context manager for one forward and backward pass; where this rank is late, it ends that and goes on."""
+        if not self._is_open:
+            raise RuntimeError("this step is not open: begin() it, or use it as `with model.step()`")
+        return Microbatch(self)
+
+    def end_microbatch(self, error: BaseException | None) -> bool:
+        """A pass is over, with this error if any; true where it was only the deadline. Any other ends the step."""
+        if isinstance(error, DeadlineReached):
+            self.late = True
+            self._release(error)
+            return True
+        return False if error is None else self.end(error)
+
+    __enter__ = begin
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        return self._leave(self, error)
+        return self.end(error)
 
     @property
     def weight(self) -> float:
@@ -72,3 +110,36 @@ class Step:
     def stop(self) -> None:
         """Stop this rank's pass at its next stage, as if its deadline were over; from any thread."""
         self._coordinator.training.stop()
+
+
+@final
+class Microbatch:
+    """One forward and backward pass of a step: ``with step.microbatch(): ...``."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+
+    def __enter__(self) -> Step:
+        return self._step
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        return self._step.end_microbatch(error)
+
+
+@final
+class Pause:
+    """What lies between two steps and belongs to none; see `StagedDataParallel.pause`."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self._end = end
+
+    def __enter__(self) -> None:
+        """It has begun already."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self._end()

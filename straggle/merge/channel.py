@@ -131,6 +131,10 @@ class Channel:
         self._between_steps(what, partial(self.groups.control.all_gather, tensors, tensor))
         return tensors
 
+    def barrier(self) -> None:
+        """Wait for all ranks. Raises `PeerFailed` where one ended instead, or does not come within ``give_up_s``."""
+        self._gather(torch.zeros(1), "the end of the pause")
+
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite ``tensor`` with rank 0's. Raises `PeerFailed` where a rank ended instead."""
         what = "rank 0's parameters and buffers"

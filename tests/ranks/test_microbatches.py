@@ -1,0 +1,178 @@
+"""A step over several calls of a loop that belongs to somebody else: begun, one micro-batch at a time, and ended."""
+
+import time
+
+import pytest
+import torch
+from ranks import digest, run_ranks, staged
+from training import Chain, Signals, Stopper, features, grads, mlp
+
+from straggle import DeadlineReached, PeerFailed
+
+pytestmark = pytest.mark.light
+
+
+class Calls:
+    """A trainer of somebody else: it calls ``training_step`` for each micro-batch, and ``sync`` after the last."""
+
+    def __init__(self, model, num_microbatches):
+        self.model, self.number = model, num_microbatches
+        self.step = None
+
+    def training_step(self, x):
+        if self.step is None:
+            self.step = self.model.step(self.number).begin()
+        assert self.model.open_step is self.step
+        loss = torch.tensor(float("nan"))  # of a micro-batch that is not computed
+        with self.step.microbatch():
+            loss = self.model(x).square().mean() / self.number
+            loss.backward()
+        return loss
+
+    def sync(self):
+        step, self.step = self.step, None
+        step.end()
+        assert self.model.open_step is None
+
+
+def by_calls_and_in_a_block(rank, stop_after):
+    """Gradients of both, where the last rank is stopped in the middle; and how many losses each of its calls had."""
+    results = []
+    for calls in (True, False):
+        module = mlp()
+        stopper = Stopper(module)
+        with staged(module) as model:
+            trainer = Calls(model, 3)
+            batches = [features(rank, number) for number in range(3)]
+            if calls:
+                trainer.step = model.step(3).begin()
+                stopper.arm(trainer.step, stop_after if rank else None)
+                losses = [trainer.training_step(x) for x in batches]
+                late = trainer.step.late
+                trainer.sync()
+            else:
+                losses, late = [], None
+                with model.step(3) as step:
+                    stopper.arm(step, stop_after if rank else None)
+                    for x in batches:
+                        loss = model(x).square().mean() / 3
+                        losses.append(loss)
+                        loss.backward()
+            report = model.last_report.ranks[rank]
+            results.append((digest(grads(module)), report.reach, report.cause, late, len(losses)))
+            assert all(bool(loss.isfinite()) for loss in losses) or rank
+    return results
+
+
+@pytest.mark.parametrize("stop_after", [None, 0, 4, 6, 9, 17])
+def test_calls_merge_what_the_block_does(stop_after):
+    (first, second), others = run_ranks(by_calls_and_in_a_block, 2, stop_after)
+    assert first[0] == second[0] == others[0][0] == others[1][0]
+    assert others[0][1:3] == others[1][1:3]
+    assert others[0][3] == (stop_after is not None)
+    assert others[0][4] == 3  # the loop of the other goes on, whatever it computes
+
+
+def computed_after_late(rank):
+    """How many forward passes come to their end where the first of four micro-batches is stopped in backward."""
+    module = Chain()
+    stopper = Stopper(module)
+    ended = []
+    with staged(module) as model:
+        step = model.step(4).begin()
+        stopper.arm(step, 2)
+        for number in range(4):
+            with step.microbatch():
+                output = model(1.0)
+                ended.append(number)
+                output.backward()
+        step.end()
+        return ended, model.last_report.ranks[0].cause, model.last_report.ranks[0].late
+
+
+def test_a_late_ranks_other_micro_batches_end_at_once_and_the_cause_stays():
+    assert run_ranks(computed_after_late, 1) == [([0], "backward", True)]
+
+
+def failing(rank):
+    """Rank 1's own code raises in its second micro-batch, and its trainer never comes to the end of the step."""
+    with staged(mlp()) as model:
+        step = model.step(2).begin()
+        for number in range(2):
+            with step.microbatch():
+                if rank == 1 and number == 1:
+                    raise ArithmeticError("own code")
+                model(features(rank, number)).square().mean().backward()
+        step.end()
+
+
+def test_an_error_in_a_micro_batch_ends_the_step_on_all_ranks():
+    peer, own = run_ranks(failing, 2, outcomes=True)
+    assert own.kind == "ArithmeticError"
+    assert peer.kind == PeerFailed.__name__
+    assert "own code" in peer.message
+
+
+def in_a_block_with_micro_batches(rank):
+    """An error passes through both blocks and is told once; a deadline through the inner one only."""
+    module = mlp()
+    with staged(module) as model:
+        with model.step(2) as step:
+            for number in range(2):
+                with step.microbatch():
+                    if number == 1:
+                        step.stop()
+                    model(features(rank, number)).square().mean().backward()
+            after = True
+        assert after
+        assert step.late
+        with pytest.raises(KeyError, match="own"), model.step(2) as step, step.microbatch():
+            raise KeyError("own")
+        return model.open_step is None
+
+
+def test_micro_batches_inside_of_a_block():
+    assert run_ranks(in_a_block_with_micro_batches, 1) == [True]
+
+
+def wrong_order(rank):
+    with staged(mlp()) as model:
+        step = model.step()
+        with pytest.raises(RuntimeError, match="not open: begin"):
+            step.microbatch()
+        step.begin()
+        with pytest.raises(RuntimeError, match="still open"):
+            model.step().begin()
+        model(features(0, 0)).sum().backward()
+        step.end()
+        assert not step.end()  # it has ended
+        assert not issubclass(DeadlineReached, Exception)
+
+
+def test_calls_in_the_wrong_order_are_refused():
+    run_ranks(wrong_order, 1)
+
+
+EVALUATION_S = 1.0
+
+
+def evaluated_on_rank_zero(rank):
+    """Rank 0 evaluates alone between two steps; the others go on when it does."""
+    signals = Signals()
+    with staged(mlp(), deadline=0.2) as model:
+        reports = []
+        for number in range(5):
+            if number == 3:
+                with model.pause():
+                    if rank == 0:
+                        time.sleep(EVALUATION_S)
+                        signals.send("evaluated")
+                assert not signals.absent("evaluated")
+            with model.step():
+                model(features(rank, number)).square().mean().backward()
+            reports.append(model.last_report)
+    return reports[3].late_ranks, reports[3].seconds < EVALUATION_S
+
+
+def test_all_ranks_wait_at_the_end_of_a_pause_that_is_a_block():
+    assert run_ranks(evaluated_on_rank_zero, 2) == [((), True)] * 2
