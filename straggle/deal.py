@@ -1,4 +1,4 @@
-"""Which samples of an epoch each rank has in which step, and what becomes of those that a rank did not bring; pure.
+"""Which samples of an epoch each rank has in which step, and what becomes of those that a rank did not bring.
 
 A *deal* gives each step of an epoch ``sum(shares)`` samples, and of these each rank its share. It holds until a rank
 leaves or comes back: what was not brought so far is then dealt again, by new shares. All follows from the telemetry of
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from straggle.merge.telemetry import StepRecord
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,24 @@ class Parts:
     brought: tuple[bool, ...]
     absent: frozenset[int] = frozenset()
     stood_in: frozenset[int] = frozenset()
+
+    def active(self, before: frozenset[int], world_size: int) -> frozenset[int]:
+        """The ranks to which something is dealt from here on, where these had something ``before``.
+
+        One that comes back does from when it takes part by itself: it has the state of the others by then. None is
+        left out where none would be there.
+        """
+        itself = frozenset(range(world_size)) - self.absent - self.stood_in
+        return (before - self.absent) | itself or before
+
+
+def parts_of(record: StepRecord, repeat_up_to: float = 0.0) -> Parts:
+    """What a step's telemetry says; a rank that gave at most the share ``repeat_up_to`` has not brought its samples."""
+    finished, table = record.table.finished_ranks(), record.table
+    if not all(finished):
+        ranks = record.report.ranks
+        finished = [not (own.absent or own.idle) and own.reach > repeat_up_to for own in ranks]
+    return Parts(tuple(finished), table.absent_ranks(), table.stood_in_ranks())
 
 
 class Ledger:
@@ -102,10 +122,9 @@ class Ledger:
             if not brought and len(own):
                 self._not_brought(own, counts=rank not in parts.absent)
         self.done += 1
-        itself = frozenset(range(self._world_size)) - parts.absent - parts.stood_in
-        self.active = (self.active - parts.absent) | itself
+        self.active = parts.active(self.active, self._world_size)
         if shares is None:
-            shares = self._shares() if self.active else self.deal.shares  # none takes part by itself just now
+            shares = self._shares()
         if tuple(shares) == self.deal.shares and self.done < self.deal.num_steps:
             return
         left = torch.cat([self.deal.after(self.done), *self._lost])

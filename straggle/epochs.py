@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar, final
 
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from straggle.deal import Ledger, Parts, check_sizes
+from straggle.deal import Ledger, check_sizes, parts_of
 from straggle.merge.telemetry import StepRecord
 from straggle.parallel import StagedDataParallel
 from straggle.rebalance import Rebalance
@@ -35,7 +36,7 @@ class Epochs:
     it had while it was absent, and what it had in a step to which it gave at most the share ``repeat_up_to`` of its
     gradient (0: only where all of it is missing). A sample of a rank that is there is dealt at most three times again.
     When ranks leave or come back, what is left of the epoch is dealt anew, and the loader begins again.
-    With ``rebalance`` the ranks have its shares instead, in samples, and its ``total`` in a step.
+    With ``rebalance`` a rank has ``batch_size`` times its share: 1 where the shares are samples.
 
     All ranks deal alike, from the telemetry of the merged steps, without a message. There is one step for each batch.
     Steps at the end of an epoch may have fewer samples, and some ranks none: they take part with weight 0.
@@ -57,7 +58,8 @@ class Epochs:
         check_sizes(num_samples, batch_size)
         if not 0 <= repeat_up_to <= 1:
             raise ValueError(f"repeat_up_to={repeat_up_to}: must be a share of the gradient, from 0 to 1")
-        self._model = model
+        self._model: Any = weakref.proxy(model)  # which holds this one by its hook
+        self._batch_size = batch_size
         self._repeat_up_to = repeat_up_to
         self._rebalance = rebalance
         self._ledger = Ledger(
@@ -67,7 +69,7 @@ class Epochs:
             seed=seed,
             shuffle=shuffle,
             max_repeats=_MAX_REPEATS,
-            shares=None if rebalance is None else rebalance.shares,
+            shares=self._shares(),
         )
         self._in_hand: tuple[int, int, int] | None = None  # where the batch is from that the loop has
         self._num_made = 0  # steps with it
@@ -123,6 +125,12 @@ class Epochs:
             self._num_loads += 1  # the loader is to begin again
             self._model.idle = self._in_hand is not None  # the loop holds a batch of another step
 
+    def _shares(self) -> list[int] | None:
+        """In samples; ``None``: equal ones."""
+        if self._rebalance is None:
+            return None
+        return [self._batch_size * share for share in self._rebalance.shares]
+
     def _own(self, step: int) -> Tensor:
         return self._ledger.deal.of(step, self._model.rank)
 
@@ -148,11 +156,11 @@ class Epochs:
     def _merged(self, record: StepRecord) -> None:
         """After each step."""
         self._num_made += 1
-        parts = _parts(record, self._repeat_up_to)
+        parts = parts_of(record, self._repeat_up_to)
         if self._model.rank in parts.absent:
             self._behind = True
         else:
-            self._ledger.merged(parts, None if self._rebalance is None else self._rebalance.shares)
+            self._ledger.merged(parts, self._shares())
 
 
 class _OwnBatches(Sampler[list[int]]):
@@ -172,14 +180,3 @@ class _OwnBatches(Sampler[list[int]]):
         for step in range(ledger.done, deal.num_steps):
             own = deal.of(step, rank)
             yield (own if len(own) else deal.samples[:1]).tolist()
-
-
-def _parts(record: StepRecord, repeat_up_to: float) -> Parts:
-    if all(record.table.finished_ranks()):
-        return Parts((True,) * len(record.table.weight()))
-    ranks = record.report.ranks
-    return Parts(
-        tuple(not (own.absent or own.idle) and own.reach > repeat_up_to for own in ranks),
-        absent=frozenset(own.rank for own in ranks if own.absent),
-        stood_in=frozenset(own.rank for own in ranks if own.stood_in),
-    )

@@ -13,7 +13,7 @@ import straggle
 
 ROOT = Path(straggle.__file__).parent
 # what a training loop imports
-LOOP = ("parallel", "open_step", "step", "rebalance", "sampler", "deal", "epochs", "stop_signal")
+LOOP = ("parallel", "open_step", "step", "deal", "rebalance", "sampler", "epochs", "stop_signal")
 # each imports only from those before it
 PACKAGES = ("report", "policies", "backward", "merge", LOOP, "observe", "advise", "lab", "commands")
 BEFORE = ("extras", "version")

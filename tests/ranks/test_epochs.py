@@ -12,7 +12,7 @@ from ranks import run_ranks, staged
 from torch.utils.data import DataLoader, Dataset
 from training import Stopper, features, mlp
 
-from straggle import Elastic, Epochs
+from straggle import Elastic, Epochs, Rebalance
 from straggle.backward import stages
 
 
@@ -102,15 +102,17 @@ def test_two_steps_with_one_batch_are_refused():
     assert (refused.kind, "2 steps with one batch" in refused.message) == ("RuntimeError", True)
 
 
-def train(rank, board, folder, num_samples, num_epochs):
+def train(rank, board, folder, num_samples, num_epochs, rebalanced):
     """Trains whole epochs; what it had in each step is noted in a file, which outlives it."""
     stages.BUCKET_BYTES = 1
-    brought = {}
+    brought, shares = {}, {}
     with staged(mlp(), members=Elastic(suspect_s=1.0)) as model:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        epochs = Epochs(model, num_samples=num_samples, batch_size=4, seed=3)
+        rebalance = Rebalance(model, total=12, window=6)
+        dealt = {"batch_size": 1, "rebalance": rebalance} if rebalanced else {"batch_size": 4}
+        epochs = Epochs(model, num_samples=num_samples, seed=3, **dealt)
         loader = DataLoader(Numbers(num_samples), batch_sampler=epochs.sampler)
-        step = model.register_state(optimizer=optimizer, epochs=epochs)
+        step = model.register_state(optimizer=optimizer, rebalance=rebalance, epochs=epochs)
         with Path(folder, f"rank{rank}").open("a") as had:
             while epochs.number < num_epochs:
                 number = epochs.number
@@ -119,18 +121,19 @@ def train(rank, board, folder, num_samples, num_epochs):
                     had.flush()
                     with model.step() as block:
                         block.weight = len(x)
-                        time.sleep(0.015)
+                        shares[step] = rebalance.shares
+                        time.sleep(0.004 * len(x) * (1 + (rank == 2)))
                         model(x).square().mean().backward()
                     optimizer.step()
                     optimizer.zero_grad()
                     for own in model.last_report.ranks:
                         counts = not (own.idle or own.absent) and own.reach > 0
                         brought[f"{step}/{own.rank}"] = counts
-                    absent = model.last_report.ranks[rank].absent
+                    if model.last_report.ranks[rank].absent:
+                        del shares[step]  # it does not know them
                     step += 1
                     board.note(rank, step)
-                    assert not absent or not brought[f"{step - 1}/{rank}"]
-        return brought, step, epochs.num_lost
+        return brought, step, epochs.num_lost, shares
 
 
 def counted(folder, brought, world_size):
@@ -148,10 +151,10 @@ def counted(folder, brought, world_size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("leaves", ["killed", "stopped"])
-def test_every_sample_of_each_epoch_is_merged_once_though_a_rank_leaves_and_comes_back(leaves, tmp_path):
+@pytest.mark.parametrize(("leaves", "rebalanced"), [("killed", False), ("stopped", False), ("killed", True)])
+def test_every_sample_of_each_epoch_is_merged_once_though_a_rank_leaves_and_comes_back(leaves, rebalanced, tmp_path):
     num_samples = 3 * 4 * 50 + 7
-    with run_job(3, train, str(tmp_path), num_samples, 2) as job:
+    with run_job(3, train, str(tmp_path), num_samples, 2, rebalanced) as job:
         job.walk(15)
         job.kill(1) if leaves == "killed" else job.stop(1)
         job.walk(20, [0, 2])
@@ -160,10 +163,15 @@ def test_every_sample_of_each_epoch_is_merged_once_though_a_rank_leaves_and_come
         else:
             job.resume(1)
         results = [job.result(rank) for rank in range(3)]
-    brought, steps, _ = results[0]
+    brought, steps, _, shares = results[0]
     assert {(own[1], own[2]) for own in results} == {(steps, 0)}
     gives = [brought[f"{step}/1"] for step in range(steps)]
     assert gives.count(False) >= 20
     assert sum(gives[gives.index(False) :]) >= 20  # it takes part again
     everything = dict.fromkeys(range(num_samples), 1)
+    for own in results[1:]:
+        assert {step: shares[step] for step in own[3]} == own[3]
+    if rebalanced:
+        assert all(sum(own) == 12 for own in shares.values())
+        assert {own[1] > 0 for own in shares.values()} == {True, False}
     assert counted(tmp_path, brought, 3) == {0: everything, 1: everything}
