@@ -14,6 +14,7 @@ from straggle.backward.hooks import DeadlineReached
 from straggle.backward.stage_profile import Reach, StageProfile, measure_stages
 from straggle.backward.staged import BackwardStep, FinishedStage, StagedBackward
 from straggle.backward.stages import BalancedByTime
+from straggle.epochs import Epochs
 from straggle.garbage import CollectGarbage
 from straggle.merge.channel import PeerFailed
 from straggle.merge.options import Merge
@@ -63,6 +64,7 @@ __all__ = [
     "DeadlineReached",
     "DropBudget",
     "Elastic",
+    "Epochs",
     "ErrorFeedback",
     "Estimate",
     "Estimator",

@@ -169,7 +169,7 @@ class StagedDataParallel(nn.Module):
             self._coordinator, module, self.estimator, stages=stages, world_size=self.world_size
         )
         self._check_at_stages(self._coordinator.plan)
-        self._idle = False
+        self.idle = False  # this rank has no data for the steps from here on: it takes part with weight 0
         self.learned: tuple[list[int], list[float]] = ([], [])  # what the stages were planned from
         self._last_decision: Decision | None = None
         self._replayed: Iterator[Decision] | None = None
@@ -327,14 +327,14 @@ class StagedDataParallel(nn.Module):
             yield batch
         if empty:
             raise ValueError(f"rank {self.rank}: the loader is empty; give every rank at least one batch")
-        self._idle = True
+        self.idle = True
         try:
             while True:
                 yield cast(Batch, batch)
                 if self._last_record is not None and self._last_record.table.all_idle():
                     return
         finally:
-            self._idle = False
+            self.idle = False
 
     @property
     def last_report(self) -> StepReport | None:
@@ -497,7 +497,7 @@ class StagedDataParallel(nn.Module):
             self._next_replayed(),
             Entry(
                 step.num_microbatches,
-                idle=self._idle,
+                idle=self.idle,
                 fingerprint=fingerprint(self._parameters_list) if checked else NO_FINGERPRINT,
                 stepped=math.nan if self._last_record is None else self._num_stepped,
             ),

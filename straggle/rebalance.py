@@ -11,12 +11,14 @@ from __future__ import annotations
 import heapq
 import logging
 import math
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 
+from straggle.deal import Parts
 from straggle.merge.telemetry import StepRecord, Table
 from straggle.parallel import StagedDataParallel
 from straggle.policies.deadline import check_count
@@ -26,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RankShare:
-    """A rank's part of a step: ``count`` samples (or micro-batches) from number ``first`` on."""
+    """A rank's part of a step: ``count`` samples (or micro-batches) from number ``first`` on; at least one."""
 
     first: int
     count: int
@@ -52,8 +54,9 @@ class Rebalance:
 
     A rank's speed is the median over the last ``window`` steps, at least half as many, since its last change: one that
     sometimes stalls is not slow. Shares change only where that makes the slowest rank's expected time shorter by
-    ``least_gain`` (0.05: a twentieth). All comes from the telemetry of the merged steps, so that every rank computes
-    the same shares and no message is needed. ``schedule``: which shares held from which step on.
+    ``least_gain`` (0.05: a twentieth). An absent rank (`Elastic`) has none, the others have all. All comes from the
+    telemetry of the merged steps, so that every rank computes the same shares and no message is needed. ``schedule``:
+    which shares held from which step on.
 
     Raises ``ValueError`` where ``total`` cannot be dealt out so.
     """
@@ -77,6 +80,7 @@ class Rebalance:
             least_gain=least_gain,
         )
         self._least = _rounded_up(min_share, multiple_of)
+        self._model: Any = weakref.proxy(model)  # which holds this one by its hook
         self._rank = model.rank
         self._total = total
         self._multiple_of = multiple_of
@@ -87,6 +91,9 @@ class Rebalance:
         self._last_known = [math.nan] * model.world_size
         self._before: tuple[list[int], list[float]] | None = None  # shares and seconds before the last change
         self._overhead = Overhead(total / model.world_size)
+        self._active = frozenset(range(model.world_size))
+        self._given: tuple[int, ...] = ()  # the shares of which the loop has its own
+        self._abstains = False  # the loop has something that does not count
         self._shares = self._dealt([1.0] * model.world_size, 0.0)
         self.schedule: list[tuple[int, tuple[int, ...]]] = [(0, self._shares)]
         self._replayed: dict[int, tuple[int, ...]] | None = None
@@ -99,8 +106,18 @@ class Rebalance:
         return self._shares
 
     def share(self) -> RankShare:
-        """What this rank has in the next step."""
-        return RankShare(sum(self._shares[: self._rank]), self._shares[self._rank])
+        """What this rank has in the next step; ask for it before each one.
+
+        A rank that has just come back (`Elastic`) is given ``min_share`` that do not count, and has a share of its own
+        in the step after that.
+        """
+        own, self._given = self._shares[self._rank], self._shares
+        self._abstain(own == 0)
+        return RankShare(sum(self._shares[: self._rank]), own) if own else RankShare(0, self._least)
+
+    def _abstain(self, wanted: bool) -> None:
+        if wanted != self._abstains:
+            self._abstains = self._model.idle = wanted
 
     def replay(self, schedule: Sequence[tuple[int, Sequence[int]]]) -> None:
         """Give the shares of a recorded run's ``schedule`` instead of measured ones; before the first step."""
@@ -119,6 +136,7 @@ class Rebalance:
             "speeds": [list(speeds) for speeds in self._speeds],
             "vague": [list(vague) for vague in self._vague],
             "last_known": list(self._last_known),
+            "active": sorted(self._active),
             "before": self._before,
             "overhead": list(self._overhead.misfit),
             "schedule": [[step, list(shares)] for step, shares in self.schedule],
@@ -135,15 +153,21 @@ class Rebalance:
         self._speeds = [list(speeds) for speeds in state["speeds"]]
         self._vague = [list(vague) for vague in state["vague"]]
         self._last_known = list(state["last_known"])
+        self._active = frozenset(state.get("active", range(len(self._shares))))
         self._before = state["before"] and (list(state["before"][0]), list(state["before"][1]))
         self._overhead.misfit = list(state["overhead"])
         self.schedule = [(step, tuple(shares)) for step, shares in state["schedule"]]
+        if self._given:  # in the middle of a loop, which has its own part of other shares, or none
+            self._abstain(self._given != self._shares or not self._shares[self._rank])
 
     # -- after each step
 
     def _measure(self, record: StepRecord) -> None:
         if self._replayed is not None:
             self._follow(record.step + 1)
+            return
+        parts = Parts((), record.table.absent_ranks(), record.table.stood_in_ranks())
+        if self._rank in parts.absent:  # it does not know what the others do, and is given their state
             return
         weights = self._weights(record.table)
         untruncated = record.table.untruncated_times()
@@ -154,31 +178,54 @@ class Rebalance:
         self._vague.append([of.at_least for of in untruncated])
         for rows in (self._speeds, self._vague):
             del rows[: -self._window]
-        if 2 * len(self._speeds) >= self._window:
+        if (active := parts.active(self._active, len(self._shares))) != self._active:
+            self._active = active
+            self._deal_to_others(record.step + 1)
+        elif 2 * len(self._speeds) >= self._window:
             self._rebalance(record.step + 1)
+
+    def _deal_to_others(self, next_step: int) -> None:
+        """Ranks have left or come back: deal out by the speeds that are known."""
+        mean = self._total / len(self._active)
+        cautious, speeds = min(self._overhead.samples, mean), self._typical()
+        counts = [share or mean for share in self._shares]  # one that comes back has had none
+        self._change(
+            self._dealt(
+                [(count + cautious) * speed / count for count, speed in zip(counts, speeds, strict=True)], cautious
+            ),
+            next_step,
+        )
+        self._before = None
 
     def _rebalance(self, next_step: int) -> None:
         """Deal out again, if that is worth it."""
+        # an absent rank has nothing to do, in no time
         times_s = [count / speed for count, speed in zip(self._shares, self._typical(), strict=True)]
         vague = [2 * sum(column) >= len(column) for column in zip(*self._vague, strict=True)]
-        known_s = [math.nan if unknown else time_s for time_s, unknown in zip(times_s, vague, strict=True)]
+        known_s = [
+            math.nan if unknown or not time_s else time_s for time_s, unknown in zip(times_s, vague, strict=True)
+        ]
         if self._before is not None:
             self._overhead.learn(*self._before, self._shares, known_s)
             self._before = None
         slowest = times_s.index(max(times_s))
         most_s = times_s[slowest] / (1 + self._least_gain + 3 * self._error(slowest))
-        if len(self._shares) * most_s < math.fsum(times_s):  # not even the mean is as low
+        if len(self._active) * most_s < math.fsum(times_s):  # not even the mean is as low
             return
         overhead = self._overhead.samples
-        cautious = min(overhead, self._total / len(self._shares))  # at most twice as far as without
+        cautious = min(overhead, self._total / len(self._active))  # at most twice as far as without
         pairs = list(zip(self._shares, times_s, strict=True))
-        shares = self._dealt([(count + cautious) / time_s for count, time_s in pairs], cautious)
+        shares = self._dealt([(count + cautious) / time_s if count else 1.0 for count, time_s in pairs], cautious)
         new = zip(pairs, shares, strict=True)
-        if max(time_s * (share + overhead) / (count + overhead) for (count, time_s), share in new) <= most_s:
-            self._before = list(self._shares), known_s
-            self._use(shares, next_step)
-            self._speeds.clear()
-            self._vague.clear()
+        if max(time_s * (share + overhead) / (count + overhead) for (count, time_s), share in new if count) <= most_s:
+            before = list(self._shares), known_s
+            self._change(shares, next_step)
+            self._before = before
+
+    def _change(self, shares: tuple[int, ...], next_step: int) -> None:
+        self._use(shares, next_step)
+        self._speeds.clear()
+        self._vague.clear()
 
     def _typical(self) -> list[float]:
         """Each rank's median speed, or the last one known; of a rank never seen, the others' median."""
@@ -224,9 +271,11 @@ class Rebalance:
     # -- arithmetic
 
     def _dealt(self, speeds: Sequence[float], overhead: float) -> tuple[int, ...]:
-        unit = self._multiple_of
-        units = deal(self._total // unit, speeds, least=self._least // unit, overhead=overhead / unit)
-        return tuple(unit * count for count in units)
+        unit, ranks = self._multiple_of, sorted(self._active)
+        of_active = [speeds[rank] for rank in ranks]
+        units = deal(self._total // unit, of_active, least=self._least // unit, overhead=overhead / unit)
+        counts = dict(zip(ranks, units, strict=True))
+        return tuple(unit * counts.get(rank, 0) for rank in range(len(speeds)))
 
 
 @final

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,12 +32,22 @@ from straggle.commands.durable import Seal, Snapshot
 from straggle.lab.jobs import gather
 from straggle.merge.saved_state import SavedState
 from straggle.parallel import StagedDataParallel
-from straggle.rebalance import Rebalance
 
 _HISTORY = "history."  # begins the names of what is the same on all ranks
 _COMMON = ("model.safetensors", "optimizer.safetensors", "history.safetensors")
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_NOTHING: Mapping[str, Any] = {}
 _log = logging.getLogger(__name__)
+
+
+class Dealer(Protocol):
+    """What says which samples come next; its state is plain values and tensors, by name."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it needs to go on, the same on all ranks."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
 
 
 class NotSaved(RuntimeError):
@@ -53,25 +64,31 @@ class Checkpoint:
     directory: Path
 
     def save(
-        self, step: int, model: StagedDataParallel, optimizer: Optimizer, rebalance: Rebalance | None = None
+        self, step: int, model: StagedDataParallel, optimizer: Optimizer, dealt: Mapping[str, Dealer] = _NOTHING
     ) -> None:
         """Write the state after ``step`` steps; the checkpoint before it stays complete until this one is.
 
+        ``dealt``: what says which samples come next, by name; the same on all ranks.
         Raises `NotSaved` if it cannot be written, such as on a full disk.
         """
         try:
             on_all_ranks(lambda: durable.begin(self.directory) if dist.get_rank() == 0 else None)
             is_first = dist.get_rank() == 0
-            sealed = on_all_ranks(lambda: self._write(model, optimizer, model.straggle_state(), common=is_first))
+            states = {name: own.state_dict() for name, own in dealt.items()}
+            sealed = on_all_ranks(
+                lambda: self._write(model, optimizer, model.straggle_state(), states if is_first else None)
+            )
             files = {name: seal for of_rank in sealed for name, seal in of_rank.items()}
-            on_all_ranks(lambda: self._publish(step, model, optimizer, rebalance, files) if is_first else None)
+            on_all_ranks(lambda: self._publish(step, model, optimizer, states, files) if is_first else None)
         except Refused as error:
             on_all_ranks(self._give_up)
             last = next(iter(durable.snapshots(self.directory)[0]), None)
             left = "there is no complete one" if last is None else f"the last complete one is that of step {last.step}"
             raise NotSaved(f"checkpoint {self.directory} of step {step} not saved: {error}; {left}") from None
 
-    def save_alone(self, step: int, model: StagedDataParallel, optimizer: Optimizer) -> bool:
+    def save_alone(
+        self, step: int, model: StagedDataParallel, optimizer: Optimizer, dealt: Mapping[str, Dealer] = _NOTHING
+    ) -> bool:
         """Write the state after ``step`` steps, on one rank of a job whose members come and go.
 
         What only the other ranks know is not in it: their random state, and their estimator's memory. False where the
@@ -83,7 +100,9 @@ class Checkpoint:
             return False
         try:
             durable.begin(self.directory)
-            self._publish(step, model, optimizer, None, self._write(model, optimizer, state, common=True), alone=True)
+            states = {name: own.state_dict() for name, own in dealt.items()}
+            files = self._write(model, optimizer, state, states)
+            self._publish(step, model, optimizer, states, files, alone=True)
         except (OSError, ValueError) as error:
             raise NotSaved(f"checkpoint {self.directory} of step {step} not saved: {error}") from None
         return True
@@ -92,7 +111,7 @@ class Checkpoint:
         """Whether this rank sees one, be it damaged."""
         return durable.exists(self.directory)
 
-    def load(self, model: StagedDataParallel, optimizer: Optimizer, rebalance: Rebalance | None = None) -> int:
+    def load(self, model: StagedDataParallel, optimizer: Optimizer, dealt: Mapping[str, Dealer] = _NOTHING) -> int:
         """Load the saved state; returns after how many steps it was saved.
 
         Takes the latest that is complete on all ranks. Raises `Refused` if there is none, or if it is of another run.
@@ -101,7 +120,7 @@ class Checkpoint:
 
         def restore() -> None:
             try:
-                self._restore(found, model, optimizer, rebalance)
+                self._restore(found, model, optimizer, dealt)
             except (RuntimeError, LookupError, TypeError, AttributeError) as error:  # torch says it in several ways
                 said = " ".join(str(error).split())
                 raise ValueError(
@@ -123,15 +142,16 @@ class Checkpoint:
     # -- writing
 
     def _write(
-        self, model: StagedDataParallel, optimizer: Optimizer, saved: SavedState, *, common: bool
+        self, model: StagedDataParallel, optimizer: Optimizer, saved: SavedState, states: Mapping[str, Any] | None
     ) -> dict[str, Seal]:
-        """Write this rank's files, and those that are common if it is the one that does."""
+        """Write this rank's files, and those that are common if it is the one that does, which has the ``states``."""
         new, rank = durable.being_written(self.directory), dist.get_rank()
         new.mkdir(parents=True, exist_ok=True)
         state = _separate(saved)
         history = {name.removeprefix(_HISTORY): state.pop(name) for name in list(state) if name.startswith(_HISTORY)}
         tensors = {_of_rank(rank): {"random": torch.get_rng_state(), **state}}
-        if common:
+        if states is not None:
+            history |= {f"{of}.{name}": value for of, own in states.items() for name, value in _tensors(own).items()}
             flat = get_optimizer_state_dict(model.module, optimizer, options=_FLAT)
             contents = (_separate(model.module.state_dict()), _separate(flat), history)
             tensors |= dict(zip(_COMMON, contents, strict=True))
@@ -147,16 +167,16 @@ class Checkpoint:
         step: int,
         model: StagedDataParallel,
         optimizer: Optimizer,
-        rebalance: Rebalance | None,
+        states: Mapping[str, Any],
         files: dict[str, Seal],
         *,
         alone: bool = False,
     ) -> None:
         flat = get_optimizer_state_dict(model.module, optimizer, options=_FLAT)
         numbers = {name: value for name, value in flat.items() if not isinstance(value, Tensor)}
-        shares = {} if rebalance is None else {"rebalance": rebalance.state_dict()}
+        plain = {of: {k: v for k, v in own.items() if not isinstance(v, Tensor)} for of, own in states.items()}
         of = {name: value for name, value in model.straggle_state().items() if not isinstance(value, Tensor)}
-        state = {"step": step, "ranks": dist.get_world_size(), "optimizer": numbers, "straggle": of, **shares}
+        state = {"step": step, "ranks": dist.get_world_size(), "optimizer": numbers, "straggle": of, **plain}
         if alone:
             state["alone"] = True
         durable.publish(self.directory, state, files)
@@ -209,16 +229,18 @@ class Checkpoint:
         return loadable, damaged
 
     def _restore(
-        self, found: Snapshot, model: StagedDataParallel, optimizer: Optimizer, rebalance: Rebalance | None
+        self, found: Snapshot, model: StagedDataParallel, optimizer: Optimizer, dealt: Mapping[str, Dealer]
     ) -> None:
         of_model, of_optimizer, of_history = (load_file(found.directory / name) for name in _COMMON)
         model.module.load_state_dict(of_model)
         flat: dict[str, Any] = {**of_optimizer, **found.state["optimizer"]}
         set_optimizer_state_dict(model.module, optimizer, flat, options=_FLAT)
-        if rebalance is not None and "rebalance" in found.state:
-            rebalance.load_state_dict(found.state["rebalance"])
-        own = _of_rank(dist.get_rank())
-        tensors = load_file(found.directory / own) if own in found.state["files"] else {}
+        for name in dealt.keys() & found.state.keys():
+            tensors = {key: of_history.pop(key) for key in list(of_history) if key.startswith(f"{name}.")}
+            own = {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items()}
+            dealt[name].load_state_dict({**found.state[name], **own})
+        file = _of_rank(dist.get_rank())
+        tensors = load_file(found.directory / file) if file in found.state["files"] else {}
         if "random" in tensors:
             torch.set_rng_state(tensors.pop("random"))
         of = found.state.get("straggle")
@@ -242,6 +264,10 @@ def _on_rank0() -> int:
 
 def _of_rank(rank: int) -> str:
     return f"rank{rank}.safetensors"
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def _separate(tensors: dict[str, Any]) -> dict[str, Tensor]:

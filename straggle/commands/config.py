@@ -177,8 +177,6 @@ def _check_members(config: DictConfig) -> None:
         return
     if config.get("replay"):
         raise ConfigurationError("members=elastic and replay=... exclude each other: who came and went is not recorded")
-    if config.get("rebalance"):
-        raise ConfigurationError("members=elastic and rebalance exclude each other: shares are dealt to all ranks")
 
 
 def complaint(error: Exception) -> str:

@@ -64,7 +64,7 @@ def train(config: DictConfig) -> None:
         job = StagedJob(config, instantiate(config.workload), device, stop)
         if config.replay is not None:
             on_all_ranks(lambda: _replay(job, config))
-        first_step = checkpoint.load(job.model, job.optimizer, job.rebalance) if resume else 0
+        first_step = checkpoint.load(job.model, job.optimizer, job.dealt) if resume else 0
         on_all_ranks(lambda: write_config(config) if is_first else None)
         train_rank = _rank_zero if is_first else _other_rank
         with metrics_of(job, config):
@@ -113,7 +113,7 @@ def _replay(job: StagedJob, config: DictConfig) -> None:
 def _save(checkpoint: Checkpoint, step: int, job: StagedJob) -> NotSaved | None:
     """Save; returns the problem, if there was one."""
     try:
-        checkpoint.save(step, job.model, job.optimizer, job.rebalance)
+        checkpoint.save(step, job.model, job.optimizer, job.dealt)
     except NotSaved as error:
         return error
     return None

@@ -71,7 +71,7 @@ def _begin(
     resume = resumes(checkpoint)
     if not resume:
         on_all_ranks(lambda: checkpoint.set_aside() if is_first else None)
-    first_step = checkpoint.load(job.model, job.optimizer) if resume else 0
+    first_step = checkpoint.load(job.model, job.optimizer, job.dealt) if resume else 0
     on_all_ranks(lambda: write_config(config) if is_first else None)
     return first_step
 
@@ -99,7 +99,7 @@ def _train(job: StagedJob, config: DictConfig, checkpoint: Checkpoint, first_ste
 
 def _steps(job: StagedJob, steps: int) -> Iterator[StepReport]:
     """The steps from the one that the job is in; a rank that was away goes on with the one that the others are in."""
-    number = job.model.register_state(optimizer=job.optimizer)
+    number = job.model.register_state(optimizer=job.optimizer, **job.dealt)
     while number < steps:
         job.step(number)
         yield job.report
@@ -111,7 +111,7 @@ def _steps(job: StagedJob, steps: int) -> Iterator[StepReport]:
 def _save(checkpoint: Checkpoint, job: StagedJob) -> bool:
     """Save alone, after the step that was just made; false where this rank is behind its peers, and is to try again."""
     try:
-        return checkpoint.save_alone(job.report.step + 1, job.model, job.optimizer)
+        return checkpoint.save_alone(job.report.step + 1, job.model, job.optimizer, job.dealt)
     except NotSaved as error:  # there may be room for the next one
         _log.warning("%s; training goes on", error)
         return True
@@ -123,7 +123,7 @@ def _end(job: StagedJob, config: DictConfig, checkpoint: Checkpoint, told: Any) 
     told.set(f"parameters/{rank}", job.parameters_sha256())
     if writer_of(report) != rank:
         return
-    checkpoint.save_alone(report.step + 1, job.model, job.optimizer)
+    checkpoint.save_alone(report.step + 1, job.model, job.optimizer, job.dealt)
     if (done := report.step + 1) < config.steps:
         sys.stdout.write(f"stopped after step {done} of {config.steps}; resume=true goes on from there\n")
         return

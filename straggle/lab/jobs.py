@@ -22,6 +22,7 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
+from straggle.epochs import Epochs
 from straggle.garbage import CollectGarbage
 from straggle.lab.build import build_estimator, build_faults, build_members, build_optimizer, stages_of
 from straggle.lab.faults import FaultInjector
@@ -148,7 +149,8 @@ class Job(ABC):
 class StagedJob(Job):
     """Training by `StagedDataParallel`; ``stop`` may end it early.
 
-    With ``rebalance``, its unit is a sample if a step has one micro-batch, and otherwise a complete micro-batch.
+    With ``rebalance``, its unit is a sample if a step has one micro-batch, and otherwise a complete micro-batch. Where
+    members come and go, ``epochs`` deals the samples, so that none is lost with a rank.
     """
 
     model: StagedDataParallel
@@ -160,12 +162,29 @@ class StagedJob(Job):
         self._stop = stop
         every = config.get("collect_garbage_every") or 0
         self._garbage = CollectGarbage(self.model, every=every) if every else None
+        self._batch_size: int = config.batch_size
+        self._weight = 1.0  # of the next step
         self.rebalance: Rebalance | None = None
         if config.get("rebalance"):
             self._unit: int = config.batch_size if self.num_microbatches > 1 else 1  # samples
             self._total = dist.get_world_size() * self.samples_per_step
             self.rebalance = instantiate(config.rebalance, model=self.model, total=self._total // self._unit)
             self.samples_per_step = self._unit  # the weight is the rank's share
+        self.epochs: Epochs | None = None
+        if config.get("members"):
+            self.epochs = Epochs(
+                self.model,
+                num_samples=workload.num_samples,
+                batch_size=self.samples_per_step,
+                seed=config.seed,
+                rebalance=self.rebalance,
+            )
+
+    @property
+    def dealt(self) -> dict[str, Rebalance | Epochs]:
+        """What says which samples come next, by name: to be saved, and given to a rank that comes back."""
+        named = {"rebalance": self.rebalance, "epochs": self.epochs}
+        return {name: own for name, own in named.items() if own is not None}
 
     def _wrap(self, config: DictConfig) -> StagedDataParallel:
         return StagedDataParallel(
@@ -181,8 +200,8 @@ class StagedJob(Job):
     def _passes(self, batches: list[tuple[Tensor, Tensor]]) -> None:
         done = 0
         with self.model.step(num_microbatches=len(batches)) as step:
-            if self.rebalance is not None:
-                step.weight = self.rebalance.share().count
+            if self.dealt:
+                step.weight = self._weight
             if self._stop is not None:
                 self._stop.tell(step)
             for batch in batches:
@@ -203,12 +222,15 @@ class StagedJob(Job):
         self.model.resume()
 
     def _samples(self, number: int) -> list[Tensor]:
-        if self.rebalance is None:
+        if self.epochs is not None:
+            samples = self.epochs.draw()
+        elif self.rebalance is not None:
+            first, count = (self._unit * part for part in self.rebalance.share())
+            samples = self._shard.part(number, total=self._total, first=first, count=count)
+        else:
             return super()._samples(number)
-        first, count = (self._unit * part for part in self.rebalance.share())
-        samples = self._shard.part(number, total=self._total, first=first, count=count)
-        size = count if self.num_microbatches == 1 else self._unit
-        return [samples[start : start + size] for start in range(0, count, size)]
+        self._weight = len(samples) / self.samples_per_step
+        return list(torch.split(samples, len(samples) if self.num_microbatches == 1 else self._batch_size))
 
     @property
     def report(self) -> StepReport:

@@ -229,6 +229,10 @@ class Table:
         """Ranks that were stood in for."""
         return frozenset(rank for rank, stood_in in enumerate(self._columns["stood_in"]) if stood_in)
 
+    def absent_ranks(self) -> frozenset[int]:
+        """Ranks that are no members."""
+        return frozenset(rank for rank, absent in enumerate(self._columns["absent"]) if absent)
+
     def admits_of(self, rank: int) -> bool:
         """Whether this rank lets others in after this step."""
         return bool(self._columns["admits"][rank])

@@ -41,7 +41,7 @@ def untruncated_time(own_s: float, marks: Sequence[Mark]) -> UntruncatedTime:
     marks = [mark for mark in marks if mark.share > 0]
     passed = [mark.at_s / mark.share for mark in marks if not math.isnan(mark.at_s)]
     ahead = [own_s / mark.share for mark in marks if math.isnan(mark.at_s)]
-    return UntruncatedTime(max(own_s, *passed[-1:], *ahead[:1]), at_least=not passed)
+    return UntruncatedTime(max([own_s, *passed[-1:], *ahead[:1]]), at_least=not passed)
 
 
 def untruncated_step(

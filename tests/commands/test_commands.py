@@ -146,7 +146,6 @@ def test_view_names_absent_ranks_and_says_when_the_members_change() -> None:
         (["delays=none"], "unknown key delays; valid keys: steps"),
         (["members=elastic", "members.suspect_s=0"], "suspect_s=0: must be a finite number of seconds, at least 0.5"),
         (["members=elastic", "members.foo=1"], "unknown key members.foo; members has min_ranks, suspect_s"),
-        (["members=elastic", "rebalance=by_speed"], "members=elastic and rebalance exclude each other"),
         (["resume=true", "run_dir=/nowhere"], "resume=true: there is no checkpoint in run_dir=/nowhere"),
     ],
 )

@@ -71,6 +71,7 @@ def run_block(rank: int, block: str) -> tuple[int, list[bool]]:
         "torch": torch,
         "model": net,
         "loader": [(torch.randn(8, 4), torch.randn(8, 1)) for _ in range(NUM_BATCHES)],
+        "dataset": [(torch.randn(4), torch.randn(1)) for _ in range(16)],  # of 8 for each rank in an epoch
         "criterion": nn.functional.mse_loss,
         "optimizer": torch.optim.AdamW(net.parameters()),
     }

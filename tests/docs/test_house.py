@@ -12,15 +12,8 @@ import pytest
 import straggle
 
 ROOT = Path(straggle.__file__).parent
-LOOP = (
-    "parallel",
-    "open_step",
-    "step",
-    "rebalance",
-    "sampler",
-    "garbage",
-    "stop_signal",
-)  # what a training loop imports
+# what a training loop imports
+LOOP = ("parallel", "open_step", "step", "deal", "rebalance", "sampler", "epochs", "garbage", "stop_signal")
 # each imports only from those before it
 PACKAGES = ("report", "policies", "backward", "merge", LOOP, "observe", "advise", "lab", "commands")
 BEFORE = ("extras", "version")

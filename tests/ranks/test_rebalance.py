@@ -195,10 +195,10 @@ def saved_and_loaded(rank, directory):
         rebalance = Rebalance(model, total=24)
         changed = {"shares": (20, 4), "schedule": [(0, (12, 12)), (3, (20, 4))]}
         rebalance.load_state_dict(rebalance.state_dict() | changed)
-        checkpoint.save(3, model, optimizer, rebalance)
+        checkpoint.save(3, model, optimizer, {"rebalance": rebalance})
     with staged(module) as model:
         rebalance = Rebalance(model, total=24)
-        checkpoint.load(model, optimizer, rebalance)
+        checkpoint.load(model, optimizer, {"rebalance": rebalance})
         return rebalance.shares, rebalance.schedule
 
 

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from straggle import Rebalance
 from straggle.lab.workloads.shard import Shard
-from straggle.merge.telemetry import Row, Table
+from straggle.merge.telemetry import Row, Table, absent_row
 from straggle.rebalance import deal
 from straggle.report import PHASES
 
@@ -27,9 +27,9 @@ class Telemetry:
     With ``deadline`` (over the median time) they are stopped there.
     """
 
-    def __init__(self, pace, *, overhead=0.0, noise=0.0, deadline=math.inf, seed=0, **options):
+    def __init__(self, pace, *, overhead=0.0, noise=0.0, deadline=math.inf, seed=0, rank=0, **options):
         self.pace, self.overhead, self.noise, self.deadline = list(pace), overhead, noise, deadline
-        self.rank, self.world_size = 0, len(self.pace)
+        self.rank, self.world_size = rank, len(self.pace)
         self.step, self.hooks = 0, OrderedDict()
         self.slowest_s = []
         self._draw = random.Random(seed)
@@ -41,7 +41,10 @@ class Telemetry:
         return handle
 
     def run(self, num_steps, **changes):
-        """Train; gives the shares of each step. ``stuck`` ranks never enter, ``idle`` ones have no data."""
+        """Train; gives the shares of each step.
+
+        ``stuck`` ranks never enter, ``idle`` ones have no data, ``absent`` ones are no members.
+        """
         seen = []
         for _ in range(num_steps):
             seen.append(self.rebalance.shares)
@@ -59,7 +62,10 @@ class Telemetry:
                 else self._idle_row()
                 for rank, own_s in enumerate(whole_s)
             ]
-            table = Table(torch.stack([row.encode() for row in rows]), 4)
+            encoded = [
+                absent_row(4) if rank in changes.get("absent", ()) else r.encode() for rank, r in enumerate(rows)
+            ]
+            table = Table(torch.stack(encoded), 4)
             for hook in self.hooks.values():
                 hook(SimpleNamespace(step=self.step, table=table))
             self.step += 1
@@ -320,3 +326,56 @@ def test_part_must_lie_in_the_step():
 
 
 # -- the command
+
+
+@pytest.mark.parametrize("pace", [[1.0, 1.0, 1.0, 1.0], [1.0, 1.0, 2.0, 1.0]])
+def test_absent_rank_has_no_share_and_its_own_again_when_it_is_back(pace):
+    telemetry = Telemetry(pace)
+    telemetry.run(60)
+    before = telemetry.rebalance.shares
+    telemetry.run(1, absent={1})
+    without = telemetry.rebalance.shares
+    assert without[1] == 0
+    assert sum(without) == sum(before) == 256
+    times = [count * own for count, own in zip(without, pace, strict=True) if count]
+    assert max(times) <= 1.05 * min(times)
+    assert telemetry.run(30, absent={1}) == [without] * 30
+    assert telemetry.run(5, stuck={1}) == [without] * 5  # its state arrives
+    telemetry.run(1, idle={1})
+    assert telemetry.rebalance.shares == pytest.approx(before, abs=2)
+    assert telemetry.rebalance.schedule[-1] == (97, telemetry.rebalance.shares)
+
+
+def test_shares_follow_the_speeds_while_a_rank_is_absent():
+    telemetry = Telemetry([1.0, 1.0, 1.0])
+    telemetry.run(30, absent={2})
+    telemetry.pace[1] = 2.0
+    telemetry.run(60, absent={2})
+    assert telemetry.rebalance.shares == pytest.approx((128, 64, 0), abs=6)
+
+
+def test_state_says_who_is_absent():
+    one, other = Telemetry([1.0, 2.0, 1.0]), Telemetry([1.0, 2.0, 1.0])
+    one.run(40)
+    one.run(5, absent={2})
+    other.rebalance.load_state_dict(json.loads(json.dumps(one.rebalance.state_dict())))
+    other.step = one.step
+    assert other.run(30, absent={2}) == one.run(30, absent={2})
+    assert other.run(30) == one.run(30)
+
+
+def test_rank_that_was_just_healed_is_given_samples_that_do_not_count():
+    one, other = Telemetry([1.0, 1.0]), Telemetry([1.0, 1.0])
+    one.idle = other.idle = False
+    assert tuple(other.rebalance.share()) == (0, 64)
+    one.run(1, absent={0})
+    assert one.rebalance.shares == (64, 64)  # it is rank 0 itself, and knows of nothing
+    peer = Telemetry([1.0, 1.0], rank=1)
+    peer.run(1, absent={0})
+    other.rebalance.load_state_dict(peer.rebalance.state_dict())
+    assert other.idle  # its loop has samples that are another's now
+    assert tuple(other.rebalance.share()) == (0, 1)
+    assert other.idle
+    other.run(1, idle={0})
+    assert tuple(other.rebalance.share()) == (0, 64)
+    assert not other.idle

@@ -1,0 +1,207 @@
+"""Which samples of an epoch each rank has in which step, and what becomes of those that a rank did not bring.
+
+A *deal* gives each step of an epoch ``sum(shares)`` samples, and of these each rank its share. It holds until a rank
+leaves or comes back: what was not brought so far is then dealt again, by new shares. All follows from the telemetry of
+the merged steps, so that every rank deals alike and no message is needed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from straggle.merge.telemetry import StepRecord
+
+
+@dataclass(frozen=True)
+class Deal:
+    """``samples``, int64 numbers in their order, and how many of them each rank has in a step.
+
+    In the last step there may be fewer: each rank then has its part of them, rounded, which may be none.
+    """
+
+    samples: Tensor
+    shares: tuple[int, ...]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps until all samples are dealt."""
+        return -(-len(self.samples) // sum(self.shares))
+
+    def of(self, step: int, rank: int) -> Tensor:
+        """The samples of a rank in step ``step`` of the deal."""
+        total = sum(self.shares)
+        begin = step * total
+        there = max(0, min(total, len(self.samples) - begin))
+        first = sum(self.shares[:rank])
+        last = first + self.shares[rank]
+        return self.samples[begin + first * there // total : begin + last * there // total]
+
+    def after(self, num_steps: int) -> Tensor:
+        """What has not been dealt after so many steps."""
+        return self.samples[num_steps * sum(self.shares) :]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the ranks brought in a merged step: ``brought`` by rank.
+
+    ``absent``: they are no members. ``stood_in``: they did not take part by themselves.
+    """
+
+    brought: tuple[bool, ...]
+    absent: frozenset[int] = frozenset()
+    stood_in: frozenset[int] = frozenset()
+
+    def active(self, before: frozenset[int], world_size: int) -> frozenset[int]:
+        """The ranks to which something is dealt from here on, where these had something ``before``.
+
+        One that comes back does from when it takes part by itself: it has the state of the others by then. None is
+        left out where none would be there.
+        """
+        itself = frozenset(range(world_size)) - self.absent - self.stood_in
+        return (before - self.absent) | itself or before
+
+
+def parts_of(record: StepRecord, repeat_up_to: float = 0.0) -> Parts:
+    """What a step's telemetry says; a rank that gave at most the share ``repeat_up_to`` has not brought its samples."""
+    finished, table = record.table.finished_ranks(), record.table
+    if not all(finished):
+        ranks = record.report.ranks
+        finished = [not (own.absent or own.idle) and own.reach > repeat_up_to for own in ranks]
+    return Parts(tuple(finished), table.absent_ranks(), table.stood_in_ranks())
+
+
+class Ledger:
+    """What of an epoch was brought and what is still to be dealt; from one epoch to the next.
+
+    ``batch_size`` samples go to each rank that is ``active``: one that has not left, or has taken part by itself since.
+    A sample of a rank that is there but brings nothing is dealt at most ``max_repeats`` times again in an epoch;
+    ``num_lost`` counts those that were given up, over all epochs. ``shares``: those of the first step, where they are
+    not equal.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        batch_size: int,
+        world_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        max_repeats: int = 3,
+        shares: Sequence[int] | None = None,
+    ) -> None:
+        self._num_samples = num_samples
+        self._batch_size = batch_size
+        self._world_size = world_size
+        self._seed = seed
+        self._shuffle = shuffle
+        self._max_repeats = max_repeats
+        self.num_lost = 0
+        self.active = frozenset(range(world_size))
+        self.deal: Deal
+        self._lost: list[Tensor]  # of this deal
+        self._repeats: dict[int, int]  # of samples in this epoch
+        self._begin(0, tuple(shares or self._shares()))
+
+    @property
+    def position(self) -> tuple[int, int, int]:
+        """Epoch, deal in the epoch, step in the deal: of the next step."""
+        return self.epoch, self.num_deals, self.done
+
+    def merged(self, parts: Parts, shares: Sequence[int] | None = None) -> None:
+        """The step at `position` is merged; ``shares`` from here on, where they are not equal ones."""
+        for rank, brought in enumerate(parts.brought):
+            own = self.deal.of(self.done, rank)
+            if not brought and len(own):
+                self._not_brought(own, counts=rank not in parts.absent)
+        self.done += 1
+        self.active = parts.active(self.active, self._world_size)
+        if shares is None:
+            shares = self._shares()
+        if tuple(shares) == self.deal.shares and self.done < self.deal.num_steps:
+            return
+        left = torch.cat([self.deal.after(self.done), *self._lost])
+        if len(left):
+            self._deal(left, tuple(shares))
+        else:
+            self._begin(self.epoch + 1, tuple(shares))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers and tensors, equal on all ranks."""
+        return {
+            "num_samples": self._num_samples,
+            "world_size": self._world_size,
+            "batch_size": self._batch_size,
+            "position": list(self.position),
+            "shares": list(self.deal.shares),
+            "active": sorted(self.active),
+            "samples": self.deal.samples.clone() if self.num_deals else torch.empty(0, dtype=torch.int64),
+            "lost": torch.cat([torch.empty(0, dtype=torch.int64), *self._lost]),
+            "repeats": torch.tensor(sorted(self._repeats.items()), dtype=torch.int64).view(-1, 2),
+            "num_lost": self.num_lost,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; with another number of ranks or another batch size, what is left is dealt anew.
+
+        Raises ``ValueError`` for the state of another number of samples.
+        """
+        if state["num_samples"] != self._num_samples:
+            raise ValueError(
+                f"this state is of {state['num_samples']} samples, not of {self._num_samples}: begin without it"
+            )
+        epoch, num_deals, done = map(int, state["position"])
+        samples = state["samples"].clone() if num_deals else self._order(epoch)
+        self.epoch, self.num_deals, self.done = epoch, num_deals, done
+        self.deal = Deal(samples, tuple(map(int, state["shares"])))
+        self._lost = [state["lost"].clone()]
+        self._repeats = {int(sample): int(times) for sample, times in state["repeats"].tolist()}
+        self.num_lost = int(state["num_lost"])
+        self.active = frozenset(map(int, state["active"]))
+        if (state["world_size"], state["batch_size"]) != (self._world_size, self._batch_size):
+            self.active = frozenset(range(self._world_size))
+            self._deal(torch.cat([self.deal.after(done), *self._lost]), self._shares())
+
+    def _not_brought(self, samples: Tensor, *, counts: bool) -> None:
+        if counts:
+            numbers = samples.tolist()
+            for number in numbers:
+                self._repeats[number] = self._repeats.get(number, 0) + 1
+            again = [self._repeats[number] <= self._max_repeats for number in numbers]
+            self.num_lost += len(again) - sum(again)
+            samples = samples[torch.tensor(again)]
+        self._lost.append(samples)
+
+    def _shares(self) -> tuple[int, ...]:
+        return tuple(self._batch_size if rank in self.active else 0 for rank in range(self._world_size))
+
+    def _begin(self, epoch: int, shares: tuple[int, ...]) -> None:
+        self.epoch, self.num_deals, self._repeats = epoch, -1, {}
+        self._deal(self._order(epoch), shares)
+
+    def _deal(self, samples: Tensor, shares: tuple[int, ...]) -> None:
+        self.deal = Deal(samples, shares)
+        self.num_deals += 1
+        self.done, self._lost = 0, []
+
+    def _order(self, epoch: int) -> Tensor:
+        """The epoch's permutation of all samples."""
+        if not self._shuffle:
+            return torch.arange(self._num_samples)
+        # Hashed, because with seed + epoch the second epoch of seed 0 would be the first of seed 1.
+        seed = random.Random(f"{self._seed}/{epoch}").getrandbits(32)
+        return torch.randperm(self._num_samples, generator=torch.Generator().manual_seed(seed))
+
+
+def check_sizes(num_samples: int, batch_size: int) -> None:
+    """Raise ``ValueError`` for an epoch that cannot be dealt."""
+    for name, value, least in (("num_samples", num_samples, 1), ("batch_size", batch_size, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{name}={value!r}: must be an integer of at least {least}")

@@ -1,0 +1,182 @@
+"""`Epochs`: a data set dealt to the ranks that are there, so that an absent rank's samples are not lost."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar, final
+
+from torch import Tensor
+from torch.utils.data import Sampler
+
+from straggle.deal import Ledger, check_sizes, parts_of
+from straggle.merge.telemetry import StepRecord
+from straggle.parallel import StagedDataParallel
+from straggle.rebalance import Rebalance
+
+_MAX_REPEATS = 3  # so that an epoch ends although a rank is always stuck
+
+Batch = TypeVar("Batch")
+
+
+@final
+class Epochs:
+    """Epochs of ``num_samples`` samples, of which each rank has ``batch_size`` in a step.
+
+    >>> epochs = straggle.Epochs(model, num_samples=len(dataset), batch_size=32)
+    >>> loader = DataLoader(dataset, batch_sampler=epochs.sampler)
+    >>> model.register_state(optimizer=optimizer, epochs=epochs)
+    >>> while epochs.number < 3:
+    ...     for x, y in epochs.batches(loader):
+    ...         with model.step() as step:
+    ...             step.weight = len(x)
+    ...             criterion(model(x), y).backward()
+
+    What a rank was to bring and did not is dealt again at the end of the epoch, to the ranks that are then there: what
+    it had while it was absent, and what it had in a step to which it gave at most the share ``repeat_up_to`` of its
+    gradient (0: only where all of it is missing). A sample of a rank that is there is dealt at most three times again.
+    When ranks leave or come back, what is left of the epoch is dealt anew, and the loader begins again.
+    With ``rebalance`` a rank has ``batch_size`` times its share: 1 where the shares are samples.
+
+    All ranks deal alike, from the telemetry of the merged steps, without a message. There is one step for each batch.
+    Steps at the end of an epoch may have fewer samples, and some ranks none: they take part with weight 0.
+
+    Raises ``ValueError`` for numbers that make no sense.
+    """
+
+    def __init__(
+        self,
+        model: StagedDataParallel,
+        *,
+        num_samples: int,
+        batch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        repeat_up_to: float = 0.0,
+        rebalance: Rebalance | None = None,
+    ) -> None:
+        check_sizes(num_samples, batch_size)
+        if not 0 <= repeat_up_to <= 1:
+            raise ValueError(f"repeat_up_to={repeat_up_to}: must be a share of the gradient, from 0 to 1")
+        self._model: Any = weakref.proxy(model)  # which holds this one by its hook
+        self._batch_size = batch_size
+        self._repeat_up_to = repeat_up_to
+        self._rebalance = rebalance
+        self._ledger = Ledger(
+            num_samples,
+            batch_size=batch_size,
+            world_size=model.world_size,
+            seed=seed,
+            shuffle=shuffle,
+            max_repeats=_MAX_REPEATS,
+            shares=self._shares(),
+        )
+        self._in_hand: tuple[int, int, int] | None = None  # where the batch is from that the loop has
+        self._num_made = 0  # steps with it
+        self._behind = False  # this rank does not know what its peers have brought
+        self._num_loads = 0
+        self.sampler: Sampler[list[int]] = _OwnBatches(self)
+        self._hook = model.register_step_hook(self._merged)
+
+    @property
+    def number(self) -> int:
+        """Epochs that are complete: the number of the running one."""
+        return self._ledger.epoch
+
+    @property
+    def num_lost(self) -> int:
+        """Samples that were given up, because the ranks that had them were there and brought nothing too often."""
+        return self._ledger.num_lost
+
+    def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """The running epoch's batches of a ``DataLoader`` that has ``sampler`` as its ``batch_sampler``.
+
+        Raises ``RuntimeError`` for more than one step with a batch.
+        """
+        epoch = self.number
+        try:
+            while self.number == epoch:
+                yield from self._of_one_deal(loader)
+        finally:
+            self._model.idle = False
+
+    def draw(self) -> Tensor:
+        """For loops without a loader: this rank's sample numbers in the next step, at least one.
+
+        A rank that has none is given one that does not count: ``model.idle`` is set for that step.
+        """
+        self._take(self._ledger.position)
+        own = self._own(self._ledger.done)
+        return own if len(own) else self._ledger.deal.samples[:1]
+
+    def close(self) -> None:
+        """Deal no more."""
+        self._hook.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a rank that comes back, or a resumed run, needs: equal on all ranks."""
+        return self._ledger.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, also in the middle of a loop. Raises ``ValueError`` for the state of other data."""
+        self._ledger.load_state_dict(state)
+        self._behind = False
+        if self._in_hand != self._ledger.position:
+            self._num_loads += 1  # the loader is to begin again
+            self._model.idle = self._in_hand is not None  # the loop holds a batch of another step
+
+    def _shares(self) -> list[int] | None:
+        """In samples; ``None``: equal ones."""
+        if self._rebalance is None:
+            return None
+        return [self._batch_size * share for share in self._rebalance.shares]
+
+    def _own(self, step: int) -> Tensor:
+        return self._ledger.deal.of(step, self._model.rank)
+
+    def _of_one_deal(self, loader: Iterable[Batch]) -> Iterator[Batch]:
+        """Batches until what is left is dealt anew, or the epoch is over."""
+        ledger, loads = self._ledger, self._num_loads
+        deal = ledger.position[:2]
+        for batch in loader:
+            self._take(ledger.position)
+            yield batch
+            while self._behind or not self._num_made:  # it was not used, as where the loop caught an error
+                self._num_made = 0
+                yield batch
+            if self._num_made > 1:
+                raise RuntimeError(f"{self._num_made} steps with one batch: Epochs needs one step for each")
+            if ledger.position[:2] != deal or self._num_loads != loads:
+                return
+
+    def _take(self, position: tuple[int, int, int]) -> None:
+        self._in_hand, self._num_made = position, 0
+        self._model.idle = not self._behind and not len(self._own(position[2]))
+
+    def _merged(self, record: StepRecord) -> None:
+        """After each step."""
+        self._num_made += 1
+        parts = parts_of(record, self._repeat_up_to)
+        if self._model.rank in parts.absent:
+            self._behind = True
+        else:
+            self._ledger.merged(parts, self._shares())
+
+
+class _OwnBatches(Sampler[list[int]]):
+    """The batches that a rank has in the rest of the current deal."""
+
+    def __init__(self, epochs: Epochs) -> None:
+        self._epochs = epochs
+
+    def __len__(self) -> int:
+        ledger = self._epochs._ledger
+        return ledger.deal.num_steps - ledger.done
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Of a step in which the rank has no samples it gives one that does not count."""
+        ledger, rank = self._epochs._ledger, self._epochs._model.rank
+        deal = ledger.deal  # which stays as it is, however far ahead a loader fetches
+        for step in range(ledger.done, deal.num_steps):
+            own = deal.of(step, rank)
+            yield (own if len(own) else deal.samples[:1]).tolist()
