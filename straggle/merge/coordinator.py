@@ -36,6 +36,7 @@ from straggle.merge.view import MergeProgress, Repair, View
 from straggle.policies.fill_in import FillIn
 from straggle.policies.history import History
 
+_NEWCOMERS_LAG = 64  # steps that are merged before a rank which was let in counts as stuck
 _log = logging.getLogger(__name__)
 
 
@@ -75,6 +76,10 @@ class Coordinator:
         self._ranks = tuple(range(channel.world_size))  # that are members
         self.submit_hooks: Mapping[int, Callable[[int], object]] = {}  # the model's
         self._absent_until = 0  # the step from which on this rank takes part
+        self.fell_behind = False  # a member that needs a state, because more steps were merged than may wait for it
+        self.is_back = False  # the training thread has been between two steps since; it alone sets it
+        self.awaits_state = False  # it does nothing else; by that thread
+        self._last_taken_at = 0  # the step that was being merged when it took one last
         self._healing: frozenset[int] = frozenset()  # members that wait for their state
         self._last_telemetry = torch.empty(0)  # of the step that was merged last, for a member that lacks it
         self._tables: list[tuple[int, Table]] = []  # of the steps that were merged while this rank waits for its state
@@ -82,7 +87,14 @@ class Coordinator:
         self._ring: dict[int, MergedStep] = {}
         self._policy_error: Exception | None = None  # of the estimator, while a step was submitted
         self._last_copy = torch.cuda.Event() if parameters[0].is_cuda else None  # type: ignore[no-untyped-call]
-        self._stand_in = StandIn(self.training, self.merging, deadline, channel, device=parameters[0].device)
+        self._stand_in = StandIn(
+            self.training,
+            self.merging,
+            deadline,
+            channel,
+            device=parameters[0].device,
+            heals=membership is not None,
+        )
         self.learn(plan)
 
     # -- between two steps
@@ -314,6 +326,7 @@ class Coordinator:
                     break
                 self.merging.step_merged.wait()
             training.take(merged, self.stopwatch.now())
+            self._last_taken_at = self.merging.step
             self._held = merged.buffers
             if merged.stood_in or self.merging.step > training.step:
                 self._stand_in.applied()
@@ -404,9 +417,39 @@ class Coordinator:
         """For the stand-in: submit for a training thread that cannot."""
         if self._last_copy is not None:  # the gradients that go into the merge are copied in by another stream
             self._last_copy.wait()
+        if self._membership is not None and self._ring_is_full():
+            self._fall_behind()
         current = self.merging.round or self._begin_round()
         self._submit_finished(current)
         return current
+
+    def _ring_is_full(self) -> bool:
+        """Whether no more merged steps may wait for the training thread.
+
+        One that was let in has as many as it needs to come as far, but not if it is stuck.
+        """
+        max_lag = self.deadline.late_handling.max_lag
+        if self._stand_in.healing:
+            stuck = self.merging.step - self._last_taken_at >= max(max_lag, _NEWCOMERS_LAG)
+            return stuck and not (self.awaits_state or self.fell_behind)
+        return len(self._ring) - int(self.training.taking) >= max_lag
+
+    def _fall_behind(self) -> None:
+        """Drop the ring: the training thread takes a state when it is back, and its peers do not wait for it."""
+        _log.warning(
+            "rank %d has been in %s of step %d while %d steps were merged (max_lag=%d): it takes the state of a peer "
+            "when it is back",
+            self._channel.rank,
+            self.stopwatch.phase,
+            self.training.step,
+            self.lag,
+            self.deadline.late_handling.max_lag,
+        )
+        self.fell_behind, self.is_back, self._absent_until = True, False, sys.maxsize
+        self._ring.clear()
+        self._tables = []
+        self.training.stop_up_to(sys.maxsize)
+        self._stand_in.heal(True)
 
     def _submit_finished(self, current: Round) -> float:
         """Submit what the training thread finished, and nothing for the rest; when that was."""
@@ -476,7 +519,8 @@ class Coordinator:
         current.buffers.use_telemetry(torch.zeros_like(current.buffers.telemetry))
         wanted = self._membership is not None and bool(self._membership.wanted)
         # asked only now: while the members change, a step may be submitted that others are let in before
-        row = replace(current.lost_in(current.row), admits=wanted and not self._stand_in.healing)
+        # who is stood in for could not give its state
+        row = replace(current.lost_in(current.row), admits=wanted and not current.stood_in)
         current.buffers.write_telemetry(self._channel.rank, row.encode(), current.changes)
         current.telemetry = current.buffers.merge_telemetry(self._groups.control)
         return current.telemetry
@@ -504,6 +548,8 @@ class Coordinator:
                 num_gradients=current.num_gradients,
                 num_over=current.num_over,
             )
+            if self.fell_behind:
+                self._ring.clear()
             before_s = deadline.seconds
             self._channel.merged(current.step)
             try:
@@ -529,7 +575,7 @@ class Coordinator:
     def _freeze(self) -> MergeProgress:
         self._channel.epoch += 1
         self._groups = None
-        if self._absent_until == sys.maxsize:
+        if self._absent_until == sys.maxsize and not self.fell_behind:
             return MergeProgress(-1)
         current = self.merging.round
         return MergeProgress(self.merging.step) if current is None else current.freeze()
@@ -557,6 +603,7 @@ class Coordinator:
             if new:
                 self._absent_until, self._tables = view.step, []
                 self.merging.restore(repair.step)
+                self._last_taken_at = repair.step
                 self.merging.begin_now(self.stopwatch.now())
                 self.training.stop_up_to(view.step - 1)
                 if repair.num_launched:
@@ -575,6 +622,8 @@ class Coordinator:
         with self._lock:
             self._channel.epoch += 1
             self._groups, self._absent_until, self._gives_at = None, sys.maxsize, -1
+            self.is_back = self.is_back and self.fell_behind  # then it is known already that it was away
+            self.fell_behind = False
             if self.merging.round is not None:
                 self.merging.round.abandoned = True
             self.merging.restore(self.merging.step)
@@ -603,6 +652,11 @@ class Coordinator:
         """Whether the state in which the training thread enters its step is another's to go on from."""
         return self._gives_at == self.training.step
 
+    @property
+    def owes_state(self) -> bool:
+        """Whether a newcomer waits for the state in which the training thread is still to enter a step."""
+        return self._gives_at >= self.training.step
+
     def healed(self, step: int, history: History, deadline_s: float) -> None:
         """The training thread has the state of its peers at the beginning of ``step``: it takes part from there on."""
         with self._lock:
@@ -624,8 +678,9 @@ class Coordinator:
         after it has been, or was not: no view comes that this rank could wait for.
         """
         membership.step = self.merging.step
-        self._healing = membership.healing = self._healing & table.stood_in_ranks()
-        if self._stand_in.healing:
+        self._healing = self._healing & table.stood_in_ranks()
+        membership.healing = table.stood_in_ranks()
+        if self._stand_in.healing and not self.fell_behind:
             self._tables.append((step, table))
         if table.admits() and not given:
             if table.admits_of(self._channel.rank):

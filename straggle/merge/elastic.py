@@ -193,7 +193,7 @@ class Led(Protocol):
 class Regrouping:
     """The thread that leads a rank from view to view, from `start` to `close`.
 
-    A rank that was put out asks at once to be let in again.
+    A rank that was put out asks to be let in again as soon as its training thread is back.
     """
 
     def __init__(self, channel: ElasticChannel, led: Led) -> None:
@@ -203,7 +203,8 @@ class Regrouping:
         self._newer_at = time.monotonic()  # when the members changed last
         self._asked_at: float | None = None
         self.on_joined: Callable[[View], None] | None = None  # this rank was let in
-        self.lost_state: Callable[[], str] | None = None  # why the state that it waits for will not come, if so
+        self.leaves: Callable[[], None] | None = None  # it leaves where it has to
+        self.is_back: Callable[[], bool] | None = None  # its training thread would take a state
         self.on_changed: Callable[[MembersReport], None] | None = None
         self._reported = self._membership.view  # up to which changes were reported
         self._thread = threading.Thread(target=self._run, name="straggle-regrouping", daemon=True)
@@ -234,23 +235,29 @@ class Regrouping:
     def _run(self) -> None:
         try:
             while not self._closing:
-                if self._membership.is_member and self.lost_state is not None and (why := self.lost_state()):
-                    self._membership.leave(why, for_good=False)
+                if self._membership.is_member and self.leaves is not None:
+                    self.leaves()
                 if self._membership.wait_newer(self._channel.generation, 0.2):
                     self._newer_at = time.monotonic()
                     self._follow()
                 elif time.monotonic() - self._newer_at > _RETURN_S:
                     self._check_number(self._membership.view, with_returning=False)
-                if not self._membership.is_member and self._asked_at is not None:
-                    self._membership.check_refused()
-                    if time.monotonic() - self._asked_at > _ASK_AGAIN_S:  # who heard it may be gone
-                        self.ask()
+                if not self._membership.is_member:
+                    self._ask_if_ready()
         except BaseException as error:
             if not self._closing:
                 self._channel.ended = error
                 self._led.end(error)
                 if isinstance(error, TooFewRanks):
                     self._membership.end(str(error))
+
+    def _ask_if_ready(self) -> None:
+        if self._asked_at is not None:
+            self._membership.check_refused()
+            if time.monotonic() - self._asked_at > _ASK_AGAIN_S:  # who heard it may be gone
+                self.ask()
+        elif not self._membership.left_for_good and self.is_back is not None and self.is_back():
+            self.ask()
 
     def _follow(self) -> None:
         """Come to the newest view."""
@@ -264,8 +271,6 @@ class Regrouping:
         if not membership.is_member:
             self._led.put_out()
             self._channel.generation = view.generation
-            if not membership.left_for_good:
-                self.ask()
             return
         began_at = time.monotonic()
         progress = self._led.freeze()

@@ -22,7 +22,7 @@ from straggle.merge.elastic import ElasticChannel, Regrouping
 from straggle.merge.groups import gloo_group
 from straggle.merge.options import ModuleBuffers
 from straggle.merge.state_wire import Encoded, encode, receive, send
-from straggle.merge.view import RETURNS, View
+from straggle.merge.view import RETURNS, TOO_FAR_BEHIND, View
 from straggle.policies.history import History
 from straggle.report import HealingReport
 
@@ -50,7 +50,8 @@ class Healing:
         self._registered: Mapping[str, Any] = {}
         self._arrival: _Arrival | None = None
         self.report = HealingReport()
-        regrouping.on_joined, regrouping.lost_state = self.let_in, self.lost_state
+        regrouping.on_joined, regrouping.leaves = self.let_in, self.leave_if_lost
+        regrouping.is_back = lambda: coordinator.is_back
 
     def register(self, objects: Mapping[str, Any]) -> None:
         """What has a ``state_dict`` and is to be given with the model."""
@@ -67,17 +68,21 @@ class Healing:
             self._give(step)
         while coordinator.absent_until > step or self._arrival is not None:
             coordinator.check_ended()
+            coordinator.is_back = True
             arrival, begins = self._arrival, coordinator.absent_until
             if step < begins and (begins < sys.maxsize or step < self._membership.furthest_step):
-                return  # its peers have made this step without it
+                break  # its peers have made this step without it
+            coordinator.awaits_state = True
             if begins == step and arrival is not None and arrival.state is not None:
                 self._take(arrival.view, arrival.state, loaders_too=False)
             else:
                 time.sleep(0.005)
+        coordinator.awaits_state = False
 
     def take_first(self) -> None:
         """Of a rank that comes to a running job, before its first step: wait for the state, and go on from there."""
         until = time.monotonic() + self._channel.give_up_s
+        self._coordinator.awaits_state = self._coordinator.is_back = True
         while (arrival := self._arrival) is None or arrival.state is None or not self._takes_part_from(arrival.view):
             self._coordinator.check_ended()
             if time.monotonic() > until:
@@ -88,6 +93,7 @@ class Healing:
                 )
             time.sleep(0.005)
         self._take(arrival.view, arrival.state, loaders_too=True)
+        self._coordinator.awaits_state = False
 
     def _takes_part_from(self, view: View) -> bool:
         """Whether the coordinator has come to this view; the state may arrive before that."""
@@ -97,7 +103,20 @@ class Healing:
         """This rank is a member again, from ``view.step`` on; called by the thread that leads it from view to view."""
         self._arrival = _Arrival(self._channel, view)
 
-    def lost_state(self) -> str:
+    def leave_if_lost(self) -> None:
+        """Leave where the state that this rank waits for will not come, or where it has fallen behind too far.
+
+        As long as the others may not go on without it, one that fell behind stays a member which gives nothing; it then
+        leaves for a moment when it is back.
+        """
+        if self._coordinator.fell_behind:
+            at_once = self._coordinator.is_back or self._coordinator.owes_state
+            reason = f"{RETURNS}: {TOO_FAR_BEHIND}" if at_once else TOO_FAR_BEHIND
+            self._membership.leave(reason, for_good=False, if_spared=not at_once)
+        elif why := self._lost_state():
+            self._membership.leave(why, for_good=False)
+
+    def _lost_state(self) -> str:
         """Why the state that this rank waits for will not come; empty: it may, or it waits for none."""
         if (arrival := self._arrival) is None or arrival.state is not None:
             return ""

@@ -18,7 +18,7 @@ _SHORTEST_S = 0.002  # between two looks
 class Limits:
     """How long a rank is waited for in the running step: seconds of it, once a quorum waits, and of grace.
 
-    After ``max_lag`` merged steps without it, its peers wait.
+    After ``max_lag`` merged steps without it, its peers wait; after 0, they always do.
     """
 
     deadline_s: float

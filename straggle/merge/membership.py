@@ -70,7 +70,7 @@ class Membership:
         self.incarnation = f"{_restarts()}-{uuid.uuid4().hex[:12]}"
         self.step = -1  # that this rank's merge is in; read by its own beats
         self.wanted: Mapping[int, str] = {}  # who asks to be let in, while this rank leads
-        self.healing: frozenset[int] = frozenset()  # members that wait for their state; by whoever merges
+        self.healing: frozenset[int] = frozenset()  # members that could give no state now; by whoever merges
         self.description = ""
         self.watches = False  # whether it puts silent members out, from the time on when it can go on without them
         self.held: tuple[int, bool] | None = None  # the step before which others are let in, and whether this one leads
@@ -160,8 +160,11 @@ class Membership:
         if self._propose(store, view, following):
             self.admitted = following
 
-    def leave(self, reason: str, *, for_good: bool = True) -> None:
-        """This rank takes no further part, or none ``for_good`` and none before it is let in again."""
+    def leave(self, reason: str, *, for_good: bool = True, if_spared: bool = False) -> None:
+        """This rank takes no further part, or none ``for_good`` and none before it is let in again.
+
+        ``if_spared``: only where the others may go on without it.
+        """
         self.left_for_good |= for_good
         if self._view is None or not self.is_member:
             return
@@ -170,7 +173,10 @@ class Membership:
                 view = self._read(store)
                 if view.members.get(self.rank) != self.incarnation:
                     return
-                if self._propose(store, view, view.without({self.rank: reason})):
+                following = view.without({self.rank: reason})
+                if if_spared and following.shortfall(self.least, self.world_size, with_returning=False):
+                    return
+                if self._propose(store, view, following):
                     return
 
     def leave_at_the_end(self) -> None:
@@ -281,12 +287,12 @@ class Membership:
                 store = store or self._connect()
                 self._beat_once(store)
                 view = self._read(store)
-                self._saw(view)
-                if view.members.get(self.rank) == self.incarnation:
-                    if self.watches:
-                        self._watch(store, view)
-                else:  # to know how far the others are, when it comes back
+                is_member = view.members.get(self.rank) == self.incarnation
+                if not is_member:  # to know how far the others are, before it comes back
                     self._hear(store, view, view.ranks)
+                self._saw(view)
+                if is_member and self.watches:
+                    self._watch(store, view)
                 self._note_lost(None)
             except (RuntimeError, OSError, ValueError, StoreUnreachable) as error:
                 self._note_lost(str(error).partition("\n")[0])
@@ -320,6 +326,8 @@ class Membership:
             self._propose(store, view, view.without(gone))
         if leader(view, self.healing) == self.rank:
             self._hear_joins(store, view)
+        else:  # another lets them in; should this rank lead again, it hears anew who asks
+            self.wanted, self._num_joins = {}, 0
 
     def _hear(self, store: Any, view: View, ranks: Sequence[int]) -> dict[int, str]:
         """The last signs of life of these members."""

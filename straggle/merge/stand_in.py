@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 class StandIn:
     """The thread, from `start` to `close`. All but these two is to be called with the lock of ``merging`` held.
 
-    ``device``: where the gradients are.
+    ``device``: where the gradients are. ``heals``: a rank that is far behind takes a state, so that no peer waits.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class StandIn:
         channel: Channel,
         *,
         device: torch.device,
+        heals: bool = False,
     ) -> None:
         self._training, self._merging = training, merging
         self._deadline = deadline
@@ -56,6 +57,7 @@ class StandIn:
         self._stopwatch = training.stopwatch
         self._lock = merging.lock
         self._device = device
+        self._heals = heals
         self._wakes = threading.Condition(merging.lock)
         self._thread: threading.Thread | None = None
         self._closing = False
@@ -211,11 +213,12 @@ class StandIn:
 
     def _limits(self) -> Limits:
         deadline = self._deadline
+        max_lag = deadline.late_handling.max_lag
         return Limits(
             deadline.seconds,
             deadline.after_quorum_s,
             grace_s=deadline.late_handling.grace_s,
-            max_lag=deadline.late_handling.max_lag,
+            max_lag=sys.maxsize if self._heals and max_lag else max_lag,
         )
 
     def _situation(self) -> Situation:

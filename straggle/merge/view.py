@@ -44,6 +44,7 @@ class Elastic:
 
 ENDED = "ended"  # why a rank left whose loop was over
 RETURNS = "returns"  # why one left that asks to be let in again at once
+TOO_FAR_BEHIND = "it fell behind by more merged steps than may wait for it (max_lag)"
 
 
 @dataclass(frozen=True)

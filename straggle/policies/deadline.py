@@ -166,7 +166,8 @@ class LateHandling:
 
     No rank is late before ``quorum`` ranks have finished the step (default: half of them, at least one). A late rank
     that does not submit its gradients within another ``grace_s`` seconds is stood in for. At most ``max_lag`` merged
-    steps wait for a rank that is stuck, each one copy of the gradients in memory; beyond that its peers wait. A
+    steps wait for a rank that is stuck, each one copy of the gradients in memory; beyond that its peers wait or, with
+    members that come and go (`Elastic`), it takes a peer's state when it is back. With 0 its peers always wait. A
     collective that does not end within ``give_up_s`` seconds ends the job.
 
     ``granularity`` is what a late rank drops: the stages that it has not finished ("stage"), the micro-batches that

@@ -145,7 +145,7 @@ def test_newcomer_that_dies_while_its_state_arrives_is_put_out_and_may_come_agai
         check_equal(job.finish())
 
 
-def raise_once(rank, step):
+def raise_once(rank, step, board):
     if (rank, step) == (1, 15):
         raise ValueError("no such batch")
 
@@ -163,7 +163,7 @@ def test_rank_whose_code_raises_leaves_with_its_reason():
         assert absent(own, 1)[0] in (15, 16)
 
 
-def end_early(rank, step):
+def end_early(rank, step, board):
     return (rank, step) == (1, 15)
 
 
@@ -195,7 +195,7 @@ def test_newcomer_with_another_model_or_other_options_is_refused_and_the_job_goe
     assert gives_again(outcomes[0], 2)
 
 
-def be_late(rank, step):
+def be_late(rank, step, board):
     if rank == 1 and step >= 10 and step % 10 == 0:
         time.sleep(0.4)
 
@@ -214,7 +214,50 @@ def test_members_change_while_another_rank_is_late():
     assert late, "rank 1 was late while rank 3 was absent"
 
 
-def stay_in_step_15(rank, step):
+def be_stuck_until_others_are_far(rank, step, board):
+    if (rank, step) == (1, 15):
+        until = time.monotonic() + 20
+        while min(board.made(0), board.made(2)) < 45:  # they would be at 17 if they waited for it
+            if time.monotonic() > until:
+                raise RuntimeError("its peers waited for it")
+            time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_rank_that_is_stuck_for_longer_than_max_lag_is_not_waited_for_and_is_healed():
+    with run_job(3, train, Loop(plain, be_stuck_until_others_are_far, deadline_s=0.1, max_lag=2)) as job:
+        job.walk(45)
+        outcomes = job.finish()
+    check_equal(outcomes)
+    zero, one, _ = outcomes
+    assert len(one.reports) == one.step  # it has walked through each step
+    assert [(list(change.left), list(change.joined)) for change in zero.changes[:2]] == [([1], []), ([], [1])]
+    assert "max_lag" in left(zero)[1]
+    without = absent(zero, 1)
+    assert without == list(range(without[0], without[-1] + 1))
+    stood_in = [report.step for report in zero.reports[15 : without[0]] if report.ranks[1].stood_in]
+    assert stood_in == list(range(15, without[0]))
+    assert {report.ranks[1].cause for report in zero.reports[15 : without[0]]} == {"data"}
+    assert gives_again(zero, 1)
+
+
+@pytest.mark.slow
+def test_rank_that_cannot_be_spared_stays_a_member_while_it_is_stuck_and_is_healed():
+    elastic = Elastic(min_ranks=3, suspect_s=1.0)
+    with run_job(3, train, Loop(plain, be_stuck_until_others_are_far, elastic, deadline_s=0.1, max_lag=2)) as job:
+        job.walk(45)
+        outcomes = job.finish()
+    check_equal(outcomes)
+    zero = outcomes[0]
+    stuck = zero.reports[15:44]
+    assert all(report.ranks[1].stood_in and not report.ranks[1].absent for report in stuck)
+    assert {report.ranks[1].cause for report in stuck} == {"data"}
+    assert "returns" in left(zero)[1]
+    assert joined(zero) == {1}
+    assert gives_again(zero, 1)
+
+
+def stay_in_step_15(rank, step, board):
     while (rank, step) == (2, 15):
         time.sleep(0.05)
 

@@ -12,7 +12,7 @@ from members import Board
 from ranks import digest, staged
 from torch import Tensor, nn
 
-from straggle import Elastic, FixedDeadline, MembersReport, StepReport
+from straggle import Elastic, FixedDeadline, LateHandling, MembersReport, StepReport
 from straggle.backward import stages
 
 STEP_S = 0.015
@@ -52,13 +52,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Loop:
-    """How a rank trains; ``hit(rank, step)`` is called in each of its steps, and ends the loop where it says so."""
+    """How a rank trains; ``hit(rank, step, board)`` is called in each of its steps, and ends the loop if it says so."""
 
     network: Callable[[], nn.Module]
-    hit: Callable[[int, int], bool | None] | None = None
+    hit: Callable[[int, int, Board], bool | None] | None = None
     elastic: Elastic = Elastic(suspect_s=1.0)
     deadline_s: float | None = None
     ballast: int = 0
+    max_lag: int = 8
 
 
 def plain() -> nn.Sequential:
@@ -82,7 +83,8 @@ def train(rank: int, board: Board, loop: Loop) -> Outcome:
     changes: list[MembersReport] = []
     reports: list[StepReport] = []
     deadline = None if loop.deadline_s is None else FixedDeadline(loop.deadline_s)
-    with staged(loop.network(), deadline=deadline, members=loop.elastic) as model:
+    late_handling = LateHandling(max_lag=loop.max_lag)
+    with staged(loop.network(), deadline=deadline, late_handling=late_handling, members=loop.elastic) as model:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.99)
         begun = step = model.register_state(optimizer=optimizer, scheduler=scheduler, data=data)
@@ -91,7 +93,7 @@ def train(rank: int, board: Board, loop: Loop) -> Outcome:
             with model.step():
                 batch = data.draw(rank)  # before all that may stop the step, so that it is drawn in each
                 time.sleep(STEP_S)
-                if loop.hit is not None and loop.hit(rank, step):
+                if loop.hit is not None and loop.hit(rank, step, board):
                     break
                 model(batch).square().mean().backward()
             optimizer.step()
