@@ -154,10 +154,8 @@ class Coordinator:
     def enter(self, entry: Entry) -> None:
         """The training thread enters its step."""
         with self._lock:
-            training, merging, now = self.training, self.merging, self.stopwatch.now()
-            # where it was still in its pass when the last step was merged, its peers began then
-            came_late = training.ran_past_merge and merging.step == training.step
-            training.enter(entry, now, merging.merged_at if came_late else now)
+            now = self.stopwatch.now()
+            self.training.enter(entry, now, self.merging)
             self._stand_in.entered(now)
             if entry.kept != UNDECIDED:
                 self._free_held()

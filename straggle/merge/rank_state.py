@@ -45,8 +45,10 @@ class TrainingSide:
         self.entry = Entry(kept=UNDECIDED)
         self.entered_at: float | None = None  # `None` between two steps
         self.clock_from = -math.inf  # what its deadline counts from
+        self.work_from = -math.inf  # what its own work's seconds count from
         self.applied_at = -math.inf  # when it took the last merged step
         self.taking = False  # it has merged its step itself, and is about to take it
+        self.came_late = True  # it has not submitted its last step itself: the next one may have begun without it
         self.ran_past_merge = False  # it was still in the backward pass of the step before when that was merged
         self.failed = False  # its own code raised
         self.weight = 1.0
@@ -61,9 +63,15 @@ class TrainingSide:
 
     # -- the training thread
 
-    def enter(self, entry: Entry, now: float, clock_from: float) -> None:
-        """It enters its step, whose time runs from ``clock_from``."""
-        self.entry, self.entered_at, self.clock_from = entry, now, clock_from
+    def enter(self, entry: Entry, now: float, merging: MergeSide) -> None:
+        """It enters its step.
+
+        Where the last step was ended without it, its peers began this one at the end of that merge, and its deadline
+        counts from there: otherwise a stall is paid twice. So do its seconds, where it worked on all that time.
+        """
+        self.entry, self.entered_at = entry, now
+        began_at = merging.merged_at if self.came_late and merging.step == self.step else now
+        self.clock_from, self.work_from = began_at, began_at if self.ran_past_merge else now
         self.weight, self.microbatch_s = 1.0, []
 
     def keep(self, kept: int) -> None:
@@ -92,6 +100,7 @@ class TrainingSide:
         if merged.stood_in:
             self.overrun_s += now - max(merged.merged_at, self.applied_at)
         self.applied_at = now
+        self.came_late = not self.taking
         self.step += 1
         self.entered_at = None
         self.taking = False

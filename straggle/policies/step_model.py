@@ -74,7 +74,7 @@ def simulate_step(
     ``unit_s``, (..., ranks, units): seconds from entering the step to the end of each unit of a rank's work, if it is
     not stopped. ``entered_s``, (..., ranks): when each rank enters, 0 for all if not given. ``behind``, (..., ranks):
     which ranks were stood in for in the step before, and are again as soon as a quorum waits, unless they enter before.
-    What such a rank still has to do in the following steps is not in here.
+    Their deadline counts from the step's begin. What such a rank still has to do in the following steps is not in here.
     """
     if entered_s is not None:
         unit_s = unit_s + entered_s.unsqueeze(-1)
@@ -84,10 +84,12 @@ def simulate_step(
     stood_in = torch.zeros_like(whole_s, dtype=torch.bool)
     if entered_s is not None:
         stood_in_at = torch.maximum(deadline_at, quorum_at) + rules.grace_s
+        clock_from = entered_s
         if behind is not None:
             stood_in_at = torch.where(behind, quorum_at, stood_in_at)
+            clock_from = entered_s.where(~behind, 0.0)
         stood_in = entered_s > stood_in_at  # so it reaches no unit before that
-        deadline_at = torch.where(stood_in, stood_in_at, deadline_at + entered_s)
+        deadline_at = torch.where(stood_in, stood_in_at, deadline_at + clock_from)
     stop_at = torch.maximum(deadline_at, quorum_at).expand_as(whole_s)
     late = whole_s > stop_at
     reached = unit_s <= stop_at.unsqueeze(-1)

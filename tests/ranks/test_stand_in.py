@@ -79,6 +79,43 @@ def test_peers_go_on_while_a_rank_is_stuck_and_it_catches_up(world_size, place, 
     assert (report.ranks[-1].reach > 0) == (place == "backward")
 
 
+def come_back(rank, place, num_steps, pauses):
+    """Rank 1 is stuck in or before step 3 until that is merged; whose clock its steps have, and when they began."""
+    module, signals = mlp(), Signals()
+    stuck = Stuck(module, place if rank == 1 else None, 3, lambda: signals.wait("merged 3"))
+    whose = []
+    with staged(module, deadline=FixedDeadline(0.2), late_handling=LateHandling(grace_s=0.0)) as model:
+        training, merging = model._coordinator.training, model._coordinator.merging
+        for number in range(num_steps):
+            stuck.step = number
+            stuck.reach("data")
+            if pauses and number == 4:
+                model.pause()
+                resumed_from = time.monotonic()
+                model.resume()
+            with model.step():
+                if rank == 1 and training.step == merging.step:
+                    whose.append((number, "peers'" if training.clock_from == merging.merged_at else "own"))
+                    if pauses and number == 4:
+                        assert training.clock_from >= resumed_from
+                    signals.send(f"entered {number}")
+                elif rank == 0 and number != 3:
+                    signals.wait(f"entered {number}")  # so that step is not merged before rank 1 has looked
+                model(features(rank, number)).square().mean().backward()
+            if rank == 0:
+                signals.send(f"merged {number}")
+            stuck.reach("optimizer")
+    return whose, digest(module.parameters())
+
+
+@pytest.mark.parametrize(("place", "pauses"), [("data", False), ("forward", False), ("backward", True)])
+def test_clock_of_a_rank_that_was_stood_in_for_begins_with_its_peers_in_the_next_step_only(place, pauses):
+    (_, parameters), (whose, same) = run_ranks(come_back, 2, place, 7, pauses)
+    assert parameters == same
+    assert dict(whose)[4] == "peers'"
+    assert {dict(whose)[step] for step in (2, 5, 6)} == {"own"}
+
+
 def overtake(rank, max_lag):
     """Rank 1 is stuck in step 2 while rank 0 goes as far as it can."""
     module = mlp()
@@ -177,7 +214,7 @@ def at_begin_of_step(clock, channel):
     training, merging = TrainingSide(stopwatch), MergeSide(stopwatch)
     deadline = CurrentDeadline(FixedDeadline(1.0), LateHandling(grace_s=0.01, quorum=1), 2)
     deadline.seconds = 1.0
-    training.enter(Entry(), clock[0], clock[0])
+    training.enter(Entry(), clock[0], merging)
     return StandIn(training, merging, deadline, channel, device=torch.device("cpu")), training, merging, deadline
 
 

@@ -177,11 +177,12 @@ def test_rank_that_is_stuck_over_several_replayed_steps_has_the_outcome_of_a_clo
     timings = read_timings(write_watch(tmp_path, extra=when(2, range(50, 51), data=0.3), noise=0.0))
     some = replay(timings, FixedDeadline(0.12), LateHandling(grace_s=0.05))
     # peers enter after 0.01 s and are done after 0.1; rank 2 is stood in for 0.05 s after the deadline, 0.13 s before
-    # it enters; again when its peers are done, 0.04 s before; then it enters 0.03 s later than usual, and is in time
+    # it enters; again when its peers are done, 0.04 s before; then it enters after 0.04 s, and is stopped by its
+    # peers' clock, when it is two thirds through the seventh of eight stages
     shown = slice(at := list(timings.step).index(49), at + 5)
-    assert some.seconds[shown] == pytest.approx([0.11, 0.18, 0.11, 0.14, 0.11])
-    assert some.dropped[shown] == pytest.approx([0.0, 0.25, 0.25, 0.0, 0.0])
-    assert some.late[shown, 2].tolist() == [False, True, True, False, False]
+    assert some.seconds[shown] == pytest.approx([0.11, 0.18, 0.11, 0.13, 0.11])
+    assert some.dropped[shown] == pytest.approx([0.0, 0.25, 0.25, (2 - 2 / 3) / 8 / 4, 0.0])
+    assert some.late[shown, 2].tolist() == [False, True, True, True, False]
 
 
 def test_best_policy_is_worth_it_and_its_keys_are_valid(tmp_path):

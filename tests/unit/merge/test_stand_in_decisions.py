@@ -50,7 +50,7 @@ TABLE = [
     case("asks shortly before the deadline of a rank that has not entered", 109.95, quiet(BETWEEN), Ask()),
     case("a rank that has entered has its own clock", 109.95, quiet(ENTERED), Sleep(110.95)),
     case("and is asked for shortly before that is over", 110.95, quiet(ENTERED), Ask()),
-    case("a rank that ran past the merge has its peers' clock", 109.95, quiet(ENTERED, clock_from=100.0), Ask()),
+    case("a rank that comes back in mid-step has its peers' clock", 109.95, quiet(ENTERED, clock_from=100.0), Ask()),
     case("asks again when the deadline is over", 110.97, quiet(ENTERED, asked_at=110.96), Sleep(111.0)),
     case("and then again", 111.0, quiet(ENTERED, asked_at=110.96), Ask()),
     case("soon after that", 111.001, quiet(ENTERED, asked_at=111.0), Sleep(111.002)),

@@ -518,6 +518,16 @@ def test_outcome_has_a_rank_that_is_behind_stood_in_for_as_soon_as_a_quorum_wait
     assert back.stood_in.tolist() == [False, False]
 
 
+def test_outcome_has_the_deadline_of_a_rank_that_is_behind_count_from_the_steps_begin():
+    unit_s, rules = torch.tensor([[2.0, 4.0], [2.0, 4.0], [2.0, 4.0]]), StopRules(quorum=1, grace_s=9.0)
+    entered_s = torch.tensor([0.0, 3.0, 3.0])
+    cut = simulate_step(unit_s, 5.0, rules, entered_s, torch.tensor([False, True, False]))
+    assert cut.end_s.tolist() == [4.0, 5.0, 7.0]  # one stall is not paid twice
+    assert cut.own_s.tolist() == [4.0, 2.0, 4.0]
+    assert cut.late.tolist() == [False, True, False]
+    assert cut.reached[1].tolist() == [True, False]
+
+
 def test_outcome_of_many_steps_is_that_of_each():
     unit_s = torch.rand(5, 3, 4, generator=torch.Generator().manual_seed(1)).cumsum(-1)
     deadline_s = torch.linspace(0.5, 2.5, 5)

@@ -1,0 +1,76 @@
+"""Whose clock a rank's deadline counts by, for every way in which it comes to its step. No threads, no ranks."""
+
+import pytest
+
+from straggle.backward.clocks import Stopwatch
+from straggle.merge.rank_state import Entry, MergeSide, TrainingSide
+from straggle.merge.round import MergedStep
+
+ENTERS_AT, MERGED_AT = 107.0, 104.0
+
+
+def sides(clock):
+    stopwatch = Stopwatch(lambda: clock[0])
+    return TrainingSide(stopwatch), MergeSide(stopwatch)
+
+
+def merged_step(*, stood_in):
+    nothing = dict.fromkeys(MergedStep.__dataclass_fields__)
+    return MergedStep(**{**nothing, "merged_at": MERGED_AT, "stood_in": stood_in})
+
+
+def at_end_of_step(*, merges, ran_past_merge=False):
+    """Both sides in step 1, whose step 0 was merged at `MERGED_AT`."""
+    clock = [100.0]
+    training, merging = sides(clock)
+    training.enter(Entry(), 100.0, merging)
+    training.leave(merges=merges, ran_past_merge=ran_past_merge)
+    clock[0] = MERGED_AT
+    with merging.lock:
+        merging.merged(MERGED_AT, any_late=not merges)
+    clock[0] = ENTERS_AT
+    training.take(merged_step(stood_in=not merges), ENTERS_AT)
+    return training, merging
+
+
+@pytest.mark.parametrize(
+    ("merges", "ran_past_merge", "clock_from", "work_from"),
+    [
+        (True, False, ENTERS_AT, ENTERS_AT),  # it took part in the merge, and was slow between two steps
+        (False, False, MERGED_AT, ENTERS_AT),  # its last step was ended without it
+        (False, True, MERGED_AT, MERGED_AT),  # and it worked on meanwhile
+    ],
+)
+def test_clock_begins_with_the_peers_where_the_last_step_was_ended_without_the_rank(
+    merges, ran_past_merge, clock_from, work_from
+):
+    training, merging = at_end_of_step(merges=merges, ran_past_merge=ran_past_merge)
+    training.enter(Entry(), ENTERS_AT, merging)
+    assert (training.clock_from, training.work_from) == (clock_from, work_from)
+
+
+def test_clock_of_a_rank_that_came_back_in_an_earlier_step_than_its_peers_is_its_own():
+    training, merging = at_end_of_step(merges=False)
+    with merging.lock:
+        merging.merged(MERGED_AT + 1, any_late=True)  # the next one, too: it has this step to walk through
+    training.enter(Entry(), ENTERS_AT, merging)
+    assert training.clock_from == ENTERS_AT
+
+
+def test_clock_begins_anew_after_a_pause():
+    training, merging = at_end_of_step(merges=False)
+    training.begin_now(ENTERS_AT)
+    merging.begin_now(ENTERS_AT)
+    training.enter(Entry(), ENTERS_AT + 1, merging)
+    assert training.clock_from == ENTERS_AT
+
+
+def test_rank_that_is_let_in_has_its_peers_clock_in_its_first_step():
+    clock = [100.0]
+    training, merging = sides(clock)  # of a new process
+    with merging.lock:
+        merging.restore(5)
+        merging.merged(MERGED_AT, any_late=False)
+    training.restore(6)
+    training.enter(Entry(), ENTERS_AT, merging)
+    assert training.clock_from == MERGED_AT
