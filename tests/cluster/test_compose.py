@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -21,8 +22,12 @@ from browser import BINARY
 from dashboards import Page, page
 from repository import ROOT
 
+from straggle.commands.config import load
+
 TOOLS = ROOT.parent / "shared" / "tools"  # beside the checkout: an engine, and a base image where there is no registry
 FILES = ("docker-compose.yml", "docker-compose.gpu.yml")
+MEMBERS = (FILES[0], "docker-compose.members.yml")
+SECRET = {"STRAGGLE_JOB_SECRET": "0123456789abcdef" * 2}
 BASE = "python:3.11-slim"
 NUM_WORKERS = 4
 PACE = 8.0  # longer sleeps than the cluster has by itself leave the cores to other tests
@@ -52,12 +57,13 @@ def plugin() -> None:
 def configuration(*files: str, **variables: str) -> dict[str, Any]:
     arguments = [argument for file in files for argument in ("-f", str(ROOT / "docker" / file))]
     arguments += ["--profile", "*", "config", "--format", "json"]
-    found: dict[str, Any] = json.loads(run("docker", "compose", *arguments, env={**os.environ, **variables}))
+    environment = {**os.environ, **SECRET, **variables}
+    found: dict[str, Any] = json.loads(run("docker", "compose", *arguments, env=environment))
     return found
 
 
 @pytest.mark.usefixtures("plugin")
-@pytest.mark.parametrize("files", [FILES[:1], FILES])
+@pytest.mark.parametrize("files", [FILES[:1], FILES, MEMBERS])
 def test_compose_accepts_its_files_and_mounts_only_folders_that_exist(files: tuple[str, ...]) -> None:
     services = configuration(*files)["services"]
     binds = [mount for service in services.values() for mount in service.get("volumes", []) if mount["type"] == "bind"]
@@ -97,6 +103,35 @@ def test_grafana_finds_the_dashboards_and_prometheus_where_its_provisioning_says
     (source,) = [yaml.safe_load(path.read_text()) for path in (folder / "datasources").iterdir()]
     assert [entry["url"] for entry in source["datasources"]] == ["http://prometheus:9090"]
     assert "--web.listen-address" not in " ".join(services["prometheus"]["command"])  # 9090 is its default
+
+
+@pytest.mark.usefixtures("plugin")
+def test_each_member_is_a_node_with_a_number_of_its_own_and_the_store_is_in_none_of_them() -> None:
+    services = configuration(*MEMBERS)["services"]
+    members = [services[f"rank{rank}"] for rank in range(NUM_WORKERS)]
+    said = [member["environment"] for member in members]
+    assert [words["NODE_RANK"] for words in said] == [str(rank) for rank in range(NUM_WORKERS)]
+    assert {words["NODES"] for words in said} == {str(NUM_WORKERS)}
+    assert {words["STORE"] for words in said} == {f"store:{services['store']['entrypoint'][-1]}"}
+    assert {words["STRAGGLE_JOB_SECRET"] for words in said} == set(SECRET.values())
+    assert {member["restart"] for member in members} == {"no"}
+    assert all(services[name]["deploy"]["replicas"] == 0 for name in ("worker", "slow"))
+    load("train", ["members=elastic", *members[0]["command"]])
+
+
+@pytest.mark.usefixtures("plugin")
+def test_without_a_secret_compose_says_what_to_do() -> None:
+    arguments = [argument for file in MEMBERS for argument in ("-f", str(ROOT / "docker" / file))]
+    done = subprocess.run(
+        ["docker", "compose", *arguments, "--env-file", os.devnull, "config"],
+        env={name: value for name, value in os.environ.items() if name not in SECRET},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode != 0
+    assert "STRAGGLE_JOB_SECRET" in done.stderr
+    assert "docker/.env" in done.stderr
 
 
 def test_what_the_image_is_made_of_is_in_the_build_context() -> None:
@@ -158,21 +193,23 @@ def free_port() -> int:
 
 
 class Cluster:
-    """The compose file under a name and in a subnet of its own: two runs of the tests may share an engine."""
+    """Compose files under a name and in a subnet of their own: two runs of the tests may share an engine."""
 
     name = f"straggle-test-{os.getpid()}"
 
-    def __init__(self, images: dict[str, str]) -> None:
+    def __init__(self, images: dict[str, str], *files: str) -> None:
         self.port = free_port()
+        self.files = [argument for file in files or FILES[:1] for argument in ("-f", str(ROOT / "docker" / file))]
         self.variables = {
             **images,
+            **SECRET,
             "PROMETHEUS_PORT": str(self.port),
             "SUBNET": f"10.213.{os.getpid() % 256}.0/24",
             "FAST": str(NUM_WORKERS - 1),
         }
 
     def compose(self, *arguments: str, keys: str = "") -> str:
-        command = ("docker", "compose", "-p", self.name, "-f", str(ROOT / "docker" / FILES[0]), *arguments)
+        command = ("docker", "compose", "-p", self.name, *self.files, *arguments)
         return run(*command, env={**os.environ, **self.variables, "KEYS": keys}, timeout=300)
 
     def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
@@ -244,7 +281,8 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def image() -> dict[str, str]:
+    """The workers' image, in an engine that runs."""
     if not works("docker", "version") and (TOOLS / "engine-up").exists():
         subprocess.run([TOOLS / "engine-up"], capture_output=True, timeout=600)
     if not works("docker", "version"):
@@ -252,13 +290,23 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     if not works("docker", "compose", "version"):
         pytest.skip("no docker compose plugin")
     base_image()
-    images = {"STRAGGLE_IMAGE": worker_image(), "PROMETHEUS_IMAGE": prometheus_image(tmp_path_factory.mktemp("image"))}
-    cluster = Cluster(images)
+    return {"STRAGGLE_IMAGE": worker_image()}
+
+
+@contextlib.contextmanager
+def made(cluster: Cluster) -> Iterator[Cluster]:
+    """Nothing is left of it before and after."""
     cluster.compose("down", "--volumes")
     try:
         yield cluster
     finally:
         cluster.compose("down", "--volumes", "--timeout", "2")
+
+
+@pytest.fixture
+def cluster(image: dict[str, str], tmp_path: Path) -> Iterator[Cluster]:
+    with made(Cluster({**image, "PROMETHEUS_IMAGE": prometheus_image(tmp_path)})) as cluster:
+        yield cluster
 
 
 def check_page(url: str) -> None:
@@ -340,3 +388,69 @@ def test_cluster_trains_is_scraped_survives_and_stops(cluster: Cluster, record_p
     assert summary["steps"] == stopped_after + 10
     assert len(summary["parameters_sha256"]) == NUM_WORKERS
     assert len(set(summary["parameters_sha256"])) == 1
+
+
+# -- members that come and go
+
+
+class Members(Cluster):
+    """Workers that are killed, paused and cut off, without a Prometheus; the last one is left alone, and is asked."""
+
+    ranks = tuple(f"rank{rank}" for rank in range(NUM_WORKERS))
+
+    def lines(self, file: str) -> list[dict[str, Any]]:
+        """Of a file of the run; none where there is no such file yet."""
+        command = ("docker", "exec", f"{self.name}-{self.ranks[-1]}-1", "cat", f"/runs/latest/{file}")
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        return [json.loads(line) for line in done.stdout.splitlines(keepends=True) if line.endswith("\n")]
+
+    def wait_changed(self, rank: int, how: str) -> None:
+        """Until the last change is that this rank left, or joined."""
+
+        def changed() -> bool:
+            changes = self.lines("members.jsonl")
+            return bool(changes) and set(changes[-1][how]) == {str(rank)}
+
+        self.wait(f"rank {rank}, which {how}", changed, 90.0)
+
+    def wait_more_steps(self) -> None:
+        """Until the job has made a few steps more."""
+        before = len(self.lines("trace.jsonl"))
+        self.wait("more steps", lambda: len(self.lines("trace.jsonl")) > before + 5, 60.0)
+
+
+@pytest.mark.docker
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_worker_that_is_killed_paused_or_cut_off_comes_back_while_the_others_go_on(image: dict[str, str]) -> None:
+    with made(Members(image, *MEMBERS)) as cluster:
+        keys = "steps=100000 merge.check_every=5"
+        cluster.compose("up", "--detach", "--no-build", "store", *cluster.ranks, keys=keys)
+        cluster.wait("the first steps", lambda: len(cluster.lines("trace.jsonl")) > 5)
+        network = f"{cluster.name}-training"
+        for rank, away, back in (
+            (0, ("kill",), ("start",)),
+            (1, ("pause",), ("unpause",)),
+            (2, ("network", "disconnect", network), ("network", "connect", network)),
+        ):
+            container = f"{cluster.name}-rank{rank}-1"
+            # a loaded engine sometimes cannot freeze a busy container at once
+            cluster.wait(f"{' '.join(away)} of rank {rank}", lambda: works("docker", *away, container), 60.0)  # noqa: B023
+            cluster.wait_changed(rank, "left")
+            cluster.wait_more_steps()
+            run("docker", *back, container)
+            cluster.wait_changed(rank, "joined")
+            cluster.wait_more_steps()
+        steps = cluster.lines("trace.jsonl")
+        changes = cluster.lines("members.jsonl")
+        cluster.compose("stop", *cluster.ranks)
+    assert [step["step"] for step in steps] == list(range(len(steps)))
+    # nobody else was taken for dead, and nobody was started again beside the one that was killed
+    assert [(list(change["left"]), list(change["joined"])) for change in changes] == [
+        *(([str(rank)], []) if half == 0 else ([], [str(rank)]) for rank in range(3) for half in range(2))
+    ]
+    # whoever came back has the others' parameters
+    compared = [step["different_ranks"] for step in steps if step["different_ranks"] is not None]
+    assert len(compared) >= len(steps) // 6
+    assert not any(compared)
+    assert not any(rank["absent"] for rank in steps[-1]["ranks"])
