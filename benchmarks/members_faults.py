@@ -1,0 +1,123 @@
+"""What members cost, and what a rank that is killed or stopped costs its peers; see `benchmarks/members.py`."""
+
+import itertools
+import os
+import random
+import signal
+import statistics
+import time
+from pathlib import Path
+
+from members_job import End, Job, Lines, digest
+
+RANKS = 4
+WIDTH = 740  # six square layers of it: 3.3 million parameters, 40 MB with Adam's state
+WARMUP = 10
+
+
+def rank_main(folder, members, sleep_s):
+    """One rank: trains, and leaves when each step ended and a hash of the parameters at the end."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    import straggle
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+    model = straggle.StagedDataParallel(net, members=straggle.Elastic() if members else None)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    lines = Lines(folder, rank)
+    lines.write(-1, [], [])  # it is up
+    step = model.register_state(optimizer=optimizer)
+    inputs = torch.ones(2, WIDTH)
+    end = End(folder)
+    while not end.reached(step):
+        with model.step():
+            time.sleep(sleep_s)
+            model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        report = model.last_report
+        assert report is not None
+        absent = [own.rank for own in report.ranks if own.absent]
+        lines.write(report.step, absent, [own.rank for own in report.ranks if own.reach == 0 and not own.absent])
+        step = report.step + 1
+    (folder / f"hash.{rank}").write_text(digest(net))
+    model.close()
+
+
+def start(steps=None, *, members=True, sleep_s=0.03):
+    """A job of such ranks; without ``steps`` until `Job.end_at`."""
+    script = str(Path(__file__).with_name("members.py"))
+    words = ("faults-rank", "--members", str(int(members)), "--sleep-s", str(sleep_s))
+    return Job(RANKS, script, *words, end=steps)
+
+
+def wait_for(job, rank, step):
+    """Wait until a rank has made this step."""
+    while not (lines := job.lines(rank, job.starts(rank))) or lines[-1][1] < step:
+        if job.process.poll() is not None:
+            raise SystemExit(f"the job ended early, with status {job.process.returncode}: {job.words()}")
+        time.sleep(0.05)
+
+
+def end(job):
+    """Wait for the job; "equal" where all ranks have the same parameters."""
+    status = job.wait()
+    hashes = set(job.hashes().values())
+    if status:
+        print(job.words())
+    job.close()
+    return f"status {status}" if status else "equal" if len(hashes) == 1 else "DIFFERENT"
+
+
+def durations(lines):
+    """Seconds of each step."""
+    return [after[0] - before[0] for before, after in itertools.pairwise(lines[1 + WARMUP :])]
+
+
+def overhead(runs, steps):
+    """Members on and off, in turns."""
+    medians = {True: [], False: []}
+    for _ in range(runs):
+        for members in random.sample([True, False], 2):
+            job = start(steps, members=members)
+            wait_for(job, 0, steps - 1)
+            medians[members].append(statistics.median(durations(job.lines(0))))
+            end(job)
+    ratios = sorted(on / off for on, off in zip(medians[True], medians[False], strict=True))
+    for members, own in medians.items():
+        print(f"members {'on ' if members else 'off'} {1000 * statistics.median(own):7.1f} ms, median of {runs} runs")
+    print(f"ratio {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})")
+    return 0
+
+
+def faults(runs, steps):
+    """SIGKILL, and SIGSTOP for 5 s, of one rank of four."""
+    for name, sent, away_s in (("SIGKILL", signal.SIGKILL, 0.0), ("SIGSTOP for 5 s", signal.SIGSTOP, 5.0)):
+        for rank in [2, 0, 3, 1][:runs]:
+            job, peer = start(steps), (rank + 1) % RANKS
+            wait_for(job, rank, 40)
+            pid, at = job.pid(rank), time.time()
+            os.kill(pid, sent)
+            if away_s:
+                time.sleep(away_s)
+                os.kill(pid, signal.SIGCONT)
+            wait_for(job, peer, steps - 1)
+            of_peer = job.lines(peer)
+            longest = max(durations(of_peer))
+            usual = statistics.median(durations(of_peer[:40]))
+            back = next((own[0] for own in of_peer[1:] if own[0] > at + 1 and rank not in own[2]), float("nan"))
+            during = [after[0] - before[0] for before, after in itertools.pairwise(of_peer[1:]) if rank in after[2]]
+            began = job.lines(rank, 1)[0][0] if not away_s else at + away_s
+            print(
+                f"{name} of rank {rank}: its peers' longest step {longest:.2f} s (usual {usual:.3f} s, without it "
+                f"{statistics.median(during):.3f} s); it takes part again {back - began:.2f} s after it was up; "
+                f"parameters {end(job)}",
+                flush=True,
+            )
+    return 0

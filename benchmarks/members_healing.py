@@ -1,0 +1,89 @@
+"""What a step costs the peers while one rank of four is healed; see `benchmarks/members.py`.
+
+In one run a rank is stopped and goes on, or is killed and comes back, in turns. Each turn has four phases: all ranks
+take part; the rank is missed (one long step, left out here); the peers are without it; it is a member again and waits
+for its state. So a drift of the machine meets all phases. Times are those of rank 0, which gives the state.
+"""
+
+import itertools
+import signal
+import statistics
+import time
+
+from members_faults import RANKS, end, start, wait_for
+
+USUAL_STEPS = 40
+STOPPED_S = 4.0  # longer than the suspicion time
+HOW = ("stopped", "killed")
+
+
+def healing(turns, sleep_s):
+    """Print the table; 1 where the job did not end well."""
+    job = start(sleep_s=sleep_s)
+    found = {how: [] for how in HOW}
+    try:
+        wait_for(job, 0, USUAL_STEPS)
+        for turn in range(turns):
+            how, rank = HOW[turn % 2], 1 + turn % (RANKS - 1)
+            found[how].append(_turn(job, rank, how))
+        job.end_at(job.lines(0)[-1][1] + 40)
+        parameters = end(job)
+    finally:
+        job.close()
+    for how, own in found.items():
+        if own:
+            _show(how, own)
+    print(f"parameters at the end: {parameters}")
+    return int(parameters != "equal")
+
+
+def _turn(job, rank, how):
+    """The durations of rank 0's steps in the usual phase, without this rank, and while it is healed."""
+    begun = job.lines(0)[-1][1]
+    wait_for(job, 0, begun + USUAL_STEPS)
+    hit = job.lines(0)[-1][1]
+    job.signal(rank, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+    if how == "stopped":
+        time.sleep(STOPPED_S)
+        job.signal(rank, signal.SIGCONT)
+    back = _wait_back(job, rank, hit)
+    lines = [line for line in job.lines(0)[1:] if begun < line[1] <= back]
+    phases = {"usual": [], "without": [], "healing": []}
+    for before, after in itertools.pairwise(lines):
+        _, step, absent, silent = after
+        if rank in absent and rank in before[2]:  # the first such step is the one in which it was missed
+            phases["without"].append(after[0] - before[0])
+        elif rank in silent and rank in before[2] + before[3]:
+            phases["healing"].append(after[0] - before[0])
+        elif step <= hit:
+            phases["usual"].append(after[0] - before[0])
+    return phases
+
+
+def _wait_back(job, rank, hit):
+    """The first step in which the rank gives gradients again."""
+    until = time.time() + 120
+    while time.time() < until and job.process.poll() is None:
+        was_absent = False
+        for _, step, absent, silent in job.lines(0)[1:]:
+            if step > hit:
+                was_absent |= rank in absent
+                if was_absent and rank not in absent + silent:
+                    return step
+        time.sleep(0.1)
+    raise SystemExit(f"rank {rank} does not come back: {job.words()}")
+
+
+def _show(how, turns):
+    usual = [statistics.median(own["usual"]) for own in turns]
+    print(f"\none rank {how}, {len(turns)} turns; the usual step takes {1000 * statistics.median(usual):.0f} ms")
+    for phase in ("without", "healing"):
+        steps = [own[phase] for own in turns]
+        ratios = sorted(statistics.median(own) / base for own, base in zip(steps, usual, strict=True) if own)
+        each = sorted(second / base for own, base in zip(steps, usual, strict=True) for second in own)
+        if ratios:
+            print(
+                f"  {phase}: median step over the usual {statistics.median(each):.3f} ({len(each)} steps), by turn "
+                f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f}), longest {each[-1]:.2f}; "
+                f"{statistics.median(map(len, steps)):g} steps a turn"
+            )
