@@ -233,8 +233,7 @@ def test_rank_that_is_stuck_for_longer_than_max_lag_is_not_waited_for_and_is_hea
     assert len(one.reports) == one.step  # it has walked through each step
     assert [(list(change.left), list(change.joined)) for change in zero.changes[:2]] == [([1], []), ([], [1])]
     assert "max_lag" in left(zero)[1]
-    without = absent(zero, 1)
-    assert without == list(range(without[0], without[-1] + 1))
+    without = absent(zero, 1)  # on a busy machine it may fall behind again, so soon is max_lag reached
     stood_in = [report.step for report in zero.reports[15 : without[0]] if report.ranks[1].stood_in]
     assert stood_in == list(range(15, without[0]))
     assert {report.ranks[1].cause for report in zero.reports[15 : without[0]]} == {"data"}
