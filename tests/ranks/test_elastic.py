@@ -217,7 +217,7 @@ def test_members_change_while_another_rank_is_late():
 def be_stuck_until_others_are_far(rank, step, board):
     if (rank, step) == (1, 15):
         until = time.monotonic() + 20
-        while min(board.made(0), board.made(2)) < 45:  # they would be at 17 if they waited for it
+        while min(board.made(0), board.made(2)) < 60:  # they would be at 25 if they waited for it
             if time.monotonic() > until:
                 raise RuntimeError("its peers waited for it")
             time.sleep(0.01)
@@ -225,8 +225,9 @@ def be_stuck_until_others_are_far(rank, step, board):
 
 @pytest.mark.slow
 def test_rank_that_is_stuck_for_longer_than_max_lag_is_not_waited_for_and_is_healed():
-    with run_job(3, train, Loop(plain, be_stuck_until_others_are_far, deadline_s=0.1, max_lag=2)) as job:
-        job.walk(45)
+    with run_job(3, train, Loop(plain, be_stuck_until_others_are_far, deadline_s=0.1, max_lag=10)) as job:
+        job.walk(60)
+        job.walk(150)
         outcomes = job.finish()
     check_equal(outcomes)
     zero, one, _ = outcomes
