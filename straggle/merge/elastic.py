@@ -22,11 +22,12 @@ from straggle.merge.agents import Exited, exited
 from straggle.merge.channel import Channel, PeerFailed
 from straggle.merge.groups import GlooGroup, Groups, is_over
 from straggle.merge.membership import MembersChanged, Membership, TooFewRanks
-from straggle.merge.store import check_answers, connect_all, default_store
-from straggle.merge.view import RETURNS, Elastic, MergeProgress, Repair, View, progress_length, repair
+from straggle.merge.store import StoreUnreachable, check_answers, connect_all, default_store
+from straggle.merge.view import RETURNS, Elastic, MergeProgress, Repair, Silence, View, progress_length, repair
 from straggle.report import MembersReport
 
 _SLICE_S = 0.02
+_LOOK_S = 0.2  # between two looks at what there is to do
 _FORM_S = 20.0  # for the members of a view to meet
 _ASK_AGAIN_S = 2.0
 _RETURN_S = 10.0  # for a rank that left to be let in again; then it is missed
@@ -202,6 +203,7 @@ class Regrouping:
         self._closing = False
         self._newer_at = time.monotonic()  # when the members changed last
         self._asked_at: float | None = None
+        self._silence = Silence(_LOOK_S)  # of the job's store
         self.on_joined: Callable[[View], None] | None = None  # this rank was let in
         self.leaves: Callable[[], None] | None = None  # it leaves where it has to
         self.is_back: Callable[[], bool] | None = None  # its training thread would take a state
@@ -235,21 +237,39 @@ class Regrouping:
     def _run(self) -> None:
         try:
             while not self._closing:
-                if self._membership.is_member and self.leaves is not None:
-                    self.leaves()
-                if self._membership.wait_newer(self._channel.generation, 0.2):
-                    self._newer_at = time.monotonic()
-                    self._follow()
-                elif time.monotonic() - self._newer_at > _RETURN_S:
-                    self._check_number(self._membership.view, with_returning=False)
-                if not self._membership.is_member:
-                    self._ask_if_ready()
+                self._check_store()
+                try:
+                    self._look()
+                except (dist.DistStoreError, dist.DistNetworkError):
+                    self._membership.forget_store()  # whose loss is known by its silence
+                    time.sleep(_LOOK_S)
         except BaseException as error:
             if not self._closing:
                 self._channel.ended = error
                 self._led.end(error)
                 if isinstance(error, TooFewRanks):
                     self._membership.end(str(error))
+
+    def _look(self) -> None:
+        """Do what is to be done now, or wait for a moment."""
+        if self._membership.is_member and self.leaves is not None:
+            self.leaves()
+        if self._membership.wait_newer(self._channel.generation, _LOOK_S):
+            self._newer_at = time.monotonic()
+            self._follow()
+        elif time.monotonic() - self._newer_at > _RETURN_S:
+            self._check_number(self._membership.view, with_returning=False)
+        if not self._membership.is_member:
+            self._ask_if_ready()
+
+    def _check_store(self) -> None:
+        """Without its store no rank can leave or come back, so the job ends when that has been lost for too long."""
+        self._silence.look(time.monotonic(), {0: str(self._membership.num_beats)})
+        if self._silence.longer_than(self._channel.give_up_s):
+            raise StoreUnreachable(
+                f"rank {self._channel.rank}, step {self._membership.step}: {self._channel.store.place} has not "
+                f"answered for give_up_s={self._channel.give_up_s:g}, and without it members cannot change"
+            )
 
     def _ask_if_ready(self) -> None:
         if self._asked_at is not None:

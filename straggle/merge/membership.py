@@ -88,6 +88,7 @@ class Membership:
         self._broken_at = -math.inf
         self._num_joins = 0  # how often a rank asked to be let in, as this one has dealt with
         self._lost = False  # the store did not answer; by the thread
+        self.num_beats = 0  # that the store has taken; by the thread
         self._closing = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="straggle-heartbeat", daemon=True)
@@ -293,6 +294,7 @@ class Membership:
                 self._saw(view)
                 if is_member and self.watches:
                     self._watch(store, view)
+                self.num_beats += 1
                 self._note_lost(None)
             except (RuntimeError, OSError, ValueError, StoreUnreachable) as error:
                 self._note_lost(str(error).partition("\n")[0])
@@ -386,6 +388,10 @@ class Membership:
 
     def _open(self, store: Any, key: str) -> str | None:
         return self._seal.open(key, store.get(key).decode())
+
+    def forget_store(self) -> None:
+        """This thread's connection is broken: it makes another when it needs one."""
+        self._local.store = None
 
     def _store(self) -> Any:
         """This thread's own connection."""
