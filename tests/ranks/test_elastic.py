@@ -14,7 +14,14 @@ from members import run_job
 from ranks import Raised, digest, run_ranks
 from training import features, mlp
 
-from straggle import Elastic, StagedDataParallel
+from straggle import Abstain, Elastic, LateHandling, Merge, StagedDataParallel, WaitForAll
+from straggle.backward.stages import plan_stages
+from straggle.merge.coordinator import Coordinator
+from straggle.merge.current_deadline import CurrentDeadline
+from straggle.merge.elastic import ElasticChannel
+from straggle.merge.rank_state import Entry
+from straggle.merge.view import Repair
+from straggle.policies.fill_in import FillIn
 
 BALLAST = 2**24  # elements of a state that takes a while to send
 
@@ -374,3 +381,46 @@ def test_rank_whose_loop_goes_on_after_its_own_error_is_healed():
     assert len({result[:2] for result in results}) == 1
     assert results[0][2] is False
     assert results[0][3] > 0
+
+
+def finish_steps_while_others_ask(rank):
+    """What is held for newcomers after a step that this rank has merged itself, and after one that it was given."""
+    model, late_handling = mlp(), LateHandling()
+    channel = ElasticChannel(Elastic(), give_up_s=60.0)
+    membership, view = channel.membership, channel.membership.view
+    coordinator = Coordinator(
+        list(model.parameters()),
+        plan_stages(model),
+        channel,
+        deadline=CurrentDeadline(WaitForAll(), late_handling, world_size=1),
+        fill_in=FillIn(Abstain(), late_handling),
+        merge=Merge(),
+        num_changes=0,
+        membership=membership,
+    )
+
+    def begin_step():
+        coordinator.enter(Entry())
+        coordinator.gradients_ready(*zip(*enumerate(map(torch.ones_like, model.parameters())), strict=True))
+
+    held = []
+    try:
+        begin_step()
+        membership.wanted = {rank: "another incarnation"}
+        coordinator.finish(truncated=False, scalars={})
+        held.append(membership.held)
+        membership.held, admits = None, coordinator.telemetry_of(0)
+        coordinator.regroup(channel.groups, view, Repair(1), torch.empty(0))
+        begin_step()
+        coordinator.freeze()
+        coordinator.regroup(channel.groups, view, Repair(2, completed=1, giver=0), admits)
+        coordinator.finish(truncated=False, scalars={})
+        held.append(membership.held)
+    finally:
+        channel.close()
+    return held
+
+
+def test_step_that_another_member_gave_holds_nobody_for_newcomers():
+    # who was to come in after it has, or has not: a rank that waited for that would wait for ever
+    assert run_ranks(finish_steps_while_others_ask, 1) == [[(1, True), None]]
