@@ -10,9 +10,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,8 @@ _OLD_S = 600.0  # after which gloo itself ends what was launched
 _num_models = 0  # that were wrapped so in this process: its models have their corners of the store in this order
 
 _log = logging.getLogger(__name__)
+
+Found = TypeVar("Found")
 
 
 class ElasticChannel(Channel):
@@ -117,19 +119,46 @@ class ElasticChannel(Channel):
         self.wait_in(view, self.groups.control.all_gather(tensors, tensor))
         return tensors
 
-    def publish_plan(self, order: Sequence[float], seconds: Sequence[float]) -> None:
-        """For who comes later: what the stages were planned from."""
-        self.membership.publish("plan", json.dumps([list(order), list(seconds)]))
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value``; when members may leave, for an absent rank that of the lowest member."""
+        if not self.membership.watches:
+            return super().gather(value)
+        membership = self.membership
+        membership.publish(f"gathered/{self.rank}", json.dumps(value))
+
+        def said() -> dict[int, str | None]:
+            return {rank: membership.published(f"gathered/{rank}") for rank in membership.view.ranks}
+
+        words = self._poll(lambda: None if None in (words := said()).values() else words, "the comparison of states")
+        values = {rank: json.loads(word) for rank, word in words.items() if word is not None}
+        return [values.get(rank, values[min(values)]) for rank in range(self.world_size)]
+
+    def of_rank0(self, numbers: Tensor) -> Tensor:
+        """What the stages are planned from: the lowest member's ``numbers``, for who comes later too."""
+        membership = self.membership
+
+        def published() -> str | None:
+            if (word := membership.published("plan")) is None and self.rank == min(membership.view.ranks, default=-1):
+                membership.publish("plan", json.dumps(numbers.tolist()))
+            return word
+
+        return torch.tensor(json.loads(self._poll(published, "the stages")), dtype=numbers.dtype)
 
     def plan(self) -> tuple[list[float], list[float]]:
         """What the stages were planned from, in a running job. Raises `PeerFailed` where it is not known in time."""
-        until = time.monotonic() + self.give_up_s
-        while (word := self.membership.published("plan")) is None:
-            if time.monotonic() > until:
-                raise PeerFailed(f"rank {self.rank}: the job that it comes to has not planned its stages yet")
-            time.sleep(0.05)
-        order, seconds = json.loads(word)
+        order, seconds = json.loads(self._poll(lambda: self.membership.published("plan"), "the stages"))
         return order, seconds
+
+    def _poll(self, find: Callable[[], Found | None], what: str) -> Found:
+        """What ``find()`` finds in the store; members may leave meanwhile. Raises `PeerFailed` after ``give_up_s``."""
+        until = time.monotonic() + self.give_up_s
+        while (found := find()) is None:
+            if self.ended is not None:
+                raise self.ended
+            if time.monotonic() > until:
+                raise PeerFailed(f"rank {self.rank}: {what} did not come within give_up_s={self.give_up_s:g}")
+            time.sleep(0.01)
+        return found
 
     def wait_in(self, view: View, work: dist.Work) -> None:
         """Wait for a collective among the members of a view, while it is the newest one."""
@@ -160,7 +189,7 @@ class ElasticChannel(Channel):
             if broke:
                 time.sleep(_SLICE_S)
             if self.generation == 0 and self.membership.view.generation > 0 and not self.membership.watches:
-                raise PeerFailed(f"{what}: {_changes(self.membership.view)}, before the stages were planned")
+                raise PeerFailed(f"{what}: {_changes(self.membership.view)}, while the model was wrapped")
             if time.monotonic() > until:
                 raise PeerFailed(self.explain(what))
         raise MembersChanged
@@ -194,12 +223,13 @@ class Led(Protocol):
 class Regrouping:
     """The thread that leads a rank from view to view, from `start` to `close`.
 
+    The gradients of a step are merged in at most ``max_buckets``, whatever the stages.
     A rank that was put out asks to be let in again as soon as its training thread is back.
     """
 
-    def __init__(self, channel: ElasticChannel, led: Led) -> None:
+    def __init__(self, channel: ElasticChannel, led: Led, *, max_buckets: int) -> None:
         self._channel, self._membership, self._led = channel, channel.membership, led
-        self._num_buckets = 0
+        self._max_buckets = max_buckets
         self._closing = False
         self._newer_at = time.monotonic()  # when the members changed last
         self._asked_at: float | None = None
@@ -211,9 +241,8 @@ class Regrouping:
         self._reported = self._membership.view  # up to which changes were reported
         self._thread = threading.Thread(target=self._run, name="straggle-regrouping", daemon=True)
 
-    def start(self, num_buckets: int) -> None:
-        """Start the thread; the gradients of a step are merged in as many buckets."""
-        self._num_buckets = num_buckets
+    def start(self) -> None:
+        """Start the thread: from now on the others go on where a member leaves."""
         self._membership.watches = True
         self._thread.start()
 
@@ -337,8 +366,9 @@ class Regrouping:
 
     def _regroup(self, view: View, progress: MergeProgress) -> None:
         channel = self._channel
-        own = torch.tensor(progress.encode(self._num_buckets), dtype=torch.int64)
-        assert len(own) == progress_length(self._num_buckets)
+        # the stages may be planned on some members and not yet on others
+        own = torch.tensor(progress.encode(self._max_buckets), dtype=torch.int64)
+        assert len(own) == progress_length(self._max_buckets)
         gathered = channel.exchange(own, view)
         way = repair(
             {rank: MergeProgress.decode(numbers.tolist()) for rank, numbers in zip(view.ranks, gathered, strict=True)}

@@ -243,8 +243,8 @@ class Membership:
         self._idle.append(store)
 
     def publish(self, key: str, word: str) -> None:
-        """Leave a word for all incarnations."""
-        self._store().set(key, self._seal.seal(key, word))
+        """Leave a word for all incarnations of all ranks, unless there is one."""
+        self._store().compare_set(key, "", self._seal.seal(key, word))
 
     def published(self, key: str) -> str | None:
         """A word that was left, if there is one of this job."""

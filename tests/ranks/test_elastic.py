@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from job_loop import Loop, absent, check_equal, gives_again, joined, left, plain, train, wider, with_batch_norm
 from members import run_job
-from ranks import Raised, digest, run_ranks
+from ranks import Raised, die, digest, run_ranks
 from training import features, mlp
 
-from straggle import Abstain, Elastic, LateHandling, Merge, StagedDataParallel, WaitForAll
+from straggle import Abstain, BalancedByTime, Elastic, LateHandling, Merge, StagedDataParallel, WaitForAll
 from straggle.backward.stages import plan_stages
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.current_deadline import CurrentDeadline
@@ -168,6 +168,25 @@ def test_rank_whose_code_raises_leaves_with_its_reason():
         assert "rank 1 raised in step 15, data: ValueError('no such batch')" in left(own)[1]
         assert joined(own) == set()
         assert absent(own, 1)[0] in (15, 16)
+
+
+def die_in_the_first_step(rank, step, board):
+    if (rank, step) == (0, 0):
+        die()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [None, BalancedByTime(3)])
+def test_rank_that_dies_before_the_stages_are_planned_is_done_without(stages):
+    with run_job(3, train, Loop(plain, die_in_the_first_step, stages=stages)) as job:
+        job.walk(10, [1, 2])
+        job.start(0)
+        job.walk(10)
+        outcomes = job.finish()
+    check_equal(outcomes)
+    assert absent(outcomes[1], 0)[0] == 0
+    assert outcomes[0].begun >= 10
+    assert gives_again(outcomes[1], 0)
 
 
 def end_early(rank, step, board):
