@@ -188,8 +188,17 @@ class Membership:
         self.spawn(self._leave_with_the_others).join(_LINGER_S + ANSWER_S)
 
     def leave_with_an_error(self, reason: str) -> None:
-        """The same when this rank's own code raised; for as long as a store that answers needs."""
-        self.spawn(self.leave, reason).join(ANSWER_S)
+        """The same when this rank's own code raised; for as long as a store that answers needs.
+
+        Where the others cannot go on without it, the job is over: this process may be gone before they say so.
+        """
+        self.spawn(self._leave_with_an_error, reason).join(ANSWER_S)
+
+    def _leave_with_an_error(self, reason: str) -> None:
+        self.leave(reason)
+        if self.view.shortfall(self.least, self.world_size, with_returning=True):
+            with self._lent() as store:
+                post_over(store, f"{reason}, and too few ranks are left without it")
 
     def _leave_with_the_others(self) -> None:
         until = time.monotonic() + _LINGER_S

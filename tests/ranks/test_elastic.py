@@ -16,6 +16,7 @@ from training import features, mlp
 
 from straggle import Abstain, BalancedByTime, Elastic, LateHandling, Merge, StagedDataParallel, WaitForAll
 from straggle.backward.stages import plan_stages
+from straggle.merge.agents import over
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.elastic import ElasticChannel
@@ -168,6 +169,20 @@ def test_rank_whose_code_raises_leaves_with_its_reason():
         assert "rank 1 raised in step 15, data: ValueError('no such batch')" in left(own)[1]
         assert joined(own) == set()
         assert absent(own, 1)[0] in (15, 16)
+
+
+def raise_on_all(rank, step, board):
+    if step == 15:
+        raise ValueError("no such batch")
+
+
+def test_exception_on_all_ranks_ends_the_job_with_that_exception():
+    with run_job(3, train, Loop(plain, raise_on_all)) as job:
+        errors = [job.result(rank) for rank in range(3)]
+        why = over(dist.FileStore(str(job.folder / "store")))  # so that no agent starts one of them again
+    assert [(error.kind, error.message) for error in errors] == [("ValueError", "no such batch")] * 3
+    assert why is not None
+    assert "raised in step 15, data: ValueError('no such batch')" in why
 
 
 def die_in_the_first_step(rank, step, board):
