@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from straggle.merge.agents import Exited, exited
-from straggle.merge.channel import Channel, PeerFailed
+from straggle.merge.channel import Channel, LongWait, PeerFailed
 from straggle.merge.groups import GlooGroup, Groups, is_over
 from straggle.merge.membership import MembersChanged, Membership, TooFewRanks
 from straggle.merge.store import StoreUnreachable, check_answers, connect_all, default_store
@@ -84,6 +84,11 @@ class ElasticChannel(Channel):
     def formed(self) -> Groups | None:
         """The process groups of today's members."""
         return self._formed
+
+    @property
+    def awaited(self) -> Sequence[int]:
+        """The members."""
+        return self.membership.view.ranks
 
     def form(self, view: View, limit_s: float = _FORM_S) -> bool:
         """Meet the other members of a view; false where there is a newer one, or where they do not come."""
@@ -173,10 +178,10 @@ class ElasticChannel(Channel):
             if self.membership.view.generation > view.generation:
                 raise MembersChanged
 
-    def wait(self, work: dist.Work, step: int, what: str, give_up_s: float | None = None, epoch: int = 0) -> None:  # noqa: ARG002
+    def wait(self, work: dist.Work, step: int, what: str, give_up_s: float | None = None, epoch: int = 0) -> None:
         """Wait for a collective; raises `MembersChanged` when the members do, `PeerFailed` after ``give_up_s``."""
         until = time.monotonic() + (give_up_s or self.give_up_s)
-        broke = False
+        broke, long_wait = False, LongWait(self, step, what)
         while self.epoch == epoch:
             if self.ended is not None:
                 raise self.ended
@@ -192,6 +197,7 @@ class ElasticChannel(Channel):
                 raise PeerFailed(f"{what}: {_changes(self.membership.view)}, while the model was wrapped")
             if time.monotonic() > until:
                 raise PeerFailed(self.explain(what))
+            long_wait.look()
         raise MembersChanged
 
     def close(self) -> None:

@@ -171,6 +171,25 @@ def test_rank_whose_code_raises_leaves_with_its_reason():
         assert absent(own, 1)[0] in (15, 16)
 
 
+def stay_in_step_12(rank, step, board):
+    while (rank, step) == (1, 12) and "waiting for" not in (board.folder / "log0.0").read_text():
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_long_wait_for_a_member_names_it_and_not_one_that_is_absent():
+    elastic = Elastic(min_ranks=2, suspect_s=1.0)
+    with run_job(3, train, Loop(plain, stay_in_step_12, elastic)) as job:
+        job.walk(3)
+        job.kill(2)
+        job.walk(20, [0, 1])
+        job.finish([0, 1])
+        said = [line for line in job.log().splitlines() if "waiting for ranks" in line]
+    assert len(said) == 1
+    assert "rank 0, step 12" in said[0]
+    assert "waiting for ranks [1]; rank 1 has been in data of step 12" in said[0]
+
+
 def raise_on_all(rank, step, board):
     if step == 15:
         raise ValueError("no such batch")
