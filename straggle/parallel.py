@@ -147,7 +147,7 @@ class StagedDataParallel(nn.Module):
         self._coordinator.submit_hooks = self._submit_hooks
         self._regrouping = self._healing = None
         if elastic is not None:
-            self._regrouping = Regrouping(elastic, self._coordinator)
+            self._regrouping = Regrouping(elastic, self._coordinator, max_buckets=len(self._named))
             self._healing = Healing(elastic, self._coordinator, self._regrouping, module, module_buffers)
             self._regrouping.on_changed = partial(_members_changed, weakref.ref(self))
             if self._comes_late:
@@ -182,6 +182,8 @@ class StagedDataParallel(nn.Module):
             self, _close, self._coordinator, self._hooks, self._optimizer_hooks, self._regrouping
         )
         self._of_the_job = frozenset(self.__dict__) - own
+        if self._regrouping is not None and not self._comes_late:
+            self._regrouping.start()
 
     def _new_channel(self, process_group: dist.ProcessGroup | None) -> tuple[Channel, ElasticChannel | None]:
         give_up_s = self._late_handling.give_up_s
@@ -312,6 +314,7 @@ class StagedDataParallel(nn.Module):
         order, seconds = self._channel.plan()
         self._learner.skip()
         self._use_plan(list(map(int, order)), seconds)
+        self._regrouping.start()
         self._regrouping.ask()
 
     def join(self, loader: Iterable[Batch]) -> Iterator[Batch]:
@@ -584,8 +587,6 @@ class StagedDataParallel(nn.Module):
         number = len(self._parameters_list)
         own = self._replayed_learned or (times.order(number), times.seconds(number))
         order, seconds = self._channel.of_rank0(torch.tensor(own, dtype=torch.float64)).tolist()
-        if self.rank == 0 and isinstance(self._channel, ElasticChannel):
-            self._channel.publish_plan(order, seconds)
         self._use_plan([int(index) for index in order], seconds)
 
     def _use_plan(self, order: list[int], seconds: list[float]) -> None:
@@ -595,8 +596,6 @@ class StagedDataParallel(nn.Module):
         self._coordinator.learn(plan)
         self._open.groups.follow(plan)
         self._coordinator.start()
-        if self._regrouping is not None:
-            self._regrouping.start(len(plan.buckets()))
 
     def _check_at_stages(self, plan: StagePlan) -> None:
         if self._late_handling.granularity != "microbatch":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from straggle.commands.run_dir import one_run
 from straggle.lab.jobs import StagedJob, process_group
 from straggle.merge.agents import DO_NOT_RESTART
 from straggle.merge.membership import TooFewRanks
-from straggle.merge.store import connect_all, default_store
+from straggle.merge.store import StoreUnreachable, connect_all, default_store
 from straggle.observe.console import LiveView
 from straggle.observe.members import HandedOnTrace, MembersWriter, writer_of
 from straggle.observe.run import read_reports
@@ -33,11 +33,14 @@ from straggle.report import StepReport
 from straggle.stop_signal import StopSignal, exit_at_once
 
 _HASHES_S = 10.0  # for the other members to say what their parameters are
+_STORE_LOST = (StoreUnreachable, dist.DistStoreError, dist.DistNetworkError)
 _log = logging.getLogger(__name__)
 
 
 def train_elastic(config: DictConfig, *, resumes: Callable[[Checkpoint], bool]) -> None:
-    """The complete run, on one rank. Ends the process with `DO_NOT_RESTART` where too few ranks are left.
+    """The complete run, on one rank. Ends the process with `DO_NOT_RESTART` where the job cannot go on.
+
+    That is where too few ranks are left, and where the job's store is gone.
 
     Raises `Refused` on all ranks if it cannot begin, and `NotSaved` if its result could not be saved.
     """
@@ -58,7 +61,9 @@ def train_elastic(config: DictConfig, *, resumes: Callable[[Checkpoint], bool]) 
         except TooFewRanks as error:
             if told.check(["over"]):  # the others are done, and have left
                 exit_at_once()
-            _give_up(job, checkpoint, error)
+            _give_up(job, checkpoint, error, error.ranks)
+        except _STORE_LOST as error:
+            _give_up(job, checkpoint, error, job.model.member_ranks)
         job.close()
 
 
@@ -146,10 +151,10 @@ def _hashes(told: Any, members: list[int]) -> list[str]:
     return [told.get(f"parameters/{rank}").decode() for rank in members if rank not in missing]
 
 
-def _give_up(job: StagedJob, checkpoint: Checkpoint, error: TooFewRanks) -> None:
-    """Too few ranks are left: the lowest of them saves what there is."""
+def _give_up(job: StagedJob, checkpoint: Checkpoint, error: Exception, members: Sequence[int]) -> None:
+    """The job cannot go on: the lowest of its members saves what there is."""
     sys.stderr.write(f"{error}\n")
-    lowest = job.model.rank == min(error.ranks, default=None) and job.model.last_report is not None
+    lowest = job.model.rank == min(members, default=None) and job.model.last_report is not None
     if lowest and _save(checkpoint, job):
         sys.stderr.write(f"{checkpoint.directory} has step {job.report.step + 1}; resume=true goes on from there\n")
     exit_at_once(DO_NOT_RESTART)

@@ -207,20 +207,13 @@ class Channel:
         A long wait is logged once, with the ranks that it is for and what they are doing. That, and whether a peer has
         ended, is all that the store is asked meanwhile, for at most half a second.
         """
-        began_at = time.monotonic()
-        give_up_at = began_at + (give_up_s or self.give_up_s)
-        num_waiting = None
+        give_up_at = time.monotonic() + (give_up_s or self.give_up_s)
+        long_wait = LongWait(self, step, what)
         while not self._ended(work, what, min(_SLICE_S, max(0.0, give_up_at - time.monotonic()))):
             if time.monotonic() >= give_up_at or self._is_in_vain(step):
                 raise PeerFailed(self.explain(what))
             self.store.look()
-            waited_s = time.monotonic() - began_at
-            with contextlib.suppress(StoreUnreachable):  # then it is not known for whom
-                if num_waiting is None and waited_s > LONG_S:
-                    num_waiting = self._note_waiting(step)
-                elif num_waiting == 1 and waited_s > 2 * LONG_S:  # one rank says it for all, and says it once
-                    num_waiting = 0
-                    _log.warning("%s: waiting for %s", what, self._waited_for(step))
+            long_wait.look()
         if self._queued:
             work.wait()  # makes this thread's stream wait, and raises what went wrong
 
@@ -247,7 +240,12 @@ class Channel:
         except RuntimeError as error:
             raise PeerFailed(self.explain(what)) from error
 
-    def _note_waiting(self, step: int) -> int:
+    @property
+    def awaited(self) -> Sequence[int]:
+        """The ranks that a merge needs."""
+        return range(self.world_size)
+
+    def note_waiting(self, step: int) -> int:
         """Note that this rank waits in ``step``; how many ranks have noted that by now, this one included."""
 
         def note(store: Any) -> int:
@@ -256,9 +254,9 @@ class Channel:
 
         return self.store.ask(note, _SLICE_S)
 
-    def _waited_for(self, step: int) -> str:
+    def waited_for(self, step: int) -> str:
         """The ranks that do not wait in ``step``, and what they are doing, as far as they say."""
-        others = self.store.ask(lambda store: _absent(store, f"waiting/{step}", self.world_size), _SLICE_S)
+        others = self.store.ask(lambda store: _absent(store, f"waiting/{step}", self.awaited), _SLICE_S)
         return f"ranks {others}{self._doing(others, _SLICE_S)}"
 
     def _doing(self, ranks: Sequence[int], limit_s: float) -> str:
@@ -283,7 +281,7 @@ class Channel:
         # who waits for this rank, and not for the one that is gone, learns of it
         ask(partial(_leave_word, f"survivor/{self.rank}", "", _TROUBLE))
         while not (reasons := ask(self._reasons)):
-            missing = ask(lambda store: _absent(store, "survivor", self.world_size))
+            missing = ask(lambda store: _absent(store, "survivor", range(self.world_size)))
             if not missing or time.monotonic() > until:
                 return self._first_given_up(missing)
             time.sleep(0.05)
@@ -302,6 +300,25 @@ class Channel:
 
     def _ends(self, store: Any) -> list[_End]:
         return [_End.read(word) for word in _words(store, "ended", range(self.world_size)).values()]
+
+
+class LongWait:
+    """One rank's wait for a collective of ``step``: where it is long, one rank logs for whom, and logs it once."""
+
+    def __init__(self, channel: Channel, step: int, what: str) -> None:
+        self._channel, self._step, self._what = channel, step, what
+        self._began_at = time.monotonic()
+        self._num_waiting: int | None = None
+
+    def look(self) -> None:
+        """The collective is still not over. This asks the store when the wait has become long, and once more."""
+        waited_s = time.monotonic() - self._began_at
+        with contextlib.suppress(StoreUnreachable):  # then it is not known for whom
+            if self._num_waiting is None and waited_s > LONG_S:
+                self._num_waiting = self._channel.note_waiting(self._step)
+            elif self._num_waiting == 1 and waited_s > 2 * LONG_S:
+                self._num_waiting = 0
+                _log.warning("%s: waiting for %s", self._what, self._channel.waited_for(self._step))
 
 
 @dataclass
@@ -358,9 +375,9 @@ def _count(counted: deque[int], step: int, store: Any) -> None:
         store.delete_key(f"finished/{counted.popleft()}")
 
 
-def _absent(store: Any, key: str, world_size: int) -> list[int]:
-    """The ranks without a word under ``key``."""
-    return [rank for rank in range(world_size) if not store.check([f"{key}/{rank}"])]
+def _absent(store: Any, key: str, ranks: Iterable[int]) -> list[int]:
+    """Those of these ranks without a word under ``key``."""
+    return [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
 
 
 def _words(store: Any, key: str, ranks: Iterable[int]) -> dict[int, str]:

@@ -104,6 +104,11 @@ class Coordinator:
         """Merged steps that the training thread has not yet taken; from any thread."""
         return max(0, self.merging.step - self.training.step)
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether the stages stay as they are, as on all members that are as far."""
+        return self._stand_in.started
+
     def learn(self, plan: StagePlan) -> None:
         """Use this plan from here on; between two steps, on all ranks alike, before `start`."""
         self.plan = plan
@@ -517,8 +522,9 @@ class Coordinator:
         current.buffers.use_telemetry(torch.zeros_like(current.buffers.telemetry))
         wanted = self._membership is not None and bool(self._membership.wanted)
         # asked only now: while the members change, a step may be submitted that others are let in before
-        # who is stood in for could not give its state
-        row = replace(current.lost_in(current.row), admits=wanted and not current.stood_in)
+        # who is stood in for could not give its state; before the stages are planned nobody can merge with newcomers
+        admits = wanted and self.is_planned and not current.stood_in
+        row = replace(current.lost_in(current.row), admits=admits)
         current.buffers.write_telemetry(self._channel.rank, row.encode(), current.changes)
         current.telemetry = current.buffers.merge_telemetry(self._groups.control)
         return current.telemetry

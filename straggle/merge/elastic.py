@@ -12,21 +12,22 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from straggle.merge.agents import Exited, exited
-from straggle.merge.channel import Channel, PeerFailed
+from straggle.merge.channel import Channel, LongWait, PeerFailed
 from straggle.merge.groups import GlooGroup, Groups, is_over
 from straggle.merge.membership import MembersChanged, Membership, TooFewRanks
-from straggle.merge.store import check_answers, connect_all, default_store
-from straggle.merge.view import RETURNS, Elastic, MergeProgress, Repair, View, progress_length, repair
+from straggle.merge.store import StoreUnreachable, check_answers, connect_all, default_store
+from straggle.merge.view import RETURNS, Elastic, MergeProgress, Repair, Silence, View, progress_length, repair
 from straggle.report import MembersReport
 
 _SLICE_S = 0.02
+_LOOK_S = 0.2  # between two looks at what there is to do
 _FORM_S = 20.0  # for the members of a view to meet
 _ASK_AGAIN_S = 2.0
 _RETURN_S = 10.0  # for a rank that left to be let in again; then it is missed
@@ -34,6 +35,8 @@ _OLD_S = 600.0  # after which gloo itself ends what was launched
 _num_models = 0  # that were wrapped so in this process: its models have their corners of the store in this order
 
 _log = logging.getLogger(__name__)
+
+Found = TypeVar("Found")
 
 
 class ElasticChannel(Channel):
@@ -82,6 +85,11 @@ class ElasticChannel(Channel):
         """The process groups of today's members."""
         return self._formed
 
+    @property
+    def awaited(self) -> Sequence[int]:
+        """The members."""
+        return self.membership.view.ranks
+
     def form(self, view: View, limit_s: float = _FORM_S) -> bool:
         """Meet the other members of a view; false where there is a newer one, or where they do not come."""
         place, size = view.ranks.index(self.rank), len(view.ranks)
@@ -116,19 +124,46 @@ class ElasticChannel(Channel):
         self.wait_in(view, self.groups.control.all_gather(tensors, tensor))
         return tensors
 
-    def publish_plan(self, order: Sequence[float], seconds: Sequence[float]) -> None:
-        """For who comes later: what the stages were planned from."""
-        self.membership.publish("plan", json.dumps([list(order), list(seconds)]))
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value``; when members may leave, for an absent rank that of the lowest member."""
+        if not self.membership.watches:
+            return super().gather(value)
+        membership = self.membership
+        membership.publish(f"gathered/{self.rank}", json.dumps(value))
+
+        def said() -> dict[int, str | None]:
+            return {rank: membership.published(f"gathered/{rank}") for rank in membership.view.ranks}
+
+        words = self._poll(lambda: None if None in (words := said()).values() else words, "the comparison of states")
+        values = {rank: json.loads(word) for rank, word in words.items() if word is not None}
+        return [values.get(rank, values[min(values)]) for rank in range(self.world_size)]
+
+    def of_rank0(self, numbers: Tensor) -> Tensor:
+        """What the stages are planned from: the lowest member's ``numbers``, for who comes later too."""
+        membership = self.membership
+
+        def published() -> str | None:
+            if (word := membership.published("plan")) is None and self.rank == min(membership.view.ranks, default=-1):
+                membership.publish("plan", json.dumps(numbers.tolist()))
+            return word
+
+        return torch.tensor(json.loads(self._poll(published, "the stages")), dtype=numbers.dtype)
 
     def plan(self) -> tuple[list[float], list[float]]:
         """What the stages were planned from, in a running job. Raises `PeerFailed` where it is not known in time."""
-        until = time.monotonic() + self.give_up_s
-        while (word := self.membership.published("plan")) is None:
-            if time.monotonic() > until:
-                raise PeerFailed(f"rank {self.rank}: the job that it comes to has not planned its stages yet")
-            time.sleep(0.05)
-        order, seconds = json.loads(word)
+        order, seconds = json.loads(self._poll(lambda: self.membership.published("plan"), "the stages"))
         return order, seconds
+
+    def _poll(self, find: Callable[[], Found | None], what: str) -> Found:
+        """What ``find()`` finds in the store; members may leave meanwhile. Raises `PeerFailed` after ``give_up_s``."""
+        until = time.monotonic() + self.give_up_s
+        while (found := find()) is None:
+            if self.ended is not None:
+                raise self.ended
+            if time.monotonic() > until:
+                raise PeerFailed(f"rank {self.rank}: {what} did not come within give_up_s={self.give_up_s:g}")
+            time.sleep(0.01)
+        return found
 
     def wait_in(self, view: View, work: dist.Work) -> None:
         """Wait for a collective among the members of a view, while it is the newest one."""
@@ -143,10 +178,10 @@ class ElasticChannel(Channel):
             if self.membership.view.generation > view.generation:
                 raise MembersChanged
 
-    def wait(self, work: dist.Work, step: int, what: str, give_up_s: float | None = None, epoch: int = 0) -> None:  # noqa: ARG002
+    def wait(self, work: dist.Work, step: int, what: str, give_up_s: float | None = None, epoch: int = 0) -> None:
         """Wait for a collective; raises `MembersChanged` when the members do, `PeerFailed` after ``give_up_s``."""
         until = time.monotonic() + (give_up_s or self.give_up_s)
-        broke = False
+        broke, long_wait = False, LongWait(self, step, what)
         while self.epoch == epoch:
             if self.ended is not None:
                 raise self.ended
@@ -159,9 +194,10 @@ class ElasticChannel(Channel):
             if broke:
                 time.sleep(_SLICE_S)
             if self.generation == 0 and self.membership.view.generation > 0 and not self.membership.watches:
-                raise PeerFailed(f"{what}: {_changes(self.membership.view)}, before the stages were planned")
+                raise PeerFailed(f"{what}: {_changes(self.membership.view)}, while the model was wrapped")
             if time.monotonic() > until:
                 raise PeerFailed(self.explain(what))
+            long_wait.look()
         raise MembersChanged
 
     def close(self) -> None:
@@ -193,15 +229,17 @@ class Led(Protocol):
 class Regrouping:
     """The thread that leads a rank from view to view, from `start` to `close`.
 
+    The gradients of a step are merged in at most ``max_buckets``, whatever the stages.
     A rank that was put out asks to be let in again as soon as its training thread is back.
     """
 
-    def __init__(self, channel: ElasticChannel, led: Led) -> None:
+    def __init__(self, channel: ElasticChannel, led: Led, *, max_buckets: int) -> None:
         self._channel, self._membership, self._led = channel, channel.membership, led
-        self._num_buckets = 0
+        self._max_buckets = max_buckets
         self._closing = False
         self._newer_at = time.monotonic()  # when the members changed last
         self._asked_at: float | None = None
+        self._silence = Silence(_LOOK_S)  # of the job's store
         self.on_joined: Callable[[View], None] | None = None  # this rank was let in
         self.leaves: Callable[[], None] | None = None  # it leaves where it has to
         self.is_back: Callable[[], bool] | None = None  # its training thread would take a state
@@ -209,9 +247,8 @@ class Regrouping:
         self._reported = self._membership.view  # up to which changes were reported
         self._thread = threading.Thread(target=self._run, name="straggle-regrouping", daemon=True)
 
-    def start(self, num_buckets: int) -> None:
-        """Start the thread; the gradients of a step are merged in as many buckets."""
-        self._num_buckets = num_buckets
+    def start(self) -> None:
+        """Start the thread: from now on the others go on where a member leaves."""
         self._membership.watches = True
         self._thread.start()
 
@@ -235,21 +272,39 @@ class Regrouping:
     def _run(self) -> None:
         try:
             while not self._closing:
-                if self._membership.is_member and self.leaves is not None:
-                    self.leaves()
-                if self._membership.wait_newer(self._channel.generation, 0.2):
-                    self._newer_at = time.monotonic()
-                    self._follow()
-                elif time.monotonic() - self._newer_at > _RETURN_S:
-                    self._check_number(self._membership.view, with_returning=False)
-                if not self._membership.is_member:
-                    self._ask_if_ready()
+                self._check_store()
+                try:
+                    self._look()
+                except (dist.DistStoreError, dist.DistNetworkError):
+                    self._membership.forget_store()  # whose loss is known by its silence
+                    time.sleep(_LOOK_S)
         except BaseException as error:
             if not self._closing:
                 self._channel.ended = error
                 self._led.end(error)
                 if isinstance(error, TooFewRanks):
                     self._membership.end(str(error))
+
+    def _look(self) -> None:
+        """Do what is to be done now, or wait for a moment."""
+        if self._membership.is_member and self.leaves is not None:
+            self.leaves()
+        if self._membership.wait_newer(self._channel.generation, _LOOK_S):
+            self._newer_at = time.monotonic()
+            self._follow()
+        elif time.monotonic() - self._newer_at > _RETURN_S:
+            self._check_number(self._membership.view, with_returning=False)
+        if not self._membership.is_member:
+            self._ask_if_ready()
+
+    def _check_store(self) -> None:
+        """Without its store no rank can leave or come back, so the job ends when that has been lost for too long."""
+        self._silence.look(time.monotonic(), {0: str(self._membership.num_beats)})
+        if self._silence.longer_than(self._channel.give_up_s):
+            raise StoreUnreachable(
+                f"rank {self._channel.rank}, step {self._membership.step}: {self._channel.store.place} has not "
+                f"answered for give_up_s={self._channel.give_up_s:g}, and without it members cannot change"
+            )
 
     def _ask_if_ready(self) -> None:
         if self._asked_at is not None:
@@ -317,8 +372,9 @@ class Regrouping:
 
     def _regroup(self, view: View, progress: MergeProgress) -> None:
         channel = self._channel
-        own = torch.tensor(progress.encode(self._num_buckets), dtype=torch.int64)
-        assert len(own) == progress_length(self._num_buckets)
+        # the stages may be planned on some members and not yet on others
+        own = torch.tensor(progress.encode(self._max_buckets), dtype=torch.int64)
+        assert len(own) == progress_length(self._max_buckets)
         gathered = channel.exchange(own, view)
         way = repair(
             {rank: MergeProgress.decode(numbers.tolist()) for rank, numbers in zip(view.ranks, gathered, strict=True)}

@@ -51,7 +51,7 @@ class Healing:
         self._arrival: _Arrival | None = None
         self.report = HealingReport()
         regrouping.on_joined, regrouping.leaves = self.let_in, self.leave_if_lost
-        regrouping.is_back = lambda: coordinator.is_back
+        regrouping.is_back = lambda: coordinator.is_back and coordinator.is_planned
 
     def register(self, objects: Mapping[str, Any]) -> None:
         """What has a ``state_dict`` and is to be given with the model."""

@@ -88,6 +88,7 @@ class Membership:
         self._broken_at = -math.inf
         self._num_joins = 0  # how often a rank asked to be let in, as this one has dealt with
         self._lost = False  # the store did not answer; by the thread
+        self.num_beats = 0  # that the store has taken; by the thread
         self._closing = threading.Event()
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._run, name="straggle-heartbeat", daemon=True)
@@ -187,8 +188,17 @@ class Membership:
         self.spawn(self._leave_with_the_others).join(_LINGER_S + ANSWER_S)
 
     def leave_with_an_error(self, reason: str) -> None:
-        """The same when this rank's own code raised; for as long as a store that answers needs."""
-        self.spawn(self.leave, reason).join(ANSWER_S)
+        """The same when this rank's own code raised; for as long as a store that answers needs.
+
+        Where the others cannot go on without it, the job is over: this process may be gone before they say so.
+        """
+        self.spawn(self._leave_with_an_error, reason).join(ANSWER_S)
+
+    def _leave_with_an_error(self, reason: str) -> None:
+        self.leave(reason)
+        if self.view.shortfall(self.least, self.world_size, with_returning=True):
+            with self._lent() as store:
+                post_over(store, f"{reason}, and too few ranks are left without it")
 
     def _leave_with_the_others(self) -> None:
         until = time.monotonic() + _LINGER_S
@@ -242,8 +252,8 @@ class Membership:
         self._idle.append(store)
 
     def publish(self, key: str, word: str) -> None:
-        """Leave a word for all incarnations."""
-        self._store().set(key, self._seal.seal(key, word))
+        """Leave a word for all incarnations of all ranks, unless there is one."""
+        self._store().compare_set(key, "", self._seal.seal(key, word))
 
     def published(self, key: str) -> str | None:
         """A word that was left, if there is one of this job."""
@@ -293,6 +303,7 @@ class Membership:
                 self._saw(view)
                 if is_member and self.watches:
                     self._watch(store, view)
+                self.num_beats += 1
                 self._note_lost(None)
             except (RuntimeError, OSError, ValueError, StoreUnreachable) as error:
                 self._note_lost(str(error).partition("\n")[0])
@@ -386,6 +397,10 @@ class Membership:
 
     def _open(self, store: Any, key: str) -> str | None:
         return self._seal.open(key, store.get(key).decode())
+
+    def forget_store(self) -> None:
+        """This thread's connection is broken: it makes another when it needs one."""
+        self._local.store = None
 
     def _store(self) -> Any:
         """This thread's own connection."""

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -69,3 +73,31 @@ def test_too_few_ranks_leave_a_checkpoint_from_which_a_run_goes_on(tmp_path: Pat
     assert status == 0, printed
     assert [report.step for report in steps_of(tmp_path)] == list(range(12))
     assert len(set(json.loads((tmp_path / "run" / "summary.json").read_text())["parameters_sha256"])) == 1
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+@pytest.mark.slow
+def test_store_that_dies_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    port, trace = free_port(), tmp_path / "run" / "trace.jsonl"
+    launch = ("--nproc-per-node", 2, "--external-store", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    train = ("-m", "straggle", "train", *KEYS, "late_handling.give_up_s=3", "steps=1000000", "run_dir=run")
+    with (
+        started_command("launch", "--store-only", "--port", port, folder=tmp_path, environment=ALONE) as store,
+        started_command("launch", *launch, *train, folder=tmp_path, environment=ALONE) as job,
+    ):
+        until = time.monotonic() + 200  # to start, however busy the machine is
+        while not trace.exists() or trace.stat().st_size == 0:
+            assert time.monotonic() < until, job.log.read_text()
+            time.sleep(0.05)
+        os.kill(store.pid, signal.SIGKILL)
+        status, printed = ended(job)
+    assert status != 0, printed
+    assert f"the job's store at 127.0.0.1:{port} does not answer" in printed
+    assert printed.count(f"the job's store at 127.0.0.1:{port} has not answered for give_up_s=3") == 2  # on both ranks
+    state = json.loads((tmp_path / "run" / "checkpoint" / "state.json").read_text())
+    assert state["step"] == len(steps_of(tmp_path)) > 0

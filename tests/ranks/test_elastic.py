@@ -11,10 +11,18 @@ import torch
 import torch.distributed as dist
 from job_loop import Loop, absent, check_equal, gives_again, joined, left, plain, train, wider, with_batch_norm
 from members import run_job
-from ranks import Raised, digest, run_ranks
+from ranks import Raised, die, digest, run_ranks
 from training import features, mlp
 
-from straggle import Elastic, StagedDataParallel
+from straggle import Abstain, BalancedByTime, Elastic, LateHandling, Merge, StagedDataParallel, WaitForAll
+from straggle.backward.stages import plan_stages
+from straggle.merge.agents import over
+from straggle.merge.coordinator import Coordinator
+from straggle.merge.current_deadline import CurrentDeadline
+from straggle.merge.elastic import ElasticChannel
+from straggle.merge.rank_state import Entry
+from straggle.merge.view import Repair
+from straggle.policies.fill_in import FillIn
 
 BALLAST = 2**24  # elements of a state that takes a while to send
 
@@ -161,6 +169,58 @@ def test_rank_whose_code_raises_leaves_with_its_reason():
         assert "rank 1 raised in step 15, data: ValueError('no such batch')" in left(own)[1]
         assert joined(own) == set()
         assert absent(own, 1)[0] in (15, 16)
+
+
+def stay_in_step_12(rank, step, board):
+    while (rank, step) == (1, 12) and "waiting for" not in (board.folder / "log0.0").read_text():
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_long_wait_for_a_member_names_it_and_not_one_that_is_absent():
+    elastic = Elastic(min_ranks=2, suspect_s=1.0)
+    with run_job(3, train, Loop(plain, stay_in_step_12, elastic)) as job:
+        job.walk(3)
+        job.kill(2)
+        job.walk(20, [0, 1])
+        job.finish([0, 1])
+        said = [line for line in job.log().splitlines() if "waiting for ranks" in line]
+    assert len(said) == 1
+    assert "rank 0, step 12" in said[0]
+    assert "waiting for ranks [1]; rank 1 has been in data of step 12" in said[0]
+
+
+def raise_on_all(rank, step, board):
+    if step == 15:
+        raise ValueError("no such batch")
+
+
+def test_exception_on_all_ranks_ends_the_job_with_that_exception():
+    with run_job(3, train, Loop(plain, raise_on_all)) as job:
+        errors = [job.result(rank) for rank in range(3)]
+        why = over(dist.FileStore(str(job.folder / "store")))  # so that no agent starts one of them again
+    assert [(error.kind, error.message) for error in errors] == [("ValueError", "no such batch")] * 3
+    assert why is not None
+    assert "raised in step 15, data: ValueError('no such batch')" in why
+
+
+def die_in_the_first_step(rank, step, board):
+    if (rank, step) == (0, 0):
+        die()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [None, BalancedByTime(3)])
+def test_rank_that_dies_before_the_stages_are_planned_is_done_without(stages):
+    with run_job(3, train, Loop(plain, die_in_the_first_step, stages=stages)) as job:
+        job.walk(10, [1, 2])
+        job.start(0)
+        job.walk(10)
+        outcomes = job.finish()
+    check_equal(outcomes)
+    assert absent(outcomes[1], 0)[0] == 0
+    assert outcomes[0].begun >= 10
+    assert gives_again(outcomes[1], 0)
 
 
 def end_early(rank, step, board):
@@ -374,3 +434,46 @@ def test_rank_whose_loop_goes_on_after_its_own_error_is_healed():
     assert len({result[:2] for result in results}) == 1
     assert results[0][2] is False
     assert results[0][3] > 0
+
+
+def finish_steps_while_others_ask(rank):
+    """What is held for newcomers after a step that this rank has merged itself, and after one that it was given."""
+    model, late_handling = mlp(), LateHandling()
+    channel = ElasticChannel(Elastic(), give_up_s=60.0)
+    membership, view = channel.membership, channel.membership.view
+    coordinator = Coordinator(
+        list(model.parameters()),
+        plan_stages(model),
+        channel,
+        deadline=CurrentDeadline(WaitForAll(), late_handling, world_size=1),
+        fill_in=FillIn(Abstain(), late_handling),
+        merge=Merge(),
+        num_changes=0,
+        membership=membership,
+    )
+
+    def begin_step():
+        coordinator.enter(Entry())
+        coordinator.gradients_ready(*zip(*enumerate(map(torch.ones_like, model.parameters())), strict=True))
+
+    held = []
+    try:
+        begin_step()
+        membership.wanted = {rank: "another incarnation"}
+        coordinator.finish(truncated=False, scalars={})
+        held.append(membership.held)
+        membership.held, admits = None, coordinator.telemetry_of(0)
+        coordinator.regroup(channel.groups, view, Repair(1), torch.empty(0))
+        begin_step()
+        coordinator.freeze()
+        coordinator.regroup(channel.groups, view, Repair(2, completed=1, giver=0), admits)
+        coordinator.finish(truncated=False, scalars={})
+        held.append(membership.held)
+    finally:
+        channel.close()
+    return held
+
+
+def test_step_that_another_member_gave_holds_nobody_for_newcomers():
+    # who was to come in after it has, or has not: a rank that waited for that would wait for ever
+    assert run_ranks(finish_steps_while_others_ask, 1) == [[(1, True), None]]

@@ -12,7 +12,7 @@ from members import Board
 from ranks import digest, staged
 from torch import Tensor, nn
 
-from straggle import Elastic, FixedDeadline, LateHandling, MembersReport, StepReport
+from straggle import BalancedByTime, Elastic, FixedDeadline, LateHandling, MembersReport, StepReport
 from straggle.backward import stages
 
 STEP_S = 0.015
@@ -60,6 +60,7 @@ class Loop:
     deadline_s: float | None = None
     ballast: int = 0
     max_lag: int = 8
+    stages: BalancedByTime | None = None
 
 
 def plain() -> nn.Sequential:
@@ -84,7 +85,8 @@ def train(rank: int, board: Board, loop: Loop) -> Outcome:
     reports: list[StepReport] = []
     deadline = None if loop.deadline_s is None else FixedDeadline(loop.deadline_s)
     late_handling = LateHandling(max_lag=loop.max_lag)
-    with staged(loop.network(), deadline=deadline, late_handling=late_handling, members=loop.elastic) as model:
+    options = {"stages": loop.stages, "deadline": deadline, "late_handling": late_handling, "members": loop.elastic}
+    with staged(loop.network(), **options) as model:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.99)
         begun = step = model.register_state(optimizer=optimizer, scheduler=scheduler, data=data)

@@ -38,6 +38,7 @@ class Board:
     """What ranks and test tell each other, in a file of numbers: how many steps each has made, and when to end."""
 
     def __init__(self, path: Path, world_size: int) -> None:
+        self.folder = path.parent
         self._file = os.open(path, os.O_RDWR | os.O_CREAT)
         self._end = world_size
         if os.fstat(self._file).st_size == 0:
