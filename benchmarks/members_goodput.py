@@ -10,6 +10,7 @@ import os
 import random
 import statistics
 import subprocess
+import sys
 import time
 
 from goodput_jobs import OfForkingAgent, OfStraggle, OfTorchft, OfTorchrun, Steps
@@ -84,7 +85,8 @@ def _no_torchft(python):
 def _run(job, planned, seconds, quiet_s):
     """Lead a job through its three times; its steps, the times' ends, when it was killed, and what it ended with."""
     steps = Steps(job.folder)
-    _until(job, steps, lambda: steps.num_at_work() == RANKS and steps.read() > 10, 240, "all ranks train")
+    _until(job, steps, lambda: steps.num_at_work() == RANKS and steps.read() > 10, 400, "all ranks train")
+    print(f"all ranks of {type(job).__name__[2:]} train, at step {steps.read()}", file=sys.stderr)
     time.sleep(2.0)
     before = time.time(), time.time() + quiet_s
     _until(job, steps, lambda: time.time() >= before[1], quiet_s + 5, "the quiet time")
@@ -99,7 +101,8 @@ def _run(job, planned, seconds, quiet_s):
             raise Failed(f"it ended {time.time() - begun:.0f} s after the first kill could come")
         time.sleep(0.05)
     during = begun, time.time()
-    _until(job, steps, lambda: steps.num_at_work() == RANKS, 240, "all ranks train again")
+    print(f"{len(killed)} kills; step {steps.read()}, {steps.num_at_work()} ranks at work", file=sys.stderr)
+    _until(job, steps, lambda: steps.num_at_work() == RANKS, 400, "all ranks train again")
     time.sleep(2.0)
     after = time.time(), time.time() + quiet_s
     _until(job, steps, lambda: time.time() >= after[1], quiet_s + 5, "the quiet time")
@@ -116,7 +119,7 @@ def _until(job, steps, condition, limit_s, what):
     until = time.time() + limit_s
     while not condition():
         if time.time() > until or not job.running():
-            raise Failed(f"{what}: not within {limit_s:g} s")
+            raise Failed(f"{what}: not within {limit_s:g} s; {steps.num_at_work()} ranks do, at step {steps.read()}")
         steps.read()
         time.sleep(0.1)
 
