@@ -6,6 +6,7 @@ on machines of their own. Each rank is killed after times of ``20 start_s`` in t
 time. Useful is what is in the parameters at the end: a rank's gradients of one step are one rank-step.
 """
 
+import itertools
 import os
 import random
 import statistics
@@ -65,9 +66,10 @@ def goodput(methods, seconds, quiet_s, start_s, seed, torchft_python):
 
 
 HEAD = (
-    "| | rank-steps a second, quiet: before, after | with kills | ratio | seconds of the job lost a kill | "
+    "| | rank-steps a second, quiet: before, after | with kills | ratio | ranks in a step, mean | "
+    "seconds of the job lost a kill | "
     "longest time without a step after a kill: median, most | rank-steps lost a kill | at the end |\n"
-    "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
 )
 
 
@@ -139,14 +141,28 @@ def _row(method, lines, before, during, after, killed, ends):
     said = (
         "equal parameters" if equal else f"NOT EQUAL: {len(ends)} ranks came to the end, with {len(set(ends))} hashes"
     )
-    return (
-        f"| {NAMES[method]} | {rates[0]:.1f}, {rates[1]:.1f} | {rates[2]:.1f} | {ratio:.3f} | {lost_s:.2f} | "
-        f"{statistics.median(stood):.2f}, {max(stood):.2f} s | {_lost(method, lines, during) / number:.1f} | {said} |"
+    cells = (
+        NAMES[method],
+        f"{rates[0]:.1f}, {rates[1]:.1f}",
+        f"{rates[2]:.1f}",
+        f"{ratio:.3f}",
+        f"{_present(ended, *during):.2f}",
+        f"{lost_s:.2f}",
+        f"{statistics.median(stood):.2f}, {max(stood):.2f} s",
+        f"{_lost(method, lines, during) / number:.1f}",
+        said,
     )
+    return "| " + " | ".join(cells) + " |"
 
 
 def _rate(ended, begin, end):
     return sum(useful for at, useful in ended if begin <= at < end) / (end - begin)
+
+
+def _present(ended, begin, end):
+    """Ranks whose gradients are in a step, in the mean over time."""
+    pairs = [(early[0], *late) for early, late in itertools.pairwise(ended) if begin <= late[0] < end]
+    return sum(useful * (at - since) for since, at, useful in pairs) / sum(at - since for since, at, _ in pairs)
 
 
 def _longest(ended, at, end, killed):

@@ -240,9 +240,11 @@ class Soak:
     def _hit(self):
         """One fault on a rank that takes part; false while others are away."""
         now, free = time.time(), self._free()
-        if len(free) < RANKS - 1 + (self.chance.random() > 0.05):  # a second one, now and then
-            return False
         kind = self.chance.choices(list(KINDS), KINDS.values())[0]
+        # a process needs seconds to be started again, so the others are hit meanwhile, and now and then killed
+        away = 1 if kind in LASTING or self.chance.random() < 0.05 else 0
+        if len(free) < RANKS - away:
+            return False
         rank = self.chance.choice([rank for rank in free if rank != SURVIVOR or kind in LASTING])
         seconds = self.chance.uniform(0.3, 3.0) if kind == "stop" else 0.0
         if kind in ("exit", "error"):
@@ -312,6 +314,8 @@ def unexplained(job, ended_by_us):
     for name, text in job.logs().items():
         text = re.sub(r"^\[rank\d+\]: ", "", text, flags=re.MULTILINE)  # torch puts it before an error at the end
         for block in text.split("Traceback (most recent call last):")[1:]:
+            if "During handling of the above exception" in block:
+                continue  # what counts is the error that came of it
             ends_with = [line for line in block.splitlines() if line and not line.startswith((" ", "\t"))]
             if not ends_with or "OrderedError" not in ends_with[0]:
                 found.append(f"{name}: {ends_with[0] if ends_with else block[-300:]}")
