@@ -37,7 +37,8 @@ def straggle_rank(folder):
         if not report.ranks[rank].absent:
             useful = sum(stage.weight * stage.numel for stage in report.stages)
             useful /= sum(stage.numel for stage in report.stages)
-            lines.write(report.step, useful, sum(not own.absent and own.reach > 0 for own in report.ranks))
+            computed = [own for own in report.ranks if own.reach > 0 or own.cause == "members"]  # the latter: lost
+            lines.write(report.step, useful, len(computed))
         step = report.step + 1
     _end(folder, rank, step, net)
     model.close()
