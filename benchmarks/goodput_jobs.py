@@ -155,4 +155,4 @@ class Steps:
         """Ranks that ended a step in the last seconds; and in the last of them, how many gave their gradients."""
         now = time.time()
         recent = [line for line in self.lines if line[0] > now - 3.0]
-        return min(len({line[-1] for line in recent}), max(recent)[2] if recent else 0)
+        return min(len({line[-1] for line in recent}), round(max(recent)[2]) if recent else 0)

@@ -37,7 +37,8 @@ def straggle_rank(folder):
         if not report.ranks[rank].absent:
             useful = sum(stage.weight * stage.numel for stage in report.stages)
             useful /= sum(stage.numel for stage in report.stages)
-            lines.write(report.step, useful, sum(not own.absent and own.reach > 0 for own in report.ranks))
+            computed = [own for own in report.ranks if own.reach > 0 or own.cause == "members"]  # the latter: lost
+            lines.write(report.step, useful, len(computed))
         step = report.step + 1
     _end(folder, rank, step, net)
     model.close()
@@ -135,16 +136,18 @@ def lighthouse(folder):
 
 def ddp_forked(folder):
     """torchrun's agent, whose workers are forks of a process that has loaded torch: they start at no cost."""
+    import multiprocessing
     import uuid
 
-    import torch._dynamo  # noqa: F401  # which the first optimizer imports
+    from goodput_ranks import ddp_rank as function  # of a module, for the workers to find it
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "torch.distributed"])
     config = LaunchConfig(
         1, 1, RANKS, run_id=str(uuid.uuid4()), rdzv_backend="c10d", rdzv_endpoint="localhost:0",
-        max_restarts=100000, monitor_interval=0.1, start_method="fork",
+        max_restarts=100000, monitor_interval=0.1, start_method="forkserver",
     )  # fmt: skip
-    elastic_launch(config, ddp_rank)(folder)
+    elastic_launch(config, function)(folder)
 
 
 def _begin(folder, rank):

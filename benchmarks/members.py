@@ -26,6 +26,7 @@ def main():
     options = kinds.add_parser("healing")
     options.add_argument("--turns", type=int, default=20)
     options.add_argument("--sleep-s", type=float, default=0.04)
+    options.add_argument("--ballast-mb", type=int, default=0, help="of state beside the 40 MB: healing takes longer")
     options.add_argument("--quick", action="store_true", help="4 turns")
     options = kinds.add_parser("soak")
     options.add_argument("--steps", type=int, default=20000)
@@ -46,6 +47,7 @@ def main():
     options.add_argument("--folder", type=Path)
     options.add_argument("--members", type=int)
     options.add_argument("--sleep-s", type=float)
+    options.add_argument("--ballast-mb", type=int)
     given = parser.parse_args()
     if not given.what.endswith("-rank"):
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a job is ended with its controller
@@ -67,7 +69,7 @@ def _faults(given):
 def _healing(given):
     from members_healing import healing
 
-    return healing(4 if given.quick else given.turns, given.sleep_s)
+    return healing(4 if given.quick else given.turns, given.sleep_s, given.ballast_mb)
 
 
 def _soak(given):
@@ -94,7 +96,7 @@ def _soak_rank(given):
 def _faults_rank(given):
     from members_faults import rank_main
 
-    rank_main(given.folder, bool(given.members), given.sleep_s)
+    rank_main(given.folder, bool(given.members), given.sleep_s, given.ballast_mb)
 
 
 COMMANDS = {

@@ -15,7 +15,7 @@ WIDTH = 740  # six square layers of it: 3.3 million parameters, 40 MB with Adam'
 WARMUP = 10
 
 
-def rank_main(folder, members, sleep_s):
+def rank_main(folder, members, sleep_s, ballast_mb):
     """One rank: trains, and leaves when each step ended and a hash of the parameters at the end."""
     import torch
     import torch.distributed as dist
@@ -32,7 +32,9 @@ def rank_main(folder, members, sleep_s):
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     lines = Lines(folder, rank)
     lines.write(-1, [], [])  # it is up
-    step = model.register_state(optimizer=optimizer)
+    ballast = nn.Module()
+    ballast.register_buffer("zeros", torch.zeros(ballast_mb << 18))
+    step = model.register_state(optimizer=optimizer, ballast=ballast)
     inputs = torch.ones(2, WIDTH)
     end = End(folder)
     while not end.reached(step):
@@ -50,11 +52,11 @@ def rank_main(folder, members, sleep_s):
     model.close()
 
 
-def start(steps=None, *, members=True, sleep_s=0.03):
+def start(steps=None, *, members=True, sleep_s=0.03, ballast_mb=0):
     """A job of such ranks; without ``steps`` until `Job.end_at`."""
     script = str(Path(__file__).with_name("members.py"))
-    words = ("faults-rank", "--members", str(int(members)), "--sleep-s", str(sleep_s))
-    return Job(RANKS, script, *words, end=steps)
+    words = ("--members", str(int(members)), "--sleep-s", str(sleep_s), "--ballast-mb", str(ballast_mb))
+    return Job(RANKS, script, "faults-rank", *words, end=steps)
 
 
 def wait_for(job, rank, step):

@@ -6,10 +6,12 @@ on machines of their own. Each rank is killed after times of ``20 start_s`` in t
 time. Useful is what is in the parameters at the end: a rank's gradients of one step are one rank-step.
 """
 
+import itertools
 import os
 import random
 import statistics
 import subprocess
+import sys
 import time
 
 from goodput_jobs import OfForkingAgent, OfStraggle, OfTorchft, OfTorchrun, Steps
@@ -64,9 +66,10 @@ def goodput(methods, seconds, quiet_s, start_s, seed, torchft_python):
 
 
 HEAD = (
-    "| | rank-steps a second, quiet: before, after | with kills | ratio | seconds of the job lost a kill | "
+    "| | rank-steps a second, quiet: before, after | with kills | ratio | ranks in a step, mean | "
+    "seconds of the job lost a kill | "
     "longest time without a step after a kill: median, most | rank-steps lost a kill | at the end |\n"
-    "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"
 )
 
 
@@ -84,7 +87,8 @@ def _no_torchft(python):
 def _run(job, planned, seconds, quiet_s):
     """Lead a job through its three times; its steps, the times' ends, when it was killed, and what it ended with."""
     steps = Steps(job.folder)
-    _until(job, steps, lambda: steps.num_at_work() == RANKS and steps.read() > 10, 240, "all ranks train")
+    _until(job, steps, lambda: steps.num_at_work() == RANKS and steps.read() > 10, 400, "all ranks train")
+    print(f"all ranks of {type(job).__name__[2:]} train, at step {steps.read()}", file=sys.stderr)
     time.sleep(2.0)
     before = time.time(), time.time() + quiet_s
     _until(job, steps, lambda: time.time() >= before[1], quiet_s + 5, "the quiet time")
@@ -99,7 +103,8 @@ def _run(job, planned, seconds, quiet_s):
             raise Failed(f"it ended {time.time() - begun:.0f} s after the first kill could come")
         time.sleep(0.05)
     during = begun, time.time()
-    _until(job, steps, lambda: steps.num_at_work() == RANKS, 240, "all ranks train again")
+    print(f"{len(killed)} kills; step {steps.read()}, {steps.num_at_work()} ranks at work", file=sys.stderr)
+    _until(job, steps, lambda: steps.num_at_work() == RANKS, 400, "all ranks train again")
     time.sleep(2.0)
     after = time.time(), time.time() + quiet_s
     _until(job, steps, lambda: time.time() >= after[1], quiet_s + 5, "the quiet time")
@@ -116,7 +121,7 @@ def _until(job, steps, condition, limit_s, what):
     until = time.time() + limit_s
     while not condition():
         if time.time() > until or not job.running():
-            raise Failed(f"{what}: not within {limit_s:g} s")
+            raise Failed(f"{what}: not within {limit_s:g} s; {steps.num_at_work()} ranks do, at step {steps.read()}")
         steps.read()
         time.sleep(0.1)
 
@@ -136,14 +141,28 @@ def _row(method, lines, before, during, after, killed, ends):
     said = (
         "equal parameters" if equal else f"NOT EQUAL: {len(ends)} ranks came to the end, with {len(set(ends))} hashes"
     )
-    return (
-        f"| {NAMES[method]} | {rates[0]:.1f}, {rates[1]:.1f} | {rates[2]:.1f} | {ratio:.3f} | {lost_s:.2f} | "
-        f"{statistics.median(stood):.2f}, {max(stood):.2f} s | {_lost(method, lines, during) / number:.1f} | {said} |"
+    cells = (
+        NAMES[method],
+        f"{rates[0]:.1f}, {rates[1]:.1f}",
+        f"{rates[2]:.1f}",
+        f"{ratio:.3f}",
+        f"{_present(ended, *during):.2f}",
+        f"{lost_s:.2f}",
+        f"{statistics.median(stood):.2f}, {max(stood):.2f} s",
+        f"{_lost(method, lines, during) / number:.1f}",
+        said,
     )
+    return "| " + " | ".join(cells) + " |"
 
 
 def _rate(ended, begin, end):
     return sum(useful for at, useful in ended if begin <= at < end) / (end - begin)
+
+
+def _present(ended, begin, end):
+    """Ranks whose gradients are in a step, in the mean over time."""
+    pairs = [(early[0], *late) for early, late in itertools.pairwise(ended) if begin <= late[0] < end]
+    return sum(useful * (at - since) for since, at, useful in pairs) / sum(at - since for since, at, _ in pairs)
 
 
 def _longest(ended, at, end, killed):

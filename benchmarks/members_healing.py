@@ -1,8 +1,9 @@
 """What a step costs the peers while one rank of four is healed; see `benchmarks/members.py`.
 
-In one run a rank is stopped and goes on, or is killed and comes back, in turns. Each turn has four phases: all ranks
-take part; the rank is missed (one long step, left out here); the peers are without it; it is a member again and waits
-for its state. So a drift of the machine meets all phases. Times are those of rank 0, which gives the state.
+In one run a rank is stopped and goes on, or is killed and comes back, in turns. So a drift of the machine meets all
+phases of a turn: all ranks take part; the rank is missed (one long step, left out here); the peers are without it; it
+is a member again and waits for its state. In the first step of the last phase new groups are formed, and the state is
+copied. Times are those of rank 0, which gives the state.
 """
 
 import itertools
@@ -15,11 +16,17 @@ from members_faults import RANKS, end, start, wait_for
 USUAL_STEPS = 40
 STOPPED_S = 4.0  # longer than the suspicion time
 HOW = ("stopped", "killed")
+PHASES = {
+    "without it": ("without",),
+    "while it heals": ("let in", "healing"),
+    "of these the first, in which it is let in": ("let in",),
+    "and the others": ("healing",),
+}
 
 
-def healing(turns, sleep_s):
+def healing(turns, sleep_s, ballast_mb):
     """Print the table; 1 where the job did not end well."""
-    job = start(sleep_s=sleep_s)
+    job = start(sleep_s=sleep_s, ballast_mb=ballast_mb)
     found = {how: [] for how in HOW}
     try:
         wait_for(job, 0, USUAL_STEPS)
@@ -48,13 +55,13 @@ def _turn(job, rank, how):
         job.signal(rank, signal.SIGCONT)
     back = _wait_back(job, rank, hit)
     lines = [line for line in job.lines(0)[1:] if begun < line[1] <= back]
-    phases = {"usual": [], "without": [], "healing": []}
+    phases = {"usual": [], "without": [], "let in": [], "healing": []}
     for before, after in itertools.pairwise(lines):
         _, step, absent, silent = after
         if rank in absent and rank in before[2]:  # the first such step is the one in which it was missed
             phases["without"].append(after[0] - before[0])
         elif rank in silent and rank in before[2] + before[3]:
-            phases["healing"].append(after[0] - before[0])
+            phases["healing" if rank in before[3] else "let in"].append(after[0] - before[0])
         elif step <= hit:
             phases["usual"].append(after[0] - before[0])
     return phases
@@ -77,8 +84,8 @@ def _wait_back(job, rank, hit):
 def _show(how, turns):
     usual = [statistics.median(own["usual"]) for own in turns]
     print(f"\none rank {how}, {len(turns)} turns; the usual step takes {1000 * statistics.median(usual):.0f} ms")
-    for phase in ("without", "healing"):
-        steps = [own[phase] for own in turns]
+    for phase, names in PHASES.items():
+        steps = [[second for name in names for second in own[name]] for own in turns]
         ratios = sorted(statistics.median(own) / base for own, base in zip(steps, usual, strict=True) if own)
         each = sorted(second / base for own, base in zip(steps, usual, strict=True) for second in own)
         if ratios:

@@ -304,6 +304,8 @@ class Coordinator:
         what = f"rank {self._channel.rank} raised in step {self.training.step}, {self.stopwatch.phase}: {error!r}"
         if self._membership is not None:  # its peers go on without it
             self._membership.leave_with_an_error(what)
+            if not self._membership.is_member:
+                self.put_out()  # now, or its next step would go on with this one before the other thread has seen it
             return
         with self._lock:
             self.training.fail()

@@ -477,3 +477,34 @@ def finish_steps_while_others_ask(rank):
 def test_step_that_another_member_gave_holds_nobody_for_newcomers():
     # who was to come in after it has, or has not: a rank that waited for that would wait for ever
     assert run_ranks(finish_steps_while_others_ask, 1) == [[(1, True), None]]
+
+
+def go_on_while_a_change_is_reported(rank):
+    """Rank 2's code raises while a hook keeps the thread that follows the members busy, and its loop goes on."""
+    model = StagedDataParallel(mlp(), members=Elastic(min_ranks=1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model.register_state(optimizer=optimizer)
+    if rank == 2:
+        model.register_members_hook(lambda _: time.sleep(0.5))
+    num_raised, step = 0, 0
+    while step < 150:
+        with contextlib.suppress(Broken), model.step():
+            time.sleep(0.01)
+            model(features(rank, step)).square().mean().backward()
+            others = model.member_ranks == (0, 2) if rank == 2 else step == 10
+            if rank in (1, 2) and others and not num_raised:
+                num_raised += 1
+                raise Broken
+        optimizer.step()
+        optimizer.zero_grad()
+        assert model.last_report is not None
+        step = model.last_report.step + 1
+    return digest(model.parameters()), step, num_raised, model.last_report.absent_ranks
+
+
+@pytest.mark.slow
+def test_rank_that_enters_its_next_step_right_after_its_own_error_is_healed():
+    results = run_ranks(go_on_while_a_change_is_reported, 3)
+    assert [own[2] for own in results] == [0, 1, 1]
+    assert len({own[:2] for own in results}) == 1
+    assert results[0][3] == ()
