@@ -404,11 +404,20 @@ class StagedDataParallel(nn.Module):
     def load_straggle_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `straggle_state` gave on this rank; before the first step, on all ranks.
 
-        Raises ``ValueError`` for the state of other stages, another number of ranks, another estimator or model.
+        With another number of ranks each may load that of any: policies go on with the history of the ranks that there
+        are, and the estimator begins anew.
+        Raises ``ValueError`` for the state of other stages, another estimator or model.
         """
         if self._in_step() or self._last_record is not None:
             raise RuntimeError("load_straggle_state() comes before the first step")
         self._join_first()
+        if self.rank == 0 and (ranks := state.get("ranks", self.world_size)) != self.world_size:
+            _log.warning(
+                "the saved state is of %s ranks, and this run has %d: policies go on with the history of those that "
+                "there are, and estimators begin anew",
+                ranks,
+                self.world_size,
+            )
         self._rank_state.load_state_dict(state)
 
     @property
