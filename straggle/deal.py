@@ -148,9 +148,10 @@ class Ledger:
             "num_lost": self.num_lost,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], shares: Sequence[int] | None = None) -> None:
         """Go on from there; with another number of ranks or another batch size, what is left is dealt anew.
 
+        ``shares`` are then those from here on, where they are not equal ones.
         Raises ``ValueError`` for the state of another number of samples.
         """
         if state["num_samples"] != self._num_samples:
@@ -167,7 +168,7 @@ class Ledger:
         self.active = frozenset(map(int, state["active"]))
         if (state["world_size"], state["batch_size"]) != (self._world_size, self._batch_size):
             self.active = frozenset(range(self._world_size))
-            self._deal(torch.cat([self.deal.after(done), *self._lost]), self._shares())
+            self._deal(torch.cat([self.deal.after(done), *self._lost]), tuple(shares or self._shares()))
 
     def _not_brought(self, samples: Tensor, *, counts: bool) -> None:
         if counts:

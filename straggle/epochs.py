@@ -119,7 +119,7 @@ class Epochs:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there, also in the middle of a loop. Raises ``ValueError`` for the state of other data."""
-        self._ledger.load_state_dict(state)
+        self._ledger.load_state_dict(state, self._shares())
         self._behind = False
         if self._in_hand != self._ledger.position:
             self._num_loads += 1  # the loader is to begin again

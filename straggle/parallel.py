@@ -145,10 +145,12 @@ class StagedDataParallel(nn.Module):
             membership=None if elastic is None else elastic.membership,
         )
         self._coordinator.submit_hooks = self._submit_hooks
+        self._joins = _Joins()
         self._regrouping = self._healing = None
         if elastic is not None:
             self._regrouping = Regrouping(elastic, self._coordinator, max_buckets=len(self._named))
             self._healing = Healing(elastic, self._coordinator, self._regrouping, module, module_buffers)
+            self._healing.register({"straggle.joins": self._joins})
             self._regrouping.on_changed = partial(_members_changed, weakref.ref(self))
             if self._comes_late:
                 self._coordinator.put_out()
@@ -322,12 +324,18 @@ class StagedDataParallel(nn.Module):
 
         A rank that has no more goes on with its last batch, for which no step computes anything (its forward pass ends
         the block), and takes part in the merges of the others until all are done.
+        A rank that comes back (`Elastic`) leaves it when the others have: each ``join`` is one with theirs, by number.
         Raises ``ValueError`` where there is not one batch.
         """
-        batch, empty = None, True
+        joins, batch, empty = self._joins, None, True
+        number, joins.begun = joins.begun, joins.begun + 1
+        if joins.over > number:
+            return
         for batch in loader:
             empty = False
             yield batch
+            if joins.over > number:
+                return
         if empty:
             raise ValueError(f"rank {self.rank}: the loader is empty; give every rank at least one batch")
         self.idle = True
@@ -335,6 +343,8 @@ class StagedDataParallel(nn.Module):
             while True:
                 yield cast(Batch, batch)
                 if self._last_record is not None and self._last_record.table.all_idle():
+                    joins.over = number + 1
+                if joins.over > number:
                     return
         finally:
             self.idle = False
@@ -421,11 +431,20 @@ class StagedDataParallel(nn.Module):
     def load_straggle_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `straggle_state` gave on this rank; before the first step, on all ranks.
 
-        Raises ``ValueError`` for the state of other stages, another number of ranks, another estimator or model.
+        With another number of ranks each may load that of any: policies go on with the history of the ranks that there
+        are, and the estimator begins anew.
+        Raises ``ValueError`` for the state of other stages, another estimator or model.
         """
         if self._in_step() or self._last_record is not None:
             raise RuntimeError("load_straggle_state() comes before the first step")
         self._join_first()
+        if self.rank == 0 and (ranks := state.get("ranks", self.world_size)) != self.world_size:
+            _log.warning(
+                "the saved state is of %s ranks, and this run has %d: policies go on with the history of those that "
+                "there are, and estimators begin anew",
+                ranks,
+                self.world_size,
+            )
         self._rank_state.load_state_dict(state)
 
     @property
@@ -603,6 +622,21 @@ class StagedDataParallel(nn.Module):
 
     def _in_step(self) -> bool:
         return bool(self._of_the_job) and self._open.step is not None
+
+
+class _Joins:
+    """How many loops over `join` this process has begun, and how many are over for the job."""
+
+    def __init__(self) -> None:
+        self.begun = self.over = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """What a rank that comes back must know."""
+        return {"over": self.over}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Those that are over for the others are over here."""
+        self.over = state["over"]
 
 
 def _watch_optimizers(model: StagedDataParallel) -> list[RemovableHandle]:

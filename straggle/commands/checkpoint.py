@@ -212,16 +212,10 @@ class Checkpoint:
     def _loadable(self) -> tuple[list[Snapshot], list[str]]:
         """The checkpoints whose files this rank could load, the latest first, and why not the others."""
         loadable, (found, damaged) = list[Snapshot](), durable.snapshots(self.directory)
-        ranks = dist.get_world_size()
         for snapshot in found:
             try:
-                if snapshot.state["ranks"] != ranks:
-                    raise ValueError(
-                        f"{_named(snapshot)} is of {snapshot.state['ranks']} ranks, and this run has {ranks}: start it "
-                        "with as many"
-                    )
                 for name in (*_COMMON, _of_rank(dist.get_rank())):
-                    if name in snapshot.state["files"] or "alone" not in snapshot.state:
+                    if name in snapshot.state["files"] or (_of_as_many(snapshot) and "alone" not in snapshot.state):
                         snapshot.check(name)
                 loadable.append(snapshot)
             except ValueError as error:
@@ -235,7 +229,18 @@ class Checkpoint:
         model.module.load_state_dict(of_model)
         flat: dict[str, Any] = {**of_optimizer, **found.state["optimizer"]}
         set_optimizer_state_dict(model.module, optimizer, flat, options=_FLAT)
+        as_many = _of_as_many(found)
+        if not as_many:
+            _log.log(
+                _on_rank0(),
+                "%s is of %d ranks, and this run has %d: shares, and random states of ranks that are new, begin anew",
+                _named(found),
+                found.state["ranks"],
+                dist.get_world_size(),
+            )
         for name in dealt.keys() & found.state.keys():
+            if name == "rebalance" and not as_many:
+                continue
             tensors = {key: of_history.pop(key) for key in list(of_history) if key.startswith(f"{name}.")}
             own = {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items()}
             dealt[name].load_state_dict({**found.state[name], **own})
@@ -248,6 +253,11 @@ class Checkpoint:
             of, tensors = {}, {name if name == "reached" else f"estimator.{name}": t for name, t in tensors.items()}
         history = {_HISTORY + name: tensor for name, tensor in of_history.items()}
         model.load_straggle_state({**of, **history, **tensors})
+
+
+def _of_as_many(snapshot: Snapshot) -> bool:
+    """Whether it is of as many ranks as this run has."""
+    return bool(snapshot.state["ranks"] == dist.get_world_size())
 
 
 def _named(snapshot: Snapshot) -> str:

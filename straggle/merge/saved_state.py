@@ -56,20 +56,27 @@ class RankState:
         return {**state, **{_ESTIMATOR + name: tensor for name, tensor in own.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave. Raises ``ValueError`` for the state of something else."""
+        """Go on from what `state_dict` gave. Raises ``ValueError`` for the state of something else.
+
+        With another number of ranks, what is the rank's own begins anew.
+        """
         if _HISTORY + "num_steps" not in state:
             raise ValueError(f"no state of straggle_state(): it has no {_HISTORY}num_steps, but {list(state)[:3]}")
         for what, ours in self._of.items():
-            if (saved := state.get(what, ours)) != ours:  # an older checkpoint does not say it
+            if what != "ranks" and (saved := state.get(what, ours)) != ours:  # an older checkpoint does not say it
                 raise ValueError(
                     f"the saved state is of {what}={saved}, and this run has {what}={ours}: load it into a model that "
                     "is wrapped as the saved one was, or begin without it"
                 )
+        history, ranks = History.from_tensors(_below(_HISTORY, state)), int(self._of["ranks"])
+        if state.get("ranks", ranks) != ranks:
+            self._coordinator.restore(history.of_ranks(ranks))
+            return
         try:
             self._estimator.load_state_dict(_below(_ESTIMATOR, state), self._parameters)
         except (LookupError, RuntimeError) as error:  # a name, or a shape, that is none of this model's
             raise ValueError(f"the saved state is of another model than this: {error}") from error
-        self._coordinator.restore(History.from_tensors(_below(_HISTORY, state)))
+        self._coordinator.restore(history)
         if _REACHED in state:
             self._coordinator.reached.restore(state[_REACHED])
 

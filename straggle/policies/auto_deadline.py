@@ -55,11 +55,13 @@ class StepTimes:
 
     @staticmethod
     def of(history: History, quorum: int) -> StepTimes | None:
-        """The steps whose progress a policy sees; ``None`` where no rank had data in any of them."""
+        """The steps whose progress a policy sees; ``None`` where no rank entered any of them, or had data."""
         progress = history.progress
         if progress is None or len(progress.unit_s) == 0:
             return None
         compute_s, idle = history.compute_s[-len(progress.unit_s) :], progress.weight == 0
+        if compute_s.isnan().all():  # all were absent or stood in for: there is no time to choose from
+            return None
         used = (progress.unit_share > 0).flatten(0, 1).any(0)
         # what a rank without data does is nothing that could be dropped or waited for
         unit_s = untruncated_times(progress, compute_s.nan_to_num(0.0)).masked_fill(idle.unsqueeze(-1), 0.0)

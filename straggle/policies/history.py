@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -63,6 +63,17 @@ class History:
             progress = Progress(stage_share=progress.stage_share, **kept)
         return History(self.num_steps - before, self.compute_s[first:end], self.finished[first:end], progress)
 
+    def of_ranks(self, number: int) -> History:
+        """The same of the first ``number`` ranks; one that it lacks has entered no step, and has given nothing."""
+        progress = self.progress
+        if progress is not None:
+            rows = {name: value for name, value in vars(progress).items() if name not in ("stage_share", "overhead_s")}
+            nothing = {"unit_s": math.nan, "unit_share": None}
+            resized = {name: _of_ranks(value, number, nothing.get(name, 0.0)) for name, value in rows.items()}
+            progress = replace(progress, **resized)
+        compute_s, finished = _of_ranks(self.compute_s, number, math.nan), _of_ranks(self.finished, number, False)
+        return History(self.num_steps, compute_s, finished, progress)
+
     def tensors(self) -> dict[str, Tensor]:
         """All of it as tensors of its own, to be saved."""
         parts = {"num_steps": torch.tensor(self.num_steps), "compute_s": self.compute_s, "finished": self.finished}
@@ -80,6 +91,15 @@ class History:
             )
         progress = Progress(**parts) if parts else None
         return History(int(tensors["num_steps"]), tensors["compute_s"], tensors["finished"], progress)
+
+
+def _of_ranks(values: Tensor, number: int, missing: float | None) -> Tensor:
+    """Of shape (steps, ranks, ...), for ``number`` ranks; ``None``: a rank that is missing is as the first one."""
+    kept = values[:, :number]
+    if (more := number - kept.shape[1]) <= 0:
+        return kept
+    row = kept[:, :1] if missing is None else torch.full_like(kept[:, :1], missing)
+    return torch.cat([kept, row.expand(-1, more, *row.shape[2:])], 1)
 
 
 @dataclass(frozen=True)

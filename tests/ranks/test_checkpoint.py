@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ranks import Raised, die, digest, run_ranks, staged
 from training import features, mlp
 
-from straggle import MovingAverage, QuantileDeadline
+from straggle import Epochs, MovingAverage, QuantileDeadline, Rebalance
 from straggle.commands import durable
 from straggle.commands.checkpoint import Checkpoint, NotSaved
 
@@ -147,12 +147,47 @@ def test_ranks_that_do_not_see_the_same_checkpoint_are_refused(tmp_path):
         assert "run_dir must be on storage that all ranks see" in outcome.message
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_checkpoint_of_another_number_of_ranks_is_refused(tmp_path, world_size):
-    run_ranks(replaced, 2, tmp_path)
-    outcomes = run_ranks(load, world_size, tmp_path / "checkpoint", outcomes=True)
-    for outcome in outcomes:
-        assert f"checkpoint of step 2 is of 2 ranks, and this run has {world_size}" in outcome.message
+def in_two_parts(rank, world_size, directory, num_samples, num_steps):
+    """Train some steps of an epoch and save, or go on to its end; digests before, what was brought, and the history."""
+    checkpoint = Checkpoint(directory / "checkpoint")
+    module, brought = mlp(), []
+    with staged(module, deadline=QuantileDeadline(0.5, warmup_steps=1000), estimator=MovingAverage()) as model:
+        optimizer = torch.optim.AdamW(module.parameters())
+        rebalance = Rebalance(model, total=2 * world_size)
+        epochs = Epochs(model, num_samples=num_samples, batch_size=1, rebalance=rebalance)
+        dealt = {"rebalance": rebalance, "epochs": epochs}
+        first = checkpoint.load(model, optimizer, dealt) if checkpoint.exists() else 0
+        begun = first, digest(module.parameters()), model.history.compute_s, model.history.finished
+        for step in range(first, num_steps or 1000):
+            samples = epochs.draw()
+            with model.step():
+                model(features(rank, step)).square().mean().backward()
+            brought += [] if model.last_report.ranks[rank].idle else samples.tolist()
+            optimizer.step()
+            optimizer.zero_grad()
+            if epochs.number:
+                break
+        if num_steps:
+            checkpoint.save(num_steps, model, optimizer, dealt)
+        history = model.history
+        return begun, brought, (history.compute_s, history.finished), digest(module.parameters())
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 3), (2, 4), (2, 1)])
+def test_run_goes_on_with_another_number_of_ranks_and_has_each_sample_of_the_epoch_once(tmp_path, before, after):
+    first = run_ranks(in_two_parts, before, before, tmp_path, 50, 3)
+    again = run_ranks(in_two_parts, after, after, tmp_path, 50, 0)
+    for (step, parameters, compute_s, finished), _, _, _ in again:
+        assert (step, parameters) == (3, first[0][3])
+        saved_s, saved_finished = first[0][2]
+        both = min(before, after)
+        assert compute_s.shape == finished.shape == (3, after)
+        assert torch.equal(compute_s[:, :both], saved_s[:, :both])
+        assert torch.equal(finished[:, :both], saved_finished[:, :both])
+        assert compute_s[:, both:].isnan().all()
+        assert not finished[:, both:].any()
+    assert len({own[3] for own in again}) == 1
+    assert sorted(sample for own in (*first, *again) for sample in own[1]) == list(range(50))
 
 
 def load_other(rank, directory, width, kind):

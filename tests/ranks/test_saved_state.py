@@ -85,8 +85,6 @@ def test_state_is_flat_and_has_nothing_but_tensors_numbers_and_strings():
 
 def load_other(rank, kind):
     state = state_of_a_run(rank)
-    if kind == "ranks":
-        state["ranks"] = 3
     if kind == "nothing":
         state = mlp().state_dict()
     if kind == "parameters":
@@ -101,7 +99,6 @@ def load_other(rank, kind):
     ("kind", "words"),
     [
         ("stages", "of stages=2, and this run has stages=3"),
-        ("ranks", "of ranks=3, and this run has ranks=1"),
         ("estimator", "of estimator=ErrorFeedback(LastOwn), and this run has estimator=MovingAverage"),
         ("model", "elements, and this run has model="),
         (
@@ -115,6 +112,28 @@ def test_state_of_something_else_is_refused_with_both_values(kind, words):
     (end,) = run_ranks(load_other, 1, kind, outcomes=True)
     assert end.kind == "ValueError"
     assert words in end.message
+
+
+def state_of_two(rank):
+    with staged(mlp(depth=4), estimator=MovingAverage()) as model:
+        for step in range(2):
+            with model.step():
+                model(features(rank, step)).sum().backward()
+            model.zero_grad()
+        return model.straggle_state()
+
+
+def load_of_two(_rank, state):
+    with staged(mlp(depth=4), estimator=MovingAverage()) as model:
+        model.load_straggle_state(state)
+        return len(model.estimator.memory), model.history.num_steps, model.history.compute_s.tolist()
+
+
+def test_state_of_another_number_of_ranks_brings_the_history_of_those_that_there_are():
+    states = run_ranks(state_of_two, 2)
+    ((kept, num_steps, compute_s),) = run_ranks(load_of_two, 1, states[1])
+    assert (kept, num_steps) == (0, 2)  # the estimator begins anew
+    assert compute_s == states[0]["history.compute_s"][:, :1].tolist()
 
 
 def load_older(rank, directory):

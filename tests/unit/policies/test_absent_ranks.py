@@ -1,0 +1,61 @@
+"""Deadlines where ranks are absent, or stood in for, in the steps that the policy sees."""
+
+import math
+
+import pytest
+import torch
+
+from straggle import AutoDeadline, LateHandling, MedianDeadline, QuantileDeadline
+from straggle.merge.telemetry import Row, Table, absent_row
+from straggle.policies.deadline import next_deadline
+from straggle.policies.history import HistoryWindow
+from straggle.report import CAUSES, PHASES
+
+STAGES, STEPS = 4, 12
+SHARE = torch.full((STAGES,), 1 / STAGES)
+
+
+def there(seconds, cause=-1):
+    ends = tuple(seconds * share for share in (0.4, 0.6, 0.8, 1.0))
+    return of(compute_s=seconds, computed=(1.0,) * STAGES, stage_s=ends, microbatch_s=(seconds,), cause=cause)
+
+
+def of(**fields):
+    return Row(dict.fromkeys(PHASES, 0.0), **{"busy_s": 0.1, "estimated": (0.0,) * STAGES, **fields}).encode()
+
+
+ABSENT = absent_row(STAGES)
+NOTHING = {"compute_s": math.nan, "computed": (0.0,) * STAGES, "stage_s": (math.nan,) * STAGES}
+STOOD_IN = of(late=True, stood_in=True, cause=CAUSES.index("data"), **NOTHING)
+IDLE = of(idle=True, **NOTHING)
+LOST = there(0.1, CAUSES.index("members"))
+
+
+def decided(policy, *rows, granularity="stage"):
+    """Its deadline after steps with these rows."""
+    policy.prepare(LateHandling(granularity=granularity), [1] * STAGES)
+    window = HistoryWindow(policy.window, len(rows))
+    window.watch(SHARE)
+    for _ in range(STEPS):
+        table = Table(torch.stack(rows), STAGES)
+        history = window.append(table.compute_s(), table.finished_ranks(), table.progress(SHARE, granularity))
+        after = next_deadline(policy, history)
+    return after.seconds
+
+
+@pytest.mark.parametrize("granularity", ["stage", "microbatch", "step"])
+@pytest.mark.parametrize("rows", [[STOOD_IN, ABSENT], [ABSENT, ABSENT], [STOOD_IN], [IDLE, STOOD_IN, ABSENT]])
+def test_no_deadline_where_no_rank_entered_a_step(rows, granularity):
+    assert decided(AutoDeadline(), *rows, granularity=granularity) == math.inf
+
+
+@pytest.mark.parametrize("others", [[ABSENT], [ABSENT, ABSENT], [ABSENT, IDLE]])
+def test_deadline_of_the_only_member_is_by_its_own_times(others):
+    assert decided(AutoDeadline(max_over_median=3.0), there(0.1), *others) == pytest.approx(0.3)
+    assert decided(MedianDeadline(), there(0.1), *others) == pytest.approx(decided(MedianDeadline(), there(0.1)))
+    assert decided(QuantileDeadline(0.5), there(0.1), *others) == decided(QuantileDeadline(0.5), there(0.1))
+
+
+@pytest.mark.parametrize("rows", [[LOST, LOST, ABSENT], [LOST, STOOD_IN, ABSENT], [LOST]])
+def test_deadline_where_all_was_lost_in_a_change_of_members_is_a_number(rows):
+    assert 0 < decided(AutoDeadline(), *rows) < math.inf
