@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from straggle.commands.agreement import on_all_ranks
 from straggle.commands.checkpoint import Checkpoint, NotSaved
 from straggle.commands.result import finish, metrics_of, write_config, write_page
-from straggle.commands.run_dir import one_run
+from straggle.commands.run_dir import one_run_of_members
 from straggle.lab.jobs import StagedJob, process_group
 from straggle.merge.agents import DO_NOT_RESTART
 from straggle.merge.membership import TooFewRanks
@@ -49,7 +49,11 @@ def train_elastic(config: DictConfig, *, resumes: Callable[[Checkpoint], bool]) 
             exit_at_once()
         job = StagedJob(config, instantiate(config.workload), device, stop)
         checkpoint = Checkpoint(run_dir / "checkpoint")
-        first_step = 0 if job.model.comes_late else _begin(job, config, checkpoint, held, resumes)
+        if job.model.comes_late:
+            first_step = 0
+            held.enter_context(one_run_of_members(run_dir, begins=False))
+        else:
+            first_step = _begin(job, config, checkpoint, held, resumes)
         try:
             with ExitStack() as observed:
                 _train(job, config, checkpoint, first_step, observed)
@@ -66,8 +70,9 @@ def _begin(
     job: StagedJob, config: DictConfig, checkpoint: Checkpoint, held: ExitStack, resumes: Callable[[Checkpoint], bool]
 ) -> int:
     """What all ranks do together when the job begins; returns its first step."""
-    is_first = dist.get_rank() == 0
-    on_all_ranks(lambda: held.enter_context(one_run(Path(config.run_dir))) if is_first else None)
+    is_first, run_dir = dist.get_rank() == 0, Path(config.run_dir)
+    on_all_ranks(lambda: held.enter_context(one_run_of_members(run_dir, begins=True)) if is_first else None)
+    on_all_ranks(lambda: None if is_first else held.enter_context(one_run_of_members(run_dir, begins=False)))
     resume = resumes(checkpoint)
     if not resume:
         on_all_ranks(lambda: checkpoint.set_aside() if is_first else None)
