@@ -95,6 +95,9 @@ def _train(job: StagedJob, config: DictConfig, checkpoint: Checkpoint, first_ste
             continue
         if view is None:  # this rank is the lowest member now
             view = observed.enter_context(LiveView(config.steps, first_step=report.step))
+            change = job.model.last_members_report  # by which it has come to that; that it came itself was said
+            if change is not None and rank not in change.joined:
+                view.changed(change)
             job.model.register_members_hook(view.changed)
         view.show(report)
         saves |= bool(config.checkpoint_every) and (report.step + 1) % config.checkpoint_every == 0
