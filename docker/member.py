@@ -4,7 +4,8 @@
 STORE=host:port NODES=4 NODE_RANK=2 STRAGGLE_JOB_SECRET=... straggle-member key=value ...
 
 STORE is where `straggle launch --store-only` runs. NODE_RANK is this worker's number, from 0: it has the same one when
-it comes back. KEYS may have more keys, "steps=600 members.min_ranks=2".
+it comes back. KEYS may have more keys, "steps=600 members.min_ranks=2". GRACE_S=0: on SIGTERM this worker leaves, as
+one that is killed; with more, the run saves a checkpoint and ends on all workers.
 """
 
 import os
@@ -20,7 +21,7 @@ def arguments() -> list[str]:
         sys.exit(f"set {missing}: STORE is host:port of the store, NODES the number of workers, NODE_RANK this one's")
     return [
         *("--nnodes", nodes, "--node-rank", node_rank, "--nproc-per-node", os.environ.get("WORKERS_PER_NODE", "1")),
-        *("--external-store", "--rdzv-endpoint", store),
+        *("--external-store", "--rdzv-endpoint", store, "--grace-s", os.environ.get("GRACE_S", "10")),
         *("-m", "straggle", "train", "members=elastic", *sys.argv[1:], *shlex.split(os.environ.get("KEYS", ""))),
     ]
 

@@ -249,6 +249,40 @@ def run_panels() -> list[Any]:
             {"a rank": f"avg by (job, run) ({rate('merged_bytes_total')})"},
         ),
         lines("Loss", "short", "Mean over ranks, last step.", {"loss {{run}}": now("loss", RUN, "avg by (job, run)")}),
+        build.Row("Members"),
+        lines(
+            "Members",
+            "short",
+            "Ranks that take part, as far as each member knows; all ranks where none can leave.",
+            {"rank {{rank}} knows of": now("members")},
+        ),
+        lines(
+            "Changes",
+            "short",
+            "Ranks that left or joined since the run began, by reason: the process ended, no sign of life, an error of "
+            "its own, started again, joined.",
+            {"{{reason}}": f"max by (job, run, reason) (straggle_members_changes_total{{{RUN}}})"},
+        ),
+        rows(
+            "Absent",
+            "percentunit",
+            1,
+            "Red while the rank is absent.",
+            f"max by (job, run, absent) (straggle_absent_rank{{{RUN}}})",
+            "rank {{absent}}",
+        ),
+        lines(
+            "Healing",
+            "s",
+            "Seconds from when a rank was let in until it had the state of its peers, since its process began.",
+            {"rank {{rank}}": per_rank(f"straggle_healing_seconds_total{{{RANK}}}")},
+        ),
+        lines(
+            "State received",
+            "bytes",
+            "Bytes of the state that a rank took from its peers to take part again, since its process began.",
+            {"rank {{rank}}": per_rank(f"straggle_healing_bytes_total{{{RANK}}}")},
+        ),
         build.Row("Health"),
         lines(
             "Not finite",

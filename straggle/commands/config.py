@@ -435,17 +435,23 @@ def refuse(error: Exception, status: int = 2) -> NoReturn:
 def complain_and_exit(name: str, arguments: Sequence[str]) -> None:
     """End the program, with a message from rank 0, if the command line is wrong; flags are left to hydra.
 
-    It is also wrong if ``run_dir`` cannot be written, or another run writes into it; rank 0 checks that.
+    It is also wrong if ``run_dir`` cannot be written, or another run writes into it; rank 0 checks that, unless it was
+    started again: then the run that it comes back to may be the one that writes.
     """
     register_resolvers()
     if any(argument.startswith("-") for argument in arguments):
         return
     try:
         config = load(name, arguments)
-        if os.environ.get("RANK", "0") == "0" and config.get("run_dir"):
+        if os.environ.get("RANK", "0") == "0" and config.get("run_dir") and not _started_again():
             check_run_dir(Path(config.run_dir))
     except ValueError as error:
         refuse(error)
+
+
+def _started_again() -> bool:
+    """Whether `straggle launch` has started this worker before."""
+    return "STRAGGLE_ELASTIC" in os.environ and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
 
 
 def _check_command(words: Sequence[str]) -> int:

@@ -38,25 +38,45 @@ def one_run(run_dir: Path) -> Iterator[None]:
     ``flock``, no child that outlives the process keeps it. A file system without locks is used without one, and a
     warning is logged.
     """
+    with _opened(run_dir) as handle:
+        _lock(handle, run_dir)
+        yield
+
+
+@contextmanager
+def one_run_of_members(run_dir: Path, *, begins: bool) -> Iterator[None]:
+    """The same for a run whose ranks come and go: other runs are kept out while any of its ranks is there.
+
+    The rank that ``begins`` the run holds ``run_dir`` alone for a moment, and then shares it with the others.
+    """
+    with _opened(run_dir) as handle:
+        if begins:
+            _lock(handle, run_dir)
+        _lock(handle, run_dir, fcntl.LOCK_SH)
+        yield
+
+
+@contextmanager
+def _opened(run_dir: Path) -> Iterator[int]:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         handle = os.open(run_dir / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
         raise _unwritable(run_dir, str(error)) from None
     try:
-        _lock(handle, run_dir)
-        yield
+        yield handle
     finally:
         os.close(handle)
 
 
-def _lock(handle: int, run_dir: Path) -> None:
+def _lock(handle: int, run_dir: Path, kind: int = fcntl.LOCK_EX) -> None:
     try:
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.truncate(handle, 0)
-        os.write(handle, f"process {os.getpid()} on host {socket.gethostname()}\n".encode())
+        fcntl.lockf(handle, kind | fcntl.LOCK_NB)
+        if kind == fcntl.LOCK_EX:
+            os.truncate(handle, 0)
+            os.write(handle, f"process {os.getpid()} on host {socket.gethostname()}\n".encode())
     except (BlockingIOError, PermissionError):
-        holder = os.read(handle, 1000).decode(errors="replace").strip() or "another process"
+        holder = os.pread(handle, 1000, 0).decode(errors="replace").strip() or "another process"
         raise ValueError(
             f"run_dir={run_dir} is in use by {holder}: wait for the end of that run, or give another run_dir"
         ) from None

@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from straggle.commands.agreement import on_all_ranks
 from straggle.commands.checkpoint import Checkpoint, NotSaved
 from straggle.commands.result import finish, metrics_of, write_config, write_page
-from straggle.commands.run_dir import one_run
+from straggle.commands.run_dir import one_run_of_members
 from straggle.lab.jobs import StagedJob, process_group
 from straggle.merge.agents import DO_NOT_RESTART
 from straggle.merge.membership import TooFewRanks
@@ -52,7 +52,11 @@ def train_elastic(config: DictConfig, *, resumes: Callable[[Checkpoint], bool]) 
             exit_at_once()
         job = StagedJob(config, instantiate(config.workload), device, stop)
         checkpoint = Checkpoint(run_dir / "checkpoint")
-        first_step = 0 if job.model.comes_late else _begin(job, config, checkpoint, held, resumes)
+        if job.model.comes_late:
+            first_step = 0
+            held.enter_context(one_run_of_members(run_dir, begins=False))
+        else:
+            first_step = _begin(job, config, checkpoint, held, resumes)
         try:
             with ExitStack() as observed:
                 _train(job, config, checkpoint, first_step, observed)
@@ -71,8 +75,9 @@ def _begin(
     job: StagedJob, config: DictConfig, checkpoint: Checkpoint, held: ExitStack, resumes: Callable[[Checkpoint], bool]
 ) -> int:
     """What all ranks do together when the job begins; returns its first step."""
-    is_first = dist.get_rank() == 0
-    on_all_ranks(lambda: held.enter_context(one_run(Path(config.run_dir))) if is_first else None)
+    is_first, run_dir = dist.get_rank() == 0, Path(config.run_dir)
+    on_all_ranks(lambda: held.enter_context(one_run_of_members(run_dir, begins=True)) if is_first else None)
+    on_all_ranks(lambda: None if is_first else held.enter_context(one_run_of_members(run_dir, begins=False)))
     resume = resumes(checkpoint)
     if not resume:
         on_all_ranks(lambda: checkpoint.set_aside() if is_first else None)
@@ -95,6 +100,9 @@ def _train(job: StagedJob, config: DictConfig, checkpoint: Checkpoint, first_ste
             continue
         if view is None:  # this rank is the lowest member now
             view = observed.enter_context(LiveView(config.steps, first_step=report.step))
+            change = job.model.last_members_report  # by which it has come to that; that it came itself was said
+            if change is not None and rank not in change.joined:
+                view.changed(change)
             job.model.register_members_hook(view.changed)
         view.show(report)
         saves |= bool(config.checkpoint_every) and (report.step + 1) % config.checkpoint_every == 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -19,10 +20,19 @@ _LINES = 20  # plain lines over the run
 
 
 class LiveView:
-    """Follows the steps of a run."""
+    """Follows the steps of a run. ``clock`` gives seconds."""
 
-    def __init__(self, steps: int, *, first_step: int = 0, console: Console | None = None) -> None:
+    def __init__(
+        self,
+        steps: int,
+        *,
+        first_step: int = 0,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._console = console or Console()
+        self._clock = clock
+        self._left: dict[int, tuple[float, str]] = {}  # when a rank left, and why; each entry is set as a whole
         self._steps = steps
         self._progress = Progress(
             MofNCompleteColumn(),
@@ -49,6 +59,8 @@ class LiveView:
         """Members have left or come in; from any thread. That ranks come to the end of the run is not said."""
         if report.at_the_end:
             return
+        for rank, why in report.left.items():
+            self._left[rank] = self._clock(), why
         self._console.print(f"members: {report}", highlight=False)
 
     def _line(self, report: StepReport) -> str:
@@ -56,8 +68,15 @@ class LiveView:
         late = ",".join(str(rank) for rank in report.late_ranks) or "none"
         loss = report.scalars.get("loss", math.nan)
         line = f"loss {loss:.3f}  step {report.seconds * 1e3:4.0f} ms  deadline {deadline}  late: {late}"
-        absent = ",".join(str(rank) for rank in report.absent_ranks)
+        absent = "; ".join(map(self._absence, report.absent_ranks))
         return f"{line}  absent: {absent}" if absent else line
+
+    def _absence(self, rank: int) -> str:
+        """A rank that is away; since when and why is known of those that left while this view was shown."""
+        if (left := self._left.get(rank)) is None:
+            return str(rank)
+        since, why = left
+        return f"{rank} for {self._clock() - since:.0f} s ({why})"
 
     def __enter__(self) -> LiveView:
         self._progress.start()

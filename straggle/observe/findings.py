@@ -207,7 +207,8 @@ def _absent(run: Run, numbers: Numbers) -> Iterator[str]:
     for rank in sorted(numbers.ranks, key=lambda rank: -rank.absent)[:3]:
         if rank.absent:
             reasons = [change.left[rank.rank] for _, change in run.changes if rank.rank in change.left]
-            why = f": {reasons[0]}" if reasons else ""
+            often = f", {len(reasons)} times, first" if len(reasons) > 1 else ""
+            why = f"{often}: {reasons[0]}" if reasons else ""
             yield (
                 f"Rank {rank.rank} was absent in {_steps(rank.absent, run.num_steps)}{why}. The others went on without "
                 "its data."

@@ -106,13 +106,15 @@ def test_view_prints_plain_lines_where_there_is_no_terminal() -> None:
 
 def test_view_names_absent_ranks_and_says_when_the_members_change() -> None:
     console = Console(force_terminal=False, width=160, record=True)
-    away = dataclasses.replace(rank(1, math.nan, (math.nan,)), absent=True)
-    with LiveView(20, console=console) as view:
-        view.changed(MembersReport(1, 0, (0,), 2, left={1: "its process ended by SIGKILL, after 3.0 s"}))
-        view.show(report(rank(0, 1.0, (1.0,)), away, step=0))
+    one, two = (dataclasses.replace(rank(number, math.nan, (math.nan,)), absent=True) for number in (1, 2))
+    now = iter([100.0, 112.4])
+    with LiveView(20, console=console, clock=lambda: next(now)) as view:
+        view.changed(MembersReport(2, 0, (0,), 3, left={2: "its process ended by SIGKILL, after 3.0 s"}))
+        view.show(report(rank(0, 1.0, (1.0,)), one, two, step=0))  # rank 1 had left before
     lines = console.export_text().splitlines()
-    assert lines[0].rstrip() == "members: rank 1 left: its process ended by SIGKILL, after 3.0 s (1 of 2 ranks)"
-    assert lines[1].rstrip().endswith("late: none  absent: 1")
+    assert lines[0].rstrip() == "members: rank 2 left: its process ended by SIGKILL, after 3.0 s (1 of 3 ranks)"
+    absent = "absent: 1; 2 for 12 s (its process ended by SIGKILL, after 3.0 s)"
+    assert lines[1].rstrip().endswith(f"late: none  {absent}")
 
 
 # -- the configuration

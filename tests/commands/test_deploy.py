@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,7 @@ from repository import ROOT
 from training import TINY
 
 from straggle.commands.config import load
+from straggle.merge.agents import DO_NOT_RESTART
 
 DEPLOY = ROOT / "deploy"
 SCRIPTS = [ROOT / "launch.sh", *sorted(DEPLOY.rglob("*.sbatch"))]
@@ -37,18 +43,23 @@ def test_shellcheck_finds_nothing(script: Path) -> None:
 
 # what the batch script needs of Slurm: the list of nodes, and the command once on each, here all on this machine
 SCONTROL = """#!/bin/bash
-[ "$*" = "show hostnames node[0-1]" ] && echo localhost && echo localhost
+[[ "$*" == "show hostnames node["* ]] && echo localhost && echo localhost
 """
 SRUN = """#!/bin/bash
-while [[ $1 == --* ]]; do shift; done
+while [[ $1 == --* ]]; do echo "$1" >>srun; shift; done
 pids=()
-for ((node = 0; node < SLURM_NNODES; node++)); do SLURM_NODEID=$node "$@" & pids+=($!); done
-for pid in "${pids[@]}"; do wait "$pid" || exit; done
+for ((node = 0; node < SLURM_NNODES; node++)); do
+  SLURM_NODEID=$node "$@" & pids+=($!)
+  echo $! >pid$node
+done
+status=0
+for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
+exit $status
 """
 
 
-def slurm(folder: Path, *keys: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the batch script as Slurm does on two nodes, with these variables of the environment."""
+def slurm(folder: Path, *keys: str, script: str = "train", **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a batch script as Slurm does on two nodes, with these variables of the environment."""
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
@@ -69,7 +80,7 @@ def slurm(folder: Path, *keys: str, **variables: str) -> subprocess.CompletedPro
         "SLURM_CPUS_PER_TASK": "1",
         **variables,
     }
-    command = ["bash", str(DEPLOY / "slurm" / "train.sbatch"), *keys]
+    command = ["bash", str(DEPLOY / "slurm" / f"{script}.sbatch"), *keys]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
 
 
@@ -108,12 +119,45 @@ def test_batch_script_starts_a_worker_for_each_gpu_or_as_many_as_it_is_told(
         assert line.endswith("-m straggle train resume=auto steps=4")
 
 
+@pytest.mark.slow
+def test_batch_script_of_members_goes_on_without_a_node_that_is_lost(tmp_path: Path) -> None:
+    done = threading.Event()
+
+    def lose_a_node() -> None:
+        while not done.wait(0.1):
+            if len(lines(tmp_path / "run" / "trace.jsonl")) > 5:
+                os.kill(int((tmp_path / "pid2").read_text()), signal.SIGKILL)
+                return
+
+    killer = threading.Thread(target=lose_a_node)
+    killer.start()
+    try:
+        keys = (*TINY, "faults=pace", "faults.pace.factor=6", "metrics=none", "steps=100", "run_dir=run")
+        ended = slurm(tmp_path, *keys, script="members", SLURM_NNODES="3", SLURM_JOB_NODELIST="node[0-2]")
+    finally:
+        done.set()
+        killer.join()
+    assert ended.returncode == 128 + signal.SIGKILL, ended.stdout + ended.stderr  # the task that was killed
+    assert {"--no-kill", "--kill-on-bad-exit=0", "--wait=0"} <= set((tmp_path / "srun").read_text().split())
+    steps = lines(tmp_path / "run" / "trace.jsonl")
+    assert [step["step"] for step in steps] == list(range(100))
+    assert [rank["rank"] for rank in steps[-1]["ranks"] if rank["absent"]] == [2]
+    assert len(set(json.loads((tmp_path / "run" / "summary.json").read_text())["parameters_sha256"])) == 1
+
+
 # -- Kubernetes
 
 
-def manifests() -> dict[str, dict[str, Any]]:
-    files = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+def manifests(*names: str) -> dict[str, dict[str, Any]]:
+    """What stands in these files, or in those of a job of a fixed number of workers, by kind."""
+    files = [DEPLOY / "kubernetes" / f"{name}.yaml" for name in names or ("train", "podmonitor")]
     return {manifest["kind"]: manifest for file in files for manifest in yaml.safe_load_all(file.read_text())}
+
+
+def pod(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The one container of a manifest's pods."""
+    (container,) = manifest["spec"]["template"]["spec"]["containers"]
+    return dict(container)
 
 
 def test_every_pod_knows_how_many_there_are_and_where_the_first_one_is() -> None:
@@ -151,9 +195,122 @@ def test_manifests_follow_the_schemas_of_kubernetes() -> None:
     made = [{"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}, **job["template"]} for job in jobs]
     for manifest in (*made, kinds["PersistentVolumeClaim"]):
         validation.validate(manifest, KUBERNETES, strict=True)
+    of_members = manifests("members")
+    assert set(of_members) == {"PersistentVolumeClaim", "Service", "Deployment", "Job", "NetworkPolicy"}
+    for manifest in of_members.values():
+        validation.validate(manifest, KUBERNETES, strict=True)
     made[0]["spec"]["paralelism"] = 4
     with pytest.raises(validation.ValidationError):
         validation.validate(made[0], KUBERNETES, strict=True)
+
+
+def test_members_and_their_store_find_each_other() -> None:
+    kinds = manifests("members")
+    store, worker, service = pod(kinds["Deployment"]), pod(kinds["Job"]), kinds["Service"]
+    environment = {variable["name"]: variable.get("value") for variable in worker["env"]}
+    (port,) = service["spec"]["ports"]
+    assert environment["STORE"] == f"{service['metadata']['name']}:{port['port']}"
+    assert store["ports"] == [{"name": port["targetPort"], "containerPort": int(store["command"][-1])}]
+    store_labels = kinds["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= store_labels.items()
+    spec = kinds["Job"]["spec"]
+    assert int(environment["NODES"]) == spec["parallelism"] == spec["completions"]
+    assert spec["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [DO_NOT_RESTART]
+    # only those that the policy lets in reach a worker; the monitor finds workers, and nothing else
+    policy = kinds["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"]
+    monitor = manifests()["PodMonitor"]["spec"]["selector"]["matchLabels"]
+    labels = spec["template"]["metadata"]["labels"]
+    assert policy.items() <= labels.items() & store_labels.items()
+    assert monitor.items() <= labels.items()
+    assert not monitor.items() <= store_labels.items()
+    config = load("train", ["members=elastic", *worker["args"]])
+    assert config.resume == "auto"
+    assert config.metrics.port == worker["ports"][0]["containerPort"]
+
+
+class Pods:
+    """The pods of ``members.yaml`` as processes of this machine: their own commands, three of the four workers."""
+
+    num_workers = 3
+
+    def __init__(self, folder: Path, stack: contextlib.ExitStack) -> None:
+        kinds = manifests("members")
+        self.worker, self.store = pod(kinds["Job"]), pod(kinds["Deployment"])["command"]
+        self.folder, self.stack = folder, stack
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            self.port = str(listener.getsockname()[1])
+        self.own = {
+            **{name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"},
+            "PATH": os.pathsep.join([str(PROGRAMS), os.environ["PATH"]]),
+            "PYTHONPATH": str(ROOT),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": "1",
+        }
+        self.start("store", [*self.store[:-1], self.port], {})
+
+    def start(self, name: str, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        """One pod; it is killed at the end."""
+        log = self.stack.enter_context((self.folder / f"{name}.log").open("ab"))
+        process = subprocess.Popen(command, cwd=self.folder, env=self.own | environment, stdout=log, stderr=log)
+        self.stack.callback(process.wait)
+        self.stack.callback(process.kill)
+        return process
+
+    def start_worker(self, rank: int, *keys: str) -> subprocess.Popen[bytes]:
+        """The pod with this number, which the Job's controller would give it."""
+        environment = {variable["name"]: variable.get("value") for variable in self.worker["env"]}
+        assert {name for name, value in environment.items() if value is None} == {"NODE_RANK", "STRAGGLE_JOB_SECRET"}
+        environment |= {"STORE": f"127.0.0.1:{self.port}", "NODES": str(self.num_workers), "KEYS": " ".join(keys)}
+        environment |= {"NODE_RANK": str(rank), "STRAGGLE_JOB_SECRET": "0123456789abcdef" * 2}
+        (program,) = self.worker["command"]  # as the Dockerfile names it
+        path = ROOT / "docker" / f"{program.removeprefix('straggle-')}.py"
+        return self.start(f"rank{rank}", [sys.executable, str(path), *self.worker["args"]], environment)
+
+    def wait(self, what: str, done: Callable[[], bool]) -> None:
+        until = time.monotonic() + 180.0
+        while not done():
+            if time.monotonic() > until:
+                logs = "".join(path.read_text() for path in self.folder.glob("*.log"))
+                raise AssertionError(f"waited in vain for {what}\n{logs}")
+            time.sleep(0.1)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a file of a run; none where there is no such file yet."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_pods_of_members_are_restarted_one_by_one_while_the_others_go_on(tmp_path: Path) -> None:
+    keys = (*TINY, "faults=pace", "faults.pace.factor=6", "run_dir=run", "steps=100000", "merge.check_every=5")
+    keys = (*keys, "members.min_ranks=1")
+    run_dir = tmp_path / "run"
+
+    def changes() -> list[tuple[list[str], list[str]]]:
+        return [(list(one["left"]), list(one["joined"])) for one in lines(run_dir / "members.jsonl")]
+
+    with contextlib.ExitStack() as stack:
+        pods = Pods(tmp_path, stack)
+        workers = [pods.start_worker(rank, *keys) for rank in range(pods.num_workers)]
+        pods.wait("the first steps", lambda: len(lines(run_dir / "trace.jsonl")) > 5)
+        # deleted or evicted; lost with its node
+        for rank, number, status in ((0, signal.SIGTERM, 128 + signal.SIGTERM), (1, signal.SIGKILL, -signal.SIGKILL)):
+            workers[rank].send_signal(number)
+            assert workers[rank].wait(60.0) == status
+            pods.wait(f"rank {rank} to leave", lambda: changes()[-1:] == [([str(rank)], [])])  # noqa: B023
+        workers[:2] = [pods.start_worker(rank, *keys) for rank in range(2)]
+        pods.wait("both to come back", lambda: sorted(rank for _, joined in changes() for rank in joined) == ["0", "1"])
+        so_far = len(lines(run_dir / "trace.jsonl"))
+        pods.wait("more steps", lambda: len(lines(run_dir / "trace.jsonl")) > so_far + 10)
+        assert [worker.poll() for worker in workers] == [None] * pods.num_workers
+    steps = lines(run_dir / "trace.jsonl")
+    assert [step["step"] for step in steps] == list(range(len(steps)))
+    compared = [step["different_ranks"] for step in steps[so_far:] if step["different_ranks"] is not None]
+    assert compared
+    assert not any(compared)
 
 
 # -- TorchX

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -44,6 +45,8 @@ def test_rank_that_is_killed_comes_back_and_no_step_is_lost_or_written_twice(kil
     keys = ("faults=kill", "faults.pace.factor=6", f"faults.kill.rank={killed}", "faults.kill.step=5", "steps=500")
     status, printed = train(tmp_path, *keys, world_size=3, launch=("--restart-delay-s", "0"))
     assert status == 0, printed
+    assert f"members: rank {killed} left: " in printed
+    assert re.search(rf"absent: {killed} for \d+ s \(", printed)
     reports = steps_of(tmp_path)
     assert [report.step for report in reports] == list(range(500))
     absent = [report.step for report in reports if report.absent_ranks == (killed,)]

@@ -85,6 +85,7 @@ function expressions(run, window) {
     wait: `${ranks(rate("phase_seconds_sum", ',phase="wait"'))} / (${ranks(rate("step_seconds_sum"))} > 0)`,
     slowness: `${work} / on () group_left () quantile(0.5, ${work})`,
     lag: `max by (rank) (max_over_time(straggle_lag_steps${selector(run)}[${window}s]))`,
+    absent: `max by (rank) (label_replace(max_over_time(straggle_absent_rank${selector(run)}[${window}s]), "rank", "$1", "absent", "(.+)"))`,
     step: group("step_seconds_sum"),
     all: group("step_wait_for_all_seconds_total"),
     deadline: `max(${last("deadline_seconds")})`,
@@ -111,6 +112,7 @@ const MEASURES = {
   wait: { name: "waits", note: "Share of the time that the rank waits for its peers.", format: percent, most: 1 },
   slowness: { name: "slowness", note: "The rank's own work relative to the median rank's: 2 takes twice as long.", format: times, least: 1 },
   lag: { name: "lag", note: "Merged steps that the rank has not yet applied, at most.", format: steps },
+  absent: { name: "absent", note: "Whether the rank was absent, that is, no member of the run.", format: percent, most: 1 },
 };
 
 // -- colours

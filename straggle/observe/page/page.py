@@ -6,6 +6,7 @@ import base64
 import gzip
 import json
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -109,7 +110,7 @@ def _run_part(charts: _Charts, run: Run, numbers: Numbers, steps: Sequence[int])
         "advice": advise(run, numbers),
         "lateness": charts.add(figures.lateness(run)),
         "ranks": [_rank_row(rank) for rank in numbers.ranks],
-        "changes": [_change_row(change) for _, change in run.changes],
+        "changes": [_change_row(at, change) for at, change in run.changes],
         "contributions": charts.add(figures.contributions(run)) if run.stages and run.stage_share.size else None,
         "stages": [
             (
@@ -179,9 +180,11 @@ def _rank_row(rank: RankNumbers) -> list[Cell]:
     ]
 
 
-def _change_row(change: MembersReport) -> tuple[str, str, str, str]:
+def _change_row(at: float, change: MembersReport) -> tuple[str, str, str, str, str]:
+    """Of a change at ``at``, in seconds since 1970: the page is read elsewhere, so its times are UTC."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at))
     members = f"{len(change.ranks)} of {change.world_size}"
-    return str(change.step), members, f"{1e3 * change.seconds:,.0f} ms", change.what
+    return str(change.step), when, members, f"{1e3 * change.seconds:,.0f} ms", change.what
 
 
 def _chosen(run: Run, steps: Sequence[int]) -> dict[int, str]:

@@ -1,5 +1,6 @@
 """A run's folder is checked before anything is trained, and is one run's alone for as long as its process lives."""
 
+import functools
 import os
 import signal
 import socket
@@ -8,7 +9,7 @@ import time
 import pytest
 
 from straggle.commands.config import complain_and_exit
-from straggle.commands.run_dir import check_run_dir, one_run
+from straggle.commands.run_dir import check_run_dir, one_run, one_run_of_members
 
 
 @pytest.mark.parametrize("folder", ["file/run", "file/a/b", "/proc/run"])
@@ -35,8 +36,8 @@ def test_check_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def holder(run_dir, child=False):
-    """A process that holds ``run_dir``; with a ``child``, one that it has forked lives on when it is killed."""
+def holder(run_dir, child=False, holds=one_run):
+    """A process that ``holds(run_dir)``; with a ``child``, one that it has forked lives on when it is killed."""
     reader, writer = os.pipe()
     process = os.fork()
     if process:
@@ -44,7 +45,7 @@ def holder(run_dir, child=False):
         os.close(reader)
         return process
     try:
-        with one_run(run_dir):
+        with holds(run_dir):
             if child and not os.fork():
                 os.close(writer)
                 time.sleep(20)
@@ -78,3 +79,44 @@ def test_killed_run_holds_nothing_not_even_where_a_child_of_it_lives_on(tmp_path
     check_run_dir(tmp_path / "run")
     with one_run(tmp_path / "run"):
         assert f"process {os.getpid()} on" in (tmp_path / "run" / "lock").read_text()
+
+
+def test_run_whose_first_rank_was_killed_keeps_others_out_while_any_of_its_ranks_is_there(tmp_path):
+    run_dir = tmp_path / "run"
+    first = holder(run_dir, holds=functools.partial(one_run_of_members, begins=True))
+    second = holder(run_dir, holds=functools.partial(one_run_of_members, begins=False))
+    end(first)
+    with pytest.raises(ValueError, match=f"is in use by process {first} on host"):
+        check_run_dir(run_dir)
+    for other in (one_run(run_dir), one_run_of_members(run_dir, begins=True)):
+        with pytest.raises(ValueError, match="is in use by"), other:
+            pass
+    with one_run_of_members(run_dir, begins=False):  # the first rank is back
+        pass
+    end(second)
+    with one_run(run_dir):
+        pass
+
+
+def test_run_that_begins_is_refused_where_another_has_the_folder_and_so_is_who_joins_one(tmp_path):
+    other = holder(tmp_path / "run")
+    try:
+        for begins in (True, False):
+            with pytest.raises(ValueError, match="is in use by"), one_run_of_members(tmp_path / "run", begins=begins):
+                pass
+    finally:
+        end(other)
+
+
+def test_rank_0_that_is_started_again_does_not_take_its_own_run_for_another(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    other = holder(tmp_path / "run", holds=functools.partial(one_run_of_members, begins=True))
+    try:
+        with pytest.raises(SystemExit):
+            complain_and_exit("train", [f"run_dir={tmp_path / 'run'}"])
+        assert "is in use by" in capsys.readouterr().err
+        monkeypatch.setenv("STRAGGLE_ELASTIC", "1")
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        complain_and_exit("train", [f"run_dir={tmp_path / 'run'}"])
+    finally:
+        end(other)

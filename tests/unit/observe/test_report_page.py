@@ -94,6 +94,7 @@ def test_absent_rank_and_the_changes_are_on_the_page(tmp_path: Path) -> None:
     assert [content.values[f"ranks.{rank}.absent"] for rank in range(3)] == [[0], [20], [0]]
     assert "rank 1 left: its process ended by SIGKILL, after 3.0 s" in content.text
     assert "rank 1 joined: came back" in content.text
+    assert "2001-09-09 01:46:50" in content.text
     assert (
         "Rank 1 was absent in 50% of its steps (20 of 40): its process ended by SIGKILL, after 3.0 s." in content.text
     )
@@ -104,6 +105,15 @@ def test_absent_rank_and_the_changes_are_on_the_page(tmp_path: Path) -> None:
         if trace["type"] == "heatmap"
     )
     assert (hover[1][15], hover[1][30]) == ("rank 1, step 15: absent", "rank 1, step 30: in time")
+
+
+def test_advice_says_how_often_a_rank_left_and_why_first(tmp_path: Path) -> None:
+    members = run_without_rank_1(tmp_path) / "members.jsonl"
+    again = MembersReport(3, 35, (0, 2), 3, left={1: "no sign of life for 2 s"})
+    members.write_text(members.read_text() + json.dumps({"time": 1e9 + 35, **again.as_dict()}) + "\n")
+    run = read_run(tmp_path)
+    sentence = next(sentence for sentence in advise(run, numbers_of(run)) if "absent" in sentence)
+    assert ", 2 times, first: its process ended by SIGKILL, after 3.0 s. The others" in sentence
 
 
 def test_page_of_a_run_whose_members_stayed_has_no_table_of_changes(tmp_path: Path) -> None:
