@@ -18,6 +18,8 @@ from straggle.policies.untruncated import untruncated_entries, untruncated_times
 _CANDIDATES = 200  # thresholds that are looked at
 _FIRST_UNIT = 5  # none before any rank has finished this one (from 0)
 _FORWARD = 1 / 3  # of a micro-batch's time, in which no gradient comes
+_NOISE = 1.0  # standard errors by which a shorter threshold must be better
+_BUSY = 0.1  # this quantile over steps is that of a machine without other work
 _AT_FIRST = 10  # first steps: AutoDeadline chooses in each
 
 
@@ -80,13 +82,15 @@ def choose_threshold(
     grace_s: float = 0.0,
     longest_s: float | None = None,
     least_gain: float = -math.inf,
+    noise: float | None = None,
     waits_until_tau: bool = False,
 ) -> Threshold:
     """The threshold with the largest mean effective speedup over recorded steps.
 
     ``longest_s``: the last threshold to look at, the longest time if not given; it is chosen too where the largest
-    speedup is less than ``least_gain``. A rank that has not entered ``grace_s`` seconds after the threshold is stood in
-    for.
+    speedup is less than ``least_gain``. ``noise``: of those that are behind the best one by no more than this many
+    standard errors (over steps, of the difference), the longest is chosen. A rank that has not entered ``grace_s``
+    seconds after the threshold is stood in for.
 
     With ``A = unit_s``, ``R_i = max A_i + overhead_i``, ``gain_i = max A_i - (largest A_i < tau)``, ``d_i`` the share
     of ``A_i >= tau``: it maximizes ``mean_i[(1 - d_i) / (1 - gain_i / R_i) - 1]`` over 200 values of ``tau``; of
@@ -110,10 +114,29 @@ def choose_threshold(
     if waits_until_tau:
         ended_s = torch.maximum(ended_s, torch.minimum(_stopped_at(tau, needs_s.amax(2), steps, grace_s), whole_s))
     step_s = whole_s + steps.overhead_s.unsqueeze(1).to(own_s)
-    gain = (reached / (1 - (whole_s - ended_s) / step_s) - 1).nan_to_num(-1.0).mean(0)
+    gains = (reached / (1 - (whole_s - ended_s) / step_s) - 1).nan_to_num(-1.0)
+    gain = gains.mean(0)
     best = len(tau) - 1 - int(gain.flip(0).argmax())
+    if noise is not None:
+        best = longest_alike(gains, best, noise)
     best = best if gain[best] >= least_gain else len(tau) - 1
     return Threshold(float(tau[best]), float(1 - reached.mean(0)[best]), float(gain[best]))
+
+
+def longest_alike(gains: Tensor, best: int, noise: float) -> int:
+    """The last threshold whose gains (steps, thresholds) are behind those of the ``best`` by no more than noise."""
+    behind = gains[:, best : best + 1] - gains
+    error = behind.std(0, correction=0) / max(1, len(gains) - 1) ** 0.5
+    return int((behind.mean(0) <= noise * error + 1e-9).nonzero().max())
+
+
+def _usual_s(compute_s: Tensor) -> float:
+    """The median rank's time in a step, (steps, ranks) given, in which the machine is not busy with other work.
+
+    Where all ranks are slow at once, none is late: no rank is before a quorum waits. A deadline that followed such
+    steps would be far too long for a rank that is stuck in the step after them.
+    """
+    return quantile_of(compute_s.nanmedian(dim=1).values, _BUSY)
 
 
 def _candidates(own_s: Tensor, longest_s: float | None) -> Tensor:
@@ -184,8 +207,9 @@ class AutoDeadline(Deadline):
     It weighs what is dropped against the seconds that are saved, on the clock that it is enforced by. A late rank is
     waited for until the threshold, and not until its last unit before, as the rule has it for micro-batches. Where the
     best threshold promises less than ``least_gain`` (0.01: a hundredth more gradient per second), it takes the longest:
-    ``max_over_median`` times the median of all ranks' times. So a rank that was never slow before and stalls is not
-    waited for either. ``every``: steps between two choices; in its first ten steps it chooses in each. It predicts what
+    ``max_over_median`` times the median rank's time in a quick step (the quickest tenth). So a rank that was never slow
+    before and stalls is not waited for either. Of thresholds that differ by no more than noise (one standard error), it
+    takes the longest. ``every``: steps between two choices; in its first ten steps it chooses in each. It predicts what
     the last choice is expected to drop.
     """
 
@@ -198,13 +222,13 @@ class AutoDeadline(Deadline):
         warmup_steps: int = 2,
         every: int = 25,
         least_gain: float = 0.01,
-        max_over_median: float = 2.0,
+        max_over_median: float = 1.4,
     ) -> None:
         check_count("window", window, least=1)
         check_count("warmup_steps", warmup_steps, least=1)
         check_count("every", every, least=1)
         check_number("least_gain", least_gain, least=0, such_as="0.01 for a hundredth")
-        check_number("max_over_median", max_over_median, above=1, such_as="2 for twice the median time")
+        check_number("max_over_median", max_over_median, above=1, such_as="1.4 for 1.4 times the median time")
         self.window = window + every - 1  # those since the last choice are not looked at
         self.warmup_steps = warmup_steps
         self.every = every
@@ -234,11 +258,15 @@ class AutoDeadline(Deadline):
         steps = StepTimes.of(history, rules.quorum)
         if steps is None:
             return Threshold(math.inf, 0.0, 0.0)
+        longest_s = self.max_over_median * _usual_s(history.compute_s)
+        if not longest_s < math.inf:  # no rank came to a step that is seen
+            return Threshold(math.inf, 0.0, 0.0)
         chosen = choose_threshold(
             steps,
             grace_s=rules.grace_s,
-            longest_s=self.max_over_median * quantile_of(history.compute_s, 0.5),
+            longest_s=longest_s,
             least_gain=self.least_gain,
+            noise=_NOISE,
             waits_until_tau=not rules.finish_running,
         )
         return replace(chosen, dropped=expected_drop(steps, chosen.tau_s, rules, self._parts))
