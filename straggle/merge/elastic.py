@@ -255,7 +255,8 @@ class Regrouping:
     def close(self) -> None:
         """End the thread."""
         self._closing = self._channel.closing = True
-        if self._thread.is_alive():
+        # a hook of this thread may hold the model last, and then it is this thread that closes it
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(5.0)
 
     def ask(self) -> None:
