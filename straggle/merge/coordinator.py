@@ -36,6 +36,7 @@ from straggle.merge.view import MergeProgress, Repair, View
 from straggle.policies.fill_in import FillIn
 from straggle.policies.history import History
 
+_SHRINKS = 0.9  # of the merged steps that waited for a healed rank are left when it has taken as many
 _NEWCOMERS_LAG = 64  # steps that are merged before a rank which was let in counts as stuck
 _log = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class Coordinator:
         self.is_back = False  # the training thread has been between two steps since; it alone sets it
         self.awaits_state = False  # it does nothing else; by that thread
         self._last_taken_at = 0  # the step that was being merged when it took one last
+        self._catch_up: tuple[int, int] | None = None  # a healed rank: the step that it is to come to, and from how far
         self._healing: frozenset[int] = frozenset()  # members that wait for their state
         self._last_telemetry = torch.empty(0)  # of the step that was merged last, for a member that lacks it
         self._tables: list[tuple[int, Table]] = []  # of the steps that were merged while this rank waits for its state
@@ -332,6 +334,7 @@ class Coordinator:
                 self.merging.step_merged.wait()
             training.take(merged, self.stopwatch.now())
             self._last_taken_at = self.merging.step
+            self._end_healing_if_caught_up()
             self._held = merged.buffers
             if merged.stood_in or self.merging.step > training.step:
                 self._stand_in.applied()
@@ -452,9 +455,27 @@ class Coordinator:
         )
         self.fell_behind, self.is_back, self._absent_until = True, False, sys.maxsize
         self._ring.clear()
-        self._tables = []
+        self._tables, self._catch_up = [], None
         self.training.stop_up_to(sys.maxsize)
         self._stand_in.heal(True)
+
+    def _end_healing_if_caught_up(self) -> None:
+        """A rank that has its state again gives nothing, and is not waited for, until it has taken what was merged.
+
+        While it takes that, more is merged. One whose loop is not faster than its peers' steps would never come to the
+        end of it, so it goes on as any rank when the rest has hardly become less.
+        """
+        if self._catch_up is None or self.training.step < self._catch_up[0]:
+            return
+        far, lag = self._catch_up[1], self.lag
+        if 0 < lag <= _SHRINKS * far:
+            self._catch_up = self.merging.step, lag
+        else:
+            self._end_healing()
+
+    def _end_healing(self) -> None:
+        self._catch_up = None
+        self._stand_in.heal(False)
 
     def _submit_finished(self, current: Round) -> float:
         """Submit what the training thread finished, and nothing for the rest; when that was."""
@@ -607,7 +628,7 @@ class Coordinator:
             self.deadline.members(len(view.ranks))
             new = self._channel.rank in view.joined and self._absent_until == sys.maxsize
             if new:
-                self._absent_until, self._tables = view.step, []
+                self._absent_until, self._tables, self._catch_up = view.step, [], None
                 self.merging.restore(repair.step)
                 self._last_taken_at = repair.step
                 self.merging.begin_now(self.stopwatch.now())
@@ -675,7 +696,8 @@ class Coordinator:
                 if number >= history.num_steps:
                     self.deadline.decide(table)
             self._tables = []
-            self._stand_in.heal(False)
+            self._catch_up = self.training.step, sys.maxsize
+            self._end_healing_if_caught_up()
 
     def _merged_among(self, membership: Membership, step: int, table: Table, *, given: bool) -> None:
         """A step is merged: who has its state, and who is let in.
@@ -686,8 +708,10 @@ class Coordinator:
         membership.step = self.merging.step
         self._healing = self._healing & table.stood_in_ranks()
         membership.healing = table.stood_in_ranks()
-        if self._stand_in.healing and not self.fell_behind:
+        if self._stand_in.healing and self._catch_up is None and not self.fell_behind:
             self._tables.append((step, table))
+        if self._catch_up is not None and table.stood_in_ranks() >= set(self._ranks):
+            self._end_healing()  # the others are at their end, or no further: none of them waits for this rank
         if table.admits() and not given:
             if table.admits_of(self._channel.rank):
                 self._gives_at = step + 1

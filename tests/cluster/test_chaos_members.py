@@ -20,6 +20,7 @@ def test_member_whose_link_was_cut_is_put_out_and_healed(cut):
         time.sleep(max(0.0, cut_at + 3.0 - time.monotonic()))
         network.heal(cut)
         job.walk(20, limit_s=60)
+        job.meet()
         outcomes = job.finish()
     check_equal(outcomes)
     assert set(left(outcomes[peers[0]])) == {cut}

@@ -80,6 +80,7 @@ def test_rank_that_was_stopped_for_seconds_is_healed_in_its_own_loop():
         time.sleep(3.0)
         job.resume(1)
         job.walk(10)
+        job.meet()
         outcomes = job.finish()
     check_equal(outcomes)
     assert gives_again(outcomes[0], 1)
@@ -87,6 +88,9 @@ def test_rank_that_was_stopped_for_seconds_is_healed_in_its_own_loop():
     assert outcomes[1].begun == 0  # the same process
     assert len(outcomes[1].reports) == outcomes[1].step  # which has made each step
     assert len(absent(outcomes[0], 1)) >= 20
+    # its loop needs seconds for the steps that it has missed, and no peer waits for it
+    back = absent(outcomes[0], 1)[-1] + 1
+    assert max(report.seconds for report in outcomes[0].reports[back + 1 :]) < 1.0
 
 
 @pytest.mark.slow
@@ -287,7 +291,7 @@ def be_stuck_until_others_are_far(rank, step, board):
 def test_rank_that_is_stuck_for_longer_than_max_lag_is_not_waited_for_and_is_healed():
     with run_job(3, train, Loop(plain, be_stuck_until_others_are_far, deadline_s=0.1, max_lag=10)) as job:
         job.walk(60)
-        job.walk(150)
+        job.meet()
         outcomes = job.finish()
     check_equal(outcomes)
     zero, one, _ = outcomes
@@ -306,6 +310,7 @@ def test_rank_that_cannot_be_spared_stays_a_member_while_it_is_stuck_and_is_heal
     elastic = Elastic(min_ranks=3, suspect_s=1.0)
     with run_job(3, train, Loop(plain, be_stuck_until_others_are_far, elastic, deadline_s=0.1, max_lag=2)) as job:
         job.walk(45)
+        job.meet()
         outcomes = job.finish()
     check_equal(outcomes)
     zero = outcomes[0]
@@ -457,6 +462,7 @@ def finish_steps_while_others_ask(rank):
         coordinator.gradients_ready(*zip(*enumerate(map(torch.ones_like, model.parameters())), strict=True))
 
     held = []
+    coordinator.start()
     try:
         begin_step()
         membership.wanted = {rank: "another incarnation"}
@@ -470,7 +476,7 @@ def finish_steps_while_others_ask(rank):
         coordinator.finish(truncated=False, scalars={})
         held.append(membership.held)
     finally:
-        channel.close()
+        coordinator.close()
     return held
 
 

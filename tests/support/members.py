@@ -163,6 +163,11 @@ class Job:
         self.wait(lambda: self.ended(rank) is not None, f"rank {rank} ends", limit_s)
         return self._results[rank]
 
+    def meet(self, limit_s: float = 60.0) -> None:
+        """Wait until no rank is behind the others by more than a step or two: who was healed has caught up."""
+        made = self.board.made
+        self.wait(lambda: min(map(made, range(self.world_size))) >= self.furthest - 2, "all ranks are as far", limit_s)
+
     def finish(self, ranks: Iterable[int] | None = None, limit_s: float = 40.0) -> list[Any]:
         """End all loops at the same step, and give what these ranks return; one that raised fails the test."""
         self.board.end = self.furthest + 20
