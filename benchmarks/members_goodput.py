@@ -40,6 +40,8 @@ def kills(seconds, between_s, seed):
 def goodput(methods, seconds, quiet_s, start_s, seed, torchft_python):
     """Print the table; the exit status."""
     os.environ.update(START_S=str(start_s), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo")
+    # or gloo finds the addresses of the processes before in torchrun's store, and no restart succeeds (torch 2.13)
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     planned = kills(seconds, 20 * start_s, seed)
     print(
         f"{len(planned)} kills in {seconds:g} s, {RANKS} ranks; a process is up {start_s:g} s after its start",
