@@ -14,7 +14,7 @@ from members import run_job
 from ranks import Raised, digest, run_ranks
 from training import features, mlp
 
-from straggle import Elastic, StagedDataParallel
+from straggle import Elastic, MovingAverage, StagedDataParallel
 
 BALLAST = 2**24  # elements of a state that takes a while to send
 
@@ -61,6 +61,20 @@ def test_statistics_of_batch_norm_come_back_too():
         job.walk(20)
         outcomes = job.finish()
     check_equal(outcomes)
+
+
+@pytest.mark.slow
+def test_memory_of_an_estimator_that_all_ranks_share_comes_back_too():
+    # with another one a rank would put another gradient where no rank has any
+    with run_job(3, train, Loop(plain, estimator=MovingAverage(0.999))) as job:
+        job.walk(10)
+        job.kill(2)
+        job.walk(20, [0, 1])
+        job.start(2)
+        job.walk(20)
+        outcomes = job.finish()
+    check_equal(outcomes)
+    assert outcomes[0].state["estimator"] != digest([])
 
 
 @pytest.mark.slow

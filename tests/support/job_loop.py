@@ -12,7 +12,7 @@ from members import Board
 from ranks import digest, staged
 from torch import Tensor, nn
 
-from straggle import Elastic, FixedDeadline, MembersReport, StepReport
+from straggle import Elastic, Estimator, FixedDeadline, MembersReport, StepReport
 from straggle.backward import stages
 
 STEP_S = 0.015
@@ -59,6 +59,7 @@ class Loop:
     elastic: Elastic = Elastic(suspect_s=1.0)
     deadline_s: float | None = None
     ballast: int = 0
+    estimator: Estimator | None = None
 
 
 def plain() -> nn.Sequential:
@@ -82,7 +83,7 @@ def train(rank: int, board: Board, loop: Loop) -> Outcome:
     changes: list[MembersReport] = []
     reports: list[StepReport] = []
     deadline = None if loop.deadline_s is None else FixedDeadline(loop.deadline_s)
-    with staged(loop.network(), deadline=deadline, members=loop.elastic) as model:
+    with staged(loop.network(), deadline=deadline, members=loop.elastic, estimator=loop.estimator) as model:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.99)
         begun = step = model.register_state(optimizer=optimizer, scheduler=scheduler, data=data)
@@ -106,6 +107,7 @@ def train(rank: int, board: Board, loop: Loop) -> Outcome:
             "buffers": digest(model.module.buffers()),
             "optimizer": digest(value for own in optimizer.state.values() for value in own.values()),
             "lr": scheduler.get_last_lr(),
+            "estimator": digest(model.estimator.memory.values()),
         }
         return Outcome(begun, step, state, data.drawn, reports, changes, model.last_members_report)
 
