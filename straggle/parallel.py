@@ -45,7 +45,7 @@ from straggle.merge.names import ScalarNames
 from straggle.merge.options import Merge, ModuleBuffers
 from straggle.merge.rank_state import Entry
 from straggle.merge.replay import Decision, Recording
-from straggle.merge.saved_state import RankState, SavedState
+from straggle.merge.saved_state import RankState, SavedState, SharedMemory
 from straggle.merge.telemetry import NO_FINGERPRINT, StepRecord
 from straggle.merge.view import Elastic
 from straggle.open_step import OpenStep
@@ -150,7 +150,8 @@ class StagedDataParallel(nn.Module):
         if elastic is not None:
             self._regrouping = Regrouping(elastic, self._coordinator, max_buckets=len(self._named))
             self._healing = Healing(elastic, self._coordinator, self._regrouping, module, module_buffers)
-            self._healing.register({"straggle.joins": self._joins})
+            memory = SharedMemory(self.estimator, module)
+            self._healing.register({"straggle.joins": self._joins, "straggle.estimator": memory})
             self._regrouping.on_changed = partial(_members_changed, weakref.ref(self))
             if self._comes_late:
                 self._coordinator.put_out()
@@ -421,12 +422,13 @@ class StagedDataParallel(nn.Module):
         """What the deadline policy has seen so far."""
         return self._coordinator.history
 
-    def straggle_state(self) -> SavedState:
+    def straggle_state(self, *, own: bool = True) -> SavedState:
         """What this rank must save beside the ``state_dict`` of module and optimizer, to go on as if it never stopped.
 
-        A flat dict of tensors, numbers and strings. Every rank has its own: save them all, after the same step.
+        A flat dict of tensors, numbers and strings. Every rank has its own: save them all, after the same step. With
+        ``own=False`` it has only what is equal on all ranks: one rank saves it, and each may load it.
         """
-        return self._rank_state.state_dict()
+        return self._rank_state.state_dict(own=own)
 
     def load_straggle_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `straggle_state` gave on this rank; before the first step, on all ranks.

@@ -19,11 +19,13 @@ class RequeueSampler(Sampler[int]):
     Like ``torch.utils.data.DistributedSampler`` it shuffles alike on all ranks, again with each `set_epoch`, and gives
     rank ``r`` every ``world_size``-th number; unlike that one it does not repeat samples to make the shares equal. A
     sample comes at most ``max_requeues`` times again in an epoch, so that an epoch ends although a rank is always late.
+    `Epochs` gives what a rank could not bring to the other ranks.
 
     >>> for samples, x, y in model.join(sampler.epoch(loader)):
     ...     with model.step():
     ...         criterion(model(x), y).backward()
-    ...     if model.last_report.ranks[rank].late:
+    ...     own = model.last_report.ranks[rank]
+    ...     if own.late or own.absent:
     ...         sampler.requeue(samples)
 
     Raises ``ValueError`` for a rank outside of ``world_size`` and fewer samples than ranks.

@@ -95,7 +95,7 @@ class Checkpoint:
         peers have merged more steps than this rank has applied, so that there is no state of one step to be had.
         Raises `NotSaved` if it cannot be written.
         """
-        state = model.straggle_state()
+        state = model.straggle_state(own=False)
         if int(state[_HISTORY + "num_steps"]) != step:
             return False
         try:
@@ -244,8 +244,7 @@ class Checkpoint:
             tensors = {key: of_history.pop(key) for key in list(of_history) if key.startswith(f"{name}.")}
             own = {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items()}
             dealt[name].load_state_dict({**found.state[name], **own})
-        file = _of_rank(dist.get_rank())
-        tensors = load_file(found.directory / file) if file in found.state["files"] else {}
+        tensors = _load_own(found, dist.get_rank())
         if "random" in tensors:
             torch.set_rng_state(tensors.pop("random"))
         of = found.state.get("straggle")
@@ -274,6 +273,18 @@ def _on_rank0() -> int:
 
 def _of_rank(rank: int) -> str:
     return f"rank{rank}.safetensors"
+
+
+def _load_own(found: Snapshot, rank: int) -> dict[str, Tensor]:
+    """What a rank has of its own; where one rank saved alone, each has that one's, but for its random state."""
+    files = found.state["files"]
+    if (file := _of_rank(rank)) in files:
+        return load_file(found.directory / file)
+    saved = {}
+    if "alone" in found.state:
+        (file,) = files.keys() - set(_COMMON)
+        saved = load_file(found.directory / file)
+    return {name: tensor for name, tensor in saved.items() if name != "random"}
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -46,14 +46,15 @@ class RankState:
             "model": f"{len(self._parameters)} parameters of {numel} elements",
         }
 
-    def state_dict(self) -> SavedState:
-        """Tensors, numbers and strings; the tensors of the estimator are lent."""
+    def state_dict(self, *, own: bool = True) -> SavedState:
+        """Tensors, numbers and strings; the estimator's tensors are lent. ``own``: with what only this rank has."""
         names = {parameter: name for name, parameter in self._parameters.items()}
-        history, own = self._coordinator.history.tensors(), self._estimator.state_dict(names)
+        history, estimator = self._coordinator.history.tensors(), self._estimator
+        kept = estimator.state_dict(names) if own else estimator.shared_state_dict(names)
         state: SavedState = {**self._of, **{_HISTORY + name: tensor for name, tensor in history.items()}}
-        if len(reached := self._coordinator.reached.tensor()):
+        if own and len(reached := self._coordinator.reached.tensor()):
             state[_REACHED] = reached
-        return {**state, **{_ESTIMATOR + name: tensor for name, tensor in own.items()}}
+        return {**state, **{_ESTIMATOR + name: tensor for name, tensor in kept.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave. Raises ``ValueError`` for the state of something else.
@@ -79,6 +80,25 @@ class RankState:
         self._coordinator.restore(history)
         if _REACHED in state:
             self._coordinator.reached.restore(state[_REACHED])
+
+
+class SharedMemory:
+    """What of an estimator's memory all ranks have, as a state that a rank gets with the model when it comes back.
+
+    With another memory it would put another gradient where no rank has any.
+    """
+
+    def __init__(self, estimator: Estimator, module: nn.Module) -> None:
+        self._estimator = estimator
+        self._parameters = dict(module.named_parameters())
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """By the parameters' names; the tensors are lent."""
+        return self._estimator.shared_state_dict({parameter: name for name, parameter in self._parameters.items()})
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Have the same."""
+        self._estimator.load_state_dict(state, self._parameters)
 
 
 def _below(prefix: str, state: Mapping[str, Any]) -> dict[str, Any]:

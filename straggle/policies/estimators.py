@@ -53,6 +53,10 @@ class Estimator(ABC):
         """What it keeps, by the parameters' names."""
         return {names[parameter]: tensor for parameter, tensor in self.memory.items()}
 
+    def shared_state_dict(self, names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
+        """What of that is equal on all ranks, for a rank that comes back (`Elastic`): all that `substitute` reads."""
+        return {} if self.watches_own else self.state_dict(names)
+
     def load_state_dict(self, state: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
         """Go on from what `state_dict` gave; ``parameters`` by their names."""
         for name, tensor in state.items():

@@ -53,6 +53,10 @@ class SupplementingEstimator(Estimator):
     def observe_late(self, parameter: nn.Parameter, gradient: Tensor, share: float) -> None:
         """See the gradient of one backward pass, a ``share`` of the step's, that came after the step was submitted."""
 
+    def shared_state_dict(self, names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:  # noqa: ARG002
+        """Nothing: what is due to a rank's later contributions is its own."""
+        return {}
+
 
 @dataclass
 class _Account:
@@ -135,6 +139,9 @@ class ErrorFeedback(_Accounts):
     def state_dict(self, names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
         inner = self.inner.state_dict(names)
         return {**super().state_dict(names), **{_INNER + name: tensor for name, tensor in inner.items()}}
+
+    def shared_state_dict(self, names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
+        return {_INNER + name: tensor for name, tensor in self.inner.shared_state_dict(names).items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
         inner = {name.removeprefix(_INNER): tensor for name, tensor in state.items() if name.startswith(_INNER)}

@@ -14,7 +14,16 @@ from members import run_job
 from ranks import Raised, die, digest, run_ranks
 from training import features, mlp
 
-from straggle import Abstain, BalancedByTime, Elastic, LateHandling, Merge, StagedDataParallel, WaitForAll
+from straggle import (
+    Abstain,
+    BalancedByTime,
+    Elastic,
+    LateHandling,
+    Merge,
+    MovingAverage,
+    StagedDataParallel,
+    WaitForAll,
+)
 from straggle.backward.stages import plan_stages
 from straggle.merge.agents import over
 from straggle.merge.coordinator import Coordinator
@@ -69,6 +78,20 @@ def test_statistics_of_batch_norm_come_back_too():
         job.walk(20)
         outcomes = job.finish()
     check_equal(outcomes)
+
+
+@pytest.mark.slow
+def test_memory_of_an_estimator_that_all_ranks_share_comes_back_too():
+    # with another one a rank would put another gradient where no rank has any
+    with run_job(3, train, Loop(plain, estimator=MovingAverage(0.999))) as job:
+        job.walk(10)
+        job.kill(2)
+        job.walk(20, [0, 1])
+        job.start(2)
+        job.walk(20)
+        outcomes = job.finish()
+    check_equal(outcomes)
+    assert outcomes[0].state["estimator"] != digest([])
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from members import Board
 from ranks import digest, staged
 from torch import Tensor, nn
 
-from straggle import BalancedByTime, Elastic, FixedDeadline, LateHandling, MembersReport, StepReport
+from straggle import BalancedByTime, Elastic, Estimator, FixedDeadline, LateHandling, MembersReport, StepReport
 from straggle.backward import stages
 
 STEP_S = 0.015
@@ -61,6 +61,7 @@ class Loop:
     ballast: int = 0
     max_lag: int = 8
     stages: BalancedByTime | None = None
+    estimator: Estimator | None = None
 
 
 def plain() -> nn.Sequential:
@@ -85,8 +86,8 @@ def train(rank: int, board: Board, loop: Loop) -> Outcome:
     reports: list[StepReport] = []
     deadline = None if loop.deadline_s is None else FixedDeadline(loop.deadline_s)
     late_handling = LateHandling(max_lag=loop.max_lag)
-    options = {"stages": loop.stages, "deadline": deadline, "late_handling": late_handling, "members": loop.elastic}
-    with staged(loop.network(), **options) as model:
+    options = {"stages": loop.stages, "deadline": deadline, "estimator": loop.estimator, "members": loop.elastic}
+    with staged(loop.network(), late_handling=late_handling, **options) as model:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.99)
         begun = step = model.register_state(optimizer=optimizer, scheduler=scheduler, data=data)
@@ -110,6 +111,7 @@ def train(rank: int, board: Board, loop: Loop) -> Outcome:
             "buffers": digest(model.module.buffers()),
             "optimizer": digest(value for own in optimizer.state.values() for value in own.values()),
             "lr": scheduler.get_last_lr(),
+            "estimator": digest(model.estimator.memory.values()),
         }
         return Outcome(begun, step, state, data.drawn, reports, changes, model.last_members_report)
 
