@@ -567,6 +567,7 @@ class StagedDataParallel(nn.Module):
             self._names,
             shadow_s=merged.shadow_s,
             rules=self._coordinator.deadline.rules,
+            mean_cost=self._coordinator.deadline.mean_cost,
         )
         self._last_record = record
         if (times := self._learner.step_complete()) is not None:

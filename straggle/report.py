@@ -21,9 +21,9 @@ class RankReport:
     """One rank's part in one step.
 
     ``outside_s`` is time between two ``step()`` blocks that was not spent on data: the optimizer, evaluation,
-    checkpoints. ``data_s`` runs from the end of the optimizer's step to the first forward pass. ``compute_s`` counts as
-    the deadline does, from entering ``step()`` to the end of the rank's own work (NaN: it never entered). It counts
-    from the end of the merge before where the rank was then still in its backward pass (`Carry`). ``wait_s`` is how
+    checkpoints. ``data_s`` runs from the end of the optimizer's step to the first forward pass. ``compute_s`` counts
+    from entering ``step()`` to the end of the rank's own work (NaN: it never entered). It counts from the end of the
+    merge before where the rank was then still in its backward pass (`Carry`). ``wait_s`` is how
     long the rank waited for the slowest rank. ``overrun_s`` is how long it went on with earlier steps after these had
     been merged without it.
 
@@ -36,8 +36,9 @@ class RankReport:
     ``cause``, too: "error" where a backward pass ended in an error that the loop caught, "skipped" where the block was
     left without a backward pass, "members" where a merge that was on its way was lost as another rank left (`Elastic`).
     ``absent``: it is no member at present. ``weights`` is the weight in the merge of all that the rank submitted for
-    each stage,
-    including estimates and supplements. Without these it is ``weight`` times ``stages``.
+    each stage, including estimates and supplements. Without these it is ``weight`` times ``stages``. ``cost`` is what
+    the user gave its step (``step.cost``), over the mean cost of the first step that had any; 1 otherwise. Its deadline
+    was longer by that factor.
     """
 
     rank: int
@@ -59,6 +60,7 @@ class RankReport:
     nonfinite: int = 0
     weights: tuple[float, ...] = ()
     absent: bool = False
+    cost: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import TracebackType
 from typing import final
@@ -41,7 +42,7 @@ class Step:
         self.num_microbatches = num_microbatches
         self.scalars: dict[str, float] = {}
         self.late = False  # this rank was stopped in it, so far
-        self._weight = 1.0
+        self._weight, self._cost = 1.0, math.nan
 
     def begin(self) -> Step:
         """Enter it. Raises ``RuntimeError`` where this or another step is open."""
@@ -94,6 +95,20 @@ class Step:
     def weight(self, weight: float) -> None:
         self._coordinator.weigh(weight)
         self._weight = weight
+
+    @property
+    def cost(self) -> float:
+        """What this rank's step takes by right, such as its number of tokens; NaN if not set.
+
+        Set it as soon as the block begins. Seconds should be in proportion to it: a rank's deadline is longer by its
+        cost over the mean cost, and its times count as those of a step of the mean cost.
+        """
+        return self._cost
+
+    @cost.setter
+    def cost(self, cost: float) -> None:
+        self._coordinator.takes(cost)
+        self._cost = cost
 
     def log(self, **scalars: float | Tensor) -> None:
         """Scalars that ride along with the merge; `StepReport.scalars` has the means over ranks that gave them.

@@ -220,7 +220,12 @@ def _of_reports(path: Path, reports: list[StepReport]) -> Timings:
     unit_s[..., -1] = last
     seconds = np.array([report.seconds for report in reports])
     phases, network_s = _whole_phases(of, last, seconds, reports)
-    entered_s = np.maximum(0.0, np.asarray(sum(phases.values())) - last)
+    own_s = np.asarray(sum(phases.values()))
+    entered_s = np.maximum(0.0, own_s - last)
+    cost = np.array([[rank.cost for rank in report.ranks] for report in reports], dtype=float)
+    if (cost != 1).any():  # a long batch takes longer by right: all as in steps of the mean cost
+        phases, unit_s = _of_mean_cost(phases, cost), unit_s / cost[..., np.newaxis]
+        seconds = seconds - own_s.max(axis=1) + np.asarray(sum(phases.values())).max(axis=1)
     return Timings(
         source=path,
         watched=False,
@@ -242,6 +247,11 @@ def _untruncated(stage_s: Array, compute_s: Array, stage_share: Array) -> Array:
     typical = np.nanmedian(known, axis=1, keepdims=True)
     filled = np.where(np.isnan(known), typical, known)  # a rank that never entered did its peers' work, once it came
     return np.asarray(np.maximum.accumulate(filled, axis=-1))
+
+
+def _of_mean_cost(phases: Mapping[str, Array], cost: Array) -> dict[str, Array]:
+    computes = ("forward", "backward")
+    return {name: values / cost if name in computes else values for name, values in phases.items()}
 
 
 def _whole_phases(

@@ -33,6 +33,7 @@ from straggle.merge.row import row_of
 from straggle.merge.stand_in import StandIn
 from straggle.merge.telemetry import Table, absent_row
 from straggle.merge.view import MergeProgress, Repair, View
+from straggle.policies.cost import check_cost
 from straggle.policies.fill_in import FillIn
 from straggle.policies.history import History
 
@@ -200,6 +201,13 @@ class Coordinator:
                     raise RuntimeError("step.weight comes before the first backward pass: gradients are scaled by it")
                 current.weight = weight
             self.training.weigh(weight)
+
+    def takes(self, cost: float) -> None:
+        """This rank's step costs this much: its deadline is longer or shorter by that."""
+        check_cost(cost)
+        with self._lock:
+            self.training.takes(cost)
+            self._stand_in.deadline_changed()
 
     def gradients_ready(self, indices: Sequence[int], gradients: Sequence[Tensor], number: int = 0) -> bool:
         """Take these parameters' gradients of backward pass ``number``; merge each bucket that is complete with them.

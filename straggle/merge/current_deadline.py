@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from straggle.backward.stages import Stage, StagePlan
 from straggle.merge.telemetry import Table
+from straggle.policies.cost import mean_cost_of, relative_cost
 from straggle.policies.deadline import Deadline, LateHandling, WaitForAll, next_deadline
 from straggle.policies.history import History, HistoryWindow
 from straggle.policies.step_model import StopRules
@@ -45,6 +47,15 @@ class CurrentDeadline:
         """What the policy has seen; its tensors are views."""
         return self._window.read()
 
+    @property
+    def mean_cost(self) -> float:
+        """What a step cost whose deadline is `seconds`; NaN: no costs are known."""
+        return self._window.mean_cost
+
+    def relative_cost(self, cost: float) -> float:
+        """How much longer than that a step of this cost takes, and its deadline is."""
+        return relative_cost(cost, self.mean_cost)
+
     def restore(self, history: History) -> None:
         """Go on from a history that was saved."""
         self._window.restore(history)
@@ -73,7 +84,15 @@ class CurrentDeadline:
         """A step is merged: the deadline of the next one."""
         shares = self._stage_share
         progress = None if shares is None else table.progress(shares, self.late_handling.granularity)
-        decided = next_deadline(self._policy, self._window.append(table.compute_s(), table.finished_ranks(), progress))
+        compute_s, costs = table.compute_s(), table.costs()
+        if math.isnan(self.mean_cost):
+            self._window.mean_cost = mean_cost_of(costs)
+        if not math.isnan(self.mean_cost):
+            relative = [self.relative_cost(cost) for cost in costs]
+            compute_s = [own_s / own for own_s, own in zip(compute_s, relative, strict=True)]
+            if progress is not None:
+                progress = replace(progress, unit_s=progress.unit_s / torch.tensor(relative).unsqueeze(1))
+        decided = next_deadline(self._policy, self._window.append(compute_s, table.finished_ranks(), progress))
         self.predicted_drop = decided.predicted_drop
         if self._policy.enforced:
             self.seconds = decided.seconds

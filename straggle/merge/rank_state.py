@@ -52,6 +52,7 @@ class TrainingSide:
         self.ran_past_merge = False  # it was still in the backward pass of the step before when that was merged
         self.failed = False  # its own code raised
         self.weight = 1.0
+        self.cost = math.nan  # what its step takes by right, in the user's unit
         # appended to without the lock, which costs too much for each micro-batch: a reader may see one less
         self.microbatch_s: list[float] = []  # when each was finished
         self.overrun_s = 0.0  # emptied by whoever submits
@@ -72,7 +73,7 @@ class TrainingSide:
         self.entry, self.entered_at = entry, now
         began_at = merging.merged_at if self.came_late and merging.step == self.step else now
         self.clock_from, self.work_from = began_at, began_at if self.ran_past_merge else now
-        self.weight, self.microbatch_s = 1.0, []
+        self.weight, self.cost, self.microbatch_s = 1.0, math.nan, []
 
     def keep(self, kept: int) -> None:
         """The mark of the gradients that it keeps is decided."""
@@ -81,6 +82,10 @@ class TrainingSide:
     def weigh(self, weight: float) -> None:
         """Its step has this weight."""
         self.weight = weight
+
+    def takes(self, cost: float) -> None:
+        """Its step costs this much."""
+        self.cost = cost
 
     def microbatch_finished(self) -> None:
         """It has finished a micro-batch of its step. Needs no lock."""

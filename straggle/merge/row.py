@@ -53,5 +53,6 @@ def row_of(
         num_microbatches=current.num_microbatches,
         microbatch_s=tuple(training.microbatch_s) if in_step else (),
         without_store=without_store,
+        cost=training.cost if in_step and not idle else math.nan,
         scalars=scalars,
     )

@@ -110,6 +110,10 @@ class StandIn:
         if now >= self._merging.merged_at + self._deadline.seconds:
             self._wakes.notify()  # it sleeps until it would submit for a rank that has not entered
 
+    def deadline_changed(self) -> None:
+        """The running step's deadline is another than when it was entered: it sleeps until that."""
+        self._wakes.notify()
+
     def work_done(self, now: float, *, truncated: bool) -> bool:
         """The training thread has submitted its own work; whether it is to post that itself, at once.
 
@@ -227,7 +231,7 @@ class StandIn:
             lag=max(0, merging.step - training.step),
             entered=training.entered_at is not None and not training.taking,
             taking=training.taking,
-            clock_from=training.clock_from,
+            clock_from=training.clock_from + self._more_s(),
             busy_since=training.applied_at if training.entered_at is None else training.entered_at,
             stopped=training.is_stopped(merging.step),
             merged_at=merging.merged_at,
@@ -242,6 +246,11 @@ class StandIn:
             healing=self.healing,
             closing=self._closing,
         )
+
+    def _more_s(self) -> float:
+        """By how much the deadline of the rank's own step is longer than that of a step of the mean cost."""
+        relative, deadline_s = self._deadline.relative_cost(self._training.cost), self._deadline.seconds
+        return 0.0 if relative == 1.0 or deadline_s == math.inf else (relative - 1.0) * deadline_s
 
     def _words(self, stuck_s: int) -> str:
         """What the training thread is stuck in; empty where it is not."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from straggle.backward.kept import UNDECIDED
 from straggle.backward.stages import StagePlan
 from straggle.merge.names import ScalarNames, name_hash
+from straggle.policies.cost import relative_cost
 from straggle.policies.deadline import Granularity
 from straggle.policies.history import StepProgress
 from straggle.policies.step_model import StopRules, computed_share, simulate_step
@@ -31,7 +32,7 @@ MICROBATCH_SLOTS = 16  # for the times at which micro-batches end; of more of th
 _TIMES = tuple(f"{phase}_s" for phase in PHASES)
 _FLAGS = ("late", "stood_in", "cause", "failed", "idle", "weight", "nonfinite", "fingerprint_high", "fingerprint_low")
 _STATE = ("stepped", "kept", "without_store", "absent", "admits")
-_FIELDS = (*_TIMES, "compute_s", "busy_s", "overrun_s", *_FLAGS, "merge_s", "num_microbatches", *_STATE)
+_FIELDS = (*_TIMES, "compute_s", "busy_s", "overrun_s", *_FLAGS, "merge_s", "num_microbatches", *_STATE, "cost")
 _PER_STAGE = 4
 _COLUMN = {name: column for column, name in enumerate(_FIELDS)}
 NONFINITE = _COLUMN["nonfinite"]  # counted while the row is on its way
@@ -48,7 +49,7 @@ class Row:
     ``microbatch_s``: when each micro-batch ended. ``stepped``: how often its optimizers stepped since the merge before
     (NaN: not known). ``kept``: which gradients it had before its first backward pass (`kept.mark`).
     ``without_store``: the job's store did not answer it. ``absent``: it is no member. ``admits``: it lets others in
-    after this step.
+    after this step. ``cost``: what the user gave the step (NaN: nothing).
     """
 
     times: Mapping[Phase, float]
@@ -74,6 +75,7 @@ class Row:
     without_store: bool = False
     absent: bool = False
     admits: bool = False
+    cost: float = math.nan
     scalars: Mapping[str, float] = field(default_factory=dict)
 
     def encode(self) -> Tensor:
@@ -85,6 +87,7 @@ class Row:
         fixed += [float(self.fingerprint >> 24), float(self.fingerprint & 0xFFFFFF)]
         fixed += [self.merge_s, float(self.num_microbatches)]
         fixed += [self.stepped, float(self.kept), float(self.without_store), float(self.absent), float(self.admits)]
+        fixed += [self.cost]
         slots = [math.nan] * MICROBATCH_SLOTS
         if self.num_microbatches <= MICROBATCH_SLOTS:
             slots[: len(self.microbatch_s)] = self.microbatch_s
@@ -200,6 +203,10 @@ class Table:
         columns = (self._columns[name] for name in ("weight", "idle", "absent"))
         return [0.0 if idle or absent else own for own, idle, absent in zip(*columns, strict=True)]
 
+    def costs(self) -> list[float]:
+        """What each rank's step costs; NaN where it gave nothing."""
+        return list(self._columns["cost"])
+
     def untruncated_times(self) -> list[UntruncatedTime]:
         """For each rank the time of all its own work in the step, with what a late one left."""
         compute_s, finished = self.compute_s(), self.finished_ranks()
@@ -289,11 +296,19 @@ class Table:
         weight, overhead_s = torch.tensor(self.weight()), torch.tensor(max(0.0, min(self._columns["merge_s"])))
         return StepProgress(unit_s, share, computed, weight, self._entered_s(), overhead_s)
 
-    def report(self, step: int, seconds: float, deadline_s: float, plan: StagePlan, names: ScalarNames) -> StepReport:
-        """The step's report; ``names`` are those of its scalars."""
+    def report(
+        self,
+        step: int,
+        seconds: float,
+        deadline_s: float,
+        plan: StagePlan,
+        names: ScalarNames,
+        mean_cost: float = math.nan,
+    ) -> StepReport:
+        """The step's report; ``names`` are those of its scalars, ``mean_cost`` that of `CurrentDeadline`."""
         rows = self._rows.tolist()
         slowest = max(row[_COLUMN["busy_s"]] for row in rows)
-        ranks = tuple(self._rank_report(rank, row, slowest, plan) for rank, row in enumerate(rows))
+        ranks = tuple(self._rank_report(rank, row, slowest, plan, mean_cost) for rank, row in enumerate(rows))
         stages, scalars = self._stage_reports(rows, plan), self._scalars(rows, names)
         return StepReport(
             step,
@@ -351,7 +366,9 @@ class Table:
     def _tensor(self, name: str) -> Tensor:
         return torch.tensor(self._columns[name])
 
-    def _rank_report(self, rank: int, row: list[float], slowest: float, plan: StagePlan) -> RankReport:
+    def _rank_report(
+        self, rank: int, row: list[float], slowest: float, plan: StagePlan, mean_cost: float
+    ) -> RankReport:
         computed, _, stage_s, weights = self._per_stage(row)
         reach = sum(share * stage.numel for share, stage in zip(computed, plan.stages, strict=True)) / plan.numel
         cause = int(row[_COLUMN["cause"]])
@@ -370,6 +387,7 @@ class Table:
             weight=row[_COLUMN["weight"]],
             weights=tuple(row[_COLUMN["weight"]] * weight for weight in weights),
             nonfinite=int(row[NONFINITE]),
+            cost=relative_cost(row[_COLUMN["cost"]], mean_cost),
         )
 
     def _stage_reports(self, rows: list[list[float]], plan: StagePlan) -> tuple[StageReport, ...]:
@@ -401,7 +419,7 @@ class StepRecord:
     """A merged step as it came: cheap to keep, and its report is built when it is first read, on any thread.
 
     ``names`` are those of its scalars. ``shadow_s``: the deadline of a policy that is not enforced,
-    by whose ``rules`` the step would have ended; NaN: it is enforced.
+    by whose ``rules`` the step would have ended; NaN: it is enforced. ``mean_cost``: that of `CurrentDeadline`.
     """
 
     step: int
@@ -412,11 +430,12 @@ class StepRecord:
     names: ScalarNames
     shadow_s: float = math.nan
     rules: StopRules | None = None
+    mean_cost: float = math.nan
 
     @cached_property
     def report(self) -> StepReport:
         """What happened in the step, on all ranks."""
-        report = self.table.report(self.step, self.seconds, self.deadline_s, self.plan, self.names)
+        report = self.table.report(self.step, self.seconds, self.deadline_s, self.plan, self.names, self.mean_cost)
         if self.rules is None or math.isnan(self.shadow_s):
             return report
         return replace(report, shadow=self.table.shadow(self.seconds, self.shadow_s, self.rules, self.plan))

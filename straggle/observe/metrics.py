@@ -236,12 +236,12 @@ class StepMetrics:
             self._phase_seconds[phase].observe(max(0.0, getattr(own, f"{phase}_s")))
         self._phase_seconds["wait"].observe(max(0.0, own.wait_s))
         if not math.isnan(own.compute_s):
-            self._compute_seconds.observe(own.compute_s)
+            self._compute_seconds.observe(own.compute_s / own.cost)
         self._deadline_seconds.set(report.deadline_s)
         self._wait_for_all.inc(max(0.0, self._prediction.seconds(report)))
         whole_s = self._prediction.compute_s(report)[self._rank]
         if not math.isnan(whole_s):
-            self._whole_compute.inc(whole_s + own.overrun_s)
+            self._whole_compute.inc(whole_s / own.cost + own.overrun_s)
         if own.cause is not None:
             (self._late if own.late else self._incomplete)[own.cause].inc()
             self._stood_in[own.cause].inc(own.stood_in)

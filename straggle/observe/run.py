@@ -203,6 +203,7 @@ def _rank_report(record: Mapping[str, Any]) -> RankReport:
         idle=bool(record.get("idle", False)),
         absent=bool(record.get("absent", False)),
         weight=_number(record.get("weight", 1.0)),
+        cost=_number(record.get("cost", 1.0)),
         nonfinite=int(record.get("nonfinite", 0)),
         weights=tuple(_number(weight) for weight in record.get("weights", ())),
     )

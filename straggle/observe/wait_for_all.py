@@ -8,6 +8,7 @@ complete stage.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from statistics import median
 
 from straggle.policies.untruncated import Mark, untruncated_time
@@ -32,12 +33,13 @@ class WaitForAllPrediction:
 
         A rank that has not finished a stage is as slow as it was when it last finished one.
         """
-        finished = [rank for rank in report.ranks if not (rank.late or rank.idle or rank.absent)]
-        if not finished or not any(rank.late for rank in report.ranks):
+        ranks = [_of_mean_cost(rank) for rank in report.ranks]
+        finished = [rank for rank in ranks if not (rank.late or rank.idle or rank.absent)]
+        if not finished or not any(rank.late for rank in ranks):
             return [rank.compute_s for rank in report.ranks]
         typical_s = median(rank.compute_s for rank in finished)
         stage_s = [median(column) for column in zip(*(rank.stage_s for rank in finished), strict=True)]
-        return [self._whole_s(rank, typical_s, stage_s) for rank in report.ranks]
+        return [rank.cost * self._whole_s(rank, typical_s, stage_s) for rank in ranks]
 
     def _whole_s(self, rank: RankReport, typical_s: float, stage_s: list[float]) -> float:
         """Seconds that the rank takes, or would have taken, for all of its own work."""
@@ -49,3 +51,10 @@ class WaitForAllPrediction:
             self._slowness[rank.rank] = untruncated_time(0.0, marks).seconds / typical_s
         predicted_s = self._slowness.get(rank.rank, 1.0) * typical_s
         return predicted_s if math.isnan(rank.compute_s) else max(predicted_s, rank.compute_s)
+
+
+def _of_mean_cost(rank: RankReport) -> RankReport:
+    """The rank's own times, as they would be in a step of the mean cost."""
+    if rank.cost == 1.0:
+        return rank
+    return replace(rank, compute_s=rank.compute_s / rank.cost, stage_s=tuple(at / rank.cost for at in rank.stage_s))

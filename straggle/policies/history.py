@@ -44,24 +44,27 @@ class History:
     ``compute_s`` and ``finished`` have the shape (steps, ranks). Where ``finished`` is false the rank was stopped, and
     its ``compute_s`` is only a lower bound; NaN means that it never entered the step. ``num_steps`` counts all merged
     steps, also those that have left the window. ``progress`` covers the last of these steps, those made with the stages
-    as they are now; ``None`` for policies that do not ask for it.
+    as they are now; ``None`` for policies that do not ask for it. ``mean_cost``: ``compute_s`` and `Progress.unit_s`
+    are as they would be in steps of this cost (`Step.cost`); NaN: no costs were given, and all times are as measured.
     """
 
     num_steps: int
     compute_s: Tensor
     finished: Tensor
     progress: Progress | None = None
+    mean_cost: float = math.nan
 
     def last(self, steps: int, before: int = 0) -> History:
         """Its last ``steps`` steps, not counting the ``before`` steps at its end."""
         first, end = (max(0, len(self.compute_s) - before - more) for more in (steps, 0))
         progress = self.progress
         if progress is not None:
-            rows = {name: value for name, value in vars(progress).items() if name != "stage_share"}
+            parts = {name: value for name, value in vars(progress).items() if name != "stage_share"}
             stop = len(progress.unit_s) - before
-            kept = {name: value[max(0, stop - steps) : max(0, stop)] for name, value in rows.items()}
+            kept = {name: value[max(0, stop - steps) : max(0, stop)] for name, value in parts.items()}
             progress = Progress(stage_share=progress.stage_share, **kept)
-        return History(self.num_steps - before, self.compute_s[first:end], self.finished[first:end], progress)
+        rows = self.compute_s[first:end], self.finished[first:end]
+        return History(self.num_steps - before, *rows, progress, self.mean_cost)
 
     def of_ranks(self, number: int) -> History:
         """The same of the first ``number`` ranks; one that it lacks has entered no step, and has given nothing."""
@@ -78,6 +81,7 @@ class History:
         """All of it as tensors of its own, to be saved."""
         parts = {"num_steps": torch.tensor(self.num_steps), "compute_s": self.compute_s, "finished": self.finished}
         parts |= {f"progress.{name}": value for name, value in vars(self.progress).items()} if self.progress else {}
+        parts |= {} if math.isnan(self.mean_cost) else {"mean_cost": torch.tensor(self.mean_cost, dtype=torch.float64)}
         return {name: tensor.clone() for name, tensor in parts.items()}
 
     @staticmethod
@@ -90,7 +94,8 @@ class History:
                 "and the deadline is learned again"
             )
         progress = Progress(**parts) if parts else None
-        return History(int(tensors["num_steps"]), tensors["compute_s"], tensors["finished"], progress)
+        mean_cost = float(tensors["mean_cost"]) if "mean_cost" in tensors else math.nan
+        return History(int(tensors["num_steps"]), tensors["compute_s"], tensors["finished"], progress, mean_cost)
 
 
 def _of_ranks(values: Tensor, number: int, missing: float | None) -> Tensor:
@@ -124,6 +129,7 @@ class HistoryWindow:
         self._flags = bytearray(2 * window * world_size)
         self._compute_s = torch.frombuffer(self._seconds, dtype=torch.float64).view(2 * window, world_size)
         self._finished = torch.frombuffer(self._flags, dtype=torch.bool).view(2 * window, world_size)
+        self.mean_cost = math.nan
         self._num_steps = 0
         self._progress: ProgressWindow | None = None
 
@@ -150,11 +156,11 @@ class HistoryWindow:
         end = (self._num_steps - 1) % self._window + self._window + 1
         rows = slice(end - min(self._num_steps, self._window), end)
         progress = None if self._progress is None else self._progress.read()
-        return History(self._num_steps, self._compute_s[rows], self._finished[rows], progress)
+        return History(self._num_steps, self._compute_s[rows], self._finished[rows], progress, self.mean_cost)
 
     def restore(self, history: History) -> None:
         """Go on from a history that was saved."""
-        self._num_steps = history.num_steps - len(history.compute_s)
+        self._num_steps, self.mean_cost = history.num_steps - len(history.compute_s), history.mean_cost
         for compute_s, finished in zip(history.compute_s.tolist(), history.finished.tolist(), strict=True):
             self.append(compute_s, finished)
         if history.progress is not None:

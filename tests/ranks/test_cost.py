@@ -1,0 +1,57 @@
+"""`step.cost` with real ranks: a long batch is not late, and all ranks know what it cost."""
+
+import math
+import time
+
+import pytest
+from ranks import run_ranks, staged
+from training import Chain, Signals
+
+from straggle import FixedDeadline, LateHandling
+
+
+def give_costs(rank):
+    """Rank 1's steps cost three times as much as rank 0's."""
+    costs = []
+    with staged(Chain(), deadline=600.0) as model:
+        for number in range(3):
+            with model.step() as step:
+                assert math.isnan(step.cost)
+                if number > 0:
+                    step.cost = (100, 300)[rank]
+                model(1.0).backward()
+            costs.append([own.cost for own in model.last_report.ranks])
+        with pytest.raises(ValueError, match="cost=0: must be a positive number"), model.step() as step:
+            step.cost = 0
+    return costs
+
+
+def test_all_ranks_know_what_a_step_cost_over_the_mean():
+    (first, *costs), again = run_ranks(give_costs, 2)
+    assert [first, *costs] == again
+    assert first == [1.0, 1.0]
+    assert costs == [[0.5, 1.5]] * 2
+
+
+def wait_in_a_long_step(rank, gives):
+    """In step 3 rank 1 goes on for longer than the deadline after its peer is done, or until it is stopped."""
+    signals, late_handling = Signals(), LateHandling(grace_s=600.0)
+    with staged(Chain(), deadline=FixedDeadline(0.05), late_handling=late_handling) as model:
+        for number in range(4):
+            with model.step() as step:
+                if gives:
+                    step.cost = 1e9 if (rank, number) == (1, 3) else 1.0
+                if (rank, number) == (1, 3):
+                    signals.wait("posted")
+                    time.sleep(0.3)  # six times the deadline of the mean cost: nothing but the longer one saves it
+                    for _ in range(1 if gives else 10_000):
+                        model(1.0)
+                model(1.0).backward()
+                if (rank, number) == (0, 3):
+                    signals.send("posted")
+        return model.last_report.late_ranks
+
+
+@pytest.mark.parametrize("gives", [False, True])
+def test_rank_whose_step_costs_more_has_more_time(gives):
+    assert run_ranks(wait_in_a_long_step, 2, gives) == [() if gives else (1,)] * 2
