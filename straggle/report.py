@@ -144,6 +144,7 @@ _WORDS: tuple[tuple[str, ChangeKind], ...] = (
     ("ended", "ended"),
     ("was started again", "restarted"),
     ("returns", "restarted"),
+    ("it fell behind", "restarted"),
     ("rank ", "raised"),  # what it said itself
 )
 

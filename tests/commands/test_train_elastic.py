@@ -88,7 +88,7 @@ def free_port() -> int:
 def test_store_that_dies_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     port, trace = free_port(), tmp_path / "run" / "trace.jsonl"
     launch = ("--nproc-per-node", 2, "--external-store", "--rdzv-endpoint", f"127.0.0.1:{port}")
-    train = ("-m", "straggle", "train", *KEYS, "late_handling.give_up_s=3", "steps=1000000", "run_dir=run")
+    train = ("-m", "straggle", "train", *KEYS, "late_handling.give_up_s=15", "steps=1000000", "run_dir=run")
     with (
         started_command("launch", "--store-only", "--port", port, folder=tmp_path, environment=ALONE) as store,
         started_command("launch", *launch, *train, folder=tmp_path, environment=ALONE) as job,
@@ -101,6 +101,6 @@ def test_store_that_dies_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
         status, printed = ended(job)
     assert status != 0, printed
     assert f"the job's store at 127.0.0.1:{port} does not answer" in printed
-    assert printed.count(f"the job's store at 127.0.0.1:{port} has not answered for give_up_s=3") == 2  # on both ranks
+    assert printed.count(f"the job's store at 127.0.0.1:{port} has not answered for give_up_s=15") == 2  # on both ranks
     state = json.loads((tmp_path / "run" / "checkpoint" / "state.json").read_text())
     assert state["step"] == len(steps_of(tmp_path)) > 0

@@ -3,6 +3,7 @@
 import pytest
 from pages import a_rank, a_step
 
+from straggle.merge.view import TOO_FAR_BEHIND
 from straggle.observe.members import read_members, writer_of, writer_of_change
 from straggle.report import CHANGE_KINDS, MembersReport
 
@@ -28,6 +29,7 @@ def test_who_was_a_member_before_writes_a_change(ranks, joined, writer):
         ("no sign of life for 2 s", "silent"),
         ("was started again", "restarted"),
         ("returns: rank 1, which was to send it the state of the job, has left", "restarted"),
+        (TOO_FAR_BEHIND, "restarted"),
         ("rank 2 raised in step 7, backward: ValueError('bad')", "raised"),
         ("not known", "silent"),
     ],
