@@ -22,7 +22,7 @@ def main():
     for name in ("overhead", "faults"):
         options = kinds.add_parser(name)
         options.add_argument("--runs", type=int, default=3)
-        options.add_argument("--steps", type=int, default=400)
+        options.add_argument("--steps", type=int, default=400 if name == "overhead" else 40)
     options = kinds.add_parser("healing")
     options.add_argument("--turns", type=int, default=20)
     options.add_argument("--sleep-s", type=float, default=0.04)

@@ -67,6 +67,20 @@ def wait_for(job, rank, step):
         time.sleep(0.05)
 
 
+def wait_back(job, rank, hit, *, of):
+    """The first step after ``hit`` in which a rank gives gradients again, as rank ``of`` has it."""
+    until = time.time() + 120
+    while time.time() < until and job.process.poll() is None:
+        was_absent = False
+        for _, step, absent, silent in job.lines(of)[1:]:
+            if step > hit:
+                was_absent |= rank in absent
+                if was_absent and rank not in absent + silent:
+                    return step
+        time.sleep(0.1)
+    raise SystemExit(f"rank {rank} does not come back: {job.words()}")
+
+
 def end(job):
     """Wait for the job; "equal" where all ranks have the same parameters."""
     status = job.wait()
@@ -99,17 +113,19 @@ def overhead(runs, steps):
 
 
 def faults(runs, steps):
-    """SIGKILL, and SIGSTOP for 5 s, of one rank of four."""
+    """SIGKILL, and SIGSTOP for 5 s, of one rank of four; ``steps`` more when it is back."""
     for name, sent, away_s in (("SIGKILL", signal.SIGKILL, 0.0), ("SIGSTOP for 5 s", signal.SIGSTOP, 5.0)):
         for rank in [2, 0, 3, 1][:runs]:
-            job, peer = start(steps), (rank + 1) % RANKS
+            job, peer = start(), (rank + 1) % RANKS
             wait_for(job, rank, 40)
             pid, at = job.pid(rank), time.time()
             os.kill(pid, sent)
             if away_s:
                 time.sleep(away_s)
                 os.kill(pid, signal.SIGCONT)
-            wait_for(job, peer, steps - 1)
+            last = wait_back(job, rank, 40, of=peer) + steps
+            job.end_at(last)
+            wait_for(job, peer, last - 1)
             of_peer = job.lines(peer)
             longest = max(durations(of_peer))
             usual = statistics.median(durations(of_peer[:40]))

@@ -11,7 +11,7 @@ import signal
 import statistics
 import time
 
-from members_faults import RANKS, end, start, wait_for
+from members_faults import RANKS, end, start, wait_back, wait_for
 
 USUAL_STEPS = 40
 STOPPED_S = 4.0  # longer than the suspicion time
@@ -53,7 +53,7 @@ def _turn(job, rank, how):
     if how == "stopped":
         time.sleep(STOPPED_S)
         job.signal(rank, signal.SIGCONT)
-    back = _wait_back(job, rank, hit)
+    back = wait_back(job, rank, hit, of=0)
     lines = [line for line in job.lines(0)[1:] if begun < line[1] <= back]
     phases = {"usual": [], "without": [], "let in": [], "healing": []}
     for before, after in itertools.pairwise(lines):
@@ -65,20 +65,6 @@ def _turn(job, rank, how):
         elif step <= hit:
             phases["usual"].append(after[0] - before[0])
     return phases
-
-
-def _wait_back(job, rank, hit):
-    """The first step in which the rank gives gradients again."""
-    until = time.time() + 120
-    while time.time() < until and job.process.poll() is None:
-        was_absent = False
-        for _, step, absent, silent in job.lines(0)[1:]:
-            if step > hit:
-                was_absent |= rank in absent
-                if was_absent and rank not in absent + silent:
-                    return step
-        time.sleep(0.1)
-    raise SystemExit(f"rank {rank} does not come back: {job.words()}")
 
 
 def _show(how, turns):
