@@ -270,11 +270,11 @@ def test_who_finishes_when_peers_want_to_know_posts_it_and_the_stand_in_posts_al
 
 def test_stand_in_says_what_the_training_thread_is_stuck_in_and_when_it_is_not_any_more():
     clock, channel = [10.0], Told()
-    stand_in, training, _, deadline = at_begin_of_step(clock, channel)
+    stand_in, training, merging, deadline = at_begin_of_step(clock, channel)
     deadline.seconds = math.inf
     clock[0] = 13.0
     acts(stand_in)
-    training.enter(Entry(), 13.0, 13.0)
+    training.enter(Entry(), 13.0, merging)
     acts(stand_in)
     assert channel.posted == ["rank 0 has been in outside of step 0 for 3 s", ""]
 
