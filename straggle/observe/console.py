@@ -51,9 +51,8 @@ class LiveView:
         line = self._line(report)
         self._progress.update(self._task, completed=report.step + 1, line=line)
         if not self._console.is_terminal and (report.step + 1) % max(1, self._steps // _LINES) == 0:
-            self._console.print(
-                f"step {report.step + 1:>{len(str(self._steps))}}/{self._steps}  {line}", highlight=False
-            )
+            number = f"step {report.step + 1:>{len(str(self._steps))}}/{self._steps}"
+            self._console.print(f"{number}  {line}", highlight=False, soft_wrap=True)
 
     def changed(self, report: MembersReport) -> None:
         """Members have left or come in; from any thread. That ranks come to the end of the run is not said."""
@@ -61,7 +60,7 @@ class LiveView:
             return
         for rank, why in report.left.items():
             self._left[rank] = self._clock(), why
-        self._console.print(f"members: {report}", highlight=False)
+        self._console.print(f"members: {report}", highlight=False, soft_wrap=True)
 
     def _line(self, report: StepReport) -> str:
         deadline = "none" if math.isinf(report.deadline_s) else f"{report.deadline_s * 1e3:.0f} ms"
