@@ -30,6 +30,8 @@ _SLICE_S = 0.02
 _LOOK_S = 0.2  # between two looks at what there is to do
 _FORM_S = 20.0  # for the members of a view to meet
 _ASK_AGAIN_S = 2.0
+_STUCK_S = 12.0  # in one request to the store; a connection is made, or not, in less
+_ANSWERS, _TURNS = 0, 1  # what the store's silence is known by: its answers, and whether any request ends
 _RETURN_S = 10.0  # for a rank that left to be let in again; then it is missed
 _OLD_S = 600.0  # after which gloo itself ends what was launched
 _num_models = 0  # that were wrapped so in this process: its models have their corners of the store in this order
@@ -300,10 +302,15 @@ class Regrouping:
 
     def _check_store(self) -> None:
         """Without its store no rank can leave or come back, so the job ends when that has been lost for too long."""
-        self._silence.look(time.monotonic(), {0: str(self._membership.num_beats)})
-        if self._silence.longer_than(self._channel.give_up_s):
+        membership = self._membership
+        signs = {_ANSWERS: str(membership.num_beats), _TURNS: str(membership.num_turns)}
+        self._silence.look(time.monotonic(), signs)
+        if _TURNS in self._silence.longer_than(_STUCK_S):
+            membership.beat_anew()
+            self._silence.forget(_TURNS)
+        if _ANSWERS in self._silence.longer_than(self._channel.give_up_s):
             raise StoreUnreachable(
-                f"rank {self._channel.rank}, step {self._membership.step}: {self._channel.store.place} has not "
+                f"rank {self._channel.rank}, step {membership.step}: {self._channel.store.place} has not "
                 f"answered for give_up_s={self._channel.give_up_s:g}, and without it members cannot change"
             )
 

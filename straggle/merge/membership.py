@@ -91,7 +91,9 @@ class Membership:
         self.num_beats = 0  # that the store has taken; by the thread
         self._closing = threading.Event()
         self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="straggle-heartbeat", daemon=True)
+        self._life = 0  # which of the threads beats: one that is stuck has a successor
+        self.num_turns = 0  # that the thread has begun, whatever came of them; by the thread
+        self._thread = self._heart()
         self._local = threading.local()
         self._threads: list[threading.Thread] = []
         self._idle: list[Any] = []  # connections; appending and popping are atomic
@@ -286,17 +288,35 @@ class Membership:
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
 
+    def beat_anew(self) -> None:
+        """The thread is stuck in a request: another one goes on with a new connection.
+
+        A request that was on its way when a link was cut comes back when TCP tries again, which may be as long after
+        the cut as the cut was long. Until then this rank would be out, and not know it.
+        """
+        if not self._closing.is_set():
+            self._life += 1
+            self._threads.append(self._thread)
+            self._thread = self._heart()
+            self._thread.start()
+
+    def _heart(self) -> threading.Thread:
+        return threading.Thread(target=self._run, args=(self._life,), name="straggle-heartbeat", daemon=True)
+
     # -- the thread
 
-    def _run(self) -> None:
-        store = self._store()
+    def _run(self, life: int) -> None:
+        store = None
         while not self._closing.is_set():
+            self.num_turns += 1
             self._wake.wait(BEAT_S)
             self._wake.clear()
             try:
                 store = store or self._connect()
                 self._beat_once(store)
                 view = self._read(store)
+                if self._life != life:  # it was stuck, and has a successor
+                    return
                 is_member = view.members.get(self.rank) == self.incarnation
                 if not is_member:  # to know how far the others are, before it comes back
                     self._hear(store, view, view.ranks)
@@ -306,6 +326,8 @@ class Membership:
                 self.num_beats += 1
                 self._note_lost(None)
             except (RuntimeError, OSError, ValueError, StoreUnreachable) as error:
+                if self._life != life:
+                    return
                 self._note_lost(str(error).partition("\n")[0])
                 store = None
                 self._closing.wait(1.0)

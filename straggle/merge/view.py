@@ -205,6 +205,10 @@ class Silence:
             for rank, sign in signs.items()
         }
 
+    def forget(self, rank: int) -> None:
+        """Its silence begins anew."""
+        self._signs.pop(rank, None)
+
     def longer_than(self, seconds: float) -> tuple[int, ...]:
         """The members that were silent for longer, when this last looked."""
         return tuple(rank for rank, (_, since) in self._signs.items() if self._looked_at - since > seconds)
