@@ -289,7 +289,7 @@ def be_late(rank, step, board):
 
 @pytest.mark.slow
 def test_members_change_while_another_rank_is_late():
-    with run_job(4, train, Loop(plain, be_late, deadline_s=0.1)) as job:
+    with run_job(4, train, Loop(plain, be_late, deadline_s=0.1, max_lag=64)) as job:  # late, and not too late
         job.walk(15)
         job.kill(3)
         job.walk(20, [0, 1, 2])
