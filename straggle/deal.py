@@ -193,12 +193,15 @@ class Ledger:
         self.done, self._lost = 0, []
 
     def _order(self, epoch: int) -> Tensor:
-        """The epoch's permutation of all samples."""
-        if not self._shuffle:
-            return torch.arange(self._num_samples)
-        # Hashed, because with seed + epoch the second epoch of seed 0 would be the first of seed 1.
-        seed = random.Random(f"{self._seed}/{epoch}").getrandbits(32)
-        return torch.randperm(self._num_samples, generator=torch.Generator().manual_seed(seed))
+        """The samples of an epoch in their order."""
+        return epoch_order(self._num_samples, self._seed, epoch) if self._shuffle else torch.arange(self._num_samples)
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
+    """The epoch's permutation of all sample numbers, int64 of shape (num_samples,): the same on every rank."""
+    # Hashed, because with seed + epoch the second epoch of seed 0 would be the first of seed 1.
+    hashed = random.Random(f"{seed}/{epoch}").getrandbits(32)
+    return torch.randperm(num_samples, generator=torch.Generator().manual_seed(hashed))
 
 
 def check_sizes(num_samples: int, batch_size: int) -> None:

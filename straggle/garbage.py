@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import weakref
 from typing import final
 
 from straggle.parallel import StagedDataParallel
@@ -22,7 +23,8 @@ class CollectGarbage:
     collection ends is never looked at again (``gc.freeze``), which makes later ones short. Between two collections,
     cycles of objects stay in memory: lower ``every`` where that is too much.
 
-    ``seconds``: what all collections took; ``count``: how many there were. `close` gives garbage back to Python.
+    ``seconds``: what all collections took; ``count``: how many there were. `close` gives garbage back to Python when
+    training is over; so does the end of the model's life.
     Source: Lin et al., "Understanding Stragglers in Large Model Training Using What-if Analysis" (OSDI 2025), section
     5.4, "planned GC"; that it is done while the merge is on the way is ours.
 
@@ -32,19 +34,17 @@ class CollectGarbage:
     def __init__(self, model: StagedDataParallel, *, every: int = 100) -> None:
         check_count("every", every, least=1)
         self._every = every
-        self._was_enabled = gc.isenabled()
         self._collected_in = 0  # which stretch of ``every`` steps had its collection
         self.count = 0
         self.seconds = 0.0
         self._hook = model.register_submit_hook(self._submitted)
+        self._finalizer = weakref.finalize(model, _collect_as_before, gc.isenabled())
         gc.disable()
 
     def close(self) -> None:
         """Collect as Python does it from here on."""
         self._hook.remove()
-        gc.unfreeze()
-        if self._was_enabled:
-            gc.enable()
+        self._finalizer()
 
     def _submitted(self, step: int) -> None:
         if (step + 1) // self._every == self._collected_in and self.count > 0:
@@ -56,3 +56,9 @@ class CollectGarbage:
             gc.freeze()
         self.count += 1
         self.seconds += time.perf_counter() - began_at
+
+
+def _collect_as_before(was_enabled: bool) -> None:
+    gc.unfreeze()
+    if was_enabled:
+        gc.enable()

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections import Counter, deque
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from members import run_job
 from ranks import run_ranks, staged
 from torch.utils.data import DataLoader, Dataset
-from training import Stopper, features, mlp
+from training import Ahead, Stopper, features, mlp
 
 from straggle import Elastic, Epochs, Rebalance
 from straggle.backward import stages
@@ -25,21 +25,6 @@ class Numbers(Dataset):
 
     def __getitem__(self, index):
         return index, features(0, index, rows=1)[0]
-
-
-class Ahead:
-    """A loader that fetches batches ahead, as one with workers does."""
-
-    def __init__(self, loader, num_ahead):
-        self._loader, self._num_ahead = loader, num_ahead
-
-    def __iter__(self):
-        fetched = deque()
-        for batch in self._loader:
-            fetched.append(batch)
-            if len(fetched) > self._num_ahead:
-                yield fetched.popleft()
-        yield from fetched
 
 
 def one_epoch(rank, num_samples, stopped_at, repeat_up_to, num_ahead):

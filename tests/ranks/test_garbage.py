@@ -9,7 +9,7 @@ import pytest
 from ranks import run_ranks, staged
 from training import features, mlp
 
-from straggle import CollectGarbage
+from straggle import CollectGarbage, StagedDataParallel
 from straggle.merge.store import default_store
 
 
@@ -66,6 +66,21 @@ def collected_while_the_peer_computes(rank):
 
 def test_a_rank_collects_while_its_peers_still_compute():
     assert run_ranks(collected_while_the_peer_computes, 2) == [2, 2]
+
+
+def left_to_itself(rank):
+    """Whether Python collects again when the model is gone, which nothing closed."""
+    model = StagedDataParallel(mlp())
+    CollectGarbage(model, every=1)
+    train(model, 0)
+    train(model, 1)
+    before = gc.isenabled()
+    del model
+    return before, gc.isenabled(), gc.get_freeze_count()
+
+
+def test_python_collects_again_when_the_model_is_gone():
+    assert run_ranks(left_to_itself, 1) == [(False, True, 0)]
 
 
 def test_every_below_one_is_refused():

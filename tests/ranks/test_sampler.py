@@ -1,11 +1,9 @@
 """Over real ranks an epoch sees every sample, also those whose step was cut short."""
 
-from collections import deque
-
 import pytest
 from ranks import run_ranks, staged
 from torch.utils.data import DataLoader, Dataset
-from training import Stopper, features, mlp
+from training import Ahead, Stopper, features, mlp
 
 from straggle import RequeueSampler
 
@@ -16,21 +14,6 @@ class Numbers(Dataset):
 
     def __getitem__(self, index):
         return index, features(0, index, rows=1)[0]
-
-
-class Ahead:
-    """A loader that fetches batches ahead, as one with workers does."""
-
-    def __init__(self, loader, num_ahead):
-        self._loader, self._num_ahead = loader, num_ahead
-
-    def __iter__(self):
-        fetched = deque()
-        for batch in self._loader:
-            fetched.append(batch)
-            if len(fetched) > self._num_ahead:
-                yield fetched.popleft()
-        yield from fetched
 
 
 def epoch(rank, world_size, late_at, num_ahead):

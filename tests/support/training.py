@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -141,3 +143,18 @@ def warned(logger: str = "straggle.parallel") -> Iterator[list[str]]:
     logging.getLogger(logger).addHandler(handler)
     yield warnings
     logging.getLogger(logger).removeHandler(handler)
+
+
+class Ahead:
+    """A loader that fetches batches ahead, as one with workers does."""
+
+    def __init__(self, loader: Iterable[Any], num_ahead: int) -> None:
+        self._loader, self._num_ahead = loader, num_ahead
+
+    def __iter__(self) -> Iterator[Any]:
+        fetched: deque[Any] = deque()
+        for batch in self._loader:
+            fetched.append(batch)
+            if len(fetched) > self._num_ahead:
+                yield fetched.popleft()
+        yield from fetched

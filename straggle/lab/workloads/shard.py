@@ -6,11 +6,9 @@ one global batch, however many ranks share it. Or in parts of any size, by `Shar
 ``order[i * total :][:total]``, and each rank a slice of these.
 """
 
-import random
-
-import torch
 from torch import Tensor
 
+from straggle.deal import epoch_order
 from straggle.lab.workloads.workload import require_positive
 
 
@@ -67,8 +65,5 @@ class Shard:
     def _order(self, epoch: int) -> Tensor:
         """The epoch's permutation of all samples: the same on every rank."""
         if self._cached is None or self._cached[0] != epoch:
-            # Hashed, because with seed + epoch the second epoch of seed 0 would be the first of seed 1.
-            seed = random.Random(f"{self.seed}/{epoch}").getrandbits(32)
-            order = torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(seed))
-            self._cached = (epoch, order)
+            self._cached = (epoch, epoch_order(self.num_samples, self.seed, epoch))
         return self._cached[1]
