@@ -1,11 +1,9 @@
 """A step over several calls of a loop that belongs to somebody else: begun, one micro-batch at a time, and ended."""
 
-import time
-
 import pytest
 import torch
 from ranks import digest, run_ranks, staged
-from training import Chain, Signals, Stopper, features, grads, mlp
+from training import Chain, Stopper, features, grads, mlp
 
 from straggle import DeadlineReached, PeerFailed
 
@@ -151,28 +149,3 @@ def wrong_order(rank):
 
 def test_calls_in_the_wrong_order_are_refused():
     run_ranks(wrong_order, 1)
-
-
-EVALUATION_S = 1.0
-
-
-def evaluated_on_rank_zero(rank):
-    """Rank 0 evaluates alone between two steps; the others go on when it does."""
-    signals = Signals()
-    with staged(mlp(), deadline=0.2) as model:
-        reports = []
-        for number in range(5):
-            if number == 3:
-                with model.pause():
-                    if rank == 0:
-                        time.sleep(EVALUATION_S)
-                        signals.send("evaluated")
-                assert not signals.absent("evaluated")
-            with model.step():
-                model(features(rank, number)).square().mean().backward()
-            reports.append(model.last_report)
-    return reports[3].late_ranks, reports[3].seconds < EVALUATION_S
-
-
-def test_all_ranks_wait_at_the_end_of_a_pause_that_is_a_block():
-    assert run_ranks(evaluated_on_rank_zero, 2) == [((), True)] * 2

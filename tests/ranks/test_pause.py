@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 from ranks import run_ranks, staged
-from training import Chain
+from training import Chain, Signals
 
 pytestmark = pytest.mark.light
 
@@ -55,3 +55,31 @@ def pause_inside(rank):
 
 def test_pause_inside_of_a_step_is_refused():
     assert run_ranks(pause_inside, 1) == [True]
+
+
+def evaluated_on_rank_zero(rank):
+    """Rank 0 evaluates for a thousand seconds between two steps, while the others are at the end of their pause."""
+    signals, others = Signals(), range(1, torch.distributed.get_world_size())
+    with staged(Chain(), deadline=600.0) as model:
+        ahead = [0.0]
+        model._coordinator.stopwatch.now = lambda: time.monotonic() + ahead[0]
+        for number in range(4):
+            if number == 3:
+                with model.pause():
+                    signals.send(f"rank {rank} is in its pause")
+                    if rank == 0:
+                        for other in others:
+                            signals.wait(f"rank {other} is in its pause")
+                        signals.send("evaluated")
+                    ahead[0] += PAUSE_S
+                alone = signals.absent("evaluated")
+            with model.step():
+                model(1.0).backward()
+        return alone, model.last_report.late_ranks, model.last_report.seconds
+
+
+def test_all_ranks_wait_for_the_one_that_evaluates_at_the_end_of_a_pause_that_is_a_block():
+    for alone, late, seconds in run_ranks(evaluated_on_rank_zero, 3):
+        assert not alone
+        assert late == ()
+        assert seconds < PAUSE_S / 2

@@ -21,11 +21,13 @@ class Cut:
 
     def __init__(self, store: Any) -> None:
         self._store = store
-        self.link = threading.Event()
+        self.link, self.held = threading.Event(), threading.Event()
         self.link.set()
 
     def __getattr__(self, name: str) -> Any:
         def request(*args: Any) -> Any:
+            if not self.link.is_set():
+                self.held.set()
             self.link.wait()
             return getattr(self._store, name)(*args)
 
@@ -59,7 +61,7 @@ def test_rank_whose_request_does_not_come_back_beats_on_by_a_new_connection(conn
     wait_for(3, membership)
     stuck = connections[-1]
     stuck.link.clear()
-    time.sleep(0.3)  # longer than between two signs
+    assert stuck.held.wait(LIMIT_S)
     before = membership.num_beats
     membership.beat_anew()
     wait_for(before + 3, membership)
