@@ -14,6 +14,7 @@ from straggle.merge.telemetry import StepRecord
 from straggle.parallel import StagedDataParallel
 from straggle.rebalance import Rebalance
 
+_MAX_UNUSED = 10  # times that a batch comes again because the loop made no step with it
 _MAX_REPEATS = 3  # so that an epoch ends although a rank is always stuck
 
 Batch = TypeVar("Batch")
@@ -91,7 +92,8 @@ class Epochs:
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """The running epoch's batches of a ``DataLoader`` that has ``sampler`` as its ``batch_sampler``.
 
-        Raises ``RuntimeError`` for more than one step with a batch.
+        A batch with which the loop makes no step comes again, ten times at most.
+        Raises ``RuntimeError`` then, and for more than one step with a batch.
         """
         epoch = self.number
         try:
@@ -141,7 +143,15 @@ class Epochs:
         for batch in loader:
             self._take(ledger.position)
             yield batch
+            num_unused = 0
             while self._behind or not self._num_made:  # it was not used, as where the loop caught an error
+                num_unused = 0 if self._num_made else num_unused + 1
+                if num_unused > _MAX_UNUSED:
+                    raise RuntimeError(
+                        f"rank {self._model.rank}: {num_unused} times the same batch, and no step with it; the other "
+                        "ranks wait for that: leave a batch out inside of `with model.step():`, where a step without "
+                        "a backward pass counts as skipped"
+                    )
                 self._num_made = 0
                 yield batch
             if self._num_made > 1:

@@ -133,7 +133,7 @@ class Channel:
 
     def barrier(self) -> None:
         """Wait for all ranks. Raises `PeerFailed` where one ended instead, or does not come within ``give_up_s``."""
-        self._gather(torch.zeros(1), "the end of the pause")
+        self._gather(torch.zeros(1), f"the end of the pause, where all ranks wait give_up_s={self.give_up_s:g} at most")
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrite ``tensor`` with rank 0's. Raises `PeerFailed` where a rank ended instead."""

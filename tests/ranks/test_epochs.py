@@ -87,6 +87,33 @@ def test_two_steps_with_one_batch_are_refused():
     assert (refused.kind, "2 steps with one batch" in refused.message) == ("RuntimeError", True)
 
 
+def leaves_a_batch_out(rank, inside):
+    """Rank 1's loop does not want its second batch."""
+    with staged(mlp()) as model:
+        epochs = Epochs(model, num_samples=16, batch_size=2, shuffle=False)
+        skipped = []
+        for samples, x in epochs.batches(DataLoader(Numbers(16), batch_sampler=epochs.sampler)):
+            unwanted = rank == 1 and 6 in samples.tolist()
+            if unwanted and not inside:
+                continue
+            with model.step():
+                if unwanted:
+                    skipped.append(model.last_report.step + 1)
+                    continue
+                model(x).sum().backward()
+        return skipped, model.last_report.step + 1
+
+
+def test_batch_that_a_loop_always_leaves_out_is_refused_and_not_offered_for_ever():
+    peer, own = run_ranks(leaves_a_batch_out, 2, False, outcomes=True)
+    assert "11 times the same batch" in own.message
+    assert peer.kind == "PeerFailed"
+
+
+def test_batch_that_is_left_out_inside_of_its_step_comes_again_and_is_dealt_to_both_ranks():
+    assert run_ranks(leaves_a_batch_out, 2, True) == [([], 5), ([1], 5)]  # four steps, and one for its two samples
+
+
 def train(rank, board, folder, num_samples, num_epochs, rebalanced):
     """Trains whole epochs; what it had in each step is noted in a file, which outlives it."""
     stages.BUCKET_BYTES = 1
