@@ -59,6 +59,15 @@ def started(store: Any, rank: int) -> int | None:
     return None if said is None else int(said)
 
 
+def last_count(store: Any, rank: int) -> int:
+    """The number of the last process of this rank that is known of, -1 if none is.
+
+    A store that was started anew may know of its end, and not of its start.
+    """
+    ended = exited(store, rank)
+    return max(-1 if ended is None else ended.count, -1 if (count := started(store, rank)) is None else count)
+
+
 def post_exited(store: Any, rank: int, exited: Exited) -> None:
     """Say how a process of this rank ended, in place of what was said of the one before."""
     words = {name: value for name, value in asdict(exited).items() if value is not None}

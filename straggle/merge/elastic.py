@@ -102,7 +102,7 @@ class ElasticChannel(Channel):
                 for name in ("gradients", "control"):
                     with self.membership.connection(f"generation/{view.generation}/{name}") as store:
                         made.append(GlooGroup(store, place, size, limit_s, _OLD_S))
-            except RuntimeError as error:
+            except (RuntimeError, OSError) as error:
                 _log.info("rank %d: generation %d was not formed: %s", self.rank, view.generation, error)
 
         # on a thread that is left to itself where a member dies meanwhile: nothing else ends this
@@ -155,6 +155,16 @@ class ElasticChannel(Channel):
         """What the stages were planned from, in a running job. Raises `PeerFailed` where it is not known in time."""
         order, seconds = json.loads(self._poll(lambda: self.membership.published("plan"), "the stages"))
         return order, seconds
+
+    def publish_name(self, key: int, name: str) -> str:
+        first = super().publish_name(key, name)
+        self.membership.note(f"name/{key}", first)
+        return first
+
+    def published_name(self, key: int) -> str | None:
+        if (name := super().published_name(key)) is not None:
+            self.membership.note(f"name/{key}", name)
+        return name
 
     def _poll(self, find: Callable[[], Found | None], what: str) -> Found:
         """What ``find()`` finds in the store; members may leave meanwhile. Raises `PeerFailed` after ``give_up_s``."""
@@ -278,7 +288,7 @@ class Regrouping:
                 self._check_store()
                 try:
                     self._look()
-                except (dist.DistStoreError, dist.DistNetworkError):
+                except (dist.DistStoreError, dist.DistNetworkError, OSError):
                     self._membership.forget_store()  # whose loss is known by its silence
                     time.sleep(_LOOK_S)
         except BaseException as error:

@@ -151,7 +151,7 @@ class Healing:
         for rank in sorted(view.joined):
             try:
                 send(encoded, _pair(self._channel, view, rank, place=0), 1)
-            except (RuntimeError, ValueError) as error:
+            except (RuntimeError, ValueError, OSError) as error:
                 _log.warning("rank %d could not send its state to rank %d: %s", self._channel.rank, rank, error)
 
     def _take(self, view: View, state: Mapping[str, Any], *, loaders_too: bool) -> None:
@@ -189,7 +189,7 @@ class _Arrival:
             if not isinstance(state, dict):
                 raise ValueError("what came is no state")
             self.state = state
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, OSError) as error:
             self.error = error
 
 

@@ -21,13 +21,15 @@ import torch.distributed as dist
 
 from straggle.merge.agents import Exited, post_over
 from straggle.merge.channel import PeerFailed
-from straggle.merge.store import ANSWER_S, StoreUnreachable
+from straggle.merge.refill import Refill, StoreEmptied
+from straggle.merge.store import ANSWER_S, StoreUnreachable, peek
 from straggle.merge.view import ENDED, Elastic, Seal, Silence, View, leader
 
 BEAT_S = 0.1
 _QUICK_S = 0.5  # the silence that is enough where a connection has just broken
 _BROKEN_S = 3.0  # for how long a connection has just broken
 _LINGER_S = 2.0
+_NO_SIGN = "0 -1"  # of a member that has not been heard since the store was started anew
 _END_S = 5.0  # for threads to come back when the model is closed
 
 _log = logging.getLogger(__name__)
@@ -81,6 +83,7 @@ class Membership:
         self._connect = connect
         self._exited = exited
         self._seal = Seal(os.environ.get("STRAGGLE_JOB_SECRET", ""))
+        self._refill = Refill(rank, world_size, self.least, self._seal)
         self._silence = Silence(BEAT_S)
         self._changed = threading.Condition()
         self._view: View | None = None
@@ -128,7 +131,8 @@ class Membership:
             missing = [rank for rank in range(self.world_size) if not store.check([f"hello/{rank}"])]
             if not missing:
                 words = {rank: self._open(store, f"hello/{rank}") for rank in range(self.world_size)}
-                store.compare_set("view", "", self._sealed(View(0, {r: own or "" for r, own in words.items()})))
+                first = View(0, {r: own or "" for r, own in words.items()}, job=uuid.uuid4().hex[:12])
+                store.compare_set("view", "", self._sealed(first))
             elif time.monotonic() > until:
                 raise PeerFailed(
                     f"rank {self.rank}, before step 0: ranks {missing} have not come within give_up_s={limit_s:g}: "
@@ -255,12 +259,19 @@ class Membership:
 
     def publish(self, key: str, word: str) -> None:
         """Leave a word for all incarnations of all ranks, unless there is one."""
-        self._store().compare_set(key, "", self._seal.seal(key, word))
+        sealed = self._store().compare_set(key, "", self._seal.seal(key, word)).decode()
+        self._refill.note(key, sealed)
 
     def published(self, key: str) -> str | None:
         """A word that was left, if there is one of this job."""
-        store = self._store()
-        return self._open(store, key) if store.check([key]) else None
+        if (sealed := peek(self._store(), key)) is None:
+            return None
+        self._refill.note(key, sealed)
+        return self._seal.open(key, sealed)
+
+    def note(self, key: str, word: str) -> None:
+        """Say this again where the store is started anew."""
+        self._refill.note(key, word)
 
     def spawn(self, target: Callable[..., None], *args: Any) -> threading.Thread:
         """Start a thread that waits for other ranks, and may be left to itself; `close` waits for it, for a moment."""
@@ -314,9 +325,11 @@ class Membership:
             try:
                 store = store or self._connect()
                 self._beat_once(store)
-                view = self._read(store)
+                view = self._read_or_fill(store)
                 if self._life != life:  # it was stuck, and has a successor
                     return
+                if view is None:
+                    continue
                 is_member = view.members.get(self.rank) == self.incarnation
                 if not is_member:  # to know how far the others are, before it comes back
                     self._hear(store, view, view.ranks)
@@ -330,7 +343,24 @@ class Membership:
                     return
                 self._note_lost(str(error).partition("\n")[0])
                 store = None
+                self._idle.clear()  # theirs is the same store
                 self._closing.wait(1.0)
+
+    def _read_or_fill(self, store: Any) -> View | None:
+        """The view; ``None`` where the store was started anew, and this rank has done its part for there to be one."""
+        try:
+            view = self._read(store)
+        except StoreEmptied:
+            self.wanted, self._num_joins = {}, 0
+            self._refill.fill(store, self.view)
+            return None
+        self._refill.filled()
+        known = self.view
+        if view.generation > known.generation or view == known:
+            return view
+        # the ranks that filled the store did not know this view; where they did, it has changed, and nothing happens
+        store.compare_set("view", self._sealed(view), self._sealed(known.again()))
+        return None
 
     def _note_lost(self, problem: str | None) -> None:
         lost = problem is not None
@@ -369,7 +399,7 @@ class Membership:
         return signs
 
     def _signs(self, store: Any, view: View, ranks: Sequence[int]) -> dict[int, str]:
-        return {rank: store.get(f"beat/{rank}/{view.members[rank]}").decode() for rank in ranks}
+        return {rank: peek(store, f"beat/{rank}/{view.members[rank]}") or _NO_SIGN for rank in ranks}
 
     def _hear_joins(self, store: Any, view: View) -> None:
         if (number := store.add("joins", 0)) == self._num_joins:
@@ -409,10 +439,14 @@ class Membership:
                 self._changed.notify_all()
 
     def _read(self, store: Any) -> View:
-        sealed = store.get("view").decode()
+        if (sealed := peek(store, "view")) is None:
+            raise StoreEmptied("the job's store was started anew, and has no view of its members yet")
         if (word := self._seal.open("view", sealed)) is None:
             raise ValueError("the view of the job's members was not written by one that knows STRAGGLE_JOB_SECRET")
-        return View.decode(word, self.world_size)
+        view = View.decode(word, self.world_size)
+        if self._view is not None and view.job != self._view.job:
+            raise ValueError("the job's store has the members of another job")
+        return view
 
     def _sealed(self, view: View) -> str:
         return self._seal.seal("view", view.encode())

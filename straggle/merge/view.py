@@ -11,7 +11,7 @@ import hmac
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 WATCHED = 3  # members that each one watches: those that follow it, in a ring
 
@@ -62,6 +62,7 @@ class View:
 
     ``changes`` are those from the view before. Ranks that joined take part from ``step`` on, and get their state from
     the member ``giver``. ``ended``: ranks whose loop is over; ``returning``: those that left to be let in again.
+    ``job``: drawn with the first view, and the same in all that follow it.
     """
 
     generation: int
@@ -71,6 +72,7 @@ class View:
     giver: int = -1
     ended: frozenset[int] = frozenset()
     returning: frozenset[int] = frozenset()
+    job: str = ""
     joined: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,7 +91,11 @@ class View:
         why = {change.rank: change.reason for change in changes}
         ended = self.ended | {rank for rank, reason in why.items() if reason == ENDED}
         returning = self.returning | {rank for rank, reason in why.items() if reason.startswith(RETURNS)}
-        return View(self.generation + 1, left, changes, ended=ended, returning=returning)
+        return View(self.generation + 1, left, changes, ended=ended, returning=returning, job=self.job)
+
+    def again(self) -> View:
+        """The next view, with the same members."""
+        return replace(self, generation=self.generation + 1, changes=())
 
     def shortfall(self, least: int, world_size: int, *, with_returning: bool) -> bool:
         """Whether there are fewer members than the job may go on with.
@@ -111,6 +117,7 @@ class View:
             giver,
             ended=self.ended - set(new),
             returning=self.returning - set(new),
+            job=self.job,
         )
 
     def changes_since(self, old: View, reasons: Mapping[tuple[int, bool], str]) -> tuple[Change, ...]:
@@ -137,13 +144,13 @@ class View:
         changes = [[change.rank, change.joined, change.reason] for change in self.changes]
         members = {str(rank): self.members[rank] for rank in self.ranks}
         apart = [sorted(self.ended), sorted(self.returning)]
-        return json.dumps([self.generation, members, changes, self.step, self.giver, *apart])
+        return json.dumps([self.generation, members, changes, self.step, self.giver, *apart, self.job])
 
     @classmethod
     def decode(cls, text: str, world_size: int) -> View:
         """Raises ``ValueError`` for anything that is no view of such a job."""
         try:
-            generation, members, changes, step, giver, ended, returning = json.loads(text)
+            generation, members, changes, step, giver, ended, returning, job = json.loads(text)
             view = cls(
                 int(generation),
                 {int(rank): str(own) for rank, own in members.items()},
@@ -152,6 +159,7 @@ class View:
                 int(giver),
                 frozenset(map(int, ended)),
                 frozenset(map(int, returning)),
+                str(job),
             )
         except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"the job's store has no view of its members, but {text[:80]!r}") from error
