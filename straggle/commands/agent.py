@@ -125,8 +125,7 @@ class Agent:
 
     def _first_count(self) -> int:
         """0, or where an earlier launcher of this node has left off: no two processes of a rank have one number."""
-        last = self._ask(lambda store: agents.started(store, self.rank))
-        return 0 if last is None else last + 1
+        return self._ask(lambda store: agents.last_count(store, self.rank) + 1) or 0
 
     def _last_of_all(self, store: Any) -> list[Exited | None]:
         """How each rank's last process ended; ``None`` for one that runs."""
