@@ -19,7 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from straggle.merge.agents import Exited, post_over
+from straggle.merge.agents import Exited, over, post_over
 from straggle.merge.channel import PeerFailed
 from straggle.merge.refill import Refill, StoreEmptied
 from straggle.merge.store import ANSWER_S, StoreUnreachable, peek
@@ -122,7 +122,7 @@ class Membership:
     def begin(self, limit_s: float) -> bool:
         """Find the job's view, or agree on the first one with all ranks; whether this rank comes to a running job.
 
-        Raises `PeerFailed` where not all ranks come within ``limit_s``.
+        Raises `PeerFailed` where not all ranks come within ``limit_s``, or the job is over before it has begun.
         """
         store, until = self._store(), time.monotonic() + limit_s
         self._beat_once(store)
@@ -133,6 +133,8 @@ class Membership:
                 words = {rank: self._open(store, f"hello/{rank}") for rank in range(self.world_size)}
                 first = View(0, {r: own or "" for r, own in words.items()}, job=uuid.uuid4().hex[:12])
                 store.compare_set("view", "", self._sealed(first))
+            elif (why := over(store)) is not None:
+                raise PeerFailed(f"rank {self.rank}, before step 0: the job is over: {why}")
             elif time.monotonic() > until:
                 raise PeerFailed(
                     f"rank {self.rank}, before step 0: ranks {missing} have not come within give_up_s={limit_s:g}: "

@@ -226,9 +226,18 @@ sys.exit(codes[min(count, len(codes) - 1)])
         ([[0], [5]], 1, 5, [1, 2], "ranks [1] have not done their work"),
         ([[1], [0]], 0, 1, [1, 1], "ranks [0] have not done their work"),
         ([[DO_NOT_RESTART], [1, 0]], 10, DO_NOT_RESTART, [1, 2], "ranks [0] have not done their work"),
+        ([[2], [0]], 10, 2, [1, 1], "rank 0 ended with status 2, after"),
         ([[7]], 10, 7, [2], "all ranks have failed again in the same way"),
     ],
-    ids=["all done", "done at last", "restarts used up", "no restarts", "job over", "always the same error"],
+    ids=[
+        "all done",
+        "done at last",
+        "restarts used up",
+        "no restarts",
+        "job over",
+        "wrong configuration",
+        "always the same error",
+    ],
 )
 def test_launcher_ends_when_all_workers_stay_down_and_its_status_says_how(
     codes: list[list[int]], max_restarts: int, status: int, number_of_starts: list[int], said: str, tmp_path: Path
