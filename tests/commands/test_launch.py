@@ -447,3 +447,18 @@ def test_port_that_is_taken_is_refused_without_a_traceback(tmp_path: Path) -> No
         assert job.status() == 2
     assert "Address already in use" in job.log.read_text()
     assert "Traceback" not in job.log.read_text()
+
+
+@pytest.mark.slow
+def test_refused_worker_ends_the_wait_of_its_peers_before_the_job_has_begun(tmp_path: Path) -> None:
+    body = """
+    if rank == "1":
+        sys.exit(2)
+    import torch, torch.distributed as dist, straggle
+    dist.init_process_group("gloo")
+    straggle.StagedDataParallel(torch.nn.Linear(2, 2), members=straggle.Elastic())
+    """
+    with launched(tmp_path, body, "--nproc-per-node=2", GLOO_SOCKET_IFNAME="lo") as job:
+        assert job.status() == 2  # the peer would wait for give_up_s, 300 s
+    assert [starts(tmp_path, rank) for rank in range(2)] == [1, 1]
+    assert "rank 0, before step 0: the job is over: rank 1's configuration is wrong" in job.log.read_text()
