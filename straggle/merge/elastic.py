@@ -23,7 +23,7 @@ from straggle.merge.channel import Channel, LongWait, PeerFailed
 from straggle.merge.groups import GlooGroup, Groups, is_over
 from straggle.merge.membership import MembersChanged, Membership, TooFewRanks
 from straggle.merge.store import StoreUnreachable, check_answers, connect_all, default_store
-from straggle.merge.view import RETURNS, Elastic, MergeProgress, Repair, Silence, View, progress_length, repair
+from straggle.merge.view import Elastic, Leaving, MergeProgress, Repair, Silence, View, progress_length, repair
 from straggle.report import MembersReport
 
 _SLICE_S = 0.02
@@ -349,7 +349,8 @@ class Regrouping:
         progress = self._led.freeze()
         joins = progress.step < 0
         if joins and self._channel.rank not in view.joined:  # it came too late to the view that let it in
-            membership.leave(f"{RETURNS}: it was let in, and the members changed before it was ready", for_good=False)
+            late = "returns: it was let in, and the members changed before it was ready"
+            membership.leave(Leaving("returns", late), for_good=False)
             return
         try:
             if not self._channel.form(view):
@@ -363,7 +364,7 @@ class Regrouping:
         self._report(view, time.monotonic() - began_at)
 
     def _report(self, view: View, seconds: float) -> None:
-        changes = view.changes_since(self._reported, dict(self._membership.reasons))
+        changes = view.changes_since(self._reported, dict(self._membership.changes))
         self._reported = view
         if self.on_changed is not None and changes:
             self.on_changed(
@@ -375,6 +376,7 @@ class Regrouping:
                     left={change.rank: change.reason for change in changes if not change.joined},
                     joined={change.rank: change.reason for change in changes if change.joined},
                     seconds=seconds,
+                    left_kinds={change.rank: change.kind for change in changes if not change.joined},
                 )
             )
 

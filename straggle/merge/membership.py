@@ -23,7 +23,7 @@ from straggle.merge.agents import Exited, over, post_over
 from straggle.merge.channel import PeerFailed
 from straggle.merge.refill import Refill, StoreEmptied
 from straggle.merge.store import ANSWER_S, StoreUnreachable, peek
-from straggle.merge.view import ENDED, Elastic, Seal, Silence, View, leader
+from straggle.merge.view import DONE, Change, Elastic, Leaving, Seal, Silence, View, leader
 
 BEAT_S = 0.1
 _QUICK_S = 0.5  # the silence that is enough where a connection has just broken
@@ -78,7 +78,7 @@ class Membership:
         self.held: tuple[int, bool] | None = None  # the step before which others are let in, and whether this one leads
         self.admitted: View | None = None  # the last view in which this rank let others in
         self.left_for_good = False  # by its own will, so it does not ask to be let in again
-        self.reasons: dict[tuple[int, bool], str] = {}  # why each rank left or joined last, in the views that were seen
+        self.changes: dict[tuple[int, bool], Change] = {}  # how each rank left and joined last, in views that were seen
         self._elastic = elastic
         self._connect = connect
         self._exited = exited
@@ -169,7 +169,7 @@ class Membership:
         if self._propose(store, view, following):
             self.admitted = following
 
-    def leave(self, reason: str, *, for_good: bool = True, if_spared: bool = False) -> None:
+    def leave(self, why: Leaving, *, for_good: bool = True, if_spared: bool = False) -> None:
         """This rank takes no further part, or none ``for_good`` and none before it is let in again.
 
         ``if_spared``: only where the others may go on without it.
@@ -182,7 +182,7 @@ class Membership:
                 view = self._read(store)
                 if view.members.get(self.rank) != self.incarnation:
                     return
-                following = view.without({self.rank: reason})
+                following = view.without({self.rank: why})
                 if if_spared and following.shortfall(self.least, self.world_size, with_returning=False):
                     return
                 if self._propose(store, view, following):
@@ -203,7 +203,7 @@ class Membership:
         self.spawn(self._leave_with_an_error, reason).join(ANSWER_S)
 
     def _leave_with_an_error(self, reason: str) -> None:
-        self.leave(reason)
+        self.leave(Leaving("raised", reason))
         if self.view.shortfall(self.least, self.world_size, with_returning=True):
             with self._lent() as store:
                 post_over(store, f"{reason}, and too few ranks are left without it")
@@ -217,7 +217,7 @@ class Membership:
                     if min(int(sign.split(" ")[1]) for sign in signs.values()) >= self.step:
                         break
                     time.sleep(0.02)
-            self.leave(ENDED)
+            self.leave(DONE)
         except (RuntimeError, OSError, ValueError) as error:
             _log.info("rank %d left without a word: %s", self.rank, error)
 
@@ -382,11 +382,12 @@ class Membership:
         self._silence.look(now, signs)
         broken = now - self._broken_at < _BROKEN_S
         limit_s = min(_QUICK_S, self._elastic.suspect_s) if broken else self._elastic.suspect_s
-        gone = dict.fromkeys(self._silence.longer_than(limit_s), f"no sign of life for {limit_s:g} s")
+        silent = Leaving("silent", f"no sign of life for {limit_s:g} s")
+        gone = dict.fromkeys(self._silence.longer_than(limit_s), silent)
         for rank in signs:
             ended = self._exited(store, rank)
             if ended is not None and ended.count >= int(view.members[rank].partition("-")[0]):
-                gone[rank] = f"its process ended {ended}"
+                gone[rank] = Leaving("ended", f"its process ended {ended}")
         if gone:
             self._propose(store, view, view.without(gone))
         if leader(view, self.healing) == self.rank:
@@ -427,7 +428,7 @@ class Membership:
         sealed = self._sealed(new)
         given = store.compare_set("view", self._sealed(old), sealed).decode()
         if given == sealed:
-            level = logging.INFO if all(change.reason == ENDED for change in new.changes) else logging.WARNING
+            level = logging.INFO if all(change.kind == "done" for change in new.changes) else logging.WARNING
             words = "; ".join(f"rank {c.rank} {'joined' if c.joined else 'left'}: {c.reason}" for c in new.changes)
             _log.log(level, "generation %d, ranks %s: %s", new.generation, list(new.ranks), words)
         self._saw(self._read(store))
@@ -437,7 +438,7 @@ class Membership:
         with self._changed:
             if self._view is None or view.generation > self._view.generation:
                 self._view = view
-                self.reasons.update({(change.rank, change.joined): change.reason for change in view.changes})
+                self.changes.update({(change.rank, change.joined): change for change in view.changes})
                 self._changed.notify_all()
 
     def _read(self, store: Any) -> View:

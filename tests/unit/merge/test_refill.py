@@ -5,10 +5,10 @@ import torch.distributed as dist
 
 from straggle.merge.refill import GATHER_S, Refill, following
 from straggle.merge.store import peek
-from straggle.merge.view import Change, Seal, View
+from straggle.merge.view import Change, Leaving, Seal, View
 
 FIRST = View(0, {0: "a", 1: "b", 2: "c", 3: "d"}, job="j")
-SECOND = FIRST.without({3: "no sign of life"})
+SECOND = FIRST.without({3: Leaving("silent", "no sign of life")})
 THIRD = SECOND.with_joined({3: "e"}, step=7, giver=0)
 
 
