@@ -28,6 +28,7 @@ from straggle.commands.advise import arguments as advise_arguments
 from straggle.commands.config import GROUPS, load
 from straggle.commands.launch_options import arguments as launch_arguments
 from straggle.commands.report import arguments as report_arguments
+from straggle.commands.watch import arguments as watch_arguments
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -132,6 +133,8 @@ def check_command(words: list[str]) -> None:
                 report_arguments(keys)
             elif word == "advise":
                 advise_arguments(keys)
+            elif word == "watch":
+                watch_arguments(keys)
             else:
                 load(*((keys[0], keys[1:]) if word == "check" else (word, keys)))
     else:
