@@ -65,7 +65,7 @@ def main():
     train, held_out = tokens[: -len(tokens) // 10], tokens[-len(tokens) // 10 :]
     draw = torch.Generator().manual_seed(rank)
 
-    def get_batch(data):
+    def get_batch(data, draw=draw):
         starts = torch.randint(len(data) - given.context, (given.batch_size,), generator=draw)
         windows = torch.stack([data[start : start + given.context + 1] for start in starts]).to(device)
         return windows[:, :-1], windows[:, 1:]
@@ -78,7 +78,8 @@ def main():
     @torch.no_grad()
     def evaluate():
         net.eval()
-        loss = sum(float(loss_of(net(x), y)) for x, y in (get_batch(held_out) for _ in range(10))) / 10
+        same = torch.Generator().manual_seed(0)
+        loss = sum(float(loss_of(net(x), y)) for x, y in (get_batch(held_out, same) for _ in range(10))) / 10
         net.train()
         return loss
 

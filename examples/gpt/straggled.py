@@ -66,7 +66,7 @@ def main():
     train, held_out = tokens[: -len(tokens) // 10], tokens[-len(tokens) // 10 :]
     draw = torch.Generator().manual_seed(rank)
 
-    def get_batch(data):
+    def get_batch(data, draw=draw):
         starts = torch.randint(len(data) - given.context, (given.batch_size,), generator=draw)
         windows = torch.stack([data[start : start + given.context + 1] for start in starts]).to(device)
         return windows[:, :-1], windows[:, 1:]
@@ -79,21 +79,22 @@ def main():
     @torch.no_grad()
     def evaluate():
         net.eval()
-        loss = sum(float(loss_of(net(x), y)) for x, y in (get_batch(held_out) for _ in range(10))) / 10
+        same = torch.Generator().manual_seed(0)
+        loss = sum(float(loss_of(net(x), y)) for x, y in (get_batch(held_out, same) for _ in range(10))) / 10
         net.train()
         return loss
 
-    x, y = get_batch(train)  # one batch ahead
+    batches = [get_batch(train) for _ in range(given.accumulate)]  # a step ahead
     for number in range(given.steps):
         warm_up = min(1.0, (number + 1) / 20)
         for group in optimizer.param_groups:
             group["lr"] = 3e-3 * warm_up * 0.5 * (1 + math.cos(math.pi * number / given.steps))
         with model.step(num_microbatches=given.accumulate) as step:
-            for _ in range(given.accumulate):
+            for x, y in batches:
                 loss = loss_of(model(x), y) / given.accumulate
                 step.log(loss=loss * given.accumulate)
-                x, y = get_batch(train)
                 loss.backward()
+        batches = [get_batch(train) for _ in range(given.accumulate)]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -86,10 +86,10 @@ def main():
         start, losses = time.monotonic(), []
         for x, y in loader:
             x, y = x.to(device), y.to(device)
-            optimizer.zero_grad()
             with model.step() as step:
                 loss = criterion(model(x), y)
                 step.log(loss=loss)
+                optimizer.zero_grad()
                 loss.backward()
             optimizer.step()
             losses.append(model.last_report.scalars["loss"])
