@@ -24,6 +24,7 @@ with needs_extra("transformers"):
     from transformers.training_args import ParallelMode
 
 _LOSS = "weighted_loss", "weight"  # of a rank in a step; the mean of the first over that of the second is logged
+_NO_TOKENS = 1e-6  # as many has a rank whose labels are all masked: its gradients are zero
 
 
 class StagedTrainerMixin:
@@ -121,8 +122,11 @@ class StagedTrainerMixin:
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Of this rank alone; what it has is its weight in the merge."""
         num_items = super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
-        self._tokens = None if num_items is None or not self._averages_tokens else float(num_items)
-        return num_items
+        if num_items is None or not self._averages_tokens:
+            self._tokens = None
+            return num_items
+        self._tokens = float(num_items) or _NO_TOKENS
+        return max(num_items, 1)  # by which a loss of nothing is divided
 
     def training_step(self, model: nn.Module, *inputs: Any, **words: Any) -> Tensor:
         """One micro-batch of a step; the loss of the step when it was the last, and zero before."""

@@ -39,7 +39,9 @@ class Sentences(torch.utils.data.Dataset):
     def __init__(self, uneven):
         tokens = torch.randint(0, 32, (40, 12), generator=torch.Generator().manual_seed(1))
         self.tokens, self.labels = tokens, tokens.clone()
-        if uneven:
+        if uneven == "masked":  # every second has no label
+            self.labels[::2] = -100
+        elif uneven:
             for number in range(40):
                 self.labels[number, 12 - number % 7 :] = -100
 
@@ -132,14 +134,20 @@ def resumed(rank, folder):
     straight = trained(StagedTrainer, folder, **words)
     files = sorted(path.name for path in Path(folder, "checkpoint-2").iterdir() if path.name.startswith("straggle"))
     again = trained(StagedTrainer, folder, resume=f"{folder}/checkpoint-2", **words)
-    return state(straight), state(again), files
+    ones = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_steps": 8}
+    masked = trained(StagedTrainer, folder, uneven="masked", **ones)
+    return state(straight), state(again), files, state(masked)
 
 
 def test_resumes_as_if_it_never_stopped(tmp_path):
-    for straight, again, files in run_ranks(resumed, NUM_RANKS, str(tmp_path), timeout_s=240):
+    ranks = run_ranks(resumed, NUM_RANKS, str(tmp_path), timeout_s=240)
+    for straight, again, files, masked in ranks:
         assert again["parameters"] == straight["parameters"]
         assert again["logs"][-1] == pytest.approx(straight["logs"][-1])
         assert files == [f"straggle_{rank}.pt" for rank in range(NUM_RANKS)]
+        # a rank that has no label in a step takes part with nothing
+        assert torch.tensor(masked["values"]).isfinite().all()
+        assert masked["parameters"] == ranks[0][3]["parameters"]
 
 
 def with_a_late_rank(rank, folder):
