@@ -393,6 +393,7 @@ class Coordinator:
             all_or_nothing=self.deadline.late_handling.granularity == "step",
             usage=self._usage,
         )
+        current.told = self._ranks
         current.weight = training.weight  # of a rank that has not entered: its last step's
         if training.step == merging.step and training.entered_at is not None:
             current.num_microbatches = training.entry.num_microbatches
@@ -557,6 +558,7 @@ class Coordinator:
         admits = wanted and self.is_planned and not current.stood_in
         row = replace(current.lost_in(current.row), admits=admits)
         current.buffers.write_telemetry(self._channel.rank, row.encode(), current.changes)
+        current.told = self._ranks
         current.telemetry = current.buffers.merge_telemetry(self._groups.control)
         return current.telemetry
 
@@ -727,8 +729,9 @@ class Coordinator:
             membership.hold(step + 1, leads=table.admits_of(self._channel.rank))
 
     def _note_telemetry(self, current: Round) -> None:
+        """Who was no member when the telemetry was merged has none; the members may have changed since."""
         absent = absent_row(len(self.plan.stages))
-        for rank in set(range(self._channel.world_size)) - set(self._ranks):
+        for rank in set(range(self._channel.world_size)) - set(current.told):
             current.buffers.rows[rank] = absent
         self._last_telemetry = current.buffers.telemetry
 

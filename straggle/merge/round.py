@@ -120,6 +120,7 @@ class Round:
         self.complete = False  # some member had it complete, and gave this rank the telemetry of all
         self._last_shares: Mapping[int, Share] = {}  # of the buckets that were not launched when it was closed
         self._group = group
+        self.told: tuple[int, ...] = ()  # the ranks whose telemetry there is
         self._factors = factors
         self._supplemented: dict[int, float] = {}  # for some parameters, the weight of what was added to them
         self._unusual: dict[int, Share] = {}  # complete parameters that do not simply have the rank's weight
