@@ -146,6 +146,11 @@ def check(config: DictConfig, valid: DictConfig) -> None:
             _check_arguments(key, part)
     for group in ("rebalance", "members"):
         _check_arguments(group, config.get(group) or None)
+    if config.get("members") and config.get("replay"):
+        raise ConfigurationError(
+            "members=elastic and replay=... exclude each other: a replay has the members of the recorded run, and its "
+            "own processes stay; leave members out"
+        )
     for name, fault in config.get("faults", {}).items():
         _check_arguments(f"faults.{name}", fault)
     if config.get("replay") and not (Path(config.replay) / "decisions").is_dir():
