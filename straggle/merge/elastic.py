@@ -22,6 +22,7 @@ from straggle.merge.agents import Exited, exited
 from straggle.merge.channel import Channel, LongWait, PeerFailed
 from straggle.merge.groups import GlooGroup, Groups, is_over
 from straggle.merge.membership import MembersChanged, Membership, TooFewRanks
+from straggle.merge.provenance import Provenance, provenance
 from straggle.merge.store import StoreUnreachable, check_answers, connect_all, default_store
 from straggle.merge.view import Elastic, Leaving, MergeProgress, Repair, Silence, View, progress_length, repair
 from straggle.report import MembersReport
@@ -228,7 +229,7 @@ class Led(Protocol):
     def telemetry_of(self, step: int) -> Tensor:
         """The telemetry of a merged step."""
 
-    def regroup(self, groups: Groups, view: View, repair: Repair, telemetry: Tensor) -> None:
+    def regroup(self, groups: Groups, view: View, repair: Repair, telemetry: Tensor, provenance: Provenance) -> None:
         """Go on."""
 
     def put_out(self) -> None:
@@ -396,14 +397,15 @@ class Regrouping:
         own = torch.tensor(progress.encode(self._max_buckets), dtype=torch.int64)
         assert len(own) == progress_length(self._max_buckets)
         gathered = channel.exchange(own, view)
-        way = repair(
-            {rank: MergeProgress.decode(numbers.tolist()) for rank, numbers in zip(view.ranks, gathered, strict=True)}
-        )
+        known = {
+            rank: MergeProgress.decode(numbers.tolist()) for rank, numbers in zip(view.ranks, gathered, strict=True)
+        }
+        way = repair(known)
         telemetry = torch.empty(0)
         if way.completed is not None:
             telemetry = self._led.telemetry_of(way.completed)
             channel.wait_in(view, channel.groups.control.broadcast(telemetry, view.ranks.index(way.giver)))
-        self._led.regroup(channel.groups, view, way, telemetry)
+        self._led.regroup(channel.groups, view, way, telemetry, provenance(known, way))
 
     def _let_in(self, step: int, leads: bool) -> None:
         """The members wait for a view in which others come in."""

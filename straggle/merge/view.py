@@ -250,23 +250,27 @@ class MergeProgress:
 
     It was merging ``step``, had launched the merges of ``launched`` buckets, of which those in ``merged`` had come to
     their end. ``complete``: it had all ranks' telemetry too, and with it the knowledge that all have all buckets.
-    A member that has just joined is at no step: -1.
+    A member that has just joined is at no step: -1. ``generations``: in which one each merged bucket was summed (0
+    where it does not say), for a recording.
     """
 
     step: int
     launched: int = 0
     merged: frozenset[int] = frozenset()
     complete: bool = False
+    generations: Mapping[int, int] = field(default_factory=dict, compare=False)
 
     def encode(self, num_buckets: int) -> list[int]:
         """As numbers, `progress_length` of them."""
-        return [self.step, self.launched, int(self.complete), *(int(b in self.merged) for b in range(num_buckets))]
+        merged = [1 + self.generations.get(b, 0) if b in self.merged else 0 for b in range(num_buckets)]
+        return [self.step, self.launched, int(self.complete), *merged]
 
     @classmethod
     def decode(cls, numbers: Sequence[int]) -> MergeProgress:
         """What `encode` gave."""
         step, launched, complete, *merged = numbers
-        return cls(step, launched, frozenset(b for b, is_merged in enumerate(merged) if is_merged), bool(complete))
+        generations = {b: after - 1 for b, after in enumerate(merged) if after}
+        return cls(step, launched, frozenset(generations), bool(complete), generations)
 
 
 def progress_length(num_buckets: int) -> int:
