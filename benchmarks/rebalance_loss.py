@@ -5,10 +5,10 @@ torchrun --standalone --nproc-per-node 4 benchmarks/rebalance_loss.py --seeds 1 
 
 The last of the ranks takes twice as long for a sample. Text (a GPT of two blocks) and digits (three convolutions);
 samples alike (each step's are dealt out of one pool), or each rank's own (a quarter of the text, or of the digits
-sorted by class, which no other rank has: a slow rank then takes fewer of its own in a step). Three ways take turns of ten steps:
-wait for all, AutoDeadline, AutoDeadline with `straggle.Rebalance`. Layers sleep for each sample, so that ranks which
-share few cores do not contend for them. The loss is on held-out data, after each turn, and is not timed. The target is
-the best loss of the way whose best one is the highest. 95 % intervals are over seeds.
+sorted by class, which no other rank has: a slow rank then takes fewer of its own in a step). Three ways take turns of
+ten steps: wait for all, AutoDeadline, AutoDeadline with `straggle.Rebalance`. Layers sleep for each sample, so that
+ranks which share few cores do not contend for them. The loss is on held-out data, after each turn, and is not timed.
+The target is the best loss of the way whose best one is the highest. 95 % intervals are over seeds.
 """
 
 import argparse

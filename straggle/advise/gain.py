@@ -155,7 +155,8 @@ def replay(
             overhead_s=torch.tensor(network_s),
         )
         compute_s = would.own_s.masked_fill(stood_in, math.nan).tolist()
-        deadline_s = next_deadline(policy, window.append(compute_s, (~would.late).tolist(), progress)).seconds
+        decided = next_deadline(policy, window.append(compute_s, (~would.late).tolist(), progress))
+        deadline_s, rules = decided.seconds, replace(rules, after_quorum_s=decided.after_quorum_s)
     return Replayed(np.array(seconds), np.array(dropped), np.array(late))
 
 
