@@ -234,9 +234,9 @@ def _always_slow(slowness: Slowness, dealt: BySpeed | None, timings: Timings) ->
     written = KEYS if _is_of_train(timings) else f"loader = {dealt.gain.code}"
     yield (
         f"{said} Look at its machine first. Or deal the samples out by speed: it then has {share:.0%} of an equal "
-        f"share, a step of {ms(dealt.gain.step_s)} takes {_percent(saved)} less time than waiting, and nothing is "
-        f"dropped, as far as a pass takes time by its samples. Gradients per second: x {_between(dealt.gain.speedup)}. "
-        f"Write {written}; a deadline beside it is for what remains."
+        f"share, a step takes {ms(dealt.gain.step_s)}, {_percent(saved)} less than waiting for it, and nothing is "
+        "dropped, as far as a pass takes time by its samples. Gradients per second: "
+        f"x {_between(dealt.gain.speedup)}. Write {written}; a deadline beside it is for what remains."
     )
 
 

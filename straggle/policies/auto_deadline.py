@@ -13,6 +13,7 @@ from torch import Tensor
 from straggle.policies.deadline import Deadline, LateHandling, NextDeadline, check_count, check_number, quantile_of
 from straggle.policies.history import History
 from straggle.policies.ordinary import differences
+from straggle.policies.promise import kept
 from straggle.policies.step_model import StopRules, computed_share, simulate_step
 from straggle.policies.untruncated import untruncated_entries, untruncated_times
 
@@ -135,8 +136,11 @@ def choose_for(
     longest_s: float,
     least_gain: float,
     noise: float = _NOISE,
+    waits: bool = False,
 ) -> Threshold:
     """`AutoDeadline`'s choice: the longest threshold unless a rank is slow as such and a shorter one gains enough.
+
+    With ``waits`` it is the longest in any case.
 
     With the longest threshold no rank is late within the ordinary lag after a quorum has finished (`differences`). So
     where all are slow at once, as on a busy machine, what is dropped is what a slow rank leaves, and not the ordinary
@@ -144,7 +148,7 @@ def choose_for(
     """
     seen = differences(steps.entered_s + steps.unit_s[..., -1], steps.quorum_s, steps.overhead_s)
     longest = Threshold(longest_s, 0.0, 0.0, seen.lag_s)
-    if not seen.any_slow:
+    if waits or not seen.any_slow:
         return longest
     chosen = choose_threshold(
         steps,
@@ -245,9 +249,10 @@ class AutoDeadline(Deadline):
     ``least_gain`` (0.01: a hundredth more gradient per second). That is ``max_over_median`` times the median rank's
     time in a quick step (the quickest tenth). So a rank that was never slow before and stalls is not waited for either.
     With it, no rank is late by what ranks ordinarily are behind a quorum (`differences`), however slow all of them are
-    at once. Of thresholds that differ by no more than noise (one standard error), it takes the longest. ``every``:
-    steps between two choices; in its first ten steps it chooses in each. It predicts what the last choice is expected
-    to drop.
+    at once. It takes the longest, too, where what was dropped in the last ``window`` steps did not bring that much:
+    gradient per second as it came, against waiting in the same steps (`kept`). Of thresholds that differ by no more
+    than noise (one standard error), it takes the longest. ``every``: steps between two choices; in its first ten steps
+    it chooses in each. It predicts what the last choice is expected to drop.
     """
 
     wants_progress = True
@@ -296,11 +301,15 @@ class AutoDeadline(Deadline):
         longest_s = self.max_over_median * _usual_s(history.compute_s)
         if steps is None or not longest_s < math.inf:  # no rank came to a step that is seen
             return Threshold(math.inf, 0.0, 0.0)
-        chosen = choose_for(
-            steps,
-            rules,
-            longest_s=longest_s,
-            least_gain=self.least_gain,
-        )
+        chosen = choose_for(steps, rules, longest_s=longest_s, least_gain=self.least_gain, waits=self._broken(history))
         rules = replace(rules, after_quorum_s=chosen.after_quorum_s)
         return replace(chosen, dropped=expected_drop(steps, chosen.tau_s, rules, self._parts))
+
+    def _broken(self, history: History) -> bool:
+        """Whether what was dropped in these steps brought less than it should have."""
+        progress = history.progress
+        assert progress is not None
+        compute_s = history.compute_s[-len(progress.unit_s) :]
+        unit_s = untruncated_times(progress, compute_s.nan_to_num(0.0)).nan_to_num(0.0)
+        waiting_s = (untruncated_entries(progress, compute_s) + unit_s.amax(-1)).amax(1)
+        return kept(progress, compute_s, waiting_s).broken(self.least_gain)

@@ -8,8 +8,9 @@ import torch
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.telemetry import Row, Table
 from straggle.policies.cost import check_cost, mean_cost_of, relative_cost
-from straggle.policies.deadline import LateHandling, QuantileDeadline
+from straggle.policies.deadline import Deadline, LateHandling, NextDeadline, QuantileDeadline
 from straggle.policies.history import History
+from straggle.policies.wrappers import Shadow
 from straggle.report import PHASES
 
 NAN = math.nan
