@@ -21,10 +21,13 @@ class NextDeadline:
     """What a policy decided: the ``seconds`` of the next step, infinite to wait for all ranks.
 
     ``predicted_drop``: the share of the gradients that it expects to be dropped in it; NaN: it has no idea.
+    ``after_quorum_s``: seconds that a rank has in any case after a quorum has finished, if that is more than the
+    policy's ``grace_s``.
     """
 
     seconds: float
     predicted_drop: float = math.nan
+    after_quorum_s: float = 0.0
 
 
 class Deadline(ABC):
@@ -213,7 +216,7 @@ def next_deadline(policy: Deadline, history: History) -> NextDeadline:
     decided = as_next(policy.decide(history))
     seconds = _number(decided.seconds)
     if seconds >= 0:
-        return NextDeadline(seconds, decided.predicted_drop)
+        return NextDeadline(seconds, decided.predicted_drop, max(policy.grace_s, decided.after_quorum_s))
     raise ValueError(
         f"{name_of(policy)}.decide() gave {decided.seconds!r} for step {history.num_steps}: give a number of seconds "
         "of at least 0, or math.inf to wait for all ranks"

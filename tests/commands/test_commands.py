@@ -301,7 +301,7 @@ def test_slow_rank_is_late_and_the_replicas_stay_identical(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_compare_trains_ddp_and_straggle_to_the_same_parameters_when_nobody_is_late(tmp_path: Path) -> None:
     faults = ("faults=pace", "faults.pace=null")  # the one that there is, switched off
-    keys = (*TINY, *faults, "deadline=none", "steps=6", "block=2", "num_microbatches=2")
+    keys = (*TINY, *faults, "deadline=none", "rebalance=none", "steps=6", "block=2", "num_microbatches=2")
     run_command("compare", 2, *keys, "run_dir=run", folder=tmp_path)
     results = json.loads((tmp_path / "run" / "compare.json").read_text())
     stable = "step_seconds_median step_seconds_mean step_seconds_p95 validation_loss seconds_to_loss"

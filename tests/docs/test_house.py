@@ -13,7 +13,18 @@ import straggle
 
 ROOT = Path(straggle.__file__).parent
 # what a training loop imports
-LOOP = ("parallel", "open_step", "step", "deal", "rebalance", "sampler", "epochs", "garbage", "stop_signal")
+LOOP = (
+    "parallel",
+    "open_step",
+    "step",
+    "deal",
+    "rebalance",
+    "sampler",
+    "epochs",
+    "dealt_loader",
+    "garbage",
+    "stop_signal",
+)
 # each imports only from those before it
 PACKAGES = ("report", "policies", "backward", "merge", LOOP, "observe", "integrations", "advise", "lab", "commands")
 BEFORE = ("extras", "version")
