@@ -174,6 +174,7 @@ class StagedDataParallel(nn.Module):
         )
         self._check_at_stages(self._coordinator.plan)
         self.idle = False  # this rank has no data for the steps from here on: it takes part with weight 0
+        self.default_weight = 1.0  # of a step whose `Step.weight` the loop does not set
         self.learned: tuple[list[int], list[float]] = ([], [])  # what the stages were planned from
         self._last_decision: Decision | None = None
         self._replayed: Iterator[Decision] | None = None
@@ -582,6 +583,8 @@ class StagedDataParallel(nn.Module):
                 stepped=math.nan if self._last_record is None else self._num_stepped,
             ),
         )
+        if self.default_weight != 1.0:
+            step.weight = self.default_weight
         self._num_stepped = 0
 
     def _refuse_other_parameters(self) -> None:
