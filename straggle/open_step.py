@@ -128,7 +128,7 @@ class OpenStep(PassWatcher):
         self._kept = KeptGradients(self._parameters)
         self._replayed = replayed
         if replayed is not None and replayed.idle is not None:
-            entry = replace(entry, idle=replayed.idle)
+            entry = replace(entry, idle=replayed.idle, entered=replayed.entered)
         self._idle = entry.idle and (replayed is None or replayed.idle is None)  # otherwise it stops as recorded
         by_clock: StopRule = ByClock(self._coordinator.training) if replayed is None else AsRecorded(replayed)
         self._rule = NoData() if self._idle else by_clock
@@ -188,7 +188,9 @@ class OpenStep(PassWatcher):
     def decision(self, merged: MergedStep) -> Decision:
         """What this rank decided in the step that it left, for a recording."""
         decision = Decision(merged.step, merged.num_gradients, self._left_at, merged.stood_in, merged.num_over)
-        return decision if merged.among is None else replace(decision, idle=merged.idle, among=merged.among)
+        if merged.among is None:
+            return decision
+        return replace(decision, idle=merged.idle, entered=merged.entered, among=merged.among)
 
     @property
     def _left_at(self) -> int | None:

@@ -551,9 +551,11 @@ class Coordinator:
         if not self._apart:
             current.buffers.write_telemetry(self._channel.rank, row.encode(), changes)
         current.row, current.changes = row, changes
+        current.idle, current.entered = self.training.entry.idle, self.training.is_in(current.step)
         if self.recorder is not None and (current.stood_in or current.left_at is not None):
             taken, left_at, over = current.num_gradients, current.left_at, current.num_over
-            self.recorder.partial(Decision(current.step, taken, left_at, current.stood_in, over, row.idle))
+            state = current.idle, current.entered
+            self.recorder.partial(Decision(current.step, taken, left_at, current.stood_in, over, *state))
         current.close(own, weights)
         if self._merge.weighting == "inverse_probability" and not self.training.entry.idle:
             self.reached.append(row.computed)
@@ -635,7 +637,8 @@ class Coordinator:
                 stood_in=current.stood_in,
                 num_gradients=current.num_gradients,
                 num_over=current.num_over,
-                idle=current.row is not None and current.row.idle,
+                idle=current.idle,
+                entered=current.entered,
                 among=None if self.recorder is None else current.merged_among(self._lost.get(current.step, {})),
             )
             self._lost.pop(current.step, None)

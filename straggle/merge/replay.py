@@ -18,7 +18,8 @@ class Decision:
     finishes them in the same order again. ``left_at``: how often the pass had asked whether to go on before it was
     asked to leave; ``None``: it was not. ``stood_in``: the rest was submitted by the stand-in, without estimates.
     ``num_over``: how many of its backward passes were over by then; ``None`` in recordings that do not say it.
-    ``idle``: it had no data; ``None``: the loop says so. ``among``: whose gradients were merged, where members come and
+    ``idle``: it had no data for the last step that it had entered; ``None``: the loop says so. ``entered``: false where
+    it was stood in for before it had entered this one. ``among``: whose gradients were merged, where members come and
     go; ``None`` on a rank that was none.
     """
 
@@ -28,6 +29,7 @@ class Decision:
     stood_in: bool
     num_over: int | None = None
     idle: bool | None = None
+    entered: bool = True
     among: MergedAmong | None = None
 
 

@@ -111,6 +111,7 @@ class Round:
         self.buffers = buffers
         self.closed = False  # all collectives are launched
         self.stood_in = False
+        self.idle, self.entered = False, True  # whether its rank had no data for it, and had entered it
         self.left_at: int | None = None  # as in a `Decision`, where the training thread submitted it late
         self.num_microbatches = 1
         self.weight = 1.0
@@ -414,4 +415,5 @@ class MergedStep:
     num_gradients: int
     num_over: int
     idle: bool = False
+    entered: bool = True
     among: MergedAmong | None = None

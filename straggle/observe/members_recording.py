@@ -11,7 +11,7 @@ import json
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -152,8 +152,8 @@ def _as_decision(line: Mapping[str, Any], step: int) -> Decision:
     if among is not None:
         lost = {int(rank): tuple(buckets) for rank, buckets in among["lost"].items()}
         among = MergedAmong(tuple(among["generations"]), lost)
-    plain = (line["num_gradients"], line["left_at"], line["stood_in"], line["num_over"], line["idle"])
-    return Decision(step, *plain, among)
+    taken, state = (line["num_gradients"], line["left_at"], line["stood_in"], line["num_over"]), line["idle"]
+    return Decision(step, *taken, state, line["entered"], among)
 
 
 def _random(text: str) -> Tensor:
@@ -223,7 +223,7 @@ def _decision(file: _File, rank: int, step: int, recorded: RecordedStep) -> Deci
     left_at = None if left is None else left.left_at
     if submitted is not None:
         if submitted.left_at is None and left_at is not None:
-            return Decision(step, submitted.num_gradients, left_at, True, submitted.num_over, submitted.idle)
+            return replace(submitted, left_at=left_at)
         return submitted
     if any(rank in ranks for ranks in (*recorded.buckets, recorded.telemetry)) or left is not None:
         # what it launched was complete; of what it had not launched nothing was merged, nor shown to its estimator

@@ -65,7 +65,7 @@ def test_rank_that_is_killed_comes_back_and_no_step_is_lost_or_written_twice(kil
     if killed == 0:
         words = ("replay=run", "run_dir=again", "steps=500", "metrics=none", "report=false")
         assert "parameters as in run: identical" in run_command("train", 3, *words, folder=tmp_path)
-        again = read_reports(tmp_path / "again" / "trace.jsonl")
+        again = list(read_reports(tmp_path / "again" / "trace.jsonl"))
         assert [own.scalars for own in again] == [own.scalars for own in reports]
         assert [own.absent_ranks for own in again] == [own.absent_ranks for own in reports]
 

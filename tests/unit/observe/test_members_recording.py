@@ -8,7 +8,7 @@ import pytest
 from straggle.merge.replay import Decision, RecordedStep
 from straggle.observe.members_recording import read_members_recording
 
-FULL, ABSENT = (12, None, False, 1, False), (0, 3, True, 0, False)
+FULL, ABSENT = (12, None, False, 1, False, True), (0, 3, True, 0, False, True)
 PUT_OUT = Decision(1, sys.maxsize, 3, False, None, True)
 
 
@@ -18,7 +18,7 @@ def left(step, *generations, decision=FULL, lost=None):
 
 
 def submitted(step, decision):
-    names = ("num_gradients", "left_at", "stood_in", "num_over", "idle")
+    names = ("num_gradients", "left_at", "stood_in", "num_over", "idle", "entered")
     return dict(zip(names, decision, strict=True)) | {"submitted": step, "among": None}
 
 
@@ -45,15 +45,18 @@ OTHERS = [left(0, 0, 0, 0), NEXT, left(1, 0, 1, 1, lost={0: [1]}), left(2, 1, 1,
         ([left(0, 0, 0, 0)], Decision(1, sys.maxsize, None, False, None, False)),
         # stopped, and put out: it left its pass when it was back
         ([left(0, 0, 0, 0), left(1, decision=ABSENT)], PUT_OUT),
-        # killed when its stand-in had submitted two gradients
-        ([left(0, 0, 0, 0), submitted(1, (2, None, True, 0, False))], Decision(1, 2, None, True, 0, False)),
-        # the same, but it came back, left its pass, and then learned that it was out
+        # killed before it had entered the step, for which its stand-in had submitted
         (
-            [left(0, 0, 0, 0), submitted(1, (2, None, True, 0, False)), left(1, decision=ABSENT)],
+            [left(0, 0, 0, 0), submitted(1, (0, None, True, 0, True, False))],
+            Decision(1, 0, None, True, 0, True, False),
+        ),
+        # its stand-in had submitted two gradients; it came back, left its pass, and then learned that it was out
+        (
+            [left(0, 0, 0, 0), submitted(1, (2, None, True, 0, False, True)), left(1, decision=ABSENT)],
             Decision(1, 2, 3, True, 0, False),
         ),
         # killed when it was late itself
-        ([left(0, 0, 0, 0), submitted(1, (5, 4, False, 0, False))], Decision(1, 5, 4, False, 0, False)),
+        ([left(0, 0, 0, 0), submitted(1, (5, 4, False, 0, False, True))], Decision(1, 5, 4, False, 0, False)),
     ],
 )
 def test_part_of_a_rank_that_could_not_say_how_it_left_a_step_is_known(tmp_path, own, expected):
