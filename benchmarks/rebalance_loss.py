@@ -3,7 +3,7 @@
 torchrun --standalone --nproc-per-node 4 benchmarks/rebalance_loss.py                     # about nine minutes
 torchrun --standalone --nproc-per-node 4 benchmarks/rebalance_loss.py --seeds 1 --tasks digits --data alike
 
-The last of the ranks takes twice as long for a sample. Text (a GPT of two blocks) and digits (three convolutions);
+The last of the ranks takes twice as long for a sample. Text (a GPT of two blocks) and digits (six convolutions);
 samples alike (each step's are dealt out of one pool), or each rank's own (a quarter of the text, or of the digits
 sorted by class, which no other rank has: a slow rank then takes fewer of its own in a step). Three ways take turns of
 ten steps: wait for all, AutoDeadline, AutoDeadline with `straggle.Rebalance`. Layers sleep for each sample, so that
@@ -18,6 +18,7 @@ from statistics import fmean
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import straggle
 from straggle.deal import epoch_order
@@ -49,23 +50,23 @@ class Nap(torch.autograd.Function):
         return gradient, None
 
 
-class SleepingBlocks:
-    """Each block takes its part of ``sample_s`` for a sample, while the model trains."""
+class SleepingLayers:
+    """Each layer takes its part of ``sample_s`` for a sample, while the model trains."""
 
-    def __init__(self, blocks, sample_s):
-        self._seconds = sample_s / len(blocks)
-        for block in blocks:
-            block.register_forward_hook(self._sleep)
+    def __init__(self, module, sample_s):
+        layers = [part for part in module.modules() if next(part.parameters(recurse=False), None) is not None]
+        layers = [part for part in layers if not isinstance(part, nn.Embedding)]
+        self._seconds = sample_s / len(layers)
+        for layer in layers:
+            layer.register_forward_hook(self._sleep)
 
-    def _sleep(self, block, _inputs, output):
-        return Nap.apply(output, self._seconds * len(output)) if block.training else output
+    def _sleep(self, layer, _inputs, output):
+        return Nap.apply(output, self._seconds * len(output)) if layer.training else output
 
 
 def workload_of(task):
     return (
-        Digits(channels=8, depth=3)
-        if task == "digits"
-        else Text(context=16, width=32, depth=2, heads=4, validation_windows=256)
+        Digits(channels=8) if task == "digits" else Text(context=16, width=32, depth=2, heads=4, validation_windows=256)
     )
 
 
@@ -100,7 +101,7 @@ class Way:
         torch.manual_seed(seed)
         self.workload, self.module = workload, workload.model()
         slow = SLOW if dist.get_rank() == dist.get_world_size() - 1 else 1.0
-        SleepingBlocks(list(self.module.blocks), SAMPLE_S * slow)
+        SleepingLayers(self.module, SAMPLE_S * slow)
         self.model = straggle.StagedDataParallel(
             self.module, deadline=deadline and deadline(), late_handling=straggle.LateHandling(max_lag=64)
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from straggle.policies.history import Progress
 
-_LEAST_STEPS = 5  # in which something was dropped, from which on there is an answer
+_LEAST_STEPS = 20  # in which something was dropped, from which on there is an answer
 
 
 @dataclass(frozen=True)

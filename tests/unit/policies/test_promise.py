@@ -25,13 +25,13 @@ def steps(rows):
 @pytest.mark.parametrize(
     ("rows", "gain", "num_steps", "broken"),
     [
-        ([(1.0, 2.0, 2.0)] * 9, 0.0, 0, False),  # nothing was dropped
-        ([(0.5, 1.0, 2.0)] * 9, 0.75 * 2 - 1, 9, False),
-        ([(0.0, 1.5, 2.0)] * 9, 0.5 * 2 / 1.5 - 1, 9, True),  # half of all is gone for a quarter of the time
-        ([(0.0, 1.5, 2.0)] * 4, 0.5 * 2 / 1.5 - 1, 4, False),  # too few to say
-        ([(0.0, NAN, 4.0)] * 9, 0.5 * 4 / 1.5 - 1, 9, False),  # stood in for after 1.5 s
+        ([(1.0, 2.0, 2.0)] * 25, 0.0, 0, False),  # nothing was dropped
+        ([(0.5, 1.0, 2.0)] * 25, 0.75 * 2 - 1, 25, False),
+        ([(0.0, 1.5, 2.0)] * 25, 0.5 * 2 / 1.5 - 1, 25, True),  # half of all is gone for a quarter of the time
+        ([(0.0, 1.5, 2.0)] * 19, 0.5 * 2 / 1.5 - 1, 19, False),  # too few to say
+        ([(0.0, NAN, 4.0)] * 25, 0.5 * 4 / 1.5 - 1, 25, False),  # stood in for after 1.5 s
         ([(0.5, 1.0, 2.0), *[(1.0, 1.0, 1.0)] * 8], 0.5, 1, False),  # the others had nothing to gain
-        ([(0.5, 1.4, 1.5), (0.5, 1.4, 2.1)] * 9, 0.75 * 1.8 / 1.4 - 1, 18, True),
+        ([(0.5, 1.4, 1.5), (0.5, 1.4, 2.1)] * 10, 0.75 * 1.8 / 1.4 - 1, 20, True),
     ],
 )
 def test_gain_as_it_came(rows, gain, num_steps, broken):
@@ -42,7 +42,7 @@ def test_gain_as_it_came(rows, gain, num_steps, broken):
 
 
 def test_what_may_be_noise_is_not_broken():
-    assert not Kept(-0.1, 0.2, 9).broken(0.01)
-    assert Kept(-0.1, 0.1, 9).broken(0.01)
+    assert not Kept(-0.1, 0.2, 20).broken(0.01)
+    assert Kept(-0.1, 0.1, 20).broken(0.01)
     even = steps([(0.5, 1.4, 1.5), (0.5, 1.4, 2.1)] * 9)
     assert even.error == pytest.approx((1 + even.gain) * (0.3 / 1.8) / math.sqrt(17))
