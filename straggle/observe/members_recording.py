@@ -108,7 +108,12 @@ def read_members_recording(folder: Path, rank: int, world_size: int) -> Recordin
     files = [_read(file_of(folder, other), world_size) for other in range(world_size)]
     generations = {0: tuple(range(world_size))}
     for file in files:
-        generations.update(file.generations)
+        for generation, ranks in file.generations.items():
+            if generations.setdefault(generation, ranks) != ranks:
+                raise ValueError(
+                    f"{folder}: the members of generation {generation} are {generations[generation]} in one file and "
+                    f"{ranks} in another, as where the job's store was lost: whose gradients were merged is not known"
+                )
     steps = _steps(files, generations, folder)
     own = files[rank]
     order, seconds = next((file.plan for file in files if file.plan is not None), ((), ()))

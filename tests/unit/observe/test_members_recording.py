@@ -84,6 +84,7 @@ def test_line_that_a_process_was_killed_in_is_left_out(tmp_path):
         (OTHERS[:-2] + OTHERS[-1:], [left(0, 0, 0, 0)], "no rank has recorded step 1, though there are later ones"),
         (OTHERS, [left(0, 0, 1, 1)], "have not recorded the same of step 0: their files are of two runs"),
         ([left(0, 4, 4, 4)], [], "who was a member in generation 4, in which gradients of step 0 were merged"),
+        (OTHERS, [{"generation": 1, "members": [2]}], "the members of generation 1 are "),
         (OTHERS, [{"resumed": 40}], "went on from a checkpoint of step 40"),
         (OTHERS, [{"ranks": 5}], "recorded on 5 ranks, and this run has 3: start as many"),
         (OTHERS, [{"step": 0}], "not a recording of a run with members"),
