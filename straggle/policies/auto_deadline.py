@@ -80,7 +80,7 @@ class StepTimes:
         of_others = idle.shape[1] / (~idle).sum(1).clamp(min=1)
         share = (progress.unit_share * of_others.view(-1, 1, 1)).masked_fill(idle.unsqueeze(-1), 0.0)
         members = ~progress.entered_s.isnan()
-        entered_s = untruncated_entries(progress, compute_s).nan_to_num(0.0)
+        entered_s = untruncated_entries(progress, compute_s)
         quorum_s = quorum_times(entered_s + unit_s[..., -1], members, quorum)
         steps = StepTimes(unit_s[..., used], share[..., used], entered_s, progress.overhead_s, quorum_s)
         worked = ~idle.all(1)

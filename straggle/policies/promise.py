@@ -37,7 +37,8 @@ def kept(progress: Progress, compute_s: Tensor, waiting_s: Tensor) -> Kept:
     ``b w / s - 1``, and its error that of the sum of their relative deviations.
     """
     brought = _brought(progress)
-    ended_s = (progress.entered_s + compute_s.to(progress.entered_s).nan_to_num(0.0)).amax(1)
+    entered_s = progress.entered_s.nan_to_num(0.0)  # of ranks that are no members
+    ended_s = (entered_s + compute_s.to(entered_s).nan_to_num(0.0)).amax(1)
     step_s, waited_s = ended_s + progress.overhead_s, waiting_s.to(ended_s) + progress.overhead_s
     counts = (brought < 1 - 1e-6) & (step_s > 0) & waited_s.isfinite()
     num_steps = int(counts.sum())

@@ -117,10 +117,10 @@ def untruncated_entries(progress: Progress, compute_s: Tensor) -> Tensor:
     """``progress.entered_s``, (steps, ranks), as it would have been, if no rank had been stood in for.
 
     A rank that never entered a step (``compute_s``, (steps, ranks), is NaN) had its full delay in that step: what it
-    still took of it in the following one counts to the first.
+    still took of it in the following one counts to the first. A rank that is no member entered at once.
     """
     never = compute_s.isnan() & (progress.weight > 0)
-    entered_s = progress.entered_s.clone()
+    entered_s = progress.entered_s.nan_to_num(0.0)
     if not never.any():
         return entered_s
     for step in range(len(entered_s) - 2, -1, -1):

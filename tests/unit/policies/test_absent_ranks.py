@@ -10,6 +10,7 @@ from straggle.merge.telemetry import Row, Table, absent_row
 from straggle.policies.auto_deadline import quorum_times
 from straggle.policies.deadline import next_deadline
 from straggle.policies.history import HistoryWindow
+from straggle.policies.promise import kept
 from straggle.policies.step_model import StopRules
 from straggle.report import CAUSES, PHASES
 
@@ -31,6 +32,16 @@ NOTHING = {"compute_s": math.nan, "computed": (0.0,) * STAGES, "stage_s": (math.
 STOOD_IN = of(late=True, stood_in=True, cause=CAUSES.index("data"), **NOTHING)
 IDLE = of(idle=True, **NOTHING)
 LOST = there(0.1, CAUSES.index("members"))
+
+
+def seen(*rows):
+    """The history of steps with these rows."""
+    window = HistoryWindow(STEPS, len(rows))
+    window.watch(SHARE)
+    for _ in range(STEPS):
+        table = Table(torch.stack(rows), STAGES)
+        history = window.append(table.compute_s(), table.finished_ranks(), table.progress(SHARE, "stage"))
+    return history
 
 
 def decided(policy, *rows, granularity="stage"):
@@ -82,6 +93,15 @@ def test_quorum_is_never_more_than_the_members(quorum, members, expected):
     assert late_handling.quorum_among(members, wanted=1) == 1
     rules = StopRules.of(AutoDeadline(), late_handling, 5, members)
     assert rules.quorum == expected + 5 - members  # the absent are as finished when the step begins
+
+
+def test_what_dropping_kept_is_of_the_members():
+    late = of(compute_s=0.2, computed=(1.0, 1.0, 0.0, 0.0), stage_s=(0.1, 0.15, math.nan, math.nan), late=True)
+    found = [seen(there(0.1), late, *absent) for absent in ([], [ABSENT, ABSENT])]
+    waiting_s = torch.full((STEPS,), 0.4)
+    alone, among = (kept(history.progress, history.compute_s, waiting_s) for history in found)
+    assert alone.num_steps == STEPS
+    assert among == alone
 
 
 @pytest.mark.parametrize("absent", [1, 2, 4])
