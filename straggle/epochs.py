@@ -171,7 +171,7 @@ class Epochs:
         """After each step."""
         self._num_made += 1
         parts = parts_of(record, self._repeat_up_to)
-        if self._model.rank in parts.absent:
+        if len(parts.absent) == self._model.world_size:  # all of them for one that is no member itself
             self._behind = True
         else:
             self._ledger.merged(parts, self._shares())

@@ -147,7 +147,11 @@ def check(config: DictConfig, valid: DictConfig) -> None:
             _check_arguments(key, part)
     for group in ("rebalance", "members"):
         _check_arguments(group, config.get(group) or None)
-    _check_members(config)
+    if config.get("members") and config.get("replay"):
+        raise ConfigurationError(
+            "members=elastic and replay=... exclude each other: a replay has the members of the recorded run, and its "
+            "own processes stay; leave members out"
+        )
     for name, fault in config.get("faults", {}).items():
         _check_arguments(f"faults.{name}", fault)
     if config.get("replay") and not (Path(config.replay) / "decisions").is_dir():
@@ -170,14 +174,6 @@ def check(config: DictConfig, valid: DictConfig) -> None:
         _build_all(config)
     except Exception as error:  # the constructor's own complaint, whatever it is
         raise ConfigurationError(complaint(error)) from None
-
-
-def _check_members(config: DictConfig) -> None:
-    """Refuse what a run whose members come and go cannot do."""
-    if not config.get("members"):
-        return
-    if config.get("replay"):
-        raise ConfigurationError("members=elastic and replay=... exclude each other: who came and went is not recorded")
 
 
 def complaint(error: Exception) -> str:

@@ -35,7 +35,7 @@ class CurrentDeadline:
         self.predicted_drop = math.nan
         self.after_quorum_s = policy.grace_s
         self.quorum = self.rules.quorum
-        self._policy = policy
+        self._policy, self._world_size = policy, world_size
         self._window = HistoryWindow(policy.window, world_size)
         self._stage_share: Tensor | None = None  # of the model, where the policy looks at more than times
 
@@ -59,8 +59,9 @@ class CurrentDeadline:
 
     def members(self, number: int) -> None:
         """As many ranks take part from here on; the others count in no quorum."""
-        wanted = self._policy.quorum or self.late_handling.quorum
-        self.quorum = max(1, number // 2) if wanted is None else min(wanted, number)
+        self.quorum = self.late_handling.quorum_among(number, self._policy.quorum)
+        of_all = StopRules.of(self._policy, self.late_handling, self._world_size, number)
+        self.rules = replace(self.rules, quorum=of_all.quorum)
 
     def wait_for_all(self) -> None:
         """No rank is late from here on."""

@@ -23,7 +23,8 @@ class Entry:
 
     ``idle``: it has no data for it. ``fingerprint``: of its parameters, where the ranks compare them in this step.
     ``stepped``: how often its optimizers stepped since the merge before. ``kept``: the mark of the gradients that it
-    keeps, where that is decided. ``max_over``: as many of its passes are taken for over, where it replays.
+    keeps, where that is decided. ``max_over``: as many of its passes are taken for over, where it replays. ``entered``:
+    false where it replays a step that was submitted before it had entered it.
     """
 
     num_microbatches: int = 1
@@ -32,6 +33,7 @@ class Entry:
     stepped: float = math.nan
     kept: int = NONE
     max_over: int | None = None
+    entered: bool = True
 
 
 class TrainingSide:
@@ -117,6 +119,10 @@ class TrainingSide:
     def restore(self, step: int) -> None:
         """It goes on from another run, or from another rank's state, with ``step``."""
         self.step = step
+
+    def is_in(self, step: int) -> bool:
+        """Whether it is in this step; where it replays, whether it was when the step was submitted."""
+        return self.step == step and self.entered_at is not None and self.entry.entered
 
     # -- any thread
 

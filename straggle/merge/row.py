@@ -24,7 +24,7 @@ def row_of(
 ) -> Row:
     """This rank's row for the round, as of now; with the lock held."""
     now, times, layout = training.stopwatch.now(), training.stopwatch.read(), current.layout
-    in_step = training.step == merging.step and training.entered_at is not None
+    in_step = training.is_in(merging.step)
     entry, before = training.entry, merging.times_at_merge
     idle = in_step and entry.idle
     computed = layout.by_stage(own.computed)

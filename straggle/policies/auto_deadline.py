@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import final
 
 import torch
@@ -62,8 +63,11 @@ class StepTimes:
         return StepTimes(unit_s, torch.full_like(unit_s, 1 / unit_s.shape[-1]), at_once, overhead_s, at_once[:, 0])
 
     @staticmethod
-    def of(history: History, quorum: int) -> StepTimes | None:
-        """The steps whose progress a policy sees; ``None`` where no rank entered any of them, or had data."""
+    def of(history: History, quorum: Callable[[int], int]) -> StepTimes | None:
+        """The steps whose progress a policy sees; ``None`` where no rank entered any of them, or had data.
+
+        ``quorum``: how many ranks that is, of so many members.
+        """
         progress = history.progress
         if progress is None or len(progress.unit_s) == 0:
             return None
@@ -75,11 +79,25 @@ class StepTimes:
         unit_s = untruncated_times(progress, compute_s.nan_to_num(0.0)).masked_fill(idle.unsqueeze(-1), 0.0)
         of_others = idle.shape[1] / (~idle).sum(1).clamp(min=1)
         share = (progress.unit_share * of_others.view(-1, 1, 1)).masked_fill(idle.unsqueeze(-1), 0.0)
-        entered_s = untruncated_entries(progress, compute_s)
-        quorum_s = (entered_s + unit_s[..., -1]).kthvalue(quorum, dim=1).values
+        members = ~progress.entered_s.isnan()
+        entered_s = untruncated_entries(progress, compute_s).nan_to_num(0.0)
+        quorum_s = quorum_times(entered_s + unit_s[..., -1], members, quorum)
         steps = StepTimes(unit_s[..., used], share[..., used], entered_s, progress.overhead_s, quorum_s)
         worked = ~idle.all(1)
         return StepTimes(**{name: value[worked] for name, value in vars(steps).items()}) if worked.any() else None
+
+
+def quorum_times(end_s: Tensor, members: Tensor, quorum: Callable[[int], int]) -> Tensor:
+    """When a quorum has finished, (steps,), of ranks that finish at ``end_s``, (steps, ranks).
+
+    ``members``, of the same shape, says which of them take part in the step; ``quorum(number)`` is how many of these.
+    A step without any has a quorum at its begin.
+    """
+    ordered = end_s.masked_fill(~members, math.inf).sort(1).values
+    numbers = members.sum(1).tolist()
+    wanted = [min(max(1, quorum(number)), number) for number in numbers]
+    times = [0.0 if not place else float(row[place - 1]) for row, place in zip(ordered, wanted, strict=True)]
+    return torch.tensor(times, dtype=end_s.dtype)
 
 
 def choose_threshold(
@@ -296,8 +314,10 @@ class AutoDeadline(Deadline):
         return NextDeadline(self.chosen.tau_s, self.chosen.dropped, self.chosen.after_quorum_s)
 
     def _choose(self, history: History) -> Threshold:
-        rules = StopRules.of(self, self._late_handling, history.compute_s.shape[1])
-        steps = StepTimes.of(history, rules.quorum)
+        ranks, entered_s = history.compute_s.shape[1], history.progress.entered_s if history.progress else None
+        members = None if entered_s is None or not len(entered_s) else int((~entered_s[-1].isnan()).sum())
+        rules = StopRules.of(self, self._late_handling, ranks, members)
+        steps = StepTimes.of(history, partial(self._late_handling.quorum_among, wanted=self.quorum))
         longest_s = self.max_over_median * _usual_s(history.compute_s)
         if steps is None or not longest_s < math.inf:  # no rank came to a step that is seen
             return Threshold(math.inf, 0.0, 0.0)

@@ -205,6 +205,11 @@ class LateHandling:
             raise ValueError(f"quorum={quorum}: there are only {world_size} ranks")
         return quorum or max(1, world_size // 2)
 
+    def quorum_among(self, members: int, wanted: int | None = None) -> int:
+        """The same where so many of the job's ranks are members: it is never more than those."""
+        quorum = wanted or self.quorum
+        return max(1, members // 2) if quorum is None else min(quorum, members)
+
 
 def next_deadline(policy: Deadline, history: History) -> NextDeadline:
     """What the policy decides. Raises ``ValueError``, naming it, for what are no seconds."""

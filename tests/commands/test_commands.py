@@ -109,7 +109,9 @@ def test_view_names_absent_ranks_and_says_when_the_members_change() -> None:
     one, two = (dataclasses.replace(rank(number, math.nan, (math.nan,)), absent=True) for number in (1, 2))
     now = iter([100.0, 112.4])
     with LiveView(20, console=console, clock=lambda: next(now)) as view:
-        view.changed(MembersReport(2, 0, (0,), 3, left={2: "its process ended by SIGKILL, after 3.0 s"}))
+        view.changed(
+            MembersReport(2, 0, (0,), 3, left={2: "its process ended by SIGKILL, after 3.0 s"}, left_kinds={2: "ended"})
+        )
         view.show(report(rank(0, 1.0, (1.0,)), one, two, step=0))  # rank 1 had left before
     lines = console.export_text().splitlines()
     assert lines[0].rstrip() == "members: rank 2 left: its process ended by SIGKILL, after 3.0 s (1 of 3 ranks)"

@@ -60,6 +60,7 @@ class Loop:
     deadline_s: float | None = None
     ballast: int = 0
     max_lag: int = 8
+    give_up_s: float = 300.0
     stages: BalancedByTime | None = None
     estimator: Estimator | None = None
 
@@ -85,7 +86,7 @@ def train(rank: int, board: Board, loop: Loop) -> Outcome:
     changes: list[MembersReport] = []
     reports: list[StepReport] = []
     deadline = None if loop.deadline_s is None else FixedDeadline(loop.deadline_s)
-    late_handling = LateHandling(max_lag=loop.max_lag)
+    late_handling = LateHandling(max_lag=loop.max_lag, give_up_s=loop.give_up_s)
     options = {"stages": loop.stages, "deadline": deadline, "estimator": loop.estimator, "members": loop.elastic}
     with staged(loop.network(), late_handling=late_handling, **options) as model:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

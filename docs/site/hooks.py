@@ -1,0 +1,42 @@
+"""What the site changes in the pages, so that they read well in the repository too.
+
+README.md is the first page. A link that leaves docs/ leads to the file in the repository.
+"""
+
+import re
+from pathlib import Path
+
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[2]
+LINK = re.compile(r"(\]\()(?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?(\))")
+
+
+def on_files(files, config):
+    """The first page is the README."""
+    files.append(File.generated(config, "index.md", content=(ROOT / "README.md").read_text()))
+    return files
+
+
+def on_page_markdown(markdown, page, config, **_):
+    """Links as they are on the site."""
+    folder = ROOT if page.file.src_uri == "index.md" else (ROOT / "docs" / page.file.src_uri).parent
+    return LINK.sub(
+        lambda found: found[1] + _target(folder / found[2], page, config) + (found[3] or "") + found[4], markdown
+    )
+
+
+def _target(path, page, config):
+    """Of a link to a file: another page or picture of the site, or the file in the repository."""
+    path = path.resolve()
+    docs = ROOT / "docs"
+    if path == ROOT / "README.md":
+        return _relative("index.md", page)
+    if path.is_relative_to(docs) and path.suffix in (".md", ".png", ".svg"):
+        return _relative(path.relative_to(docs).as_posix(), page)
+    inside = path.relative_to(ROOT).as_posix()
+    return f"{config['repo_url']}/{'tree' if path.is_dir() else 'blob'}/main/{inside}"
+
+
+def _relative(uri, page):
+    return "../" * page.file.src_uri.count("/") + uri
