@@ -1,6 +1,6 @@
 """Time to a loss where one rank is always slow: its deadline alone, and with samples dealt out by speed.
 
-torchrun --standalone --nproc-per-node 4 benchmarks/rebalance_loss.py                     # about nine minutes
+torchrun --standalone --nproc-per-node 4 benchmarks/rebalance_loss.py                     # about eight minutes
 torchrun --standalone --nproc-per-node 4 benchmarks/rebalance_loss.py --seeds 1 --tasks digits --data alike
 
 The last of the ranks takes twice as long for a sample. Text (a GPT of two blocks) and digits (six convolutions);
@@ -180,7 +180,7 @@ def table(task, data, runs):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--tasks", nargs="+", default=["text", "digits"], choices=["text", "digits"])
     parser.add_argument("--data", nargs="+", default=["alike", "own"], choices=["alike", "own"])
