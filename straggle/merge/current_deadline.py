@@ -33,9 +33,15 @@ class CurrentDeadline:
         self.shadow_s = math.nan if policy.enforced else math.inf
         self.predicted_drop = math.nan
         self.quorum = self.rules.quorum
+        self._num_members = world_size
         self._policy = policy
         self._window = HistoryWindow(policy.window, world_size)
         self._stage_share: Tensor | None = None  # of the model, where the policy looks at more than times
+
+    @property
+    def late_after_s(self) -> float:
+        """The seconds after which a rank may be late: never where the quorum that waits for it is of all ranks."""
+        return self.seconds if self.quorum < self._num_members else math.inf
 
     @property
     def after_quorum_s(self) -> float:
@@ -64,6 +70,7 @@ class CurrentDeadline:
         """As many ranks take part from here on; the others count in no quorum."""
         wanted = self._policy.quorum or self.late_handling.quorum
         self.quorum = max(1, number // 2) if wanted is None else min(wanted, number)
+        self._num_members = number
 
     def wait_for_all(self) -> None:
         """No rank is late from here on."""
