@@ -158,7 +158,8 @@ class StageBuffers:
         return group.all_reduce(self.telemetry)
 
     def _count_nonfinite(self) -> None:
-        self.rows[self._rank, NONFINITE] = (~torch.cat(self._finite)).sum() if self._finite else 0.0
+        if self._finite:  # the row says 0 already
+            self.rows[self._rank, NONFINITE] = (~torch.cat(self._finite)).sum()
 
     def resend(self, bucket: int, group: Group) -> list[dist.Work]:
         """Start the merge of a bucket with what is in it now."""
