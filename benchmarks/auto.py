@@ -10,13 +10,14 @@ them. Gain: gradient per second over that of waiting for all ranks. The steps se
 
 import argparse
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 
 from straggle import AutoDeadline, LateHandling
 from straggle.lab.simulate.units import Work
-from straggle.policies.auto_deadline import StepTimes, choose_threshold
+from straggle.policies.auto_deadline import StepTimes, choose_for
 from straggle.policies.deadline import quantile_of
 from straggle.policies.step_model import StopRules, computed_share, simulate_step
 from straggle.report import text_table
@@ -56,21 +57,29 @@ def heavy_tail(generator, steps):
     return around_one(generator, steps, 0.02) * (0.4 * torch.randn(steps, RANKS, generator=generator)).exp()
 
 
+def one_slow_on_a_busy_machine(generator, steps):
+    factor = busy_machine(generator, steps)
+    factor[:, 1] *= 2
+    return factor
+
+
 SCENARIOS = {
     "no rank slow, 2 % noise": noise(0.02),
     "no rank slow, 5 % noise": noise(0.05),
     "no rank slow, 10 % noise": noise(0.1),
     "busy machine": busy_machine,
     "one rank twice as slow": one_slow,
+    "the same on a busy machine": one_slow_on_a_busy_machine,
     "random stalls": stalls,
     "heavy tail": heavy_tail,
 }
 
 
-def outcome(unit_s, deadline_s):
+def outcome(unit_s, deadline_s, after_quorum_s=0.0):
     """Seconds and shares dropped of each step under a deadline, a number or one for each step."""
-    done = simulate_step(unit_s, deadline_s, RULES)
-    return done.seconds, 1 - (computed_share(unit_s, done, RULES, UNITS.silent) @ UNITS.share).mean(1)
+    rules = replace(RULES, after_quorum_s=after_quorum_s)
+    done = simulate_step(unit_s, deadline_s, rules)
+    return done.seconds, 1 - (computed_share(unit_s, done, rules, UNITS.silent) @ UNITS.share).mean(1)
 
 
 def rate(seconds, dropped):
@@ -80,15 +89,13 @@ def rate(seconds, dropped):
 def choose(unit_s, options):
     share = UNITS.share.expand_as(unit_s)
     at_once, quorum_s = torch.zeros_like(unit_s[..., 0]), unit_s[..., -1].kthvalue(RULES.quorum, dim=1).values
-    chosen = choose_threshold(
+    return choose_for(
         StepTimes(unit_s, share, at_once, at_once[:, 0], quorum_s),
-        grace_s=RULES.grace_s,
+        RULES,
         longest_s=options.max_over_median * quantile_of(unit_s[..., -1].median(1).values, 0.1),
         least_gain=options.least_gain,
         noise=options.noise,
-        waits_until_tau=True,
     )
-    return chosen.tau_s
 
 
 def judge(scenario, options):
@@ -97,13 +104,15 @@ def judge(scenario, options):
     unit_s = (factor.unsqueeze(2) * UNITS.base_s).cumsum(2)
     starts = range(0, JUDGED * options.windows, JUDGED)
     chosen = [choose(unit_s[first : first + SEEN], options) for first in starts]
-    judged, tau_s = unit_s[SEEN:], torch.tensor(chosen).repeat_interleave(JUDGED)
-    waiting, auto = rate(*outcome(judged, math.inf)), outcome(judged, tau_s)
+    judged = unit_s[SEEN:]
+    parts = zip(judged.split(JUDGED), chosen, strict=True)
+    each = [outcome(part, one.tau_s, one.after_quorum_s) for part, one in parts]
+    waiting, auto = rate(*outcome(judged, math.inf)), tuple(map(torch.cat, zip(*each, strict=True)))
     best_s = max(GRID, key=lambda one_s: rate(*outcome(judged, one_s)))
     quantile_s = torch.tensor([1.2 * quantile_of(unit_s[first : first + SEEN, :, -1], 0.5) for first in starts])
     worst_s = outcome(judged, quantile_s.repeat_interleave(JUDGED))[0].max()
     best = outcome(judged, best_s)
-    changes = sum(abs(one / other - 1) > 0.1 for one, other in pairwise(chosen))
+    changes = sum(abs(one.tau_s / other.tau_s - 1) > 0.1 for one, other in pairwise(chosen))
     return (
         f"{rate(*auto) / waiting - 1:.1%}",
         f"{rate(*best) / waiting - 1:.1%} at {best_s:.3f} s",

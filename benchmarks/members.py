@@ -1,6 +1,6 @@
 """What members cost, and what ranks that die, freeze and come back cost their peers: real processes.
 
-python benchmarks/members.py overhead --runs 5                    # members on and off, in turns, nothing happens
+python benchmarks/members.py overhead --ranks 2                   # members on and off, in turns, nothing happens
 python benchmarks/members.py faults --runs 3                      # SIGKILL, and SIGSTOP for 5 s, of one rank of four
 python benchmarks/members.py healing --turns 20                   # a step of the peers while one rank is healed
 python benchmarks/members.py soak --steps 20000 --changes 200     # hundreds of changes; status 1 if anything is wrong
@@ -19,10 +19,17 @@ from pathlib import Path
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(dest="what", required=True, metavar="overhead, faults, healing, soak, goodput")
-    for name in ("overhead", "faults"):
-        options = kinds.add_parser(name)
-        options.add_argument("--runs", type=int, default=3)
-        options.add_argument("--steps", type=int, default=400 if name == "overhead" else 40)
+    options = kinds.add_parser("overhead")
+    options.add_argument("--ranks", type=int, default=4)
+    options.add_argument("--steps", type=int, default=400, help="of each")
+    options.add_argument("--sleep-s", type=float, default=0.03)
+    options = kinds.add_parser("overhead-rank")
+    options.add_argument("--folder", type=Path)
+    options.add_argument("--steps", type=int)
+    options.add_argument("--sleep-s", type=float)
+    options = kinds.add_parser("faults")
+    options.add_argument("--runs", type=int, default=3)
+    options.add_argument("--steps", type=int, default=40)
     options = kinds.add_parser("healing")
     options.add_argument("--turns", type=int, default=20)
     options.add_argument("--sleep-s", type=float, default=0.04)
@@ -45,7 +52,6 @@ def main():
     options.add_argument("--folder", type=Path)
     options = kinds.add_parser("faults-rank")
     options.add_argument("--folder", type=Path)
-    options.add_argument("--members", type=int)
     options.add_argument("--sleep-s", type=float)
     options.add_argument("--ballast-mb", type=int)
     given = parser.parse_args()
@@ -55,9 +61,9 @@ def main():
 
 
 def _overhead(given):
-    from members_faults import overhead
+    from members_overhead import overhead
 
-    return overhead(given.runs, given.steps)
+    return overhead(given.ranks, given.steps, given.sleep_s)
 
 
 def _faults(given):
@@ -96,7 +102,13 @@ def _soak_rank(given):
 def _faults_rank(given):
     from members_faults import rank_main
 
-    rank_main(given.folder, bool(given.members), given.sleep_s, given.ballast_mb)
+    rank_main(given.folder, given.sleep_s, given.ballast_mb)
+
+
+def _overhead_rank(given):
+    from members_overhead import rank_main
+
+    rank_main(given.folder, given.steps, given.sleep_s)
 
 
 COMMANDS = {
@@ -107,6 +119,7 @@ COMMANDS = {
     "goodput": _goodput,
     "soak-rank": _soak_rank,
     "faults-rank": _faults_rank,
+    "overhead-rank": _overhead_rank,
 }
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""What members cost, and what a rank that is killed or stopped costs its peers; see `benchmarks/members.py`."""
+"""What a rank that is killed or stopped costs its peers; see `benchmarks/members.py`."""
 
 import itertools
 import os
-import random
 import signal
 import statistics
 import time
@@ -15,7 +14,7 @@ WIDTH = 740  # six square layers of it: 3.3 million parameters, 40 MB with Adam'
 WARMUP = 10
 
 
-def rank_main(folder, members, sleep_s, ballast_mb):
+def rank_main(folder, sleep_s, ballast_mb):
     """One rank: trains, and leaves when each step ended and a hash of the parameters at the end."""
     import torch
     import torch.distributed as dist
@@ -28,7 +27,7 @@ def rank_main(folder, members, sleep_s, ballast_mb):
     rank = dist.get_rank()
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)])
-    model = straggle.StagedDataParallel(net, members=straggle.Elastic() if members else None)
+    model = straggle.StagedDataParallel(net, members=straggle.Elastic())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     lines = Lines(folder, rank)
     lines.write(-1, [], [])  # it is up
@@ -52,10 +51,10 @@ def rank_main(folder, members, sleep_s, ballast_mb):
     model.close()
 
 
-def start(steps=None, *, members=True, sleep_s=0.03, ballast_mb=0):
+def start(steps=None, *, sleep_s=0.03, ballast_mb=0):
     """A job of such ranks; without ``steps`` until `Job.end_at`."""
     script = str(Path(__file__).with_name("members.py"))
-    words = ("--members", str(int(members)), "--sleep-s", str(sleep_s), "--ballast-mb", str(ballast_mb))
+    words = ("--sleep-s", str(sleep_s), "--ballast-mb", str(ballast_mb))
     return Job(RANKS, script, "faults-rank", *words, end=steps)
 
 
@@ -94,22 +93,6 @@ def end(job):
 def durations(lines):
     """Seconds of each step."""
     return [after[0] - before[0] for before, after in itertools.pairwise(lines[1 + WARMUP :])]
-
-
-def overhead(runs, steps):
-    """Members on and off, in turns."""
-    medians = {True: [], False: []}
-    for _ in range(runs):
-        for members in random.sample([True, False], 2):
-            job = start(steps, members=members)
-            wait_for(job, 0, steps - 1)
-            medians[members].append(statistics.median(durations(job.lines(0))))
-            end(job)
-    ratios = sorted(on / off for on, off in zip(medians[True], medians[False], strict=True))
-    for members, own in medians.items():
-        print(f"members {'on ' if members else 'off'} {1000 * statistics.median(own):7.1f} ms, median of {runs} runs")
-    print(f"ratio {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})")
-    return 0
 
 
 def faults(runs, steps):

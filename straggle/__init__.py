@@ -14,6 +14,7 @@ from straggle.backward.hooks import DeadlineReached
 from straggle.backward.stage_profile import Reach, StageProfile, measure_stages
 from straggle.backward.staged import BackwardStep, FinishedStage, StagedBackward
 from straggle.backward.stages import BalancedByTime
+from straggle.dealt_loader import DealtLoader
 from straggle.epochs import Epochs
 from straggle.garbage import CollectGarbage
 from straggle.merge.channel import PeerFailed
@@ -62,6 +63,7 @@ __all__ = [
     "CollectGarbage",
     "Deadline",
     "DeadlineReached",
+    "DealtLoader",
     "DropBudget",
     "Elastic",
     "Epochs",

@@ -17,6 +17,7 @@ from straggle.extras import MissingExtra
 COMMANDS = {
     "train": ("straggle.commands.train", "train a workload with straggle; one worker, or as many as torchrun starts"),
     "launch": ("straggle.commands.launch", "a script on several workers; one that dies is started again by itself"),
+    "watch": ("straggle.commands.watch", "run a DDP script as it is, and record where each rank's time goes"),
     "compare": ("straggle.commands.compare", "the same job under DDP and other methods, in turns"),
     "simulate": ("straggle.commands.simulate", "many ranks under a deadline, without a cluster"),
     "learn": ("straggle.commands.learn", "train many logical ranks under partial gradients, in one process"),

@@ -29,10 +29,10 @@ class Epochs:
     >>> model.register_state(optimizer=optimizer, epochs=epochs)
     >>> while epochs.number < 3:
     ...     for x, y in epochs.batches(loader):
-    ...         with model.step() as step:
-    ...             step.weight = len(x)
+    ...         with model.step():
     ...             criterion(model(x), y).backward()
 
+    A step's weight is the number of the rank's samples over ``batch_size``, if the loop does not set it.
     What a rank was to bring and did not is dealt again at the end of the epoch, to the ranks that are then there: what
     it had while it was absent, and what it had in a step to which it gave at most the share ``repeat_up_to`` of its
     gradient (0: only where all of it is missing). A sample of a rank that is there is dealt at most three times again.
@@ -63,6 +63,8 @@ class Epochs:
         self._batch_size = batch_size
         self._repeat_up_to = repeat_up_to
         self._rebalance = rebalance
+        if rebalance is not None:
+            rebalance.weights_are_set = True
         self._ledger = Ledger(
             num_samples,
             batch_size=batch_size,
@@ -100,7 +102,7 @@ class Epochs:
             while self.number == epoch:
                 yield from self._of_one_deal(loader)
         finally:
-            self._model.idle = False
+            self._model.idle, self._model.default_weight = False, 1.0
 
     def draw(self) -> Tensor:
         """For loops without a loader: this rank's sample numbers in the next step, at least one.
@@ -161,13 +163,15 @@ class Epochs:
 
     def _take(self, position: tuple[int, int, int]) -> None:
         self._in_hand, self._num_made = position, 0
-        self._model.idle = not self._behind and not len(self._own(position[2]))
+        count = len(self._own(position[2]))
+        self._model.idle = not self._behind and not count
+        self._model.default_weight = (count or 1) / self._batch_size  # each sample counts the same
 
     def _merged(self, record: StepRecord) -> None:
         """After each step."""
         self._num_made += 1
         parts = parts_of(record, self._repeat_up_to)
-        if self._model.rank in parts.absent:
+        if len(parts.absent) == self._model.world_size:  # all of them for one that is no member itself
             self._behind = True
         else:
             self._ledger.merged(parts, self._shares())

@@ -128,10 +128,12 @@ class OpenStep(PassWatcher):
         """Begin; ``replayed``: this rank does as recorded. The entry lacks what is known of kept gradients."""
         self._watch_step()
         self._kept = KeptGradients(self._parameters)
-        self._idle = entry.idle
         self._replayed = replayed
+        if replayed is not None and replayed.idle is not None:
+            entry = replace(entry, idle=replayed.idle)
+        self._idle = entry.idle and (replayed is None or replayed.idle is None)  # otherwise it stops as recorded
         by_clock: StopRule = ByClock(self._coordinator.training) if replayed is None else AsRecorded(replayed)
-        self._rule = NoData() if entry.idle else by_clock
+        self._rule = NoData() if self._idle else by_clock
         self.stopped = False
         self.goes_on = False  # it was late in a backward pass, which it finishes all the same
         self._num_forward = 0  # passes that were finished
@@ -171,6 +173,7 @@ class OpenStep(PassWatcher):
                 scalars=step.scalars,
                 changes=self._changes_or_fail(truncated=truncated) if self._module_buffers.numel else None,
                 abstain=self._replayed is not None and self._replayed.stood_in,
+                left_at=self._left_at,
                 on_merged=None if self._optimizing is None else self._step_early,
             )
         finally:
@@ -193,8 +196,13 @@ class OpenStep(PassWatcher):
 
     def decision(self, merged: MergedStep) -> Decision:
         """What this rank decided in the step that it left, for a recording."""
-        left_at = self._num_checks if self.stopped or self.goes_on else None
-        return Decision(merged.step, merged.num_gradients, left_at, merged.stood_in, merged.num_over)
+        decision = Decision(merged.step, merged.num_gradients, self._left_at, merged.stood_in, merged.num_over)
+        return decision if merged.among is None else replace(decision, idle=merged.idle, among=merged.among)
+
+    @property
+    def _left_at(self) -> int | None:
+        """How often the pass had asked whether to go on when this rank was late; ``None``: it is not."""
+        return self._num_checks if self.stopped or self.goes_on else None
 
     @property
     def optimizing(self) -> bool:
@@ -358,7 +366,8 @@ class OpenStep(PassWatcher):
         if self._replayed is not None and self._replayed.stood_in:
             return True
         assert self.step is not None
-        return self._coordinator.submit_partial(self.step.scalars, self._changes(truncated=True))
+        changes = self._changes(truncated=True)
+        return self._coordinator.submit_partial(self.step.scalars, changes, left_at=self._num_checks)
 
     # -- what is merged beside the gradients
 

@@ -42,14 +42,15 @@ from straggle.merge.checks import (
     refuse_words_of_ddp,
     too_few_passes,
 )
-from straggle.merge.coordinator import Coordinator
+from straggle.merge.coordinator import Coordinator, Recorder
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.elastic import ElasticChannel, Regrouping, describe_for_newcomers
 from straggle.merge.healing import Healing
 from straggle.merge.names import ScalarNames
 from straggle.merge.options import Merge, ModuleBuffers
 from straggle.merge.rank_state import Entry
-from straggle.merge.replay import Decision, Recording
+from straggle.merge.recorded_groups import RecordedGroups
+from straggle.merge.replay import Decision, Healed, RecordedMembers, Recording
 from straggle.merge.saved_state import RankState, SavedState, SharedMemory
 from straggle.merge.telemetry import NO_FINGERPRINT, StepRecord
 from straggle.merge.view import Elastic
@@ -178,10 +179,13 @@ class StagedDataParallel(nn.Module):
         )
         self._check_at_stages(self._coordinator.plan)
         self.idle = False  # this rank has no data for the steps from here on: it takes part with weight 0
+        self.default_weight = 1.0  # of a step whose `Step.weight` the loop does not set
         self.learned: tuple[list[int], list[float]] = ([], [])  # what the stages were planned from
         self._last_decision: Decision | None = None
         self._replayed: Iterator[Decision] | None = None
         self._replayed_learned: tuple[list[int], list[float]] | None = None
+        self._replayed_healed: Mapping[int, Healed] = {}
+        self._num_healed = 0  # states that were taken before the step that is entered now
         self._names = ScalarNames(self._channel)
         self._num_stepped = 0  # steps of its optimizers since the last merge
         self._stepped: weakref.ref[Optimizer] | None = None  # the one that the last step has stepped itself
@@ -480,7 +484,9 @@ class StagedDataParallel(nn.Module):
         """Decide as in a recorded run instead of by the clock; before the first step, on all ranks alike.
 
         With the same model, data and number of ranks it gives the same parameters bit for bit. Each rank has its own
-        recording. Steps beyond it wait for all ranks.
+        recording. Steps beyond it wait for all ranks. Where members came and went in that run (`Elastic`), the model is
+        wrapped without ``members``: all ranks stay, and who was absent then is given what the others merged.
+        Raises ``ValueError`` for a recording that cannot be replayed so.
         """
         if self._in_step() or self._last_record is not None:
             raise RuntimeError("replay() comes before the first step")
@@ -488,6 +494,54 @@ class StagedDataParallel(nn.Module):
         self._replayed = iter(recording.decisions)
         self._replayed_learned = (list(recording.order), list(recording.seconds)) if recording.order else None
         self._coordinator.deadline.wait_for_all()
+        if recording.members is not None:
+            self._replay_members(recording.members)
+
+    def record(self, recorder: Recorder) -> None:
+        """Tell ``recorder`` what a replay needs of a run whose members come and go; before `register_state`.
+
+        `straggle.observe.members_recording.MembersRecorder` does so, and writes it.
+        """
+        if self._in_step() or self._last_record is not None:
+            raise RuntimeError("record() comes before the first step")
+        self._join_first()
+        self._coordinator.record(recorder)
+
+    def _replay_members(self, members: RecordedMembers) -> None:
+        # all ranks refuse together: making the groups needs all of them
+        if whys := sorted(filter(None, set(self._channel.gather(self._not_replayed(members))))):
+            raise ValueError(f"a run whose members came and went cannot be replayed so: {'; '.join(whys)}")
+        self._replayed_healed = members.healed
+        groups = RecordedGroups(members, rank=self.rank, world_size=self.world_size)
+        self._coordinator.replay_members(groups)
+
+    def _not_replayed(self, members: RecordedMembers) -> str:
+        if self._members is not None:
+            return "wrap the model without members; in a replay no rank leaves"
+        if self._own_group:
+            return "leave process_group out; members are ranks of the job"
+        if self._parameters_list[0].is_cuda:
+            return "the random state of a device is not recorded; replay on the CPU"
+        stayed = [step for step, healed in members.healed.items() if not healed.started]
+        if stayed and FillIn(self.estimator, self._late_handling).finishes_late:
+            return (
+                f"rank {self.rank} took a peer's state before step {stayed[0]} in the same process, and what "
+                f"{type(self.estimator).__name__} went on to compute until then is not recorded"
+            )
+        return ""
+
+    def _begin_as(self, healed: Healed) -> None:
+        """Go on as the recorded rank did that had just taken the state of a peer."""
+        torch.set_rng_state(healed.random)
+        if healed.started:
+            self._coordinator.begin_anew()
+            self.estimator.forget_own()
+
+    def _record_healed(self, healing: Healing, number: int) -> None:
+        num_healed, recorder = healing.report.num_states, self._coordinator.recorder
+        if num_healed > self._num_healed and recorder is not None:
+            recorder.healed(number, started=self._last_record is None)
+        self._num_healed = num_healed
 
     def _next_replayed(self) -> Decision | None:
         """The recorded decision of the step that is entered now."""
@@ -533,7 +587,10 @@ class StagedDataParallel(nn.Module):
             if self._comes_late:
                 self._come_late()
             self._healing.before_step()
+            self._record_healed(self._healing, self._coordinator.training.step)
         number = self._coordinator.training.step
+        if (healed := self._replayed_healed.get(number)) is not None:
+            self._begin_as(healed)
         self._refuse_other_parameters()
         if kinds_of(self._parameters_list) != self._kinds:
             check_kinds(self._named, self._kinds)
@@ -548,6 +605,8 @@ class StagedDataParallel(nn.Module):
                 stepped=math.nan if self._last_record is None else self._num_stepped,
             ),
         )
+        if self.default_weight != 1.0:
+            step.weight = self.default_weight
         self._num_stepped, self._stepped = 0, None
 
     def _refuse_other_parameters(self) -> None:

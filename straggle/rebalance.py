@@ -98,6 +98,7 @@ class Rebalance:
         self.schedule: list[tuple[int, tuple[int, ...]]] = [(0, self._shares)]
         self._replayed: dict[int, tuple[int, ...]] | None = None
         self._warned = False
+        self.weights_are_set = False  # by who deals (`Epochs`): the loop cannot forget them
         self._hook = model.register_step_hook(self._measure)
 
     @property
@@ -246,6 +247,8 @@ class Rebalance:
     def _weights(self, table: Table) -> list[float]:
         """What each rank had in the step, by its own word: a loader that fetches ahead is late with new shares."""
         weights = table.weight()
+        if self.weights_are_set:
+            return weights
         if len(set(self._shares)) > 1 and all(weight in (0.0, 1.0) for weight in weights) and max(self._shares) > 1:
             if not self._warned:
                 self._warned = True

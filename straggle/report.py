@@ -139,19 +139,17 @@ class StepReport:
 
 ChangeKind = Literal["ended", "silent", "raised", "restarted", "joined"]
 CHANGE_KINDS: tuple[ChangeKind, ...] = get_args(ChangeKind)
-_WORDS: tuple[tuple[str, ChangeKind], ...] = (
-    ("its process ended", "ended"),
-    ("ended", "ended"),
-    ("was started again", "restarted"),
-    ("returns", "restarted"),
-    ("it fell behind", "restarted"),
-    ("rank ", "raised"),  # what it said itself
-)
-
-
-def kind_of_leaving(reason: str) -> ChangeKind:
-    """Why a rank left, in one of a few words."""
-    return next((kind for words, kind in _WORDS if reason.startswith(words)), "silent")
+# done: its loop is over; ended: its process; returns: it asks to be let in again at once
+LeavingKind = Literal["done", "ended", "silent", "raised", "restarted", "returns"]
+LEAVING_KINDS: tuple[LeavingKind, ...] = get_args(LeavingKind)
+_COUNTED_AS: dict[LeavingKind, ChangeKind] = {
+    "done": "ended",
+    "ended": "ended",
+    "silent": "silent",
+    "raised": "raised",
+    "restarted": "restarted",
+    "returns": "restarted",
+}
 
 
 @dataclass(frozen=True)
@@ -159,8 +157,9 @@ class MembersReport:
     """How the members of a job changed, as one rank came through it (`Elastic`).
 
     ``generation`` counts the changes; ``ranks`` are the members from here on, of ``world_size`` that the job was
-    started with. ``left`` and ``joined`` say why, by rank. ``step`` is the one that was being merged, and ``seconds``
-    how long this rank had no members to merge with, from when it knew of the change.
+    started with. ``left`` and ``joined`` say why, by rank; ``left_kinds`` says it in one word, of `LEAVING_KINDS`.
+    ``step`` is the one that was being merged, and ``seconds`` how long this rank had no members to merge with, from
+    when it knew of the change.
     """
 
     generation: int
@@ -170,17 +169,18 @@ class MembersReport:
     left: Mapping[int, str] = field(default_factory=dict)
     joined: Mapping[int, str] = field(default_factory=dict)
     seconds: float = 0.0
+    left_kinds: Mapping[int, LeavingKind] = field(default_factory=dict)
 
     @property
     def kinds(self) -> tuple[ChangeKind, ...]:
         """What kind of change each of them is: of `CHANGE_KINDS`, in the order of ``left`` and ``joined``."""
-        kinds = list(map(kind_of_leaving, self.left.values()))
+        kinds = [_COUNTED_AS[self.left_kinds[rank]] for rank in self.left]
         return (*kinds, *(CHANGE_KINDS[-1] for _ in self.joined))
 
     @property
     def at_the_end(self) -> bool:
         """Whether nothing happened but that ranks came to the end of their loop."""
-        return not self.joined and all(reason == "ended" for reason in self.left.values())
+        return not self.joined and all(self.left_kinds[rank] == "done" for rank in self.left)
 
     @property
     def what(self) -> str:

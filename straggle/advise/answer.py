@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from straggle.advise.by_speed import KEYS, BySpeed, by_speed
 from straggle.advise.gain import Gain, best, gains
 from straggle.advise.slow import HELD_UP, MATTERS, UNUSUAL, Slowness, SlowRank, find_slow_ranks
 from straggle.advise.timings import LEAST_STEPS, Timings, read_timings
@@ -37,12 +38,16 @@ _NETWORK = 0.1  # of a step, from which on it is worth a sentence
 
 @dataclass(frozen=True)
 class Answer:
-    """``sentences`` are those of the run's report, if straggle wrote a trace."""
+    """``sentences`` are those of the run's report, if straggle wrote a trace.
+
+    ``by_speed``: what dealing out by speed is worth, where a rank is always slow and that was not done.
+    """
 
     timings: Timings
     slowness: Slowness
     gains: tuple[Gain, ...]
     best: Gain | None
+    by_speed: BySpeed | None
     sentences: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -51,6 +56,7 @@ class Answer:
             *_summed_up(self.slowness),
             _table(self.gains, self.timings, self.slowness),
             *_what_to_do(self.best, self.slowness, self.timings),
+            *_always_slow(self.slowness, self.by_speed, self.timings),
         ]
         if self.sentences:
             parts += ["As the run was:", *(f"- {sentence}" for sentence in self.sentences)]
@@ -70,6 +76,7 @@ class Answer:
                     "slow_ranks": [asdict(rank) for rank in self.slowness.ranks],
                     "policies": [asdict(gain) for gain in self.gains],
                     "best": None if self.best is None else asdict(self.best),
+                    "by_speed": None if self.by_speed is None else asdict(self.by_speed),
                     "sentences": self.sentences,
                 }
             ),
@@ -83,13 +90,28 @@ def answer(path: Path) -> Answer:
     run_dir = timings.source.parent
     slowness = find_slow_ranks(timings)
     late_handling = None if timings.watched else configured_late_handling(run_dir)
-    found = tuple(gains(timings, late_handling, _present(timings, slowness)))
+    first = _present(timings, slowness)
+    found = tuple(gains(timings, late_handling, first))
+    deal = _steady(slowness) and (timings.watched or not _is_dealt_by_speed(run_dir))
     sentences = tuple[str, ...]()
     if not timings.watched and timings.source.name == "trace.jsonl":
         run = read_run(run_dir)
         sentences = tuple(sentences_of_run(run, numbers_of(run)))
     chosen = best(list(found)) if slowness.somebody_is_waited_for else None
-    return Answer(timings, slowness, found, chosen, sentences)
+    dealt = by_speed(timings, late_handling, first) if deal else None
+    return Answer(timings, slowness, found, chosen, dealt, sentences)
+
+
+def _steady(slowness: Slowness) -> list[SlowRank]:
+    """The ranks that are slow in most steps, and still are."""
+    return [rank for rank in slowness.ranks if rank.steady >= _STEADY and rank.until is None]
+
+
+def _is_dealt_by_speed(run_dir: Path) -> bool:
+    """Whether the run's configuration says so."""
+    path = run_dir / _CONFIG
+    config: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
+    return isinstance(config, dict) and bool(config.get("rebalance"))
 
 
 def _present(timings: Timings, slowness: Slowness) -> int:
@@ -189,13 +211,33 @@ def _what_to_do(one: Gain | None, slowness: Slowness, timings: Timings) -> Itera
     if one is None:
         yield f"Change nothing: {_why_nothing(slowness)}. Wait for all ranks, as DDP does."
         return
-    of_train = not timings.watched and (timings.source.parent / _CONFIG).is_file()
-    yield _to_add(one) if of_train else _to_paste(one, timings)
-    if steady := [rank for rank in slowness.ranks if rank.steady >= _STEADY and rank.until is None]:
-        yield (
-            f"Rank {steady[0].rank} is persistently slow, so it is its gradients that are dropped, step after step, "
-            "and its data count less. Look at its machine first, or give it less to do."
-        )
+    yield _to_add(one) if _is_of_train(timings) else _to_paste(one, timings)
+
+
+def _is_of_train(timings: Timings) -> bool:
+    return not timings.watched and (timings.source.parent / _CONFIG).is_file()
+
+
+def _always_slow(slowness: Slowness, dealt: BySpeed | None, timings: Timings) -> Iterator[str]:
+    """What to do about a rank that is slow in most steps."""
+    if not (steady := _steady(slowness)):
+        return
+    rank = steady[0].rank
+    said = f"Rank {rank} is persistently slow: with a deadline it is its gradients that are dropped, step after step."
+    if dealt is None:
+        yield f"{said} Look at its machine."
+        return
+    saved, share = dealt.gain.saved, dealt.shares[rank]
+    if saved.low <= 0:
+        yield f"{said} Look at its machine: fewer samples for it are not sure to be worth it."
+        return
+    written = KEYS if _is_of_train(timings) else f"loader = {dealt.gain.code}"
+    yield (
+        f"{said} Look at its machine first. Or deal the samples out by speed: it then has {share:.0%} of an equal "
+        f"share, a step takes {ms(dealt.gain.step_s)}, {_percent(saved)} less than waiting for it, and nothing is "
+        "dropped, as far as a pass takes time by its samples. Gradients per second: "
+        f"x {_between(dealt.gain.speedup)}. Write {written}; a deadline beside it is for what remains."
+    )
 
 
 def _why_nothing(slowness: Slowness) -> str:

@@ -94,7 +94,7 @@ def gains(timings: Timings, late_handling: LateHandling | None = None, first: in
     """All candidates, the best first: what they gain from position ``first`` on, after seeing the steps before it."""
     waiting = replay(timings, WaitForAll(), late_handling).since(first)
     found = [
-        _gain(
+        gain_of(
             one,
             replay(timings, one.policy, late_handling, cautious=True).since(first),
             replay(timings, same.policy, late_handling).since(first),
@@ -155,7 +155,8 @@ def replay(
             overhead_s=torch.tensor(network_s),
         )
         compute_s = would.own_s.masked_fill(stood_in, math.nan).tolist()
-        deadline_s = next_deadline(policy, window.append(compute_s, (~would.late).tolist(), progress)).seconds
+        decided = next_deadline(policy, window.append(compute_s, (~would.late).tolist(), progress))
+        deadline_s, rules = decided.seconds, replace(rules, after_quorum_s=decided.after_quorum_s)
     return Replayed(np.array(seconds), np.array(dropped), np.array(late))
 
 
@@ -165,7 +166,9 @@ def _by_stage(part: torch.Tensor, share: torch.Tensor, stages: int) -> torch.Ten
     return (earlier + share[:, -stages:].sum(1, keepdim=True) * part[:, -stages:]).float()
 
 
-def _gain(candidate: Candidate, cautious: Replayed, bold: Replayed, waiting: Replayed) -> Gain:
+def gain_of(candidate: Candidate, cautious: Replayed, bold: Replayed, waiting: Replayed) -> Gain:
+    """What a candidate gains over ``waiting``, by two replays of it."""
+
     def between(statistic: Callable[..., Array]) -> Interval:
         one, other = (
             prediction_interval(statistic, 1 - own.dropped, own.seconds, waiting.seconds) for own in (cautious, bold)

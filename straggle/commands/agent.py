@@ -11,12 +11,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from straggle.commands import durable
-from straggle.commands.restarting import RestartRules, StaysDown, failed_again, next_start
+from straggle.commands.restarting import RestartRules, StaysDown, failed_again, job_ends, next_start
 from straggle.merge import agents
 from straggle.merge.agents import Exited
 from straggle.merge.store import JobStore, StoreUnreachable
@@ -104,6 +105,8 @@ class Agent:
                 break
             then = next_start(exited, restarts, self._rules)
             if isinstance(then, StaysDown):
+                if job_ends(exited):
+                    self._ask(partial(agents.post_over, why=f"rank {self.rank}'s configuration is wrong"))
                 return self._stays_down(then.why)
             if (over := self._ask(agents.over)) is not None:
                 return self._stays_down(over)
@@ -125,8 +128,7 @@ class Agent:
 
     def _first_count(self) -> int:
         """0, or where an earlier launcher of this node has left off: no two processes of a rank have one number."""
-        last = self._ask(lambda store: agents.started(store, self.rank))
-        return 0 if last is None else last + 1
+        return self._ask(lambda store: agents.last_count(store, self.rank) + 1) or 0
 
     def _last_of_all(self, store: Any) -> list[Exited | None]:
         """How each rank's last process ended; ``None`` for one that runs."""

@@ -9,9 +9,10 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cache, wraps
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, NoReturn
 
 from straggle.extras import needs_extra
@@ -146,7 +147,11 @@ def check(config: DictConfig, valid: DictConfig) -> None:
             _check_arguments(key, part)
     for group in ("rebalance", "members"):
         _check_arguments(group, config.get(group) or None)
-    _check_members(config)
+    if config.get("members") and config.get("replay"):
+        raise ConfigurationError(
+            "members=elastic and replay=... exclude each other: a replay has the members of the recorded run, and its "
+            "own processes stay; leave members out"
+        )
     for name, fault in config.get("faults", {}).items():
         _check_arguments(f"faults.{name}", fault)
     if config.get("replay") and not (Path(config.replay) / "decisions").is_dir():
@@ -169,14 +174,6 @@ def check(config: DictConfig, valid: DictConfig) -> None:
         _build_all(config)
     except Exception as error:  # the constructor's own complaint, whatever it is
         raise ConfigurationError(complaint(error)) from None
-
-
-def _check_members(config: DictConfig) -> None:
-    """Refuse what a run whose members come and go cannot do."""
-    if not config.get("members"):
-        return
-    if config.get("replay"):
-        raise ConfigurationError("members=elastic and replay=... exclude each other: who came and went is not recorded")
 
 
 def complaint(error: Exception) -> str:
@@ -331,9 +328,12 @@ def _unknown_key(key: str, valid: DictConfig) -> str:
     return "\n".join([*lines, "and groups, with keys of their own:", *groups] if groups else lines)
 
 
-def _groups_of(valid: DictConfig) -> list[str]:
-    groups = [f"  {group}={'|'.join(_options(group))}" for group in GROUPS if group in valid]
-    return [*groups, *([f"  {METHODS}=[{','.join(_options(METHODS))}]"] if METHODS in valid else [])]
+def _groups_of(valid: DictConfig, chosen: Collection[str] = ()) -> list[str]:
+    def marked(group: str, between: str) -> str:
+        return between.join(option + "*" * (f"{group}/{option}" in chosen) for option in _options(group))
+
+    groups = [f"  {group}={marked(group, '|')}" for group in GROUPS if group in valid]
+    return [*groups, *([f"  {METHODS}=[{marked(METHODS, ',')}]"] if METHODS in valid else [])]
 
 
 def _options(group: str) -> list[str]:
@@ -402,7 +402,7 @@ def run_configured(name: str, work: Callable[[DictConfig], None], usage: str) ->
     """
     words = sys.argv[1:]
     if {"-h", "--help"} & set(words):
-        sys.stdout.write(_help_of(name, usage))
+        sys.stdout.write(_help_of(name, usage, [word for word in words if not word.startswith("-")]))
         return
     complain_and_exit(name, words)
 
@@ -416,13 +416,39 @@ def run_configured(name: str, work: Callable[[DictConfig], None], usage: str) ->
     hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=name)(checked)()
 
 
-def _help_of(name: str, usage: str) -> str:
-    """``usage``, then the groups and the keys with their values."""
+def _help_of(name: str, usage: str, words: Sequence[str] = ()) -> str:
+    """``usage``, then the groups and the keys with their values, on one screen; or all of one group or key."""
     register_resolvers()
+    choices = [word for word in words if word.partition("=")[0] in GROUPS and "=" in word]
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        valid = _composed(name)
-    groups = "\n".join(["groups, with keys of their own:", *_groups_of(valid)])
-    return f"{usage.strip()}\n\n{groups}\n\nkeys, as key=value:\n{OmegaConf.to_yaml(valid)}"
+        for choice in choices:
+            _check_choice(*choice.split("=", 1))
+        valid = _composed(name, *choices)
+    parts = [*(choice.partition("=")[0] for choice in choices), *(word for word in words if word in valid)]
+    if parts:
+        return "".join(OmegaConf.to_yaml({part: valid[part]}) for part in parts)
+    lines = [usage.strip(), "", "groups (*: what is chosen now):", *_groups_of(valid, chosen=_chosen(name))]
+    nested = [str(key) for key in valid if isinstance(valid[key], DictConfig) and key not in (*GROUPS, METHODS)]
+    plain_keys = [f"{key!s}={_plainly(valid[key])}" for key in valid if key not in (*GROUPS, METHODS, *nested)]
+    lines += ["", "keys:", *wrap(" ".join(plain_keys), 110, initial_indent="  ", subsequent_indent="  ")]
+    example = next((group for group in GROUPS if group in valid), "")
+    more = ", ".join([example, f"{example}={_options(example)[0]}", *nested]) if example else ", ".join(nested)
+    return "\n".join([*lines, "", f"keys of a group, as GROUP.KEY=value: --help {more}", ""])
+
+
+def _chosen(name: str) -> set[str]:
+    """``group/option`` of all that a configuration has by default."""
+    config = OmegaConf.load(config_dir() / f"{name}.yaml")
+    entries = config.get("defaults", []) if isinstance(config, DictConfig) else []
+    pairs = [
+        (str(group), options) for entry in entries if isinstance(entry, DictConfig) for group, options in entry.items()
+    ]
+    lists = [(group, options if isinstance(options, ListConfig) else [options]) for group, options in pairs]
+    return {f"{group}/{option}" for group, options in lists for option in options}
+
+
+def _plainly(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def refuse(error: Exception, status: int = 2) -> NoReturn:

@@ -12,6 +12,7 @@ from queue import SimpleQueue
 
 from straggle.commands.agent import Agent, say
 from straggle.commands.nodes import BEAT_S, Nodes
+from straggle.merge.agents import WRONG_CONFIGURATION
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _POLL_S = 0.5
@@ -104,6 +105,8 @@ def status_of(agents: Sequence[Agent]) -> int:
     if failed:
         say(f"ranks {[agent.rank for agent in failed]} have not done their work")
     statuses = [agent.exited.status if agent.exited else 1 for agent in failed]
+    if WRONG_CONFIGURATION in statuses:  # the others have ended because of that one
+        return WRONG_CONFIGURATION
     return statuses[0] if statuses else 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from straggle.merge.agents import DO_NOT_RESTART, Exited
+from straggle.merge.agents import DO_NOT_RESTART, WRONG_CONFIGURATION, Exited
 
 MAX_DELAY_S = 30.0
 RECOVERED_S = 60.0  # a worker that ran so long has all its restarts again
@@ -44,10 +44,17 @@ def next_start(exited: Exited, restarts: int, rules: RestartRules) -> StartAgain
         return StaysDown()
     if exited.code == DO_NOT_RESTART:
         return StaysDown("it said that the job is over")
+    if exited.code == WRONG_CONFIGURATION:
+        return StaysDown("its configuration is wrong, as it said")
     restarts = 0 if exited.ran_s >= RECOVERED_S else restarts
     if restarts >= rules.max_restarts:
         return StaysDown(f"all its {rules.max_restarts} restarts are used")
     return StartAgain(min(rules.delay_s * 2.0**restarts, MAX_DELAY_S), restarts + 1)
+
+
+def job_ends(exited: Exited) -> bool:
+    """Whether the others need not wait for a worker that stays down: it was refused before the job began."""
+    return exited.code == WRONG_CONFIGURATION and exited.count == 0
 
 
 def failed_again(last: Sequence[Exited | None]) -> bool:

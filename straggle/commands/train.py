@@ -8,11 +8,10 @@ torchrun --nproc-per-node 4 -m straggle train replay=runs/latest run_dir=runs/ag
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -20,23 +19,22 @@ from straggle.extras import needs_extra
 
 with needs_extra("train"):
     from hydra.utils import instantiate
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import DictConfig
 
     from straggle.commands.checkpoint import Checkpoint, NotSaved
+    from straggle.commands.replaying import compare_with_recorded, decisions_of, recorded, replay, write_shares
     from straggle.commands.result import finish, metrics_of, write_config, write_page
     from straggle.commands.train_elastic import train_elastic
     from straggle.observe.console import LiveView
 
 import torch.distributed as dist
 
-from straggle.commands import durable
 from straggle.commands.agreement import Refused, on_all_ranks
-from straggle.commands.config import ConfigurationError, check_targets, refuse, run_configured
+from straggle.commands.config import refuse, run_configured
 from straggle.commands.run_dir import one_run
 from straggle.lab.jobs import StagedJob, gather, process_group
-from straggle.observe.recording import DecisionWriter, read_recording
+from straggle.observe.recording import DecisionWriter, file_of
 from straggle.observe.trace import TraceWriter
-from straggle.rebalance import Rebalance
 from straggle.report import StepReport
 from straggle.stop_signal import StopSignal, exit_at_once
 
@@ -50,7 +48,7 @@ def train(config: DictConfig) -> None:
     """
     if config.replay is not None:
         config = recorded(config)
-    if config.get("members"):
+    if config.get("members") and config.replay is None:
         train_elastic(config, resumes=partial(_resumes, config))
         return
     run_dir = Path(config.run_dir)
@@ -63,7 +61,7 @@ def train(config: DictConfig) -> None:
             on_all_ranks(lambda: checkpoint.set_aside() if is_first else None)
         job = StagedJob(config, instantiate(config.workload), device, stop)
         if config.replay is not None:
-            on_all_ranks(lambda: _replay(job, config))
+            replay(job, config)
         first_step = checkpoint.load(job.model, job.optimizer, job.dealt) if resume else 0
         on_all_ranks(lambda: write_config(config) if is_first else None)
         train_rank = _rank_zero if is_first else _other_rank
@@ -94,22 +92,6 @@ def _resumes(config: DictConfig, checkpoint: Checkpoint) -> bool:
     return any(gather(checkpoint.exists())) and wanted
 
 
-def _replay(job: StagedJob, config: DictConfig) -> None:
-    """Make the job decide as recorded. Raises ``ValueError`` if the recording lacks steps or ranks."""
-    source, world_size = Path(config.replay), dist.get_world_size()
-    if (ranks := len(list(decisions_of(source, 0).parent.glob("rank*.jsonl")))) != world_size:
-        raise ValueError(f"replay={source}: recorded on {ranks} ranks, and this run has {world_size}: start as many")
-    recording = read_recording(decisions_of(source, dist.get_rank()))
-    if (num_steps := len(recording.decisions)) < config.steps:
-        raise ValueError(
-            f"replay={source}: the recording has {num_steps} of {config.steps} steps, as of a run that was ended or "
-            f"could not write; repeat what it has with steps={num_steps}"
-        )
-    job.model.replay(recording)
-    if job.rebalance is not None:
-        job.rebalance.replay(json.loads(shares_of(source).read_text()))
-
-
 def _save(checkpoint: Checkpoint, step: int, job: StagedJob) -> NotSaved | None:
     """Save; returns the problem, if there was one."""
     try:
@@ -125,57 +107,17 @@ def _end(job: StagedJob, config: DictConfig, reports: list[StepReport]) -> None:
     if dist.get_rank() == 0:
         finish(job, Path(config.run_dir), reports, hashes)
         if config.replay is not None:
-            _compare_with_recorded(Path(config.replay), config.steps, hashes)
-
-
-def recorded(config: DictConfig) -> DictConfig:
-    """The configuration of the run that ``config.replay`` names, without its faults, up to ``config.steps``.
-
-    Raises `ConfigurationError` where there is no recorded run, or one of classes that this run does not name.
-    """
-    source = Path(config.replay)
-    if source.resolve() == Path(config.run_dir).resolve():
-        raise ConfigurationError(
-            f"replay={source} is run_dir itself, which this run would overwrite: give another run_dir"
-        )
-    if not (source / "config.yaml").exists():
-        raise ConfigurationError(f"replay={source}: no recorded run; it is the run_dir of an earlier run")
-    own = OmegaConf.load(source / "config.yaml")
-    assert isinstance(own, DictConfig)
-    own.update(replay=config.replay, run_dir=config.run_dir, faults={}, resume=False, report=config.report)
-    own.metrics = config.get("metrics")  # where they go is for who starts this run to say
-    own.steps = min(own.steps, config.steps) if config.steps else own.steps
-    check_targets(own, config, f"replay={source}")
-    return own
-
-
-def decisions_of(run_dir: Path, rank: int) -> Path:
-    """The file in which a rank's decisions are recorded."""
-    return run_dir / "decisions" / f"rank{rank}.jsonl"
-
-
-def shares_of(run_dir: Path) -> Path:
-    """The file that says which shares the ranks had from which step on."""
-    return run_dir / "decisions" / "shares.json"
-
-
-def _compare_with_recorded(source: Path, steps: int, hashes: list[str]) -> None:
-    before = json.loads((source / "summary.json").read_text()) if (source / "summary.json").exists() else {}
-    if before.get("steps") != steps:
-        return
-    same = before["parameters_sha256"] == hashes
-    sys.stdout.write(f"parameters as in {source}: {'identical' if same else 'DIFFERENT'}\n")
+            compare_with_recorded(Path(config.replay), config.steps, hashes)
 
 
 def _rank_zero(job: StagedJob, config: DictConfig, first_step: int) -> list[StepReport]:
     """Train, show and record."""
     run_dir, reports = Path(config.run_dir), list[StepReport]()
     trace = TraceWriter(run_dir / "trace.jsonl", first_step=first_step)
-    decisions = DecisionWriter(decisions_of(run_dir, 0), first_step=first_step)
-    with trace, decisions, LiveView(config.steps, first_step=first_step) as view:
+    with trace, _decisions(config, first_step) as decisions, LiveView(config.steps, first_step=first_step) as view:
         for number in range(first_step, config.steps):
             if job.rebalance is not None and number in (first_step, job.rebalance.schedule[-1][0]):
-                _write_shares(run_dir, job.rebalance)
+                write_shares(run_dir, job.rebalance)
             _step(job, number, decisions)
             reports.append(job.report)
             trace.write(job.report)
@@ -187,7 +129,7 @@ def _rank_zero(job: StagedJob, config: DictConfig, first_step: int) -> list[Step
 
 
 def _other_rank(job: StagedJob, config: DictConfig, first_step: int) -> list[StepReport]:
-    with DecisionWriter(decisions_of(Path(config.run_dir), dist.get_rank()), first_step=first_step) as decisions:
+    with _decisions(config, first_step) as decisions:
         for number in range(first_step, config.steps):
             _step(job, number, decisions)
             _checkpoint(job, config, number)
@@ -196,8 +138,17 @@ def _other_rank(job: StagedJob, config: DictConfig, first_step: int) -> list[Ste
     return []
 
 
-def _step(job: StagedJob, number: int, decisions: DecisionWriter) -> None:
+def _decisions(config: DictConfig, first_step: int) -> AbstractContextManager[DecisionWriter | None]:
+    """Where this rank's decisions go; nowhere in the replay of a run with members, whose files say more."""
+    if config.get("members"):
+        return nullcontext()
+    return DecisionWriter(file_of(decisions_of(Path(config.run_dir)), dist.get_rank()), first_step=first_step)
+
+
+def _step(job: StagedJob, number: int, decisions: DecisionWriter | None) -> None:
     job.step(number)
+    if decisions is None:
+        return
     assert job.model.last_decision is not None
     decisions.write(job.model.last_decision, job.model.learned)
 
@@ -209,16 +160,6 @@ def _checkpoint(job: StagedJob, config: DictConfig, number: int) -> None:
         not_saved = _save(Checkpoint(Path(config.run_dir) / "checkpoint"), number + 1, job)
         if not_saved is not None and dist.get_rank() == 0:  # there may be room for the next one
             _log.warning("%s; training goes on", not_saved)
-
-
-def _write_shares(run_dir: Path, rebalance: Rebalance) -> None:
-    """Write the schedule so far; if it cannot be written, there is none, and no replay is possible."""
-    try:
-        durable.write_text(shares_of(run_dir), json.dumps(rebalance.schedule))
-    except OSError as error:
-        _log.warning("%s cannot be written (%s): training goes on, and cannot be replayed", shares_of(run_dir), error)
-        with suppress(OSError):
-            shares_of(run_dir).unlink(missing_ok=True)
 
 
 def _run(config: DictConfig) -> None:

@@ -48,8 +48,10 @@ def estimator_from(config: DictConfig, optimizer: Optimizer) -> Estimator:
 
 
 def build_members(config: DictConfig) -> Elastic | None:
-    """The rules by which members come and go; ``None`` where they do not."""
-    members: Elastic | None = instantiate(config.members) if config.get("members") else None
+    """The rules by which members come and go; ``None`` where they do not, as in a replay."""
+    if not config.get("members") or config.get("replay"):
+        return None
+    members: Elastic = instantiate(config.members)
     return members
 
 

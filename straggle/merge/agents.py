@@ -16,6 +16,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 PREFIX = "straggle/agents"
 # the exit status of a worker that says: the job is over for me, do not start me again; EX_PROTOCOL of sysexits.h
 DO_NOT_RESTART = 76
+# that of a worker whose command line or configuration is wrong, as `argparse` has it
+WRONG_CONFIGURATION = 2
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,15 @@ def started(store: Any, rank: int) -> int | None:
     """The number of this rank's last process; ``None`` if none was started."""
     said = _said(store, f"started/{rank}")
     return None if said is None else int(said)
+
+
+def last_count(store: Any, rank: int) -> int:
+    """The number of the last process of this rank that is known of, -1 if none is.
+
+    A store that was started anew may know of its end, and not of its start.
+    """
+    ended = exited(store, rank)
+    return max(-1 if ended is None else ended.count, -1 if (count := started(store, rank)) is None else count)
 
 
 def post_exited(store: Any, rank: int, exited: Exited) -> None:

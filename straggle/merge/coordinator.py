@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,10 @@ from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.groups import Groups
 from straggle.merge.membership import MembersChanged, Membership
 from straggle.merge.options import Merge, ReachedShares
+from straggle.merge.provenance import NO_CHANGE, Provenance
 from straggle.merge.rank_state import Entry, MergeSide, TrainingSide
+from straggle.merge.recorded_groups import RecordedGroups
+from straggle.merge.replay import Decision
 from straggle.merge.round import Contribution, Layout, MergedStep, Round, Usage
 from straggle.merge.row import row_of
 from straggle.merge.stand_in import StandIn
@@ -40,6 +44,22 @@ from straggle.policies.history import History
 _SHRINKS = 0.9  # of the merged steps that waited for a healed rank are left when it has taken as many
 _NEWCOMERS_LAG = 64  # steps that are merged before a rank which was let in counts as stuck
 _log = logging.getLogger(__name__)
+
+
+class Recorder(Protocol):
+    """What is recorded before it is known to the peers, because this process may be killed right after it.
+
+    Called by several threads.
+    """
+
+    def partial(self, decision: Decision) -> None:
+        """This rank is about to submit less than all of its step."""
+
+    def regrouped(self, generation: int, ranks: Sequence[int]) -> None:
+        """From here on these ranks are the members."""
+
+    def healed(self, step: int, *, started: bool) -> None:
+        """This rank enters ``step`` with the state of a peer; ``started``: it is the first step of its process."""
 
 
 class Coordinator:
@@ -74,8 +94,13 @@ class Coordinator:
         self._usage = Usage()
         self._lock = self.merging.lock
         self._membership = membership
+        self._apart = membership is not None  # telemetry travels after the gradients
         self._groups = channel.formed  # `None` while members change
         self._ranks = tuple(range(channel.world_size))  # that are members
+        self._generation = 0  # of these
+        self._lost: dict[int, dict[int, set[int]]] = {}  # by step and rank, buckets that a change of members took
+        self._recorded: RecordedGroups | None = None
+        self.recorder: Recorder | None = None
         self.submit_hooks: Mapping[int, Callable[[int], object]] = {}  # the model's
         self._absent_until = 0  # the step from which on this rank takes part
         self.fell_behind = False  # a member that needs a state, because more steps were merged than may wait for it
@@ -116,6 +141,7 @@ class Coordinator:
         """Use this plan from here on; between two steps, on all ranks alike, before `start`."""
         self.plan = plan
         self._layout = Layout(plan, self._parameters)
+        self._num_buckets = len(self._layout.buckets)
         self._held: StageBuffers | None = None  # whose views are p.grad
         self._spare: StageBuffers | None = None
 
@@ -138,6 +164,22 @@ class Coordinator:
         with self._lock:
             self.deadline.watch(self.plan)
         self._stand_in.start(self._submit_for_stuck, self._complete)
+
+    def record(self, recorder: Recorder) -> None:
+        """Tell this one from here on; before the first step."""
+        with self._lock:
+            self.recorder = recorder
+            if self._generation:
+                recorder.regrouped(self._generation, self._ranks)
+
+    def replay_members(self, groups: RecordedGroups) -> None:
+        """Merge each step among those that were members then; before the first step, on all ranks alike."""
+        self._recorded, self._apart = groups, True
+
+    def begin_anew(self) -> None:
+        """Between two steps: forget what a process that is started again does not know."""
+        with self._lock:
+            self._usage, self.reached = Usage(), ReachedShares(self._merge.probability_window)
 
     def pause(self) -> None:
         """Until `resume` the stand-in sleeps, and no step's time goes by."""
@@ -257,7 +299,7 @@ class Coordinator:
             "model.step(num_microbatches=<number of backward passes>)"
         )
 
-    def submit_partial(self, scalars: Mapping[str, float], changes: Tensor | None) -> bool:
+    def submit_partial(self, scalars: Mapping[str, float], changes: Tensor | None, *, left_at: int) -> bool:
         """The training thread is late in its backward pass: submit what it has, while it goes on.
 
         The stand-in waits for the merge. False where the pass has to end instead.
@@ -266,6 +308,7 @@ class Coordinator:
             if not self._fill_in.finishes_late or not self._stand_in.started:
                 return False
             if (current := self._open_own_round()) is not None:
+                current.left_at = left_at
                 self._submit_own(current, truncated=True, scalars=scalars, changes=changes)
                 self._stand_in.submitted_partial(current)
             return True
@@ -278,13 +321,15 @@ class Coordinator:
         scalars: Mapping[str, float],
         changes: Tensor | None = None,
         abstain: bool = False,
+        left_at: int | None = None,
         on_merged: Callable[[Round], None] | None = None,
     ) -> MergedStep:
         """The training thread's work for its step is over: merge the rest, wait for the peers, and take the result.
 
         ``truncated``: it was cut short; ``failed``: a backward pass did not come to its end. ``changes`` of the
         module's buffers, where the rank finished its forward pass; ``abstain``: give what is finished and nothing else,
-        as the stand-in does. ``on_merged(round)`` is called while this waits, after each message that was merged.
+        as the stand-in does. ``left_at``: as a `Decision` has it. ``on_merged(round)`` is called while this waits,
+        after each message that was merged.
         Raises `PeerFailed` when a rank failed in this step or cannot be reached.
         """
         posts = False
@@ -294,6 +339,7 @@ class Coordinator:
             mine = (current := self._open_own_round()) is not None
             self.training.leave(merges=mine, ran_past_merge=self._fill_in.finishes_late and not mine)
             if current is not None:
+                current.left_at = left_at
                 if abstain:
                     now = self._submit_finished(current)
                 else:
@@ -393,7 +439,10 @@ class Coordinator:
             factors=factors,
             all_or_nothing=self.deadline.late_handling.granularity == "step",
             usage=self._usage,
+            generation=self._generation,
+            recorded=None if self._recorded is None else self._recorded.of_step(merging.step, self._num_buckets),
         )
+        current.told = self._generation, self._ranks
         current.weight = training.weight  # of a rank that has not entered: its last step's
         if training.step == merging.step and training.entered_at is not None:
             current.num_microbatches = training.entry.num_microbatches
@@ -501,9 +550,12 @@ class Coordinator:
         weights = current.weights(own)
         without_store = not self._channel.store.reachable
         row = row_of(self.training, self.merging, current, own, weights, scalars, without_store=without_store)
-        if self._membership is None:
+        if not self._apart:
             current.buffers.write_telemetry(self._channel.rank, row.encode(), changes)
         current.row, current.changes = row, changes
+        if self.recorder is not None and (current.stood_in or current.left_at is not None):
+            taken, left_at, over = current.num_gradients, current.left_at, current.num_over
+            self.recorder.partial(Decision(current.step, taken, left_at, current.stood_in, over, row.idle))
         current.close(own, weights)
         if self._merge.weighting == "inverse_probability" and not self.training.entry.idle:
             self.reached.append(row.computed)
@@ -539,7 +591,7 @@ class Coordinator:
             self._channel.wait(work, current.step, f"{where}, stage {name}", give_up_s, epoch)
             if on_merged is not None:
                 on_merged(current)
-        if self._membership is not None:
+        if self._apart:
             with self._lock:
                 if epoch != self._channel.epoch:
                     raise MembersChanged
@@ -562,7 +614,9 @@ class Coordinator:
         admits = wanted and self.is_planned and not current.stood_in
         row = replace(current.lost_in(current.row), admits=admits)
         current.buffers.write_telemetry(self._channel.rank, row.encode(), current.changes)
-        current.telemetry = current.buffers.merge_telemetry(self._groups.control)
+        group = self._groups.control if current.recorded is None else current.recorded.telemetry
+        current.told = self._generation, self._ranks if current.recorded is None else current.recorded.told
+        current.telemetry = current.buffers.merge_telemetry(group)
         return current.telemetry
 
     def _publish(self, current: Round, epoch: int) -> bool:
@@ -570,7 +624,7 @@ class Coordinator:
         with self._lock:
             if epoch != self._channel.epoch or current.abandoned:
                 return False
-            if self._membership is not None:
+            if self._apart:
                 self._note_telemetry(current)
             # of a device it is a copy already
             table = Table(current.buffers.rows.cpu().clone(), len(self.plan.stages))
@@ -587,7 +641,10 @@ class Coordinator:
                 stood_in=current.stood_in,
                 num_gradients=current.num_gradients,
                 num_over=current.num_over,
+                idle=current.row is not None and current.row.idle,
+                among=None if self.recorder is None else current.merged_among(self._lost.get(current.step, {})),
             )
+            self._lost.pop(current.step, None)
             if self.fell_behind:
                 self._ring.clear()
             before_s = deadline.seconds
@@ -630,11 +687,16 @@ class Coordinator:
                 return self._last_telemetry.clone()
             return torch.zeros_like(self._new_buffers().telemetry)
 
-    def regroup(self, groups: Groups, view: View, repair: Repair, telemetry: Tensor) -> None:
+    def regroup(
+        self, groups: Groups, view: View, repair: Repair, telemetry: Tensor, provenance: Provenance = NO_CHANGE
+    ) -> None:
         """Go on among the members of ``view``; ``telemetry`` of the step that is complete on some of them."""
         place_of = {rank: place for place, rank in enumerate(view.ranks)}
         with self._lock:
-            self._groups, self._ranks = groups, view.ranks
+            if self.recorder is not None:
+                self.recorder.regrouped(view.generation, view.ranks)
+            self._groups, self._ranks, self._generation = groups, view.ranks, view.generation
+            self._note_lost(repair.step, provenance)
             self._healing = (self._healing | view.joined) & set(view.ranks)
             if self._membership is not None:
                 self._membership.healing = self._healing
@@ -654,8 +716,22 @@ class Coordinator:
                 current.buffers.use_telemetry(telemetry)
                 current.complete = True
             elif current is not None and current.step == repair.step:
-                current.regroup(groups.gradients, repair, place_of, self._new_buffers, new=new)
+                current.regroup(
+                    groups.gradients,
+                    repair,
+                    place_of,
+                    self._new_buffers,
+                    new=new,
+                    generation=view.generation,
+                    provenance=provenance,
+                )
             self.merging.step_merged.notify_all()
+
+    def _note_lost(self, step: int, provenance: Provenance) -> None:
+        self._lost = {number: lost for number, lost in self._lost.items() if number >= self.merging.step}
+        lost = self._lost.setdefault(step, {})
+        for rank, buckets in provenance.lost.items():
+            lost.setdefault(rank, set()).update(buckets)
 
     def put_out(self) -> None:
         """This rank is no member any more: its steps have no merge before it is let in again."""
@@ -732,8 +808,9 @@ class Coordinator:
             membership.hold(step + 1, leads=table.admits_of(self._channel.rank))
 
     def _note_telemetry(self, current: Round) -> None:
+        """Who was no member when the telemetry was merged has none; the members may have changed since."""
         absent = absent_row(len(self.plan.stages))
-        for rank in set(range(self._channel.world_size)) - set(self._ranks):
+        for rank in set(range(self._channel.world_size)) - set(current.told[1]):
             current.buffers.rows[rank] = absent
         self._last_telemetry = current.buffers.telemetry
 
@@ -773,5 +850,5 @@ class Coordinator:
             self._channel.world_size,
             num_changes=self._num_changes,
             drop_nonfinite=self._merge.nonfinite == "drop",
-            telemetry_apart=self._membership is not None,
+            telemetry_apart=self._apart,
         )

@@ -24,6 +24,7 @@ class CurrentDeadline:
     """``seconds`` for the step that is being merged; ``shadow_s``: those of a policy that is not enforced.
 
     ``predicted_drop``: the share of the gradients that the policy expects to be dropped in it; NaN: it has no idea.
+    ``after_quorum_s``: seconds that a rank has once a quorum waits.
     """
 
     def __init__(self, policy: Deadline, late_handling: LateHandling, world_size: int) -> None:
@@ -32,9 +33,10 @@ class CurrentDeadline:
         self.seconds = math.inf  # the first step waits for all ranks
         self.shadow_s = math.nan if policy.enforced else math.inf
         self.predicted_drop = math.nan
+        self.after_quorum_s = policy.grace_s
         self.quorum = self.rules.quorum
         self._num_members = world_size
-        self._policy = policy
+        self._policy, self._world_size = policy, world_size
         self._window = HistoryWindow(policy.window, world_size)
         self._stage_share: Tensor | None = None  # of the model, where the policy looks at more than times
 
@@ -42,11 +44,6 @@ class CurrentDeadline:
     def late_after_s(self) -> float:
         """The seconds after which a rank may be late: never where the quorum that waits for it is of all ranks."""
         return self.seconds if self.quorum < self._num_members else math.inf
-
-    @property
-    def after_quorum_s(self) -> float:
-        """Seconds that a rank has once a quorum waits."""
-        return self._policy.grace_s
 
     @property
     def history(self) -> History:
@@ -68,13 +65,15 @@ class CurrentDeadline:
 
     def members(self, number: int) -> None:
         """As many ranks take part from here on; the others count in no quorum."""
-        wanted = self._policy.quorum or self.late_handling.quorum
-        self.quorum = max(1, number // 2) if wanted is None else min(wanted, number)
+        self.quorum = self.late_handling.quorum_among(number, self._policy.quorum)
+        of_all = StopRules.of(self._policy, self.late_handling, self._world_size, number)
+        self.rules = replace(self.rules, quorum=of_all.quorum)
         self._num_members = number
 
     def wait_for_all(self) -> None:
         """No rank is late from here on."""
         self._policy = WaitForAll()
+        self.after_quorum_s = 0.0
 
     def prepare(self, plan: StagePlan, parameters: Sequence[nn.Parameter]) -> None:
         """Tell the policy how late ranks are treated, and of the stages, which stay as they are."""
@@ -100,7 +99,9 @@ class CurrentDeadline:
             if progress is not None:
                 progress = replace(progress, unit_s=progress.unit_s / torch.tensor(relative).unsqueeze(1))
         decided = next_deadline(self._policy, self._window.append(compute_s, table.finished_ranks(), progress))
-        self.predicted_drop = decided.predicted_drop
+        self.predicted_drop, self.after_quorum_s = decided.predicted_drop, decided.after_quorum_s
+        if self.rules.after_quorum_s != self.after_quorum_s:
+            self.rules = replace(self.rules, after_quorum_s=self.after_quorum_s)
         if self._policy.enforced:
             self.seconds = decided.seconds
         else:

@@ -22,8 +22,9 @@ from straggle.merge.agents import Exited, exited
 from straggle.merge.channel import Channel, LongWait, PeerFailed
 from straggle.merge.groups import GlooGroup, Groups, is_over
 from straggle.merge.membership import MembersChanged, Membership, TooFewRanks
+from straggle.merge.provenance import Provenance, provenance
 from straggle.merge.store import StoreUnreachable, check_answers, connect_all, default_store
-from straggle.merge.view import RETURNS, Elastic, MergeProgress, Repair, Silence, View, progress_length, repair
+from straggle.merge.view import Elastic, Leaving, MergeProgress, Repair, Silence, View, progress_length, repair
 from straggle.report import MembersReport
 
 _SLICE_S = 0.02
@@ -102,7 +103,7 @@ class ElasticChannel(Channel):
                 for name in ("gradients", "control"):
                     with self.membership.connection(f"generation/{view.generation}/{name}") as store:
                         made.append(GlooGroup(store, place, size, limit_s, _OLD_S))
-            except RuntimeError as error:
+            except (RuntimeError, OSError) as error:
                 _log.info("rank %d: generation %d was not formed: %s", self.rank, view.generation, error)
 
         # on a thread that is left to itself where a member dies meanwhile: nothing else ends this
@@ -155,6 +156,16 @@ class ElasticChannel(Channel):
         """What the stages were planned from, in a running job. Raises `PeerFailed` where it is not known in time."""
         order, seconds = json.loads(self._poll(lambda: self.membership.published("plan"), "the stages"))
         return order, seconds
+
+    def publish_name(self, key: int, name: str) -> str:
+        first = super().publish_name(key, name)
+        self.membership.note(f"name/{key}", first)
+        return first
+
+    def published_name(self, key: int) -> str | None:
+        if (name := super().published_name(key)) is not None:
+            self.membership.note(f"name/{key}", name)
+        return name
 
     def _poll(self, find: Callable[[], Found | None], what: str) -> Found:
         """What ``find()`` finds in the store; members may leave meanwhile. Raises `PeerFailed` after ``give_up_s``."""
@@ -218,7 +229,7 @@ class Led(Protocol):
     def telemetry_of(self, step: int) -> Tensor:
         """The telemetry of a merged step."""
 
-    def regroup(self, groups: Groups, view: View, repair: Repair, telemetry: Tensor) -> None:
+    def regroup(self, groups: Groups, view: View, repair: Repair, telemetry: Tensor, provenance: Provenance) -> None:
         """Go on."""
 
     def put_out(self) -> None:
@@ -278,7 +289,7 @@ class Regrouping:
                 self._check_store()
                 try:
                     self._look()
-                except (dist.DistStoreError, dist.DistNetworkError):
+                except (dist.DistStoreError, dist.DistNetworkError, OSError):
                     self._membership.forget_store()  # whose loss is known by its silence
                     time.sleep(_LOOK_S)
         except BaseException as error:
@@ -339,7 +350,8 @@ class Regrouping:
         progress = self._led.freeze()
         joins = progress.step < 0
         if joins and self._channel.rank not in view.joined:  # it came too late to the view that let it in
-            membership.leave(f"{RETURNS}: it was let in, and the members changed before it was ready", for_good=False)
+            late = "returns: it was let in, and the members changed before it was ready"
+            membership.leave(Leaving("returns", late), for_good=False)
             return
         try:
             if not self._channel.form(view):
@@ -353,7 +365,7 @@ class Regrouping:
         self._report(view, time.monotonic() - began_at)
 
     def _report(self, view: View, seconds: float) -> None:
-        changes = view.changes_since(self._reported, dict(self._membership.reasons))
+        changes = view.changes_since(self._reported, dict(self._membership.changes))
         self._reported = view
         if self.on_changed is not None and changes:
             self.on_changed(
@@ -365,6 +377,7 @@ class Regrouping:
                     left={change.rank: change.reason for change in changes if not change.joined},
                     joined={change.rank: change.reason for change in changes if change.joined},
                     seconds=seconds,
+                    left_kinds={change.rank: change.kind for change in changes if not change.joined},
                 )
             )
 
@@ -384,14 +397,15 @@ class Regrouping:
         own = torch.tensor(progress.encode(self._max_buckets), dtype=torch.int64)
         assert len(own) == progress_length(self._max_buckets)
         gathered = channel.exchange(own, view)
-        way = repair(
-            {rank: MergeProgress.decode(numbers.tolist()) for rank, numbers in zip(view.ranks, gathered, strict=True)}
-        )
+        known = {
+            rank: MergeProgress.decode(numbers.tolist()) for rank, numbers in zip(view.ranks, gathered, strict=True)
+        }
+        way = repair(known)
         telemetry = torch.empty(0)
         if way.completed is not None:
             telemetry = self._led.telemetry_of(way.completed)
             channel.wait_in(view, channel.groups.control.broadcast(telemetry, view.ranks.index(way.giver)))
-        self._led.regroup(channel.groups, view, way, telemetry)
+        self._led.regroup(channel.groups, view, way, telemetry, provenance(known, way))
 
     def _let_in(self, step: int, leads: bool) -> None:
         """The members wait for a view in which others come in."""

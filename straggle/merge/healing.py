@@ -22,7 +22,7 @@ from straggle.merge.elastic import ElasticChannel, Regrouping
 from straggle.merge.groups import gloo_group
 from straggle.merge.options import ModuleBuffers
 from straggle.merge.state_wire import Encoded, encode, receive, send
-from straggle.merge.view import RETURNS, TOO_FAR_BEHIND, View
+from straggle.merge.view import TOO_FAR_BEHIND, Leaving, View
 from straggle.policies.history import History
 from straggle.report import HealingReport
 
@@ -111,10 +111,10 @@ class Healing:
         """
         if self._coordinator.fell_behind:
             at_once = self._coordinator.is_back or self._coordinator.owes_state
-            reason = f"{RETURNS}: {TOO_FAR_BEHIND}" if at_once else TOO_FAR_BEHIND
-            self._membership.leave(reason, for_good=False, if_spared=not at_once)
-        elif why := self._lost_state():
-            self._membership.leave(why, for_good=False)
+            why = Leaving("returns", f"returns: {TOO_FAR_BEHIND}") if at_once else Leaving("restarted", TOO_FAR_BEHIND)
+            self._membership.leave(why, for_good=False, if_spared=not at_once)
+        elif lost := self._lost_state():
+            self._membership.leave(Leaving("returns", f"returns: {lost}"), for_good=False)
 
     def _lost_state(self) -> str:
         """Why the state that this rank waits for will not come; empty: it may, or it waits for none."""
@@ -122,8 +122,8 @@ class Healing:
             return ""
         giver, members = arrival.view.giver, self._membership.view.members
         if members.get(giver) != arrival.view.members[giver]:
-            return f"{RETURNS}: rank {giver}, which was to send it the state of the job, has left"
-        return f"{RETURNS}: the state of the job did not come: {arrival.error}" if arrival.error is not None else ""
+            return f"rank {giver}, which was to send it the state of the job, has left"
+        return f"the state of the job did not come: {arrival.error}" if arrival.error is not None else ""
 
     def _give(self, step: int) -> None:
         began_at = time.monotonic()
@@ -151,7 +151,7 @@ class Healing:
         for rank in sorted(view.joined):
             try:
                 send(encoded, _pair(self._channel, view, rank, place=0), 1)
-            except (RuntimeError, ValueError) as error:
+            except (RuntimeError, ValueError, OSError) as error:
                 _log.warning("rank %d could not send its state to rank %d: %s", self._channel.rank, rank, error)
 
     def _take(self, view: View, state: Mapping[str, Any], *, loaders_too: bool) -> None:
@@ -189,7 +189,7 @@ class _Arrival:
             if not isinstance(state, dict):
                 raise ValueError("what came is no state")
             self.state = state
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, OSError) as error:
             self.error = error
 
 

@@ -19,15 +19,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from straggle.merge.agents import Exited, post_over
+from straggle.merge.agents import Exited, over, post_over
 from straggle.merge.channel import PeerFailed
-from straggle.merge.store import ANSWER_S, StoreUnreachable
-from straggle.merge.view import ENDED, Elastic, Seal, Silence, View, leader
+from straggle.merge.refill import Refill, StoreEmptied
+from straggle.merge.store import ANSWER_S, StoreUnreachable, peek
+from straggle.merge.view import DONE, Change, Elastic, Leaving, Seal, Silence, View, leader
 
 BEAT_S = 0.1
 _QUICK_S = 0.5  # the silence that is enough where a connection has just broken
 _BROKEN_S = 3.0  # for how long a connection has just broken
 _LINGER_S = 2.0
+_NO_SIGN = "0 -1"  # of a member that has not been heard since the store was started anew
 _END_S = 5.0  # for threads to come back when the model is closed
 
 _log = logging.getLogger(__name__)
@@ -76,11 +78,12 @@ class Membership:
         self.held: tuple[int, bool] | None = None  # the step before which others are let in, and whether this one leads
         self.admitted: View | None = None  # the last view in which this rank let others in
         self.left_for_good = False  # by its own will, so it does not ask to be let in again
-        self.reasons: dict[tuple[int, bool], str] = {}  # why each rank left or joined last, in the views that were seen
+        self.changes: dict[tuple[int, bool], Change] = {}  # how each rank left and joined last, in views that were seen
         self._elastic = elastic
         self._connect = connect
         self._exited = exited
         self._seal = Seal(os.environ.get("STRAGGLE_JOB_SECRET", ""))
+        self._refill = Refill(rank, world_size, self.least, self._seal)
         self._silence = Silence(BEAT_S)
         self._changed = threading.Condition()
         self._view: View | None = None
@@ -119,7 +122,7 @@ class Membership:
     def begin(self, limit_s: float) -> bool:
         """Find the job's view, or agree on the first one with all ranks; whether this rank comes to a running job.
 
-        Raises `PeerFailed` where not all ranks come within ``limit_s``.
+        Raises `PeerFailed` where not all ranks come within ``limit_s``, or the job is over before it has begun.
         """
         store, until = self._store(), time.monotonic() + limit_s
         self._beat_once(store)
@@ -128,7 +131,10 @@ class Membership:
             missing = [rank for rank in range(self.world_size) if not store.check([f"hello/{rank}"])]
             if not missing:
                 words = {rank: self._open(store, f"hello/{rank}") for rank in range(self.world_size)}
-                store.compare_set("view", "", self._sealed(View(0, {r: own or "" for r, own in words.items()})))
+                first = View(0, {r: own or "" for r, own in words.items()}, job=uuid.uuid4().hex[:12])
+                store.compare_set("view", "", self._sealed(first))
+            elif (why := over(store)) is not None:
+                raise PeerFailed(f"rank {self.rank}, before step 0: the job is over: {why}")
             elif time.monotonic() > until:
                 raise PeerFailed(
                     f"rank {self.rank}, before step 0: ranks {missing} have not come within give_up_s={limit_s:g}: "
@@ -163,7 +169,7 @@ class Membership:
         if self._propose(store, view, following):
             self.admitted = following
 
-    def leave(self, reason: str, *, for_good: bool = True, if_spared: bool = False) -> None:
+    def leave(self, why: Leaving, *, for_good: bool = True, if_spared: bool = False) -> None:
         """This rank takes no further part, or none ``for_good`` and none before it is let in again.
 
         ``if_spared``: only where the others may go on without it.
@@ -176,7 +182,7 @@ class Membership:
                 view = self._read(store)
                 if view.members.get(self.rank) != self.incarnation:
                     return
-                following = view.without({self.rank: reason})
+                following = view.without({self.rank: why})
                 if if_spared and following.shortfall(self.least, self.world_size, with_returning=False):
                     return
                 if self._propose(store, view, following):
@@ -197,7 +203,7 @@ class Membership:
         self.spawn(self._leave_with_an_error, reason).join(ANSWER_S)
 
     def _leave_with_an_error(self, reason: str) -> None:
-        self.leave(reason)
+        self.leave(Leaving("raised", reason))
         if self.view.shortfall(self.least, self.world_size, with_returning=True):
             with self._lent() as store:
                 post_over(store, f"{reason}, and too few ranks are left without it")
@@ -211,7 +217,7 @@ class Membership:
                     if min(int(sign.split(" ")[1]) for sign in signs.values()) >= self.step:
                         break
                     time.sleep(0.02)
-            self.leave(ENDED)
+            self.leave(DONE)
         except (RuntimeError, OSError, ValueError) as error:
             _log.info("rank %d left without a word: %s", self.rank, error)
 
@@ -255,12 +261,19 @@ class Membership:
 
     def publish(self, key: str, word: str) -> None:
         """Leave a word for all incarnations of all ranks, unless there is one."""
-        self._store().compare_set(key, "", self._seal.seal(key, word))
+        sealed = self._store().compare_set(key, "", self._seal.seal(key, word)).decode()
+        self._refill.note(key, sealed)
 
     def published(self, key: str) -> str | None:
         """A word that was left, if there is one of this job."""
-        store = self._store()
-        return self._open(store, key) if store.check([key]) else None
+        if (sealed := peek(self._store(), key)) is None:
+            return None
+        self._refill.note(key, sealed)
+        return self._seal.open(key, sealed)
+
+    def note(self, key: str, word: str) -> None:
+        """Say this again where the store is started anew."""
+        self._refill.note(key, word)
 
     def spawn(self, target: Callable[..., None], *args: Any) -> threading.Thread:
         """Start a thread that waits for other ranks, and may be left to itself; `close` waits for it, for a moment."""
@@ -314,9 +327,11 @@ class Membership:
             try:
                 store = store or self._connect()
                 self._beat_once(store)
-                view = self._read(store)
+                view = self._read_or_fill(store)
                 if self._life != life:  # it was stuck, and has a successor
                     return
+                if view is None:
+                    continue
                 is_member = view.members.get(self.rank) == self.incarnation
                 if not is_member:  # to know how far the others are, before it comes back
                     self._hear(store, view, view.ranks)
@@ -330,7 +345,24 @@ class Membership:
                     return
                 self._note_lost(str(error).partition("\n")[0])
                 store = None
+                self._idle.clear()  # theirs is the same store
                 self._closing.wait(1.0)
+
+    def _read_or_fill(self, store: Any) -> View | None:
+        """The view; ``None`` where the store was started anew, and this rank has done its part for there to be one."""
+        try:
+            view = self._read(store)
+        except StoreEmptied:
+            self.wanted, self._num_joins = {}, 0
+            self._refill.fill(store, self.view)
+            return None
+        self._refill.filled()
+        known = self.view
+        if view.generation > known.generation or view == known:
+            return view
+        # the ranks that filled the store did not know this view; where they did, it has changed, and nothing happens
+        store.compare_set("view", self._sealed(view), self._sealed(known.again()))
+        return None
 
     def _note_lost(self, problem: str | None) -> None:
         lost = problem is not None
@@ -350,11 +382,12 @@ class Membership:
         self._silence.look(now, signs)
         broken = now - self._broken_at < _BROKEN_S
         limit_s = min(_QUICK_S, self._elastic.suspect_s) if broken else self._elastic.suspect_s
-        gone = dict.fromkeys(self._silence.longer_than(limit_s), f"no sign of life for {limit_s:g} s")
+        silent = Leaving("silent", f"no sign of life for {limit_s:g} s")
+        gone = dict.fromkeys(self._silence.longer_than(limit_s), silent)
         for rank in signs:
             ended = self._exited(store, rank)
             if ended is not None and ended.count >= int(view.members[rank].partition("-")[0]):
-                gone[rank] = f"its process ended {ended}"
+                gone[rank] = Leaving("ended", f"its process ended {ended}")
         if gone:
             self._propose(store, view, view.without(gone))
         if leader(view, self.healing) == self.rank:
@@ -369,7 +402,7 @@ class Membership:
         return signs
 
     def _signs(self, store: Any, view: View, ranks: Sequence[int]) -> dict[int, str]:
-        return {rank: store.get(f"beat/{rank}/{view.members[rank]}").decode() for rank in ranks}
+        return {rank: peek(store, f"beat/{rank}/{view.members[rank]}") or _NO_SIGN for rank in ranks}
 
     def _hear_joins(self, store: Any, view: View) -> None:
         if (number := store.add("joins", 0)) == self._num_joins:
@@ -395,7 +428,7 @@ class Membership:
         sealed = self._sealed(new)
         given = store.compare_set("view", self._sealed(old), sealed).decode()
         if given == sealed:
-            level = logging.INFO if all(change.reason == ENDED for change in new.changes) else logging.WARNING
+            level = logging.INFO if all(change.kind == "done" for change in new.changes) else logging.WARNING
             words = "; ".join(f"rank {c.rank} {'joined' if c.joined else 'left'}: {c.reason}" for c in new.changes)
             _log.log(level, "generation %d, ranks %s: %s", new.generation, list(new.ranks), words)
         self._saw(self._read(store))
@@ -405,14 +438,18 @@ class Membership:
         with self._changed:
             if self._view is None or view.generation > self._view.generation:
                 self._view = view
-                self.reasons.update({(change.rank, change.joined): change.reason for change in view.changes})
+                self.changes.update({(change.rank, change.joined): change for change in view.changes})
                 self._changed.notify_all()
 
     def _read(self, store: Any) -> View:
-        sealed = store.get("view").decode()
+        if (sealed := peek(store, "view")) is None:
+            raise StoreEmptied("the job's store was started anew, and has no view of its members yet")
         if (word := self._seal.open("view", sealed)) is None:
             raise ValueError("the view of the job's members was not written by one that knows STRAGGLE_JOB_SECRET")
-        return View.decode(word, self.world_size)
+        view = View.decode(word, self.world_size)
+        if self._view is not None and view.job != self._view.job:
+            raise ValueError("the job's store has the members of another job")
+        return view
 
     def _sealed(self, view: View) -> str:
         return self._seal.seal("view", view.encode())

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from straggle.merge.provenance import MergedAmong
 
 
 @dataclass(frozen=True)
@@ -13,6 +18,8 @@ class Decision:
     finishes them in the same order again. ``left_at``: how often the pass had asked whether to go on before it was
     asked to leave; ``None``: it was not. ``stood_in``: the rest was submitted by the stand-in, without estimates.
     ``num_over``: how many of its backward passes were over by then; ``None`` in recordings that do not say it.
+    ``idle``: it had no data; ``None``: the loop says so. ``among``: whose gradients were merged, where members come and
+    go; ``None`` on a rank that was none.
     """
 
     step: int
@@ -20,12 +27,43 @@ class Decision:
     left_at: int | None
     stood_in: bool
     num_over: int | None = None
+    idle: bool | None = None
+    among: MergedAmong | None = None
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """Among which ranks each bucket of a step was summed, and the telemetry; ``lost`` as in `MergedAmong`."""
+
+    buckets: tuple[tuple[int, ...], ...]
+    telemetry: tuple[int, ...]
+    lost: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Healed:
+    """A rank came back with the step of this. ``random``: torch's random state then. ``started``: in a new process."""
+
+    random: Tensor
+    started: bool
+
+
+@dataclass(frozen=True)
+class RecordedMembers:
+    """Who was a member in each step from 0 on, and before which steps this rank took the state of a peer."""
+
+    steps: tuple[RecordedStep, ...]
+    healed: Mapping[int, Healed] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A rank's decisions from step 0 on, and what its stages were planned from (see `plan_stages`)."""
+    """A rank's decisions from step 0 on, and what its stages were planned from (see `plan_stages`).
+
+    ``members``: where they came and went.
+    """
 
     order: tuple[int, ...]
     seconds: tuple[float, ...]
     decisions: tuple[Decision, ...]
+    members: RecordedMembers | None = None

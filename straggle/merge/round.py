@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from straggle.backward.stages import Stage, StagePlan
 from straggle.merge.buffers import Share, StageBuffers
 from straggle.merge.groups import Group, succeeded
+from straggle.merge.provenance import NO_CHANGE, MergedAmong, Provenance
+from straggle.merge.recorded_groups import StepGroups
 from straggle.merge.telemetry import Row, Table
 from straggle.merge.view import MergeProgress, Repair
 from straggle.policies.fill_in import FillIn
@@ -88,7 +90,8 @@ class Round:
     """One step; ``num_microbatches`` and ``weight`` are those that this rank gave it.
 
     ``factors``: what a computed gradient of each stage counts beside that; ``None``: 1. ``all_or_nothing``: all that
-    the rank computes goes into the merge, or nothing does.
+    the rank computes goes into the merge, or nothing does. ``generation`` is that of ``group``. ``recorded``: a replay,
+    in which each bucket is merged among those that the recording says.
     """
 
     def __init__(
@@ -101,15 +104,18 @@ class Round:
         factors: Sequence[float] | None = None,
         all_or_nothing: bool = False,
         usage: Usage | None = None,
+        generation: int = 0,
+        recorded: StepGroups | None = None,
     ) -> None:
         self.step = step
         self.buffers = buffers
         self.closed = False  # all collectives are launched
         self.stood_in = False
+        self.left_at: int | None = None  # as in a `Decision`, where the training thread submitted it late
         self.num_microbatches = 1
         self.weight = 1.0
         self.stage_s = [math.nan] * len(layout.plan.stages)  # when each stage was complete
-        self.lost: frozenset[int] = frozenset()  # buckets that a change of members took from this rank
+        self.lost = frozenset[int]() if recorded is None else recorded.lost  # that a change of members took from it
         self.layout = layout
         self._works: list[list[dist.Work]] = []  # of each bucket whose merge has begun
         self._merged: set[int] = set()  # buckets that are known to be merged
@@ -119,7 +125,10 @@ class Round:
         self.telemetry: dist.Work | None = None  # their merge
         self.complete = False  # some member had it complete, and gave this rank the telemetry of all
         self._last_shares: Mapping[int, Share] = {}  # of the buckets that were not launched when it was closed
-        self._group = group
+        self._group, self.recorded = group, recorded
+        self._generation = generation
+        self._generations: dict[int, int] = {}  # in which each launched bucket is summed, or was by who gives it
+        self.told: tuple[int, tuple[int, ...]] = (generation, ())  # in which, and of which ranks, the telemetry is
         self._factors = factors
         self._supplemented: dict[int, float] = {}  # for some parameters, the weight of what was added to them
         self._unusual: dict[int, Share] = {}  # complete parameters that do not simply have the rank's weight
@@ -308,9 +317,13 @@ class Round:
 
     def _launch_allreduce(self, shares: Mapping[int, Share]) -> bool:
         """Begin the merge of the next bucket; false where the members have no group at present."""
-        if self._group is None:
+        bucket, group = len(self._works), self._group
+        if self.recorded is not None:
+            group = self.recorded.buckets[bucket]
+        if group is None:
             return False
-        self._works.append(self.buffers.all_reduce(len(self._works), shares, self._group, self.weight))
+        self._works.append(self.buffers.all_reduce(bucket, shares, group, self.weight))
+        self._generations[bucket] = self._generation
         return True
 
     # -- its collectives, and changes of members
@@ -346,10 +359,23 @@ class Round:
         self._group = None
         self._merged |= {b for b, works in enumerate(self._works) if works and all(map(succeeded, works))}
         complete = self.complete or (self.telemetry is not None and succeeded(self.telemetry))
-        return MergeProgress(self.step, len(self._works), frozenset(self._merged), complete)
+        return MergeProgress(self.step, len(self._works), frozenset(self._merged), complete, dict(self._generations))
+
+    def merged_among(self, lost: Mapping[int, Iterable[int]]) -> MergedAmong:
+        """Whose gradients are in the merged buckets, where this rank has all of them."""
+        generations = [self._generations[bucket] for bucket in range(len(self.layout.buckets))]
+        return MergedAmong((*generations, self.told[0]), {rank: tuple(sorted(own)) for rank, own in lost.items()})
 
     def regroup(
-        self, group: Group, repair: Repair, place_of: Mapping[int, int], renew: Callable[[], StageBuffers], *, new: bool
+        self,
+        group: Group,
+        repair: Repair,
+        place_of: Mapping[int, int],
+        renew: Callable[[], StageBuffers],
+        *,
+        new: bool,
+        generation: int = 0,
+        provenance: Provenance = NO_CHANGE,
     ) -> None:
         """Go on among the members of ``group``; ``place_of`` each rank in it, ``new``: this rank has just joined.
 
@@ -365,11 +391,14 @@ class Round:
         self.lost |= lost - repair.given.keys()
         self.telemetry = None
         self._group, self._works = group, [[] for _ in range(num_launched)]
+        self._generation = generation
         for bucket in range(num_launched):
             if (giver := repair.given.get(bucket)) is not None:
                 self._works[bucket] = self.buffers.broadcast(bucket, group, place_of[giver])
+                self._generations[bucket] = provenance.generations.get(bucket, 0)
             elif bucket not in repair.kept:
                 self._works[bucket] = self.buffers.resend(bucket, group)
+                self._generations[bucket] = generation
         if self.closed:
             self._launch_rest()
         else:
@@ -391,3 +420,5 @@ class MergedStep:
     stood_in: bool
     num_gradients: int
     num_over: int
+    idle: bool = False
+    among: MergedAmong | None = None

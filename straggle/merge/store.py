@@ -24,6 +24,7 @@ _LOOK_S = 1.0
 _RETRY_S = 5.0
 _MAX_UNANSWERED = 4  # of their connections, when a network is back, TCP itself tries again within two minutes
 _CONNECT_S = 5.0
+_NOTHING = "(nothing)"
 _UNREACHABLE = (RuntimeError, OSError, futures.TimeoutError)
 
 _log = logging.getLogger(__name__)
@@ -202,6 +203,13 @@ def _awaited(answer: futures.Future[None], limit_s: float) -> None:
 def _reason(error: BaseException) -> str:
     """In a few words: torch's own errors have the stack of their C++ code behind the first line."""
     return str(error).partition("\n")[0] or "no answer in time"
+
+
+def peek(store: Any, key: str) -> str | None:
+    """What lies under this key; ``None`` where nothing does. One request, which waits for nobody to write it."""
+    # a store that has no such key changes nothing, and gives back what it was told to expect
+    word = str(store.compare_set(key, _NOTHING, _NOTHING).decode())
+    return None if word == _NOTHING else word
 
 
 # -- which store

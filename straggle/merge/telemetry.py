@@ -338,7 +338,7 @@ class Table:
         # slots without a unit end with the one before
         unit_s = progress.unit_s.where(progress.unit_share > 0, 0.0).nan_to_num(0.0).cummax(-1).values
         unit_s = torch.cat([unit_s[:, :-1], torch.maximum(unit_s[:, -1:], compute_s.unsqueeze(1))], 1)
-        entered_s, has_data = progress.entered_s, progress.weight > 0
+        entered_s, has_data = progress.entered_s.nan_to_num(0.0), progress.weight > 0
         would = simulate_step(unit_s, deadline_s, rules, entered_s)
         part = computed_share(unit_s, would, rules) * has_data.unsqueeze(1)
         given = part * progress.unit_share
@@ -359,9 +359,17 @@ class Table:
         )
 
     def _entered_s(self) -> Tensor:
-        """For each rank the seconds from the end of the step before to entering this one, or to its row."""
-        times = zip(self._columns["busy_s"], self._columns["compute_s"], strict=True)
-        return torch.tensor([max(0.0, busy_s if math.isnan(own_s) else busy_s - own_s) for busy_s, own_s in times])
+        """For each rank the seconds from the end of the step before to entering this one, or to its row.
+
+        NaN for one that is no member.
+        """
+        times = zip(self._columns["busy_s"], self._columns["compute_s"], self._columns["absent"], strict=True)
+        return torch.tensor(
+            [
+                math.nan if absent else max(0.0, busy_s if math.isnan(own_s) else busy_s - own_s)
+                for busy_s, own_s, absent in times
+            ]
+        )
 
     def _tensor(self, name: str) -> Tensor:
         return torch.tensor(self._columns[name])

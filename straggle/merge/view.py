@@ -11,7 +11,9 @@ import hmac
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+from straggle.report import LEAVING_KINDS, LeavingKind
 
 WATCHED = 3  # members that each one watches: those that follow it, in a ring
 
@@ -42,18 +44,32 @@ class Elastic:
         return self.min_ranks or world_size // 2 + 1
 
 
-ENDED = "ended"  # why a rank left whose loop was over
-RETURNS = "returns"  # why one left that asks to be let in again at once
+@dataclass(frozen=True)
+class Leaving:
+    """Why a member leaves: in one word, and in words."""
+
+    kind: LeavingKind
+    reason: str
+
+
+DONE = Leaving("done", "ended")  # its loop is over
+STARTED_AGAIN = Leaving("restarted", "was started again")
 TOO_FAR_BEHIND = "it fell behind by more merged steps than may wait for it (max_lag)"
 
 
 @dataclass(frozen=True)
 class Change:
-    """What became of one rank from one view to the next; ``joined`` or left, and why."""
+    """What became of one rank from one view to the next; ``joined`` or left, and why; ``kind``: where it left."""
 
     rank: int
     joined: bool
     reason: str
+    kind: LeavingKind = "silent"
+
+    @staticmethod
+    def left(rank: int, why: Leaving) -> Change:
+        """It left."""
+        return Change(rank, False, why.reason, why.kind)
 
 
 @dataclass(frozen=True)
@@ -62,6 +78,7 @@ class View:
 
     ``changes`` are those from the view before. Ranks that joined take part from ``step`` on, and get their state from
     the member ``giver``. ``ended``: ranks whose loop is over; ``returning``: those that left to be let in again.
+    ``job``: drawn with the first view, and the same in all that follow it.
     """
 
     generation: int
@@ -71,6 +88,7 @@ class View:
     giver: int = -1
     ended: frozenset[int] = frozenset()
     returning: frozenset[int] = frozenset()
+    job: str = ""
     joined: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,14 +100,17 @@ class View:
         """The members' ranks in order: a rank's place among them is its rank in the process groups."""
         return tuple(sorted(self.members))
 
-    def without(self, gone: Mapping[int, str]) -> View:
+    def without(self, gone: Mapping[int, Leaving]) -> View:
         """The next view, without these members; why each of them left."""
         left = {rank: own for rank, own in self.members.items() if rank not in gone}
-        changes = tuple(Change(rank, False, gone[rank]) for rank in sorted(gone) if rank in self.members)
-        why = {change.rank: change.reason for change in changes}
-        ended = self.ended | {rank for rank, reason in why.items() if reason == ENDED}
-        returning = self.returning | {rank for rank, reason in why.items() if reason.startswith(RETURNS)}
-        return View(self.generation + 1, left, changes, ended=ended, returning=returning)
+        changes = tuple(Change.left(rank, gone[rank]) for rank in sorted(gone) if rank in self.members)
+        ended = self.ended | {change.rank for change in changes if change.kind == "done"}
+        returning = self.returning | {change.rank for change in changes if change.kind == "returns"}
+        return View(self.generation + 1, left, changes, ended=ended, returning=returning, job=self.job)
+
+    def again(self) -> View:
+        """The next view, with the same members."""
+        return replace(self, generation=self.generation + 1, changes=())
 
     def shortfall(self, least: int, world_size: int, *, with_returning: bool) -> bool:
         """Whether there are fewer members than the job may go on with.
@@ -101,7 +122,7 @@ class View:
 
     def with_joined(self, new: Mapping[int, str], *, step: int, giver: int, reason: str = "came back") -> View:
         """The next view, with new incarnations of these ranks; an older one of the same rank is put out."""
-        changes = [Change(rank, False, "was started again") for rank in sorted(new) if rank in self.members]
+        changes = [Change.left(rank, STARTED_AGAIN) for rank in sorted(new) if rank in self.members]
         changes += [Change(rank, True, reason) for rank in sorted(new)]
         return View(
             self.generation + 1,
@@ -111,19 +132,20 @@ class View:
             giver,
             ended=self.ended - set(new),
             returning=self.returning - set(new),
+            job=self.job,
         )
 
-    def changes_since(self, old: View, reasons: Mapping[tuple[int, bool], str]) -> tuple[Change, ...]:
-        """What became of the members since ``old``, however many views lie between; ``reasons`` by rank and joined.
+    def changes_since(self, old: View, seen: Mapping[tuple[int, bool], Change]) -> tuple[Change, ...]:
+        """What became of the members since ``old``, however many views lie between; ``seen``: by rank and joined.
 
         Views that follow one another quickly are not all seen by every member.
         """
         gone = [rank for rank in old.ranks if self.members.get(rank) != old.members[rank]]
         new = [rank for rank in self.ranks if old.members.get(rank) != self.members[rank]]
         changed = [*((rank, False) for rank in gone), *((rank, True) for rank in new)]
-        known = {**{(c.rank, c.joined): c.reason for c in self.changes}, **reasons}
-        known = {**known, **{(rank, False): ENDED for rank in self.ended}}
-        return tuple(Change(rank, joined, known.get((rank, joined), "not known")) for rank, joined in changed)
+        known = {**{(change.rank, change.joined): change for change in self.changes}, **seen}
+        known = {**known, **{(rank, False): Change.left(rank, DONE) for rank in self.ended}}
+        return tuple(known.get(which, Change(*which, "not known")) for which in changed)
 
     def watched_by(self, rank: int) -> tuple[int, ...]:
         """The members that ``rank`` watches: those that follow it in the ring of members."""
@@ -134,30 +156,35 @@ class View:
 
     def encode(self) -> str:
         """As it lies in the store."""
-        changes = [[change.rank, change.joined, change.reason] for change in self.changes]
+        changes = [[change.rank, change.joined, change.reason, change.kind] for change in self.changes]
         members = {str(rank): self.members[rank] for rank in self.ranks}
         apart = [sorted(self.ended), sorted(self.returning)]
-        return json.dumps([self.generation, members, changes, self.step, self.giver, *apart])
+        return json.dumps([self.generation, members, changes, self.step, self.giver, *apart, self.job])
 
     @classmethod
     def decode(cls, text: str, world_size: int) -> View:
         """Raises ``ValueError`` for anything that is no view of such a job."""
         try:
-            generation, members, changes, step, giver, ended, returning = json.loads(text)
+            generation, members, changes, step, giver, ended, returning, job = json.loads(text)
             view = cls(
                 int(generation),
                 {int(rank): str(own) for rank, own in members.items()},
-                tuple(Change(int(rank), bool(joined), str(reason)) for rank, joined, reason in changes),
+                tuple(Change(int(rank), bool(joined), str(why), _kind(kind)) for rank, joined, why, kind in changes),
                 int(step),
                 int(giver),
                 frozenset(map(int, ended)),
                 frozenset(map(int, returning)),
+                str(job),
             )
         except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"the job's store has no view of its members, but {text[:80]!r}") from error
         if view.generation < 0 or not all(0 <= rank < world_size for rank in view.members):
             raise ValueError(f"a view of ranks {view.ranks} in a job of {world_size} ranks")
         return view
+
+
+def _kind(word: object) -> LeavingKind:
+    return LEAVING_KINDS[LEAVING_KINDS.index(word)]
 
 
 class Seal:
@@ -223,23 +250,27 @@ class MergeProgress:
 
     It was merging ``step``, had launched the merges of ``launched`` buckets, of which those in ``merged`` had come to
     their end. ``complete``: it had all ranks' telemetry too, and with it the knowledge that all have all buckets.
-    A member that has just joined is at no step: -1.
+    A member that has just joined is at no step: -1. ``generations``: in which one each merged bucket was summed (0
+    where it does not say), for a recording.
     """
 
     step: int
     launched: int = 0
     merged: frozenset[int] = frozenset()
     complete: bool = False
+    generations: Mapping[int, int] = field(default_factory=dict, compare=False)
 
     def encode(self, num_buckets: int) -> list[int]:
         """As numbers, `progress_length` of them."""
-        return [self.step, self.launched, int(self.complete), *(int(b in self.merged) for b in range(num_buckets))]
+        merged = [1 + self.generations.get(b, 0) if b in self.merged else 0 for b in range(num_buckets)]
+        return [self.step, self.launched, int(self.complete), *merged]
 
     @classmethod
     def decode(cls, numbers: Sequence[int]) -> MergeProgress:
         """What `encode` gave."""
         step, launched, complete, *merged = numbers
-        return cls(step, launched, frozenset(b for b, is_merged in enumerate(merged) if is_merged), bool(complete))
+        generations = {b: after - 1 for b, after in enumerate(merged) if after}
+        return cls(step, launched, frozenset(generations), bool(complete), generations)
 
 
 def progress_length(num_buckets: int) -> int:

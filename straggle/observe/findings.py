@@ -22,6 +22,7 @@ LEAST = (
     0.5  # what a rank contributed to the stage at the input over the mean rank's, below which that is worth a sentence
 )
 LITTLE = 0.02  # seconds saved, or gradients dropped, as a share, below which it is little
+_LESS_TO_DO = "Give it less to do (straggle.DealtLoader, rebalance=by_speed), look"
 IN_A_ROW = 3  # steps that a rank was stood in for
 WAITING = 0.2  # share of a step that ranks stand idle, above which that is worth a sentence
 PLACES = {
@@ -101,12 +102,13 @@ def _saved(numbers: Numbers) -> Iterator[str]:
 
 def _always_slow(run: Run, numbers: Numbers) -> Iterator[str]:
     slow = _late_ranks(numbers, ALWAYS, 1.01)
+    less = "It has less to do already: look" if run.config.get("rebalance") else _LESS_TO_DO
     for rank in slow[:3]:
         yield (
             f"Rank {rank.rank} was late in {_steps(rank.late, rank.steps)}{_doing(rank)}: it is persistently slow, not "
             f"just sometimes. {rank.reach:.0%} of its gradients came in{_last_stage(run, rank.rank)}. Its data count "
-            "that much less than the others'. Give it less to do (straggle.Rebalance, rebalance=by_speed), look at its "
-            "machine, or choose an estimator that fills in for it, such as LastOwn."
+            f"that much less than the others'. {less} at its machine, or choose an estimator that fills in for it, "
+            "such as LastOwn."
         )
     if len(slow) > 3:
         yield f"{len(slow) - 3} more ranks were late in at least half of their steps: {_list(slow[3:])}."

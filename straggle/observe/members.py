@@ -73,6 +73,7 @@ def _change(record: Mapping[str, Any]) -> tuple[float, MembersReport]:
         left={int(rank): str(reason) for rank, reason in record["left"].items()},
         joined={int(rank): str(reason) for rank, reason in record["joined"].items()},
         seconds=float(record["seconds"]),
+        left_kinds={int(rank): kind for rank, kind in record["left_kinds"].items()},
     )
 
 

@@ -12,6 +12,11 @@ from straggle.merge.replay import Decision, Recording
 from straggle.observe.lines import LineWriter, bytes_before, is_cut
 
 
+def file_of(folder: Path, rank: int) -> Path:
+    """The file of a rank in the folder of a recording."""
+    return folder / f"rank{rank}.jsonl"
+
+
 class DecisionWriter:
     """Appends a rank's decisions to a file, a line of JSON each; the first line holds what the stages come from.
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import final
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from straggle.policies.deadline import Deadline, LateHandling, NextDeadline, check_count, check_number, quantile_of
 from straggle.policies.history import History
+from straggle.policies.ordinary import differences
+from straggle.policies.promise import kept
 from straggle.policies.step_model import StopRules, computed_share, simulate_step
 from straggle.policies.untruncated import untruncated_entries, untruncated_times
 
@@ -25,11 +28,15 @@ _AT_FIRST = 10  # first steps: AutoDeadline chooses in each
 
 @dataclass(frozen=True)
 class Threshold:
-    """``tau_s`` and what is expected of it: the share ``dropped``, and the ``gain`` (0.1: a tenth more per second)."""
+    """``tau_s`` and what is expected of it: the share ``dropped``, and the ``gain`` (0.1: a tenth more per second).
+
+    ``after_quorum_s``: seconds for which a rank is not late after a quorum has finished.
+    """
 
     tau_s: float
     dropped: float
     gain: float
+    after_quorum_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -56,8 +63,11 @@ class StepTimes:
         return StepTimes(unit_s, torch.full_like(unit_s, 1 / unit_s.shape[-1]), at_once, overhead_s, at_once[:, 0])
 
     @staticmethod
-    def of(history: History, quorum: int) -> StepTimes | None:
-        """The steps whose progress a policy sees; ``None`` where no rank entered any of them, or had data."""
+    def of(history: History, quorum: Callable[[int], int]) -> StepTimes | None:
+        """The steps whose progress a policy sees; ``None`` where no rank entered any of them, or had data.
+
+        ``quorum``: how many ranks that is, of so many members.
+        """
         progress = history.progress
         if progress is None or len(progress.unit_s) == 0:
             return None
@@ -69,11 +79,25 @@ class StepTimes:
         unit_s = untruncated_times(progress, compute_s.nan_to_num(0.0)).masked_fill(idle.unsqueeze(-1), 0.0)
         of_others = idle.shape[1] / (~idle).sum(1).clamp(min=1)
         share = (progress.unit_share * of_others.view(-1, 1, 1)).masked_fill(idle.unsqueeze(-1), 0.0)
-        entered_s = untruncated_entries(progress, compute_s)
-        quorum_s = (entered_s + unit_s[..., -1]).kthvalue(quorum, dim=1).values
+        members = ~progress.entered_s.isnan()
+        entered_s = untruncated_entries(progress, compute_s).nan_to_num(0.0)
+        quorum_s = quorum_times(entered_s + unit_s[..., -1], members, quorum)
         steps = StepTimes(unit_s[..., used], share[..., used], entered_s, progress.overhead_s, quorum_s)
         worked = ~idle.all(1)
         return StepTimes(**{name: value[worked] for name, value in vars(steps).items()}) if worked.any() else None
+
+
+def quorum_times(end_s: Tensor, members: Tensor, quorum: Callable[[int], int]) -> Tensor:
+    """When a quorum has finished, (steps,), of ranks that finish at ``end_s``, (steps, ranks).
+
+    ``members``, of the same shape, says which of them take part in the step; ``quorum(number)`` is how many of these.
+    A step without any has a quorum at its begin.
+    """
+    ordered = end_s.masked_fill(~members, math.inf).sort(1).values
+    numbers = members.sum(1).tolist()
+    wanted = [min(max(1, quorum(number)), number) for number in numbers]
+    times = [0.0 if not place else float(row[place - 1]) for row, place in zip(ordered, wanted, strict=True)]
+    return torch.tensor(times, dtype=end_s.dtype)
 
 
 def choose_threshold(
@@ -121,6 +145,38 @@ def choose_threshold(
         best = longest_alike(gains, best, noise)
     best = best if gain[best] >= least_gain else len(tau) - 1
     return Threshold(float(tau[best]), float(1 - reached.mean(0)[best]), float(gain[best]))
+
+
+def choose_for(
+    steps: StepTimes,
+    rules: StopRules,
+    *,
+    longest_s: float,
+    least_gain: float,
+    noise: float = _NOISE,
+    waits: bool = False,
+) -> Threshold:
+    """`AutoDeadline`'s choice: the longest threshold unless a rank is slow as such and a shorter one gains enough.
+
+    With ``waits`` it is the longest in any case.
+
+    With the longest threshold no rank is late within the ordinary lag after a quorum has finished (`differences`). So
+    where all are slow at once, as on a busy machine, what is dropped is what a slow rank leaves, and not the ordinary
+    difference between ranks.
+    """
+    seen = differences(steps.entered_s + steps.unit_s[..., -1], steps.quorum_s, steps.overhead_s)
+    longest = Threshold(longest_s, 0.0, 0.0, seen.lag_s)
+    if waits or not seen.any_slow:
+        return longest
+    chosen = choose_threshold(
+        steps,
+        grace_s=rules.grace_s,
+        longest_s=longest_s,
+        least_gain=least_gain,
+        noise=noise,
+        waits_until_tau=not rules.finish_running,
+    )
+    return replace(chosen, after_quorum_s=seen.lag_s) if chosen.tau_s >= longest_s else chosen
 
 
 def longest_alike(gains: Tensor, best: int, noise: float) -> int:
@@ -205,12 +261,16 @@ class AutoDeadline(Deadline):
     """The threshold of DropCompute's rule (`choose_threshold`) over the last ``window`` steps, chosen again and again.
 
     It weighs what is dropped against the seconds that are saved, on the clock that it is enforced by. A late rank is
-    waited for until the threshold, and not until its last unit before, as the rule has it for micro-batches. Where the
-    best threshold promises less than ``least_gain`` (0.01: a hundredth more gradient per second), it takes the longest:
-    ``max_over_median`` times the median rank's time in a quick step (the quickest tenth). So a rank that was never slow
-    before and stalls is not waited for either. Of thresholds that differ by no more than noise (one standard error), it
-    takes the longest. ``every``: steps between two choices; in its first ten steps it chooses in each. It predicts what
-    the last choice is expected to drop.
+    waited for until the threshold, and not until its last unit before, as the rule has it for micro-batches. It takes
+    the longest threshold where no rank is slow as such, that is where ranks that need more than 1.4 times as long as
+    a quorum cost less than 3 % of the steps' time, and where the best one promises less than
+    ``least_gain`` (0.01: a hundredth more gradient per second). That is ``max_over_median`` times the median rank's
+    time in a quick step (the quickest tenth). So a rank that was never slow before and stalls is not waited for either.
+    With it, no rank is late by what ranks ordinarily are behind a quorum (`differences`), however slow all of them are
+    at once. It takes the longest, too, where what was dropped in the last ``window`` steps did not bring that much:
+    gradient per second as it came, against waiting in the same steps (`kept`). Of thresholds that differ by no more
+    than noise (one standard error), it takes the longest. ``every``: steps between two choices; in its first ten steps
+    it chooses in each. It predicts what the last choice is expected to drop.
     """
 
     wants_progress = True
@@ -251,22 +311,25 @@ class AutoDeadline(Deadline):
         if self.chosen is None or history.num_steps - since != self._chosen_at:
             self._chosen_at = history.num_steps - since
             self.chosen = self._choose(history.last(self.window - self.every + 1, before=since))
-        return NextDeadline(self.chosen.tau_s, self.chosen.dropped)
+        return NextDeadline(self.chosen.tau_s, self.chosen.dropped, self.chosen.after_quorum_s)
 
     def _choose(self, history: History) -> Threshold:
-        rules = StopRules.of(self, self._late_handling, history.compute_s.shape[1])
-        steps = StepTimes.of(history, rules.quorum)
-        if steps is None:
-            return Threshold(math.inf, 0.0, 0.0)
+        ranks, entered_s = history.compute_s.shape[1], history.progress.entered_s if history.progress else None
+        members = None if entered_s is None or not len(entered_s) else int((~entered_s[-1].isnan()).sum())
+        rules = StopRules.of(self, self._late_handling, ranks, members)
+        steps = StepTimes.of(history, partial(self._late_handling.quorum_among, wanted=self.quorum))
         longest_s = self.max_over_median * _usual_s(history.compute_s)
-        if not longest_s < math.inf:  # no rank came to a step that is seen
+        if steps is None or not longest_s < math.inf:  # no rank came to a step that is seen
             return Threshold(math.inf, 0.0, 0.0)
-        chosen = choose_threshold(
-            steps,
-            grace_s=rules.grace_s,
-            longest_s=longest_s,
-            least_gain=self.least_gain,
-            noise=_NOISE,
-            waits_until_tau=not rules.finish_running,
-        )
+        chosen = choose_for(steps, rules, longest_s=longest_s, least_gain=self.least_gain, waits=self._broken(history))
+        rules = replace(rules, after_quorum_s=chosen.after_quorum_s)
         return replace(chosen, dropped=expected_drop(steps, chosen.tau_s, rules, self._parts))
+
+    def _broken(self, history: History) -> bool:
+        """Whether what was dropped in these steps brought less than it should have."""
+        progress = history.progress
+        assert progress is not None
+        compute_s = history.compute_s[-len(progress.unit_s) :]
+        unit_s = untruncated_times(progress, compute_s.nan_to_num(0.0)).nan_to_num(0.0)
+        waiting_s = (untruncated_entries(progress, compute_s) + unit_s.amax(-1)).amax(1)
+        return kept(progress, compute_s, waiting_s).broken(self.least_gain)

@@ -21,10 +21,13 @@ class NextDeadline:
     """What a policy decided: the ``seconds`` of the next step, infinite to wait for all ranks.
 
     ``predicted_drop``: the share of the gradients that it expects to be dropped in it; NaN: it has no idea.
+    ``after_quorum_s``: seconds that a rank has in any case after a quorum has finished, if that is more than the
+    policy's ``grace_s``.
     """
 
     seconds: float
     predicted_drop: float = math.nan
+    after_quorum_s: float = 0.0
 
 
 class Deadline(ABC):
@@ -202,13 +205,18 @@ class LateHandling:
             raise ValueError(f"quorum={quorum}: there are only {world_size} ranks")
         return quorum or max(1, world_size // 2)
 
+    def quorum_among(self, members: int, wanted: int | None = None) -> int:
+        """The same where so many of the job's ranks are members: it is never more than those."""
+        quorum = wanted or self.quorum
+        return max(1, members // 2) if quorum is None else min(quorum, members)
+
 
 def next_deadline(policy: Deadline, history: History) -> NextDeadline:
     """What the policy decides. Raises ``ValueError``, naming it, for what are no seconds."""
     decided = as_next(policy.decide(history))
     seconds = _number(decided.seconds)
     if seconds >= 0:
-        return NextDeadline(seconds, decided.predicted_drop)
+        return NextDeadline(seconds, decided.predicted_drop, max(policy.grace_s, decided.after_quorum_s))
     raise ValueError(
         f"{name_of(policy)}.decide() gave {decided.seconds!r} for step {history.num_steps}: give a number of seconds "
         "of at least 0, or math.inf to wait for all ranks"

@@ -24,8 +24,8 @@ class Progress:
     ``computed`` of shape (steps, ranks, stages) is the share of each stage that the rank submitted; ``stage_share`` of
     shape (stages,) the share of the model that a stage is; ``weight`` of shape (steps, ranks) the weight of the rank's
     step (0: it had no data). ``entered_s`` of shape (steps, ranks): seconds from the end of the step before to entering
-    this one; of a rank that never entered, to when it was stood in for. ``overhead_s`` of shape (steps,): seconds
-    from the end of the slowest rank's own work to the end of the step, as they were in the step before.
+    this one; of a rank that never entered, to when it was stood in for; NaN: it is no member. ``overhead_s`` of shape
+    (steps,): from the end of the slowest rank's own work to the end of the step, as they were in the one before.
     """
 
     unit_s: Tensor
@@ -71,7 +71,7 @@ class History:
         progress = self.progress
         if progress is not None:
             rows = {name: value for name, value in vars(progress).items() if name not in ("stage_share", "overhead_s")}
-            nothing = {"unit_s": math.nan, "unit_share": None}
+            nothing = {"unit_s": math.nan, "unit_share": None, "entered_s": math.nan}
             resized = {name: _of_ranks(value, number, nothing.get(name, 0.0)) for name, value in rows.items()}
             progress = replace(progress, **resized)
         compute_s, finished = _of_ranks(self.compute_s, number, math.nan), _of_ranks(self.finished, number, False)

@@ -36,9 +36,14 @@ class StopRules:
     checks: int = 0
 
     @staticmethod
-    def of(policy: Deadline, late_handling: LateHandling, world_size: int) -> StopRules:
-        """The rules that ``world_size`` ranks follow under a policy."""
+    def of(policy: Deadline, late_handling: LateHandling, world_size: int, members: int | None = None) -> StopRules:
+        """The rules that ``world_size`` ranks follow under a policy.
+
+        ``members``: how many of them take part; the others are as ranks that have finished when the step begins.
+        """
         quorum = late_handling.quorum_of(world_size, policy.quorum)
+        if members is not None:
+            quorum = late_handling.quorum_among(members, policy.quorum) + world_size - members
         granularity = late_handling.granularity
         return StopRules(
             quorum, policy.grace_s, granularity == "microbatch", late_handling.grace_s, granularity == "step"

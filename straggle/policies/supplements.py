@@ -99,6 +99,9 @@ class _Accounts(SupplementingEstimator):
         for name, packed in state.items():
             self._accounts[parameters[name]] = _Account.unpacked(packed, parameters[name])
 
+    def forget_own(self) -> None:
+        self._accounts.clear()
+
 
 @final
 class ErrorFeedback(_Accounts):
@@ -147,6 +150,10 @@ class ErrorFeedback(_Accounts):
         inner = {name.removeprefix(_INNER): tensor for name, tensor in state.items() if name.startswith(_INNER)}
         self.inner.load_state_dict(inner, parameters)
         super().load_state_dict({n: t for n, t in state.items() if not n.startswith(_INNER)}, parameters)
+
+    def forget_own(self) -> None:
+        super().forget_own()
+        self.inner.forget_own()
 
     def missed(self, parameter: nn.Parameter, share: float, estimate: Estimate | None) -> None:
         account = self._accounts.setdefault(parameter, _Account())

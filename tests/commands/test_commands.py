@@ -109,7 +109,9 @@ def test_view_names_absent_ranks_and_says_when_the_members_change() -> None:
     one, two = (dataclasses.replace(rank(number, math.nan, (math.nan,)), absent=True) for number in (1, 2))
     now = iter([100.0, 112.4])
     with LiveView(20, console=console, clock=lambda: next(now)) as view:
-        view.changed(MembersReport(2, 0, (0,), 3, left={2: "its process ended by SIGKILL, after 3.0 s"}))
+        view.changed(
+            MembersReport(2, 0, (0,), 3, left={2: "its process ended by SIGKILL, after 3.0 s"}, left_kinds={2: "ended"})
+        )
         view.show(report(rank(0, 1.0, (1.0,)), one, two, step=0))  # rank 1 had left before
     lines = console.export_text().splitlines()
     assert lines[0].rstrip() == "members: rank 2 left: its process ended by SIGKILL, after 3.0 s (1 of 3 ranks)"
@@ -299,7 +301,7 @@ def test_slow_rank_is_late_and_the_replicas_stay_identical(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_compare_trains_ddp_and_straggle_to_the_same_parameters_when_nobody_is_late(tmp_path: Path) -> None:
     faults = ("faults=pace", "faults.pace=null")  # the one that there is, switched off
-    keys = (*TINY, *faults, "deadline=none", "steps=6", "block=2", "num_microbatches=2")
+    keys = (*TINY, *faults, "deadline=none", "rebalance=none", "steps=6", "block=2", "num_microbatches=2")
     run_command("compare", 2, *keys, "run_dir=run", folder=tmp_path)
     results = json.loads((tmp_path / "run" / "compare.json").read_text())
     stable = "step_seconds_median step_seconds_mean step_seconds_p95 validation_loss seconds_to_loss"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -12,7 +13,7 @@ from importlib.metadata import packages_distributions
 import pytest
 from repository import ROOT
 
-from straggle.extras import needs_extra
+from straggle.extras import MissingExtra, needs_extra
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
 MODULES = [
@@ -121,6 +122,15 @@ def test_extras_that_errors_and_pages_name_are_those_of_pyproject():
 def test_readme_says_what_each_extra_of_pyproject_gives():
     table = (ROOT / "README.md").read_text().partition("| extra |")[2].partition("\n\n")[0]
     assert re.findall(r"^\| `(\w+)`", table, re.MULTILINE) == list(extras_of_pyproject())
+
+
+@pytest.mark.parametrize("framework", ["transformers", "accelerate", "lightning"])
+def test_integration_without_its_framework_names_its_extra(framework, monkeypatch):
+    monkeypatch.setitem(sys.modules, framework, None)
+    monkeypatch.setitem(sys.modules, f"{framework}.pytorch", None)
+    monkeypatch.delitem(sys.modules, f"straggle.integrations.{framework}", raising=False)
+    with pytest.raises(MissingExtra, match=rf"pip install 'straggle\[{framework}\]'"):
+        importlib.import_module(f"straggle.integrations.{framework}")
 
 
 def test_oldest_torch_of_the_readme_is_that_of_pyproject():

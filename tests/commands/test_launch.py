@@ -226,9 +226,18 @@ sys.exit(codes[min(count, len(codes) - 1)])
         ([[0], [5]], 1, 5, [1, 2], "ranks [1] have not done their work"),
         ([[1], [0]], 0, 1, [1, 1], "ranks [0] have not done their work"),
         ([[DO_NOT_RESTART], [1, 0]], 10, DO_NOT_RESTART, [1, 2], "ranks [0] have not done their work"),
+        ([[2], [0]], 10, 2, [1, 1], "rank 0 ended with status 2, after"),
         ([[7]], 10, 7, [2], "all ranks have failed again in the same way"),
     ],
-    ids=["all done", "done at last", "restarts used up", "no restarts", "job over", "always the same error"],
+    ids=[
+        "all done",
+        "done at last",
+        "restarts used up",
+        "no restarts",
+        "job over",
+        "wrong configuration",
+        "always the same error",
+    ],
 )
 def test_launcher_ends_when_all_workers_stay_down_and_its_status_says_how(
     codes: list[list[int]], max_restarts: int, status: int, number_of_starts: list[int], said: str, tmp_path: Path
@@ -438,3 +447,18 @@ def test_port_that_is_taken_is_refused_without_a_traceback(tmp_path: Path) -> No
         assert job.status() == 2
     assert "Address already in use" in job.log.read_text()
     assert "Traceback" not in job.log.read_text()
+
+
+@pytest.mark.slow
+def test_refused_worker_ends_the_wait_of_its_peers_before_the_job_has_begun(tmp_path: Path) -> None:
+    body = """
+    if rank == "1":
+        sys.exit(2)
+    import torch, torch.distributed as dist, straggle
+    dist.init_process_group("gloo")
+    straggle.StagedDataParallel(torch.nn.Linear(2, 2), members=straggle.Elastic())
+    """
+    with launched(tmp_path, body, "--nproc-per-node=2", GLOO_SOCKET_IFNAME="lo") as job:
+        assert job.status() == 2  # the peer would wait for give_up_s, 300 s
+    assert [starts(tmp_path, rank) for rank in range(2)] == [1, 1]
+    assert "rank 0, before step 0: the job is over: rank 1's configuration is wrong" in job.log.read_text()

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from ranks import Started, started_command
+from ranks import Started, run_command, started_command
 
 from straggle.merge.agents import DO_NOT_RESTART
 from straggle.observe.members import read_members
@@ -62,6 +62,12 @@ def test_rank_that_is_killed_comes_back_and_no_step_is_lost_or_written_twice(kil
     assert summary["absent_steps_per_rank"][killed] == len(absent)
     assert len(summary["parameters_sha256"]) == 3
     assert len(set(summary["parameters_sha256"])) == 1
+    if killed == 0:
+        words = ("replay=run", "run_dir=again", "steps=500", "metrics=none", "report=false")
+        assert "parameters as in run: identical" in run_command("train", 3, *words, folder=tmp_path)
+        again = read_reports(tmp_path / "again" / "trace.jsonl")
+        assert [own.scalars for own in again] == [own.scalars for own in reports]
+        assert [own.absent_ranks for own in again] == [own.absent_ranks for own in reports]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import difflib
 import inspect
 import io
 import json
@@ -28,6 +29,7 @@ from straggle.commands.advise import arguments as advise_arguments
 from straggle.commands.config import GROUPS, load
 from straggle.commands.launch_options import arguments as launch_arguments
 from straggle.commands.report import arguments as report_arguments
+from straggle.commands.watch import arguments as watch_arguments
 
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -132,11 +134,31 @@ def check_command(words: list[str]) -> None:
                 report_arguments(keys)
             elif word == "advise":
                 advise_arguments(keys)
+            elif word == "watch":
+                watch_arguments(keys)
             else:
                 load(*((keys[0], keys[1:]) if word == "check" else (word, keys)))
     else:
         script = next((word for word in arguments if word.endswith(".py")), program)
         assert (ROOT / script).exists() or program.startswith(".venv/bin/"), script
+
+
+def differences(name: str) -> str:
+    """Of the two forms of an example below their docstrings, but for indentation and empty lines."""
+    forms = [(ROOT / "examples" / name / f"{kind}.py").read_text() for kind in ("ddp", "straggled")]
+    before, after = (form.partition('"""\n\n')[2].splitlines() for form in forms)
+    stripped = [[line.strip() for line in lines] for lines in (before, after)]
+    found = []
+    for kind, i, j, k, m in difflib.SequenceMatcher(None, *stripped, autojunk=False).get_opcodes():
+        if kind != "equal":
+            changed = [f"-{line}" for line in before[i:j]] + [f"+{line}" for line in after[k:m]]
+            found += [line for line in changed if line[1:].strip()]
+    return "\n".join(found)
+
+
+@pytest.mark.parametrize("name", ["gpt", "images"])
+def test_page_has_the_differences_of_the_two_forms_of_an_example(name: str) -> None:
+    assert f"```diff\n{differences(name)}\n```" in (ROOT / "docs" / "integrations.md").read_text()
 
 
 def record_a_run(folder: Path) -> None:

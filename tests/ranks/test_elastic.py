@@ -26,12 +26,15 @@ from straggle import (
 )
 from straggle.backward.stages import plan_stages
 from straggle.merge.agents import over
+from straggle.merge.buffers import StageBuffers
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.elastic import ElasticChannel
 from straggle.merge.rank_state import Entry
+from straggle.merge.telemetry import Row
 from straggle.merge.view import Repair
 from straggle.policies.fill_in import FillIn
+from straggle.report import PHASES
 
 BALLAST = 2**24  # elements of a state that takes a while to send
 
@@ -506,6 +509,49 @@ def finish_steps_while_others_ask(rank):
 def test_step_that_another_member_gave_holds_nobody_for_newcomers():
     # who was to come in after it has, or has not: a rank that waited for that would wait for ever
     assert run_ranks(finish_steps_while_others_ask, 1) == [[(1, True), None]]
+
+
+def take_telemetry_of_who_has_left(rank):
+    """Rank 1 leaves when all has come of a step, its telemetry too, to a peer: who is absent in it for rank 0."""
+    model, late_handling = mlp(), LateHandling()
+    parameters, plan = list(model.parameters()), plan_stages(model)
+    channel = ElasticChannel(Elastic(), give_up_s=60.0)
+    view = channel.membership.view
+    if rank == 1:
+        buffers = StageBuffers(plan, parameters, 2, telemetry_apart=True)
+        for bucket in range(len(plan.buckets())):
+            for work in buffers.all_reduce(bucket, {}, channel.groups.gradients):
+                work.wait()
+        return None
+    coordinator = Coordinator(
+        parameters,
+        plan,
+        channel,
+        deadline=CurrentDeadline(WaitForAll(), late_handling, world_size=2),
+        fill_in=FillIn(Abstain(), late_handling),
+        merge=Merge(),
+        num_changes=0,
+        membership=channel.membership,
+    )
+    coordinator.enter(Entry())
+    coordinator.gradients_ready(*zip(*enumerate(map(torch.ones_like, parameters)), strict=True))
+    found = []
+    thread = threading.Thread(target=lambda: found.append(coordinator.finish(truncated=False, scalars={})))
+    thread.start()
+    while (current := coordinator.merging.round) is None or current.telemetry is None:
+        time.sleep(0.001)
+    coordinator.freeze()
+    ones, zeros = (1.0,) * len(plan.stages), (0.0,) * len(plan.stages)
+    row = Row(dict.fromkeys(PHASES, 0.0), 0.0, 0.0, computed=ones, estimated=zeros, stage_s=zeros).encode()
+    of_both = torch.cat([row, row])
+    coordinator.regroup(channel.groups, view.without({1: "gone"}), Repair(1, completed=0, giver=0), of_both)
+    thread.join()
+    return found[0].table.absent_ranks()
+
+
+def test_rank_that_left_after_a_step_was_complete_is_not_absent_in_it():
+    # who had the step before knows it as a member: others would deal the samples that it brought again
+    assert run_ranks(take_telemetry_of_who_has_left, 2) == [frozenset(), None]
 
 
 def go_on_while_a_change_is_reported(rank):

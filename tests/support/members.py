@@ -81,17 +81,15 @@ class Job:
         args: tuple[Any, ...],
         environment: dict[str, str],
         network: Network | None,
+        served: bool,
     ) -> None:
         self.folder, self.world_size = folder, world_size
         self.board = Board(folder / "board", world_size)
         self._environment, self._network = environment, network
         self._store_host: Any = None
-        if network is not None:
-            served, serving = _context.Pipe(duplex=False)
-            self._store_host = _context.Process(target=_serve_store, args=(serving, network.names[-1]), daemon=True)
-            self._store_host.start()
-            serving.close()  # so that this raises where the store's process ends
-            self._port = served.recv()
+        self._port = 0
+        if served or network is not None:
+            self.start_store()
         self._payload = pickle.dumps((function, args))
         self._processes: dict[int, Any] = {}
         self._connections: dict[int, Connection] = {}
@@ -113,6 +111,8 @@ class Job:
         self._results.pop(rank, None)
         ours, theirs = _context.Pipe()
         place = None
+        if self._store_host is not None:
+            place = ("", "127.0.0.1", self._port)
         if self._network is not None:
             place = (self._network.names[rank], self._network.addresses[-1], self._port)
         start = (theirs, rank, self.world_size, self._starts[rank], str(self.folder), payload, environment, place)
@@ -121,6 +121,20 @@ class Job:
         theirs.close()
         self._starts[rank] += 1
         self._processes[rank], self._connections[rank] = process, ours
+
+    def start_store(self) -> None:
+        """Start the server that is the job's store, for the first time or again: it is empty, and where it was."""
+        ours, theirs = _context.Pipe(duplex=False)
+        namespace = "" if self._network is None else self._network.names[-1]
+        self._store_host = _context.Process(target=_serve_store, args=(theirs, namespace, self._port), daemon=True)
+        self._store_host.start()
+        theirs.close()  # so that this raises where the store's process ends
+        self._port = ours.recv()
+
+    def kill_store(self) -> None:
+        """SIGKILL for that server."""
+        self._store_host.kill()
+        self._store_host.join()
 
     def kill(self, *ranks: int) -> None:
         """SIGKILL."""
@@ -215,13 +229,15 @@ def run_job(
     *args: Any,
     environment: dict[str, str] | None = None,
     network: Network | None = None,
+    served: bool = False,
 ) -> Iterator[Job]:
     """A job of so many ranks, each of which runs ``function(rank, board, *args)``; it ends with the block.
 
-    In a ``network`` each rank is on a host of its own, and the store is a server on the last host.
+    In a ``network`` each rank is on a host of its own, and the store is a server on the last host. ``served``: the
+    store is a server on this one.
     """
     with tempfile.TemporaryDirectory() as folder:
-        job = Job(Path(folder), world_size, function, args, environment or {}, network)
+        job = Job(Path(folder), world_size, function, args, environment or {}, network, served)
         try:
             for rank in range(world_size):
                 job.start(rank)
@@ -251,7 +267,8 @@ def _member_main(
         if place is None:
             store = dist.FileStore(f"{folder}/store")
         else:
-            enter(place[0])
+            if place[0]:
+                enter(place[0])
             store = dist.TCPStore(place[1], place[2], is_master=False)
         store.set_timeout(timedelta(seconds=60))
         corner = dist.PrefixStore(f"start/{rank}/{start}" if start else "start", store)  # type: ignore[attr-defined]
@@ -266,8 +283,9 @@ def _member_main(
             connection.recv_bytes()  # never comes: the test ends it
 
 
-def _serve_store(connection: Any, namespace: str) -> None:
-    enter(namespace)
-    store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
+def _serve_store(connection: Any, namespace: str, port: int) -> None:
+    if namespace:
+        enter(namespace)
+    store = dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
     connection.send(store.port)
     signal.pause()

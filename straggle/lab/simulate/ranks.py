@@ -169,6 +169,7 @@ class Cluster:
         decided = next_deadline(self._policy, history)
         if self._policy.enforced:
             self._next = decided
+            self._rules = replace(self._rules, after_quorum_s=decided.after_quorum_s)
 
     def result(self) -> Simulation:
         """The result of all steps."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from straggle.commands.restarting import RestartRules, StartAgain, StaysDown, failed_again, next_start
+from straggle.commands.restarting import RestartRules, StartAgain, StaysDown, failed_again, job_ends, next_start
 from straggle.merge.agents import DO_NOT_RESTART, Exited
 
 RULES = RestartRules(max_restarts=3, delay_s=0.5)
@@ -25,6 +25,8 @@ def ended(code: int | None = None, *, by: str | None = None, count: int = 1, ran
         (ended(by="SIGKILL"), 3, StaysDown("all its 3 restarts are used")),
         (ended(1, ran_s=59.0), 3, StaysDown("all its 3 restarts are used")),
         (ended(1, ran_s=60.0), 3, StartAgain(0.5, 1)),
+        (ended(2, count=0), 0, StaysDown("its configuration is wrong, as it said")),
+        (ended(2, ran_s=600.0), 3, StaysDown("its configuration is wrong, as it said")),
         (ended(DO_NOT_RESTART), 0, StaysDown("it said that the job is over")),
         (ended(DO_NOT_RESTART, ran_s=600.0), 0, StaysDown("it said that the job is over")),
     ],
@@ -33,6 +35,20 @@ def test_worker_is_started_again_unless_it_is_done_or_has_used_its_restarts(
     exited: Exited, restarts: int, then: StartAgain | StaysDown
 ) -> None:
     assert next_start(exited, restarts, RULES) == then
+
+
+@pytest.mark.parametrize(
+    ("exited", "ends"),
+    [
+        (ended(2, count=0), True),
+        (ended(2, count=1), False),  # the job has begun, and goes on without it
+        (ended(1, count=0), False),
+        (ended(by="SIGINT", count=0), False),
+        (ended(0, count=0), False),
+    ],
+)
+def test_worker_that_is_refused_before_the_job_begins_ends_it(exited: Exited, ends: bool) -> None:
+    assert job_ends(exited) is ends
 
 
 def test_delay_doubles_up_to_half_a_minute() -> None:
@@ -53,7 +69,7 @@ def test_worker_without_restarts_stays_down() -> None:
         ([ended(1)], True),
         ([ended(1), None], False),  # one runs
         ([ended(1), ended(0)], False),  # one is done
-        ([ended(1), ended(2)], False),  # not the same error
+        ([ended(1), ended(3)], False),  # not the same error
         ([ended(1), ended(1, count=0)], False),  # the first time for one of them
         ([ended(1), ended(1, ran_s=10.0)], False),  # one came further
         ([ended(by="SIGKILL"), ended(by="SIGKILL")], False),  # from outside

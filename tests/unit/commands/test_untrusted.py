@@ -8,13 +8,13 @@ from training import TINY
 from straggle import LateHandling
 from straggle.advise.answer import configured_late_handling
 from straggle.commands.config import ConfigurationError, check_targets, load
-from straggle.commands.train import decisions_of, recorded
+from straggle.commands.replaying import decisions_of, recorded
 
 
 def replay_of(tmp_path, changed, *own):
     """The configuration with which a folder is replayed, whose recorded one was ``changed``."""
     source = tmp_path / "theirs"
-    decisions_of(source, 0).parent.mkdir(parents=True)
+    decisions_of(source).mkdir(parents=True)
     theirs = OmegaConf.create(OmegaConf.to_container(load("train", TINY)))
     OmegaConf.save(OmegaConf.merge(theirs, changed), source / "config.yaml")
     return recorded(load("train", [f"replay={source}", f"run_dir={tmp_path / 'run'}", *own]))

@@ -28,6 +28,15 @@ def test_word_is_the_last_one_of_that_rank() -> None:
     assert agents.exited(store, 0) is None
 
 
+def test_last_process_is_known_by_its_end_too() -> None:
+    store = dist.HashStore()
+    assert agents.last_count(store, 1) == -1
+    agents.post_exited(store, 1, Exited(2, 1.5, code=1))  # it was started before the store was, which began anew
+    assert agents.last_count(store, 1) == 2
+    agents.post_started(store, 1, 3)
+    assert agents.last_count(store, 1) == 3
+
+
 def test_word_lies_at_the_root_of_the_store_whatever_part_the_reader_has() -> None:
     store = dist.HashStore()
     part = dist.PrefixStore("attempt", dist.PrefixStore("default_pg", store))

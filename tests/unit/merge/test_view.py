@@ -6,8 +6,9 @@ import math
 import pytest
 
 from straggle import Elastic
-from straggle.merge.view import ENDED, RETURNS, WATCHED, Change, Seal, Silence, View, leader
+from straggle.merge.view import DONE, STARTED_AGAIN, WATCHED, Change, Leaving, Seal, Silence, View, leader
 
+SILENT = Leaving("silent", "no sign of life")
 VIEW = View(3, {0: "0-a", 2: "1-b", 3: "0-c"}, (Change(1, False, "ended"), Change(2, True, "came back")), 7, 0)
 
 
@@ -38,7 +39,9 @@ def test_min_ranks_counts_where_it_is_given():
 # -- views
 
 
-@pytest.mark.parametrize("view", [VIEW, View(0, {0: "x"}), View(1, {}), VIEW.without({0: 'no sign of life, "2" s'})])
+@pytest.mark.parametrize(
+    "view", [VIEW, View(0, {0: "x"}), View(1, {}), VIEW.without({0: Leaving("silent", 'no sign of life, "2" s')})]
+)
 def test_view_is_read_as_it_was_written(view):
     assert View.decode(view.encode(), 4) == view
 
@@ -58,17 +61,18 @@ def test_views_of_equal_members_are_written_alike():
         "7",
         '"text"',
         "[1, {}, [], 0, 0]",
-        "[1, {}, [], 0, 0, [], 0]",
-        '["x", {}, [], 0, 0, [], []]',
-        "[null, {}, [], 0, 0, [], []]",
-        "[1, [], [], 0, 0, [], []]",
-        '[1, {"x": "a"}, [], 0, 0, [], []]',
-        '[1, {}, [["x", true, ""]], 0, 0, [], []]',
-        "[1, {}, [[1, true]], 0, 0, [], []]",
-        "[1, {}, 5, 0, 0, [], []]",
-        "[1, {}, [5], 0, 0, [], []]",
+        '[1, {}, [], 0, 0, [], 0, ""]',
+        '["x", {}, [], 0, 0, [], [], ""]',
+        '[null, {}, [], 0, 0, [], [], ""]',
+        '[1, [], [], 0, 0, [], [], ""]',
+        '[1, {"x": "a"}, [], 0, 0, [], [], ""]',
+        '[1, {}, [["x", true, "", "silent"]], 0, 0, [], [], ""]',
+        '[1, {}, [[1, true, "", "because"]], 0, 0, [], [], ""]',
+        '[1, {}, [[1, true]], 0, 0, [], [], ""]',
+        '[1, {}, 5, 0, 0, [], [], ""]',
+        '[1, {}, [5], 0, 0, [], [], ""]',
         "[1, {}, [], 0, 0, 0]",
-        "[1e400, {}, [], 0, 0, [], []]",
+        '[1e400, {}, [], 0, 0, [], [], ""]',
         "[" * 5000,
     ],
 )
@@ -80,12 +84,12 @@ def test_what_is_no_view_is_a_value_error(text):
 @pytest.mark.parametrize(("generation", "rank"), [(-1, 0), (1, 4), (1, -1)])
 def test_view_of_another_job_is_a_value_error(generation, rank):
     with pytest.raises(ValueError, match="in a job of 4 ranks"):
-        View.decode(json.dumps([generation, {rank: "a"}, [], 0, 0, [], []]), 4)
+        View.decode(json.dumps([generation, {rank: "a"}, [], 0, 0, [], [], ""]), 4)
 
 
 def test_members_leave_with_their_reasons():
-    view = VIEW.without({2: "ended", 1: "is none", 0: "silent"})
-    assert view == View(4, {3: "0-c"}, (Change(0, False, "silent"), Change(2, False, "ended")), ended=frozenset({2}))
+    view = VIEW.without({2: DONE, 1: SILENT, 0: SILENT})
+    assert view == View(4, {3: "0-c"}, (Change.left(0, SILENT), Change.left(2, DONE)), ended=frozenset({2}))
     assert view.joined == frozenset()
 
 
@@ -99,7 +103,7 @@ def test_ranks_join_from_a_step_on():
 def test_newer_incarnation_puts_the_older_one_of_its_rank_out():
     view = VIEW.with_joined({2: "2-d"}, step=9, giver=0)
     assert view.members[2] == "2-d"
-    assert view.changes == (Change(2, False, "was started again"), Change(2, True, "came back"))
+    assert view.changes == (Change.left(2, STARTED_AGAIN), Change(2, True, "came back"))
     assert view.joined == {2}
 
 
@@ -109,18 +113,18 @@ def test_view_for_nobody_is_a_new_generation():
 
 
 def test_job_is_not_short_of_ranks_whose_loops_are_over():
-    view = View(1, dict.fromkeys(range(4), "x")).without({0: ENDED}).without({2: ENDED})
+    view = View(1, dict.fromkeys(range(4), "x")).without({0: DONE}).without({2: DONE})
     assert view.ended == {0, 2}
     assert not view.shortfall(3, 4, with_returning=False)
-    assert not view.without({1: ENDED}).shortfall(3, 4, with_returning=False)
-    assert view.without({1: "no sign of life"}).shortfall(3, 4, with_returning=True)
+    assert not view.without({1: DONE}).shortfall(3, 4, with_returning=False)
+    assert view.without({1: SILENT}).shortfall(3, 4, with_returning=True)
     back = view.with_joined({0: "y"}, step=7, giver=1)
     assert back.ended == {2}
     assert View.decode(back.encode(), 4) == back
 
 
 def test_job_is_short_of_ranks_that_return_only_after_a_moment():
-    view = View(1, dict.fromkeys(range(4), "x")).without({0: "no sign of life"}).without({3: f"{RETURNS}: too late"})
+    view = View(1, dict.fromkeys(range(4), "x")).without({0: SILENT}).without({3: Leaving("returns", "too late")})
     assert view.returning == {3}
     assert not view.shortfall(3, 4, with_returning=True)
     assert view.shortfall(3, 4, with_returning=False)
@@ -146,15 +150,15 @@ def test_lowest_member_that_has_its_state_leads(healing, leads):
 
 def test_changes_of_views_that_a_rank_has_missed_are_seen():
     first = View(1, {0: "0-a", 1: "0-b", 2: "0-c"})
-    second = first.without({1: "no sign of life"})
-    third = second.without({2: "ended"})
+    second = first.without({1: SILENT})
+    third = second.without({2: DONE})
     fourth = third.with_joined({1: "1-d", 3: "0-e"}, step=7, giver=0)
-    assert second.changes_since(first, {}) == (Change(1, False, "no sign of life"),)
-    assert third.changes_since(first, {}) == (Change(1, False, "not known"), Change(2, False, "ended"))
-    heard = {(1, False): "no sign of life", (2, False): "ended"}
+    assert second.changes_since(first, {}) == (Change.left(1, SILENT),)
+    assert third.changes_since(first, {}) == (Change(1, False, "not known"), Change.left(2, DONE))
+    heard = {(1, False): Change.left(1, SILENT)}
     assert fourth.changes_since(first, heard) == (
-        Change(1, False, "no sign of life"),
-        Change(2, False, "ended"),
+        Change.left(1, SILENT),
+        Change.left(2, DONE),
         Change(1, True, "came back"),
         Change(3, True, "came back"),
     )

@@ -68,7 +68,9 @@ def run_without_rank_1(folder: Path) -> Path:
             ranks[1] = dataclasses.replace(a_rank(1, whole=0), late=False, cause=None, absent=True, compute_s=math.nan)
         steps.append(a_step(step, ranks))
     write_run(folder, steps)
-    left = MembersReport(1, 10, (0, 2), 3, left={1: "its process ended by SIGKILL, after 3.0 s"}, seconds=0.025)
+    left = MembersReport(
+        1, 10, (0, 2), 3, left={1: "its process ended by SIGKILL, after 3.0 s"}, left_kinds={1: "ended"}, seconds=0.025
+    )
     joined = MembersReport(2, 30, (0, 1, 2), 3, joined={1: "came back"}, seconds=0.01)
     lines = [json.dumps({"time": 1e9 + change.step, **change.as_dict()}) + "\n" for change in (left, joined)]
     (folder / "members.jsonl").write_text("".join(lines))
@@ -109,7 +111,7 @@ def test_absent_rank_and_the_changes_are_on_the_page(tmp_path: Path) -> None:
 
 def test_advice_says_how_often_a_rank_left_and_why_first(tmp_path: Path) -> None:
     members = run_without_rank_1(tmp_path) / "members.jsonl"
-    again = MembersReport(3, 35, (0, 2), 3, left={1: "no sign of life for 2 s"})
+    again = MembersReport(3, 35, (0, 2), 3, left={1: "no sign of life for 2 s"}, left_kinds={1: "silent"})
     members.write_text(members.read_text() + json.dumps({"time": 1e9 + 35, **again.as_dict()}) + "\n")
     run = read_run(tmp_path)
     sentence = next(sentence for sentence in advise(run, numbers_of(run)) if "absent" in sentence)

@@ -7,8 +7,10 @@ import torch
 
 from straggle import AutoDeadline, LateHandling, MedianDeadline, QuantileDeadline
 from straggle.merge.telemetry import Row, Table, absent_row
+from straggle.policies.auto_deadline import quorum_times
 from straggle.policies.deadline import next_deadline
 from straggle.policies.history import HistoryWindow
+from straggle.policies.step_model import StopRules
 from straggle.report import CAUSES, PHASES
 
 STAGES, STEPS = 4, 12
@@ -54,6 +56,42 @@ def test_deadline_of_the_only_member_is_by_its_own_times(others):
     assert decided(AutoDeadline(max_over_median=3.0), there(0.1), *others) == pytest.approx(0.3)
     assert decided(MedianDeadline(), there(0.1), *others) == pytest.approx(decided(MedianDeadline(), there(0.1)))
     assert decided(QuantileDeadline(0.5), there(0.1), *others) == decided(QuantileDeadline(0.5), there(0.1))
+
+
+@pytest.mark.parametrize(
+    ("end_s", "members", "expected"),
+    [
+        ([4.0, 1.0, 3.0, 2.0], [True] * 4, 2.0),  # two of four
+        ([4.0, 1.0, 3.0, 2.0], [True, False, True, True], 2.0),  # one of three
+        ([4.0, 0.0, 3.0, 0.0], [True, False, True, False], 3.0),  # one of two, and not those that are out
+        ([4.0, 0.0, 0.0, 0.0], [True, False, False, False], 4.0),
+        ([0.0, 0.0, 0.0, 0.0], [False] * 4, 0.0),
+    ],
+)
+def test_quorum_is_of_the_members_of_each_step(end_s, members, expected):
+    times = quorum_times(torch.tensor([end_s]), torch.tensor([members]), LateHandling().quorum_among)
+    assert times.tolist() == [expected]
+
+
+@pytest.mark.parametrize(
+    ("quorum", "members", "expected"), [(None, 4, 2), (None, 3, 1), (None, 1, 1), (3, 4, 3), (3, 2, 2)]
+)
+def test_quorum_is_never_more_than_the_members(quorum, members, expected):
+    late_handling = LateHandling(quorum=quorum)
+    assert late_handling.quorum_among(members) == expected
+    assert late_handling.quorum_among(members, wanted=1) == 1
+    rules = StopRules.of(AutoDeadline(), late_handling, 5, members)
+    assert rules.quorum == expected + 5 - members  # the absent are as finished when the step begins
+
+
+@pytest.mark.parametrize("absent", [1, 2, 4])
+def test_absent_ranks_change_nothing_in_what_is_chosen_for_the_others(absent):
+    others = [there(0.1), there(0.12), there(0.5)]
+    alone, among = AutoDeadline(every=1), AutoDeadline(every=1)
+    assert decided(among, *others, *[ABSENT] * absent) == decided(alone, *others) < 0.5
+    assert among.chosen is not None
+    assert alone.chosen is not None
+    assert among.chosen.dropped == pytest.approx(alone.chosen.dropped)
 
 
 @pytest.mark.parametrize("rows", [[LOST, LOST, ABSENT], [LOST, STOOD_IN, ABSENT], [LOST]])

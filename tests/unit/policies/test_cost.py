@@ -8,8 +8,9 @@ import torch
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.telemetry import Row, Table
 from straggle.policies.cost import check_cost, mean_cost_of, relative_cost
-from straggle.policies.deadline import LateHandling, QuantileDeadline
+from straggle.policies.deadline import Deadline, LateHandling, NextDeadline, QuantileDeadline
 from straggle.policies.history import History
+from straggle.policies.wrappers import Shadow
 from straggle.report import PHASES
 
 NAN = math.nan
@@ -77,3 +78,22 @@ def test_history_of_a_run_without_costs_has_none_when_it_is_restored():
     tensors = deadline.history.tensors()
     assert "mean_cost" not in tensors
     assert math.isnan(History.from_tensors(tensors).mean_cost)
+
+
+class GivesTime(Deadline):
+    """Decides that a rank is not late for 0.3 s after a quorum has finished."""
+
+    grace_s = 0.1
+
+    def decide(self, history):
+        return NextDeadline(1.0, after_quorum_s=0.3 if history.num_steps == 1 else 0.0)
+
+
+def test_time_after_a_quorum_is_what_was_decided_for_the_step_but_no_less_than_the_policy_s_own():
+    deadline = CurrentDeadline(Shadow(GivesTime()), LateHandling(), 2)
+    seen = [deadline.after_quorum_s]
+    for _ in range(2):
+        deadline.decide(table([1.0, 1.0], [1.0, 1.0]))
+        assert deadline.rules.after_quorum_s == deadline.after_quorum_s
+        seen.append(deadline.after_quorum_s)
+    assert seen == [0.1, 0.3, 0.1]

@@ -1,0 +1,63 @@
+"""What dealing the samples of a step out by speed would have been worth, where a rank is always slow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from straggle.advise.gain import Candidate, Gain, gain_of, replay
+from straggle.advise.timings import Timings
+from straggle.observe.run import Array
+from straggle.policies.deadline import LateHandling, WaitForAll
+
+_BY_SAMPLES = ("data", "forward", "backward")  # phases whose time goes with the samples
+_LEAST = 0.05  # of an equal share, that a rank has at least
+KEYS = "rebalance=by_speed"
+
+
+@dataclass(frozen=True)
+class BySpeed:
+    """Each rank's ``shares`` of a step, 1 on average, and the ``gain`` if all ranks are then waited for."""
+
+    shares: tuple[float, ...]
+    gain: Gain
+
+
+def by_speed(timings: Timings, late_handling: LateHandling | None = None, first: int = 0) -> BySpeed:
+    """If the steps from position ``first`` on had been dealt out by speed; nothing is dropped then."""
+    recent = timings.select(slice(first, None))
+    by_samples_s = sum(recent.phases[phase] for phase in _BY_SAMPLES)
+    work_s = np.median(by_samples_s, axis=0)
+    shares = shares_of(work_s, np.median(recent.own_s - by_samples_s, axis=0))
+    waiting = replay(timings, WaitForAll(), late_handling).since(first)
+    alone = Candidate("straggle.DealtLoader(model, loader)", KEYS, WaitForAll())
+    dealt = replay(with_shares(timings, shares), WaitForAll(), late_handling).since(first)
+    return BySpeed(tuple(map(float, shares)), gain_of(alone, dealt, dealt, waiting))
+
+
+def shares_of(work_s: Array, fixed_s: Array) -> Array:
+    """Shares of mean 1 with which all ranks finish together; a share of 1 takes ``work_s``, beside ``fixed_s``.
+
+    ``fixed + work * share = T`` for all ranks, and the shares sum up to their number: ``T = (ranks + sum(fixed / work))
+    / sum(1 / work)``. A rank that would have less than a twentieth has that, and the others have the rest.
+    """
+    work_s = np.maximum(work_s, 1e-9)
+    shares = np.full(len(work_s), _LEAST)
+    others = np.ones(len(work_s), dtype=bool)
+    while others.any():
+        left = len(work_s) - _LEAST * np.count_nonzero(~others)
+        seconds = (left + (fixed_s / work_s)[others].sum()) / (1 / work_s)[others].sum()
+        shares[others] = ((seconds - fixed_s) / work_s)[others]
+        if not (small := others & (shares < _LEAST)).any():
+            return shares
+        shares[small] = _LEAST
+        others &= ~small
+    return shares
+
+
+def with_shares(timings: Timings, shares: Array) -> Timings:
+    """The recorded steps, had each rank had ``shares`` times as many samples in them."""
+    phases = {name: s * shares if name in _BY_SAMPLES else s for name, s in timings.phases.items()}
+    entered_s = np.maximum(0.0, timings.entered_s + (shares - 1) * timings.phases["data"])
+    return replace(timings, phases=phases, entered_s=entered_s, unit_s=timings.unit_s * shares[:, None])

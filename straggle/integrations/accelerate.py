@@ -1,0 +1,134 @@
+"""`StagedAccelerator`: Hugging Face's Accelerator, with straggle in place of DDP.
+
+accelerator = StagedAccelerator(gradient_accumulation_steps=4, deadline=straggle.AutoDeadline())  # was: Accelerator
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+for x, y in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(criterion(model(x), y))
+    optimizer.step()  # these lines were in the block
+    optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from straggle.extras import needs_extra
+from straggle.integrations.options import take_options, wrapped
+from straggle.parallel import StagedDataParallel
+
+with needs_extra("accelerate"):
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType
+
+_DDP_KINDS = ("MULTI_CPU", "MULTI_GPU")
+
+
+class StagedAccelerator(Accelerator):
+    """``accelerate.Accelerator``; it takes ``stages``, ``deadline``, ``estimator``, ``late_handling``, ``merge``, too.
+
+    A model that is prepared for training on several processes is a `StagedDataParallel`; on one, it is as before.
+
+    ``accumulate`` is one micro-batch of a step. Where this rank is late, the rest of its block is skipped, and the
+    gradients are merged at its end: clipping, the optimizer's step and ``zero_grad`` come after the block. In the
+    block they raise, or do nothing. Accelerate's optimizers step with the last micro-batch only, so that the lines stay
+    as they are.
+
+    ``save_state`` writes ``straggle_MODEL_RANK.pt`` of each rank beside the other files, and ``load_state`` reads it
+    where it comes before the first step. Raises ``ValueError`` for DeepSpeed, FSDP and other kinds that do not use DDP.
+    """
+
+    def __init__(self, *positional: Any, **words: Any) -> None:
+        self._staged_options = take_options(words)
+        self._staged: list[StagedDataParallel] = []
+        self._num_fetched = 0  # batches of the running epoch
+        super().__init__(*positional, **words)
+        if self.use_distributed and self._kind not in _DDP_KINDS:
+            raise ValueError(
+                f"StagedAccelerator takes the place of DDP, and this job is of kind {self._kind}: use Accelerator"
+            )
+        self.register_save_state_pre_hook(self._save_staged)
+        self.register_load_state_pre_hook(self._load_staged)
+
+    @property
+    def _kind(self) -> str:
+        return str(DistributedType(self.distributed_type).name)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """As the base class does, with `StagedDataParallel` where that has DDP."""
+        if evaluation_mode or not self.use_distributed or getattr(model, "_is_accelerate_prepared", False):
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
+        if not any(parameter.requires_grad for parameter in prepared.parameters()):
+            return prepared
+        staged = wrapped(prepared, self._staged_options)
+        staged.__dict__["_is_accelerate_prepared"] = True
+        self._staged.append(staged)
+        return staged
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """One micro-batch. The first of a step begins it, and the last merges when the block is left."""
+        staged = [model for model in models if isinstance(model, StagedDataParallel)]
+        if not staged:
+            with super().accumulate(*models):
+                yield
+            return
+        if len(staged) > 1:
+            raise ValueError("accumulate() of several models: write `with model.step(num_microbatches=...)` for each")
+        self._do_sync()
+        step = staged[0].open_step or staged[0].step(self._num_left()).begin()
+        self._num_fetched += 1
+        with step.microbatch():
+            yield
+        if self.sync_gradients:
+            step.end()
+        if self.gradient_state.end_of_dataloader:
+            self._num_fetched = 0
+
+    def _num_left(self) -> int:
+        """Micro-batches of the step that begins; an epoch's last has those that are left."""
+        num_steps: int = self.gradient_state.num_steps
+        loader = self.gradient_state.active_dataloader
+        if loader is None or not self.gradient_state.sync_with_dataloader:
+            return num_steps
+        try:
+            left = len(loader) - self._num_fetched
+        except TypeError:  # a stream, of which nobody knows how long it is
+            return num_steps
+        return max(1, min(num_steps, left))
+
+    def unwrap_model(self, model: nn.Module, *positional: Any, **words: Any) -> Any:
+        """The module itself."""
+        bare = model.module if isinstance(model, StagedDataParallel) else model
+        return super().unwrap_model(bare, *positional, **words)
+
+    def get_state_dict(self, model: nn.Module, *positional: Any, **words: Any) -> Any:
+        """The module's, without a prefix: it can be loaded without straggle."""
+        bare = model.module if isinstance(model, StagedDataParallel) else model
+        return super().get_state_dict(bare, *positional, **words)
+
+    # -- what save_state and load_state do beside the rest
+
+    def _save_staged(self, _models: list[nn.Module], _weights: list[Any], folder: str) -> None:
+        for number, staged in enumerate(self._staged):
+            torch.save(staged.straggle_state(), self._state_file(folder, number))
+
+    def _load_staged(self, _models: list[nn.Module], folder: str) -> None:
+        for number, staged in enumerate(self._staged):
+            path = self._state_file(folder, number)
+            if path.exists() and staged.last_report is None:
+                staged.load_straggle_state(torch.load(path, weights_only=True))
+
+    def _state_file(self, folder: str, number: int) -> Path:
+        """Of one rank, and of one of the models that it has."""
+        return Path(folder) / f"straggle_{number}_{self.process_index}.pt"

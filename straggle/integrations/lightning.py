@@ -1,0 +1,227 @@
+"""`StagedStrategy`: Lightning's DDP strategy, with straggle in place of DDP.
+
+trainer = Trainer(strategy=StagedStrategy(deadline=straggle.AutoDeadline()))  # was: strategy="ddp"
+
+Importing this module also registers ``strategy="straggle"``, which has an `AutoDeadline`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from straggle.extras import needs_extra
+from straggle.integrations.options import take_options, wrapped
+from straggle.observe.scalars import log_scalars
+from straggle.parallel import StagedDataParallel
+from straggle.policies.auto_deadline import AutoDeadline
+
+with needs_extra("lightning"):
+    if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
+        from pytorch_lightning import Callback  # the same code under two names, whose classes are not the same
+        from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+    else:
+        from lightning.pytorch import Callback
+        from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+
+Result = TypeVar("Result")
+
+
+class StagedStrategy(DDPStrategy):
+    """``DDPStrategy``; it takes ``stages``, ``deadline``, ``estimator``, ``late_handling`` and ``merge``, too.
+
+    With automatic optimization, one optimizer step is one `Step` with all its micro-batches. A late rank's training
+    step or backward pass ends early, and everything after it is called as usual, with merged gradients.
+
+    - A ``training_step`` that returns ``None`` on some ranks leaves these out of the step's mean.
+    - Loaders may have different lengths: a rank with no more batches takes part with weight 0 until all are done.
+    - Validation and checkpoints belong to no step: nobody is late in them, and all ranks wait for each other at their
+      end. Checkpoints have what policies and estimators know on all ranks alike.
+    - The loggers get the numbers of `StepScalars` every ``log_every_n_steps`` optimizer steps.
+    - No rank asks rank 0 in every batch whether it has got a SIGTERM: that would wait for rank 0.
+
+    With manual optimization ``self.trainer.model`` is the `StagedDataParallel`: write ``with
+    self.trainer.model.step():`` around its forward pass and ``manual_backward``, and the optimizer's step after it.
+    """
+
+    model: Any  # the StagedDataParallel, from setup() on
+
+    def __init__(self, *positional: Any, **words: Any) -> None:
+        self._staged_options = take_options(words)
+        self._in_fit = _InFit(self)
+        super().__init__(*positional, **words)
+
+    # -- what Lightning calls
+
+    def _setup_model(self, model: nn.Module) -> Any:
+        return wrapped(model, self._staged_options)
+
+    def setup(self, trainer: Any) -> None:
+        """Wrap the module and set up the optimizers, as the base class does."""
+        super().setup(trainer)
+        if isinstance(self.model, StagedDataParallel):
+            if self._in_fit not in trainer.callbacks:
+                trainer.callbacks.append(self._in_fit)
+            if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
+                trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing
+
+    def training_step(self, *positional: Any, **words: Any) -> Any:
+        """The module's, as one micro-batch; a loss without a graph where this rank is late, or has none."""
+        model = self._automatic()
+        if model is None:
+            return self.lightning_module.training_step(*positional, **words)
+        step = model.open_step or model.step(self._in_fit.num_left()).begin()
+        module, output = self.lightning_module, None
+        forward = module.forward
+        with step.microbatch():
+            output = super().training_step(*positional, **words)
+        module.forward = forward  # which Lightning sets for the call, and a late rank has not come to
+        return torch.zeros((), device=self.root_device) if output is None else output
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *positional: Any, **words: Any) -> Tensor:
+        """The precision plugin's; after that of the step's last micro-batch the gradients are merged."""
+        model = self._automatic()
+        if model is None or model.open_step is None:
+            loss: Tensor = super().backward(closure_loss, optimizer, *positional, **words)
+            return loss
+        step, precision = model.open_step, self.precision_plugin
+        with step.microbatch():
+            if closure_loss.requires_grad:
+                closure_loss = precision.pre_backward(closure_loss, self.lightning_module)
+                precision.backward(closure_loss, self.lightning_module, optimizer, *positional, **words)
+        if not self.lightning_module.trainer.fit_loop._should_accumulate():
+            step.end()
+        merged: Tensor = precision.post_backward(closure_loss, self.lightning_module)
+        return merged
+
+    def optimizer_step(
+        self, optimizer: Any, closure: Callable[[], Result], model: nn.Module | None = None, **words: Any
+    ) -> Any:
+        """The passes come before the optimizer's step, not inside of it."""
+        if self._automatic() is None:
+            return super().optimizer_step(optimizer, closure, model, **words)
+        result = closure()
+        return super().optimizer_step(optimizer, lambda: result, model, **words)
+
+    def save_checkpoint(self, *positional: Any, **words: Any) -> None:
+        """The base class's; no rank is late in it."""
+        with self._paused():
+            super().save_checkpoint(*positional, **words)
+
+    def teardown(self) -> None:
+        """The module is itself again."""
+        if isinstance(self.model, StagedDataParallel):
+            self.model.close()
+            self.model = self.model.module
+        super().teardown()
+
+    # -- parts of these
+
+    def _automatic(self) -> StagedDataParallel | None:
+        """The model, where Lightning calls backward and the optimizer's step by itself."""
+        staged = isinstance(self.model, StagedDataParallel) and self.lightning_module.automatic_optimization
+        return self.model if staged else None
+
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
+        model = self.model
+        if not isinstance(model, StagedDataParallel) or model.open_step is not None:
+            yield
+            return
+        with model.pause():
+            yield
+
+
+class _InFit(Callback):
+    """What a strategy must know of a fit and its loggers, and what is saved with it."""
+
+    def __init__(self, strategy: StagedStrategy) -> None:
+        self._strategy = strategy
+        self._pauses: list[contextlib.AbstractContextManager[None]] = []
+        self._trainer: Any = None
+        self._uneven = False
+        self._loaded: Mapping[str, Any] | None = None
+
+    def num_left(self) -> int:
+        """Micro-batches of the step that begins; an epoch's last has those that are left."""
+        loop, number = self._trainer.fit_loop.epoch_loop, self._trainer.accumulate_grad_batches
+        left = self._trainer.num_training_batches - (loop.batch_progress.current.ready - 1)
+        return int(max(1, min(number, left)))
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Find out who has fewer batches, and have the loggers told."""
+        del pl_module
+        self._trainer, model = trainer, self._strategy.model
+        if self._loaded is not None and model.last_report is None:
+            model.load_straggle_state(self._loaded)
+        lengths = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=self._strategy.root_device)
+        lengths[dist.get_rank()] = trainer.num_training_batches
+        dist.all_reduce(lengths)
+        known = {float(length) for length in lengths}
+        self._uneven = len(known) > 1 or not math.isfinite(known.pop())
+        log_scalars(model, self._log, every=max(1, trainer.log_every_n_steps))
+
+    def _log(self, scalars: Mapping[str, float], _step: int) -> None:
+        for logger in self._trainer.loggers:
+            logger.log_metrics(dict(scalars), self._trainer.global_step)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """After its last batch, a rank takes part in the steps of those that have more."""
+        if not (self._uneven and trainer.is_last_batch and pl_module.automatic_optimization):
+            return
+        model = self._strategy.model
+        optimization = trainer.fit_loop.epoch_loop.automatic_optimization
+        model.idle = True
+        try:
+            while trainer.max_steps < 0 or trainer.global_step < trainer.max_steps:
+                with model.step():
+                    pass
+                if all(rank.idle for rank in model.last_report.ranks):
+                    return
+                optimization._optimizer_step(trainer.fit_loop.epoch_loop.batch_idx, _nothing)
+                pl_module.zero_grad()
+                trainer.fit_loop.epoch_loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+        finally:
+            model.idle = False
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """No rank is late in it."""
+        del pl_module
+        if not trainer.sanity_checking and isinstance(self._strategy.model, StagedDataParallel):
+            pause = self._strategy._paused()
+            pause.__enter__()
+            self._pauses.append(pause)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """All ranks wait for each other."""
+        del trainer, pl_module
+        if self._pauses:
+            self._pauses.pop().__exit__(None, None, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is equal on all ranks: one of them saves it."""
+        model = self._strategy.model
+        return dict(model.straggle_state(own=False)) if isinstance(model, StagedDataParallel) else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """The model is wrapped later."""
+        self._loaded = dict(state_dict) or None
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """In place of a call that is not needed."""
+
+
+StrategyRegistry.register(
+    "straggle",
+    StagedStrategy,
+    description="DDP that does not wait for its slowest rank",
+    deadline=AutoDeadline(),
+)

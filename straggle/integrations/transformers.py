@@ -1,0 +1,211 @@
+"""`StagedTrainer`: the Trainer of Hugging Face's transformers, with straggle in place of DDP.
+
+trainer = StagedTrainer(model, args, train_dataset=data, deadline=straggle.AutoDeadline())  # was: Trainer(...)
+trainer.train()
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from straggle.extras import needs_extra
+from straggle.integrations.options import take_options, wrapped
+from straggle.merge.telemetry import StepRecord
+from straggle.observe.scalars import StepScalars
+from straggle.parallel import StagedDataParallel
+
+with needs_extra("transformers"):
+    from transformers import Trainer
+    from transformers.training_args import ParallelMode
+
+_LOSS = "weighted_loss", "weight"  # of a rank in a step; the mean of the first over that of the second is logged
+_NO_TOKENS = 1e-6  # as many has a rank whose labels are all masked: its gradients are zero
+
+
+class StagedTrainerMixin:
+    """Makes a class derived from ``Trainer`` train with `StagedDataParallel`: ``class My(StagedTrainerMixin, Base)``.
+
+    It takes ``stages``, ``deadline``, ``estimator``, ``late_handling`` and ``merge`` as that does. With one process, or
+    without a process group, it is the base class as it is.
+
+    What differs from the base class on several processes:
+
+    - One optimizer step is one `Step`, with all its micro-batches. Clipping, schedulers and callbacks see the merged
+      gradients. ``on_substep_end`` is called for a micro-batch that was cut short, too.
+    - ``average_tokens_across_devices`` is done by the merge, which weights each rank by its tokens, without a
+      collective. A late rank counts with the gradients that it computed.
+    - The logged loss is the mean over the ranks that finished a micro-batch, weighted in the same way. The numbers of
+      `StepScalars` are logged with it: ranks late, gradients dropped, seconds waited and saved.
+    - Evaluation and saving belong to no step: nobody is late in them, and all ranks wait for each other at their end.
+    - A checkpoint has ``straggle_RANK.pt`` of each rank; without that a resumed run begins with an empty history.
+
+    Raises ``ValueError`` for what would wait for a stuck rank or is merged in another way: DeepSpeed, FSDP,
+    ``include_num_input_tokens_seen``, ``dispatch_batches``, ``auto_find_batch_size``.
+    """
+
+    args: Any
+    accelerator: Any
+    state: Any
+    control: Any
+    model: nn.Module
+    model_wrapped: nn.Module
+    _globalstep_last_logged: int
+    _total_loss_scalar: float
+
+    def __init__(self, *positional: Any, **words: Any) -> None:
+        self._staged_options = take_options(words)
+        self._staged: StagedDataParallel | None = None
+        self._scalars = StepScalars()
+        self._merged_loss = 0.0  # of the last step, over ranks
+        self._loss = torch.zeros(())  # of the micro-batches of the open step, weighted
+        self._num_finished = 0
+        self._tokens: float | None = None  # of this rank in the step that comes
+        self._full: float | None = None  # tokens of a full step: what counts as 1
+        super().__init__(*positional, **words)
+        self._averages_tokens = self._takes_part() and bool(self.args.average_tokens_across_devices)
+        if self._takes_part():
+            self._check_arguments()
+            self.args.average_tokens_across_devices = False  # the merge does it
+
+    def _takes_part(self) -> bool:
+        return bool(self.args.parallel_mode == ParallelMode.DISTRIBUTED)
+
+    def _check_arguments(self) -> None:
+        kind = str(self.accelerator.distributed_type).rpartition(".")[2]
+        if not kind.startswith("MULTI_"):
+            raise ValueError(f"StagedTrainer takes the place of DDP, and this job is of kind {kind}: use Trainer")
+        if self.args.include_num_input_tokens_seen not in (False, "no"):
+            raise ValueError(
+                "include_num_input_tokens_seen gathers from all ranks in every micro-batch, and would wait for a stuck "
+                "one: leave it out, and count tokens in a callback"
+            )
+        if self.args.auto_find_batch_size:
+            raise ValueError("auto_find_batch_size catches errors on one rank only: set per_device_train_batch_size")
+
+    # -- what Trainer calls
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the base class does; its ``unwrap_model`` then knows `StagedDataParallel`."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        unwrap = self.accelerator.unwrap_model
+
+        def unwrap_model(model: nn.Module, *args: Any, **words: Any) -> Any:
+            return unwrap(model.module if isinstance(model, StagedDataParallel) else model, *args, **words)
+
+        self.accelerator.unwrap_model = unwrap_model
+
+    def get_train_dataloader(self) -> Any:
+        """The base class's; refused where one rank would read for all, which would all wait for it."""
+        loader = super().get_train_dataloader()  # type: ignore[misc]
+        if self._takes_part() and type(loader).__name__ == "DataLoaderDispatcher":
+            raise ValueError(
+                "this loader reads on one rank and sends to the others, which would wait for it in every batch: set "
+                'accelerator_config={"dispatch_batches": False} and shard the stream by rank'
+            )
+        return loader
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
+        if not training or not self._takes_part():
+            bare = model.module if isinstance(model, StagedDataParallel) else model
+            return super()._wrap_model(bare, training, dataloader)  # type: ignore[misc]
+        if not isinstance(model, StagedDataParallel):  # autocast and torch.compile, as under DDP
+            model = self.accelerator.prepare_model(model, evaluation_mode=True)
+        self._staged = wrapped(model, self._staged_options)
+        self._staged.register_step_hook(self._merged)
+        return self._staged
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """Of this rank alone; what it has is its weight in the merge."""
+        num_items = super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
+        if num_items is None or not self._averages_tokens:
+            self._tokens = None
+            return num_items
+        self._tokens = float(num_items) or _NO_TOKENS
+        return max(num_items, 1)  # by which a loss of nothing is divided
+
+    def training_step(self, model: nn.Module, *inputs: Any, **words: Any) -> Tensor:
+        """One micro-batch of a step; the loss of the step when it was the last, and zero before."""
+        if not isinstance(model, StagedDataParallel):
+            return super().training_step(model, *inputs, **words)  # type: ignore[misc, no-any-return]
+        step = model.open_step or self._begin(model)
+        with step.microbatch():
+            self._loss += super().training_step(model, *inputs, **words).cpu()  # type: ignore[misc]
+            self._num_finished += 1
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        if self._num_finished:  # what is missing is taken to be as the rest
+            loss = float(self._loss) * step.num_microbatches / self._num_finished
+            step.log(**dict(zip(_LOSS, (loss * step.weight, step.weight), strict=True)))
+        step.end()
+        return torch.tensor(self._merged_loss, device=self.args.device)
+
+    def _begin(self, model: StagedDataParallel) -> Any:
+        step = model.step(num_microbatches=self.current_gradient_accumulation_steps).begin()  # type: ignore[attr-defined]
+        self._loss, self._num_finished = torch.zeros(()), 0
+        if self._tokens is not None:
+            step.weight = self._tokens / self._full_step(self._tokens)
+        return step
+
+    def _merged(self, record: StepRecord) -> None:
+        self._scalars.add(record.report)
+        weighted, weight = (record.report.scalars.get(name) for name in _LOSS)
+        if weighted is not None and weight:
+            self._merged_loss = weighted / weight
+
+    def _full_step(self, tokens: float) -> float:
+        """Rank 0's tokens in the first step: a rank that has as many counts 1, as it does with DDP, bit for bit."""
+        if self._full is None:
+            full = torch.tensor([max(tokens, 1.0)], dtype=torch.float64, device=self.args.device)
+            dist.broadcast(full, 0)
+            self._full = float(full)
+        return self._full
+
+    def _maybe_log_save_evaluate(self, tr_loss: Tensor, grad_norm: Any, *args: Any, **words: Any) -> None:
+        staged = self._staged
+        if staged is None:
+            super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **words)  # type: ignore[misc]
+            return
+        if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+            self._log_merged(tr_loss, grad_norm, words.get("learning_rate"), args[4] if len(args) > 4 else None)
+        if not (self.control.should_evaluate or self.control.should_save):
+            return
+        with staged.pause():
+            super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **words)  # type: ignore[misc]
+
+    def _log_merged(self, tr_loss: Tensor, grad_norm: Any, learning_rate: float | None, start_time: Any) -> None:
+        """What the base class logs, which is equal on all ranks already, and how many were late."""
+        loss, tr_loss[...] = float(tr_loss), 0.0
+        num_steps = self.state.global_step - self._globalstep_last_logged
+        rate = self._get_learning_rate() if learning_rate is None else learning_rate  # type: ignore[attr-defined]
+        scalars = {name: value for name, value in self._scalars.take().items() if name not in _LOSS}
+        logs = {"loss": loss / num_steps, "learning_rate": rate, **scalars}
+        if grad_norm is not None:
+            logs["grad_norm"] = float(grad_norm)
+        self._total_loss_scalar += loss
+        self._globalstep_last_logged = self.state.global_step
+        self.log(logs, start_time)  # type: ignore[attr-defined]
+
+    # -- checkpoints
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)  # type: ignore[misc]
+        if self._staged is not None:
+            torch.save(self._staged.straggle_state(), self._state_file(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if self._staged is None or checkpoint is None or not (path := self._state_file(checkpoint)).exists():
+            return
+        self._staged.load_straggle_state(torch.load(path, weights_only=True))
+
+    def _state_file(self, folder: str) -> Path:
+        return Path(folder) / f"straggle_{self.args.process_index}.pt"
+
+
+class StagedTrainer(StagedTrainerMixin, Trainer):
+    """``transformers.Trainer`` with `StagedDataParallel`; see `StagedTrainerMixin`."""

@@ -1,0 +1,54 @@
+"""Is a rank slow as such, or do ranks only differ as they ordinarily do?
+
+A rank is slow in a step that it ends later than 1.4 times the moment at which a quorum has. What
+the others are behind the quorum is the ordinary lag: it is no reason to drop anything, however much a deadline would
+seem to save.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from straggle.policies.deadline import quantile_of
+
+_SLOW = 1.4  # times the quorum's time, from which on a rank is slow
+_MATTERS = 0.03  # of the steps' time, that slow ranks must cost
+_NEARLY_ALL = 0.99  # of the ranks that are not slow are behind the quorum by no more than the ordinary lag
+
+
+@dataclass(frozen=True)
+class Differences:
+    """How the ranks of some steps differ.
+
+    ``lag_s``: by which ranks that are not slow are ordinarily behind the quorum. ``held_up``: the share of the steps'
+    time that ranks cost which are slow, and ``error`` its standard error over the steps.
+    """
+
+    lag_s: float
+    held_up: float
+    error: float
+
+    @property
+    def any_slow(self) -> bool:
+        """Whether slow ranks cost enough, and more than noise."""
+        return self.held_up >= max(_MATTERS, self.error)
+
+
+def differences(end_s: Tensor, quorum_s: Tensor, overhead_s: Tensor) -> Differences:
+    """Of steps with ``end_s`` (steps, ranks), when each rank ends its work, ``quorum_s`` and ``overhead_s`` (steps,).
+
+    A rank that never ends its work counts as one that takes ten times as long as the quorum.
+    """
+    quorum_s = quorum_s.to(end_s)
+    end_s = end_s.minimum(10 * quorum_s.unsqueeze(1)).nan_to_num(0.0)
+    ordinary = end_s <= _SLOW * quorum_s.unsqueeze(1)
+    lag_s = quantile_of((end_s - quorum_s.unsqueeze(1)).clamp(min=0.0).where(ordinary, float("nan")), _NEARLY_ALL)
+    last_s = end_s.amax(1)
+    lost_s = last_s - end_s.where(ordinary, 0.0).amax(1)
+    mean_s = float((last_s + overhead_s.to(end_s)).mean())
+    if not mean_s > 0:
+        return Differences(0.0, 0.0, 0.0)
+    error_s = float(lost_s.std(correction=0)) / max(1, len(lost_s) - 1) ** 0.5
+    return Differences(lag_s, float(lost_s.mean()) / mean_s, error_s / mean_s)

@@ -1,0 +1,177 @@
+"""`StagedStrategy` beside Lightning's DDP: the real Trainer, on ranks over gloo."""
+
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import digest, run_ranks
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+pytestmark = pytest.mark.slow  # Lightning takes its seconds to load
+pytest.importorskip("lightning")
+NUM_RANKS = 2
+
+
+def as_launched(rank):
+    """The environment that torchrun gives."""
+    os.environ.update(
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "LOCAL_WORLD_SIZE": str(NUM_RANKS)},
+        OMP_NUM_THREADS="1",
+        GROUP_RANK="0",
+        TORCHELASTIC_RUN_ID="test",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="1",  # there is a group already
+    )
+    warnings.simplefilter("ignore")  # of Lightning: few workers, a small log interval
+
+
+def module_kind():
+    import lightning.pytorch as pl
+
+    class Regression(pl.LightningModule):
+        """What people write; ``none_at``: batches in which this rank's training step returns nothing."""
+
+        def __init__(self, manual=False, none_at=(), stop_at=(), rank=0):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+            self.automatic_optimization = not manual
+            self.none_at, self.stop_at, self.of_rank = none_at, stop_at, rank
+            self.seen = []
+
+        def forward(self, x):
+            return self.layers(x)
+
+        def training_step(self, batch, number):
+            x, y = batch
+            if not self.automatic_optimization:
+                return self.by_hand(x, y)
+            if number in self.none_at:
+                return None
+            if number in self.stop_at:
+                self.trainer.model.open_step.stop()
+            loss = nn.functional.mse_loss(self(x), y)
+            self.log("loss", loss)
+            return loss
+
+        def by_hand(self, x, y):
+            optimizer = self.optimizers()
+            if type(self.trainer.strategy).__name__ == "StagedStrategy":
+                with self.trainer.model.step():
+                    self.manual_backward(nn.functional.mse_loss(self.trainer.model(x), y))
+            else:
+                self.manual_backward(nn.functional.mse_loss(self(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def on_before_optimizer_step(self, _optimizer):
+            self.seen.append(digest([parameter.grad for parameter in self.parameters()]))
+
+        def validation_step(self, batch, _number):
+            self.log("val", nn.functional.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+            scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    return Regression
+
+
+def loader(num_samples=48):
+    x = torch.randn(num_samples, 6, generator=torch.Generator().manual_seed(1))
+    return DataLoader(TensorDataset(x, x[:, :3]), batch_size=4)
+
+
+def fitted(folder, strategy, module, *, samples=48, resume=None, accumulate=4, **words):
+    """A trainer after two epochs, of 6 batches a rank in each unless told otherwise, 4 to a step."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+
+    manual = not module.automatic_optimization
+    given = {} if manual else {"accumulate_grad_batches": accumulate, "gradient_clip_val": 0.1}
+    given |= {"max_epochs": 2, "enable_checkpointing": False, **words}
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=NUM_RANKS,
+        strategy=strategy,
+        plugins=[TorchElasticEnvironment()],
+        default_root_dir=folder,
+        logger=pl.loggers.CSVLogger(folder),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=2,
+        num_sanity_val_steps=0,
+        **given,
+    )
+    trainer.fit(module, loader(samples), loader(16), ckpt_path=resume)
+    return trainer
+
+
+def state(trainer, module):
+    return digest(module.parameters()), trainer.global_step, module.seen
+
+
+def beside_ddp(rank, folder):
+    as_launched(rank)
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from straggle.integrations.lightning import StagedStrategy
+
+    kind = module_kind()
+    results = {}
+    for name, manual in (("automatic", False), ("manual", True)):
+        runs = []
+        for strategy in (DDPStrategy(), StagedStrategy()):
+            module = kind(manual=manual)
+            trainer = fitted(folder, strategy, module)
+            runs.append((state(trainer, module), float(trainer.callback_metrics["val"])))
+        results[name] = runs
+    module = kind()
+    straight = fitted(folder, "straggle", module)
+    straight.save_checkpoint(f"{folder}/half.ckpt")
+    once = kind()
+    fitted(folder, StagedStrategy(deadline=100.0), once, max_epochs=1).save_checkpoint(f"{folder}/one.ckpt")
+    again = kind()
+    fitted(folder, StagedStrategy(deadline=100.0), again, resume=f"{folder}/one.ckpt")
+    logged = Path(straight.logger.log_dir, "metrics.csv").read_text() if rank == 0 else ""
+    return results, digest(module.parameters()), digest(again.parameters()), logged
+
+
+def test_trains_as_under_ddp_and_goes_on_from_a_checkpoint(tmp_path):
+    ranks = run_ranks(beside_ddp, NUM_RANKS, str(tmp_path), timeout_s=240)
+    for results, _, again, _ in ranks:
+        for ddp, staged in results.values():
+            assert staged == ddp
+        assert results["automatic"][0][0][1] == 4
+        assert again == results["automatic"][0][0][0]
+    assert len({straight for _, straight, _, _ in ranks}) == 1  # whoever was late in it
+    assert "straggle/late_ranks" in ranks[0][3]
+
+
+def refused_by_ddp(rank, folder):
+    """A training step that returns nothing, a rank that is late, and loaders of different lengths."""
+    as_launched(rank)
+    from straggle.integrations.lightning import StagedStrategy
+
+    kind = module_kind()
+    results = []
+    for words, samples in (
+        ({"none_at": (1, 4, 5) if rank else ()}, 48),
+        ({"stop_at": (1, 4) if rank else ()}, 48),
+        ({}, 24 if rank else 40),
+    ):
+        module = kind(rank=rank, **words)
+        uneven = {"use_distributed_sampler": False} if not words else {}
+        trainer = fitted(folder, StagedStrategy(deadline=100.0), module, samples=samples, accumulate=2, **uneven)
+        results.append((digest(module.parameters()), trainer.global_step, float(trainer.callback_metrics["val"])))
+    return results
+
+
+def test_none_lateness_and_uneven_loaders_leave_replicas_equal(tmp_path):
+    first, second = run_ranks(refused_by_ddp, NUM_RANKS, str(tmp_path), timeout_s=240)
+    assert first == second
+    assert [steps for _, steps, _ in first] == [6, 6, 10]

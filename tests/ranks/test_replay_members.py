@@ -1,0 +1,167 @@
+"""A run in which ranks were killed, stopped and started again is repeated bit for bit from what each rank wrote."""
+
+import time
+
+import pytest
+import torch
+from members import run_job
+from ranks import digest, run_ranks
+from torch import nn
+from training import features
+
+from straggle import Abstain, Elastic, ErrorFeedback, LastOwn, LateHandling, StagedDataParallel
+from straggle.observe.members_recording import MembersRecorder, read_members_recording
+
+WIDTH = 520  # a layer is a bucket of its own
+
+
+class Noisy(nn.Module):
+    """Dropout and BatchNorm, whose results depend on how far a forward pass came."""
+
+    def __init__(self):
+        super().__init__()
+        layers = [nn.Linear(4, WIDTH), nn.BatchNorm1d(WIDTH)]
+        for _ in range(3):
+            layers += [nn.Linear(WIDTH, WIDTH), nn.Dropout(0.3), nn.Tanh()]
+        self.layers = nn.Sequential(*layers, nn.Linear(WIDTH, 2))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Stuck:
+    """While a file says so, the backward pass of a rank stands still in the middle layer, and says so in another."""
+
+    def __init__(self, module, folder, rank):
+        self._wanted, self._reached = folder / f"stuck{rank}", folder / f"reached{rank}"
+        module.layers[5].weight.register_post_accumulate_grad_hook(self._look)
+
+    def _look(self, _parameter):
+        while self._wanted.exists():
+            self._reached.touch()
+            time.sleep(0.01)
+
+
+def loop(rank, module, model, steps, end):
+    """Trains from the step that the job is in; the loss of each step that this rank made."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+    losses, step = {}, model.register_state(optimizer=optimizer)
+    while step < end():
+        with model.step() as opened:
+            loss = model(features(rank, step)).square().mean()
+            opened.log(loss=loss.item())
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        report = model.last_report
+        if not report.ranks[rank].absent:
+            losses[report.step] = report.scalars["loss"]
+        step = report.step + 1
+        steps(step)
+    state = digest([*module.parameters(), *module.buffers(), *map(momentum(optimizer), module.parameters())])
+    return state, digest([torch.get_rng_state()]), losses
+
+
+def momentum(optimizer):
+    return lambda parameter: optimizer.state[parameter]["momentum_buffer"]
+
+
+def wrapped(rank, estimator, late, members):
+    torch.manual_seed(0)
+    module = Noisy()
+    torch.manual_seed(rank)
+    options = {"deadline": 0.05, "late_handling": LateHandling(grace_s=0.02)} if late else {}
+    return module, lambda: StagedDataParallel(module, estimator=estimator, members=members, **options)
+
+
+def record(rank, board, folder, estimator, late):
+    module, wrap = wrapped(rank, estimator, late, Elastic(min_ranks=1))
+    Stuck(module, folder, rank)
+    model = wrap()
+
+    def made(step):
+        time.sleep(0.01)
+        board.note(rank, step)
+
+    with MembersRecorder(model, folder):
+        return loop(rank, module, model, made, lambda: board.end)
+
+
+def again(rank, folder, estimator, late, end):
+    module, wrap = wrapped(rank, estimator, late, None)
+    model = wrap()
+    model.replay(read_members_recording(folder, rank, model.world_size))
+    return loop(rank, module, model, lambda _: None, lambda: end)
+
+
+def kill_in_backward(job, folder, *ranks):
+    """Kill ranks when one of them stands in the middle of a backward pass, and its peers have what can be merged."""
+    for rank in ranks:
+        (folder / f"stuck{rank}").touch()
+    job.wait(lambda: any((folder / f"reached{rank}").exists() for rank in ranks), "one is in the middle")
+    time.sleep(0.3)
+    job.kill(*ranks)
+    for rank in ranks:
+        (folder / f"stuck{rank}").unlink()
+        (folder / f"reached{rank}").unlink(missing_ok=True)
+
+
+def check(folder, outcomes, estimator, late, world_size):
+    end = max(max(losses) for _, _, losses in outcomes) + 1
+    replayed = run_ranks(again, world_size, folder, estimator, late, end)
+    assert {state for state, _, _ in outcomes} == {state for state, _, _ in replayed}
+    assert [random for _, random, _ in outcomes] == [random for _, random, _ in replayed]
+    for _, _, losses in outcomes:
+        own = {step: replayed[0][2].get(step, replayed[1][2].get(step)) for step in losses}
+        assert losses == own
+    return [read_members_recording(folder, rank, world_size) for rank in range(world_size)]
+
+
+@pytest.mark.slow
+def test_run_with_killed_stopped_and_restarted_ranks_is_replayed_bit_for_bit(tmp_path):
+    with run_job(4, record, tmp_path, Abstain(), False) as job:
+        job.walk(10)
+        kill_in_backward(job, tmp_path, 2)
+        job.walk(10, [0, 1, 3])
+        job.start(2)
+        job.walk(10)
+        job.stop(0)
+        job.walk(10, [1, 2, 3])
+        job.resume(0)
+        job.walk(10)
+        kill_in_backward(job, tmp_path, 1, 3)  # two at once
+        job.walk(10, [0, 2])
+        job.start(1)
+        job.start(3)
+        job.walk(10)
+        job.meet()
+        outcomes = job.finish()
+    recordings = check(tmp_path, outcomes, Abstain(), False, 4)
+    members = recordings[0].members
+    sizes = {len(ranks) for step in members.steps for ranks in step.buckets}
+    assert sizes == {2, 3, 4}
+    # some buckets of a step were merged before the change, and others after it
+    assert any(len(set(step.buckets)) > 1 for step in members.steps)
+    assert [own.started for own in recordings[0].members.healed.values()] == [False]
+    assert [own.started for own in recordings[2].members.healed.values()] == [True]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "estimator", [LastOwn(0.5), ErrorFeedback(LastOwn(0.5))], ids=lambda value: type(value).__name__
+)
+def test_rank_that_was_late_before_it_was_killed_gives_the_same_in_the_replay(tmp_path, estimator):
+    with run_job(3, record, tmp_path, estimator, True) as job:
+        job.walk(20)
+        kill_in_backward(job, tmp_path, 2)  # its stand-in has submitted what was finished
+        job.walk(10, [0, 1])
+        job.start(2)
+        job.walk(20)
+        job.stop(1)
+        job.walk(10, [0, 2])
+        job.resume(1)
+        job.walk(10)
+        job.meet()
+        outcomes = job.finish()
+    recordings = check(tmp_path, outcomes, estimator, True, 3)
+    assert any(decision.stood_in and decision.num_gradients > 0 for decision in recordings[2].decisions)

@@ -1,0 +1,235 @@
+"""`StagedTrainer` beside the Trainer under DDP: the real one, on ranks over gloo."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import Raised, digest, run_ranks
+from torch import nn
+
+pytestmark = pytest.mark.slow  # transformers takes its seconds to load
+pytest.importorskip("accelerate")
+NUM_RANKS = 2
+
+
+def as_launched(rank):
+    """The environment that torchrun gives."""
+    os.environ.update(
+        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "LOCAL_WORLD_SIZE": str(NUM_RANKS)},
+        OMP_NUM_THREADS="1",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="1",  # there is a group already
+    )
+
+
+def tiny_gpt():
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 32, "n_positions": 12}
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropout))
+
+
+class Sentences(torch.utils.data.Dataset):
+    """Of 12 tokens; where they are ``uneven``, some are padding that no loss is taken of."""
+
+    def __init__(self, uneven):
+        tokens = torch.randint(0, 32, (40, 12), generator=torch.Generator().manual_seed(1))
+        self.tokens, self.labels = tokens, tokens.clone()
+        if uneven == "masked":  # every second has no label
+            self.labels[::2] = -100
+        elif uneven:
+            for number in range(40):
+                self.labels[number, 12 - number % 7 :] = -100
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def __getitem__(self, number):
+        return {"input_ids": self.tokens[number], "labels": self.labels[number]}
+
+
+def arguments(folder, **changes):
+    import transformers
+
+    given = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 4,
+        "logging_steps": 2,
+        "save_strategy": "no",
+        "learning_rate": 0.01,
+        "max_grad_norm": 0.5,
+        "lr_scheduler_type": "linear",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 3,
+    }
+    return transformers.TrainingArguments(output_dir=str(folder), **{**given, **changes})
+
+
+def trained(kind, folder, uneven=False, resume=None, **changes):
+    """A trainer of this class after its steps; the words that are not arguments' are the trainer's own."""
+    own = {name: changes.pop(name) for name in ("deadline", "callbacks", "eval_dataset") if name in changes}
+    trainer = kind(tiny_gpt(), arguments(folder, **changes), train_dataset=Sentences(uneven), **own)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def state(trainer):
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {
+        "parameters": digest(trainer.model.parameters()),
+        "values": torch.cat([parameter.detach().reshape(-1) for parameter in trainer.model.parameters()]).tolist(),
+        "logs": [{name: entry[name] for name in ("loss", "grad_norm", "learning_rate")} for entry in logs],
+        "extra": [sorted(name for name in entry if name.startswith("straggle/")) for entry in logs],
+        "steps": trainer.state.global_step,
+    }
+
+
+def beside_ddp(rank, folder):
+    as_launched(rank)
+    from transformers import Trainer
+
+    from straggle.integrations.transformers import StagedTrainer
+
+    runs = {}
+    for name, uneven, average in (("even", False, True), ("tokens", True, True), ("ranks", True, False)):
+        runs[name] = [
+            state(trained(kind, folder, uneven, average_tokens_across_devices=average))
+            for kind in (Trainer, StagedTrainer)
+        ]
+    # an epoch whose last step has fewer micro-batches than the others, with an evaluation and a checkpoint in between
+    more = {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 4, "eval_steps": 2, "save_steps": 2}
+    runs["epoch"] = [
+        state(trained(kind, f"{folder}/{kind.__name__}", eval_strategy="steps", save_strategy="steps",
+                      eval_dataset=Sentences(False), **more))
+        for kind in (Trainer, StagedTrainer)
+    ]  # fmt: skip
+    return runs
+
+
+def test_trains_as_under_ddp(tmp_path):
+    for rank, runs in enumerate(run_ranks(beside_ddp, NUM_RANKS, str(tmp_path), timeout_s=240)):
+        for name, (ddp, staged) in runs.items():
+            assert ddp["steps"] == staged["steps"] > 0
+            if name != "tokens":  # weights that are not alike are summed in another order
+                assert staged["parameters"] == ddp["parameters"], (rank, name)
+            assert staged["values"] == pytest.approx(ddp["values"], abs=1e-4), (rank, name)
+            assert len(staged["logs"]) == len(ddp["logs"]) > 0
+            for own, theirs in zip(staged["logs"], ddp["logs"], strict=True):
+                assert own == pytest.approx(theirs, rel=1e-4), (rank, name)
+            assert all("straggle/late_ranks" in names for names in staged["extra"])
+
+
+def resumed(rank, folder):
+    as_launched(rank)
+    from straggle.integrations.transformers import StagedTrainer
+
+    words = {"save_strategy": "steps", "save_steps": 2, "deadline": 100.0}
+    straight = trained(StagedTrainer, folder, **words)
+    files = sorted(path.name for path in Path(folder, "checkpoint-2").iterdir() if path.name.startswith("straggle"))
+    again = trained(StagedTrainer, folder, resume=f"{folder}/checkpoint-2", **words)
+    ones = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_steps": 8}
+    masked = trained(StagedTrainer, folder, uneven="masked", **ones)
+    return state(straight), state(again), files, state(masked)
+
+
+def test_resumes_as_if_it_never_stopped(tmp_path):
+    ranks = run_ranks(resumed, NUM_RANKS, str(tmp_path), timeout_s=240)
+    for straight, again, files, masked in ranks:
+        assert again["parameters"] == straight["parameters"]
+        assert again["logs"][-1] == pytest.approx(straight["logs"][-1])
+        assert files == [f"straggle_{rank}.pt" for rank in range(NUM_RANKS)]
+        # a rank that has no label in a step takes part with nothing
+        assert torch.tensor(masked["values"]).isfinite().all()
+        assert masked["parameters"] == ranks[0][3]["parameters"]
+
+
+def with_a_late_rank(rank, folder):
+    """Rank 1 is stopped in the first micro-batch of a step, and in the backward pass of a second one."""
+    as_launched(rank)
+    from straggle.integrations.transformers import StagedTrainer
+
+    class Stops(StagedTrainer):
+        num_calls = 0
+
+        def compute_loss(self, model, *positional, **words):
+            self.num_calls += 1
+            if rank == 1 and self.num_calls == 3:
+                model.open_step.stop()  # its forward pass is the first thing that is not done
+            loss = super().compute_loss(model, *positional, **words)
+            if rank == 1 and self.num_calls == 6:
+                model.open_step.stop()
+            return loss
+
+    seen = []
+
+    class Watches(__import__("transformers").TrainerCallback):
+        def on_optimizer_step(self, *_, model, **__):
+            gradients = [parameter.grad for parameter in model.parameters()]
+            seen.append(digest(gradients))
+
+    trainer = trained(Stops, folder, deadline=100.0, callbacks=[Watches()])
+    assert isinstance(trainer.model, nn.Module)
+    report = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return state(trainer), seen, [(entry["straggle/late_ranks"], entry["straggle/dropped"]) for entry in report]
+
+
+def test_a_late_rank_ends_its_micro_batches_and_all_apply_the_same(tmp_path):
+    (first, *_), (second, *_) = ranks = run_ranks(with_a_late_rank, NUM_RANKS, str(tmp_path), timeout_s=240)
+    assert first["parameters"] == second["parameters"]
+    assert ranks[0][1] == ranks[1][1]
+    assert first["logs"] == second["logs"]
+    assert first["steps"] == 4
+    assert [late for late, _ in ranks[0][2]] == [0.5, 0.5]
+    assert all(0 < dropped < 0.5 for _, dropped in ranks[0][2])
+
+
+def one_that_fails(rank, folder):
+    as_launched(rank)
+    from straggle.integrations.transformers import StagedTrainer
+
+    class Fails(StagedTrainer):
+        def compute_loss(self, model, *positional, **words):
+            if rank == 1 and self.state.global_step == 1:
+                raise ArithmeticError("a bad batch")
+            return super().compute_loss(model, *positional, **words)
+
+    trained(Fails, folder)
+
+
+def test_an_error_on_one_rank_is_told_to_the_others(tmp_path):
+    first, second = run_ranks(one_that_fails, NUM_RANKS, str(tmp_path), timeout_s=120, outcomes=True)
+    assert isinstance(first, Raised)
+    assert first.kind == "PeerFailed"
+    assert "a bad batch" in first.message
+    assert second.kind == "ArithmeticError"
+
+
+def refused(rank, folder):
+    as_launched(rank)
+    import straggle
+    from straggle.integrations.transformers import StagedTrainer
+
+    said = []
+    for own, changes in (
+        ({"members": straggle.Elastic()}, {}),
+        ({}, {"include_num_input_tokens_seen": "all"}),
+        ({}, {"auto_find_batch_size": True}),
+    ):
+        with pytest.raises(ValueError, match=r".") as caught:
+            StagedTrainer(tiny_gpt(), arguments(folder, **changes), train_dataset=Sentences(False), **own)
+        said.append(str(caught.value))
+    return json.dumps(said)
+
+
+def test_what_would_wait_for_a_stuck_rank_is_refused_with_what_to_do(tmp_path):
+    members, tokens, size = json.loads(run_ranks(refused, NUM_RANKS, str(tmp_path), timeout_s=120)[0])
+    assert "loop of your own" in members
+    assert "leave it out" in tokens
+    assert "per_device_train_batch_size" in size
