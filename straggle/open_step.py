@@ -184,6 +184,7 @@ class OpenStep(PassWatcher):
         self._put_in_place(merged)
         if self._optimizing is not None:
             self._optimizing.finish()
+            self._optimizing = None  # lets go of the optimizer and the gradients
             self._stopwatch.enter("data")
         self._kept = KeptGradients(())  # lets go of what was there before
         return merged
