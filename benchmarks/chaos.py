@@ -394,8 +394,8 @@ WAYS = {
     "report": "the same with model.last_report read after every step",
     "auto": "as complete, with AutoDeadline, which gets every rank's progress and chooses again every 25 steps; "
     "never hit",
-    "first k": "as complete, with FirstK of all ranks: each writes to the store that it has finished, and asks for its "
-    "peers",
+    "first k": "as complete, with FirstK of half of the ranks and a grace that is never over: each writes to the store "
+    "that it has finished, and asks for its peers",
 }
 
 
@@ -405,7 +405,7 @@ def wrap(way, model):
     if way == "auto":
         return StagedDataParallel(model, deadline=AutoDeadline(least_gain=1000.0, max_over_median=1000.0))
     if way == "first k":
-        return StagedDataParallel(model, deadline=FirstK(dist.get_world_size()))
+        return StagedDataParallel(model, deadline=FirstK(dist.get_world_size() // 2, grace_s=1000.0))
     staged = StagedDataParallel(model, deadline=QuantileDeadline(0.5, slack=1000.0))
     return bare(staged) if way.startswith("bare") else staged
 

@@ -20,11 +20,12 @@ from straggle.backward.hooks import DeadlineReached, release_graph
 from straggle.backward.kept import NONE, UNDECIDED, KeptGradients
 from straggle.backward.passes import PassWatcher, current_run, in_backward
 from straggle.backward.stages import PlanLearner
+from straggle.backward.step_in_parts import StepInParts
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.options import ModuleBuffers
 from straggle.merge.rank_state import Entry, TrainingSide
 from straggle.merge.replay import Decision
-from straggle.merge.round import MergedStep
+from straggle.merge.round import MergedStep, Round
 from straggle.policies.fill_in import FillIn
 from straggle.step import Step
 
@@ -119,6 +120,7 @@ class OpenStep(PassWatcher):
         self.groups = Groups(self._parameters)
         self._grouped_run = _NO_RUN  # of the engine, whose gradients wait for their group
         self._waiting: list[tuple[int, Tensor]] = []  # gradients of the running pass
+        self._optimizing: StepInParts | None = None  # of the last step that was entered
 
     # -- the two ends of the block
 
@@ -141,6 +143,9 @@ class OpenStep(PassWatcher):
         self._waiting, self._grouped_run = [], _NO_RUN
         self._left = step.num_microbatches * len(self._parameters)  # gradients after which nothing is left to stop
         self._num_checks = 0  # how often the pass asked whether to go on
+        self._optimizing = None if step.optimizer is None else StepInParts(step.optimizer)
+        self._num_early = 0  # buckets that are merged and looked at while others travel
+        self._early: set[int] = set()  # parameters that were stepped so
         self._outputs: list[weakref.ref[Tensor]] = []
         self._learner.step_begins()
         self._stopwatch.enter("data")
@@ -169,6 +174,7 @@ class OpenStep(PassWatcher):
                 changes=self._changes_or_fail(truncated=truncated) if self._module_buffers.numel else None,
                 abstain=self._replayed is not None and self._replayed.stood_in,
                 left_at=self._left_at,
+                on_merged=None if self._optimizing is None else self._step_early,
             )
         finally:
             self.step, self._grouped_run = None, _NO_RUN
@@ -176,6 +182,10 @@ class OpenStep(PassWatcher):
                 release_graph(error, self._outputs)
         self._keep_as_peers_did(merged)
         self._put_in_place(merged)
+        if self._optimizing is not None:
+            self._optimizing.finish()
+            self._optimizing = None  # lets go of the optimizer and the gradients
+            self._stopwatch.enter("data")
         self._kept = KeptGradients(())  # lets go of what was there before
         return merged
 
@@ -196,6 +206,11 @@ class OpenStep(PassWatcher):
     def _left_at(self) -> int | None:
         """How often the pass had asked whether to go on when this rank was late; ``None``: it is not."""
         return self._num_checks if self.stopped or self.goes_on else None
+
+    @property
+    def optimizing(self) -> bool:
+        """Whether an optimizer is being stepped by this step, and not by the loop."""
+        return self._optimizing is not None and self._optimizing.running
 
     def passes_came_short(self, merged: MergedStep) -> bool:
         """Whether passes may be missing by mistake: what a replay, a stand-in or missing data took is none."""
@@ -386,6 +401,25 @@ class OpenStep(PassWatcher):
             )
         self._last_kept = decision, tuple(self._kept.gradients)
 
+    def _step_early(self, current: Round) -> None:
+        """Step the parameters of buckets that are merged while others travel.
+
+        Not where their gradients are to be added to kept ones or observed in the order of the parameters, and not those
+        of a bucket in which no rank has anything for one: what becomes of that is known at the end.
+        """
+        if not self._kept.decided or self._kept.gradients or self._fill_in.reads_merged:
+            return
+        assert self._optimizing is not None
+        part: list[tuple[nn.Parameter, Tensor]] = []
+        for bucket in current.merged_early()[self._num_early :]:
+            self._num_early += 1
+            shares = current.buffers.normalize_bucket(bucket)
+            if all(share.weight > 0 for share in shares.values()):
+                self._early |= shares.keys()
+                part += [(self._parameters[i], current.buffers.views[i]) for i, s in shares.items() if s.present]
+        if part:
+            self._optimizing.step(part)
+
     def _put_in_place(self, merged: MergedStep) -> None:
         """Give every parameter its merged gradient, and every buffer its merged value: the same on every rank."""
         kept, fill_in = self._kept.gradients, self._fill_in
@@ -399,6 +433,8 @@ class OpenStep(PassWatcher):
         for index, (parameter, gradient, share) in enumerate(
             zip(self._parameters, merged.buffers.views, shares, strict=True)
         ):
+            if index in self._early:
+                continue
             if share.weight > 0:
                 parameter.grad = gradient if share.present else None
                 if fill_in.reads_merged and share.present:

@@ -15,17 +15,22 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from straggle.backward.clocks import FinishTimes, HostLimit
 from straggle.backward.hooks import ParameterHooks, tensors_in
 from straggle.backward.optimizer_hooks import around_steps, stepped_by_scaler
 from straggle.backward.stages import BalancedByTime, PlanLearner, Registered, StagePlan, plan_stages, trainable
+from straggle.backward.step_in_parts import check_steps_in_parts
 from straggle.merge.alike import Wrapped, check_alike, check_same_state
 from straggle.merge.channel import Channel
 from straggle.merge.checks import (
     CLIP_AFTER_THE_BLOCK,
+    CLIP_BEFORE_THE_STEP,
+    EARLY_IS_TOO_EARLY,
     INSTEAD,
+    STEPPED_ALREADY,
     check_kinds,
     check_module,
     check_num_microbatches,
@@ -183,6 +188,7 @@ class StagedDataParallel(nn.Module):
         self._num_healed = 0  # states that were taken before the step that is entered now
         self._names = ScalarNames(self._channel)
         self._num_stepped = 0  # steps of its optimizers since the last merge
+        self._stepped: weakref.ref[Optimizer] | None = None  # the one that the last step has stepped itself
         self._warned: set[str] = set()
         self._optimizer_hooks = _watch_optimizers(self)
         self._finalizer = weakref.finalize(
@@ -267,14 +273,24 @@ class StagedDataParallel(nn.Module):
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The module's parameters. Who goes through them inside of a step to clip gradients is warned once."""
-        if self._in_step() and clips(sys._getframe(1)):  # a generator's caller is who iterates over it
-            self._warn_once("clip", f"rank {self.rank}, step {self._coordinator.training.step}: {CLIP_AFTER_THE_BLOCK}")
+        if self._of_the_job and clips(sys._getframe(1)):  # a generator's caller is who iterates over it
+            if self._in_step():
+                where = f"rank {self.rank}, step {self._coordinator.training.step}"
+                self._warn_once("clip", f"{where}: {CLIP_AFTER_THE_BLOCK}")
+            elif self._stepped is not None:
+                raise RuntimeError(CLIP_BEFORE_THE_STEP)
         yield from super().parameters(recurse)
 
-    def step(self, num_microbatches: int = 1) -> Step:
-        """One optimizer step, ``with model.step(): ...``; ``num_microbatches`` is how many backward passes it has."""
+    def step(self, num_microbatches: int = 1, *, optimizer: Optimizer | None = None) -> Step:
+        """One optimizer step, ``with model.step(): ...``; ``num_microbatches`` is how many backward passes it has.
+
+        ``optimizer``: its step is made when the block ends, each part as soon as its gradients are merged; the loop has
+        no ``optimizer.step()`` then. Raises ``ValueError`` for an optimizer or a model with which that is another step.
+        """
         check_num_microbatches(num_microbatches)
         self._join_first()
+        if optimizer is not None:
+            self._check_stepped_early(optimizer)
         return Step(
             num_microbatches,
             self._coordinator,
@@ -282,7 +298,13 @@ class StagedDataParallel(nn.Module):
             enter=self._enter,
             leave=self._leave,
             release=self._open.release,
+            optimizer=optimizer,
         )
+
+    def _check_stepped_early(self, optimizer: Optimizer) -> None:
+        if self._members is not None or self._merge.nonfinite == "drop":
+            raise ValueError(EARLY_IS_TOO_EARLY)
+        check_steps_in_parts(optimizer, self._parameters_list)
 
     @property
     def open_step(self) -> Step | None:
@@ -585,7 +607,7 @@ class StagedDataParallel(nn.Module):
         )
         if self.default_weight != 1.0:
             step.weight = self.default_weight
-        self._num_stepped = 0
+        self._num_stepped, self._stepped = 0, None
 
     def _refuse_other_parameters(self) -> None:
         """What is not among the parameters that were wrapped would not be merged."""
@@ -610,6 +632,8 @@ class StagedDataParallel(nn.Module):
         merged = self._open.leave(error)
         if merged is None:
             return False
+        if step.optimizer is not None:
+            self._num_stepped, self._stepped = 1, weakref.ref(step.optimizer)
         self._last_decision = self._open.decision(merged)
         if self._open.passes_came_short(merged) and (
             words := too_few_passes(step.num_microbatches, self._open.num_over)
@@ -705,21 +729,28 @@ def _watch_optimizers(model: StagedDataParallel) -> list[RemovableHandle]:
     """Count optimizer steps, tell their time from data time, and refuse one that would find no gradients."""
     reference, stopwatch = weakref.ref(model), model._coordinator.stopwatch
 
-    def before() -> None:
+    def before(optimizer: Optimizer) -> None:
         owner = reference()
-        if owner is not None and owner._in_step():
+        if owner is None or owner._open.optimizing:
+            return
+        if owner._stepped is not None and owner._stepped() is optimizer:
+            raise RuntimeError(STEPPED_ALREADY)
+        if owner._in_step():
             raise RuntimeError(
                 "optimizer.step() inside of `with model.step()`: gradients are merged when it ends; step after it"
             )
-        if owner is not None and owner._merge.nonfinite == "drop" and stepped_by_scaler():
+        if owner._merge.nonfinite == "drop" and stepped_by_scaler():
             raise RuntimeError(
                 'a GradScaler steps this optimizer, and Merge(nonfinite="drop") leaves out the infinite gradients that '
                 'it looks for, so that its scale would only grow: write merge=straggle.Merge(nonfinite="keep")'
             )
 
-    def after() -> None:
+    def after(_optimizer: Optimizer) -> None:
+        owner = reference()
+        if owner is not None and owner._open.optimizing:
+            return  # a part of a step
         stopwatch.enter("data")
-        if (owner := reference()) is not None:
+        if owner is not None:
             owner._num_stepped += 1
 
     return around_steps(model._parameters_list, before, after)

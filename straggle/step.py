@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import final
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from straggle.backward.hooks import DeadlineReached
 from straggle.merge.coordinator import Coordinator
@@ -23,6 +24,7 @@ class Step:
 
     Made by `StagedDataParallel.step`. ``enter`` and ``leave`` are called at the two ends of its block; ``leave`` says
     whether the error, if any, was only the deadline. ``release`` frees what a pass held that was left late.
+    ``optimizer`` is stepped as the gradients are merged.
     """
 
     def __init__(
@@ -34,12 +36,14 @@ class Step:
         enter: Callable[[Step], None],
         leave: Callable[[Step, BaseException | None], bool],
         release: Callable[[DeadlineReached], None],
+        optimizer: Optimizer | None = None,
     ) -> None:
         self._coordinator = coordinator
         self._names = names
         self._enter, self._leave, self._release = enter, leave, release
         self._is_open = False
         self.num_microbatches = num_microbatches
+        self.optimizer = optimizer
         self.scalars: dict[str, float] = {}
         self.late = False  # this rank was stopped in it, so far
         self._weight, self._cost = 1.0, math.nan

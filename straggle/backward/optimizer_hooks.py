@@ -16,19 +16,19 @@ _FRAMES = 16  # between a hook and GradScaler.step: torch's own wrappers, a sche
 
 
 def around_steps(
-    parameters: Iterable[Tensor], before: Callable[[], None], after: Callable[[], None]
+    parameters: Iterable[Tensor], before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]
 ) -> list[RemovableHandle]:
-    """Call ``before()`` and ``after()`` around each step of an optimizer whose first parameter is one of these.
+    """Call ``before(optimizer)`` and ``after(optimizer)`` around steps of one whose first parameter is one of these.
 
     Every optimizer of the process is looked at, also one that is made later; the parameters are not kept alive.
     """
     ids = {id(parameter) for parameter in parameters}
 
-    def of_ours(call: Callable[[], None]) -> Callable[[Optimizer, Any, Any], None]:
+    def of_ours(call: Callable[[Optimizer], None]) -> Callable[[Optimizer, Any, Any], None]:
         def hook(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
             first = next((p for group in optimizer.param_groups for p in group["params"]), None)
             if id(first) in ids:
-                call()
+                call(optimizer)
 
         return hook
 

@@ -71,6 +71,7 @@ class StageBuffers:
         self._world_size = world_size
         self._drop_nonfinite = drop_nonfinite
         self._num_changes = num_changes
+        self._merged: dict[int, Share] = {}  # of the buckets that are normalized
         self._finite: list[Tensor] = []  # which of this rank's gradients were, for the buckets that were looked at
         self._rank = -1  # whose row was written
         self._scale = torch.tensor(1 / world_size)  # a tensor, because a number is made into one at each call
@@ -92,7 +93,7 @@ class StageBuffers:
 
     def begin(self) -> None:
         """A new step begins."""
-        self._finite = []
+        self._finite, self._merged = [], {}
 
     def accumulate(self, index: int, gradient: Tensor, *, add: bool, weight: float = 1.0) -> None:
         """Write ``weight * gradient`` of parameter ``index``, or add it to what is there."""
@@ -158,7 +159,8 @@ class StageBuffers:
         return group.all_reduce(self.telemetry)
 
     def _count_nonfinite(self) -> None:
-        self.rows[self._rank, NONFINITE] = (~torch.cat(self._finite)).sum() if self._finite else 0.0
+        if self._finite:  # the row says 0 already
+            self.rows[self._rank, NONFINITE] = (~torch.cat(self._finite)).sum()
 
     def resend(self, bucket: int, group: Group) -> list[dist.Work]:
         """Start the merge of a bucket with what is in it now."""
@@ -197,9 +199,17 @@ class StageBuffers:
 
     def normalize(self) -> list[Share]:
         """After all merges: scale each gradient to the weighted mean, in place, and say what is in it."""
-        merged = [NOTHING] * len(self.views)
-        of_all = Share(float(self._world_size), True)
-        for flat in (flat for bucket in self._buckets for flat in bucket):
+        for bucket in range(len(self._buckets)):
+            self.normalize_bucket(bucket)
+        return [self._merged[index] for index in range(len(self.views))]
+
+    def normalize_bucket(self, bucket: int) -> dict[int, Share]:
+        """The same for the parameters of one bucket, after its merge; it may be asked again."""
+        of_all, merged = Share(float(self._world_size), True), dict[int, Share]()
+        for flat in self._buckets[bucket]:
+            if flat.parameters[0] in self._merged:
+                merged |= {index: self._merged[index] for index in flat.parameters}
+                continue
             tail, count = flat.tail.tolist(), len(flat.parameters)
             for index, weight, present in zip(flat.parameters, tail[:count], tail[count:], strict=True):
                 if weight == self._world_size and present:
@@ -208,6 +218,7 @@ class StageBuffers:
                     merged[index] = Share(weight, present > 0)
                     if weight > 0:
                         self.views[index].mul_(self._world_size / weight)
+        self._merged |= merged
         return merged
 
     def _allocate(self, indices: Sequence[int], parameters: Sequence[nn.Parameter], num_rows: int) -> list[_Flat]:

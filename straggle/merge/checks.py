@@ -50,6 +50,20 @@ CLIP_AFTER_THE_BLOCK = (
     "clipped: clip after the block, before optimizer.step()"
 )
 
+CLIP_BEFORE_THE_STEP = (
+    "gradients are clipped, and the optimizer has used them already: clipping must see all gradients before it, so "
+    "leave optimizer= out of step(), and call optimizer.step() after clipping (for the norm alone there is "
+    "torch.nn.utils.get_total_norm)"
+)
+STEPPED_ALREADY = (
+    "optimizer.step() after `with model.step(optimizer=optimizer)`, which has made this step: leave out one of them"
+)
+EARLY_IS_TOO_EARLY = (
+    "step(optimizer=...) steps a parameter before the merge of the others is over, and cannot take that back: it goes "
+    'with merge=straggle.Merge(nonfinite="keep"), because "drop" may skip the entire step, and without members=, '
+    "because members may leave during the merge; or call optimizer.step() after the block"
+)
+
 
 def clips(frame: FrameType | None) -> bool:
     """Whether this frame is that of a function of torch's that clips gradients, or of a comprehension in it."""

@@ -322,12 +322,14 @@ class Coordinator:
         changes: Tensor | None = None,
         abstain: bool = False,
         left_at: int | None = None,
+        on_merged: Callable[[Round], None] | None = None,
     ) -> MergedStep:
         """The training thread's work for its step is over: merge the rest, wait for the peers, and take the result.
 
         ``truncated``: it was cut short; ``failed``: a backward pass did not come to its end. ``changes`` of the
         module's buffers, where the rank finished its forward pass; ``abstain``: give what is finished and nothing else,
-        as the stand-in does. ``left_at``: as a `Decision` has it.
+        as the stand-in does. ``left_at``: as a `Decision` has it. ``on_merged(round)`` is called while this waits,
+        after each message that was merged.
         Raises `PeerFailed` when a rank failed in this step or cannot be reached.
         """
         posts = False
@@ -351,7 +353,7 @@ class Coordinator:
                 self._channel.post_finished(current.step)
             for hook in tuple(self.submit_hooks.values()):
                 hook(current.step)
-            self._complete(current)
+            self._complete(current, on_merged=on_merged)
         return self._take()
 
     def fail(self, error: BaseException) -> None:
@@ -565,18 +567,20 @@ class Coordinator:
 
     # -- both threads, without it
 
-    def _complete(self, current: Round, give_up_s: float | None = None) -> None:
+    def _complete(
+        self, current: Round, give_up_s: float | None = None, on_merged: Callable[[Round], None] | None = None
+    ) -> None:
         """Wait for the merge of a closed round and publish it."""
         while not current.abandoned:
             try:
-                epoch = self._wait_merged(current, give_up_s)
+                epoch = self._wait_merged(current, give_up_s, on_merged)
             except MembersChanged:
                 self._wait_regrouped(current)
             else:
                 if self._publish(current, epoch):
                     break
 
-    def _wait_merged(self, current: Round, give_up_s: float | None) -> int:
+    def _wait_merged(self, current: Round, give_up_s: float | None, on_merged: Callable[[Round], None] | None) -> int:
         """Wait for all collectives of a closed round; the epoch that they were launched in."""
         where = f"rank {self._channel.rank}, step {current.step}"
         with self._lock:
@@ -587,6 +591,8 @@ class Coordinator:
                 raise MembersChanged
         for work, name in works:
             self._channel.wait(work, current.step, f"{where}, stage {name}", give_up_s, epoch)
+            if on_merged is not None:
+                on_merged(current)
         if self._apart:
             with self._lock:
                 if epoch != self._channel.epoch:

@@ -35,9 +35,15 @@ class CurrentDeadline:
         self.predicted_drop = math.nan
         self.after_quorum_s = policy.grace_s
         self.quorum = self.rules.quorum
+        self._num_members = world_size
         self._policy, self._world_size = policy, world_size
         self._window = HistoryWindow(policy.window, world_size)
         self._stage_share: Tensor | None = None  # of the model, where the policy looks at more than times
+
+    @property
+    def late_after_s(self) -> float:
+        """The seconds after which a rank may be late: never where the quorum that waits for it is of all ranks."""
+        return self.seconds if self.quorum < self._num_members else math.inf
 
     @property
     def history(self) -> History:
@@ -62,6 +68,7 @@ class CurrentDeadline:
         self.quorum = self.late_handling.quorum_among(number, self._policy.quorum)
         of_all = StopRules.of(self._policy, self.late_handling, self._world_size, number)
         self.rules = replace(self.rules, quorum=of_all.quorum)
+        self._num_members = number
 
     def wait_for_all(self) -> None:
         """No rank is late from here on."""

@@ -170,11 +170,12 @@ def _grace_s(at: Situation, limits: Limits) -> float:
 
 def _ask_at(at: Situation, stop_at: float, limits: Limits) -> float:
     """When to ask whether a quorum waits: shortly before the deadline is over, at its end, and then less and less."""
-    first_at = stop_at - _notice_s(limits.deadline_s) / 2  # the answer takes a while, the longer the busier the machine
+    # the answer takes a while, the longer the busier the machine; of a short step each question is a large part
+    first_at = stop_at - min(_notice_s(limits.deadline_s) / 2, 0.1 * limits.deadline_s)
     if at.asked_at < first_at:
         return first_at
     if at.asked_at < stop_at:
-        return stop_at
+        return max(stop_at, at.asked_at + _SHORTEST_S)
     asked_for_s = max(0.0, at.asked_at - max(stop_at, at.merged_at))
     return at.asked_at + _SHORTEST_S + 0.02 * min(asked_for_s, 1.0)
 

@@ -348,6 +348,13 @@ class Round:
         names = [", ".join(stage.name for stage in bucket) for bucket in self.layout.buckets]
         return [(work, name) for works, name in zip(self._works, names, strict=False) for work in works]
 
+    def merged_early(self) -> list[int]:
+        """The first buckets whose merges are over while those of others are not; none where all are over."""
+        over = 0
+        while over < len(self._works) and all(map(succeeded, self._works[over])):
+            over += 1
+        return list(range(over)) if over < len(self._works) else []
+
     def freeze(self) -> MergeProgress:
         """Launch nothing from here on: the members change. How far this rank has come."""
         self._group = None

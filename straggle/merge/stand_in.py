@@ -107,7 +107,7 @@ class StandIn:
 
     def entered(self, now: float) -> None:
         """The training thread has entered its step."""
-        if now >= self._merging.merged_at + self._deadline.seconds:
+        if now >= self._merging.merged_at + self._deadline.late_after_s:
             self._wakes.notify()  # it sleeps until it would submit for a rank that has not entered
 
     def deadline_changed(self) -> None:
@@ -120,9 +120,10 @@ class StandIn:
         Otherwise the stand-in posts it: when the peers want to know, if the step is not over by then; and the end of a
         step that is ``truncated``, because no peer waits to hear of that, but all for the training thread.
         """
-        if self._deadline.seconds == math.inf:
+        deadline_s = self._deadline.late_after_s
+        if deadline_s == math.inf:
             return False
-        due = now >= post_at(self._deadline.seconds, self._merging.merged_at, any_late=self._merging.any_late)
+        due = now >= post_at(deadline_s, self._merging.merged_at, any_late=self._merging.any_late)
         if due and not truncated:
             return True
         self._unposted = True
@@ -133,7 +134,7 @@ class StandIn:
     def submitted_partial(self, current: Round) -> None:
         """The training thread has submitted what it has, and computes on: wait for the merge in its place."""
         self._partial = current
-        self._unposted = self._deadline.seconds < math.inf
+        self._unposted = self._deadline.late_after_s < math.inf
         self._wakes.notify()
 
     def heal(self, healing: bool) -> None:
@@ -219,7 +220,7 @@ class StandIn:
         deadline = self._deadline
         max_lag = deadline.late_handling.max_lag
         return Limits(
-            deadline.seconds,
+            deadline.late_after_s,
             deadline.after_quorum_s,
             grace_s=deadline.late_handling.grace_s,
             max_lag=sys.maxsize if self._heals and max_lag else max_lag,
@@ -249,7 +250,7 @@ class StandIn:
 
     def _more_s(self) -> float:
         """By how much the deadline of the rank's own step is longer than that of a step of the mean cost."""
-        relative, deadline_s = self._deadline.relative_cost(self._training.cost), self._deadline.seconds
+        relative, deadline_s = self._deadline.relative_cost(self._training.cost), self._deadline.late_after_s
         return 0.0 if relative == 1.0 or deadline_s == math.inf else (relative - 1.0) * deadline_s
 
     def _words(self, stuck_s: int) -> str:

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from straggle.backward.clocks import moment, seconds_between
 from straggle.backward.hooks import ModuleHook, tensors_in
@@ -180,7 +181,7 @@ class _Recorder:
         self._seconds = {}
         self._merged, self._began, self._microbatches, self._synced = self._since, None, [], False
 
-    def _optimizer(self, phase: str) -> None:
+    def _optimizer(self, phase: str, _optimizer: Optimizer) -> None:
         if self._phase in ("outside", "optimizer"):
             self._mark(phase)
 

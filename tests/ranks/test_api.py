@@ -80,7 +80,7 @@ def test_public_names_are_pinned():
             StagedDataParallel,
             "module *process_group *stages *deadline *estimator *late_handling *merge *members words_of_ddp",
         ),
-        (StagedDataParallel.step, "self num_microbatches"),
+        (StagedDataParallel.step, "self num_microbatches *optimizer"),
         (straggle.StagedBackward, "module *stages *on_stage *estimator *granularity *clock"),
         (straggle.StagedBackward.backward, "self tensors gradient *retain_graph *create_graph *budget_s"),
         (straggle.StagedBackward.step, "self budget_s"),

@@ -53,6 +53,8 @@ TABLE = [
     case("a rank that comes back in mid-step has its peers' clock", 109.95, quiet(ENTERED, clock_from=100.0), Ask()),
     case("asks again when the deadline is over", 110.97, quiet(ENTERED, asked_at=110.96), Sleep(111.0)),
     case("and then again", 111.0, quiet(ENTERED, asked_at=110.96), Ask()),
+    case("of a short step it asks later", 100.0088, quiet(BETWEEN), Sleep(100.009), deadline_s=0.01),
+    case("and not twice within 2 ms", 100.0091, quiet(BETWEEN, asked_at=100.009), Sleep(100.011), deadline_s=0.01),
     case("soon after that", 111.001, quiet(ENTERED, asked_at=111.0), Sleep(111.002)),
     case("less often after half a second", 111.501, quiet(ENTERED, asked_at=111.5), Sleep(111.5 + 0.012)),
     case("at most every 22 ms", 211.001, quiet(ENTERED, asked_at=211.0), Sleep(211.022)),

@@ -1,0 +1,183 @@
+"""An optimizer that is stepped in parts, during the merge, trains bit for bit as one that is stepped after it."""
+
+import pytest
+import torch
+from ranks import digest, run_ranks, staged
+from torch import nn, optim
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from training import Signals, Stopper, features, mlp
+
+from straggle import Merge
+
+pytestmark = pytest.mark.light
+
+KEEP = Merge(nonfinite="keep")
+OPTIMIZERS = {
+    "SGD": lambda groups: optim.SGD(groups, lr=0.1),
+    "momentum": lambda groups: optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True),
+    "momentum, loop": lambda groups: optim.SGD(groups, lr=0.1, momentum=0.9, foreach=False),
+    "momentum, foreach": lambda groups: optim.SGD(groups, lr=0.1, momentum=0.9, foreach=True),
+    "momentum, fused": lambda groups: optim.SGD(groups, lr=0.1, momentum=0.9, fused=True),
+    "Adam": lambda groups: optim.Adam(groups, lr=0.01, amsgrad=True),
+    "AdamW": lambda groups: optim.AdamW(groups, lr=0.01),
+    "AdamW, loop": lambda groups: optim.AdamW(groups, lr=0.01, foreach=False),
+    "AdamW, foreach": lambda groups: optim.AdamW(groups, lr=0.01, foreach=True),
+    "AdamW, fused": lambda groups: optim.AdamW(groups, lr=0.01, fused=True),
+    "NAdam": lambda groups: optim.NAdam(groups, lr=0.01),
+    "RAdam": lambda groups: optim.RAdam(groups, lr=0.01),
+    "Adamax": lambda groups: optim.Adamax(groups, lr=0.01),
+    "Adagrad": lambda groups: optim.Adagrad(groups, lr=0.01),
+    "Adadelta": lambda groups: optim.Adadelta(groups, lr=0.1),
+    "RMSprop": lambda groups: optim.RMSprop(groups, lr=0.01, momentum=0.9, centered=True),
+}
+NUM_STEPS = 4
+
+
+class Held(nn.Module):
+    """Merged as three messages; ``hold()`` is called before backward comes to the last of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = mlp(width=520, depth=4)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.frozen.grad = torch.ones(3)  # of before it was frozen: an optimizer steps it all the same
+        self.hold = lambda: None
+
+    def forward(self, x):
+        first = self.layers[0](x)
+        first.register_hook(lambda _gradient: self.hold())
+        return self.layers[1:](first)
+
+
+def groups_of(module):
+    """Matrices with a weight decay, the rest with another learning rate."""
+    named = list(module.named_parameters())
+    matrices = [parameter for name, parameter in named if name.endswith("weight")]
+    others = [parameter for name, parameter in named if not name.endswith("weight")]
+    return [{"params": matrices, "weight_decay": 0.01}, {"params": others, "lr": 0.03}]
+
+
+def train(rank, kind, early, stops):
+    """Of each step a hash of the parameters, one of the gradients, and which there are; and the calls of the optimizer.
+
+    Where rank 1 is not stopped it waits, before its last message, until rank 0 has stepped a part.
+    """
+    module, signals, number = Held(), Signals(), 0
+    stopper, calls, seen = Stopper(module.layers), [], []
+    optimizer = OPTIMIZERS[kind](groups_of(module))
+    scheduler = optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+
+    def stepped(*_):
+        calls.append(number)
+        if rank == 0:
+            signals.send(f"{kind} {early} {number}")
+
+    counter = register_optimizer_step_post_hook(stepped)
+    with staged(module, merge=KEEP) as model:
+        for number in range(NUM_STEPS):
+            stop = stops[number] if rank == 1 else None
+            waits = early and rank == 1 and stop is None
+            module.hold = (lambda: signals.wait(f"{kind} {early} {number}")) if waits else (lambda: None)  # noqa: B023
+            with model.step(optimizer=optimizer if early else None) as step:
+                stopper.arm(step, stop)
+                model(features(rank, number)).square().mean().backward()
+            if not early:
+                optimizer.step()
+            scheduler.step()
+            gradients = [parameter.grad for parameter in module.parameters()]
+            present = [gradient is not None for gradient in gradients]
+            seen.append((digest(module.parameters()), digest(g for g in gradients if g is not None), present))
+            optimizer.zero_grad()
+            module.frozen.grad = torch.ones(3)
+    counter.remove()
+    return seen, calls
+
+
+def train_both(rank, kinds, stops):
+    return {kind: [train(rank, kind, early, stops) for early in (False, True)] for kind in kinds}
+
+
+@pytest.mark.parametrize("kinds", [tuple(OPTIMIZERS)[::2], tuple(OPTIMIZERS)[1::2]], ids=" ".join)
+def test_parameters_are_those_of_one_step_bit_for_bit(kinds):
+    first, second = run_ranks(train_both, 2, kinds, [None] * NUM_STEPS)
+    for kind in kinds:
+        (whole, calls), (parts, calls_in_parts) = first[kind]
+        assert parts == whole, kind
+        assert second[kind][1][0] == parts, kind
+        assert calls == list(range(NUM_STEPS))
+        # two calls at least in each: rank 1 has waited for the first, and its own gradients came after that
+        assert min(calls_in_parts.count(number) for number in range(NUM_STEPS)) > 1
+        assert len({parameters for parameters, *_ in parts}) == NUM_STEPS
+
+
+def test_parameters_are_the_same_where_a_rank_is_late():
+    kinds = ("momentum", "AdamW, fused")
+    first, second = run_ranks(train_both, 2, kinds, [None, 3, 0, None])
+    for kind in kinds:
+        (whole, _), (parts, _) = first[kind]
+        assert parts == whole, kind
+        assert second[kind][1][0] == parts, kind
+
+
+def one_step(model, optimizer=None):
+    with model.step(optimizer=optimizer):
+        model(features(0, 0)).square().mean().backward()
+
+
+class Own(optim.SGD):
+    """May do in its step what it likes."""
+
+
+def refuse(rank):
+    """What is said to each optimizer and model that cannot be stepped so."""
+    module, words = mlp(), {}
+
+    def note(name, kind, function, *args, **kwargs):
+        with pytest.raises(kind) as raised:
+            function(*args, **kwargs)
+        words[name] = str(raised.value)
+
+    parameters = list(module.parameters())
+    hooked = optim.SGD(parameters, lr=0.1)
+    hooked.register_step_pre_hook(lambda *_: None)
+    optimizer = optim.SGD(parameters, lr=0.1)
+    with staged(module, merge=KEEP) as model:
+        note("LBFGS", ValueError, model.step, optimizer=optim.LBFGS(parameters))
+        note("own", ValueError, model.step, optimizer=Own(parameters))
+        note("hooks", ValueError, model.step, optimizer=hooked)
+        note("another model", ValueError, model.step, optimizer=optim.SGD(mlp().parameters()))
+        note("no optimizer", ValueError, model.step, optimizer="SGD")
+        one_step(model, optimizer)
+        note("again", RuntimeError, optimizer.step)
+        note("clipping", RuntimeError, nn.utils.clip_grad_norm_, model.parameters(), 1.0)
+        note("scaler", RuntimeError, scaled_step, optimizer, module)
+        with model.step(optimizer=optimizer):
+            model(features(0, 0)).square().mean().backward()
+            note("inside", RuntimeError, optimizer.step)
+        one_step(model)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    with staged(module) as model:
+        note("dropping", ValueError, model.step, optimizer=optimizer)
+    return words
+
+
+def scaled_step(optimizer, module):
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(module(features(0, 0)).sum())
+    scaler.step(optimizer)
+
+
+def test_what_must_see_all_gradients_is_refused_with_a_sentence():
+    (words,) = run_ranks(refuse, 1)
+    assert words["LBFGS"].startswith("LBFGS computes the loss again in its step")
+    assert words["own"].startswith("Own may look at all gradients at once")
+    assert words["hooks"].startswith("this SGD has step hooks")
+    assert words["another model"] == "this SGD has no parameter of the wrapped model"
+    assert words["no optimizer"] == "optimizer='SGD': give a torch.optim.Optimizer"
+    assert words["again"].startswith("optimizer.step() after `with model.step(optimizer=optimizer)`")
+    assert words["scaler"] == words["again"]
+    assert "clipping must see all gradients before it" in words["clipping"]
+    assert words["inside"].startswith("optimizer.step() inside of `with model.step()`")
+    assert 'merge=straggle.Merge(nonfinite="keep")' in words["dropping"]
