@@ -13,6 +13,7 @@ class Decision:
     finishes them in the same order again. ``left_at``: how often the pass had asked whether to go on before it was
     asked to leave; ``None``: it was not. ``stood_in``: the rest was submitted by the stand-in, without estimates.
     ``num_over``: how many of its backward passes were over by then; ``None`` in recordings that do not say it.
+    ``drawn``: the micro-batches that it drew from the step's pool, in order; ``None``: it drew none.
     """
 
     step: int
@@ -20,6 +21,7 @@ class Decision:
     left_at: int | None
     stood_in: bool
     num_over: int | None = None
+    drawn: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
