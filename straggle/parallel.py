@@ -168,9 +168,9 @@ class StagedDataParallel(nn.Module):
             rank=self.rank,
             limit=HostLimit() if limited else None,
         )
-        self._pulling = Pulling(self._open, self._coordinator, self._channel)
+        self.pulling = Pulling(self._open, self._coordinator, self._channel)
         if self._healing is not None:
-            self._healing.register({"straggle.pulling": self._pulling})
+            self._healing.register({"straggle.pulling": self.pulling})
         self._hooks = ParameterHooks(module, self._parameters_list, self._open)
         self._rank_state = RankState(
             self._coordinator, module, self.estimator, stages=stages, world_size=self.world_size
@@ -282,7 +282,7 @@ class StagedDataParallel(nn.Module):
             enter=self._enter,
             leave=self._leave,
             release=self._open.release,
-            draw=self._pulling.numbers,
+            draw=self.pulling.numbers,
         )
 
     @property
@@ -575,7 +575,7 @@ class StagedDataParallel(nn.Module):
             mean_cost=self._coordinator.deadline.mean_cost,
         )
         self._last_record = record
-        self._pulling.merged(record)
+        self.pulling.merged(record)
         if (times := self._learner.step_complete()) is not None:
             self._learn(times)
         self._warn_of_different_replicas(record)

@@ -1,6 +1,7 @@
 """`Pulling`: what a rank draws from the pools of its steps, and what of the next one is sure.
 
-Without the job's store nothing can be drawn: where a rank had none in the step before, the pool is dealt out equally.
+The first pool is dealt out equally: in the first step no rank can be late, and the store need not be connected yet.
+Without the store nothing can be drawn: where a rank had none in the step before, the pool is dealt out equally as well.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Pulling:
         self._counters = StoreCounters(channel.rank)
         self._done: deque[tuple[float | None, ...]] = deque(maxlen=WINDOW)
         self._present = (True,) * channel.world_size
-        self._has_store = channel.world_size > 1  # by all ranks, in the step before
+        self._draws = False  # the next step's: a pool was merged before, and all ranks had the store then
         self.waited_s = 0.0
 
     @property
@@ -83,7 +84,7 @@ class Pulling:
         self._opened.draw(Drawn(tuple(numbers), own, is_open, len(weights), total, scale))
 
     def _pool(self, num_parts: int) -> Pool:
-        if self._has_store:
+        if self._draws:
             return Pool(num_parts, sure_shares(num_parts, tuple(self._done), self._present))
         return Pool(num_parts, static_shares(num_parts, self._present), drawn=False)
 
@@ -107,13 +108,13 @@ class Pulling:
         self._present = present if any(present) else self._present
         done = zip(table.parts_done(), present, strict=True)
         self._done.append(tuple(own / num_parts if here else None for own, here in done))
-        self._has_store = self._channel.world_size > 1 and not table.ranks_without_store()
+        self._draws = self._channel.world_size > 1 and not table.ranks_without_store()
 
     def state_dict(self) -> dict[str, Any]:
         """What a rank that comes back must know: equal on all ranks."""
-        return {"done": [list(own) for own in self._done], "present": list(self._present), "store": self._has_store}
+        return {"done": [list(own) for own in self._done], "present": list(self._present), "draws": self._draws}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on as the others do."""
         self._done = deque(map(tuple, state["done"]), maxlen=WINDOW)
-        self._present, self._has_store = tuple(state["present"]), bool(state["store"])
+        self._present, self._draws = tuple(state["present"]), bool(state["draws"])

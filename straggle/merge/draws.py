@@ -127,7 +127,7 @@ class Draws:
             self._give_up(error)
         else:
             self.numbers += more
-            self.exhausted = not more
+            self.exhausted = not more or self._drawer.request(self._pool) is None  # which no thread writes now
         self.waited_s += time.monotonic() - began_at
 
     def _give_up(self, error: StoreUnreachable) -> None:

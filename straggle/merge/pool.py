@@ -134,10 +134,11 @@ class Drawer:
                 return (self, share[answer - 1 : answer]) if answer <= len(share) else (self._next(pool), _NO_PARTS)
 
     def _drew(self, pool: Pool, index: int, *, num_settled: int) -> tuple[Drawer, range]:
-        if chunk := pool.chunk(index):
+        chunk = pool.chunk(index)
+        if num_settled == pool.num_shares and not pool.chunk(index + 1):
+            return replace(self, phase="done"), chunk
+        if chunk:
             return replace(self, settles=False), chunk
-        if num_settled == pool.num_shares:
-            return replace(self, phase="done"), _NO_PARTS
         return replace(self, target=-1)._next(pool), _NO_PARTS
 
     def _next(self, pool: Pool) -> Drawer:

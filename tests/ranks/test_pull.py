@@ -25,6 +25,14 @@ def loss_of(model, x):
     return model(x).square().mean()
 
 
+def first_step(model):
+    """In which the pool is dealt out equally; draws begin with the next one."""
+    with model.step() as step:
+        for x in step.pull(parts_of(0)):
+            loss_of(model, x).backward()
+    model.zero_grad()
+
+
 def mean_gradients(parts, weights=None):
     """By one process, over all micro-batches."""
     module = mlp()
@@ -102,11 +110,15 @@ def slow_in_its_first(rank):
     """Rank 1 is in its first micro-batch until the others have done all that they can have."""
     store, module, own = dist.distributed_c10d._get_default_store(), mlp(), []
     with staged(module) as model:
+        first_step(model)
         with model.step() as step:
             for number, x in step.pull(list(enumerate(parts_of(0)))):
                 own.append(number)
                 if rank == 1 and len(own) == 1:
+                    store.set("its share is claimed", "")
                     store.wait(["others are done/0", "others are done/2"])
+                elif rank != 1 and len(own) == 1:
+                    store.wait(["its share is claimed"])
                 loss_of(model, x).backward()
             if rank != 1:
                 store.set(f"others are done/{rank}", "")
@@ -117,7 +129,7 @@ def test_a_slow_rank_does_its_sure_share_and_the_others_the_rest():
     ranks = run_ranks(slow_in_its_first, 3)
     assert len({own[0] for own in ranks}) == 1
     assert sorted(number for own in ranks for number in own[2]) == list(range(NUM_PARTS))
-    # one of eight is sure for each at first, and one more is drawn before the first one is begun
+    # in the step before it did three: two of them are sure now
     assert len(ranks[1][2]) == 2
     for merged, mean in zip(ranks[0][1], mean_gradients(parts_of(0)), strict=True):
         torch.testing.assert_close(merged, mean, rtol=1e-5, atol=1e-7)
@@ -128,6 +140,10 @@ def stopped_in_the_middle(rank, stop_after, estimator):
     module = Chain()
     stopper, own = Stopper(module), []
     with staged(module, estimator=estimator) as model:
+        with model.step() as step:
+            for x in step.pull([0.0] * NUM_PARTS):
+                model(x).backward()
+        module.zero_grad()
         with model.step() as step:
             stopper.arm(step, stop_after if rank else None)
             for x in step.pull([float(number + 1) for number in range(NUM_PARTS)]):
@@ -215,6 +231,7 @@ def leaves_its_loop(rank):
     """Rank 1 goes out of its loop after one micro-batch."""
     module = mlp()
     with staged(module) as model:
+        first_step(model)
         with model.step() as step:
             for x in step.pull(parts_of(0)):
                 loss_of(model, x).backward()
