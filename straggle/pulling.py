@@ -39,19 +39,22 @@ class Pulling:
         """Requests to the store until now."""
         return self._counters.num_requests
 
-    def numbers(self, weights: tuple[float, ...]) -> Iterator[int]:
-        """The numbers of this rank's micro-batches, of a pool of ones with these weights; inside of its step."""
+    def numbers(self, weights: tuple[float, ...]) -> Iterator[tuple[int, Sequence[int]]]:
+        """The numbers of this rank's micro-batches, of a pool of ones with these weights; inside of its step.
+
+        With each come those that the rank has drawn beside it, in their order.
+        """
         opened, replayed = self._opened, self._opened.replayed
         if opened.idle or self._is_stopped():
             self._tell((), weights, is_open=False)
-            yield from range(opened.idle)  # whose forward pass ends the block
+            yield from ((number, ()) for number in range(opened.idle))  # whose forward pass ends the block
         elif replayed is not None and replayed.num_gradients < sys.maxsize:
             self._tell(own := replayed.drawn or (), weights, is_open=False)
-            yield from own
+            yield from ((number, own[place + 1 :]) for place, number in enumerate(own))
         else:
             yield from self._drawn(weights)
 
-    def _drawn(self, weights: tuple[float, ...]) -> Iterator[int]:
+    def _drawn(self, weights: tuple[float, ...]) -> Iterator[tuple[int, Sequence[int]]]:
         """The next one is asked for in a backward pass: the answer is there before the rank begins its last."""
         opened, step, given = self._opened, self._opened.step, 0
         pool = self._pool(len(weights))
@@ -71,7 +74,7 @@ class Pulling:
             if given == len(draws.numbers):
                 break
             given += 1
-            yield draws.numbers[given - 1]
+            yield draws.numbers[given - 1], draws.numbers[given:]
         self.waited_s += draws.waited_s
 
     def _is_stopped(self) -> bool:

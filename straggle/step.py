@@ -25,7 +25,7 @@ class Step:
 
     Made by `StagedDataParallel.step`. ``enter`` and ``leave`` are called at the two ends of its block; ``leave`` says
     whether the error, if any, was only the deadline. ``release`` frees what a pass held that was left late.
-    ``draw``: the numbers of this rank's micro-batches of a pool of ones with these weights.
+    ``draw``: the numbers of this rank's micro-batches of a pool of ones with these weights, each with those after it.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Step:
         enter: Callable[[Step], None],
         leave: Callable[[Step, BaseException | None], bool],
         release: Callable[[DeadlineReached], None],
-        draw: Callable[[tuple[float, ...]], Iterator[int]],
+        draw: Callable[[tuple[float, ...]], Iterator[tuple[int, Sequence[int]]]],
     ) -> None:
         self._coordinator = coordinator
         self._names = names
@@ -71,15 +71,25 @@ class Step:
 
         ``parts``: all micro-batches of the step, the same on every rank; only those that the rank computes are looked
         up. Each has one forward and backward pass, and the loss is its own mean. The merged gradient is the mean over
-        all of them, by ``weights`` (such as their numbers of samples or tokens; default: all alike), whoever computed
-        which. A rank for which nothing is left has an empty loop.
+        all of them, by ``weights`` (such as their numbers of samples or tokens; default: ``parts.weights`` where there
+        are any, as of `MicroBatches`, or all alike), whoever computed which. A rank for which nothing is left has an
+        empty loop.
         Raises ``ValueError`` for parts or weights that make no sense, ``RuntimeError`` outside of the block, for a
         second pool in it, and beside ``num_microbatches`` or ``step.weight``.
         """
+        weights = getattr(parts, "weights", None) if weights is None else weights
         own = tuple(map(float, weights)) if weights is not None else (1.0,) * len(parts)
         self._check_pull(len(parts), own)
         self._pulls = True
-        return (parts[number] for number in self._draw(own))
+        return self._looked_up(parts, own)
+
+    def _looked_up(self, parts: Sequence[Part], weights: tuple[float, ...]) -> Iterator[Part]:
+        prefetch: Callable[[int], None] | None = getattr(parts, "prefetch", None)
+        for number, ahead in self._draw(weights):
+            part = parts[number]
+            if ahead and prefetch is not None:
+                prefetch(ahead[0])
+            yield part
 
     def _check_pull(self, num_parts: int, weights: tuple[float, ...]) -> None:
         if not num_parts:

@@ -13,7 +13,19 @@ import straggle
 
 ROOT = Path(straggle.__file__).parent
 # what a training loop imports
-LOOP = ("parallel", "open_step", "step", "pulling", "deal", "rebalance", "sampler", "epochs", "garbage", "stop_signal")
+LOOP = (
+    "parallel",
+    "open_step",
+    "step",
+    "micro_batches",
+    "pulling",
+    "deal",
+    "rebalance",
+    "sampler",
+    "epochs",
+    "garbage",
+    "stop_signal",
+)
 # each imports only from those before it
 PACKAGES = ("report", "policies", "backward", "merge", LOOP, "observe", "advise", "lab", "commands")
 BEFORE = ("extras", "version")
