@@ -20,6 +20,7 @@ from straggle.garbage import CollectGarbage
 from straggle.merge.channel import PeerFailed
 from straggle.merge.options import Merge
 from straggle.merge.view import Elastic
+from straggle.micro_batches import MicroBatches
 from straggle.observe.watch import Watch, watch
 from straggle.parallel import StagedDataParallel
 from straggle.policies.auto_deadline import AutoDeadline
@@ -80,6 +81,7 @@ __all__ = [
     "MedianDeadline",
     "MembersReport",
     "Merge",
+    "MicroBatches",
     "MovingAverage",
     "NextDeadline",
     "OptimizerMomentum",

@@ -6,8 +6,9 @@ The hooks report each gradient to `OpenStep`, which hands it to the coordinator 
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -22,6 +23,7 @@ from straggle.backward.passes import PassWatcher, current_run, in_backward
 from straggle.backward.stages import PlanLearner
 from straggle.backward.step_in_parts import StepInParts
 from straggle.merge.coordinator import Coordinator
+from straggle.merge.draws import Drawn
 from straggle.merge.options import ModuleBuffers
 from straggle.merge.rank_state import Entry, TrainingSide
 from straggle.merge.replay import Decision
@@ -116,6 +118,7 @@ class OpenStep(PassWatcher):
         # a backward pass that was begun is not stopped
         self._complete_microbatches = coordinator.deadline.late_handling.granularity == "microbatch"
         self._limit = limit
+        self.on_backward: Callable[[], None] | None = None  # a good moment to ask for more micro-batches
         self._last_kept: tuple[int, tuple[int, ...]] = (NONE, ())  # as the peers, and as this rank, decided last
         self.groups = Groups(self._parameters)
         self._grouped_run = _NO_RUN  # of the engine, whose gradients wait for their group
@@ -140,6 +143,7 @@ class OpenStep(PassWatcher):
         self._in_forward = False
         self._num_timed = 0  # micro-batches whose end was noted
         self._num_merged = 0  # gradients
+        self.drawn: Drawn | None = None
         self._waiting, self._grouped_run = [], _NO_RUN
         self._left = step.num_microbatches * len(self._parameters)  # gradients after which nothing is left to stop
         self._num_checks = 0  # how often the pass asked whether to go on
@@ -152,6 +156,24 @@ class OpenStep(PassWatcher):
         max_over = None if replayed is None else replayed.num_over
         self._coordinator.enter(replace(entry, kept=self._kept.mark, max_over=max_over))
         self.step = step
+
+    @property
+    def idle(self) -> bool:
+        """Whether this rank has no data for the step."""
+        return self._idle
+
+    @property
+    def replayed(self) -> Decision | None:
+        """What the rank is to do in the step, as it was recorded."""
+        return self._replayed
+
+    def draw(self, drawn: Drawn) -> None:
+        """The step has these micro-batches of its pool."""
+        assert self.step is not None
+        self._coordinator.draw(drawn)
+        self.drawn = drawn
+        self.step.num_microbatches = number = max(1, len(drawn.numbers))
+        self._left = sys.maxsize if drawn.is_open else number * len(self._parameters)
 
     def leave(self, error: BaseException | None) -> MergedStep | None:
         """Merge, and put the merged gradients in place; ``None`` where the user's code failed, which peers then know.
@@ -177,7 +199,7 @@ class OpenStep(PassWatcher):
                 on_merged=None if self._optimizing is None else self._step_early,
             )
         finally:
-            self.step, self._grouped_run = None, _NO_RUN
+            self.step, self._grouped_run, self.on_backward = None, _NO_RUN, None
             if isinstance(error, DeadlineReached):
                 release_graph(error, self._outputs)
         self._keep_as_peers_did(merged)
@@ -197,7 +219,10 @@ class OpenStep(PassWatcher):
 
     def decision(self, merged: MergedStep) -> Decision:
         """What this rank decided in the step that it left, for a recording."""
-        decision = Decision(merged.step, merged.num_gradients, self._left_at, merged.stood_in, merged.num_over)
+        drawn = self.drawn.numbers if self.drawn is not None else None
+        decision = Decision(
+            merged.step, merged.num_gradients, self._left_at, merged.stood_in, merged.num_over, drawn=drawn
+        )
         if merged.among is None:
             return decision
         return replace(decision, idle=merged.idle, entered=merged.entered, among=merged.among)
@@ -215,7 +240,7 @@ class OpenStep(PassWatcher):
     def passes_came_short(self, merged: MergedStep) -> bool:
         """Whether passes may be missing by mistake: what a replay, a stand-in or missing data took is none."""
         explained = self.failed or self.stopped or self.goes_on or merged.stood_in or self._idle
-        return not explained and self._replayed is None
+        return not explained and self._replayed is None and self.drawn is None
 
     # -- forward
 
@@ -346,6 +371,8 @@ class OpenStep(PassWatcher):
     def _pass_begins(self, first: int) -> None:  # noqa: ARG002
         self._stopwatch.enter("backward")
         self._coordinator.begin_pass()
+        if self.on_backward is not None:
+            self.on_backward()
         self._kept.set_aside()
         if self._learner.times is not None:
             self._learner.times.begin()

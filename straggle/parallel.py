@@ -59,6 +59,7 @@ from straggle.policies.deadline import Deadline, LateHandling, WaitForAll, as_de
 from straggle.policies.estimators import Abstain, Estimator
 from straggle.policies.fill_in import FillIn
 from straggle.policies.history import History
+from straggle.pulling import Pulling
 from straggle.report import HealingReport, MembersReport, StepReport
 from straggle.step import Pause, Step
 from straggle.version import __version__
@@ -173,6 +174,9 @@ class StagedDataParallel(nn.Module):
             rank=self.rank,
             limit=HostLimit() if limited else None,
         )
+        self.pulling = Pulling(self._open, self._coordinator, self._channel)
+        if self._healing is not None:
+            self._healing.register({"straggle.pulling": self.pulling})
         self._hooks = ParameterHooks(module, self._parameters_list, self._open)
         self._rank_state = RankState(
             self._coordinator, module, self.estimator, stages=stages, world_size=self.world_size
@@ -299,6 +303,7 @@ class StagedDataParallel(nn.Module):
             leave=self._leave,
             release=self._open.release,
             optimizer=optimizer,
+            draw=self.pulling.numbers,
         )
 
     def _check_stepped_early(self, optimizer: Optimizer) -> None:
@@ -653,6 +658,7 @@ class StagedDataParallel(nn.Module):
             mean_cost=self._coordinator.deadline.mean_cost,
         )
         self._last_record = record
+        self.pulling.merged(record)
         if (times := self._learner.step_complete()) is not None:
             self._learn(times)
         self._warn_of_different_replicas(record)

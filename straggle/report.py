@@ -38,7 +38,8 @@ class RankReport:
     ``absent``: it is no member at present. ``weights`` is the weight in the merge of all that the rank submitted for
     each stage, including estimates and supplements. Without these it is ``weight`` times ``stages``. ``cost`` is what
     the user gave its step (``step.cost``), over the mean cost of the first step that had any; 1 otherwise. Its deadline
-    was longer by that factor.
+    was longer by that factor. ``parts``: the micro-batches of the step's pool that it computed (``step.pull``). It is
+    ``idle`` in a step whose pool had nothing left for it.
     """
 
     rank: int
@@ -61,6 +62,7 @@ class RankReport:
     weights: tuple[float, ...] = ()
     absent: bool = False
     cost: float = 1.0
+    parts: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,8 @@ class StepReport:
     parameters were compared and differ (`Merge.check_every`), or their optimizers did not step as often as the others'
     after the step before. ``None``: parameters were not compared, and all optimizers stepped as often. ``shadow``: what
     a policy that stops no rank would have done. ``ranks_without_store``: those that the job's store did not answer; no
-    deadline holds for them.
+    deadline holds for them. ``pool_parts`` and ``pool_weight``: the micro-batches in the step's pool and the sum of
+    their weights, where the ranks drew from one (``step.pull``); 0 otherwise.
     """
 
     step: int
@@ -114,10 +117,18 @@ class StepReport:
     different_ranks: tuple[int, ...] | None = None
     shadow: ShadowReport | None = None
     ranks_without_store: tuple[int, ...] = ()
+    pool_parts: int = 0
+    pool_weight: float = 0.0
 
     @property
     def dropped_share(self) -> float:
-        """Share of all gradient elements, over members with data, that did not come in time: 0 to 1."""
+        """Share of all gradient elements, over members with data, that did not come in time: 0 to 1.
+
+        Of a pool it is that of all micro-batches, also of those that a rank had drawn and took with it.
+        """
+        if self.pool_weight:
+            there = sum(rank.weight * rank.reach for rank in self.ranks if not rank.absent)
+            return min(1.0, max(0.0, 1.0 - there / self.pool_weight))
         reached = [rank.reach for rank in self.ranks if not (rank.idle or rank.absent)]
         return 1.0 - sum(reached) / len(reached) if reached else 0.0
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import final
+from typing import TypeVar, final
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -14,6 +14,8 @@ from straggle.backward.hooks import DeadlineReached
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.names import ScalarNames
 from straggle.merge.telemetry import MAX_SCALARS
+
+Part = TypeVar("Part")
 
 
 class Step:
@@ -25,6 +27,7 @@ class Step:
     Made by `StagedDataParallel.step`. ``enter`` and ``leave`` are called at the two ends of its block; ``leave`` says
     whether the error, if any, was only the deadline. ``release`` frees what a pass held that was left late.
     ``optimizer`` is stepped as the gradients are merged.
+    ``draw``: the numbers of this rank's micro-batches of a pool of ones with these weights, each with those after it.
     """
 
     def __init__(
@@ -36,12 +39,13 @@ class Step:
         enter: Callable[[Step], None],
         leave: Callable[[Step, BaseException | None], bool],
         release: Callable[[DeadlineReached], None],
+        draw: Callable[[tuple[float, ...]], Iterator[tuple[int, Sequence[int]]]],
         optimizer: Optimizer | None = None,
     ) -> None:
         self._coordinator = coordinator
         self._names = names
-        self._enter, self._leave, self._release = enter, leave, release
-        self._is_open = False
+        self._enter, self._leave, self._release, self._draw = enter, leave, release, draw
+        self._is_open = self._pulls = False
         self.num_microbatches = num_microbatches
         self.optimizer = optimizer
         self.scalars: dict[str, float] = {}
@@ -65,6 +69,46 @@ class Step:
             return False
         self._is_open = False
         return self._leave(self, error)
+
+    def pull(self, parts: Sequence[Part], *, weights: Sequence[float] | None = None) -> Iterator[Part]:
+        """Those of the step's micro-batches that this rank has time for: ``for x, y in step.pull(parts)``.
+
+        ``parts``: all micro-batches of the step, the same on every rank; only those that the rank computes are looked
+        up. Each has one forward and backward pass, and the loss is its own mean. The merged gradient is the mean over
+        all of them, by ``weights`` (such as their numbers of samples or tokens; default: ``parts.weights`` where there
+        are any, as of `MicroBatches`, or all alike), whoever computed which. A rank for which nothing is left has an
+        empty loop.
+        Raises ``ValueError`` for parts or weights that make no sense, ``RuntimeError`` outside of the block, for a
+        second pool in it, and beside ``num_microbatches`` or ``step.weight``.
+        """
+        weights = getattr(parts, "weights", None) if weights is None else weights
+        own = tuple(map(float, weights)) if weights is not None else (1.0,) * len(parts)
+        self._check_pull(len(parts), own)
+        self._pulls = True
+        return self._looked_up(parts, own)
+
+    def _looked_up(self, parts: Sequence[Part], weights: tuple[float, ...]) -> Iterator[Part]:
+        prefetch: Callable[[int], None] | None = getattr(parts, "prefetch", None)
+        for number, ahead in self._draw(weights):
+            part = parts[number]
+            if ahead and prefetch is not None:
+                prefetch(ahead[0])
+            yield part
+
+    def _check_pull(self, num_parts: int, weights: tuple[float, ...]) -> None:
+        if not num_parts:
+            raise ValueError("step.pull(parts): there are no micro-batches; a step has at least one")
+        if len(weights) != num_parts or not all(0 < weight < math.inf for weight in weights):
+            raise ValueError(
+                f"step.pull(weights=...): {num_parts} micro-batches need as many positive weights, such as samples"
+            )
+        if not self._is_open or self._pulls:
+            raise RuntimeError("step.pull() comes inside of `with model.step() as step:`, once in each step")
+        if self.num_microbatches != 1 or self._weight != 1.0:
+            raise RuntimeError(
+                "step.pull() counts the backward passes and weighs them: leave out num_microbatches=... and "
+                "step.weight, and give step.pull(parts, weights=...)"
+            )
 
     def microbatch(self) -> Microbatch:
         """A context manager for one forward and backward pass; where this rank is late, it ends that and goes on."""
@@ -97,6 +141,8 @@ class Step:
 
     @weight.setter
     def weight(self, weight: float) -> None:
+        if self._pulls:
+            raise RuntimeError("step.weight beside step.pull(): give step.pull(parts, weights=...)")
         self._coordinator.weigh(weight)
         self._weight = weight
 

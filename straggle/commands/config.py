@@ -71,9 +71,10 @@ _PARTS = (
     "lateness",
 )
 _BUILT = ("deadline", "merge", "late_handling", "delays", "work", "network", "lateness")
-_OF_A_METHOD = ("job", "deadline", "estimator", "late_handling", "merge", "optimizer", "stages", "rebalance")
+_OF_A_METHOD = ("job", "deadline", "estimator", "late_handling", "merge", "optimizer", "stages", "rebalance", "work")
 _AT_LEAST_OF_A_JOB = {"every": 2, "warmup_steps": 0}
 _NOT_COMPARED = ("resume", "replay", "report", "checkpoint_every")  # keys that only train follows
+_WORK = ("dealt", "pulled")
 _METRICS_PARTS = ("security", "targets", "push")
 
 
@@ -141,7 +142,9 @@ def check(config: DictConfig, valid: DictConfig) -> None:
     for key, least in _AT_LEAST.items():
         check_at_least(key, config.get(key, least), least)
     for group in _PARTS:
-        _check_arguments(group, config.get(group))
+        if not isinstance(config.get(group), str) or group != "work":
+            _check_arguments(group, config.get(group))
+    _check_work(config)
     if metrics := config.get("metrics"):
         for key, part in (("metrics", metrics), *((f"metrics.{key}", metrics.get(key)) for key in _METRICS_PARTS)):
             _check_arguments(key, part)
@@ -174,6 +177,30 @@ def check(config: DictConfig, valid: DictConfig) -> None:
         _build_all(config)
     except Exception as error:  # the constructor's own complaint, whatever it is
         raise ConfigurationError(complaint(error)) from None
+
+
+def _check_work(config: DictConfig) -> None:
+    """Refuse what ranks that draw a step's micro-batches cannot do."""
+    if not isinstance(work := config.get("work", "dealt"), str):
+        return  # what `simulate` is told of the work
+    if work not in _WORK:
+        raise ConfigurationError(f"work={work}: choose one of {', '.join(_WORK)}")
+    if work == "dealt":
+        return
+    if config.num_microbatches < 2:
+        raise ConfigurationError(
+            "work=pulled needs num_microbatches above 1: ranks draw micro-batches, and with one for each there is "
+            "nothing to draw"
+        )
+    if config.get("rebalance"):
+        raise ConfigurationError(
+            "work=pulled and rebalance=... exclude each other: a rank that is slow draws fewer by itself; leave one out"
+        )
+    if config.get("members"):
+        raise ConfigurationError(
+            "work=pulled and members=elastic exclude each other here: the epochs of members are dealt to the ranks; a "
+            "loop of your own may have both"
+        )
 
 
 def complaint(error: Exception) -> str:
@@ -212,8 +239,9 @@ def _check_methods(config: DictConfig) -> None:
             own = of_method(config, str(name))
         except OmegaConfBaseException as error:
             raise ConfigurationError(f"methods.{name}: {str(error).splitlines()[0]}") from None
+        _check_work(own)
         for part in (*_PARTS, "rebalance"):
-            if part in method:
+            if part in method and part != "work":
                 _check_arguments(part, own[part] or None, f"methods.{name}.{part}")
 
 
@@ -246,7 +274,7 @@ def of_scenario(config: DictConfig, name: str) -> DictConfig:
 
 def _build_all(config: DictConfig) -> None:
     """What each rank will build, once before there are ranks, so that a wrong value is reported once."""
-    built = {part: instantiate(config.get(part)) for part in _BUILT}
+    built = {part: instantiate(own) for part in _BUILT if not isinstance(own := config.get(part), str)}
     if "faults" in config:
         build_faults(config)
     if metrics := config.get("metrics"):

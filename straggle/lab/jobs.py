@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -30,6 +30,7 @@ from straggle.lab.restarts import fresh_store
 from straggle.lab.workloads.shard import Shard
 from straggle.lab.workloads.workload import Workload
 from straggle.merge.telemetry import StepRecord
+from straggle.micro_batches import StepBatches
 from straggle.parallel import StagedDataParallel
 from straggle.rebalance import Rebalance
 from straggle.report import StepReport
@@ -91,7 +92,7 @@ class Job(ABC):
         """The module, made data-parallel by the method."""
 
     @abstractmethod
-    def _passes(self, batches: list[tuple[Tensor, Tensor]]) -> None:
+    def _passes(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Forward and backward over the step's micro-batches."""
 
     def _samples(self, number: int) -> list[Tensor]:
@@ -99,10 +100,14 @@ class Job(ABC):
         first = number * self.num_microbatches
         return [self._shard.indices(first + position) for position in range(self.num_microbatches)]
 
+    def _batches(self, number: int) -> Sequence[tuple[Tensor, Tensor]]:
+        """The micro-batches of step ``number``."""
+        return [self._load(samples) for samples in self._samples(number)]
+
     def step(self, number: int) -> None:
         """Train step ``number``."""
         self._faults.step(number)
-        batches = [self._load(samples) for samples in self._samples(number)]
+        batches = self._batches(number)
         self._loss_so_far = 0.0
         self._passes(batches)
         self.optimizer.step()
@@ -149,6 +154,7 @@ class Job(ABC):
 class StagedJob(Job):
     """Training by `StagedDataParallel`; ``stop`` may end it early.
 
+    With ``work=pulled`` the ranks draw the step's micro-batches, and each loads those that it draws.
     With ``rebalance``, its unit is a sample if a step has one micro-batch, and otherwise a complete micro-batch. Where
     members come and go, ``epochs`` deals the samples, so that none is lost with a rank.
     """
@@ -164,6 +170,9 @@ class StagedJob(Job):
         self._garbage = CollectGarbage(self.model, every=every) if every else None
         self._batch_size: int = config.batch_size
         self._weight = 1.0  # of the next step
+        self._pulls: bool = config.get("work") == "pulled"
+        if self._pulls:
+            self.samples_per_step = 1  # the weight is the number of samples
         self.rebalance: Rebalance | None = None
         if config.get("rebalance"):
             self._unit: int = config.batch_size if self.num_microbatches > 1 else 1  # samples
@@ -197,7 +206,10 @@ class StagedJob(Job):
             members=build_members(config),
         )
 
-    def _passes(self, batches: list[tuple[Tensor, Tensor]]) -> None:
+    def _passes(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
+        if self._pulls:
+            self._pulled(batches)
+            return
         done = 0
         with self.model.step(num_microbatches=len(batches)) as step:
             if self.dealt:
@@ -209,6 +221,22 @@ class StagedJob(Job):
                 done += 1
                 step.log(loss=self._loss_so_far * len(batches) / done)
                 loss.backward()  # type: ignore[no-untyped-call]
+
+    def _pulled(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
+        with self.model.step() as step:
+            if self._stop is not None:
+                self._stop.tell(step)
+            for done, batch in enumerate(step.pull(batches)):
+                loss = self._loss(batch, 1)
+                step.log(loss=self._loss_so_far / (done + 1))
+                loss.backward()  # type: ignore[no-untyped-call]
+
+    def _batches(self, number: int) -> Sequence[tuple[Tensor, Tensor]]:
+        if not self._pulls:
+            return super()._batches(number)
+        total = dist.get_world_size() * self.num_microbatches * self._batch_size
+        samples = self._shard.part(number, total=total, first=0, count=total)
+        return StepBatches(samples.view(-1, self._batch_size).tolist(), lambda own: self._load(torch.tensor(own)))
 
     def records(self) -> list[StepRecord]:
         kept: list[StepRecord] = []
@@ -255,7 +283,7 @@ class _TorchJob(Job):
 
     model: DistributedDataParallel
 
-    def _passes(self, batches: list[tuple[Tensor, Tensor]]) -> None:
+    def _passes(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
         with self.model.no_sync():
             for batch in batches[:-1]:
                 self._loss(batch, len(batches)).backward()  # type: ignore[no-untyped-call]

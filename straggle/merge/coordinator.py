@@ -25,6 +25,7 @@ from straggle.backward.stages import StagePlan
 from straggle.merge.buffers import StageBuffers
 from straggle.merge.channel import Channel, PeerFailed
 from straggle.merge.current_deadline import CurrentDeadline
+from straggle.merge.draws import Drawn
 from straggle.merge.groups import Groups
 from straggle.merge.membership import MembersChanged, Membership
 from straggle.merge.options import Merge, ReachedShares
@@ -251,6 +252,13 @@ class Coordinator:
             self.training.takes(cost)
             self._stand_in.deadline_changed()
 
+    def draw(self, drawn: Drawn) -> None:
+        """This rank has this of its step's pool; before it begins a pass that it has not drawn before."""
+        with self._lock:
+            self.training.draw(drawn)
+            if (current := self._own_round()) is not None:
+                current.draw(drawn)
+
     def gradients_ready(self, indices: Sequence[int], gradients: Sequence[Tensor], number: int = 0) -> bool:
         """Take these parameters' gradients of backward pass ``number``; merge each bucket that is complete with them.
 
@@ -448,6 +456,8 @@ class Coordinator:
             current.num_microbatches = training.entry.num_microbatches
             if training.entry.max_over is not None:
                 current.max_over = training.entry.max_over
+            if training.drawn is not None:
+                current.draw(training.drawn)
         merging.begin(current)
         return current
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from straggle.backward.clocks import Stopwatch
 from straggle.backward.kept import NONE, UNDECIDED
+from straggle.merge.draws import Drawn
 from straggle.merge.round import MergedStep, Round
 from straggle.merge.telemetry import NO_FINGERPRINT
 
@@ -55,6 +56,7 @@ class TrainingSide:
         self.failed = False  # its own code raised
         self.weight = 1.0
         self.cost = math.nan  # what its step takes by right, in the user's unit
+        self.drawn: Drawn | None = None  # of its step's pool, where that has one
         # appended to without the lock, which costs too much for each micro-batch: a reader may see one less
         self.microbatch_s: list[float] = []  # when each was finished
         self.overrun_s = 0.0  # emptied by whoever submits
@@ -75,7 +77,7 @@ class TrainingSide:
         self.entry, self.entered_at = entry, now
         began_at = merging.merged_at if self.came_late and merging.step == self.step else now
         self.clock_from, self.work_from = began_at, began_at if self.ran_past_merge else now
-        self.weight, self.cost, self.microbatch_s = 1.0, math.nan, []
+        self.weight, self.cost, self.microbatch_s, self.drawn = 1.0, math.nan, [], None
 
     def keep(self, kept: int) -> None:
         """The mark of the gradients that it keeps is decided."""
@@ -88,6 +90,11 @@ class TrainingSide:
     def takes(self, cost: float) -> None:
         """Its step costs this much."""
         self.cost = cost
+
+    def draw(self, drawn: Drawn) -> None:
+        """It has this of its step's pool."""
+        self.drawn = drawn
+        self.entry = replace(self.entry, num_microbatches=max(1, len(drawn.numbers)))
 
     def microbatch_finished(self) -> None:
         """It has finished a micro-batch of its step. Needs no lock."""

@@ -20,7 +20,8 @@ class Decision:
     ``num_over``: how many of its backward passes were over by then; ``None`` in recordings that do not say it.
     ``idle``: it had no data for the last step that it had entered; ``None``: the loop says so. ``entered``: false where
     it was stood in for before it had entered this one. ``among``: whose gradients were merged, where members come and
-    go; ``None`` on a rank that was none.
+    go; ``None`` on a rank that was none. ``drawn``: the micro-batches that it drew from the step's pool, in order;
+    ``None``: it drew none.
     """
 
     step: int
@@ -31,6 +32,7 @@ class Decision:
     idle: bool | None = None
     entered: bool = True
     among: MergedAmong | None = None
+    drawn: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from straggle.backward.stages import Stage, StagePlan
 from straggle.merge.buffers import Share, StageBuffers
+from straggle.merge.draws import Drawn
 from straggle.merge.groups import Group, succeeded
 from straggle.merge.provenance import NO_CHANGE, MergedAmong, Provenance
 from straggle.merge.recorded_groups import StepGroups
@@ -115,6 +116,7 @@ class Round:
         self.left_at: int | None = None  # as in a `Decision`, where the training thread submitted it late
         self.num_microbatches = 1
         self.weight = 1.0
+        self.drawn: Drawn | None = None  # of the step's pool, where that has one
         self.stage_s = [math.nan] * len(layout.plan.stages)  # when each stage was complete
         self.lost = frozenset[int]() if recorded is None else recorded.lost  # that a change of members took from it
         self.layout = layout
@@ -149,32 +151,42 @@ class Round:
         """Finished gradients that are in, over all micro-batches."""
         return sum(self.num_in)
 
+    def draw(self, drawn: Drawn) -> None:
+        """The rank has this of the step's pool: a pass for each micro-batch, in this order."""
+        self.drawn, self.num_microbatches = drawn, len(drawn.numbers)
+        self.weight = drawn.scale * drawn.weight
+
     def accumulate(self, indices: Sequence[int], gradients: Sequence[Tensor], number: int = 0) -> list[int]:
         """Take these parameters' gradients of pass ``number``; those parameters that are complete with them."""
         num_in, last_in, buffers, complete = self.num_in, self.last_in, self.buffers, []
-        weight = self.weight if self._factors is None else None
+        of_pass = self._weight_of_pass(number)
+        weight = of_pass if self._factors is None else None
         if together := len(indices) > 1 and gradients[0].is_cuda:
-            self._accumulate_together(indices, gradients)
+            self._accumulate_together(indices, gradients, of_pass)
+        most = sys.maxsize if self.drawn is not None and self.drawn.is_open else self.num_microbatches
         for index, gradient in zip(indices, gradients, strict=True):
             before = num_in[index]
             if not together:
-                buffers.accumulate(index, gradient, add=before > 0, weight=weight or self._own_weight(index))
+                own = weight or of_pass * self._factor(index)
+                buffers.accumulate(index, gradient, add=before > 0, weight=own)
             last_in[index], num_in[index] = number, before + 1
-            if before + 1 == self.num_microbatches:
+            if before + 1 == most:
                 complete.append(index)
         self._num_in_pass += len(indices)
         return complete
 
-    def _accumulate_together(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
+    def _accumulate_together(self, indices: Sequence[int], gradients: Sequence[Tensor], weight: float) -> None:
         """Put them into the buffers by few kernels, which a device needs; on the CPU that saves nothing."""
         alike: dict[tuple[bool, float], list[tuple[int, Tensor]]] = {}
         for index, gradient in zip(indices, gradients, strict=True):
-            alike.setdefault((self.num_in[index] > 0, self._own_weight(index)), []).append((index, gradient))
-        for (add, weight), own in alike.items():
-            self.buffers.accumulate_together(own, add=add, weight=weight)
+            alike.setdefault((self.num_in[index] > 0, weight * self._factor(index)), []).append((index, gradient))
+        for (add, own_weight), own in alike.items():
+            self.buffers.accumulate_together(own, add=add, weight=own_weight)
 
-    def _own_weight(self, index: int) -> float:
-        return self.weight if self._factors is None else self.weight * self._factors[self.layout.stage_of[index]]
+    def _weight_of_pass(self, number: int) -> float:
+        """What its gradients count: a micro-batch of a pool has its own weight, and any other that of the step."""
+        drawn = self.drawn
+        return self.weight if drawn is None else drawn.scale * drawn.weights[number]
 
     def end_pass(self, number: int) -> None:
         """Pass ``number`` is over: what it gave no gradient to is a computed zero."""
@@ -235,7 +247,10 @@ class Round:
         if failed and min(computed := self._computed()) < 1:
             return Contribution(computed, {}, False, "error")
         if not any(self.num_in):
-            return Contribution([0.0] * len(self.num_in), {}, False, "skipped")
+            cause: Cause | None = None if self.drawn is not None and not self.drawn.numbers else "skipped"
+            return Contribution([0.0] * len(self.num_in), {}, False, cause)
+        if self.drawn is not None and self.num_over < len(self.drawn.numbers):  # the loop left some of its own out
+            return Contribution(self._computed(), {}, False, "skipped")
         return Contribution([1.0] * len(self.num_in), {})
 
     def _computed(self) -> list[float]:
@@ -251,6 +266,8 @@ class Round:
     def _share(self, index: int, num_in: int) -> float:
         may = self._usage.passes(index, self.num_microbatches)
         zeros = self._unused.get(index, 0) & may
+        if self.drawn is not None:  # passes come one after another, and any of them may have any micro-batch
+            return self.drawn.share(num_in + zeros.bit_count())
         return min(1.0, (num_in + zeros.bit_count()) / may.bit_count())
 
     def estimate(self, own: Contribution, fill_in: FillIn, parameters: Sequence[nn.Parameter]) -> Contribution:
@@ -296,7 +313,7 @@ class Round:
         shares = self._unusual | {
             index: Share(self.weight * weights[index], self._is_in(index) or index in own.estimated)
             for index in range(len(weights))
-            if self.num_in[index] != self.num_microbatches
+            if self.num_in[index] != self.num_microbatches or not self.num_microbatches
         }
         self.closed, self._last_shares = True, shares
         self._launch_rest()

@@ -26,7 +26,9 @@ def row_of(
     now, times, layout = training.stopwatch.now(), training.stopwatch.read(), current.layout
     in_step = training.is_in(merging.step)
     entry, before = training.entry, merging.times_at_merge
-    idle = in_step and entry.idle
+    drawn = training.drawn if in_step else None
+    # a rank for which nothing was left in the pool had no data for this step
+    idle = in_step and (entry.idle or (drawn is not None and not drawn.numbers and not own.late))
     computed = layout.by_stage(own.computed)
     return Row(
         times={phase: times[phase] - before[phase] for phase in PHASES},
@@ -38,7 +40,7 @@ def row_of(
         cause=CAUSES.index(own.cause) if own.cause is not None and not idle else -1,
         failed=training.failed,
         idle=idle,
-        weight=current.weight,
+        weight=current.weight if drawn is None else drawn.weight,
         # a rank that has not entered may have an older state, which is no different one
         fingerprint=entry.fingerprint if in_step else NO_FINGERPRINT,
         stepped=entry.stepped if in_step else math.nan,
@@ -50,8 +52,11 @@ def row_of(
         stage_s=tuple(current.stage_s),
         weights=computed if weights is own.computed else layout.by_stage(weights),
         merge_s=merging.merge_s,
-        num_microbatches=current.num_microbatches,
+        num_microbatches=max(1, current.num_microbatches),
         microbatch_s=tuple(training.microbatch_s) if in_step else (),
+        pool_parts=0 if drawn is None else drawn.num_parts,
+        pool_weight=0.0 if drawn is None else drawn.total_weight,
+        parts_done=0 if drawn is None else min(current.num_over, len(drawn.numbers)),
         without_store=without_store,
         cost=training.cost if in_step and not idle else math.nan,
         scalars=scalars,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
@@ -73,15 +73,12 @@ class JobStore:
 
     def ask(self, request: Callable[[Any], Answer], limit_s: float = ANSWER_S) -> Answer:
         """What ``request(store)`` gives. Raises `StoreUnreachable` after ``limit_s``, at once where it is known."""
-        self._check()
-        answer = self._connection.submit(request)
-        try:
-            return answer.result(limit_s)
-        except _UNREACHABLE as error:
-            self._check()
-            raise StoreUnreachable(f"{self.place} does not answer ({_reason(error)})") from error
-        finally:
-            answer.cancel()  # the answer is of no use any more
+        return self.begin(request).answer(limit_s)
+
+    def begin(self, request: Callable[[Any], Answer]) -> Asked[Answer]:
+        """Have ``request(store)`` carried out; its answer is waited for later. Raises `StoreUnreachable` as `ask`."""
+        self.check()
+        return Asked(self, self._connection.submit(request))
 
     def post(self, request: Callable[[Any], object]) -> None:
         """Have ``request(store)`` carried out, and do not wait for that; nothing happens where the store is lost."""
@@ -105,7 +102,8 @@ class JobStore:
         if self._problem is None and thread is not threading.current_thread():
             thread.join(max(0.0, until - time.monotonic()))
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise `StoreUnreachable` where it is known that the store does not answer."""
         if (problem := self._problem) is not None:
             raise StoreUnreachable(f"{self.place} does not answer ({problem})")
         if self._closing.is_set():
@@ -154,6 +152,23 @@ class JobStore:
     def _use(self, connection: _Connection, lost_s: float) -> None:
         self._connection, self._problem = connection, None
         _log.warning("%s: %s answers again, after %.0f s", self._who, self.place, lost_s)
+
+
+class Asked(Generic[Answer]):
+    """A request that is on its way."""
+
+    def __init__(self, store: JobStore, answer: futures.Future[Answer]) -> None:
+        self._store, self._answer = store, answer
+
+    def answer(self, limit_s: float = ANSWER_S) -> Answer:
+        """What it gives. Raises `StoreUnreachable` after ``limit_s``; the request may still be carried out."""
+        try:
+            return self._answer.result(limit_s)
+        except _UNREACHABLE as error:
+            self._store.check()
+            raise StoreUnreachable(f"{self._store.place} does not answer ({_reason(error)})") from error
+        finally:
+            self._answer.cancel()  # the answer is of no use any more
 
 
 class _Connection:

@@ -31,7 +31,7 @@ MAX_SCALARS = 8
 MICROBATCH_SLOTS = 16  # for the times at which micro-batches end; of more of them, several share one
 _TIMES = tuple(f"{phase}_s" for phase in PHASES)
 _FLAGS = ("late", "stood_in", "cause", "failed", "idle", "weight", "nonfinite", "fingerprint_high", "fingerprint_low")
-_STATE = ("stepped", "kept", "without_store", "absent", "admits")
+_STATE = ("stepped", "kept", "without_store", "absent", "admits", "pool_parts", "pool_weight", "parts_done")
 _FIELDS = (*_TIMES, "compute_s", "busy_s", "overrun_s", *_FLAGS, "merge_s", "num_microbatches", *_STATE, "cost")
 _PER_STAGE = 4
 _COLUMN = {name: column for column, name in enumerate(_FIELDS)}
@@ -49,7 +49,8 @@ class Row:
     ``microbatch_s``: when each micro-batch ended. ``stepped``: how often its optimizers stepped since the merge before
     (NaN: not known). ``kept``: which gradients it had before its first backward pass (`kept.mark`).
     ``without_store``: the job's store did not answer it. ``absent``: it is no member. ``admits``: it lets others in
-    after this step. ``cost``: what the user gave the step (NaN: nothing).
+    after this step. ``cost``: what the user gave the step (NaN: nothing). ``pool_parts`` and ``pool_weight``: the
+    micro-batches in the step's pool, and the sum of their weights; ``parts_done``: those that the rank computed.
     """
 
     times: Mapping[Phase, float]
@@ -76,6 +77,9 @@ class Row:
     absent: bool = False
     admits: bool = False
     cost: float = math.nan
+    pool_parts: int = 0
+    pool_weight: float = 0.0
+    parts_done: int = 0
     scalars: Mapping[str, float] = field(default_factory=dict)
 
     def encode(self) -> Tensor:
@@ -87,7 +91,7 @@ class Row:
         fixed += [float(self.fingerprint >> 24), float(self.fingerprint & 0xFFFFFF)]
         fixed += [self.merge_s, float(self.num_microbatches)]
         fixed += [self.stepped, float(self.kept), float(self.without_store), float(self.absent), float(self.admits)]
-        fixed += [self.cost]
+        fixed += [float(self.pool_parts), self.pool_weight, float(self.parts_done), self.cost]
         slots = [math.nan] * MICROBATCH_SLOTS
         if self.num_microbatches <= MICROBATCH_SLOTS:
             slots[: len(self.microbatch_s)] = self.microbatch_s
@@ -182,9 +186,24 @@ class Table:
     def __init__(self, rows: Tensor, num_stages: int) -> None:
         self._rows = rows
         self._num_stages = num_stages
+        self._weigh_by_pool()
         # every step needs some of these few numbers, and an operation on a tensor costs more than the entire list
         fixed = rows[:, : len(_FIELDS)].tolist()
         self._columns: dict[str, tuple[float, ...]] = dict(zip(_FIELDS, zip(*fixed, strict=True), strict=True))
+
+    def _weigh_by_pool(self) -> None:
+        """Of a step that has a pool, a rank that did not come to it had nothing: its weight is of another step."""
+        pools = self._rows[:, _COLUMN["pool_parts"]]
+        if pools.any():
+            self._rows[pools == 0, _COLUMN["weight"]] = 0.0
+
+    def pool_parts(self) -> list[int]:
+        """For each rank the micro-batches in its step's pool; 0: it had none, or did not come to it."""
+        return [int(number) for number in self._columns["pool_parts"]]
+
+    def parts_done(self) -> list[int]:
+        """Micro-batches of the pool that each rank computed."""
+        return [int(number) for number in self._columns["parts_done"]]
 
     def compute_s(self) -> list[float]:
         """Seconds from entering ``step()`` to the end of each rank's own work; NaN: it never entered."""
@@ -319,6 +338,8 @@ class Table:
             scalars,
             skipped=any(row[NONFINITE] for row in rows) and self.skipped(),
             different_ranks=self.different_ranks(),
+            pool_parts=max(self.pool_parts()),
+            pool_weight=max(self._columns["pool_weight"]),
             ranks_without_store=self.ranks_without_store(),
         )
 
@@ -396,6 +417,7 @@ class Table:
             weights=tuple(row[_COLUMN["weight"]] * weight for weight in weights),
             nonfinite=int(row[NONFINITE]),
             cost=relative_cost(row[_COLUMN["cost"]], mean_cost),
+            parts=int(row[_COLUMN["parts_done"]]),
         )
 
     def _stage_reports(self, rows: list[list[float]], plan: StagePlan) -> tuple[StageReport, ...]:

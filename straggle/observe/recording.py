@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from straggle.merge.replay import Decision, Recording
 from straggle.observe.lines import LineWriter, bytes_before, is_cut
@@ -46,6 +47,11 @@ class DecisionWriter:
         self._file.close()
 
 
+def _decision(record: dict[str, Any]) -> Decision:
+    drawn = record.pop("drawn", None)
+    return Decision(**record, drawn=None if drawn is None else tuple(drawn))
+
+
 def read_recording(path: Path) -> Recording:
     """A rank's recording. Raises ``ValueError`` if there is none, or if it lacks a step from 0 on."""
     if not path.exists():
@@ -54,7 +60,7 @@ def read_recording(path: Path) -> Recording:
         lines = [line for line in file if line.endswith("\n") and not is_cut(line)]  # the job ended in the last one
     try:
         first, *rest = (json.loads(line) for line in lines)
-        decisions = tuple(Decision(**record) for record in rest)
+        decisions = tuple(map(_decision, rest))
         order, seconds = tuple(first["order"]), tuple(first["seconds"])
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path}: not a recording of straggle train ({error!r})") from None

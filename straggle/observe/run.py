@@ -166,6 +166,8 @@ def step_report(record: Mapping[str, Any]) -> StepReport:
         skipped=skipped,
         different_ranks=None if different is None else tuple(different),
         ranks_without_store=tuple(record.get("ranks_without_store", ())),
+        pool_parts=int(record.get("pool_parts", 0)),
+        pool_weight=_number(record.get("pool_weight", 0.0)),
         shadow=_shadow_report(record.get("shadow")),
     )
 
@@ -206,6 +208,7 @@ def _rank_report(record: Mapping[str, Any]) -> RankReport:
         cost=_number(record.get("cost", 1.0)),
         nonfinite=int(record.get("nonfinite", 0)),
         weights=tuple(_number(weight) for weight in record.get("weights", ())),
+        parts=int(record.get("parts", 0)),
     )
 
 

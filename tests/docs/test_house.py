@@ -17,6 +17,8 @@ LOOP = (
     "parallel",
     "open_step",
     "step",
+    "micro_batches",
+    "pulling",
     "deal",
     "rebalance",
     "sampler",

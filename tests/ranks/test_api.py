@@ -43,6 +43,7 @@ def test_public_names_are_pinned():
         "MedianDeadline",
         "MembersReport",
         "Merge",
+        "MicroBatches",
         "MovingAverage",
         "NextDeadline",
         "OptimizerMomentum",

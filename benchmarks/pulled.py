@@ -1,0 +1,254 @@
+"""What it is worth that ranks draw a step's micro-batches while it runs: the same steps six ways, in turns.
+
+torchrun --standalone --nproc-per-node 4 benchmarks/pulled.py
+torchrun --standalone --nproc-per-node 4 benchmarks/pulled.py --quick
+torchrun --standalone --nproc-per-node 8 benchmarks/pulled.py --scenarios slow random
+
+Each rank has 8 micro-batches of 20 ms on average, a third of it forward. They sleep, so that ranks which share few
+cores do not contend for them. All ways have as many micro-batches in a step over all ranks. Scenarios: `none`, no rank
+is slow; `slow`, the last rank takes twice as long; `random`, a rank is held up before a step for 0.32 of a step's time,
+with chance 0.44; `stall`, the last rank stands still for a second every 60 steps.
+
+A ratio is to the static split that waits for all ranks. The spread is that of the blocks: as many turns as --runs says,
+each of --block steps, after one that is left out. A step's seconds end with the slowest rank's.
+"""
+
+import argparse
+import random
+import time
+from itertools import islice
+from statistics import fmean
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import straggle
+from straggle.lab.jobs import process_group
+from straggle.observe.console import print_table
+
+LAYERS, WIDTH, ROWS = 4, 64, 4
+PARTS = 8  # micro-batches of a rank
+SCENARIOS = ("none", "slow", "random", "stall")
+DELAY, CHANCE = 0.32 / 0.99, 0.44  # of a step's time, as DropCompute's authors have it
+STALL_S, EVERY = 1.0, 60
+
+
+class Nap(torch.autograd.Function):
+    """Sleeps, in both directions."""
+
+    @staticmethod
+    def forward(ctx, x, seconds):
+        ctx.seconds = seconds
+        time.sleep(seconds / 3)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(2 * ctx.seconds / 3)
+        return gradient, None
+
+
+class Layer(nn.Module):
+    def __init__(self, seconds):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.seconds = seconds
+
+    def forward(self, x):
+        return torch.tanh(self.linear(Nap.apply(x, self.seconds)))
+
+
+class Way:
+    """One way to make a step of all ranks' micro-batches; ``step_s`` as this rank sees it."""
+
+    def __init__(self, arguments, scenario):
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.scenario, self.part_s = scenario, arguments.part_ms / 1e3
+        torch.manual_seed(0)
+        slow = 2 if scenario == "slow" and self.rank == self.world_size - 1 else 1
+        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Layer(slow * self.part_s / LAYERS) for _ in range(LAYERS)))
+        self.model = self.wrapped()
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.chance = random.Random(self.rank)
+        self.step_s, self.reports, self.number = [], [], 0
+
+    def wrapped(self):
+        return straggle.StagedDataParallel(self.net, deadline=None)
+
+    def passes(self, parts):
+        """Over the micro-batches of an equal split."""
+        with self.model.step(num_microbatches=PARTS):
+            for x in islice(parts, self.rank * PARTS, (self.rank + 1) * PARTS):
+                (loss_of(self.model, x) / PARTS).backward()
+
+    def turn(self, steps):
+        dist.barrier()
+        for _ in range(steps):
+            began_at = time.perf_counter()
+            self.hold_up()
+            generator = torch.manual_seed(self.number)
+            self.passes(torch.randn(PARTS * self.world_size, ROWS, WIDTH, generator=generator))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.step_s.append(time.perf_counter() - began_at)
+            if report := getattr(self.model, "last_report", None):
+                self.reports.append(report)
+            self.number += 1
+        began_at = time.perf_counter()
+        dist.barrier()  # what a rank has to catch up with counts too
+        self.step_s[-1] += time.perf_counter() - began_at
+
+    def hold_up(self):
+        if self.scenario == "random" and self.chance.random() < CHANCE:
+            time.sleep(DELAY * PARTS * self.part_s)
+        if self.scenario == "stall" and self.rank == self.world_size - 1 and self.number % EVERY == EVERY // 2:
+            time.sleep(STALL_S)
+
+    def close(self):
+        self.model.close()
+
+
+class Ddp(Way):
+    def wrapped(self):
+        return DistributedDataParallel(self.net)
+
+    def passes(self, parts):
+        *first, last = islice(parts, self.rank * PARTS, (self.rank + 1) * PARTS)
+        with self.model.no_sync():
+            for x in first:
+                (loss_of(self.model, x) / PARTS).backward()
+        (loss_of(self.model, last) / PARTS).backward()
+
+    def close(self):
+        pass
+
+
+class StoppedAtDeadline(Way):
+    def wrapped(self):
+        return straggle.StagedDataParallel(self.net, deadline=straggle.AutoDeadline())
+
+
+class Rebalanced(Way):
+    def wrapped(self):
+        model = super().wrapped()
+        self.rebalance = straggle.Rebalance(model, total=PARTS * self.world_size)
+        return model
+
+    def passes(self, parts):
+        first, count = self.rebalance.share()
+        with self.model.step(num_microbatches=count) as step:
+            step.weight = count
+            for x in parts[first : first + count]:
+                (loss_of(self.model, x) / count).backward()
+
+
+class Pulled(Way):
+    def passes(self, parts):
+        with self.model.step() as step:
+            for x in step.pull(parts):
+                loss_of(self.model, x).backward()
+
+
+class PulledToDeadline(Pulled):
+    """Waits for no rank: the deadline is what the median rank takes, and a little more."""
+
+    def wrapped(self):
+        return straggle.StagedDataParallel(self.net, deadline=straggle.QuantileDeadline(0.5, slack=1.02))
+
+
+WAYS = {
+    "static split": Way,
+    "DDP": Ddp,
+    "deadline": StoppedAtDeadline,
+    "Rebalance": Rebalanced,
+    "pulled": Pulled,
+    "pulled, deadline": PulledToDeadline,
+}
+
+
+def loss_of(model, x):
+    return model(x).square().mean()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--block", type=int, default=12, help="steps of one way before it is the next one's turn")
+    parser.add_argument("--part-ms", type=float, default=20.0, help="of a micro-batch")
+    parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=SCENARIOS)
+    parser.add_argument("--quick", action="store_true", help="two blocks of six steps")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.runs, arguments.block = 2, 6
+    torch.set_num_threads(1)
+    with process_group():
+        for scenario in arguments.scenarios:
+            measure(arguments, scenario)
+
+
+def measure(arguments, scenario) -> None:
+    ways = {name: way(arguments, scenario) for name, way in WAYS.items()}
+    requests, waited_s = {}, {}
+    for turn in range(arguments.runs + 1):
+        names = list(ways)[turn % len(ways) :] + list(ways)[: turn % len(ways)]
+        for name in names:
+            ways[name].turn(arguments.block)
+            if turn == 0 and isinstance(ways[name], Pulled):
+                requests[name], waited_s[name] = asked(ways[name])
+    rows = []
+    blocks = {name: blocks_of(way.step_s, arguments) for name, way in ways.items()}
+    for name, way in ways.items():
+        kept = way.reports[arguments.block :]
+        ratios = sorted(a / b for a, b in zip(blocks[name], blocks["static split"], strict=True))
+        row = [
+            name,
+            f"{1e3 * fmean(blocks[name]):.1f} ms",
+            f"{fmean(blocks[name]) / fmean(blocks['static split']):.3f}",
+        ]
+        row += [f"{ratios[0]:.3f} to {ratios[-1]:.3f}"]
+        row += [f"{fmean(report.dropped_share for report in kept):.2%}" if kept else ""]
+        if isinstance(way, Pulled):
+            asked_now, waited_now = asked(way)
+            steps = arguments.runs * arguments.block * dist.get_world_size()
+            parts = zip(*([rank.parts for rank in report.ranks] for report in kept), strict=True)
+            row += [", ".join(f"{fmean(own):.1f}" for own in parts)]
+            row += [f"{(asked_now - requests[name]) / steps:.2f}"]
+            row += [f"{1e3 * (waited_now - waited_s[name]) / steps:.2f} ms"]
+        rows.append(tuple(row + [""] * (8 - len(row))))
+    same = identical(ways.values())
+    for way in ways.values():
+        way.close()
+    if dist.get_rank() == 0:
+        title = (
+            f"{scenario}: {dist.get_world_size()} ranks, {PARTS} micro-batches of {arguments.part_ms:g} ms each, "
+            f"{arguments.runs} blocks of {arguments.block} steps; parameters on all ranks {same}"
+        )
+        columns = ("", "step, mean", "ratio", "of blocks", "dropped", "drawn by each", "requests", "waited")
+        print_table(title, columns, rows)
+
+
+def blocks_of(step_s, arguments) -> list[float]:
+    """The mean step of each block but the first, of the slowest rank."""
+    own = torch.tensor(step_s, dtype=torch.float64).view(arguments.runs + 1, arguments.block).mean(1)
+    dist.all_reduce(own, dist.ReduceOp.MAX)
+    return own[1:].tolist()
+
+
+def asked(way) -> tuple[int, float]:
+    """Requests to the store, and seconds of waiting for it, over all ranks."""
+    numbers = torch.tensor([float(way.model.pulling.num_requests), way.model.pulling.waited_s], dtype=torch.float64)
+    dist.all_reduce(numbers)
+    return int(numbers[0]), float(numbers[1])
+
+
+def identical(ways) -> str:
+    same = torch.cat([p.detach().flatten() for way in ways for p in way.net.parameters()])
+    copies = [torch.zeros_like(same) for _ in range(dist.get_world_size())]
+    dist.all_gather(copies, same)
+    return "identical" if all(torch.equal(same, other) for other in copies) else "DIFFERENT"
+
+
+if __name__ == "__main__":
+    main()

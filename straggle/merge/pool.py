@@ -1,0 +1,181 @@
+"""The pool of a step's micro-batches: which of them belong to whom, and what a rank asks the store next.
+
+The first part of the pool is dealt out: each rank's *sure share*, known to all ranks without a message. The rest is
+drawn in chunks that become smaller, by factoring (Hummel, Schonberg and Flynn 1992): with R micro-batches left and P
+ranks, the next P chunks have ``ceil(R / (2 P))`` each. Which ones a draw gives follows from its number alone, so that
+one atomic counter is all that the ranks share.
+
+A sure share is not lost with a rank that does not come: its owner claims it as it begins, and who finds the rest of
+the pool empty opens those that are not claimed. One compare-and-set decides between them, so no micro-batch has two
+owners. All of this is pure: `Drawer` says what to ask, and what an answer means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Literal
+
+SETTLED = 1 << 32  # what the owner of a sure share adds to the counter of draws, beside 1, once
+_NO_PARTS = range(0)
+
+Owner = Literal["own", "open"]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """``num_parts`` micro-batches, of which each rank has ``shares`` for sure.
+
+    ``drawn``: the rest is drawn. Otherwise the shares are all that there is, and no rank asks anything.
+    """
+
+    num_parts: int
+    shares: tuple[int, ...]
+    drawn: bool = True
+
+    @cached_property
+    def _ends(self) -> tuple[int, ...]:
+        return tuple(accumulate(self.shares))
+
+    @property
+    def num_shares(self) -> int:
+        """Ranks that have a sure share."""
+        return sum(share > 0 for share in self.shares)
+
+    def share(self, rank: int) -> range:
+        """The numbers of a rank's sure share."""
+        return range(self._ends[rank] - self.shares[rank], self._ends[rank])
+
+    @cached_property
+    def _chunks(self) -> tuple[range, ...]:
+        """What is drawn, in the order in which it is."""
+        chunks, first = list[range](), self._ends[-1]
+        while first < self.num_parts:
+            size = -(-(self.num_parts - first) // (2 * len(self.shares)))
+            for _ in range(len(self.shares)):
+                last = min(first + size, self.num_parts)
+                chunks += [range(first, last)] if last > first else []
+                first = last
+        return tuple(chunks)
+
+    def chunk(self, index: int) -> range:
+        """What draw number ``index`` gives; empty where all is drawn."""
+        return self._chunks[index] if index < len(self._chunks) else _NO_PARTS
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Set the owner of ``rank``'s sure share where it has none; the answer is who has it now."""
+
+    rank: int
+    owner: Owner
+
+
+@dataclass(frozen=True)
+class Count:
+    """Add to a counter; the answer is its value then. ``rank``: whose opened share it counts; ``None``: the draws."""
+
+    rank: int | None
+    amount: int
+
+
+@dataclass(frozen=True)
+class Drawer:
+    """How far one rank is with drawing: it claims its share, draws from the rest, and then opens others' shares.
+
+    ``target``: whose share it looks at, counted from its own rank.
+    """
+
+    rank: int
+    phase: Literal["claim", "draw", "open", "take", "done"] = "claim"
+    owns: bool = False
+    settles: bool = False  # its next draw says that its share is its own
+    target: int = 0
+
+    @classmethod
+    def begin(cls, pool: Pool, rank: int) -> Drawer:
+        """Of a step that begins."""
+        return cls(rank, "claim" if pool.shares[rank] else "draw")
+
+    def request(self, pool: Pool) -> Claim | Count | None:
+        """What to ask next; ``None``: there is nothing left."""
+        other = (self.rank + self.target) % len(pool.shares)
+        match self.phase:
+            case "claim":
+                return Claim(self.rank, "own")
+            case "draw":
+                return Count(None, 1 + SETTLED * self.settles)
+            case "open":
+                return Claim(other, "open")
+            case "take":
+                return Count(other, 1)
+            case _:
+                return None
+
+    def answered(self, pool: Pool, answer: Owner | int) -> tuple[Drawer, range]:
+        """What the rank does from here on, and the micro-batches that it has now."""
+        match self.phase:
+            case "claim":
+                owns = answer == "own"
+                # a share that was opened has no owner who would come to its end: others must look at it, too
+                return replace(self, phase="draw", owns=owns, settles=owns), (
+                    pool.share(self.rank) if owns else _NO_PARTS
+                )
+            case "draw":
+                assert isinstance(answer, int)
+                return self._drew(pool, answer % SETTLED - 1, num_settled=answer // SETTLED)
+            case "open":
+                return (replace(self, phase="take") if answer == "open" else self._next(pool)), _NO_PARTS
+            case _:
+                assert isinstance(answer, int)
+                share = pool.share((self.rank + self.target) % len(pool.shares))
+                return (self, share[answer - 1 : answer]) if answer <= len(share) else (self._next(pool), _NO_PARTS)
+
+    def _drew(self, pool: Pool, index: int, *, num_settled: int) -> tuple[Drawer, range]:
+        chunk = pool.chunk(index)
+        if num_settled == pool.num_shares and not pool.chunk(index + 1):
+            return replace(self, phase="done"), chunk
+        if chunk:
+            return replace(self, settles=False), chunk
+        return replace(self, target=-1)._next(pool), _NO_PARTS
+
+    def _next(self, pool: Pool) -> Drawer:
+        """On to the next share that this rank could open."""
+        for target in range(self.target + 1, len(pool.shares)):
+            if pool.shares[(self.rank + target) % len(pool.shares)] and not (target == 0 and self.owns):
+                return replace(self, phase="open", target=target)
+        return replace(self, phase="done")
+
+
+# -- sure shares
+
+WINDOW = 8  # steps that say what is sure
+
+
+def sure_shares(num_parts: int, done: Sequence[Sequence[float | None]], present: Sequence[bool]) -> tuple[int, ...]:
+    """What each rank has for sure: nearly as much as it did at least in the last steps.
+
+    ``done``: the share of the pool that each rank did, for each of the last steps; ``None``: it says nothing about the
+    rank. ``present``: who took part in the last step; the others have nothing for sure. With ``m`` the smallest number,
+    ``m - max(1, m // 8)`` are sure, so that a rank that becomes slower is seen to: its share falls. A rank that was
+    never seen has half of an equal share.
+    """
+    num_present = sum(present)
+    shares = []
+    for rank, here in enumerate(present):
+        seen = [own for step in done[-WINDOW:] if (own := step[rank]) is not None]
+        least = int(min(seen) * num_parts + 1e-6) if seen else 0
+        sure = max(0, least - max(1, least // 8)) if seen else num_parts // (2 * max(1, num_present))
+        shares.append(sure if here else 0)
+    if (total := sum(shares)) > num_parts:
+        shares = [share * num_parts // total for share in shares]
+    return tuple(shares)
+
+
+def static_shares(num_parts: int, present: Sequence[bool]) -> tuple[int, ...]:
+    """The entire pool, dealt equally to the ranks that are there."""
+    ranks = [rank for rank, here in enumerate(present) if here] or list(range(len(present)))
+    each, more = divmod(num_parts, len(ranks))
+    return tuple(each + (ranks.index(rank) < more) if rank in ranks else 0 for rank in range(len(present)))

@@ -1,0 +1,123 @@
+"""`Pulling`: what a rank draws from the pools of its steps, and what of the next one is sure.
+
+The first pool is dealt out equally: in the first step no rank can be late, and the store need not be connected yet.
+Without the store nothing can be drawn: where a rank had none in the step before, the pool is dealt out equally as well.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, final
+
+from straggle.merge.channel import Channel
+from straggle.merge.coordinator import Coordinator
+from straggle.merge.draws import Drawn, Draws, StoreCounters
+from straggle.merge.pool import WINDOW, Pool, static_shares, sure_shares
+from straggle.merge.telemetry import StepRecord, Table
+from straggle.open_step import OpenStep
+
+
+@final
+class Pulling:
+    """The draws of one model, on its training thread.
+
+    ``waited_s``: seconds that this rank has waited for the store until now, and ``num_requests`` what it asked there.
+    """
+
+    def __init__(self, opened: OpenStep, coordinator: Coordinator, channel: Channel) -> None:
+        self._opened, self._coordinator, self._channel = opened, coordinator, channel
+        self._counters = StoreCounters(channel.rank)
+        self._done: deque[tuple[float | None, ...]] = deque(maxlen=WINDOW)
+        self._present = (True,) * channel.world_size
+        self._draws = False  # the next step's: a pool was merged before, and all ranks had the store then
+        self.waited_s = 0.0
+
+    @property
+    def num_requests(self) -> int:
+        """Requests to the store until now."""
+        return self._counters.num_requests
+
+    def numbers(self, weights: tuple[float, ...]) -> Iterator[tuple[int, Sequence[int]]]:
+        """The numbers of this rank's micro-batches, of a pool of ones with these weights; inside of its step.
+
+        With each come those that the rank has drawn beside it, in their order.
+        """
+        opened, replayed = self._opened, self._opened.replayed
+        if opened.idle or self._is_stopped():
+            self._tell((), weights, is_open=False)
+            yield from ((number, ()) for number in range(opened.idle))  # whose forward pass ends the block
+        elif replayed is not None and replayed.num_gradients < sys.maxsize:
+            self._tell(own := replayed.drawn or (), weights, is_open=False)
+            yield from ((number, own[place + 1 :]) for place, number in enumerate(own))
+        else:
+            yield from self._drawn(weights)
+
+    def _drawn(self, weights: tuple[float, ...]) -> Iterator[tuple[int, Sequence[int]]]:
+        """The next one is asked for in a backward pass: the answer is there before the rank begins its last."""
+        opened, step, given = self._opened, self._opened.step, 0
+        pool = self._pool(len(weights))
+        draws = Draws(pool, self._channel.rank, self._coordinator.training.step, self._channel.store, self._counters)
+
+        def ask_ahead() -> None:
+            if len(draws.numbers) - given <= 1:
+                draws.ask()
+
+        opened.on_backward = ask_ahead
+        while opened.step is step and not opened.stopped:
+            if given + 1 >= len(draws.numbers):
+                draws.wait()
+            if given + 1 == len(draws.numbers) and not draws.exhausted:  # the answer was the first there is
+                draws.wait()
+            self._tell(draws.numbers, weights, is_open=not draws.exhausted)
+            if given == len(draws.numbers):
+                break
+            given += 1
+            yield draws.numbers[given - 1], draws.numbers[given:]
+        self.waited_s += draws.waited_s
+
+    def _is_stopped(self) -> bool:
+        training = self._coordinator.training
+        return training.is_stopped(training.step)
+
+    def _tell(self, numbers: Sequence[int], weights: tuple[float, ...], *, is_open: bool) -> None:
+        own, total = tuple(weights[number] for number in numbers), sum(weights)
+        scale = self._channel.world_size / total
+        self._opened.draw(Drawn(tuple(numbers), own, is_open, len(weights), total, scale))
+
+    def _pool(self, num_parts: int) -> Pool:
+        if self._draws:
+            return Pool(num_parts, sure_shares(num_parts, tuple(self._done), self._present))
+        return Pool(num_parts, static_shares(num_parts, self._present), drawn=False)
+
+    # -- after each step
+
+    def merged(self, record: StepRecord) -> None:
+        """Learn from a merged step. Raises ``ValueError``, on all ranks, where their pools differ."""
+        table = record.table
+        if not (pools := {number for number in table.pool_parts() if number}):
+            return
+        if len(pools) > 1:
+            raise ValueError(
+                f"step {record.step}: step.pull() was given {table.pool_parts()} micro-batches by ranks 0, 1, ...: all "
+                "ranks draw from one pool, so give every rank all micro-batches of the step"
+            )
+        self._learn(table, pools.pop())
+
+    def _learn(self, table: Table, num_parts: int) -> None:
+        away = table.absent_ranks() | table.stood_in_ranks()
+        present = tuple(rank not in away for rank in range(self._channel.world_size))
+        self._present = present if any(present) else self._present
+        done = zip(table.parts_done(), present, strict=True)
+        self._done.append(tuple(own / num_parts if here else None for own, here in done))
+        self._draws = self._channel.world_size > 1 and not table.ranks_without_store()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a rank that comes back must know: equal on all ranks."""
+        return {"done": [list(own) for own in self._done], "present": list(self._present), "draws": self._draws}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as the others do."""
+        self._done = deque(map(tuple, state["done"]), maxlen=WINDOW)
+        self._present, self._draws = tuple(state["present"]), bool(state["draws"])

@@ -1,0 +1,49 @@
+"""The command that trains lets ranks draw micro-batches, resumes, and is replayed; what it cannot do is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from ranks import run_command
+from training import TINY
+
+from straggle.commands.config import ConfigurationError, load
+
+
+@pytest.mark.slow
+def test_train_pulls_resumes_and_is_replayed(tmp_path):
+    def train(*more):
+        light = (*TINY, "report=false", "metrics=none", "num_microbatches=4", "work=pulled", "run_dir=runs/a")
+        return run_command("train", 2, *light, *more, folder=tmp_path)
+
+    slow = ["faults.slow.ranks=[1]", "faults.slow.factor=4.0", "~faults.stall", "deadline=none"]
+    train(*slow, "steps=15")
+    train(*slow, "steps=30", "resume=true")
+    summary = json.loads((tmp_path / "runs/a/summary.json").read_text())
+    records = list(map(json.loads, (tmp_path / "runs/a/trace.jsonl").read_text().splitlines()))
+    assert len(records) == 30
+    for record in records:
+        assert sum(rank["parts"] for rank in record["ranks"]) == record["pool_parts"] == 8
+    assert len(set(summary["parameters_sha256"])) == 1
+    assert "parameters as in runs/a: identical" in train("replay=runs/a", "run_dir=runs/b", "steps=30")
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (["work=pulled"], "needs num_microbatches above 1"),
+        (["work=pulled", "num_microbatches=4", "rebalance=by_speed"], "draws fewer by itself"),
+        (["work=pulled", "num_microbatches=4", "members=elastic"], "exclude each other"),
+        (["work=drawn"], "choose one of dealt, pulled"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(keys, words):
+    with pytest.raises(ConfigurationError, match=words):
+        load("train", [*TINY, *keys])
+
+
+def test_a_method_of_compare_needs_several_micro_batches():
+    with pytest.raises(ConfigurationError, match="above 1"):
+        load("compare", [*TINY, "methods=[ddp,straggle_pulled]"])
+    load("compare", [*TINY, "methods=[ddp,straggle_pulled]", "num_microbatches=4"])

@@ -1,0 +1,311 @@
+"""A step's micro-batches drawn from one pool: whoever draws what, the merged gradient is the mean over all of them."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Raised, digest, run_ranks, staged
+from torch import nn
+from training import Chain, Stopper, features, grads, mlp, shared
+
+from straggle import LastOwn
+from straggle.merge.replay import Recording
+
+pytestmark = pytest.mark.light
+NUM_PARTS = 8
+
+
+def parts_of(step, number=NUM_PARTS):
+    """The step's micro-batches, the same on every rank."""
+    return [features(part, step) for part in range(number)]
+
+
+def loss_of(model, x):
+    return model(x).square().mean()
+
+
+def first_step(model):
+    """In which the pool is dealt out equally; draws begin with the next one."""
+    with model.step() as step:
+        for x in step.pull(parts_of(0)):
+            loss_of(model, x).backward()
+    model.zero_grad()
+
+
+def mean_gradients(parts, weights=None):
+    """By one process, over all micro-batches."""
+    module = mlp()
+    weights = weights or [1.0] * len(parts)
+    for x, weight in zip(parts, weights, strict=True):
+        (loss_of(module, x) * weight / sum(weights)).backward()
+    return grads(module)
+
+
+def pulled(rank, num_steps, weights):
+    """Gradients, and what each rank did."""
+    module = mlp()
+    results = []
+    with staged(module) as model:
+        for number in range(num_steps):
+            with model.step() as step:
+                for x in step.pull(parts_of(number), weights=weights):
+                    loss_of(model, x).backward()
+            report = model.last_report
+            results.append((digest(grads(module)), grads(module), report, shared(report)))
+            module.zero_grad()
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("weights", [None, (1.0, 2.0, 3.0, 1.0, 1.0, 2.0, 4.0, 0.5)])
+def test_the_merged_gradient_is_the_mean_over_all_micro_batches(world_size, weights):
+    ranks = run_ranks(pulled, world_size, 4, weights)
+    for number in range(4):
+        steps = [own[number] for own in ranks]
+        assert len({step[0] for step in steps}) == 1  # bit for bit the same on all ranks
+        assert len({step[3] for step in steps}) == 1
+        expected = mean_gradients(parts_of(number), list(weights) if weights else None)
+        for merged, mean in zip(steps[0][1], expected, strict=True):
+            torch.testing.assert_close(merged, mean, rtol=1e-5, atol=1e-7)
+        report = steps[0][2]
+        assert sum(own.parts for own in report.ranks) == report.pool_parts == NUM_PARTS
+        assert sum(own.weight for own in report.ranks) == report.pool_weight == sum(weights or [1] * NUM_PARTS)
+        assert report.dropped_share == 0.0
+        assert not report.late_ranks
+
+
+def late_to_come(rank):
+    """In the second step rank 1 does not come before rank 0 has done all there is: then nothing is left for it."""
+    store, module, seen = dist.distributed_c10d._get_default_store(), mlp(), []
+    with staged(module) as model:
+        for number in range(3):
+            if number == 1 and rank == 1:
+                store.wait(["rank 0 is done"])
+            with model.step() as step:
+                for x in step.pull(parts_of(number)):
+                    loss_of(model, x).backward()
+                if number == 1 and rank == 0:
+                    store.set("rank 0 is done", "")
+            report = model.last_report
+            seen.append((digest(grads(module)), grads(module), report))
+            module.zero_grad()
+    return seen
+
+
+def test_a_rank_that_does_not_come_has_its_sure_share_done_by_the_others():
+    first, second = run_ranks(late_to_come, 2)
+    assert [step[0] for step in first] == [step[0] for step in second]
+    report = first[1][2]
+    assert [own.parts for own in report.ranks] == [NUM_PARTS, 0]
+    assert [own.weight for own in report.ranks] == [NUM_PARTS, 0]
+    assert [own.idle for own in report.ranks] == [False, True]
+    assert (report.dropped_share, report.late_ranks) == (0.0, ())
+    for merged, mean in zip(first[1][1], mean_gradients(parts_of(1)), strict=True):
+        torch.testing.assert_close(merged, mean, rtol=1e-5, atol=1e-7)
+    assert sum(own.parts for own in first[2][2].ranks) == NUM_PARTS  # and goes on
+
+
+def slow_in_its_first(rank):
+    """Rank 1 is in its first micro-batch until the others have done all that they can have."""
+    store, module, own = dist.distributed_c10d._get_default_store(), mlp(), []
+    with staged(module) as model:
+        first_step(model)
+        with model.step() as step:
+            for number, x in step.pull(list(enumerate(parts_of(0)))):
+                own.append(number)
+                if rank == 1 and len(own) == 1:
+                    store.set("its share is claimed", "")
+                    store.wait(["others are done/0", "others are done/2"])
+                elif rank != 1 and len(own) == 1:
+                    store.wait(["its share is claimed"])
+                loss_of(model, x).backward()
+            if rank != 1:
+                store.set(f"others are done/{rank}", "")
+        return digest(grads(module)), grads(module), own, model.last_report
+
+
+def test_a_slow_rank_does_its_sure_share_and_the_others_the_rest():
+    ranks = run_ranks(slow_in_its_first, 3)
+    assert len({own[0] for own in ranks}) == 1
+    assert sorted(number for own in ranks for number in own[2]) == list(range(NUM_PARTS))
+    # in the step before it did three: two of them are sure now
+    assert len(ranks[1][2]) == 2
+    for merged, mean in zip(ranks[0][1], mean_gradients(parts_of(0)), strict=True):
+        torch.testing.assert_close(merged, mean, rtol=1e-5, atol=1e-7)
+
+
+def stopped_in_the_middle(rank, stop_after, estimator):
+    """Rank 1's pass is stopped; the micro-batches that each rank has computed, or begun to."""
+    module = Chain()
+    stopper, own = Stopper(module), []
+    with staged(module, estimator=estimator) as model:
+        with model.step() as step:
+            for x in step.pull([0.0] * NUM_PARTS):
+                model(x).backward()
+        module.zero_grad()
+        with model.step() as step:
+            stopper.arm(step, stop_after if rank else None)
+            for x in step.pull([float(number + 1) for number in range(NUM_PARTS)]):
+                own.append(x)
+                model(x).backward()
+        return digest(grads(module)), [g[0].item() for g in grads(module)], own, model.last_report, module.finish_order
+
+
+@pytest.mark.parametrize("stop_after", [0, 1, 3, 5, 7, 10])
+def test_a_stopped_rank_counts_what_it_computed_of_each_micro_batch(stop_after):
+    ranks = run_ranks(stopped_in_the_middle, 2, stop_after, None)
+    assert ranks[0][0] == ranks[1][0]
+    order = ranks[0][4]
+    own = [ranks[0][2], ranks[1][2]]
+    most = len(order) * len(own[1])
+    for layer, merged in enumerate(ranks[0][1]):
+        place = order.index(layer)
+        come = [x for number, x in enumerate(own[1]) if len(order) * number + place < stop_after or stop_after > most]
+        xs = [*own[0], *come]
+        assert merged == pytest.approx((layer + 1) * sum(xs) / len(xs), rel=1e-5)
+    report = ranks[0][3]
+    if report.late_ranks:
+        assert report.late_ranks == (1,)
+        assert report.dropped_share > 0
+    else:  # it had come to the end of its last micro-batch by then
+        assert stop_after >= most
+        assert report.dropped_share == 0
+
+
+def test_an_estimator_fills_in_for_what_a_stopped_rank_had_drawn():
+    ranks = run_ranks(stopped_in_the_middle, 2, 7, LastOwn())
+    assert ranks[0][0] == ranks[1][0]
+    assert all(math.isfinite(own) for own in ranks[0][1])
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+def recorded_and_repeated(rank):
+    """Trains with random stops, and again as it was recorded; hashes of all parameters and buffers."""
+    hashes, reports, decisions, learned = [], [], [], ((), ())
+    for replays in (False, True):
+        module = Noisy()
+        stopper = Stopper(module)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        draws = torch.Generator().manual_seed(rank)
+        with staged(module) as model:
+            if replays:
+                model.replay(Recording(*map(tuple, learned), tuple(decisions)))
+            for number in range(12):
+                with model.step() as step:
+                    stop = int(torch.randint(1, 40, (), generator=draws))
+                    stopper.arm(step, stop if number % 3 == 2 and not replays else None)
+                    for x in step.pull(parts_of(number)):
+                        loss_of(model, x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if not replays:
+                    decisions.append(model.last_decision)
+                    learned = model.learned
+                reports.append([own.parts for own in model.last_report.ranks])
+        hashes.append(digest([*module.parameters(), *module.buffers()]))
+    return hashes, reports[:12] == reports[12:], [sorted(one.drawn) for one in decisions]
+
+
+def test_draws_are_recorded_and_a_run_is_repeated_bit_for_bit():
+    first, second = run_ranks(recorded_and_repeated, 2)
+    assert first[0][0] == first[0][1] == second[0][0] == second[0][1]
+    assert first[1]
+    assert second[1]
+    for number, (own, other) in enumerate(zip(first[2], second[2], strict=True)):
+        drawn = sorted(own + other)
+        assert drawn == sorted(set(drawn))
+        assert drawn == list(range(NUM_PARTS)) or number % 3 == 2  # what was on its way to a stopped rank is lost
+
+
+def leaves_its_loop(rank):
+    """Rank 1 goes out of its loop after one micro-batch."""
+    module = mlp()
+    with staged(module) as model:
+        first_step(model)
+        with model.step() as step:
+            for x in step.pull(parts_of(0)):
+                loss_of(model, x).backward()
+                if rank == 1:
+                    break
+        return digest(grads(module)), model.last_report
+
+
+def test_what_a_loop_leaves_out_is_counted_as_dropped():
+    (first, report), (second, _) = run_ranks(leaves_its_loop, 2)
+    assert first == second
+    assert report.dropped_share > 0
+    assert report.ranks[1].cause == "skipped"
+    assert report.ranks[1].parts == 1
+
+
+def no_data(rank):
+    """Rank 1 has no data for the second of three steps."""
+    module, seen = mlp(), []
+    with staged(module) as model:
+        for number in range(3):
+            model.idle = rank == 1 and number == 1
+            with model.step() as step:
+                for x in step.pull(parts_of(number)):
+                    loss_of(model, x).backward()
+            seen.append((digest(grads(module)), [own.parts for own in model.last_report.ranks]))
+    return seen
+
+
+def test_a_rank_without_data_draws_nothing():
+    first, second = run_ranks(no_data, 2)
+    assert first == second
+    assert first[1][1] == [NUM_PARTS, 0]
+    assert sum(first[2][1]) == NUM_PARTS
+
+
+def wrong_uses(rank):
+    words = []
+    with staged(mlp()) as model:
+
+        def refused(kind, use, **options):
+            with pytest.raises(kind) as caught, model.step(**options) as step:
+                use(step)
+            words.append(str(caught.value))
+
+        refused(ValueError, lambda step: step.pull([]))
+        refused(ValueError, lambda step: step.pull([1, 2], weights=[1.0]))
+        refused(ValueError, lambda step: step.pull([1], weights=[0.0]))
+        refused(RuntimeError, lambda step: step.pull([1]), num_microbatches=2)
+        refused(RuntimeError, lambda step: (step.pull([1]), step.pull([1])))
+        refused(RuntimeError, lambda step: (step.pull([1]), setattr(step, "weight", 2.0)))
+        with pytest.raises(RuntimeError, match="inside of"):
+            model.step().pull([1])
+    return words
+
+
+def test_wrong_uses_are_refused_with_what_to_write():
+    (words,) = run_ranks(wrong_uses, 1)
+    assert "at least one" in words[0]
+    assert "as many positive" in words[1]
+    assert "as many positive" in words[2]
+    assert "leave out num_microbatches" in words[3]
+    assert "once in each step" in words[4]
+    assert "step.pull(parts, weights=...)" in words[5]
+
+
+def other_pools(rank):
+    with staged(mlp()) as model, model.step() as step:
+        for x in step.pull(parts_of(0, 4 + rank)):
+            loss_of(model, x).backward()
+
+
+def test_ranks_with_other_pools_are_told_so():
+    for end in run_ranks(other_pools, 2, outcomes=True):
+        assert isinstance(end, Raised)
+        assert end.kind == "ValueError"
+        assert "[4, 5] micro-batches" in end.message

@@ -1,0 +1,166 @@
+"""The pool of micro-batches: each is drawn once, whoever asks in whatever order, and whoever dies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from straggle.merge.pool import SETTLED, Claim, Count, Drawer, Owner, Pool, static_shares, sure_shares
+
+
+@pytest.mark.parametrize(
+    ("num_parts", "shares", "sizes"),
+    [
+        (32, (7, 7, 7, 7), [1, 1, 1, 1]),
+        (32, (4, 4, 4, 4), [2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1]),
+        (16, (0, 0), [4, 4, 2, 2, 1, 1, 1, 1]),
+        (9, (1, 1), [2, 2, 1, 1, 1]),
+        (4, (2, 2), []),
+        (1, (0, 0, 0), [1]),
+    ],
+)
+def test_chunks_halve_what_is_left_for_every_rank(num_parts, shares, sizes):
+    pool = Pool(num_parts, shares)
+    chunks = [pool.chunk(index) for index in range(len(sizes) + 2)]
+    assert [len(chunk) for chunk in chunks] == [*sizes, 0, 0]
+    own = [number for rank in range(len(shares)) for number in pool.share(rank)]
+    assert own + [number for chunk in chunks for number in chunk] == list(range(num_parts))
+
+
+@pytest.mark.parametrize(
+    ("num_parts", "done", "present", "expected"),
+    [
+        (32, [], [True] * 4, (4, 4, 4, 4)),  # never seen: half
+        (32, [[0.25] * 4], [True] * 4, (7, 7, 7, 7)),
+        (32, [[9 / 32, 9 / 32, 9 / 32, 5 / 32]], [True] * 4, (8, 8, 8, 4)),
+        (32, [[0.25] * 4, [10 / 32, 10 / 32, 10 / 32, 2 / 32]], [True] * 4, (7, 7, 7, 1)),
+        (32, [[0.5, 0.0, 0.5]], [True] * 3, (14, 0, 14)),
+        (30, [[0.5, 0.5, None]], [True, True, False], (14, 14, 0)),
+        (30, [[0.5, 0.5, None]], [True, True, True], (12, 12, 4)),  # more than there are: in proportion
+        (64, [[0.5, 0.5]], [True, True], (28, 28)),
+        (8, [[1.0, 0.0]] + [[0.5, 0.5]] * 8, [True, True], (3, 3)),  # the ninth step before is forgotten
+    ],
+)
+def test_what_is_sure_is_a_little_less_than_what_was_done_at_least(num_parts, done, present, expected):
+    assert sure_shares(num_parts, done, present) == expected
+
+
+def test_static_shares_are_the_entire_pool():
+    assert static_shares(10, [True, True, False, True]) == (4, 3, 0, 3)
+    assert static_shares(2, [True] * 3) == (1, 1, 0)
+    assert static_shares(4, [False] * 2) == (2, 2)
+
+
+# -- the protocol, exhaustively
+
+
+@dataclass(frozen=True)
+class Store:
+    drawn: int = 0
+    owners: tuple[Owner | None, ...] = ()
+    taken: tuple[int, ...] = ()
+
+    def asked(self, request: Claim | Count) -> tuple[Store, Owner | int]:
+        if isinstance(request, Claim):
+            owner = self.owners[request.rank] or request.owner
+            return replace(self, owners=_with(self.owners, request.rank, owner)), owner
+        if request.rank is None:
+            return replace(self, drawn=self.drawn + request.amount), self.drawn + request.amount
+        taken = self.taken[request.rank] + request.amount
+        return replace(self, taken=_with(self.taken, request.rank, taken)), taken
+
+
+@dataclass(frozen=True)
+class Job:
+    """``dead``: a rank that has died, with what its last request gave it. ``parts``: what each rank has."""
+
+    store: Store
+    drawers: tuple[Drawer, ...]
+    parts: tuple[tuple[int, ...], ...]
+    dead: int | None = None
+
+
+def _with(values, index, value):
+    return (*values[:index], value, *values[index + 1 :])
+
+
+def explore(pool: Pool, *, deaths: bool) -> tuple[list[Job], int]:
+    """All ends that any order of the ranks' requests can come to, and the number of states on the way.
+
+    A rank may die before any of its requests, or after it was carried out and before the answer came. One that stalls
+    and comes back is an order in which the others go first.
+    """
+    ranks = range(len(pool.shares))
+    nobody = tuple(None for _ in ranks)
+    begin = Job(
+        Store(owners=nobody, taken=tuple(0 for _ in ranks)),
+        tuple(Drawer.begin(pool, rank) for rank in ranks),
+        tuple(() for _ in ranks),
+    )
+    seen, left, ends = {begin}, [begin], []
+    while left:
+        job = left.pop()
+        after = []
+        for rank in ranks:
+            request = job.drawers[rank].request(pool)
+            if request is None or job.dead == rank:
+                continue
+            store, answer = job.store.asked(request)
+            drawer, more = job.drawers[rank].answered(pool, answer)
+            parts = _with(job.parts, rank, (*job.parts[rank], *more))
+            after.append(replace(job, store=store, drawers=_with(job.drawers, rank, drawer), parts=parts))
+            if deaths and job.dead is None:
+                after += [replace(job, dead=rank), replace(job, store=store, parts=parts, dead=rank)]
+        if not after:
+            ends.append(job)
+        new = [one for one in after if one not in seen]
+        seen.update(new)
+        left += new
+    return ends, len(seen)
+
+
+@pytest.mark.parametrize("shares", [(0, 0, 0), (1, 1, 1), (2, 1, 1), (1, 0, 1), (2, 2, 0), (4, 0, 0), (0, 0, 2)])
+def test_each_part_is_drawn_once_in_every_order(shares):
+    ends, num_states = explore(Pool(4, shares), deaths=False)
+    assert num_states > 50
+    for job in ends:
+        assert sorted(number for own in job.parts for number in own) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "shares", [(0, 0, 0), pytest.param((1, 1, 1), marks=pytest.mark.slow), (2, 1, 1), (1, 0, 1), (2, 2, 0), (0, 0, 2)]
+)
+def test_only_what_a_dead_rank_had_drawn_is_lost_in_every_order(shares):
+    """No micro-batch has two owners; the dead rank's are its own, and all others are drawn by the ranks that live."""
+    ends, _ = explore(Pool(4, shares), deaths=True)
+    assert any(job.dead is not None and not job.parts[job.dead] for job in ends)  # it died before it had any
+    for job in ends:
+        assert sorted(number for own in job.parts for number in own) == [0, 1, 2, 3]
+        assert all(drawer.phase == "done" for drawer in job.drawers if drawer.rank != job.dead)
+
+
+def test_a_share_that_nobody_claims_is_drawn_one_by_one():
+    pool = Pool(4, (2, 2))
+    drawer, store = Drawer.begin(pool, 0), Store(owners=(None, None), taken=(0, 0))
+    given = []
+    while (request := drawer.request(pool)) is not None:
+        store, answer = store.asked(request)
+        drawer, parts = drawer.answered(pool, answer)
+        given.append(list(parts))
+    assert [parts for parts in given if parts] == [[0, 1], [2], [3]]
+    assert store.owners == ("own", "open")
+
+
+def test_where_all_is_claimed_three_requests_at_most_are_enough():
+    pool = Pool(8, (3, 3))
+    store = Store(owners=(None, None), taken=(0, 0))
+    drawers, numbers = [Drawer.begin(pool, rank) for rank in range(2)], [0, 0]
+    while any(drawer.request(pool) for drawer in drawers):
+        for rank in range(2):
+            if (request := drawers[rank].request(pool)) is not None:
+                store, answer = store.asked(request)
+                drawers[rank], _ = drawers[rank].answered(pool, answer)
+                numbers[rank] += 1
+    assert numbers == [3, 2]  # who draws the last chunk knows that it is the last
+    assert store.drawn // SETTLED == 2
