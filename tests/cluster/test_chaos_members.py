@@ -42,7 +42,8 @@ def test_member_whose_link_is_cut_for_ever_ends_and_the_others_do_not(cut):
         job.walk(20, peers)
         outcomes = job.finish(peers)
     assert isinstance(ended, Raised)
-    assert ended.kind == "StoreUnreachable", ended
+    assert ended.kind in ("StoreUnreachable", "PeerFailed"), ended  # its wait and its store give up in the same moment
     assert f"rank {cut}, step" in ended.message
+    assert "the job's store at" in ended.message
     check_equal(outcomes)
     assert set(left(outcomes[0])) == {cut}
