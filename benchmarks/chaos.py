@@ -20,7 +20,6 @@ import resource
 import statistics
 import threading
 import time
-import types
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -429,7 +428,7 @@ def bare(staged):
 
     coordinator._submit = submit
     coordinator.deadline.wait_for_all()
-    coordinator.deadline._window = types.SimpleNamespace(append=lambda *_: None)
+    coordinator.deadline._window.append = lambda *_: None
     coordinator.start = lambda: None
     return staged
 

@@ -51,7 +51,8 @@ def test_an_error_of_the_dataset_comes_to_who_draws():
 
 def test_streams_and_sizes_are_refused_with_the_remedy():
     class Stream(IterableDataset):
-        pass
+        def __iter__(self):
+            return iter([])
 
     with pytest.raises(TypeError, match="Rebalance"):
         MicroBatches(Stream(), size=2)
