@@ -26,6 +26,11 @@ def test_every_public_name_is_in_the_reference():
     assert sorted(named) == sorted(straggle.__all__)
 
 
+def test_the_repository_has_one_address():
+    (address,) = re.findall(r"^repo_url: (\S+)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert f'Repository = "{address}"' in (ROOT / "pyproject.toml").read_text()
+
+
 @pytest.mark.slow
 def test_site_is_built_without_a_warning(tmp_path):
     pytest.importorskip("mkdocs")
