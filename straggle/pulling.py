@@ -15,9 +15,13 @@ from typing import Any, final
 from straggle.merge.channel import Channel
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.draws import Drawn, Draws, StoreCounters
-from straggle.merge.pool import WINDOW, Did, Pool, static_shares, sure_shares
+from straggle.merge.pool import WINDOW, Did, Pool, even_parts, static_shares, sure_shares
 from straggle.merge.telemetry import StepRecord, Table
 from straggle.open_step import OpenStep
+
+# A micro-batch beyond a rank's even part by so much is not asked for ahead: a slow rank that draws early what it can
+# only begin late is whom all others wait for. The answer that nothing is left, one beyond the even part, is.
+_AHEAD = 1.25
 
 
 @final
@@ -59,10 +63,11 @@ class Pulling:
         """The next one is asked for in a backward pass: the answer is there before the rank begins its last."""
         opened, step, given = self._opened, self._opened.step, 0
         pool = self._pool(len(weights))
+        ahead = even_parts(len(weights), tuple(self._done), self._present)[self._channel.rank] + _AHEAD
         draws = Draws(pool, self._channel.rank, self._coordinator.training.step, self._channel.store, self._counters)
 
         def ask_ahead() -> None:
-            if len(draws.numbers) - given <= 1:
+            if len(draws.numbers) - given <= 1 and len(draws.numbers) + 1 <= ahead:
                 draws.ask()
 
         opened.on_backward = ask_ahead

@@ -191,6 +191,13 @@ def sure_shares(num_parts: int, done: Sequence[Sequence[Did | None]], present: S
     return tuple(shares)
 
 
+def even_parts(num_parts: int, done: Sequence[Sequence[Did | None]], present: Sequence[bool]) -> list[float]:
+    """How many of the micro-batches each rank would compute, by its speed, where all come to the end together."""
+    speeds = [own if here else 0.0 for own, here in zip(_speeds(done, len(present)), present, strict=True)]
+    total = sum(speeds)
+    return [num_parts * own / total if total else num_parts / len(speeds) for own in speeds]
+
+
 def _speeds(done: Sequence[Sequence[Did | None]], num_ranks: int) -> list[float]:
     """Each rank's median speed, in micro-batches a second; of one that is not known, the fastest's."""
     speeds = []
