@@ -155,7 +155,7 @@ class PulledToDeadline(Pulled):
     """Waits for no rank: the deadline is what the median rank takes, and a little more."""
 
     def wrapped(self):
-        return straggle.StagedDataParallel(self.net, deadline=straggle.QuantileDeadline(0.5, slack=1.02))
+        return straggle.StagedDataParallel(self.net, deadline=straggle.QuantileDeadline(0.5, slack=1.05))
 
 
 WAYS = {

@@ -118,7 +118,8 @@ class OpenStep(PassWatcher):
         # a backward pass that was begun is not stopped
         self._complete_microbatches = coordinator.deadline.late_handling.granularity == "microbatch"
         self._limit = limit
-        self.on_backward: Callable[[], None] | None = None  # a good moment to ask for more micro-batches
+        self.on_backward: Callable[[], None] | None = None  # when a backward pass is over for the most part
+        self._most = max(1, 3 * len(self._parameters) // 4)
         self._last_kept: tuple[int, tuple[int, ...]] = (NONE, ())  # as the peers, and as this rank, decided last
         self.groups = Groups(self._parameters)
         self._grouped_run = _NO_RUN  # of the engine, whose gradients wait for their group
@@ -293,6 +294,8 @@ class OpenStep(PassWatcher):
         if not grouped:
             grouped = self._joins_and_groups()
         self._num_in_pass += 1
+        if self._num_in_pass == self._most and self.on_backward is not None:
+            self.on_backward()
         self._waiting.append((index, gradient))
         if not grouped or index in self.groups.ends:
             self._merge_waiting()
@@ -371,8 +374,6 @@ class OpenStep(PassWatcher):
     def _pass_begins(self, first: int) -> None:  # noqa: ARG002
         self._stopwatch.enter("backward")
         self._coordinator.begin_pass()
-        if self.on_backward is not None:
-            self.on_backward()
         self._kept.set_aside()
         if self._learner.times is not None:
             self._learner.times.begin()

@@ -6,6 +6,7 @@ Without the store nothing can be drawn: where a rank had none in the step before
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,9 +15,13 @@ from typing import Any, final
 from straggle.merge.channel import Channel
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.draws import Drawn, Draws, StoreCounters
-from straggle.merge.pool import WINDOW, Pool, static_shares, sure_shares
+from straggle.merge.pool import WINDOW, Did, Pool, even_parts, static_shares, sure_shares
 from straggle.merge.telemetry import StepRecord, Table
 from straggle.open_step import OpenStep
+
+# A micro-batch beyond a rank's even part by so much is not asked for ahead: a slow rank that draws early what it can
+# only begin late is whom all others wait for. The answer that nothing is left, one beyond the even part, is.
+_AHEAD = 1.25
 
 
 @final
@@ -29,7 +34,7 @@ class Pulling:
     def __init__(self, opened: OpenStep, coordinator: Coordinator, channel: Channel) -> None:
         self._opened, self._coordinator, self._channel = opened, coordinator, channel
         self._counters = StoreCounters(channel.rank)
-        self._done: deque[tuple[float | None, ...]] = deque(maxlen=WINDOW)
+        self._done: deque[tuple[Did | None, ...]] = deque(maxlen=WINDOW)
         self._present = (True,) * channel.world_size
         self._draws = False  # the next step's: a pool was merged before, and all ranks had the store then
         self.waited_s = 0.0
@@ -58,10 +63,11 @@ class Pulling:
         """The next one is asked for in a backward pass: the answer is there before the rank begins its last."""
         opened, step, given = self._opened, self._opened.step, 0
         pool = self._pool(len(weights))
+        ahead = even_parts(len(weights), tuple(self._done), self._present)[self._channel.rank] + _AHEAD
         draws = Draws(pool, self._channel.rank, self._coordinator.training.step, self._channel.store, self._counters)
 
         def ask_ahead() -> None:
-            if len(draws.numbers) - given <= 1:
+            if len(draws.numbers) - given <= 1 and len(draws.numbers) + 1 <= ahead:
                 draws.ask()
 
         opened.on_backward = ask_ahead
@@ -109,15 +115,21 @@ class Pulling:
         away = table.absent_ranks() | table.stood_in_ranks()
         present = tuple(rank not in away for rank in range(self._channel.world_size))
         self._present = present if any(present) else self._present
-        done = zip(table.parts_done(), present, strict=True)
-        self._done.append(tuple(own / num_parts if here else None for own, here in done))
+        done = zip(table.parts_done(), table.compute_s(), present, strict=True)
+        self._done.append(tuple(_did(own, own_s, num_parts) if here else None for own, own_s, here in done))
         self._draws = self._channel.world_size > 1 and not table.ranks_without_store()
 
     def state_dict(self) -> dict[str, Any]:
         """What a rank that comes back must know: equal on all ranks."""
-        return {"done": [list(own) for own in self._done], "present": list(self._present), "draws": self._draws}
+        done = [[None if own is None else [own.share, own.part_s] for own in step] for step in self._done]
+        return {"done": done, "present": list(self._present), "draws": self._draws}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on as the others do."""
-        self._done = deque(map(tuple, state["done"]), maxlen=WINDOW)
+        done = (tuple(None if own is None else Did(*own) for own in step) for step in state["done"])
+        self._done = deque(done, maxlen=WINDOW)
         self._present, self._draws = tuple(state["present"]), bool(state["draws"])
+
+
+def _did(num_parts_done: int, compute_s: float, num_parts: int) -> Did:
+    return Did(num_parts_done / num_parts, compute_s / num_parts_done if num_parts_done else math.nan)

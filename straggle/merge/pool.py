@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from statistics import median
 from typing import Literal
 
 SETTLED = 1 << 32  # what the owner of a sure share adds to the counter of draws, beside 1, once
@@ -154,24 +155,57 @@ class Drawer:
 WINDOW = 8  # steps that say what is sure
 
 
-def sure_shares(num_parts: int, done: Sequence[Sequence[float | None]], present: Sequence[bool]) -> tuple[int, ...]:
-    """What each rank has for sure: nearly as much as it did at least in the last steps.
+@dataclass(frozen=True)
+class Did:
+    """What a rank did of a pool: the ``share`` of it that it computed, and the seconds that it took for a micro-batch.
 
-    ``done``: the share of the pool that each rank did, for each of the last steps; ``None``: it says nothing about the
-    rank. ``present``: who took part in the last step; the others have nothing for sure. With ``m`` the smallest number,
-    ``m - max(1, m // 8)`` are sure, so that a rank that becomes slower is seen to: its share falls. A rank that was
-    never seen has half of an equal share.
+    ``part_s`` is NaN where it computed none.
     """
-    num_present = sum(present)
+
+    share: float
+    part_s: float
+
+
+def sure_shares(num_parts: int, done: Sequence[Sequence[Did | None]], present: Sequence[bool]) -> tuple[int, ...]:
+    """What each rank has for sure: nearly as much as it did at least in the last steps, and is fast enough for.
+
+    ``done``: what each rank did, for each of the last steps; ``None``: that says nothing about the rank. ``present``:
+    who took part in the last step; the others have nothing for sure. ``m`` is the smallest number that a rank did or,
+    if that is less, its part of the pool by speed: else one that is slow but always has a share never has a smaller
+    one. Then ``m - max(1, m // 8)`` are sure, and a rank that becomes slower is seen to. One that was never seen has
+    half of an equal share.
+    """
+    by_speed = _speeds(done, len(present))
+    total_speed = sum(own for own, here in zip(by_speed, present, strict=True) if here)
     shares = []
     for rank, here in enumerate(present):
-        seen = [own for step in done[-WINDOW:] if (own := step[rank]) is not None]
-        least = int(min(seen) * num_parts + 1e-6) if seen else 0
-        sure = max(0, least - max(1, least // 8)) if seen else num_parts // (2 * max(1, num_present))
+        seen = [own.share for step in done[-WINDOW:] if (own := step[rank]) is not None]
+        if seen:
+            least = int(num_parts * min(*seen, by_speed[rank] / total_speed if total_speed else 1.0) + 1e-6)
+            sure = max(0, least - max(1, least // 8))
+        else:
+            sure = num_parts // (2 * max(1, sum(present)))
         shares.append(sure if here else 0)
     if (total := sum(shares)) > num_parts:
         shares = [share * num_parts // total for share in shares]
     return tuple(shares)
+
+
+def even_parts(num_parts: int, done: Sequence[Sequence[Did | None]], present: Sequence[bool]) -> list[float]:
+    """How many of the micro-batches each rank would compute, by its speed, where all come to the end together."""
+    speeds = [own if here else 0.0 for own, here in zip(_speeds(done, len(present)), present, strict=True)]
+    total = sum(speeds)
+    return [num_parts * own / total if total else num_parts / len(speeds) for own in speeds]
+
+
+def _speeds(done: Sequence[Sequence[Did | None]], num_ranks: int) -> list[float]:
+    """Each rank's median speed, in micro-batches a second; of one that is not known, the fastest's."""
+    speeds = []
+    for rank in range(num_ranks):
+        seen = [own.part_s for step in done[-WINDOW:] if (own := step[rank]) is not None and own.part_s > 0]
+        speeds.append(1 / median(seen) if seen else 0.0)
+    fastest = max(speeds, default=0.0)
+    return [own or fastest for own in speeds]
 
 
 def static_shares(num_parts: int, present: Sequence[bool]) -> tuple[int, ...]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import pytest
 
-from straggle.merge.pool import SETTLED, Claim, Count, Drawer, Owner, Pool, static_shares, sure_shares
+from straggle.merge.pool import SETTLED, Claim, Count, Did, Drawer, Owner, Pool, even_parts, static_shares, sure_shares
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,22 @@ def test_chunks_halve_what_is_left_for_every_rank(num_parts, shares, sizes):
     ],
 )
 def test_what_is_sure_is_a_little_less_than_what_was_done_at_least(num_parts, done, present, expected):
-    assert sure_shares(num_parts, done, present) == expected
+    seen = [[None if own is None else Did(own, math.nan) for own in step] for step in done]
+    assert sure_shares(num_parts, seen, present) == expected
+
+
+def test_a_slow_rank_that_always_has_a_share_is_given_less_by_its_speed():
+    slow = [Did(9 / 32, 0.02)] * 3 + [Did(5 / 32, 0.04)]  # nine and four and a half would be even
+    assert sure_shares(32, [slow] * 3, [True] * 4) == (8, 8, 8, 3)
+    new = [Did(9 / 32, 0.02)] * 3 + [Did(0.0, math.nan)]  # it came to nothing, and nobody knows its speed
+    assert sure_shares(32, [new], [True] * 4) == (7, 7, 7, 0)
+
+
+def test_even_parts_are_by_speed():
+    slow = [Did(0.25, 0.02)] * 3 + [Did(0.25, 0.04)]
+    assert even_parts(28, [slow], [True] * 4) == pytest.approx([8, 8, 8, 4])
+    assert even_parts(28, [slow], [True, True, True, False]) == pytest.approx([28 / 3] * 3 + [0])
+    assert even_parts(8, [], [True, True]) == [4, 4]
 
 
 def test_static_shares_are_the_entire_pool():
