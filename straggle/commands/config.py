@@ -192,10 +192,6 @@ def _check_work(config: DictConfig) -> None:
             "work=pulled needs num_microbatches above 1: ranks draw micro-batches, and with one for each there is "
             "nothing to draw"
         )
-    if config.get("rebalance"):
-        raise ConfigurationError(
-            "work=pulled and rebalance=... exclude each other: a rank that is slow draws fewer by itself; leave one out"
-        )
     if config.get("members"):
         raise ConfigurationError(
             "work=pulled and members=elastic exclude each other here: the epochs of members are dealt to the ranks; a "

@@ -154,9 +154,9 @@ class Job(ABC):
 class StagedJob(Job):
     """Training by `StagedDataParallel`; ``stop`` may end it early.
 
-    With ``work=pulled`` the ranks draw the step's micro-batches, and each loads those that it draws.
-    With ``rebalance``, its unit is a sample if a step has one micro-batch, and otherwise a complete micro-batch. Where
-    members come and go, ``epochs`` deals the samples, so that none is lost with a rank.
+    With ``work=pulled`` the ranks draw the step's micro-batches, and each loads those that it draws: a slow one fewer.
+    Else, with ``rebalance``, its unit is a sample if a step has one micro-batch, and otherwise a complete micro-batch.
+    Where members come and go, ``epochs`` deals the samples, so that none is lost with a rank.
     """
 
     model: StagedDataParallel
@@ -174,7 +174,7 @@ class StagedJob(Job):
         if self._pulls:
             self.samples_per_step = 1  # the weight is the number of samples
         self.rebalance: Rebalance | None = None
-        if config.get("rebalance"):
+        if config.get("rebalance") and not self._pulls:
             self._unit: int = config.batch_size if self.num_microbatches > 1 else 1  # samples
             self._total = dist.get_world_size() * self.samples_per_step
             self.rebalance = instantiate(config.rebalance, model=self.model, total=self._total // self._unit)

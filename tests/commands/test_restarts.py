@@ -56,7 +56,7 @@ def test_ranks_that_do_not_come_are_named():
 
 # -- torchrun
 
-KEYS = (*TINY, "faults=none", "deadline=none", "metrics=none", "report=false", "steps=300")
+KEYS = (*TINY, "faults=none", "deadline=none", "rebalance=none", "metrics=none", "report=false", "steps=300")
 
 
 def workers(agent):

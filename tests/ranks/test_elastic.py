@@ -32,7 +32,7 @@ from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.elastic import ElasticChannel
 from straggle.merge.rank_state import Entry
 from straggle.merge.telemetry import Row
-from straggle.merge.view import Repair
+from straggle.merge.view import Leaving, Repair
 from straggle.policies.fill_in import FillIn
 from straggle.report import PHASES
 
@@ -544,7 +544,9 @@ def take_telemetry_of_who_has_left(rank):
     ones, zeros = (1.0,) * len(plan.stages), (0.0,) * len(plan.stages)
     row = Row(dict.fromkeys(PHASES, 0.0), 0.0, 0.0, computed=ones, estimated=zeros, stage_s=zeros).encode()
     of_both = torch.cat([row, row])
-    coordinator.regroup(channel.groups, view.without({1: "gone"}), Repair(1, completed=0, giver=0), of_both)
+    coordinator.regroup(
+        channel.groups, view.without({1: Leaving("ended", "gone")}), Repair(1, completed=0, giver=0), of_both
+    )
     thread.join()
     return found[0].table.absent_ranks()
 

@@ -20,7 +20,7 @@ ALL = f"methods=[{','.join(METHODS)}]"
 
 
 def test_methods_are_named_as_their_files():
-    assert sorted(load("compare", [ALL]).methods) == METHODS
+    assert sorted(load("compare", [ALL, "num_microbatches=2"]).methods) == METHODS
 
 
 def test_without_more_the_methods_are_ddp_and_straggle():
