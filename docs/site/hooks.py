@@ -9,6 +9,7 @@ from pathlib import Path
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
+CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(\]\()(?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?(\))")
 
 
@@ -21,9 +22,12 @@ def on_files(files, config):
 def on_page_markdown(markdown, page, config, **_):
     """Links as they are on the site."""
     folder = ROOT if page.file.src_uri == "index.md" else (ROOT / "docs" / page.file.src_uri).parent
-    return LINK.sub(
-        lambda found: found[1] + _target(folder / found[2], page, config) + (found[3] or "") + found[4], markdown
-    )
+
+    def replaced(found):
+        return found[1] + _target(folder / found[2], page, config) + (found[3] or "") + found[4]
+
+    parts = CODE.split(markdown)  # prose, code, prose, ...
+    return "".join(part if number % 2 else LINK.sub(replaced, part) for number, part in enumerate(parts))
 
 
 def _target(path, page, config):
