@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from launched import as_launched
 from ranks import digest, run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -11,16 +12,6 @@ from torch.utils.data import DataLoader, TensorDataset
 pytestmark = pytest.mark.slow  # accelerate takes its seconds to load
 pytest.importorskip("accelerate")
 NUM_RANKS = 2
-
-
-def as_launched(rank):
-    """The environment that torchrun gives."""
-    os.environ.update(
-        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "LOCAL_WORLD_SIZE": str(NUM_RANKS)},
-        OMP_NUM_THREADS="1",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="1",  # there is a group already
-    )
 
 
 class Job:

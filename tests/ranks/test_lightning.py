@@ -1,11 +1,11 @@
 """`StagedStrategy` beside Lightning's DDP: the real Trainer, on ranks over gloo."""
 
-import os
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from launched import as_launched
 from ranks import digest, run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -15,21 +15,10 @@ pytest.importorskip("lightning")
 NUM_RANKS = 2
 
 
-def as_launched(rank):
-    """The environment that torchrun gives."""
-    os.environ.update(
-        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "LOCAL_WORLD_SIZE": str(NUM_RANKS)},
-        OMP_NUM_THREADS="1",
-        GROUP_RANK="0",
-        TORCHELASTIC_RUN_ID="test",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="1",  # there is a group already
-    )
-    warnings.simplefilter("ignore")  # of Lightning: few workers, a small log interval
-
-
 def module_kind():
     import lightning.pytorch as pl
+
+    warnings.simplefilter("ignore")  # of Lightning: few workers, a small log interval
 
     class Regression(pl.LightningModule):
         """What people write; ``none_at``: batches in which this rank's training step returns nothing."""

@@ -1,27 +1,17 @@
 """`StagedTrainer` beside the Trainer under DDP: the real one, on ranks over gloo."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
+from launched import as_launched
 from ranks import Raised, digest, run_ranks
 from torch import nn
 
 pytestmark = pytest.mark.slow  # transformers takes its seconds to load
 pytest.importorskip("accelerate")
 NUM_RANKS = 2
-
-
-def as_launched(rank):
-    """The environment that torchrun gives."""
-    os.environ.update(
-        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS), "LOCAL_WORLD_SIZE": str(NUM_RANKS)},
-        OMP_NUM_THREADS="1",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="1",  # there is a group already
-    )
 
 
 def tiny_gpt():
