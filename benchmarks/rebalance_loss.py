@@ -1,6 +1,6 @@
 """Time to a loss where one rank is always slow: its deadline alone, and with samples dealt out by speed.
 
-torchrun --standalone --nproc-per-node 4 benchmarks/rebalance_loss.py                     # about eight minutes
+torchrun --standalone --nproc-per-node 4 benchmarks/rebalance_loss.py                     # about a quarter of an hour
 torchrun --standalone --nproc-per-node 4 benchmarks/rebalance_loss.py --seeds 1 --tasks digits --data alike
 
 The last of the ranks takes twice as long for a sample. Text (a GPT of two blocks) and digits (six convolutions);
