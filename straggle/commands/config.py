@@ -426,7 +426,10 @@ def run_configured(name: str, work: Callable[[DictConfig], None], usage: str) ->
     """
     words = sys.argv[1:]
     if {"-h", "--help"} & set(words):
-        sys.stdout.write(_help_of(name, usage, [word for word in words if not word.startswith("-")]))
+        try:
+            sys.stdout.write(_help_of(name, usage, [word for word in words if not word.startswith("-")]))
+        except ConfigurationError as error:
+            refuse(error)
         return
     complain_and_exit(name, words)
 
@@ -448,6 +451,8 @@ def _help_of(name: str, usage: str, words: Sequence[str] = ()) -> str:
         for choice in choices:
             _check_choice(*choice.split("=", 1))
         valid = _composed(name, *choices)
+    if unknown := [word for word in words if word.partition("=")[0] not in valid]:
+        raise ConfigurationError(_unknown_key(unknown[0], valid))
     parts = [*(choice.partition("=")[0] for choice in choices), *(word for word in words if word in valid)]
     if parts:
         return "".join(OmegaConf.to_yaml({part: valid[part]}) for part in parts)

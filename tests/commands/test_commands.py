@@ -255,6 +255,23 @@ def test_every_command_has_help(word: str, monkeypatch: pytest.MonkeyPatch, caps
     assert re.search(rf"\b{word}\b", capsys.readouterr().out)
 
 
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("deadline=nosuch", "deadline=nosuch: choose one of anneal, auto"),
+        ("nosuch", "unknown key nosuch; valid keys: "),
+    ],
+)
+def test_help_about_what_does_not_exist_says_what_does(
+    word: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["straggle", "train", "--help", word])
+    with pytest.raises(SystemExit) as ended:
+        raise SystemExit(main())
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(said)
+
+
 @pytest.mark.slow
 def test_wrong_key_ends_the_command_with_one_message_and_no_traceback() -> None:
     command = [sys.executable, "-m", "straggle", "train", "stepz=3"]
