@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import straggle
-from straggle.deal import epoch_order
+from straggle.data.deal import epoch_order
 from straggle.lab.interleaved import seconds_to
 from straggle.lab.jobs import process_group
 from straggle.lab.workloads.digits import Digits

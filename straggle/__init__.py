@@ -14,13 +14,15 @@ from straggle.backward.hooks import DeadlineReached
 from straggle.backward.stage_profile import Reach, StageProfile, measure_stages
 from straggle.backward.staged import BackwardStep, FinishedStage, StagedBackward
 from straggle.backward.stages import BalancedByTime
-from straggle.dealt_loader import DealtLoader
-from straggle.epochs import Epochs
+from straggle.data.dealt_loader import DealtLoader
+from straggle.data.epochs import Epochs
+from straggle.data.micro_batches import MicroBatches
+from straggle.data.rebalance import Rebalance
+from straggle.data.sampler import RequeueSampler
 from straggle.garbage import CollectGarbage
 from straggle.merge.channel import PeerFailed
 from straggle.merge.options import Merge
 from straggle.merge.view import Elastic
-from straggle.micro_batches import MicroBatches
 from straggle.observe.watch import Watch, watch
 from straggle.parallel import StagedDataParallel
 from straggle.policies.auto_deadline import AutoDeadline
@@ -47,9 +49,7 @@ from straggle.policies.estimators import (
 from straggle.policies.history import History, Progress
 from straggle.policies.supplements import Carry, ErrorFeedback, Supplement, SupplementingEstimator
 from straggle.policies.wrappers import Anneal, DropBudget, Shadow
-from straggle.rebalance import Rebalance
 from straggle.report import BackwardReport, MembersReport, RankReport, ShadowReport, StageReport, StageTime, StepReport
-from straggle.sampler import RequeueSampler
 from straggle.step import Step
 from straggle.version import __version__ as __version__
 

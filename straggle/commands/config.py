@@ -29,8 +29,8 @@ from straggle.backward.stages import plan_stages
 from straggle.commands import durable
 from straggle.commands.plain_args import run_command
 from straggle.commands.run_dir import check_run_dir
+from straggle.data.rebalance import Rebalance, check_shares
 from straggle.lab.build import build_estimator, build_faults, build_members, build_optimizer, stages_of
-from straggle.rebalance import Rebalance, check_shares
 
 METHODS = "methods"  # a group with several options chosen at once
 GROUPS = (

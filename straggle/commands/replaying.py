@@ -14,11 +14,11 @@ from omegaconf import DictConfig, OmegaConf
 from straggle.commands import durable
 from straggle.commands.agreement import on_all_ranks
 from straggle.commands.config import ConfigurationError, check_targets
+from straggle.data.rebalance import Rebalance
 from straggle.lab.jobs import StagedJob
 from straggle.merge.replay import Recording
 from straggle.observe.members_recording import read_members_recording
 from straggle.observe.recording import file_of, read_recording
-from straggle.rebalance import Rebalance
 
 _log = logging.getLogger(__name__)
 

@@ -22,7 +22,9 @@ from torch.distributed.algorithms.model_averaging.utils import average_parameter
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from straggle.epochs import Epochs
+from straggle.data.epochs import Epochs
+from straggle.data.micro_batches import StepBatches
+from straggle.data.rebalance import Rebalance
 from straggle.garbage import CollectGarbage
 from straggle.lab.build import build_estimator, build_faults, build_members, build_optimizer, stages_of
 from straggle.lab.faults import FaultInjector
@@ -30,9 +32,7 @@ from straggle.lab.restarts import fresh_store
 from straggle.lab.workloads.shard import Shard
 from straggle.lab.workloads.workload import Workload
 from straggle.merge.telemetry import StepRecord
-from straggle.micro_batches import StepBatches
 from straggle.parallel import StagedDataParallel
-from straggle.rebalance import Rebalance
 from straggle.report import StepReport
 from straggle.stop_signal import StopSignal
 

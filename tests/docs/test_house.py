@@ -12,23 +12,11 @@ import pytest
 import straggle
 
 ROOT = Path(straggle.__file__).parent
-# what a training loop imports
-LOOP = (
-    "parallel",
-    "open_step",
-    "step",
-    "micro_batches",
-    "pulling",
-    "deal",
-    "rebalance",
-    "sampler",
-    "epochs",
-    "dealt_loader",
-    "garbage",
-    "stop_signal",
-)
+# a training loop's step
+LOOP = ("parallel", "open_step", "step", "pulling", "garbage", "stop_signal")
 # each imports only from those before it
-PACKAGES = ("report", "policies", "backward", "merge", LOOP, "observe", "integrations", "advise", "lab", "commands")
+PACKAGES = ("report", "policies", "backward", "merge", LOOP, "data")
+PACKAGES += ("observe", "integrations", "advise", "lab", "commands")
 BEFORE = ("extras", "version")
 AFTER = ("straggle", "__main__")
 FOLDERS = [name for name in PACKAGES if isinstance(name, str) and name != "report"]

@@ -94,7 +94,7 @@ def without_weight(rank, caplog_level):
     messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("straggle.rebalance").addHandler(handler)
+    logging.getLogger("straggle.data.rebalance").addHandler(handler)
     module = nn.Linear(4, 2)
     with staged(module) as model:
         rebalance = Rebalance(model, total=8)

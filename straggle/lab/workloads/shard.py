@@ -8,7 +8,7 @@ one global batch, however many ranks share it. Or in parts of any size, by `Shar
 
 from torch import Tensor
 
-from straggle.deal import epoch_order
+from straggle.data.deal import epoch_order
 from straggle.lab.workloads.workload import require_positive
 
 

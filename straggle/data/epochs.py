@@ -9,10 +9,10 @@ from typing import Any, TypeVar, final
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from straggle.deal import Ledger, check_sizes, parts_of
+from straggle.data.deal import Ledger, check_sizes, parts_of
+from straggle.data.rebalance import Rebalance
 from straggle.merge.telemetry import StepRecord
 from straggle.parallel import StagedDataParallel
-from straggle.rebalance import Rebalance
 
 _MAX_UNUSED = 10  # times that a batch comes again because the loop made no step with it
 _MAX_REPEATS = 3  # so that an epoch ends although a rank is always stuck

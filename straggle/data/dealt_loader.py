@@ -14,10 +14,10 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from straggle.epochs import Epochs
+from straggle.data.epochs import Epochs
+from straggle.data.rebalance import Rebalance
 from straggle.parallel import StagedDataParallel
 from straggle.policies.deadline import check_count
-from straggle.rebalance import Rebalance
 
 Batch = TypeVar("Batch")
 _KEPT = (

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, TensorDataset
 
-from straggle.dealt_loader import Order, order_of
+from straggle.data.dealt_loader import Order, order_of
 
 DATA = TensorDataset(torch.arange(8))
 

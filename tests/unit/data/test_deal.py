@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from straggle.deal import Deal, Ledger, Parts
+from straggle.data.deal import Deal, Ledger, Parts
 
 
 def ledger(num_samples, world_size, *, batch_size=2, max_repeats=3, shuffle=False):

@@ -18,7 +18,7 @@ from typing import Any, final
 
 import torch
 
-from straggle.deal import Parts
+from straggle.data.deal import Parts
 from straggle.merge.telemetry import StepRecord, Table
 from straggle.parallel import StagedDataParallel
 from straggle.policies.deadline import check_count
