@@ -42,7 +42,7 @@ from straggle.merge.checks import (
     refuse_words_of_ddp,
     too_few_passes,
 )
-from straggle.merge.coordinator import Coordinator, Recorder
+from straggle.merge.coordinator import Coordinator
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.elastic import ElasticChannel, Regrouping, describe_for_newcomers
 from straggle.merge.healing import Healing
@@ -50,7 +50,7 @@ from straggle.merge.names import ScalarNames
 from straggle.merge.options import Merge, ModuleBuffers
 from straggle.merge.rank_state import Entry
 from straggle.merge.recorded_groups import RecordedGroups
-from straggle.merge.replay import Decision, Healed, RecordedMembers, Recording
+from straggle.merge.replay import Decision, Healed, RecordedMembers, Recorder, Recording
 from straggle.merge.saved_state import RankState, SavedState, SharedMemory
 from straggle.merge.telemetry import NO_FINGERPRINT, StepRecord
 from straggle.merge.view import Elastic
@@ -155,13 +155,13 @@ class StagedDataParallel(nn.Module):
         self._joins = _Joins()
         self._regrouping = self._healing = None
         if elastic is not None:
-            self._regrouping = Regrouping(elastic, self._coordinator, max_buckets=len(self._named))
+            self._regrouping = Regrouping(elastic, self._coordinator.member, max_buckets=len(self._named))
             self._healing = Healing(elastic, self._coordinator, self._regrouping, module, module_buffers)
             memory = SharedMemory(self.estimator, module)
             self._healing.register({"straggle.joins": self._joins, "straggle.estimator": memory})
             self._regrouping.on_changed = partial(_members_changed, weakref.ref(self))
             if self._comes_late:
-                self._coordinator.put_out()
+                self._coordinator.member.put_out()
         device = self._parameters_list[0].device
         self._learner = PlanLearner(stages, device)
         limited = device.type == "cuda" and not isinstance(self.deadline, WaitForAll)
@@ -510,7 +510,7 @@ class StagedDataParallel(nn.Module):
         if self._in_step() or self._last_record is not None:
             raise RuntimeError("record() comes before the first step")
         self._join_first()
-        self._coordinator.record(recorder)
+        self._coordinator.member.record(recorder)
 
     def _replay_members(self, members: RecordedMembers) -> None:
         # all ranks refuse together: making the groups needs all of them
@@ -518,7 +518,7 @@ class StagedDataParallel(nn.Module):
             raise ValueError(f"a run whose members came and went cannot be replayed so: {'; '.join(whys)}")
         self._replayed_healed = members.healed
         groups = RecordedGroups(members, rank=self.rank, world_size=self.world_size)
-        self._coordinator.replay_members(groups)
+        self._coordinator.member.replay(groups)
 
     def _not_replayed(self, members: RecordedMembers) -> str:
         if self._members is not None:
@@ -543,7 +543,7 @@ class StagedDataParallel(nn.Module):
             self.estimator.forget_own()
 
     def _record_healed(self, healing: Healing, number: int) -> None:
-        num_healed, recorder = healing.report.num_states, self._coordinator.recorder
+        num_healed, recorder = healing.report.num_states, self._coordinator.member.recorder
         if num_healed > self._num_healed and recorder is not None:
             recorder.healed(number, started=self._last_record is None)
         self._num_healed = num_healed
