@@ -31,7 +31,7 @@ MAX_SCALARS = 8
 MICROBATCH_SLOTS = 16  # for the times at which micro-batches end; of more of them, several share one
 _TIMES = tuple(f"{phase}_s" for phase in PHASES)
 _FLAGS = ("late", "stood_in", "cause", "failed", "idle", "weight", "nonfinite", "fingerprint_high", "fingerprint_low")
-_STATE = ("stepped", "kept", "without_store", "absent", "admits", "pool_parts", "pool_weight", "parts_done")
+_STATE = ("stepped", "kept", "without_store", "absent", "admits", "pool_parts", "pool_weight", "parts_done", "put_back")
 _FIELDS = (*_TIMES, "compute_s", "busy_s", "overrun_s", *_FLAGS, "merge_s", "num_microbatches", *_STATE, "cost")
 _PER_STAGE = 4
 _COLUMN = {name: column for column, name in enumerate(_FIELDS)}
@@ -50,7 +50,8 @@ class Row:
     (NaN: not known). ``kept``: which gradients it had before its first backward pass (`kept.mark`).
     ``without_store``: the job's store did not answer it. ``absent``: it is no member. ``admits``: it lets others in
     after this step. ``cost``: what the user gave the step (NaN: nothing). ``pool_parts`` and ``pool_weight``: the
-    micro-batches in the step's pool, and the sum of their weights; ``parts_done``: those that the rank computed.
+    micro-batches in the step's pool, and the sum of their weights; ``parts_done``: those that the rank computed, and
+    ``put_back``: those that it had drawn and gave back.
     """
 
     times: Mapping[Phase, float]
@@ -80,6 +81,7 @@ class Row:
     pool_parts: int = 0
     pool_weight: float = 0.0
     parts_done: int = 0
+    put_back: int = 0
     scalars: Mapping[str, float] = field(default_factory=dict)
 
     def encode(self) -> Tensor:
@@ -91,7 +93,8 @@ class Row:
         fixed += [float(self.fingerprint >> 24), float(self.fingerprint & 0xFFFFFF)]
         fixed += [self.merge_s, float(self.num_microbatches)]
         fixed += [self.stepped, float(self.kept), float(self.without_store), float(self.absent), float(self.admits)]
-        fixed += [float(self.pool_parts), self.pool_weight, float(self.parts_done), self.cost]
+        fixed += [float(self.pool_parts), self.pool_weight, float(self.parts_done), float(self.put_back)]
+        fixed += [self.cost]
         slots = [math.nan] * MICROBATCH_SLOTS
         if self.num_microbatches <= MICROBATCH_SLOTS:
             slots[: len(self.microbatch_s)] = self.microbatch_s
@@ -418,6 +421,7 @@ class Table:
             nonfinite=int(row[NONFINITE]),
             cost=relative_cost(row[_COLUMN["cost"]], mean_cost),
             parts=int(row[_COLUMN["parts_done"]]),
+            put_back=int(row[_COLUMN["put_back"]]),
         )
 
     def _stage_reports(self, rows: list[list[float]], plan: StagePlan) -> tuple[StageReport, ...]:
