@@ -58,6 +58,7 @@ def row_of(
         pool_weight=0.0 if drawn is None else drawn.total_weight,
         parts_done=0 if drawn is None else min(current.num_over, len(drawn.numbers)),
         without_store=without_store,
+        ways=training.ways(now),
         cost=training.cost if in_step and not idle else math.nan,
         scalars=scalars,
     )
