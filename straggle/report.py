@@ -39,7 +39,8 @@ class RankReport:
     each stage, including estimates and supplements. Without these it is ``weight`` times ``stages``. ``cost`` is what
     the user gave its step (``step.cost``), over the mean cost of the first step that had any; 1 otherwise. Its deadline
     was longer by that factor. ``parts``: the micro-batches of the step's pool that it computed (``step.pull``). It is
-    ``idle`` in a step whose pool had nothing left for it.
+    ``idle`` in a step whose pool had nothing left for it. ``put_back``: micro-batches that it had drawn and not begun,
+    and gave back to the pool because it was stuck.
     """
 
     rank: int
@@ -63,6 +64,7 @@ class RankReport:
     absent: bool = False
     cost: float = 1.0
     parts: int = 0
+    put_back: int = 0
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from straggle.backward.kept import NONE, UNDECIDED
 from straggle.merge.draws import Drawn
 from straggle.merge.round import MergedStep, Round
 from straggle.merge.telemetry import NO_FINGERPRINT
+from straggle.policies.rank_links import Way
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,12 @@ class TrainingSide:
         self.weight = 1.0
         self.cost = math.nan  # what its step takes by right, in the user's unit
         self.drawn: Drawn | None = None  # of its step's pool, where that has one
+        self.num_put_back = 0  # micro-batches of it that it had drawn, and did not begin
         # appended to without the lock, which costs too much for each micro-batch: a reader may see one less
         self.microbatch_s: list[float] = []  # when each was finished
         self.overrun_s = 0.0  # emptied by whoever submits
+        # ways to peers, and when; by the thread that pings, as a whole
+        self.measured: tuple[tuple[float, Way], ...] = ()
         self.stopwatch = stopwatch
         self._made_at = stopwatch.now()
         self.stop_step = -1  # it is to leave every step up to this one; by whoever merges
@@ -78,6 +82,7 @@ class TrainingSide:
         began_at = merging.merged_at if self.came_late and merging.step == self.step else now
         self.clock_from, self.work_from = began_at, began_at if self.ran_past_merge else now
         self.weight, self.cost, self.microbatch_s, self.drawn = 1.0, math.nan, [], None
+        self.num_put_back = 0
 
     def keep(self, kept: int) -> None:
         """The mark of the gradients that it keeps is decided."""
@@ -137,6 +142,10 @@ class TrainingSide:
     def since_step_s(self) -> float:
         """Seconds since it last took a merged step, or since it could have."""
         return self.stopwatch.now() - max(self.applied_at, self._made_at)
+
+    def ways(self, now: float) -> tuple[Way, ...]:
+        """Ways to peers as they were measured last, with how long ago that was."""
+        return tuple(replace(way, age_s=now - at) for at, way in self.measured)
 
     def stop(self) -> None:
         """Ask it to leave the step that it is in or enters next."""

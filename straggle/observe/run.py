@@ -209,6 +209,7 @@ def _rank_report(record: Mapping[str, Any]) -> RankReport:
         nonfinite=int(record.get("nonfinite", 0)),
         weights=tuple(_number(weight) for weight in record.get("weights", ())),
         parts=int(record.get("parts", 0)),
+        put_back=int(record.get("put_back", 0)),
     )
 
 
