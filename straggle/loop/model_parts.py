@@ -134,9 +134,7 @@ def build_parts(
     pulling = Pulling(opened, coordinator, channel)
     if members is not None:
         memory = SharedMemory(options.estimator, module)
-        members.healing.register(
-            {"straggle.joins": joins, "straggle.estimator": memory, "straggle.pulling": pulling}
-        )
+        members.healing.register({"straggle.joins": joins, "straggle.estimator": memory, "straggle.pulling": pulling})
     return ModelParts(
         parameters,
         channel,
