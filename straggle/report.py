@@ -39,8 +39,9 @@ class RankReport:
     each stage, including estimates and supplements. Without these it is ``weight`` times ``stages``. ``cost`` is what
     the user gave its step (``step.cost``), over the mean cost of the first step that had any; 1 otherwise. Its deadline
     was longer by that factor. ``parts``: the micro-batches of the step's pool that it computed (``step.pull``). It is
-    ``idle`` in a step whose pool had nothing left for it. ``latency_s``, ``up_bytes_per_s`` and ``down_bytes_per_s``
-    are of its link, as the ranks measured it last (NaN: they did not).
+    ``idle`` in a step whose pool had nothing left for it. ``put_back``: micro-batches that it had drawn and not begun,
+    and gave back to the pool because it was stuck. ``latency_s``, ``up_bytes_per_s`` and ``down_bytes_per_s`` are of
+    its link, as the ranks measured it last (NaN: they did not).
     """
 
     rank: int
@@ -64,6 +65,7 @@ class RankReport:
     absent: bool = False
     cost: float = 1.0
     parts: int = 0
+    put_back: int = 0
     optimizer_s: float = 0.0
     latency_s: float = math.nan
     up_bytes_per_s: float = math.nan

@@ -58,6 +58,7 @@ class TrainingSide:
         self.weight = 1.0
         self.cost = math.nan  # what its step takes by right, in the user's unit
         self.drawn: Drawn | None = None  # of its step's pool, where that has one
+        self.num_put_back = 0  # micro-batches of it that it had drawn, and did not begin
         # appended to without the lock, which costs too much for each micro-batch: a reader may see one less
         self.microbatch_s: list[float] = []  # when each was finished
         self.overrun_s = 0.0  # emptied by whoever submits
@@ -81,6 +82,7 @@ class TrainingSide:
         began_at = merging.merged_at if self.came_late and merging.step == self.step else now
         self.clock_from, self.work_from = began_at, began_at if self.ran_past_merge else now
         self.weight, self.cost, self.microbatch_s, self.drawn = 1.0, math.nan, [], None
+        self.num_put_back = 0
 
     def keep(self, kept: int) -> None:
         """The mark of the gradients that it keeps is decided."""

@@ -33,7 +33,7 @@ MAX_SCALARS = 8
 MICROBATCH_SLOTS = 16  # for the times at which micro-batches end; of more of them, several share one
 _TIMES = tuple(f"{phase}_s" for phase in PHASES)
 _FLAGS = ("late", "stood_in", "cause", "failed", "idle", "weight", "nonfinite", "fingerprint_high", "fingerprint_low")
-_STATE = ("stepped", "kept", "without_store", "absent", "admits", "pool_parts", "pool_weight", "parts_done")
+_STATE = ("stepped", "kept", "without_store", "absent", "admits", "pool_parts", "pool_weight", "parts_done", "put_back")
 MAX_WAYS = 4  # to peers, as this rank measured them last
 _WAYS = tuple(f"way_{part}_{slot}" for slot in range(MAX_WAYS) for part in ("target", "latency", "rate", "age"))
 _FIELDS = (*_TIMES, "compute_s", "busy_s", "overrun_s", *_FLAGS, "merge_s", "num_microbatches", *_STATE, "cost", *_WAYS)
@@ -54,7 +54,8 @@ class Row:
     (NaN: not known). ``kept``: which gradients it had before its first backward pass (`kept.mark`).
     ``without_store``: the job's store did not answer it. ``absent``: it is no member. ``admits``: it lets others in
     after this step. ``cost``: what the user gave the step (NaN: nothing). ``pool_parts`` and ``pool_weight``: the
-    micro-batches in the step's pool, and the sum of their weights; ``parts_done``: those that the rank computed.
+    micro-batches in the step's pool, and the sum of their weights; ``parts_done``: those that the rank computed, and
+    ``put_back``: those that it had drawn and gave back.
     ``ways``: to peers, as it measured them last, at most ``MAX_WAYS``.
     """
 
@@ -85,6 +86,7 @@ class Row:
     pool_parts: int = 0
     pool_weight: float = 0.0
     parts_done: int = 0
+    put_back: int = 0
     ways: tuple[Way, ...] = ()
     scalars: Mapping[str, float] = field(default_factory=dict)
 
@@ -97,7 +99,8 @@ class Row:
         fixed += [float(self.fingerprint >> 24), float(self.fingerprint & 0xFFFFFF)]
         fixed += [self.merge_s, float(self.num_microbatches)]
         fixed += [self.stepped, float(self.kept), float(self.without_store), float(self.absent), float(self.admits)]
-        fixed += [float(self.pool_parts), self.pool_weight, float(self.parts_done), self.cost]
+        fixed += [float(self.pool_parts), self.pool_weight, float(self.parts_done), float(self.put_back)]
+        fixed += [self.cost]
         fixed += _numbers_of(self.ways) if self.ways else _NO_WAYS
         slots = [math.nan] * MICROBATCH_SLOTS
         if self.num_microbatches <= MICROBATCH_SLOTS:
@@ -473,6 +476,7 @@ class Table:
             latency_s=link.latency_s,
             up_bytes_per_s=link.up_bytes_per_s,
             down_bytes_per_s=link.down_bytes_per_s,
+            put_back=int(row[_COLUMN["put_back"]]),
         )
 
     def _stage_reports(self, rows: list[list[float]], plan: StagePlan) -> tuple[StageReport, ...]:

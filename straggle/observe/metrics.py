@@ -181,6 +181,7 @@ class StepMetrics:
         self._prediction = WaitForAllPrediction()
         self._contributions = Contributions(_DECAY)
         self._slow_links = SlowLinks()
+        self._pinged = 0  # bytes that were counted
         self._counted = HealingReport()  # of what this rank took to take part again
         self._plan: StagePlan | None = None
         self._stages: list[tuple[Counter, Gauge, Counter]] = []  # contributions, weight and estimates of each
@@ -256,6 +257,8 @@ class StepMetrics:
         num_bytes = sum(stage.nbytes for stage in plan.stages)
         self._slow_links.add(report.step, links_of(report), num_bytes=num_bytes, step_s=report.seconds)
         slow = [what for link in self._slow_links.now if link.rank == self._rank for what in link.slow]
+        pinged, self._pinged = self._pinged, self._model.ping_bytes
+        self._ping_bytes.inc(self._pinged - pinged)
         self._link_latency.set(own.latency_s)
         for direction, rate in (("up", own.up_bytes_per_s), ("down", own.down_bytes_per_s)):
             self._link_rate[direction].set(rate)
@@ -390,6 +393,7 @@ class StepMetrics:
         self._link_latency = self._gauge(
             "link_latency_seconds", "Seconds until a first byte from this rank is with a peer, as measured last."
         ).labels(rank)
+        self._ping_bytes = self._counter("ping_bytes", "Bytes that this rank has sent to measure links.").labels(rank)
         rate = self._gauge(
             "link_bytes_per_second",
             "Bytes a second that this rank can send and receive, measured last.",

@@ -225,6 +225,7 @@ def _rank_report(record: Mapping[str, Any]) -> RankReport:
         weights=tuple(_number(weight) for weight in record.get("weights", ())),
         parts=int(record.get("parts", 0)),
         **{name: _number(record.get(name)) for name in _LINK},
+        put_back=int(record.get("put_back", 0)),
     )
 
 

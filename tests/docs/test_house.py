@@ -14,6 +14,8 @@ import straggle
 ROOT = Path(straggle.__file__).parent
 # a training loop's step
 LOOP = ("parallel", "open_step", "step", "pulling", "garbage", "stop_signal")
+LOOP += ("model_parts", "wrapped_parameters", "optimizer_steps", "step_warnings", "hook_registers")
+LOOP += ("replayed", "uneven")
 # each imports only from those before it
 PACKAGES = ("report", "policies", "backward", "merge", LOOP, "data")
 PACKAGES += ("observe", "integrations", "advise", "lab", "commands")
