@@ -26,6 +26,7 @@ from straggle.merge.coordinator import Coordinator
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.elastic import ElasticChannel, Regrouping, describe_for_newcomers
 from straggle.merge.healing import Healing
+from straggle.merge.job_pings import JobPings
 from straggle.merge.options import Merge, ModuleBuffers
 from straggle.merge.saved_state import RankState, SharedMemory
 from straggle.merge.view import Elastic
@@ -179,8 +180,10 @@ def close_parts(
     hooks: ParameterHooks,
     optimizer_hooks: Sequence[RemovableHandle],
     regrouping: Regrouping | None,
+    pings: JobPings,
 ) -> None:
     """End the threads of a model, and remove its hooks."""
+    pings.close()
     if regrouping is not None:
         regrouping.close()
     coordinator.close()

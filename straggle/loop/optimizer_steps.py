@@ -60,6 +60,8 @@ def _watch(
     def before(optimizer: Optimizer) -> None:
         if (steps := reference()) is not None:
             steps.before(optimizer)
+        if (current := watched()) is None or not current.optimizing:
+            stopwatch.enter("optimizer")
 
     def after(_optimizer: Optimizer) -> None:
         if (current := watched()) is not None and current.optimizing:
