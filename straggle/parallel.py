@@ -20,7 +20,11 @@ from straggle.backward.clocks import FinishTimes
 from straggle.backward.hooks import tensors_in
 from straggle.backward.stages import BalancedByTime, StagePlan, plan_stages
 from straggle.backward.step_in_parts import check_steps_in_parts
-from straggle.hook_registers import HookRegisters, add_hook
+from straggle.loop.hook_registers import HookRegisters, add_hook
+from straggle.loop.model_parts import MembersParts, Options, build_parts, close_parts
+from straggle.loop.optimizer_steps import OptimizerSteps
+from straggle.loop.replayed import HealedRecorder, Replayed
+from straggle.loop.step_warnings import StepWarnings
 from straggle.merge.alike import check_same_state
 from straggle.merge.checks import (
     CLIP_AFTER_THE_BLOCK,
@@ -41,15 +45,11 @@ from straggle.merge.round import MergedStep
 from straggle.merge.saved_state import SavedState
 from straggle.merge.telemetry import NO_FINGERPRINT, StepRecord
 from straggle.merge.view import Elastic
-from straggle.model_parts import MembersParts, Options, build_parts, close_parts
-from straggle.optimizer_steps import OptimizerSteps
 from straggle.policies.deadline import Deadline, LateHandling, as_deadline
 from straggle.policies.estimators import Abstain, Estimator
 from straggle.policies.history import History
-from straggle.replayed import HealedRecorder, Replayed
 from straggle.report import HealingReport, MembersReport, StepReport
 from straggle.step import Pause, Step
-from straggle.step_warnings import StepWarnings
 
 _log = logging.getLogger(__name__)
 

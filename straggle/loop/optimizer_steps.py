@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from straggle.backward.optimizer_hooks import around_steps, stepped_by_scaler
+from straggle.loop.open_step import OpenStep
 from straggle.merge.checks import STEPPED_ALREADY
-from straggle.open_step import OpenStep
 
 
 class OptimizerSteps:
