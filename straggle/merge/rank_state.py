@@ -16,6 +16,7 @@ from straggle.backward.kept import NONE, UNDECIDED
 from straggle.merge.draws import Drawn
 from straggle.merge.round import MergedStep, Round
 from straggle.merge.telemetry import NO_FINGERPRINT
+from straggle.policies.rank_links import Way
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,12 @@ class TrainingSide:
         self.weight = 1.0
         self.cost = math.nan  # what its step takes by right, in the user's unit
         self.drawn: Drawn | None = None  # of its step's pool, where that has one
+        self.num_put_back = 0  # micro-batches of it that it had drawn, and did not begin
         # appended to without the lock, which costs too much for each micro-batch: a reader may see one less
         self.microbatch_s: list[float] = []  # when each was finished
         self.overrun_s = 0.0  # emptied by whoever submits
+        # ways to peers, and when; by the thread that pings, as a whole
+        self.measured: tuple[tuple[float, Way], ...] = ()
         self.stopwatch = stopwatch
         self._made_at = stopwatch.now()
         self.stop_step = -1  # it is to leave every step up to this one; by whoever merges
@@ -78,6 +82,7 @@ class TrainingSide:
         began_at = merging.merged_at if self.came_late and merging.step == self.step else now
         self.clock_from, self.work_from = began_at, began_at if self.ran_past_merge else now
         self.weight, self.cost, self.microbatch_s, self.drawn = 1.0, math.nan, [], None
+        self.num_put_back = 0
 
     def keep(self, kept: int) -> None:
         """The mark of the gradients that it keeps is decided."""
@@ -138,6 +143,10 @@ class TrainingSide:
         """Seconds since it last took a merged step, or since it could have."""
         return self.stopwatch.now() - max(self.applied_at, self._made_at)
 
+    def ways(self, now: float) -> tuple[Way, ...]:
+        """Ways to peers as they were measured last, with how long ago that was."""
+        return tuple(replace(way, age_s=now - at) for at, way in self.measured)
+
     def stop(self) -> None:
         """Ask it to leave the step that it is in or enters next."""
         self.asked_step = self.step
@@ -181,6 +190,7 @@ class MergeSide:
         self.times_at_merge = stopwatch.read()  # of the phases
         self._stopwatch = stopwatch
         self._submitted_at = self.merged_at
+        self._on_its_way = -1, self.merged_at  # the step that was submitted last, and when; set as a whole
 
     @property
     def submitted(self) -> bool:
@@ -194,6 +204,15 @@ class MergeSide:
     def submit(self, now: float) -> None:
         """All of this rank's part is on its way."""
         self._submitted_at = now
+        self._on_its_way = self.step, now
+
+    def on_its_way(self) -> tuple[int, float]:
+        """The step that is being merged, and for how long all of this rank's part has been on its way; 0: it is not.
+
+        By any thread, without the lock.
+        """
+        (submitted, at), step = self._on_its_way, self.step
+        return step, max(1e-9, self._stopwatch.now() - at) if submitted == step else 0.0
 
     def merged(self, now: float, *, any_late: bool) -> None:
         """The step is merged: on to the next one."""

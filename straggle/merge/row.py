@@ -57,7 +57,9 @@ def row_of(
         pool_parts=0 if drawn is None else drawn.num_parts,
         pool_weight=0.0 if drawn is None else drawn.total_weight,
         parts_done=0 if drawn is None else min(current.num_over, len(drawn.numbers)),
+        put_back=training.num_put_back if in_step else 0,
         without_store=without_store,
+        ways=training.ways(now),
         cost=training.cost if in_step and not idle else math.nan,
         scalars=scalars,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple, TypeVar
@@ -23,6 +23,8 @@ from straggle.merge.names import ScalarNames, name_hash
 from straggle.policies.cost import relative_cost
 from straggle.policies.deadline import Granularity
 from straggle.policies.history import StepProgress
+from straggle.policies.links import Link
+from straggle.policies.rank_links import RankLink, Way, rank_links
 from straggle.policies.step_model import StopRules, computed_share, simulate_step
 from straggle.policies.untruncated import UntruncatedTime, untruncated_step
 from straggle.report import CAUSES, PHASES, Phase, RankReport, ShadowReport, StageReport, StepReport
@@ -31,8 +33,10 @@ MAX_SCALARS = 8
 MICROBATCH_SLOTS = 16  # for the times at which micro-batches end; of more of them, several share one
 _TIMES = tuple(f"{phase}_s" for phase in PHASES)
 _FLAGS = ("late", "stood_in", "cause", "failed", "idle", "weight", "nonfinite", "fingerprint_high", "fingerprint_low")
-_STATE = ("stepped", "kept", "without_store", "absent", "admits", "pool_parts", "pool_weight", "parts_done")
-_FIELDS = (*_TIMES, "compute_s", "busy_s", "overrun_s", *_FLAGS, "merge_s", "num_microbatches", *_STATE, "cost")
+_STATE = ("stepped", "kept", "without_store", "absent", "admits", "pool_parts", "pool_weight", "parts_done", "put_back")
+MAX_WAYS = 4  # to peers, as this rank measured them last
+_WAYS = tuple(f"way_{part}_{slot}" for slot in range(MAX_WAYS) for part in ("target", "latency", "rate", "age"))
+_FIELDS = (*_TIMES, "compute_s", "busy_s", "overrun_s", *_FLAGS, "merge_s", "num_microbatches", *_STATE, "cost", *_WAYS)
 _PER_STAGE = 4
 _COLUMN = {name: column for column, name in enumerate(_FIELDS)}
 NONFINITE = _COLUMN["nonfinite"]  # counted while the row is on its way
@@ -50,7 +54,9 @@ class Row:
     (NaN: not known). ``kept``: which gradients it had before its first backward pass (`kept.mark`).
     ``without_store``: the job's store did not answer it. ``absent``: it is no member. ``admits``: it lets others in
     after this step. ``cost``: what the user gave the step (NaN: nothing). ``pool_parts`` and ``pool_weight``: the
-    micro-batches in the step's pool, and the sum of their weights; ``parts_done``: those that the rank computed.
+    micro-batches in the step's pool, and the sum of their weights; ``parts_done``: those that the rank computed, and
+    ``put_back``: those that it had drawn and gave back.
+    ``ways``: to peers, as it measured them last, at most ``MAX_WAYS``.
     """
 
     times: Mapping[Phase, float]
@@ -80,6 +86,8 @@ class Row:
     pool_parts: int = 0
     pool_weight: float = 0.0
     parts_done: int = 0
+    put_back: int = 0
+    ways: tuple[Way, ...] = ()
     scalars: Mapping[str, float] = field(default_factory=dict)
 
     def encode(self) -> Tensor:
@@ -91,7 +99,9 @@ class Row:
         fixed += [float(self.fingerprint >> 24), float(self.fingerprint & 0xFFFFFF)]
         fixed += [self.merge_s, float(self.num_microbatches)]
         fixed += [self.stepped, float(self.kept), float(self.without_store), float(self.absent), float(self.admits)]
-        fixed += [float(self.pool_parts), self.pool_weight, float(self.parts_done), self.cost]
+        fixed += [float(self.pool_parts), self.pool_weight, float(self.parts_done), float(self.put_back)]
+        fixed += [self.cost]
+        fixed += _numbers_of(self.ways) if self.ways else _NO_WAYS
         slots = [math.nan] * MICROBATCH_SLOTS
         if self.num_microbatches <= MICROBATCH_SLOTS:
             slots[: len(self.microbatch_s)] = self.microbatch_s
@@ -103,6 +113,16 @@ class Row:
         weights = self.weights or self.computed
         numbers = array("f", [*fixed, *self.computed, *self.estimated, *self.stage_s, *weights, *slots, *pairs])
         return torch.frombuffer(numbers, dtype=torch.float32)
+
+
+_NO_WAYS = [-1.0, math.nan, math.nan, math.nan] * MAX_WAYS
+
+
+def _numbers_of(ways: Sequence[Way]) -> list[float]:
+    """Four numbers for each of these ways."""
+    each = [(float(way.target), way.link.latency_s, way.link.bytes_per_s, way.age_s) for way in ways[:MAX_WAYS]]
+    numbers = [number for own in each for number in own]
+    return numbers + _NO_WAYS[len(numbers) :]
 
 
 def absent_row(num_stages: int) -> Tensor:
@@ -197,6 +217,11 @@ class Table:
         if pools.any():
             self._rows[pools == 0, _COLUMN["weight"]] = 0.0
 
+    @property
+    def num_ranks(self) -> int:
+        """Rows: as many ranks as the job was started with."""
+        return len(self._rows)
+
     def pool_parts(self) -> list[int]:
         """For each rank the micro-batches in its step's pool; 0: it had none, or did not come to it."""
         return [int(number) for number in self._columns["pool_parts"]]
@@ -221,6 +246,17 @@ class Table:
         """Weight of each rank's step; 0 where it had no data, or is no member."""
         columns = (self._columns[name] for name in ("weight", "idle", "absent"))
         return [0.0 if idle or absent else own for own, idle, absent in zip(*columns, strict=True)]
+
+    def network_s(self, seconds: float) -> float:
+        """What was left of a step of ``seconds`` when the last rank had submitted.
+
+        Each rank counts from the end of the merge before, which all see nearly at once.
+        """
+        return max(0.0, seconds - self._last_submitted_s)
+
+    @property
+    def _last_submitted_s(self) -> float:
+        return max(self._columns["busy_s"])
 
     def costs(self) -> list[float]:
         """What each rank's step costs; NaN where it gave nothing."""
@@ -276,6 +312,21 @@ class Table:
         nothing = self.all_idle() or all(self._columns["absent"])
         return nothing or (any(self._columns["nonfinite"]) and self.skipped())
 
+    def ways(self) -> list[Way]:
+        """The ways between ranks as they were measured last; the same on all ranks."""
+        columns = (self._columns[name] for name in _WAYS)
+        slots = [tuple(zip(*four, strict=True)) for four in zip(*[iter(columns)] * 4, strict=True)]
+        return [
+            Way(rank, int(target), Link(latency_s, rate), age_s)
+            for slot in slots
+            for rank, (target, latency_s, rate, age_s) in enumerate(slot)
+            if target >= 0
+        ]
+
+    def links(self) -> tuple[RankLink, ...]:
+        """Each rank's link by these; the same on all ranks."""
+        return rank_links(self.ways(), self.num_ranks)
+
     def skipped(self) -> bool:
         """Whether no rank has anything that could be applied, but some have gradients that are not finite."""
         nonfinite = self._rows[:, NONFINITE] > 0
@@ -326,8 +377,11 @@ class Table:
     ) -> StepReport:
         """The step's report; ``names`` are those of its scalars, ``mean_cost`` that of `CurrentDeadline`."""
         rows = self._rows.tolist()
-        slowest = max(row[_COLUMN["busy_s"]] for row in rows)
-        ranks = tuple(self._rank_report(rank, row, slowest, plan, mean_cost) for rank, row in enumerate(rows))
+        links = self.links()
+        ranks = tuple(
+            self._rank_report(rank, row, link, plan, mean_cost)
+            for rank, (row, link) in enumerate(zip(rows, links, strict=True))
+        )
         stages, scalars = self._stage_reports(rows, plan), self._scalars(rows, names)
         return StepReport(
             step,
@@ -341,6 +395,7 @@ class Table:
             pool_parts=max(self.pool_parts()),
             pool_weight=max(self._columns["pool_weight"]),
             ranks_without_store=self.ranks_without_store(),
+            network_s=self.network_s(seconds),
         )
 
     def _stage_s(self) -> Tensor:
@@ -396,7 +451,7 @@ class Table:
         return torch.tensor(self._columns[name])
 
     def _rank_report(
-        self, rank: int, row: list[float], slowest: float, plan: StagePlan, mean_cost: float
+        self, rank: int, row: list[float], link: RankLink, plan: StagePlan, mean_cost: float
     ) -> RankReport:
         computed, _, stage_s, weights = self._per_stage(row)
         reach = sum(share * stage.numel for share, stage in zip(computed, plan.stages, strict=True)) / plan.numel
@@ -404,7 +459,7 @@ class Table:
         return RankReport(
             rank=rank,
             **{name: row[_COLUMN[name]] for name in (*_TIMES, "compute_s", "overrun_s")},
-            wait_s=slowest - row[_COLUMN["busy_s"]],
+            wait_s=self._last_submitted_s - row[_COLUMN["busy_s"]],
             reach=reach,
             stages=computed,
             stage_s=stage_s,
@@ -418,6 +473,10 @@ class Table:
             nonfinite=int(row[NONFINITE]),
             cost=relative_cost(row[_COLUMN["cost"]], mean_cost),
             parts=int(row[_COLUMN["parts_done"]]),
+            latency_s=link.latency_s,
+            up_bytes_per_s=link.up_bytes_per_s,
+            down_bytes_per_s=link.down_bytes_per_s,
+            put_back=int(row[_COLUMN["put_back"]]),
         )
 
     def _stage_reports(self, rows: list[list[float]], plan: StagePlan) -> tuple[StageReport, ...]:

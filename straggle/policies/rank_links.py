@@ -1,0 +1,100 @@
+"""Each rank's link, from what the ranks measured of the ways between them.
+
+A way from one rank to another is as slow as the slower of its two ends: the link on which the first sends, and the link
+on which the second receives. So a link is as good as the best way over it. One slow neighbour, or a moment in which a
+machine was busy, makes no link slow.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from straggle.policies.links import Link, ring_seconds
+from straggle.report import StepReport
+
+MAX_AGE_S = 180.0  # of a measurement: one that is older says nothing about today's link
+
+
+@dataclass(frozen=True)
+class Way:
+    """One direction between two ranks as ``source`` measured it, ``age_s`` seconds before it said so."""
+
+    source: int
+    target: int
+    link: Link
+    age_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class RankLink:
+    """A rank's link: seconds until a first byte is there, and bytes a second that it sends (``up``) and receives.
+
+    NaN: not measured. A rate above what a ping can measure is given as that limit, which is the same for all ranks.
+    """
+
+    latency_s: float = math.nan
+    up_bytes_per_s: float = math.nan
+    down_bytes_per_s: float = math.nan
+
+    @property
+    def slower_bytes_per_s(self) -> float:
+        """The rate of its slower direction; NaN where neither is known."""
+        return min(_known((self.up_bytes_per_s, self.down_bytes_per_s)), default=math.nan)
+
+
+def rank_links(ways: Iterable[Way], num_ranks: int) -> tuple[RankLink, ...]:
+    """Each rank's link. Between two ranks alone it is not known which end of a way is slow: both have its rate."""
+    fresh = [way for way in ways if way.age_s <= MAX_AGE_S and max(way.source, way.target) < num_ranks]
+    return tuple(_rank_link(rank, fresh) for rank in range(num_ranks))
+
+
+def _rank_link(rank: int, ways: Sequence[Way]) -> RankLink:
+    sent = [way.link for way in ways if way.source == rank]
+    received = [way.link for way in ways if way.target == rank]
+    return RankLink(
+        min(_known(link.latency_s for link in (*sent, *received)), default=math.nan),
+        max(_known(link.bytes_per_s for link in sent), default=math.nan),
+        max(_known(link.bytes_per_s for link in received), default=math.nan),
+    )
+
+
+def links_of(report: StepReport) -> tuple[RankLink, ...]:
+    """Each rank's link as a report has it."""
+    return tuple(RankLink(rank.latency_s, rank.up_bytes_per_s, rank.down_bytes_per_s) for rank in report.ranks)
+
+
+def others_link(links: Sequence[RankLink], rank: int) -> RankLink:
+    """The middle of the other ranks' links; NaN where none is known."""
+    others = [link for number, link in enumerate(links) if number != rank]
+    return RankLink(
+        _median(link.latency_s for link in others),
+        _median(link.up_bytes_per_s for link in others),
+        _median(link.down_bytes_per_s for link in others),
+    )
+
+
+def ring_cost_s(link: RankLink, others: RankLink, *, num_bytes: float, num_ranks: int) -> float:
+    """By how much longer an allreduce takes as one rank has this link and not one as ``others``; 0: not known."""
+    own, usual = _of_a_ring(link), _of_a_ring(others)
+    if own is None or usual is None or num_ranks < 2:
+        return 0.0
+    slowed = ring_seconds(num_bytes, [own, *[usual] * (num_ranks - 1)])
+    return slowed - ring_seconds(num_bytes, [usual] * num_ranks)
+
+
+def _of_a_ring(link: RankLink) -> Link | None:
+    """In a ring a rank sends and receives at the same time: the slower direction counts."""
+    rate = link.slower_bytes_per_s
+    return None if math.isnan(rate) or math.isnan(link.latency_s) else Link(link.latency_s, rate)
+
+
+def _known(values: Iterable[float]) -> list[float]:
+    return [value for value in values if not math.isnan(value)]
+
+
+def _median(values: Iterable[float]) -> float:
+    known = _known(values)
+    return median(known) if known else math.nan

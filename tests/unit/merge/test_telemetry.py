@@ -1,0 +1,38 @@
+"""Ways between ranks in the telemetry: what one rank measured, all ranks read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from straggle.backward.clocks import Stopwatch
+from straggle.merge.rank_state import TrainingSide
+from straggle.merge.telemetry import MAX_WAYS, Row, Table, absent_row
+from straggle.policies.links import Link
+from straggle.policies.rank_links import Way
+from straggle.report import PHASES
+
+
+def encoded(*ways: Way) -> torch.Tensor:
+    return Row(dict.fromkeys(PHASES, 0.0), compute_s=0.0, busy_s=0.0, ways=ways).encode()
+
+
+@pytest.mark.parametrize("count", range(MAX_WAYS + 2))
+def test_ways_that_a_rank_measured_are_in_its_row(count: int) -> None:
+    ways = [Way(1, target, Link(0.25, 2.0**20 * (target + 1)), 0.5) for target in range(count)]
+    table = Table(torch.stack([encoded(), encoded(*ways), absent_row(0)]), 0)
+    assert table.ways() == ways[:MAX_WAYS]
+
+
+def test_links_come_from_the_rows_of_all_ranks() -> None:
+    table = Table(torch.stack([encoded(Way(0, 1, Link(0.25, 64.0))), encoded(Way(1, 0, Link(0.5, 8.0)))]), 0)
+    assert [link.up_bytes_per_s for link in table.links()] == [64.0, 8.0]
+    assert [link.down_bytes_per_s for link in table.links()] == [8.0, 64.0]
+    assert [link.latency_s for link in table.links()] == [0.25, 0.25]
+
+
+def test_a_way_ages_from_when_it_was_measured() -> None:
+    training = TrainingSide(Stopwatch(lambda: 100.0))
+    assert training.ways(100.0) == ()
+    training.measured = ((98.0, Way(0, 1, Link(0.25, 64.0))),)
+    assert training.ways(100.5) == (Way(0, 1, Link(0.25, 64.0), 2.5),)
