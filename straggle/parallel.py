@@ -20,7 +20,11 @@ from straggle.backward.clocks import FinishTimes
 from straggle.backward.hooks import tensors_in
 from straggle.backward.stages import BalancedByTime, StagePlan, plan_stages
 from straggle.backward.step_in_parts import check_steps_in_parts
-from straggle.hook_registers import HookRegisters, add_hook
+from straggle.loop.hook_registers import HookRegisters, add_hook
+from straggle.loop.model_parts import MembersParts, Options, build_parts, close_parts
+from straggle.loop.optimizer_steps import OptimizerSteps
+from straggle.loop.replayed import HealedRecorder, Replayed
+from straggle.loop.step_warnings import StepWarnings
 from straggle.merge.alike import check_same_state
 from straggle.merge.checks import (
     CLIP_AFTER_THE_BLOCK,
@@ -32,6 +36,7 @@ from straggle.merge.checks import (
     fingerprint,
     refuse_words_of_ddp,
 )
+from straggle.merge.job_pings import JobPings
 from straggle.merge.names import ScalarNames
 from straggle.merge.options import Merge
 from straggle.merge.rank_state import Entry
@@ -40,15 +45,11 @@ from straggle.merge.round import MergedStep
 from straggle.merge.saved_state import SavedState
 from straggle.merge.telemetry import NO_FINGERPRINT, StepRecord
 from straggle.merge.view import Elastic
-from straggle.model_parts import MembersParts, Options, build_parts, close_parts
-from straggle.optimizer_steps import OptimizerSteps
 from straggle.policies.deadline import Deadline, LateHandling, as_deadline
 from straggle.policies.estimators import Abstain, Estimator
 from straggle.policies.history import History
-from straggle.replayed import HealedRecorder, Replayed
 from straggle.report import HealingReport, MembersReport, StepReport
 from straggle.step import Pause, Step
-from straggle.step_warnings import StepWarnings
 
 _log = logging.getLogger(__name__)
 
@@ -125,8 +126,9 @@ class StagedDataParallel(nn.Module):
         drops_nonfinite = options.merge.nonfinite == "drop"
         self._steps = OptimizerSteps(self._wrapped.all, self._open, drops_nonfinite=drops_nonfinite)
         regrouping = None if self._members is None else self._members.regrouping
+        self._pings = JobPings(self._channel, self._coordinator)
         self._finalizer = weakref.finalize(
-            self, close_parts, self._coordinator, self._hooks, self._steps.handles, regrouping
+            self, close_parts, self._coordinator, self._hooks, self._steps.handles, regrouping, self._pings
         )
         self._of_the_job = frozenset(self.__dict__) - own
         if regrouping is not None and not self._comes_late:
@@ -409,6 +411,16 @@ class StagedDataParallel(nn.Module):
             self._channel.barrier()
         self.resume()
 
+    def stop_pings(self) -> None:
+        """Measure no link from here on, and answer no ping; before the first step: open no port at all."""
+        if self._of_the_job:
+            self._pings.close()
+
+    @property
+    def ping_bytes(self) -> int:
+        """Bytes that this rank has sent to measure its links."""
+        return self._pings.num_bytes if self._of_the_job else 0
+
     def close(self) -> None:
         """Remove all hooks and end the stand-in; the module stays usable by itself."""
         if self._of_the_job:
@@ -455,6 +467,7 @@ class StagedDataParallel(nn.Module):
         self._warnings.merged(step, merged)
         record = self._last_record = self._record(merged)
         self.pulling.merged(record)
+        self._pings.merged(record)
         if (times := self._learner.step_complete()) is not None:
             self._learn(times)
         self._warnings.of_different_replicas(record)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,16 +14,24 @@ from numpy.typing import NDArray
 from omegaconf import OmegaConf
 
 from straggle.observe.fairness import Contributions, Fairness
+from straggle.observe.link_spells import LinkSpell, link_spells
 from straggle.observe.members import read_members
 from straggle.observe.trace import read_trace, whole_lines
 from straggle.observe.wait_for_all import WaitForAllPrediction
 from straggle.observe.warmup import num_warmup_steps
 from straggle.observe.watch import watched_files
-from straggle.report import CAUSES, MembersReport, RankReport, ShadowReport, StageReport, StepReport
+from straggle.observe.watched_links import links_of_lines
+from straggle.policies.rank_links import RankLink
+from straggle.report import CAUSES, PHASES, MembersReport, RankReport, ShadowReport, StageReport, StepReport
 
 Array: TypeAlias = NDArray[np.float64]
-_TIMES = ("outside_s", "data_s", "forward_s", "backward_s", "wait_s", "compute_s", "overrun_s")
-_FIELDS = (*_TIMES, "reach", "weight", "late", "stood_in", "cause", "idle", "nonfinite", "absent")
+_TIMES = ("outside_s", "optimizer_s", "data_s", "forward_s", "backward_s", "wait_s", "compute_s", "overrun_s")
+_LINK = ("latency_s", "up_bytes_per_s", "down_bytes_per_s")
+_FIELDS = (*_TIMES, *_LINK, "reach", "weight", "late", "stood_in", "cause", "idle", "nonfinite", "absent")
+
+
+_ELEMENT_BYTES = 4  # a trace does not say what a gradient's elements are
+_OF_DDP = (*(f"{phase}_s" for phase in PHASES), "compute_s", "stage_s")
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,7 @@ class Run:
     summary: Mapping[str, Any]
     step: Array
     seconds: Array
+    network_s: Array
     wait_for_all_s: Array
     deadline_s: Array
     loss: Array
@@ -64,6 +73,16 @@ class Run:
     def num_ranks(self) -> int:
         """Ranks in the trace."""
         return int(self.ranks["late"].shape[1])
+
+    @property
+    def slow_links(self) -> tuple[LinkSpell, ...]:
+        """Whose link was slow, and when."""
+        of = [self.ranks[name].tolist() for name in _LINK]
+        steps = (
+            (int(step), [RankLink(*own) for own in zip(*links, strict=True)], seconds)
+            for step, seconds, *links in zip(self.step.tolist(), self.seconds.tolist(), *of, strict=True)
+        )
+        return link_spells(steps, num_bytes=_ELEMENT_BYTES * sum(stage.numel for stage in self.stages))
 
     @property
     def warmup(self) -> int:
@@ -126,21 +145,23 @@ def _of_ddp(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
     stages = [{**stage, "weight": len(heads)} for stage in heads[0]["stages"]]
     for lines in steps:
         network_s = min(line["wait_s"] for line in lines)
+        links = links_of_lines(lines)
         ranks = [
             {
-                **{name: line[name] for name in ("data_s", "forward_s", "backward_s", "compute_s", "stage_s")},
+                **{name: line[name] for name in _OF_DDP},
+                **asdict(link),
                 "rank": head["rank"],
-                "outside_s": line["outside_s"] + line["optimizer_s"],
                 "wait_s": line["wait_s"] - network_s,
                 "reach": 1.0,
                 "stages": [1.0] * len(stages),
                 "late": False,
                 "stood_in": False,
             }
-            for head, line in zip(heads, lines, strict=True)
+            for head, line, link in zip(heads, lines, links, strict=True)
         ]
         seconds = max(line["seconds"] for line in lines)
-        yield {"step": lines[0]["step"], "seconds": seconds, "deadline_s": None, "ranks": ranks, "stages": stages}
+        step = {"step": lines[0]["step"], "seconds": seconds, "network_s": network_s, "deadline_s": None}
+        yield {**step, "ranks": ranks, "stages": stages}
 
 
 def step_report(record: Mapping[str, Any]) -> StepReport:
@@ -169,7 +190,16 @@ def step_report(record: Mapping[str, Any]) -> StepReport:
         pool_parts=int(record.get("pool_parts", 0)),
         pool_weight=_number(record.get("pool_weight", 0.0)),
         shadow=_shadow_report(record.get("shadow")),
+        network_s=_network_s(record, ranks),
     )
+
+
+def _network_s(record: Mapping[str, Any], ranks: Sequence[RankReport]) -> float:
+    """What was left of the step when the last rank had submitted; of a trace without that number, from the others."""
+    if "network_s" in record:
+        return _number(record["network_s"])
+    own_s = [math.fsum(getattr(rank, f"{phase}_s") for phase in PHASES) for rank in ranks]
+    return max(0.0, _number(record["seconds"]) - max(own_s))
 
 
 def _shadow_report(record: Mapping[str, Any] | None) -> ShadowReport | None:
@@ -190,6 +220,7 @@ def _rank_report(record: Mapping[str, Any]) -> RankReport:
     return RankReport(
         rank=int(record["rank"]),
         outside_s=_number(record.get("outside_s")),
+        optimizer_s=_number(record.get("optimizer_s", 0.0)),
         data_s=_number(record.get("data_s")),
         forward_s=_number(record.get("forward_s")),
         backward_s=_number(record.get("backward_s")),
@@ -209,6 +240,7 @@ def _rank_report(record: Mapping[str, Any]) -> RankReport:
         nonfinite=int(record.get("nonfinite", 0)),
         weights=tuple(_number(weight) for weight in record.get("weights", ())),
         parts=int(record.get("parts", 0)),
+        **{name: _number(record.get(name)) for name in _LINK},
         put_back=int(record.get("put_back", 0)),
     )
 
@@ -233,7 +265,9 @@ class _Columns:
     def add(self, report: StepReport) -> None:
         """One more step."""
         loss = report.scalars.get("loss", math.nan)
-        row = (report.step, report.seconds, self._prediction.seconds(report), report.deadline_s, loss, report.skipped)
+        waiting_s = self._prediction.seconds(report)
+        times = (report.seconds, report.network_s, waiting_s, report.deadline_s)
+        row = (report.step, *times, loss, report.skipped)
         self._ranks.append(np.array([list(_values(rank)) for rank in report.ranks], dtype=float).T)
         self._add_stages(report)
         self._contributions.add(report)
@@ -264,7 +298,7 @@ class _Columns:
         for number, values in enumerate(self._ranks):
             ranks[:, number, : values.shape[1]] = values
         share = np.divide(self._sum, self._count, out=np.full_like(self._sum, np.nan), where=self._count > 0)
-        step, seconds, wait_for_all_s, deadline_s, loss, skipped = columns
+        step, seconds, network_s, wait_for_all_s, deadline_s, loss, skipped = columns
         return Run(
             name=name,
             run_dir=run_dir,
@@ -272,6 +306,7 @@ class _Columns:
             summary=summary,
             step=step,
             seconds=seconds,
+            network_s=network_s,
             wait_for_all_s=wait_for_all_s,
             deadline_s=deadline_s,
             loss=loss,

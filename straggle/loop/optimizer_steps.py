@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from straggle.backward.optimizer_hooks import around_steps, stepped_by_scaler
+from straggle.loop.open_step import OpenStep
 from straggle.merge.checks import STEPPED_ALREADY
-from straggle.open_step import OpenStep
 
 
 class OptimizerSteps:
@@ -60,6 +60,8 @@ def _watch(
     def before(optimizer: Optimizer) -> None:
         if (steps := reference()) is not None:
             steps.before(optimizer)
+        if (current := watched()) is None or not current.optimizing:
+            stopwatch.enter("optimizer")
 
     def after(_optimizer: Optimizer) -> None:
         if (current := watched()) is not None and current.optimizing:

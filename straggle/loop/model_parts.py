@@ -14,7 +14,11 @@ from torch.utils.hooks import RemovableHandle
 from straggle.backward.clocks import HostLimit
 from straggle.backward.hooks import ParameterHooks
 from straggle.backward.stages import BalancedByTime, PlanLearner, plan_stages
-from straggle.hook_registers import HookRegisters
+from straggle.loop.hook_registers import HookRegisters
+from straggle.loop.open_step import OpenStep
+from straggle.loop.parameters import WrappedParameters
+from straggle.loop.pulling import Pulling
+from straggle.loop.uneven import Joins
 from straggle.merge.alike import Wrapped, check_alike
 from straggle.merge.channel import Channel
 from straggle.merge.checks import check_module, check_unwrapped
@@ -22,18 +26,15 @@ from straggle.merge.coordinator import Coordinator
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.elastic import ElasticChannel, Regrouping, describe_for_newcomers
 from straggle.merge.healing import Healing
+from straggle.merge.job_pings import JobPings
 from straggle.merge.options import Merge, ModuleBuffers
 from straggle.merge.saved_state import RankState, SharedMemory
 from straggle.merge.view import Elastic
-from straggle.open_step import OpenStep
 from straggle.policies.deadline import Deadline, LateHandling, WaitForAll
 from straggle.policies.estimators import Estimator
 from straggle.policies.fill_in import FillIn
-from straggle.pulling import Pulling
 from straggle.report import MembersReport
-from straggle.uneven import Joins
 from straggle.version import __version__
-from straggle.wrapped_parameters import WrappedParameters
 
 
 @dataclass(frozen=True)
@@ -179,8 +180,10 @@ def close_parts(
     hooks: ParameterHooks,
     optimizer_hooks: Sequence[RemovableHandle],
     regrouping: Regrouping | None,
+    pings: JobPings,
 ) -> None:
     """End the threads of a model, and remove its hooks."""
+    pings.close()
     if regrouping is not None:
         regrouping.close()
     coordinator.close()

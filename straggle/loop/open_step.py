@@ -206,6 +206,7 @@ class OpenStep(PassWatcher):
         self._keep_as_peers_did(merged)
         self._put_in_place(merged)
         if self._optimizing is not None:
+            self.stopwatch.enter("optimizer")
             self._optimizing.finish()
             self._optimizing = None  # lets go of the optimizer and the gradients
             self.stopwatch.enter("data")
