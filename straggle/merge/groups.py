@@ -79,6 +79,11 @@ class GlooCollectives:
         work: dist.Work = self._group.broadcast([tensor], options)
         return work
 
+    def barrier(self) -> dist.Work:
+        # gloo's own thread first waits for all that it has to do before: no thread of ours has to wake in between
+        work: dist.Work = self._group.barrier()
+        return work
+
     def drop(self) -> None:
         self._group = None
 
@@ -106,8 +111,7 @@ class GlooGroup:
         return self._note(self._collectives.broadcast(tensor, source))
 
     def barrier(self) -> dist.Work:
-        # gloo's own thread first waits for all that it has to do before: no thread of ours has to wake in between
-        return self._note(self._group.barrier())
+        return self._note(self._collectives.barrier())
 
     def drop(self) -> None:
         """Use it no more."""
