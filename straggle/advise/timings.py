@@ -34,7 +34,7 @@ class Timings:
     merges; ``pauses`` are not in the other phases. ``entered_s`` is when in that time the rank entered the step.
     ``unit_s``, of shape (steps, ranks, units), is when each unit of its gradients was done, from then on.
     ``unit_share``, of the same shape, is the unit's share of the gradients. Stages are the last units; ``stage_share``
-    is each stage's share of the model.
+    is each stage's share of the model. ``pulled``: the ranks drew the micro-batches of these steps from pools.
     """
 
     source: Path
@@ -48,6 +48,7 @@ class Timings:
     unit_share: Array
     stage_share: Array
     stages: tuple[str, ...]
+    pulled: bool = False
 
     @property
     def num_steps(self) -> int:
@@ -238,6 +239,7 @@ def _of_reports(path: Path, reports: list[StepReport]) -> Timings:
         unit_share=unit_share,
         stage_share=stage_share,
         stages=tuple(stage.name for stage in stages),
+        pulled=any(report.pool_parts for report in reports),
     )
 
 
