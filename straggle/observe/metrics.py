@@ -200,6 +200,9 @@ class StepMetrics:
         self._count_gradients(record.plan, own)
         self._count_stages(report.stages, own, sum(rank.weight for rank in report.ranks if not rank.absent))
         self._count_contributions(report)
+        self._micro_batches.inc(own.parts)
+        self._put_back.inc(own.put_back)
+        self._pool.inc(report.pool_parts)
         self._steps.inc()
         self._skipped.inc(report.skipped)
         self._dropped_ratio.set(report.dropped_share)
@@ -350,6 +353,7 @@ class StepMetrics:
         self._stood_in = {cause: stood_in.labels(rank, cause) for cause in CAUSES}
         self._define_members()
         self._define_gradients()
+        self._define_pools()
 
     def _define_members(self) -> None:
         rank = self._rank
@@ -427,6 +431,18 @@ class StepMetrics:
         ).labels(rank)
         self._replica_mismatches = self._counter(
             "replica_mismatches", "Comparisons in which this rank's parameters were not those of the others."
+        ).labels(rank)
+
+    def _define_pools(self) -> None:
+        rank = self._rank
+        self._micro_batches = self._counter(
+            "micro_batches", "Micro-batches that this rank drew from the pools of its steps and computed."
+        ).labels(rank)
+        self._put_back = self._counter(
+            "micro_batches_put_back", "Micro-batches that this rank had drawn and gave back, because it was stuck."
+        ).labels(rank)
+        self._pool = self._counter(
+            "pool_micro_batches", "Micro-batches in the pools of its steps, which all ranks together draw from."
         ).labels(rank)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

@@ -23,7 +23,7 @@ from straggle.report import CAUSES, MembersReport, RankReport, ShadowReport, Sta
 
 Array: TypeAlias = NDArray[np.float64]
 _TIMES = ("outside_s", "data_s", "forward_s", "backward_s", "wait_s", "compute_s", "overrun_s")
-_FIELDS = (*_TIMES, "reach", "weight", "late", "stood_in", "cause", "idle", "nonfinite", "absent")
+_FIELDS = (*_TIMES, "reach", "weight", "late", "stood_in", "cause", "idle", "nonfinite", "absent", "parts", "put_back")
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,9 @@ class Run:
     ``ranks`` has the numeric fields of `RankReport`, flags as 0 and 1 and ``cause`` as an index into `CAUSES`.
     ``wait_for_all_s`` is predicted (`WaitForAllPrediction`). ``stages`` are those of the last step. ``stage_share``,
     shape (stages, ranks), is the mean share of each stage that each rank computed, over the ``num_stage_steps`` last
-    steps, which have this plan. ``changes`` of the members, and when they were in seconds since 1970, are those of
-    ``members.jsonl``.
+    steps, which have this plan. ``pool_parts``: the micro-batches in each step's pool; 0: the ranks did not draw.
+    ``dropped``: the share of each step's gradients that did not come in. ``changes`` of the members, and when they
+    were in seconds since 1970, are those of ``members.jsonl``.
     """
 
     name: str
@@ -48,6 +49,8 @@ class Run:
     deadline_s: Array
     loss: Array
     skipped: Array
+    pool_parts: Array
+    dropped: Array
     ranks: Mapping[str, Array]
     stages: tuple[StageReport, ...]
     stage_share: Array
@@ -233,7 +236,9 @@ class _Columns:
     def add(self, report: StepReport) -> None:
         """One more step."""
         loss = report.scalars.get("loss", math.nan)
-        row = (report.step, report.seconds, self._prediction.seconds(report), report.deadline_s, loss, report.skipped)
+        waited_s, dropped = self._prediction.seconds(report), _dropped(report)
+        of_pool = report.pool_parts, dropped
+        row = (report.step, report.seconds, waited_s, report.deadline_s, loss, report.skipped, *of_pool)
         self._ranks.append(np.array([list(_values(rank)) for rank in report.ranks], dtype=float).T)
         self._add_stages(report)
         self._contributions.add(report)
@@ -264,7 +269,7 @@ class _Columns:
         for number, values in enumerate(self._ranks):
             ranks[:, number, : values.shape[1]] = values
         share = np.divide(self._sum, self._count, out=np.full_like(self._sum, np.nan), where=self._count > 0)
-        step, seconds, wait_for_all_s, deadline_s, loss, skipped = columns
+        step, seconds, wait_for_all_s, deadline_s, loss, skipped, pool_parts, dropped = columns
         return Run(
             name=name,
             run_dir=run_dir,
@@ -276,12 +281,23 @@ class _Columns:
             deadline_s=deadline_s,
             loss=loss,
             skipped=skipped,
+            pool_parts=pool_parts,
+            dropped=dropped,
             ranks=dict(zip(_FIELDS, ranks, strict=True)),
             stages=self._plan,
             stage_share=share,
             num_stage_steps=self._num_stage_steps,
             fairness=self._contributions.fairness(),
         )
+
+
+def _dropped(report: StepReport) -> float:
+    """Of the ranks whose reach is known; NaN where none is, 0 where no rank had data."""
+    if report.pool_weight:
+        return report.dropped_share
+    reach = [rank.reach for rank in report.ranks if not (rank.idle or rank.absent)]
+    known = [own for own in reach if not math.isnan(own)]
+    return 1 - sum(known) / len(known) if known else math.nan if reach else 0.0
 
 
 def _values(rank: RankReport) -> Iterator[float]:
