@@ -1,7 +1,7 @@
 """Steps whose micro-batches the ranks draw from one pool, by list scheduling: who computes how many, and until when.
 
 What a rank asks, and what an answer gives it, is that of training: the pure functions of `straggle.merge.pool`. A rank
-has an answer before it begins the last micro-batch that it knows of, as in `straggle.pulling.Pulling`.
+has an answer before it begins the last micro-batch that it knows of, as in `straggle.loop.pulling.Pulling`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from straggle.merge.pool import WINDOW, Claim, Count, Did, Drawer, Owner, Pool, even_parts, static_shares, sure_shares
-from straggle.pulling import AHEAD
+from straggle.loop.pulling import AHEAD
 
 REQUEST_S = 0.0008  # that a rank waits for the store in a step, as measured by benchmarks/pulled.py
 
