@@ -2,8 +2,8 @@
 
 It reads clocks: hooks before the forward pass, at the model's output, on each finished gradient, and callbacks of the
 autograd engine on both sides of DDP's own, which waits for the allreduce there. So the end of a rank's own work is
-known before any waiting. Nothing is sent but pings now and then: each rank writes its own file. The ranks' steps can
-be aligned because all ranks take part in a step's allreduce.
+known before any waiting. Nothing is sent but pings now and then: each rank writes its own file. The ranks' steps can be
+aligned because all ranks take part in a step's allreduce.
 """
 
 from __future__ import annotations
