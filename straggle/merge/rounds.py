@@ -115,6 +115,7 @@ class Rounds:
             num_changes=self._num_changes,
             drop_nonfinite=self._merge.nonfinite == "drop",
             telemetry_apart=self.apart,
+            wire_dtype=self._merge.dtype_on_wire,
         )
 
     def hold(self, buffers: StageBuffers) -> None:
