@@ -32,8 +32,6 @@ def with_hook(module):
 WAYS = {
     "exact": DistributedDataParallel,
     "straggle, bfloat16": partial(straggle.StagedDataParallel, merge=straggle.Merge(wire_dtype="bfloat16")),
-        module, merge=straggle.Merge(wire_dtype="bfloat16")
-    ),
     "DDP, bf16_compress_hook": with_hook,
 }
 
