@@ -34,7 +34,6 @@ def test_train_pulls_resumes_and_is_replayed(tmp_path):
     ("keys", "words"),
     [
         (["work=pulled"], "needs num_microbatches above 1"),
-        (["work=pulled", "num_microbatches=4", "members=elastic"], "exclude each other"),
         (["work=drawn"], "choose one of dealt, pulled"),
     ],
 )
