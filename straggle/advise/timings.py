@@ -37,7 +37,8 @@ class Timings:
     merges; ``pauses`` are not in the other phases. ``entered_s`` is when in that time the rank entered the step.
     ``unit_s``, of shape (steps, ranks, units), is when each unit of its gradients was done, from then on.
     ``unit_share``, of the same shape, is the unit's share of the gradients. Stages are the last units; ``stage_share``
-    is each stage's share of the model. ``slow_links`` are those of the entire run.
+    is each stage's share of the model. ``slow_links`` are those of the entire run. ``pulled``: the ranks drew the
+    micro-batches of these steps from pools.
     """
 
     source: Path
@@ -52,6 +53,7 @@ class Timings:
     stage_share: Array
     stages: tuple[str, ...]
     slow_links: tuple[LinkSpell, ...] = ()
+    pulled: bool = False
 
     @property
     def num_steps(self) -> int:
@@ -257,6 +259,7 @@ def _of_reports(path: Path, reports: list[StepReport]) -> Timings:
             ((report.step, links_of(report), report.seconds) for report in reports),
             num_bytes=4 * sum(stage.numel for stage in stages),
         ),
+        pulled=any(report.pool_parts for report in reports),
     )
 
 

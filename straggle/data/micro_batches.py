@@ -63,10 +63,10 @@ class MicroBatches:
         """A step's micro-batches: its samples by number, in their order. The last one may be smaller."""
         own = list(map(int, numbers))
         split = [own[first : first + self._size] for first in range(0, len(own), self._size)]
-        ahead, load = self._ahead, _load_in_worker if self._num_workers else self._load
-        return StepBatches(
-            split, self._load, lambda part: ahead.submit(load, part), num_ahead=max(1, self._num_workers)
-        )
+        return StepBatches(split, self._load, self._begin, num_ahead=max(1, self._num_workers))
+
+    def _begin(self, numbers: list[int]) -> Future[Any]:
+        return self._ahead.submit(_load_in_worker if self._num_workers else self._load, numbers)
 
     def close(self) -> None:
         """End the thread, or the workers."""

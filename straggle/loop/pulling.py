@@ -25,7 +25,7 @@ from straggle.merge.telemetry import StepRecord, Table
 
 # A micro-batch beyond a rank's even part by so much is not asked for ahead: a slow rank that draws early what it can
 # only begin late is whom all others wait for. The answer that nothing is left, one beyond the even part, is.
-_AHEAD = 1.25
+AHEAD = 1.25
 
 
 @final
@@ -74,7 +74,7 @@ class Pulling:
         """The next one is asked for in a backward pass: the answer is there before the rank begins its last."""
         opened, step, begun = self._opened, self._opened.step, 0
         pool, channel, lock = self._pool(len(weights)), self._channel, self._coordinator.merging.lock
-        ahead = even_parts(len(weights), tuple(self._done), self._present)[channel.rank] + _AHEAD
+        ahead = even_parts(len(weights), tuple(self._done), self._present)[channel.rank] + AHEAD
         draws = Draws(pool, channel.rank, self._coordinator.training.step, channel.store, self._counters, lock)
         sharing = frozenset(rank for rank, share in enumerate(pool.shares) if share)
 

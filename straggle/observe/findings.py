@@ -46,12 +46,13 @@ def advise(run: Run, numbers: Numbers) -> list[str]:
         *_bad_numbers(run, numbers),
         *_network(run),
         *_saved(numbers),
+        *_drawn(numbers),
         *_always_slow(run, numbers),
         *_sometimes(numbers),
         *_stood_in(run, numbers),
         *_depth(run, numbers),
         *_starved(numbers),
-        *_dealt_unequally(run),
+        *(_dealt_unequally(run) if not numbers.pool_parts else ()),
         *_no_rank_late(run, numbers),
         *_waiting(numbers),
         *_out_of_data(run),
@@ -101,6 +102,32 @@ def _saved(numbers: Numbers) -> Iterator[str]:
             "A longer deadline would keep more of them: a larger slack or quantile, or more of least_gain for "
             "AutoDeadline; DropBudget puts a bound on it."
         )
+
+
+def _drawn(numbers: Numbers) -> Iterator[str]:
+    """Who drew how many micro-batches, and what became of those that were not computed."""
+    if not numbers.pool_parts:
+        return
+    ranks = sorted((rank for rank in numbers.ranks if not math.isnan(rank.drawn)), key=lambda rank: rank.drawn)
+    least, most = ranks[0], ranks[-1]
+    missing = f"{numbers.not_computed:,} of {numbers.pool_parts:,} micro-batches were not computed"
+    lost = f"{missing}." if numbers.not_computed else "No micro-batch was left out."
+    if least.drawn <= (1 - BIAS) * most.drawn:
+        yield (
+            f"The ranks drew the micro-batches of a step: rank {least.rank} computed {least.drawn:.1f} of them on "
+            f"average and rank {most.rank} {most.drawn:.1f}, because rank {least.rank} had less time for them. {lost}"
+        )
+    else:
+        yield (
+            f"The ranks drew the micro-batches of a step, and each computed {least.drawn:.1f} to {most.drawn:.1f} of "
+            f"them on average. {lost}"
+        )
+    for rank in sorted(ranks, key=lambda rank: -rank.put_back)[:3]:
+        if rank.put_back:
+            yield (
+                f"Rank {rank.rank} was stuck with micro-batches that it had drawn, and gave {rank.put_back:,} of them "
+                "back: the others drew these."
+            )
 
 
 def _always_slow(run: Run, numbers: Numbers) -> Iterator[str]:
@@ -216,7 +243,8 @@ def _network(run: Run) -> Iterator[str]:
 
 def _out_of_data(run: Run) -> Iterator[str]:
     idle = np.nan_to_num(run.ranks["idle"]) == 1
-    uneven = idle.any(axis=1) & ~idle.all(axis=1)
+    dealt = run.pool_parts == 0  # for a rank that came late to a pool, nothing was left
+    uneven = idle.any(axis=1) & ~idle.all(axis=1) & dealt
     if uneven.any():
         first = int(uneven.argmax())
         yield (

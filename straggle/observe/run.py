@@ -27,7 +27,8 @@ from straggle.report import CAUSES, PHASES, MembersReport, RankReport, ShadowRep
 Array: TypeAlias = NDArray[np.float64]
 _TIMES = ("outside_s", "optimizer_s", "data_s", "forward_s", "backward_s", "wait_s", "compute_s", "overrun_s")
 _LINK = ("latency_s", "up_bytes_per_s", "down_bytes_per_s")
-_FIELDS = (*_TIMES, *_LINK, "reach", "weight", "late", "stood_in", "cause", "idle", "nonfinite", "absent")
+_DRAWN = ("parts", "put_back")
+_FIELDS = (*_TIMES, *_LINK, "reach", "weight", "late", "stood_in", "cause", "idle", "nonfinite", "absent", *_DRAWN)
 
 
 _ELEMENT_BYTES = 4  # a trace does not say what a gradient's elements are
@@ -42,8 +43,9 @@ class Run:
     ``ranks`` has the numeric fields of `RankReport`, flags as 0 and 1 and ``cause`` as an index into `CAUSES`.
     ``wait_for_all_s`` is predicted (`WaitForAllPrediction`). ``stages`` are those of the last step. ``stage_share``,
     shape (stages, ranks), is the mean share of each stage that each rank computed, over the ``num_stage_steps`` last
-    steps, which have this plan. ``changes`` of the members, and when they were in seconds since 1970, are those of
-    ``members.jsonl``.
+    steps, which have this plan. ``pool_parts``: the micro-batches in each step's pool; 0: the ranks did not draw.
+    ``dropped``: the share of each step's gradients that did not come in. ``changes`` of the members, and when they
+    were in seconds since 1970, are those of ``members.jsonl``.
     """
 
     name: str
@@ -57,6 +59,8 @@ class Run:
     deadline_s: Array
     loss: Array
     skipped: Array
+    pool_parts: Array
+    dropped: Array
     ranks: Mapping[str, Array]
     stages: tuple[StageReport, ...]
     stage_share: Array
@@ -267,7 +271,7 @@ class _Columns:
         loss = report.scalars.get("loss", math.nan)
         waiting_s = self._prediction.seconds(report)
         times = (report.seconds, report.network_s, waiting_s, report.deadline_s)
-        row = (report.step, *times, loss, report.skipped)
+        row = (report.step, *times, loss, report.skipped, report.pool_parts, _dropped(report))
         self._ranks.append(np.array([list(_values(rank)) for rank in report.ranks], dtype=float).T)
         self._add_stages(report)
         self._contributions.add(report)
@@ -298,7 +302,7 @@ class _Columns:
         for number, values in enumerate(self._ranks):
             ranks[:, number, : values.shape[1]] = values
         share = np.divide(self._sum, self._count, out=np.full_like(self._sum, np.nan), where=self._count > 0)
-        step, seconds, network_s, wait_for_all_s, deadline_s, loss, skipped = columns
+        step, seconds, network_s, wait_for_all_s, deadline_s, loss, skipped, pool_parts, dropped = columns
         return Run(
             name=name,
             run_dir=run_dir,
@@ -311,12 +315,23 @@ class _Columns:
             deadline_s=deadline_s,
             loss=loss,
             skipped=skipped,
+            pool_parts=pool_parts,
+            dropped=dropped,
             ranks=dict(zip(_FIELDS, ranks, strict=True)),
             stages=self._plan,
             stage_share=share,
             num_stage_steps=self._num_stage_steps,
             fairness=self._contributions.fairness(),
         )
+
+
+def _dropped(report: StepReport) -> float:
+    """Of the ranks whose reach is known; NaN where none is, 0 where no rank had data."""
+    if report.pool_weight:
+        return report.dropped_share
+    reach = [rank.reach for rank in report.ranks if not (rank.idle or rank.absent)]
+    known = [own for own in reach if not math.isnan(own)]
+    return 1 - sum(known) / len(known) if known else math.nan if reach else 0.0
 
 
 def _values(rank: RankReport) -> Iterator[float]:

@@ -338,6 +338,31 @@ def test_a_rank_without_data_draws_nothing():
     assert sum(first[2][1]) == NUM_PARTS
 
 
+def resumed(rank):
+    """What the next pool would be dealt out by, in a run and in one that goes on from its state."""
+    states = []
+    with staged(mlp()) as model:
+        first_step(model)
+        done = [[[0.75, 0.01], None], [[0.5, 0.01], [0.5, 0.02]]]
+        model.pulling.load_state_dict({"done": done, "present": [True, False], "draws": True})
+        states.append(model.pulling.state_dict())
+        saved = model.straggle_state()
+    with staged(mlp()) as model:
+        model.load_straggle_state(saved)
+        states.append(model.pulling.state_dict())
+        with model.step() as step:
+            for x in step.pull(parts_of(0)):
+                loss_of(model, x).backward()
+        return states, model.last_report
+
+
+def test_a_resumed_run_begins_with_the_shares_that_were_saved():
+    for states, report in run_ranks(resumed, 2):
+        assert states[0] == states[1]
+        assert sum(own.parts for own in report.ranks) == NUM_PARTS
+        assert report.dropped_share == 0.0
+
+
 def wrong_uses(rank):
     words = []
     with staged(mlp()) as model:
