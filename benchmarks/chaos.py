@@ -426,7 +426,7 @@ def bare(staged):
         coordinator.merging.submit(now)
         return now
 
-    coordinator._submit = submit
+    coordinator._submission._submit = submit
     coordinator.deadline.wait_for_all()
     coordinator.deadline._window.append = lambda *_: None
     coordinator.start = lambda: None

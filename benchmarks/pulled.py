@@ -21,7 +21,7 @@ from statistics import fmean
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from sleeping import sleeping_net
 from torch.nn.parallel import DistributedDataParallel
 
 import straggle
@@ -35,31 +35,6 @@ DELAY, CHANCE = 0.32 / 0.99, 0.44  # of a step's time, as DropCompute's authors 
 STALL_S, EVERY = 1.0, 60
 
 
-class Nap(torch.autograd.Function):
-    """Sleeps, in both directions."""
-
-    @staticmethod
-    def forward(ctx, x, seconds):
-        ctx.seconds = seconds
-        time.sleep(seconds / 3)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(2 * ctx.seconds / 3)
-        return gradient, None
-
-
-class Layer(nn.Module):
-    def __init__(self, seconds):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.seconds = seconds
-
-    def forward(self, x):
-        return torch.tanh(self.linear(Nap.apply(x, self.seconds)))
-
-
 class Way:
     """One way to make a step of all ranks' micro-batches; ``step_s`` as this rank sees it."""
 
@@ -68,7 +43,7 @@ class Way:
         self.scenario, self.part_s = scenario, arguments.part_ms / 1e3
         torch.manual_seed(0)
         slow = 2 if scenario == "slow" and self.rank == self.world_size - 1 else 1
-        self.net = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Layer(slow * self.part_s / LAYERS) for _ in range(LAYERS)))
+        self.net = sleeping_net(WIDTH, LAYERS, slow * self.part_s)
         self.model = self.wrapped()
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         self.chance = random.Random(self.rank)

@@ -21,7 +21,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from sleeping import sleeping_net
 from torch.nn.parallel import DistributedDataParallel
 
 import straggle
@@ -34,33 +34,6 @@ DDP, HEALTHY, LATE = "DDP", "straggle", "straggle, one rank late"
 WAYS = (DDP, HEALTHY, LATE)
 LAYERS, WIDTH, STEPS = 16, 64, 5
 STAND_IN = "straggle-stand-in"
-
-
-class Nap(torch.autograd.Function):
-    """Sleeps, in both directions."""
-
-    @staticmethod
-    def forward(ctx, x, seconds):
-        ctx.seconds = seconds
-        time.sleep(seconds / 3)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(2 * ctx.seconds / 3)
-        return gradient, None
-
-
-class Layer(nn.Module):
-    """A layer of a step that takes ``work_s`` on a rank that is not slow."""
-
-    def __init__(self, work_s):
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.seconds = work_s / LAYERS
-
-    def forward(self, x):
-        return torch.tanh(self.linear(Nap.apply(x, self.seconds)) if x.requires_grad else self.linear(x))
 
 
 class Requests:
@@ -90,7 +63,7 @@ class Way:
     def __init__(self, name, work_s):
         torch.manual_seed(0)
         slow = 2.0 if name == LATE and dist.get_rank() == dist.get_world_size() - 1 else 1.0
-        net = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Layer(slow * work_s) for _ in range(LAYERS)))
+        net = sleeping_net(WIDTH, LAYERS, slow * work_s)
         self.staged = name != DDP
         deadline = straggle.QuantileDeadline(0.5, slack=1.2, warmup_steps=2)
         wrap = (lambda net: straggle.StagedDataParallel(net, deadline=deadline)) if self.staged else _ddp

@@ -15,7 +15,7 @@ from statistics import fmean
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from sleeping import sleeping_net
 
 import straggle
 from straggle.lab.faults import FaultInjector, Slowdown, Stall
@@ -29,39 +29,13 @@ SAMPLE_S = 0.0004  # of a layer
 EQUAL = 32  # samples of a rank
 
 
-class Nap(torch.autograd.Function):
-    """Sleeps, in both directions."""
-
-    @staticmethod
-    def forward(ctx, x, seconds):
-        ctx.seconds = seconds
-        time.sleep(seconds / 3)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(2 * ctx.seconds / 3)
-        return gradient, None
-
-
-class Layer(nn.Module):
-    def __init__(self, overhead_s):
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-        self.overhead_s = overhead_s
-
-    def forward(self, x):
-        return torch.tanh(self.linear(Nap.apply(x, self.overhead_s + SAMPLE_S * len(x))))
-
-
 class Way:
     """One of the four: a model of its own, and what became of its steps."""
 
     def __init__(self, arguments, deadline, rebalanced):
         rank, world_size = dist.get_rank(), dist.get_world_size()
         torch.manual_seed(0)
-        overhead_s = arguments.overhead_ms / 1e3 / LAYERS
-        net = nn.Sequential(nn.Linear(16, 16), *(Layer(overhead_s) for _ in range(LAYERS)))
+        net = sleeping_net(16, LAYERS, arguments.overhead_ms / 1e3, SAMPLE_S)
         faults = {"slow": Slowdown(2.0, ranks=[world_size - 1])}
         if arguments.stalls:
             faults["stall"] = Stall(30, seconds=1.0, rank=world_size - 1, every=60)

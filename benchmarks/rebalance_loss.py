@@ -18,6 +18,7 @@ from statistics import fmean
 
 import torch
 import torch.distributed as dist
+from sleeping import Nap
 from torch import nn
 
 import straggle
@@ -33,21 +34,6 @@ BLOCK, EQUAL, SLOW = 10, 8, 2.0
 SAMPLE_S = 0.005  # of a rank that is not slow, forward and backward
 WAIT, ALONE, DEALT = "wait for all", "deadline", "deadline, dealt by speed"
 WAYS = {WAIT: (None, False), ALONE: (straggle.AutoDeadline, False), DEALT: (straggle.AutoDeadline, True)}
-
-
-class Nap(torch.autograd.Function):
-    """Sleeps, in both directions."""
-
-    @staticmethod
-    def forward(ctx, x, seconds):
-        ctx.seconds = seconds
-        time.sleep(seconds / 3)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(2 * ctx.seconds / 3)
-        return gradient, None
 
 
 class SleepingLayers:

@@ -10,14 +10,13 @@ OMP_NUM_THREADS=1 python benchmarks/step_in_parts.py synthetic --optimizers mome
 import argparse
 import contextlib
 import os
-import random
 import statistics
 import time
 
 import torch
 import torch.distributed as dist
-from paired import median_ratio
-from step_time import MODELS, WARMUP
+from paired import in_turns, median_ratio
+from step_time import MODELS
 from torch.nn.parallel import DistributedDataParallel
 
 import straggle
@@ -63,25 +62,12 @@ def one_step(way, name, kind):
     return step
 
 
-def in_turns(name, kind, options):
-    """For each way, a round's median seconds, of every round."""
-    steps, draw = {way: one_step(way, name, kind) for way in WAYS}, random.Random(0)
-    seconds = {way: [] for way in WAYS}
-    for number in range(WARMUP + options.rounds):
-        for way in draw.sample(WAYS, len(WAYS)):
-            dist.barrier()
-            steps[way]()
-            times = [steps[way]() for _ in range(options.steps)]
-            if number >= WARMUP:
-                seconds[way].append(statistics.median(times))
-    return seconds
-
-
 def measure(rank, options):
     rows = [("model", "optimizer", "DDP", "at the end over DDP", "in parts over DDP", "in parts over at the end")]
     for name in options.models:
         for kind in options.optimizers:
-            seconds = in_turns(name, kind, options)
+            steps = {way: one_step(way, name, kind) for way in WAYS}
+            seconds = in_turns(steps, options.rounds, options.steps)
             pairs = (("at the end", "DDP"), ("in parts", "DDP"), ("in parts", "at the end"))
             ratios = ["{} ({})".format(*median_ratio(seconds[way], seconds[base])) for way, base in pairs]
             rows.append((name, kind, f"{1000 * statistics.median(seconds['DDP']):.2f} ms", *ratios))

@@ -9,13 +9,12 @@ DDP is the faster of its kinds, with ``gradient_as_bucket_view=True``. The deadl
 import argparse
 import contextlib
 import os
-import random
 import statistics
 import time
 
 import torch
 import torch.distributed as dist
-from paired import median_ratio
+from paired import in_turns, median_ratio
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,7 +24,6 @@ from straggle.lab.workloads.synthetic import Synthetic
 from straggle.lab.workloads.text import GPT, Text
 from straggle.report import text_table
 
-WARMUP = 3  # rounds
 WAYS = ("DDP", "DDP again", "straggle")
 
 
@@ -85,29 +83,21 @@ def one_step(model, compute_loss, num_microbatches):
     return step
 
 
-def in_turns(name, options):
-    """For each way, a round's median seconds, of every round."""
+def steps_of(name):
+    """For each way a function that makes a step of this model."""
     make, num_microbatches = MODELS[name]
-    steps, draw = {}, random.Random(0)
+    steps = {}
     for way in WAYS:
         torch.manual_seed(0)
         model, compute_loss = make()
         steps[way] = one_step(wrap(way, model), compute_loss, num_microbatches)
-    seconds = {way: [] for way in WAYS}
-    for number in range(WARMUP + options.rounds):
-        for way in draw.sample(WAYS, len(WAYS)):
-            dist.barrier()
-            steps[way]()
-            times = [steps[way]() for _ in range(options.steps)]
-            if number >= WARMUP:
-                seconds[way].append(statistics.median(times))
-    return seconds
+    return steps
 
 
 def measure(rank, options):
     rows = [("model", "DDP", "straggle", "median of ratios", "quartiles", "DDP, a second time")]
     for name in options.models:
-        seconds = in_turns(name, options)
+        seconds = in_turns(steps_of(name), options.rounds, options.steps)
         medians = [f"{1000 * statistics.median(seconds[way]):.2f} ms" for way in ("DDP", "straggle")]
         again = "{} ({})".format(*median_ratio(seconds["DDP again"], seconds["DDP"]))
         rows.append((name, *medians, *median_ratio(seconds["straggle"], seconds["DDP"]), again))

@@ -6,11 +6,9 @@ import logging
 import math
 import sys
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,51 +16,40 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from straggle.backward.clocks import FinishTimes, HostLimit
-from straggle.backward.hooks import ParameterHooks, tensors_in
-from straggle.backward.optimizer_hooks import around_steps, stepped_by_scaler
-from straggle.backward.stages import BalancedByTime, PlanLearner, Registered, StagePlan, plan_stages, trainable
+from straggle.backward.clocks import FinishTimes
+from straggle.backward.hooks import tensors_in
+from straggle.backward.stages import BalancedByTime, StagePlan, plan_stages
 from straggle.backward.step_in_parts import check_steps_in_parts
-from straggle.merge.alike import Wrapped, check_alike, check_same_state
-from straggle.merge.channel import Channel
+from straggle.loop.hook_registers import HookRegisters, add_hook
+from straggle.loop.model_parts import MembersParts, Options, build_parts, close_parts
+from straggle.loop.optimizer_steps import OptimizerSteps
+from straggle.loop.replayed import HealedRecorder, Replayed
+from straggle.loop.step_warnings import StepWarnings
+from straggle.merge.alike import check_same_state
 from straggle.merge.checks import (
     CLIP_AFTER_THE_BLOCK,
     CLIP_BEFORE_THE_STEP,
     EARLY_IS_TOO_EARLY,
     INSTEAD,
-    STEPPED_ALREADY,
-    check_kinds,
-    check_module,
     check_num_microbatches,
-    check_unwrapped,
     clips,
     fingerprint,
-    kinds_of,
-    left_out,
     refuse_words_of_ddp,
-    too_few_passes,
 )
-from straggle.merge.coordinator import Coordinator, Recorder
-from straggle.merge.current_deadline import CurrentDeadline
-from straggle.merge.elastic import ElasticChannel, Regrouping, describe_for_newcomers
-from straggle.merge.healing import Healing
+from straggle.merge.job_pings import JobPings
 from straggle.merge.names import ScalarNames
-from straggle.merge.options import Merge, ModuleBuffers
+from straggle.merge.options import Merge
 from straggle.merge.rank_state import Entry
-from straggle.merge.recorded_groups import RecordedGroups
-from straggle.merge.replay import Decision, Healed, RecordedMembers, Recording
-from straggle.merge.saved_state import RankState, SavedState, SharedMemory
+from straggle.merge.replay import Decision, Recorder, Recording
+from straggle.merge.round import MergedStep
+from straggle.merge.saved_state import SavedState
 from straggle.merge.telemetry import NO_FINGERPRINT, StepRecord
 from straggle.merge.view import Elastic
-from straggle.open_step import OpenStep
-from straggle.policies.deadline import Deadline, LateHandling, WaitForAll, as_deadline
+from straggle.policies.deadline import Deadline, LateHandling, as_deadline
 from straggle.policies.estimators import Abstain, Estimator
-from straggle.policies.fill_in import FillIn
 from straggle.policies.history import History
-from straggle.pulling import Pulling
 from straggle.report import HealingReport, MembersReport, StepReport
 from straggle.step import Pause, Step
-from straggle.version import __version__
 
 _log = logging.getLogger(__name__)
 
@@ -103,137 +90,56 @@ class StagedDataParallel(nn.Module):
         self.module = module
         self.deadline = as_deadline(deadline)
         self.estimator = estimator or Abstain()
-        self._late_handling = late_handling or LateHandling()
-        self._merge = merge or Merge()
-        self._members = members
-        self._stages = stages
-        self._own_group = process_group is not None and process_group is not dist.group.WORLD
+        self._options = Options(
+            stages,
+            self.deadline,
+            self.estimator,
+            late_handling or LateHandling(),
+            merge or Merge(),
+            members,
+            own_group=process_group is not None and process_group is not dist.group.WORLD,
+        )
         self._last_record: StepRecord | None = None
-        self._step_hooks: OrderedDict[int, Callable[[StepRecord], None]] = OrderedDict()
-        self._submit_hooks: OrderedDict[int, Callable[[int], object]] = OrderedDict()
-        self._members_hooks: OrderedDict[int, Callable[[MembersReport], None]] = OrderedDict()
-        self._last_members_report: MembersReport | None = None
+        self._registers = HookRegisters()
         self._of_the_job: frozenset[str] = frozenset()  # attributes that no copy has; none yet
         self._join_job(process_group)
 
     def _join_job(self, process_group: dist.ProcessGroup | None) -> None:
         """Become a replica of the job: on all ranks alike, when the model is wrapped or a copy's first step begins."""
-        own, module, stages, late_handling = set(self.__dict__), self.module, self._stages, self._late_handling
-        wrapped = self._as_wrapped()
-        self._named = trainable(module)
-        self._parameters_list = [parameter for _, parameter in self._named]
-        self._registered = Registered(module)
-        self._kinds = kinds_of(self._parameters_list)
-        self._frozen = [
-            (name, parameter) for name, parameter in module.named_parameters() if not parameter.requires_grad
-        ]
-        self._channel, elastic = self._new_channel(process_group)
+        own, options = set(self.__dict__), self._options
+        parts = build_parts(self.module, options, process_group, wrapper=StagedDataParallel, registers=self._registers)
+        self._wrapped, self._joins, self._learner = parts.parameters, parts.joins, parts.learner
+        self._channel, self._coordinator, self._members = parts.channel, parts.coordinator, parts.members
+        self._open, self._hooks, self._rank_state = parts.opened, parts.hooks, parts.rank_state
+        self.pulling = parts.pulling
         self.rank, self.world_size = self._channel.rank, self._channel.world_size
-        if elastic is not None:
-            elastic.membership.description = describe_for_newcomers({**asdict(wrapped), "straggle": __version__})
-        self._comes_late = elastic is not None and elastic.comes_late
-        if self._comes_late:
-            if wrapped.refusal:
-                raise ValueError(wrapped.refusal)
-        else:
-            check_alike(wrapped, self._channel)
-            for tensor in (*module.parameters(), *module.buffers()):
-                self._channel.broadcast(tensor.detach())
-        module_buffers = ModuleBuffers(module, self._merge.buffers, self.rank)
-        fill_in = FillIn(self.estimator, late_handling)
-        self._coordinator = Coordinator(
-            self._parameters_list,
-            plan_stages(module, stages),
-            self._channel,
-            deadline=CurrentDeadline(self.deadline, late_handling, self.world_size),
-            fill_in=fill_in,
-            merge=self._merge,
-            num_changes=module_buffers.numel,
-            membership=None if elastic is None else elastic.membership,
-        )
-        self._coordinator.submit_hooks = self._submit_hooks
-        self._joins = _Joins()
-        self._regrouping = self._healing = None
-        if elastic is not None:
-            self._regrouping = Regrouping(elastic, self._coordinator, max_buckets=len(self._named))
-            self._healing = Healing(elastic, self._coordinator, self._regrouping, module, module_buffers)
-            memory = SharedMemory(self.estimator, module)
-            self._healing.register({"straggle.joins": self._joins, "straggle.estimator": memory})
-            self._regrouping.on_changed = partial(_members_changed, weakref.ref(self))
-            if self._comes_late:
-                self._coordinator.put_out()
-        device = self._parameters_list[0].device
-        self._learner = PlanLearner(stages, device)
-        limited = device.type == "cuda" and not isinstance(self.deadline, WaitForAll)
-        self._open = OpenStep(
-            self._named,
-            coordinator=self._coordinator,
-            module_buffers=module_buffers,
-            fill_in=fill_in,
-            learner=self._learner,
-            rank=self.rank,
-            limit=HostLimit() if limited else None,
-        )
-        self.pulling = Pulling(self._open, self._coordinator, self._channel)
-        if self._healing is not None:
-            self._healing.register({"straggle.pulling": self.pulling})
-        self._hooks = ParameterHooks(module, self._parameters_list, self._open)
-        self._rank_state = RankState(
-            self._coordinator, module, self.estimator, stages=stages, world_size=self.world_size
-        )
+        self._comes_late = self._members is not None and self._members.channel.comes_late
         self._check_at_stages(self._coordinator.plan)
         self.idle = False  # this rank has no data for the steps from here on: it takes part with weight 0
         self.default_weight = 1.0  # of a step whose `Step.weight` the loop does not set
         self.learned: tuple[list[int], list[float]] = ([], [])  # what the stages were planned from
         self._last_decision: Decision | None = None
-        self._replayed: Iterator[Decision] | None = None
-        self._replayed_learned: tuple[list[int], list[float]] | None = None
-        self._replayed_healed: Mapping[int, Healed] = {}
-        self._num_healed = 0  # states that were taken before the step that is entered now
+        self._replayed = Replayed(self._coordinator, self._channel, options)
+        self._healed_recorder = HealedRecorder(self._coordinator)
         self._names = ScalarNames(self._channel)
-        self._num_stepped = 0  # steps of its optimizers since the last merge
-        self._stepped: weakref.ref[Optimizer] | None = None  # the one that the last step has stepped itself
-        self._warned: set[str] = set()
-        self._optimizer_hooks = _watch_optimizers(self)
+        self._warnings = StepWarnings(self.rank, options.merge, self._open)
+        drops_nonfinite = options.merge.nonfinite == "drop"
+        self._steps = OptimizerSteps(self._wrapped.all, self._open, drops_nonfinite=drops_nonfinite)
+        regrouping = None if self._members is None else self._members.regrouping
+        self._pings = JobPings(self._channel, self._coordinator)
         self._finalizer = weakref.finalize(
-            self, _close, self._coordinator, self._hooks, self._optimizer_hooks, self._regrouping
+            self, close_parts, self._coordinator, self._hooks, self._steps.handles, regrouping, self._pings
         )
         self._of_the_job = frozenset(self.__dict__) - own
-        if self._regrouping is not None and not self._comes_late:
-            self._regrouping.start()
-
-    def _new_channel(self, process_group: dist.ProcessGroup | None) -> tuple[Channel, ElasticChannel | None]:
-        give_up_s = self._late_handling.give_up_s
-        if self._members is None:
-            return Channel(process_group, give_up_s=give_up_s), None
-        if self._own_group:
-            raise ValueError("members=Elastic() is for all ranks of the job: leave process_group out")
-        elastic = ElasticChannel(self._members, give_up_s=give_up_s)
-        return elastic, elastic
-
-    def _as_wrapped(self) -> Wrapped:
-        """What is compared with the other ranks; a refusal too, which the others would wait for otherwise."""
-        try:
-            check_unwrapped(self.module, StagedDataParallel, OpenStep)
-            check_module(self.module)
-        except ValueError as refusal:
-            return Wrapped(str(refusal))
-        options = {
-            "stages": self._stages,
-            "deadline": self.deadline,
-            "estimator": self.estimator,
-            "late_handling": self._late_handling,
-            "merge": self._merge,
-            "members": self._members,
-        }
-        return Wrapped.of(self.module, options)
+        if regrouping is not None and not self._comes_late:
+            regrouping.start()
 
     # -- copies
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the module and the options: it is in no step, and joins the job when its own first step begins."""
         state = {name: value for name, value in self.__dict__.items() if name not in self._of_the_job}
-        return {**state, "_last_record": None, **_of_no_job(), "_of_the_job": frozenset()}
+        return {**state, "_last_record": None, "_registers": HookRegisters(), "_of_the_job": frozenset()}
 
     def __getattr__(self, name: str) -> Any:
         if name in INSTEAD:
@@ -249,7 +155,7 @@ class StagedDataParallel(nn.Module):
         """Of a copy, before its first step."""
         if self._of_the_job:
             return
-        if self._own_group:
+        if self._options.own_group:
             raise RuntimeError(
                 "this model is a copy of one with a process group of its own, which cannot be copied: write "
                 "StagedDataParallel(copy.module, process_group=...)"
@@ -280,8 +186,8 @@ class StagedDataParallel(nn.Module):
         if self._of_the_job and clips(sys._getframe(1)):  # a generator's caller is who iterates over it
             if self._in_step():
                 where = f"rank {self.rank}, step {self._coordinator.training.step}"
-                self._warn_once("clip", f"{where}: {CLIP_AFTER_THE_BLOCK}")
-            elif self._stepped is not None:
+                self._warnings.once("clip", f"{where}: {CLIP_AFTER_THE_BLOCK}")
+            elif self._steps.stepped is not None:
                 raise RuntimeError(CLIP_BEFORE_THE_STEP)
         yield from super().parameters(recurse)
 
@@ -307,9 +213,9 @@ class StagedDataParallel(nn.Module):
         )
 
     def _check_stepped_early(self, optimizer: Optimizer) -> None:
-        if self._members is not None or self._merge.nonfinite == "drop":
+        if self._options.members is not None or self._options.merge.nonfinite == "drop":
             raise ValueError(EARLY_IS_TOO_EARLY)
-        check_steps_in_parts(optimizer, self._parameters_list)
+        check_steps_in_parts(optimizer, self._wrapped.all)
 
     @property
     def open_step(self) -> Step | None:
@@ -327,11 +233,11 @@ class StagedDataParallel(nn.Module):
         if self._in_step() or self._last_record is not None:
             raise RuntimeError("register_state() comes before the first step")
         self._join_first()
-        if self._healing is not None:
-            self._healing.register(objects)
+        if self._members is not None:
+            self._members.healing.register(objects)
             if self._comes_late:
-                self._come_late()
-                self._healing.take_first()
+                self._come_late(self._members)
+                self._members.healing.take_first()
         return self._coordinator.training.step
 
     @property
@@ -340,16 +246,14 @@ class StagedDataParallel(nn.Module):
         self._join_first()
         return self._comes_late
 
-    def _come_late(self) -> None:
+    def _come_late(self, members: MembersParts) -> None:
         """Ask the members of the running job to be let in."""
-        assert isinstance(self._channel, ElasticChannel)
-        assert self._regrouping is not None
         self._comes_late = False
-        order, seconds = self._channel.plan()
+        order, seconds = members.channel.plan()
         self._learner.skip()
         self._use_plan(list(map(int, order)), seconds)
-        self._regrouping.start()
-        self._regrouping.ask()
+        members.regrouping.start()
+        members.regrouping.ask()
 
     def join(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """The batches of ``loader``, for ranks that have not all as many: ``for x, y in model.join(loader)``.
@@ -359,27 +263,11 @@ class StagedDataParallel(nn.Module):
         A rank that comes back (`Elastic`) leaves it when the others have: each ``join`` is one with theirs, by number.
         Raises ``ValueError`` where there is not one batch.
         """
-        joins, batch, empty = self._joins, None, True
-        number, joins.begun = joins.begun, joins.begun + 1
-        if joins.over > number:
-            return
-        for batch in loader:
-            empty = False
-            yield batch
-            if joins.over > number:
-                return
-        if empty:
-            raise ValueError(f"rank {self.rank}: the loader is empty; give every rank at least one batch")
-        self.idle = True
-        try:
-            while True:
-                yield cast(Batch, batch)
-                if self._last_record is not None and self._last_record.table.all_idle():
-                    joins.over = number + 1
-                if joins.over > number:
-                    return
-        finally:
-            self.idle = False
+        set_idle = partial(setattr, self, "idle")
+        return self._joins.batches(loader, self.rank, set_idle=set_idle, all_idle=self._all_idle)
+
+    def _all_idle(self) -> bool:
+        return self._last_record is not None and self._last_record.table.all_idle()
 
     @property
     def last_report(self) -> StepReport | None:
@@ -391,9 +279,7 @@ class StagedDataParallel(nn.Module):
 
         The report is built when it is first asked for, on any thread: a hook that only keeps the record costs nothing.
         """
-        handle = RemovableHandle(self._step_hooks)
-        self._step_hooks[handle.id] = hook
-        return handle
+        return add_hook(self._registers.step, hook)
 
     def register_submit_hook(self, hook: Callable[[int], object]) -> RemovableHandle:
         """Call ``hook(step)`` on the training thread when it has submitted its part of a step, before it waits.
@@ -401,32 +287,28 @@ class StagedDataParallel(nn.Module):
         For work that can be done while the gradients are on the way. Not called in a step that was submitted in this
         rank's place.
         """
-        handle = RemovableHandle(self._submit_hooks)
-        self._submit_hooks[handle.id] = hook
-        return handle
+        return add_hook(self._registers.submit, hook)
 
     @property
     def last_members_report(self) -> MembersReport | None:
         """How the members changed last; ``None`` where they have not, or cannot (`Elastic`)."""
-        return self._last_members_report
+        return self._registers.last_members_report
 
     def register_members_hook(self, hook: Callable[[MembersReport], None]) -> RemovableHandle:
         """Call ``hook(report)`` when members have left or come in, on a thread of the library's, on every member."""
-        handle = RemovableHandle(self._members_hooks)
-        self._members_hooks[handle.id] = hook
-        return handle
+        return add_hook(self._registers.members, hook)
 
     @property
     def member_ranks(self) -> tuple[int, ...]:
         """The ranks that are members now, as far as this rank knows; all of them where none can leave."""
-        if self._regrouping is not None and isinstance(self._channel, ElasticChannel):
-            return self._channel.membership.view.ranks
+        if self._members is not None:
+            return self._members.channel.membership.view.ranks
         return tuple(range(self.world_size))
 
     @property
     def healing_report(self) -> HealingReport:
         """What this rank has taken from its peers to take part again (`Elastic`)."""
-        return HealingReport() if self._healing is None else self._healing.report
+        return HealingReport() if self._members is None else self._members.healing.report
 
     @property
     def lag(self) -> int:
@@ -496,11 +378,7 @@ class StagedDataParallel(nn.Module):
         if self._in_step() or self._last_record is not None:
             raise RuntimeError("replay() comes before the first step")
         self._join_first()
-        self._replayed = iter(recording.decisions)
-        self._replayed_learned = (list(recording.order), list(recording.seconds)) if recording.order else None
-        self._coordinator.deadline.wait_for_all()
-        if recording.members is not None:
-            self._replay_members(recording.members)
+        self._replayed.follow(recording, on_cuda=self._wrapped.all[0].is_cuda)
 
     def record(self, recorder: Recorder) -> None:
         """Tell ``recorder`` what a replay needs of a run whose members come and go; before `register_state`.
@@ -510,50 +388,7 @@ class StagedDataParallel(nn.Module):
         if self._in_step() or self._last_record is not None:
             raise RuntimeError("record() comes before the first step")
         self._join_first()
-        self._coordinator.record(recorder)
-
-    def _replay_members(self, members: RecordedMembers) -> None:
-        # all ranks refuse together: making the groups needs all of them
-        if whys := sorted(filter(None, set(self._channel.gather(self._not_replayed(members))))):
-            raise ValueError(f"a run whose members came and went cannot be replayed so: {'; '.join(whys)}")
-        self._replayed_healed = members.healed
-        groups = RecordedGroups(members, rank=self.rank, world_size=self.world_size)
-        self._coordinator.replay_members(groups)
-
-    def _not_replayed(self, members: RecordedMembers) -> str:
-        if self._members is not None:
-            return "wrap the model without members; in a replay no rank leaves"
-        if self._own_group:
-            return "leave process_group out; members are ranks of the job"
-        if self._parameters_list[0].is_cuda:
-            return "the random state of a device is not recorded; replay on the CPU"
-        stayed = [step for step, healed in members.healed.items() if not healed.started]
-        if stayed and FillIn(self.estimator, self._late_handling).finishes_late:
-            return (
-                f"rank {self.rank} took a peer's state before step {stayed[0]} in the same process, and what "
-                f"{type(self.estimator).__name__} went on to compute until then is not recorded"
-            )
-        return ""
-
-    def _begin_as(self, healed: Healed) -> None:
-        """Go on as the recorded rank did that had just taken the state of a peer."""
-        torch.set_rng_state(healed.random)
-        if healed.started:
-            self._coordinator.begin_anew()
-            self.estimator.forget_own()
-
-    def _record_healed(self, healing: Healing, number: int) -> None:
-        num_healed, recorder = healing.report.num_states, self._coordinator.recorder
-        if num_healed > self._num_healed and recorder is not None:
-            recorder.healed(number, started=self._last_record is None)
-        self._num_healed = num_healed
-
-    def _next_replayed(self) -> Decision | None:
-        """The recorded decision of the step that is entered now."""
-        if self._replayed is None:
-            return None
-        step = self._coordinator.training.step
-        return next(self._replayed, Decision(step, sys.maxsize, None, False))
+        self._coordinator.member.record(recorder)
 
     def pause(self) -> Pause:
         """Between two steps, on all ranks: what comes until `resume` belongs to no step, and no rank is late in it.
@@ -572,9 +407,19 @@ class StagedDataParallel(nn.Module):
         self._coordinator.resume()
 
     def _end_pause(self) -> None:
-        if self._regrouping is None:
+        if self._members is None:
             self._channel.barrier()
         self.resume()
+
+    def stop_pings(self) -> None:
+        """Measure no link from here on, and answer no ping; before the first step: open no port at all."""
+        if self._of_the_job:
+            self._pings.close()
+
+    @property
+    def ping_bytes(self) -> int:
+        """Bytes that this rank has sent to measure its links."""
+        return self._pings.num_bytes if self._of_the_job else 0
 
     def close(self) -> None:
         """Remove all hooks and end the stand-in; the module stays usable by itself."""
@@ -588,49 +433,28 @@ class StagedDataParallel(nn.Module):
             raise RuntimeError(
                 f"step {self._coordinator.training.step} is still open: a step() cannot be nested in another"
             )
-        if self._healing is not None:
+        if self._members is not None:
             if self._comes_late:
-                self._come_late()
-            self._healing.before_step()
-            self._record_healed(self._healing, self._coordinator.training.step)
+                self._come_late(self._members)
+            self._members.healing.before_step()
+            started = self._last_record is None
+            self._healed_recorder.enters(self._members.healing, self._coordinator.training.step, started=started)
         number = self._coordinator.training.step
-        if (healed := self._replayed_healed.get(number)) is not None:
-            self._begin_as(healed)
-        self._refuse_other_parameters()
-        if kinds_of(self._parameters_list) != self._kinds:
-            check_kinds(self._named, self._kinds)
-        checked = self._merge.checks(number)
-        self._open.enter(
-            step,
-            self._next_replayed(),
-            Entry(
-                step.num_microbatches,
-                idle=self.idle,
-                fingerprint=fingerprint(self._parameters_list) if checked else NO_FINGERPRINT,
-                stepped=math.nan if self._last_record is None else self._num_stepped,
-            ),
-        )
+        self._replayed.begin_as_then(number)
+        self._wrapped.check(self.rank, number)
+        self._open.enter(step, self._replayed.decision(), self._entry(step, number))
         if self.default_weight != 1.0:
             step.weight = self.default_weight
-        self._num_stepped, self._stepped = 0, None
+        self._steps.entered()
 
-    def _refuse_other_parameters(self) -> None:
-        """What is not among the parameters that were wrapped would not be merged."""
-        if not self._registered.unchanged():
-            if differences := self._registered.differences():
-                raise RuntimeError(
-                    f"rank {self.rank}, step {self._coordinator.training.step}: parameters are not those that were "
-                    f"wrapped ({differences}), and would not be merged: change, tie or add parameters before "
-                    "StagedDataParallel(model), or close() this one and wrap the model again with a new optimizer; to "
-                    "change values only, write them in place (load_state_dict, or copy_ under torch.no_grad())"
-                )
-            self._registered = Registered(self.module)
-        for name, parameter in self._frozen:
-            if parameter.requires_grad:
-                raise RuntimeError(
-                    f"parameter {name} was frozen when the model was wrapped and is not now, so it would not be "
-                    "merged: wrap the model first and freeze it then, or wrap it again"
-                )
+    def _entry(self, step: Step, number: int) -> Entry:
+        checked = self._options.merge.checks(number)
+        return Entry(
+            step.num_microbatches,
+            idle=self.idle,
+            fingerprint=fingerprint(self._wrapped.all) if checked else NO_FINGERPRINT,
+            stepped=math.nan if self._last_record is None else self._steps.number,
+        )
 
     def _leave(self, step: Step, error: BaseException | None) -> bool:
         """Merge; true where the error was only the deadline."""
@@ -638,15 +462,20 @@ class StagedDataParallel(nn.Module):
         if merged is None:
             return False
         if step.optimizer is not None:
-            self._num_stepped, self._stepped = 1, weakref.ref(step.optimizer)
+            self._steps.stepped_in_block(step.optimizer)
         self._last_decision = self._open.decision(merged)
-        if self._open.passes_came_short(merged) and (
-            words := too_few_passes(step.num_microbatches, self._open.num_over)
-        ):
-            self._warn_once("passes", f"rank {self.rank}, step {merged.step}: {words}")
-        if self.rank == 0 and (nonfinite := merged.table.nonfinite_ranks()):
-            self._warn_once("nonfinite", f"step {merged.step}: {left_out(nonfinite, merged.table.skipped())}")
-        record = StepRecord(
+        self._warnings.merged(step, merged)
+        record = self._last_record = self._record(merged)
+        self.pulling.merged(record)
+        self._pings.merged(record)
+        if (times := self._learner.step_complete()) is not None:
+            self._learn(times)
+        self._warnings.of_different_replicas(record)
+        self._registers.step_merged(record)
+        return error is not None
+
+    def _record(self, merged: MergedStep) -> StepRecord:
+        return StepRecord(
             merged.step,
             merged.seconds,
             merged.deadline_s,
@@ -657,132 +486,26 @@ class StagedDataParallel(nn.Module):
             rules=self._coordinator.deadline.rules,
             mean_cost=self._coordinator.deadline.mean_cost,
         )
-        self._last_record = record
-        self.pulling.merged(record)
-        if (times := self._learner.step_complete()) is not None:
-            self._learn(times)
-        self._warn_of_different_replicas(record)
-        for hook in tuple(self._step_hooks.values()):
-            hook(record)
-        return error is not None
-
-    def _warn_once(self, what: str, words: str) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
-            _log.warning(words)
-
-    def _warn_of_different_replicas(self, record: StepRecord) -> None:
-        level = logging.WARNING if self.rank == 0 else logging.DEBUG
-        if unlike := record.table.stepped_unlike():
-            _log.log(
-                logging.WARNING if self.rank in unlike else level,
-                "step %d: the optimizers of ranks %s have not stepped as often as those of the others since step %d, "
-                "and their parameters are others from here on: look for `continue`, `break` or `return` that skips "
-                "optimizer.step() on some ranks only, and resume from a checkpoint",
-                record.step,
-                list(unlike),
-                record.step - 1,
-            )
-        elif self._merge.checks(record.step) and (different := record.table.different_ranks()):
-            _log.log(
-                level,
-                "step %d: the parameters of ranks %s are not those of the others; look for code that changes them on "
-                "some ranks only, and resume from a checkpoint",
-                record.step,
-                list(different),
-            )
 
     def _learn(self, times: FinishTimes) -> None:
         """Plan the stages as rank 0 finished the gradients; from here on they stay."""
-        check_same_state(self._coordinator.history, replays=self._replayed is not None, channel=self._channel)
-        number = len(self._parameters_list)
-        own = self._replayed_learned or (times.order(number), times.seconds(number))
+        check_same_state(self._coordinator.history, replays=self._replayed.is_on, channel=self._channel)
+        number = len(self._wrapped.all)
+        own = self._replayed.learned or (times.order(number), times.seconds(number))
         order, seconds = self._channel.of_rank0(torch.tensor(own, dtype=torch.float64)).tolist()
         self._use_plan([int(index) for index in order], seconds)
 
     def _use_plan(self, order: list[int], seconds: list[float]) -> None:
         self.learned = order, seconds
-        plan = plan_stages(self.module, self._stages, *self.learned, named=self._named)
+        plan = plan_stages(self.module, self._options.stages, *self.learned, named=self._wrapped.named)
         self._check_at_stages(plan)
         self._coordinator.learn(plan)
         self._open.groups.follow(plan)
         self._coordinator.start()
 
     def _check_at_stages(self, plan: StagePlan) -> None:
-        if self._late_handling.granularity != "microbatch":
+        if self._options.late_handling.granularity != "microbatch":
             self._hooks.check_at([stage.entry for stage in plan.stages])
 
     def _in_step(self) -> bool:
         return bool(self._of_the_job) and self._open.step is not None
-
-
-class _Joins:
-    """How many loops over `join` this process has begun, and how many are over for the job."""
-
-    def __init__(self) -> None:
-        self.begun = self.over = 0
-
-    def state_dict(self) -> dict[str, int]:
-        """What a rank that comes back must know."""
-        return {"over": self.over}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Those that are over for the others are over here."""
-        self.over = state["over"]
-
-
-def _watch_optimizers(model: StagedDataParallel) -> list[RemovableHandle]:
-    """Count optimizer steps, tell their time from data time, and refuse one that would find no gradients."""
-    reference, stopwatch = weakref.ref(model), model._coordinator.stopwatch
-
-    def before(optimizer: Optimizer) -> None:
-        owner = reference()
-        if owner is None or owner._open.optimizing:
-            return
-        if owner._stepped is not None and owner._stepped() is optimizer:
-            raise RuntimeError(STEPPED_ALREADY)
-        if owner._in_step():
-            raise RuntimeError(
-                "optimizer.step() inside of `with model.step()`: gradients are merged when it ends; step after it"
-            )
-        if owner._merge.nonfinite == "drop" and stepped_by_scaler():
-            raise RuntimeError(
-                'a GradScaler steps this optimizer, and Merge(nonfinite="drop") leaves out the infinite gradients that '
-                'it looks for, so that its scale would only grow: write merge=straggle.Merge(nonfinite="keep")'
-            )
-
-    def after(_optimizer: Optimizer) -> None:
-        owner = reference()
-        if owner is not None and owner._open.optimizing:
-            return  # a part of a step
-        stopwatch.enter("data")
-        if owner is not None:
-            owner._num_stepped += 1
-
-    return around_steps(model._parameters_list, before, after)
-
-
-def _of_no_job() -> dict[str, Any]:
-    hooks = {name: OrderedDict[int, Any]() for name in ("_step_hooks", "_submit_hooks", "_members_hooks")}
-    return {**hooks, "_last_members_report": None}
-
-
-def _members_changed(reference: weakref.ref[StagedDataParallel], report: MembersReport) -> None:
-    if (owner := reference()) is not None:
-        owner._last_members_report = report
-        for hook in tuple(owner._members_hooks.values()):
-            hook(report)
-
-
-def _close(
-    coordinator: Coordinator,
-    hooks: ParameterHooks,
-    optimizer_hooks: Sequence[RemovableHandle],
-    regrouping: Regrouping | None,
-) -> None:
-    if regrouping is not None:
-        regrouping.close()
-    coordinator.close()
-    hooks.close()
-    for hook in optimizer_hooks:
-        hook.remove()

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
-Phase = Literal["outside", "data", "forward", "backward"]
+Phase = Literal["outside", "optimizer", "data", "forward", "backward"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-Cause = Literal["outside", "data", "forward", "backward", "error", "skipped", "members"]
+Cause = Literal["outside", "optimizer", "data", "forward", "backward", "error", "skipped", "members"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
@@ -20,12 +20,12 @@ CAUSES: tuple[Cause, ...] = get_args(Cause)
 class RankReport:
     """One rank's part in one step.
 
-    ``outside_s`` is time between two ``step()`` blocks that was not spent on data: the optimizer, evaluation,
-    checkpoints. ``data_s`` runs from the end of the optimizer's step to the first forward pass. ``compute_s`` counts
-    from entering ``step()`` to the end of the rank's own work (NaN: it never entered). It counts from the end of the
-    merge before where the rank was then still in its backward pass (`Carry`). ``wait_s`` is how
-    long the rank waited for the slowest rank. ``overrun_s`` is how long it went on with earlier steps after these had
-    been merged without it.
+    ``outside_s`` is time between two ``step()`` blocks that was spent neither on data nor in the optimizer's step
+    (``optimizer_s``): clipping, evaluation, checkpoints. ``data_s`` runs from the end of the optimizer's step to the
+    first forward pass. ``compute_s`` counts from entering ``step()`` to the end of the rank's own work (NaN: it never
+    entered). It counts from the end of the merge before where the rank was then still in its backward pass (`Carry`).
+    ``wait_s`` is how long the rank waited for the slowest rank. ``overrun_s`` is how long it went on with earlier steps
+    after these had been merged without it.
 
     ``stages`` holds the share of each stage that the rank computed, and ``reach`` the share of the full model: 0.5
     means that half of the gradient elements came from this rank's own backward pass. ``stage_s`` says when each stage
@@ -40,7 +40,8 @@ class RankReport:
     the user gave its step (``step.cost``), over the mean cost of the first step that had any; 1 otherwise. Its deadline
     was longer by that factor. ``parts``: the micro-batches of the step's pool that it computed (``step.pull``). It is
     ``idle`` in a step whose pool had nothing left for it. ``put_back``: micro-batches that it had drawn and not begun,
-    and gave back to the pool because it was stuck.
+    and gave back to the pool because it was stuck. ``latency_s``, ``up_bytes_per_s`` and ``down_bytes_per_s`` are of
+    its link, as the ranks measured it last (NaN: they did not).
     """
 
     rank: int
@@ -65,6 +66,10 @@ class RankReport:
     cost: float = 1.0
     parts: int = 0
     put_back: int = 0
+    optimizer_s: float = 0.0
+    latency_s: float = math.nan
+    up_bytes_per_s: float = math.nan
+    down_bytes_per_s: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,9 @@ class StepReport:
     after the step before. ``None``: parameters were not compared, and all optimizers stepped as often. ``shadow``: what
     a policy that stops no rank would have done. ``ranks_without_store``: those that the job's store did not answer; no
     deadline holds for them. ``pool_parts`` and ``pool_weight``: the micro-batches in the step's pool and the sum of
-    their weights, where the ranks drew from one (``step.pull``); 0 otherwise.
+    their weights, where the ranks drew from one (``step.pull``); 0 otherwise. ``network_s`` is what was left of the
+    step when the last rank had submitted: the merge on the network. It and a rank's own times (outside, optimizer,
+    data, forward, backward, wait) are all of ``seconds``.
     """
 
     step: int
@@ -121,6 +128,7 @@ class StepReport:
     ranks_without_store: tuple[int, ...] = ()
     pool_parts: int = 0
     pool_weight: float = 0.0
+    network_s: float = math.nan
 
     @property
     def dropped_share(self) -> float:

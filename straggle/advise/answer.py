@@ -27,8 +27,6 @@ from straggle.report import finite_or_none, text_table
 
 _PLACES: Mapping[str, str] = {
     **PLACES,
-    "outside": "outside of data, passes and the optimizer (evaluation, checkpoints, clipping)",
-    "optimizer": "in the optimizer",
     "pauses": "in pauses of its process (garbage collection, or stopped from outside)",
 }
 _STEADY = 0.5  # of its steps: a rank is persistently slow, not just sometimes

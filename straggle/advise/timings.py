@@ -210,7 +210,7 @@ def _of_reports(path: Path, reports: list[StepReport]) -> Timings:
     stage_share /= stage_share.sum()
     of = {
         name: np.array([[getattr(rank, name) for rank in report.ranks] for report in reports], dtype=float)
-        for name in ("outside_s", "data_s", "forward_s", "backward_s", "wait_s", "compute_s", "late", "stood_in")
+        for name in (*(f"{phase}_s" for phase in PHASES[:-1]), "wait_s", "compute_s", "late", "stood_in")
     }
     stage_s = np.array([[rank.stage_s for rank in report.ranks] for report in reports], dtype=float)
     unit_share = np.broadcast_to(stage_share, stage_s.shape).copy()
@@ -262,7 +262,7 @@ def _whole_phases(
     A rank that was stood in for in several steps was stuck in one piece, which counts where it began, in what the rank
     was doing.
     """
-    names = ("outside", "data", "forward", "backward")
+    names = PHASES[:-1]
     phases = {name: np.nan_to_num(of[f"{name}_s"]) for name in names}
     busy_s = np.asarray(sum(phases.values()))
     network_s = np.maximum(0.0, seconds - busy_s.max(axis=1))
@@ -284,4 +284,4 @@ def _whole_phases(
                 phases["forward"][step, rank] += min(left_s, to_forward)
                 left_s -= min(left_s, to_forward)
             phases["backward"][step, rank] += max(0.0, left_s)
-    return {**phases, "optimizer": np.zeros_like(busy_s), "pauses": np.zeros_like(busy_s)}, network_s
+    return {**phases, "pauses": np.zeros_like(busy_s)}, network_s

@@ -21,7 +21,8 @@ with needs_extra("train"):
     from omegaconf import DictConfig
     from rich.console import Console
 
-    from straggle.commands.config import of_method, of_scenario, run_configured, slows_ranks
+    from straggle.commands.config import run_configured
+    from straggle.commands.config_parts import of_method, of_scenario, slows_ranks
     from straggle.lab.comparison import REFERENCE, TRAIN_ON, Comparison, MethodResult, draw, print_summary
     from straggle.lab.interleaved import TimedJob, seconds_to
     from straggle.lab.jobs import gather, process_group

@@ -22,7 +22,9 @@ with needs_extra("train"):
     from omegaconf import DictConfig, ListConfig, OmegaConf
     from rich.console import Console
 
-    from straggle.commands.config import ConfigurationError, check_at_least, complaint, run_configured
+    from straggle.commands.config import run_configured
+    from straggle.commands.config_checks import check_at_least, complaint
+    from straggle.commands.config_keys import ConfigurationError
     from straggle.lab.estimators.result import BASELINE, DATA, Found, run_rows, save_picture, truth_rows, verdict_rows
     from straggle.lab.estimators.runs import WAIT, RunScore, train_once
     from straggle.lab.estimators.task import Case, Task

@@ -19,7 +19,8 @@ with needs_extra("train"):
     from hydra.utils import instantiate
     from omegaconf import DictConfig
 
-    from straggle.commands.config import ConfigurationError, run_configured
+    from straggle.commands.config import run_configured
+    from straggle.commands.config_keys import ConfigurationError
     from straggle.lab.build import build_estimator
     from straggle.lab.learning.lateness import DropWhole, Nobody
     from straggle.lab.learning.learning import Learned, Setting, Treatment, learn, units_of

@@ -16,7 +16,8 @@ with needs_extra("train"):
     from hydra.utils import instantiate
     from omegaconf import DictConfig
 
-    from straggle.commands.config import ConfigurationError, run_configured
+    from straggle.commands.config import run_configured
+    from straggle.commands.config_keys import ConfigurationError
     from straggle.lab.simulate.ranks import simulate
     from straggle.lab.simulate.summary import numbers_of, rows_of, save_chart
     from straggle.observe.console import print_table

@@ -221,7 +221,7 @@ class ElasticChannel(Channel):
 
 
 class Led(Protocol):
-    """What a rank does as the members change; see `Coordinator`."""
+    """What a rank does as the members change; see `Member`."""
 
     def freeze(self) -> MergeProgress:
         """Launch nothing; how far it has come."""

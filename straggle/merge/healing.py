@@ -51,7 +51,7 @@ class Healing:
         self._arrival: _Arrival | None = None
         self.report = HealingReport()
         regrouping.on_joined, regrouping.leaves = self.let_in, self.leave_if_lost
-        regrouping.is_back = lambda: coordinator.is_back and coordinator.is_planned
+        regrouping.is_back = lambda: coordinator.member.is_back and coordinator.is_planned
 
     def register(self, objects: Mapping[str, Any]) -> None:
         """What has a ``state_dict`` and is to be given with the model."""
@@ -64,27 +64,27 @@ class Healing:
         """Between two steps: give this rank's state to a newcomer, or wait for that of another."""
         coordinator, step = self._coordinator, self._coordinator.training.step
         self._regrouping.ask_anew()
-        if coordinator.gives_state:
+        if coordinator.member.gives_state:
             self._give(step)
-        while coordinator.absent_until > step or self._arrival is not None:
-            coordinator.check_ended()
-            coordinator.is_back = True
-            arrival, begins = self._arrival, coordinator.absent_until
+        while coordinator.member.absent_until > step or self._arrival is not None:
+            coordinator.member.check_ended()
+            coordinator.member.is_back = True
+            arrival, begins = self._arrival, coordinator.member.absent_until
             if step < begins and (begins < sys.maxsize or step < self._membership.furthest_step):
                 break  # its peers have made this step without it
-            coordinator.awaits_state = True
+            coordinator.member.awaits_state = True
             if begins == step and arrival is not None and arrival.state is not None:
                 self._take(arrival.view, arrival.state, loaders_too=False)
             else:
                 time.sleep(0.005)
-        coordinator.awaits_state = False
+        coordinator.member.awaits_state = False
 
     def take_first(self) -> None:
         """Of a rank that comes to a running job, before its first step: wait for the state, and go on from there."""
         until = time.monotonic() + self._channel.give_up_s
-        self._coordinator.awaits_state = self._coordinator.is_back = True
+        self._coordinator.member.awaits_state = self._coordinator.member.is_back = True
         while (arrival := self._arrival) is None or arrival.state is None or not self._takes_part_from(arrival.view):
-            self._coordinator.check_ended()
+            self._coordinator.member.check_ended()
             if time.monotonic() > until:
                 raise PeerFailed(
                     f"rank {self._channel.rank} has asked to be let in, and the members (ranks "
@@ -93,11 +93,11 @@ class Healing:
                 )
             time.sleep(0.005)
         self._take(arrival.view, arrival.state, loaders_too=True)
-        self._coordinator.awaits_state = False
+        self._coordinator.member.awaits_state = False
 
     def _takes_part_from(self, view: View) -> bool:
         """Whether the coordinator has come to this view; the state may arrive before that."""
-        return self._coordinator.absent_until == view.step
+        return self._coordinator.member.absent_until == view.step
 
     def let_in(self, view: View) -> None:
         """This rank is a member again, from ``view.step`` on; called by the thread that leads it from view to view."""
@@ -109,8 +109,8 @@ class Healing:
         As long as the others may not go on without it, one that fell behind stays a member which gives nothing; it then
         leaves for a moment when it is back.
         """
-        if self._coordinator.fell_behind:
-            at_once = self._coordinator.is_back or self._coordinator.owes_state
+        if self._coordinator.member.fell_behind:
+            at_once = self._coordinator.member.is_back or self._coordinator.member.owes_state
             why = Leaving("returns", f"returns: {TOO_FAR_BEHIND}") if at_once else Leaving("restarted", TOO_FAR_BEHIND)
             self._membership.leave(why, for_good=False, if_spared=not at_once)
         elif lost := self._lost_state():
@@ -167,7 +167,7 @@ class Healing:
             value = self._registered.get(name)
             if value is not None and (loaders_too or not hasattr(value, "__iter__")):
                 value.load_state_dict(own)
-        self._coordinator.healed(view.step, History.from_tensors(state["history"]), state["deadline_s"])
+        self._coordinator.member.healed(view.step, History.from_tensors(state["history"]), state["deadline_s"])
         _log.warning("rank %d takes part again from step %d on", self._channel.rank, view.step)
 
 

@@ -190,6 +190,7 @@ class MergeSide:
         self.times_at_merge = stopwatch.read()  # of the phases
         self._stopwatch = stopwatch
         self._submitted_at = self.merged_at
+        self._on_its_way = -1, self.merged_at  # the step that was submitted last, and when; set as a whole
 
     @property
     def submitted(self) -> bool:
@@ -203,6 +204,15 @@ class MergeSide:
     def submit(self, now: float) -> None:
         """All of this rank's part is on its way."""
         self._submitted_at = now
+        self._on_its_way = self.step, now
+
+    def on_its_way(self) -> tuple[int, float]:
+        """The step that is being merged, and for how long all of this rank's part has been on its way; 0: it is not.
+
+        By any thread, without the lock.
+        """
+        (submitted, at), step = self._on_its_way, self.step
+        return step, max(1e-9, self._stopwatch.now() - at) if submitted == step else 0.0
 
     def merged(self, now: float, *, any_late: bool) -> None:
         """The step is merged: on to the next one."""

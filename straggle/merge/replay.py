@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
@@ -71,3 +72,19 @@ class Recording:
     seconds: tuple[float, ...]
     decisions: tuple[Decision, ...]
     members: RecordedMembers | None = None
+
+
+class Recorder(Protocol):
+    """What is recorded before it is known to the peers, because this process may be killed right after it.
+
+    Called by several threads.
+    """
+
+    def partial(self, decision: Decision) -> None:
+        """This rank is about to submit less than all of its step."""
+
+    def regrouped(self, generation: int, ranks: Sequence[int]) -> None:
+        """From here on these ranks are the members."""
+
+    def healed(self, step: int, *, started: bool) -> None:
+        """This rank enters ``step`` with the state of a peer; ``started``: it is the first step of its process."""

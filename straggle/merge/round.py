@@ -87,27 +87,31 @@ class Contribution:
     cause: Cause | None = None
 
 
-class Round:
-    """One step; ``num_microbatches`` and ``weight`` are those that this rank gave it.
+@dataclass(frozen=True)
+class RoundTerms:
+    """Among whom a step is merged, and what a gradient counts in it.
 
-    ``factors``: what a computed gradient of each stage counts beside that; ``None``: 1. ``all_or_nothing``: all that
-    the rank computes goes into the merge, or nothing does. ``generation`` is that of ``group``. ``recorded``: a replay,
-    in which each bucket is merged among those that the recording says.
+    ``group``: ``None`` while the members change; ``generation`` and ``ranks`` are the group's. ``factors``: what a
+    computed gradient of each stage counts beside the rank's weight; ``None``: 1. ``all_or_nothing``: all that the rank
+    computes goes into the merge, or nothing does. ``recorded``: a replay, in which each bucket is merged among those
+    that the recording says.
     """
 
+    group: Group | None
+    generation: int = 0
+    ranks: tuple[int, ...] = ()
+    factors: Sequence[float] | None = None
+    all_or_nothing: bool = False
+    recorded: StepGroups | None = None
+
+
+class Round:
+    """One step; ``num_microbatches`` and ``weight`` are those that this rank gave it."""
+
     def __init__(
-        self,
-        step: int,
-        layout: Layout,
-        buffers: StageBuffers,
-        group: Group | None,
-        *,
-        factors: Sequence[float] | None = None,
-        all_or_nothing: bool = False,
-        usage: Usage | None = None,
-        generation: int = 0,
-        recorded: StepGroups | None = None,
+        self, step: int, layout: Layout, buffers: StageBuffers, terms: RoundTerms, *, usage: Usage | None = None
     ) -> None:
+        recorded, generation = terms.recorded, terms.generation
         self.step = step
         self.buffers = buffers
         self.closed = False  # all collectives are launched
@@ -128,14 +132,17 @@ class Round:
         self.telemetry: dist.Work | None = None  # their merge
         self.complete = False  # some member had it complete, and gave this rank the telemetry of all
         self._last_shares: Mapping[int, Share] = {}  # of the buckets that were not launched when it was closed
-        self._group, self.recorded = group, recorded
+        self._group, self.recorded = terms.group, recorded
         self._generation = generation
         self._generations: dict[int, int] = {}  # in which each launched bucket is summed, or was by who gives it
-        self.told: tuple[int, tuple[int, ...]] = (generation, ())  # in which, and of which ranks, the telemetry is
-        self._factors = factors
+        self.told: tuple[int, tuple[int, ...]] = (
+            generation,
+            terms.ranks,
+        )  # in which, and of which ranks, the telemetry is
+        self._factors = terms.factors
         self._supplemented: dict[int, float] = {}  # for some parameters, the weight of what was added to them
         self._unusual: dict[int, Share] = {}  # complete parameters that do not simply have the rank's weight
-        self._all_or_nothing = all_or_nothing
+        self._all_or_nothing = terms.all_or_nothing
         self._usage = usage or Usage()
         self.num_in = [0] * len(layout.numel)  # for each parameter, the gradients that are in, one for each pass
         self.last_in = [-1] * len(layout.numel)  # and the number of the last of these passes

@@ -248,7 +248,7 @@ def check_answers(store: Any, limit_s: float) -> None:
 
 def place_of(store: Any) -> str:
     """Where a store is, in words."""
-    server = _server(store)
+    server = server_of(store)
     if isinstance(server, dist.TCPStore):  # type: ignore[attr-defined]
         return f"the job's store at {server.host}:{server.port}"
     if isinstance(server, dist.FileStore):  # type: ignore[attr-defined]
@@ -258,7 +258,7 @@ def place_of(store: Any) -> str:
 
 def connect(store: Any, prefix: str) -> Any:
     """A new connection to ``store``, in a corner of its own; raises where it cannot be had, and may block."""
-    server = _server(store)
+    server = server_of(store)
     if isinstance(server, dist.TCPStore):  # type: ignore[attr-defined]
         # torch would try for as long as the store's time limit, minutes, where no server listens
         socket.create_connection((server.host, server.port), _CONNECT_S).close()
@@ -267,10 +267,10 @@ def connect(store: Any, prefix: str) -> Any:
 
 def connect_all(store: Any, prefix: str) -> Any:
     """A new connection to a corner that is the same however often a process was started again; raises as `connect`."""
-    return dist.PrefixStore(prefix, connect(_server(store), "").underlying_store)  # type: ignore[attr-defined]
+    return dist.PrefixStore(prefix, connect(server_of(store), "").underlying_store)  # type: ignore[attr-defined]
 
 
-def _server(store: Any) -> Any:
+def server_of(store: Any) -> Any:
     """The store itself, without its prefixes."""
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store

@@ -217,6 +217,11 @@ class Table:
         if pools.any():
             self._rows[pools == 0, _COLUMN["weight"]] = 0.0
 
+    @property
+    def num_ranks(self) -> int:
+        """Rows: as many ranks as the job was started with."""
+        return len(self._rows)
+
     def pool_parts(self) -> list[int]:
         """For each rank the micro-batches in its step's pool; 0: it had none, or did not come to it."""
         return [int(number) for number in self._columns["pool_parts"]]
@@ -241,6 +246,17 @@ class Table:
         """Weight of each rank's step; 0 where it had no data, or is no member."""
         columns = (self._columns[name] for name in ("weight", "idle", "absent"))
         return [0.0 if idle or absent else own for own, idle, absent in zip(*columns, strict=True)]
+
+    def network_s(self, seconds: float) -> float:
+        """What was left of a step of ``seconds`` when the last rank had submitted.
+
+        Each rank counts from the end of the merge before, which all see nearly at once.
+        """
+        return max(0.0, seconds - self._last_submitted_s)
+
+    @property
+    def _last_submitted_s(self) -> float:
+        return max(self._columns["busy_s"])
 
     def costs(self) -> list[float]:
         """What each rank's step costs; NaN where it gave nothing."""
@@ -309,7 +325,7 @@ class Table:
 
     def links(self) -> tuple[RankLink, ...]:
         """Each rank's link by these; the same on all ranks."""
-        return rank_links(self.ways(), len(self._rows))
+        return rank_links(self.ways(), self.num_ranks)
 
     def skipped(self) -> bool:
         """Whether no rank has anything that could be applied, but some have gradients that are not finite."""
@@ -361,8 +377,11 @@ class Table:
     ) -> StepReport:
         """The step's report; ``names`` are those of its scalars, ``mean_cost`` that of `CurrentDeadline`."""
         rows = self._rows.tolist()
-        slowest = max(row[_COLUMN["busy_s"]] for row in rows)
-        ranks = tuple(self._rank_report(rank, row, slowest, plan, mean_cost) for rank, row in enumerate(rows))
+        links = self.links()
+        ranks = tuple(
+            self._rank_report(rank, row, link, plan, mean_cost)
+            for rank, (row, link) in enumerate(zip(rows, links, strict=True))
+        )
         stages, scalars = self._stage_reports(rows, plan), self._scalars(rows, names)
         return StepReport(
             step,
@@ -376,6 +395,7 @@ class Table:
             pool_parts=max(self.pool_parts()),
             pool_weight=max(self._columns["pool_weight"]),
             ranks_without_store=self.ranks_without_store(),
+            network_s=self.network_s(seconds),
         )
 
     def _stage_s(self) -> Tensor:
@@ -431,7 +451,7 @@ class Table:
         return torch.tensor(self._columns[name])
 
     def _rank_report(
-        self, rank: int, row: list[float], slowest: float, plan: StagePlan, mean_cost: float
+        self, rank: int, row: list[float], link: RankLink, plan: StagePlan, mean_cost: float
     ) -> RankReport:
         computed, _, stage_s, weights = self._per_stage(row)
         reach = sum(share * stage.numel for share, stage in zip(computed, plan.stages, strict=True)) / plan.numel
@@ -439,7 +459,7 @@ class Table:
         return RankReport(
             rank=rank,
             **{name: row[_COLUMN[name]] for name in (*_TIMES, "compute_s", "overrun_s")},
-            wait_s=slowest - row[_COLUMN["busy_s"]],
+            wait_s=self._last_submitted_s - row[_COLUMN["busy_s"]],
             reach=reach,
             stages=computed,
             stage_s=stage_s,
@@ -453,6 +473,9 @@ class Table:
             nonfinite=int(row[NONFINITE]),
             cost=relative_cost(row[_COLUMN["cost"]], mean_cost),
             parts=int(row[_COLUMN["parts_done"]]),
+            latency_s=link.latency_s,
+            up_bytes_per_s=link.up_bytes_per_s,
+            down_bytes_per_s=link.down_bytes_per_s,
             put_back=int(row[_COLUMN["put_back"]]),
         )
 

@@ -26,7 +26,8 @@ _LESS_TO_DO = "Give it less to do (straggle.DealtLoader, rebalance=by_speed), lo
 IN_A_ROW = 3  # steps that a rank was stood in for
 WAITING = 0.2  # share of a step that ranks stand idle, above which that is worth a sentence
 PLACES = {
-    "outside": "outside of data and passes (the optimizer, evaluation, checkpoints)",
+    "outside": "outside of data, passes and the optimizer (evaluation, checkpoints, clipping)",
+    "optimizer": "in the optimizer",
     "data": "while it loaded data",
     "forward": "in the forward pass",
     "backward": "in the backward pass",

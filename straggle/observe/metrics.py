@@ -31,6 +31,8 @@ from straggle.observe.fairness import Contributions
 from straggle.observe.metrics_endpoint import Endpoint, Push, Security, Targets, check_port
 from straggle.observe.wait_for_all import WaitForAllPrediction
 from straggle.parallel import StagedDataParallel
+from straggle.policies.rank_links import links_of
+from straggle.policies.slow_links import SlowLinks
 from straggle.report import (
     CAUSES,
     CHANGE_KINDS,
@@ -178,6 +180,8 @@ class StepMetrics:
         self._samples_per_step = samples_per_step
         self._prediction = WaitForAllPrediction()
         self._contributions = Contributions(_DECAY)
+        self._slow_links = SlowLinks()
+        self._pinged = 0  # bytes that were counted
         self._counted = HealingReport()  # of what this rank took to take part again
         self._plan: StagePlan | None = None
         self._stages: list[tuple[Counter, Gauge, Counter]] = []  # contributions, weight and estimates of each
@@ -200,6 +204,7 @@ class StepMetrics:
         self._count_gradients(record.plan, own)
         self._count_stages(report.stages, own, sum(rank.weight for rank in report.ranks if not rank.absent))
         self._count_contributions(report)
+        self._show_link(record.plan, report, own)
         self._steps.inc()
         self._skipped.inc(report.skipped)
         self._dropped_ratio.set(report.dropped_share)
@@ -235,6 +240,7 @@ class StepMetrics:
         for phase in PHASES:
             self._phase_seconds[phase].observe(max(0.0, getattr(own, f"{phase}_s")))
         self._phase_seconds["wait"].observe(max(0.0, own.wait_s))
+        self._phase_seconds["network"].observe(max(0.0, report.network_s))
         if not math.isnan(own.compute_s):
             self._compute_seconds.observe(own.compute_s / own.cost)
         self._deadline_seconds.set(report.deadline_s)
@@ -245,6 +251,19 @@ class StepMetrics:
         if own.cause is not None:
             (self._late if own.late else self._incomplete)[own.cause].inc()
             self._stood_in[own.cause].inc(own.stood_in)
+
+    def _show_link(self, plan: StagePlan, report: StepReport, own: RankReport) -> None:
+        """This rank's link: as measured, and whether it is slow."""
+        num_bytes = sum(stage.nbytes for stage in plan.stages)
+        self._slow_links.add(report.step, links_of(report), num_bytes=num_bytes, step_s=report.seconds)
+        slow = [what for link in self._slow_links.now if link.rank == self._rank for what in link.slow]
+        pinged, self._pinged = self._pinged, self._model.ping_bytes
+        self._ping_bytes.inc(self._pinged - pinged)
+        self._link_latency.set(own.latency_s)
+        for direction, rate in (("up", own.up_bytes_per_s), ("down", own.down_bytes_per_s)):
+            self._link_rate[direction].set(rate)
+        for what, gauge in self._link_slow.items():
+            gauge.set(what in slow)
 
     def _count_gradients(self, plan: StagePlan, own: RankReport) -> None:
         self._reach.set(own.reach)
@@ -322,7 +341,7 @@ class StepMetrics:
         self._steps = self._counter("steps", "Merged steps that this rank has applied.").labels(rank)
         self._step_seconds = self._histogram("step_seconds", "Seconds of a step, from merge to merge.").labels(rank)
         phases = self._histogram("phase_seconds", "Seconds that this rank spent in each phase of a step.", "phase")
-        self._phase_seconds = {phase: phases.labels(rank, phase) for phase in (*PHASES, "wait")}
+        self._phase_seconds = {phase: phases.labels(rank, phase) for phase in (*PHASES, "wait", "network")}
         self._compute_seconds = self._histogram(
             "compute_seconds", "Seconds of this rank's own work in a step, which the deadline is compared with."
         ).labels(rank)
@@ -349,6 +368,7 @@ class StepMetrics:
         )
         self._stood_in = {cause: stood_in.labels(rank, cause) for cause in CAUSES}
         self._define_members()
+        self._define_links()
         self._define_gradients()
 
     def _define_members(self) -> None:
@@ -367,6 +387,21 @@ class StepMetrics:
         self._healing_bytes = self._counter(
             "healing_bytes", "Bytes of state that this rank took to take part again."
         ).labels(rank)
+
+    def _define_links(self) -> None:
+        rank = self._rank
+        self._link_latency = self._gauge(
+            "link_latency_seconds", "Seconds until a first byte from this rank is with a peer, as measured last."
+        ).labels(rank)
+        self._ping_bytes = self._counter("ping_bytes", "Bytes that this rank has sent to measure links.").labels(rank)
+        rate = self._gauge(
+            "link_bytes_per_second",
+            "Bytes a second that this rank can send and receive, measured last.",
+            "direction",
+        )
+        self._link_rate = {direction: rate.labels(rank, direction) for direction in ("up", "down")}
+        slow = self._gauge("link_slow", "Whether this rank's link is slow, and costs the job time, 1 or 0.", "what")
+        self._link_slow = {what: slow.labels(rank, what) for what in ("up", "down", "latency")}
 
     def _define_gradients(self) -> None:
         rank = self._rank

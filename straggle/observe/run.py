@@ -19,11 +19,15 @@ from straggle.observe.trace import read_trace, whole_lines
 from straggle.observe.wait_for_all import WaitForAllPrediction
 from straggle.observe.warmup import num_warmup_steps
 from straggle.observe.watch import watched_files
-from straggle.report import CAUSES, MembersReport, RankReport, ShadowReport, StageReport, StepReport
+from straggle.report import CAUSES, PHASES, MembersReport, RankReport, ShadowReport, StageReport, StepReport
 
 Array: TypeAlias = NDArray[np.float64]
-_TIMES = ("outside_s", "data_s", "forward_s", "backward_s", "wait_s", "compute_s", "overrun_s")
-_FIELDS = (*_TIMES, "reach", "weight", "late", "stood_in", "cause", "idle", "nonfinite", "absent")
+_TIMES = ("outside_s", "optimizer_s", "data_s", "forward_s", "backward_s", "wait_s", "compute_s", "overrun_s")
+_LINK = ("latency_s", "up_bytes_per_s", "down_bytes_per_s")
+_FIELDS = (*_TIMES, *_LINK, "reach", "weight", "late", "stood_in", "cause", "idle", "nonfinite", "absent")
+
+
+_OF_DDP = (*(f"{phase}_s" for phase in PHASES), "compute_s", "stage_s")
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ class Run:
     summary: Mapping[str, Any]
     step: Array
     seconds: Array
+    network_s: Array
     wait_for_all_s: Array
     deadline_s: Array
     loss: Array
@@ -128,9 +133,8 @@ def _of_ddp(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
         network_s = min(line["wait_s"] for line in lines)
         ranks = [
             {
-                **{name: line[name] for name in ("data_s", "forward_s", "backward_s", "compute_s", "stage_s")},
+                **{name: line[name] for name in _OF_DDP},
                 "rank": head["rank"],
-                "outside_s": line["outside_s"] + line["optimizer_s"],
                 "wait_s": line["wait_s"] - network_s,
                 "reach": 1.0,
                 "stages": [1.0] * len(stages),
@@ -140,7 +144,8 @@ def _of_ddp(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
             for head, line in zip(heads, lines, strict=True)
         ]
         seconds = max(line["seconds"] for line in lines)
-        yield {"step": lines[0]["step"], "seconds": seconds, "deadline_s": None, "ranks": ranks, "stages": stages}
+        step = {"step": lines[0]["step"], "seconds": seconds, "network_s": network_s, "deadline_s": None}
+        yield {**step, "ranks": ranks, "stages": stages}
 
 
 def step_report(record: Mapping[str, Any]) -> StepReport:
@@ -169,7 +174,16 @@ def step_report(record: Mapping[str, Any]) -> StepReport:
         pool_parts=int(record.get("pool_parts", 0)),
         pool_weight=_number(record.get("pool_weight", 0.0)),
         shadow=_shadow_report(record.get("shadow")),
+        network_s=_network_s(record, ranks),
     )
+
+
+def _network_s(record: Mapping[str, Any], ranks: Sequence[RankReport]) -> float:
+    """What was left of the step when the last rank had submitted; of a trace without that number, from the others."""
+    if "network_s" in record:
+        return _number(record["network_s"])
+    own_s = [math.fsum(getattr(rank, f"{phase}_s") for phase in PHASES) for rank in ranks]
+    return max(0.0, _number(record["seconds"]) - max(own_s))
 
 
 def _shadow_report(record: Mapping[str, Any] | None) -> ShadowReport | None:
@@ -190,6 +204,7 @@ def _rank_report(record: Mapping[str, Any]) -> RankReport:
     return RankReport(
         rank=int(record["rank"]),
         outside_s=_number(record.get("outside_s")),
+        optimizer_s=_number(record.get("optimizer_s", 0.0)),
         data_s=_number(record.get("data_s")),
         forward_s=_number(record.get("forward_s")),
         backward_s=_number(record.get("backward_s")),
@@ -209,6 +224,7 @@ def _rank_report(record: Mapping[str, Any]) -> RankReport:
         nonfinite=int(record.get("nonfinite", 0)),
         weights=tuple(_number(weight) for weight in record.get("weights", ())),
         parts=int(record.get("parts", 0)),
+        **{name: _number(record.get(name)) for name in _LINK},
         put_back=int(record.get("put_back", 0)),
     )
 
@@ -233,7 +249,9 @@ class _Columns:
     def add(self, report: StepReport) -> None:
         """One more step."""
         loss = report.scalars.get("loss", math.nan)
-        row = (report.step, report.seconds, self._prediction.seconds(report), report.deadline_s, loss, report.skipped)
+        waiting_s = self._prediction.seconds(report)
+        times = (report.seconds, report.network_s, waiting_s, report.deadline_s)
+        row = (report.step, *times, loss, report.skipped)
         self._ranks.append(np.array([list(_values(rank)) for rank in report.ranks], dtype=float).T)
         self._add_stages(report)
         self._contributions.add(report)
@@ -264,7 +282,7 @@ class _Columns:
         for number, values in enumerate(self._ranks):
             ranks[:, number, : values.shape[1]] = values
         share = np.divide(self._sum, self._count, out=np.full_like(self._sum, np.nan), where=self._count > 0)
-        step, seconds, wait_for_all_s, deadline_s, loss, skipped = columns
+        step, seconds, network_s, wait_for_all_s, deadline_s, loss, skipped = columns
         return Run(
             name=name,
             run_dir=run_dir,
@@ -272,6 +290,7 @@ class _Columns:
             summary=summary,
             step=step,
             seconds=seconds,
+            network_s=network_s,
             wait_for_all_s=wait_for_all_s,
             deadline_s=deadline_s,
             loss=loss,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from straggle.policies.links import Link, ring_seconds
+from straggle.report import StepReport
 
 MAX_AGE_S = 180.0  # of a measurement: one that is older says nothing about today's link
 
@@ -58,6 +59,11 @@ def _rank_link(rank: int, ways: Sequence[Way]) -> RankLink:
         max(_known(link.bytes_per_s for link in sent), default=math.nan),
         max(_known(link.bytes_per_s for link in received), default=math.nan),
     )
+
+
+def links_of(report: StepReport) -> tuple[RankLink, ...]:
+    """Each rank's link as a report has it."""
+    return tuple(RankLink(rank.latency_s, rank.up_bytes_per_s, rank.down_bytes_per_s) for rank in report.ranks)
 
 
 def others_link(links: Sequence[RankLink], rank: int) -> RankLink:

@@ -21,7 +21,8 @@ from training import TINY
 
 from straggle import MembersReport, RankReport, StageReport, StepReport
 from straggle.__main__ import COMMANDS, main
-from straggle.commands.config import ConfigurationError, load
+from straggle.commands.config import load
+from straggle.commands.config_keys import ConfigurationError
 from straggle.commands.launch_options import arguments as launch_arguments
 from straggle.lab.build import build_faults
 from straggle.observe.console import LiveView
@@ -338,7 +339,7 @@ def test_wheel_carries_the_configuration_and_the_page_and_the_command_runs_from_
     environment = {**ENVIRONMENT, "PYTHONPATH": str(installed)}
     keys = (*TINY, "faults=none", "metrics=none", "steps=2", "run_dir=run")
     trains = (
-        "from straggle.__main__ import main; from straggle.commands.config import config_dir; "
+        "from straggle.__main__ import main; from straggle.commands.config_keys import config_dir; "
         "print(config_dir()); raise SystemExit(main())"
     )
     command = [sys.executable, "-c", trains, "train", *keys]

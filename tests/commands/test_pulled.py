@@ -8,7 +8,8 @@ import pytest
 from ranks import run_command
 from training import TINY
 
-from straggle.commands.config import ConfigurationError, load
+from straggle.commands.config import load
+from straggle.commands.config_keys import ConfigurationError
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 from repository import ROOT
 from training import TINY
 
-from straggle.commands.config import register_resolvers
+from straggle.commands.config_keys import register_resolvers
 
 SECRET = "hunter2-is-not-to-be-found"
 

@@ -13,13 +13,13 @@ import straggle
 
 ROOT = Path(straggle.__file__).parent
 # a training loop's step
-LOOP = ("parallel", "open_step", "step", "pulling", "garbage", "stop_signal")
+LOOP = ("parallel", "step", "loop", "garbage", "stop_signal")
 # each imports only from those before it
 PACKAGES = ("report", "policies", "backward", "merge", LOOP, "data")
 PACKAGES += ("observe", "integrations", "advise", "lab", "commands")
 BEFORE = ("extras", "version")
 AFTER = ("straggle", "__main__")
-FOLDERS = [name for name in PACKAGES if isinstance(name, str) and name != "report"]
+FOLDERS = ["loop", *(name for name in PACKAGES if isinstance(name, str) and name != "report")]
 
 
 def module_of(path: Path) -> str:

@@ -494,11 +494,11 @@ def finish_steps_while_others_ask(rank):
         membership.wanted = {rank: "another incarnation"}
         coordinator.finish(truncated=False, scalars={})
         held.append(membership.held)
-        membership.held, admits = None, coordinator.telemetry_of(0)
-        coordinator.regroup(channel.groups, view, Repair(1), torch.empty(0))
+        membership.held, admits = None, coordinator.member.telemetry_of(0)
+        coordinator.member.regroup(channel.groups, view, Repair(1), torch.empty(0))
         begin_step()
-        coordinator.freeze()
-        coordinator.regroup(channel.groups, view, Repair(2, completed=1, giver=0), admits)
+        coordinator.member.freeze()
+        coordinator.member.regroup(channel.groups, view, Repair(2, completed=1, giver=0), admits)
         coordinator.finish(truncated=False, scalars={})
         held.append(membership.held)
     finally:
@@ -540,11 +540,11 @@ def take_telemetry_of_who_has_left(rank):
     thread.start()
     while (current := coordinator.merging.round) is None or current.telemetry is None:
         time.sleep(0.001)
-    coordinator.freeze()
+    coordinator.member.freeze()
     ones, zeros = (1.0,) * len(plan.stages), (0.0,) * len(plan.stages)
     row = Row(dict.fromkeys(PHASES, 0.0), 0.0, 0.0, computed=ones, estimated=zeros, stage_s=zeros).encode()
     of_both = torch.cat([row, row])
-    coordinator.regroup(
+    coordinator.member.regroup(
         channel.groups, view.without({1: Leaving("ended", "gone")}), Repair(1, completed=0, giver=0), of_both
     )
     thread.join()

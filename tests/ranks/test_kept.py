@@ -107,7 +107,7 @@ def two_networks(rank, stop):
     module.forward = lambda x: (module["one"](x) + module["two"](x)).square().sum()
     stopper = Stopper(module)
     optimizers = [torch.optim.SGD(module[name].parameters(), lr=0.01) for name in ("one", "two")]
-    with staged(module) as model, logged("straggle.open_step") as messages:
+    with staged(module) as model, logged("straggle.loop.open_step") as messages:
         for number in range(4):
             with model.step() as step:
                 stopper.arm(step, 0 if (rank, number) == (1, stop) else None)

@@ -32,7 +32,8 @@ from training import TINY, Chain, Signals, Stopper, features, mlp, random_stops
 
 from straggle import Deadline, Elastic, FixedDeadline, LastMerged, LateHandling, Merge, NextDeadline, StagedDataParallel
 from straggle.backward.stages import Stage, StagePlan
-from straggle.commands.config import ConfigurationError, load
+from straggle.commands.config import load
+from straggle.commands.config_keys import ConfigurationError
 from straggle.observe.metrics import MetricsExporter, stage_labels
 from straggle.observe.metrics_endpoint import Endpoint, Push, Security, Targets
 from straggle.observe.wait_for_all import WaitForAllPrediction

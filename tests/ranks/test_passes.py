@@ -225,7 +225,7 @@ def left_early(rank, how, num_steps=4):
     module = mlp()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     reports = []
-    with staged(module, merge=Merge(check_every=0)) as model, logged("straggle.parallel") as messages:
+    with staged(module, merge=Merge(check_every=0)) as model, logged("straggle.loop.step_warnings") as messages:
         for number in range(num_steps):
             optimizer.zero_grad()
             with model.step():

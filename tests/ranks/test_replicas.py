@@ -17,7 +17,7 @@ def drift(rank, at_step, num_steps, check_every):
     warnings = []
     handler = logging.Handler()
     handler.emit = lambda record: warnings.append(record.getMessage())
-    logging.getLogger("straggle.parallel").addHandler(handler)
+    logging.getLogger("straggle.loop.step_warnings").addHandler(handler)
     reports = []
     with staged(module, merge=Merge(check_every=check_every)) as model:
         for number in range(num_steps):

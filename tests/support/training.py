@@ -135,7 +135,7 @@ class Signals:
 
 
 @contextmanager
-def warned(logger: str = "straggle.parallel") -> Iterator[list[str]]:
+def warned(logger: str = "straggle.loop.step_warnings") -> Iterator[list[str]]:
     """What is warned of meanwhile."""
     warnings: list[str] = []
     handler = logging.Handler(logging.WARNING)

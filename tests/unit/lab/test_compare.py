@@ -9,7 +9,9 @@ import pytest
 from repository import ROOT
 
 from straggle.commands.compare import in_turn
-from straggle.commands.config import ConfigurationError, config_dir, load, of_method, of_scenario, plain, slows_ranks
+from straggle.commands.config import load
+from straggle.commands.config_keys import ConfigurationError, config_dir
+from straggle.commands.config_parts import of_method, of_scenario, plain, slows_ranks
 from straggle.lab.interleaved import reference_losses, seconds_to, time_to_loss_ratio
 from straggle.observe.intervals import Interval, ratio_interval
 

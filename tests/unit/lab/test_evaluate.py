@@ -7,7 +7,8 @@ from itertools import islice
 import pytest
 import torch
 
-from straggle.commands.config import ConfigurationError, load
+from straggle.commands.config import load
+from straggle.commands.config_keys import ConfigurationError
 from straggle.commands.evaluate import check
 from straggle.lab.estimators.lateness import Paced
 from straggle.lab.estimators.result import Found, read, run_rows, save_picture, truth_rows, verdict_rows

@@ -13,7 +13,8 @@ from straggle import (
     LateHandling,
     WaitForAll,
 )
-from straggle.commands.config import ConfigurationError, load
+from straggle.commands.config import load
+from straggle.commands.config_keys import ConfigurationError
 from straggle.lab.learning.lateness import (
     ByDeadline,
     DropWhole,

@@ -14,7 +14,7 @@ from training import Chain
 from straggle.backward.stages import BUCKET_BYTES, Stage, StagePlan
 from straggle.merge.buffers import StageBuffers
 from straggle.merge.provenance import provenance
-from straggle.merge.round import Layout, Round
+from straggle.merge.round import Layout, Round, RoundTerms
 from straggle.merge.view import MergeProgress, Repair, progress_length, repair
 
 OLD = (0, 1, 2)
@@ -161,7 +161,7 @@ class Member:
                 self.compute(3, closes=False)
 
     def open_round(self, step, group, generation=0):
-        self.round = Round(step, LAYOUT, new_buffers(), group, generation=generation)
+        self.round = Round(step, LAYOUT, new_buffers(), RoundTerms(group, generation))
         self.given = 0
 
     def compute(self, up_to, *, closes=True):

@@ -517,7 +517,8 @@ def test_state_of_straggle_comes_back():
 
 
 def test_sampler_without_a_state_dict_is_refused_as_a_whole():
-    with pytest.raises(TypeError, match=r"^sampler is a straggle\.sampler\.RequeueSampler, .*a state_dict\(\) of"):
+    refused = r"^sampler is a straggle\.data\.sampler\.RequeueSampler, .*a state_dict\(\) of"
+    with pytest.raises(TypeError, match=refused):
         encode({"sampler": RequeueSampler(10, rank=0, world_size=2)})
 
 

@@ -28,6 +28,7 @@ from straggle.policies.history import HistoryWindow, StepProgress
 from straggle.policies.step_model import StopRules, computed_share, simulate_step
 from straggle.policies.untruncated import untruncated_entries, untruncated_times
 from straggle.policies.wrappers import dropped_per_stage
+from straggle.report import PHASES
 
 NAN, INF = math.nan, math.inf
 
@@ -600,7 +601,7 @@ def test_late_rank_stops_at_its_next_layer(deadline_s, grace_s, end_s, reached):
 
 
 def row(**fields):
-    times = dict.fromkeys(("outside", "data", "forward", "backward"), 0.0)
+    times = dict.fromkeys(PHASES, 0.0)
     return Row(times=times, computed=(1.0, 0.5), estimated=(0.0, 0.0), weights=(1.0, 0.5), **fields)
 
 

@@ -33,7 +33,7 @@ def a_row(unit_s: float, *, outside_s: float = 0.0, idle: bool = False) -> torch
 
 def shadow_of(rows: list[torch.Tensor], deadline_s: float, rules: StopRules):
     plan = plan_stages(Chain(NUM_STAGES), NUM_STAGES)
-    slowest = max(float(row[list(PHASES).index("outside")] + row[3]) for row in rows)
+    slowest = max(float(row[: len(PHASES)].sum()) for row in rows)
     return plan, Table(torch.stack(rows), NUM_STAGES).shadow(slowest + 0.1, deadline_s, rules, plan)
 
 

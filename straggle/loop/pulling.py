@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
+from straggle.loop.open_step import OpenStep
 from straggle.merge.channel import Channel
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.draws import Drawn, Draws, StoreCounters
 from straggle.merge.pool import WINDOW, Did, Pool, even_parts, static_shares, sure_shares
 from straggle.merge.telemetry import StepRecord, Table
-from straggle.open_step import OpenStep
 
 # A micro-batch beyond a rank's even part by so much is not asked for ahead: a slow rank that draws early what it can
 # only begin late is whom all others wait for. The answer that nothing is left, one beyond the even part, is.

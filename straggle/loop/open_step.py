@@ -110,7 +110,7 @@ class OpenStep(PassWatcher):
         self._named = named
         self._parameters = [parameter for _, parameter in named]
         self._coordinator = coordinator
-        self._stopwatch = coordinator.stopwatch
+        self.stopwatch = coordinator.stopwatch
         self._module_buffers = module_buffers
         self._fill_in = fill_in
         self._learner = learner
@@ -153,7 +153,7 @@ class OpenStep(PassWatcher):
         self._early: set[int] = set()  # parameters that were stepped so
         self._outputs: list[weakref.ref[Tensor]] = []
         self._learner.step_begins()
-        self._stopwatch.enter("data")
+        self.stopwatch.enter("data")
         max_over = None if replayed is None else replayed.num_over
         self._coordinator.enter(replace(entry, kept=self._kept.mark, max_over=max_over))
         self.step = step
@@ -206,9 +206,10 @@ class OpenStep(PassWatcher):
         self._keep_as_peers_did(merged)
         self._put_in_place(merged)
         if self._optimizing is not None:
+            self.stopwatch.enter("optimizer")
             self._optimizing.finish()
             self._optimizing = None  # lets go of the optimizer and the gradients
-            self._stopwatch.enter("data")
+            self.stopwatch.enter("data")
         self._kept = KeptGradients(())  # lets go of what was there before
         return merged
 
@@ -254,7 +255,7 @@ class OpenStep(PassWatcher):
         self.settle()
         if self.stopped:  # in an earlier micro-batch, whose phase is the cause
             raise DeadlineReached
-        self._stopwatch.enter("forward")
+        self.stopwatch.enter("forward")
         if self._num_timed < self.num_over:  # its first forward pass ends the micro-batch before it
             self._num_timed += 1
             self._coordinator.training.microbatch_finished()
@@ -325,7 +326,7 @@ class OpenStep(PassWatcher):
             return
         waiting, self._waiting = self._waiting, []
         indices, gradients = zip(*waiting, strict=True)
-        self._stopwatch.last_gradient_at = self._stopwatch.now()
+        self.stopwatch.last_gradient_at = self.stopwatch.now()
         if self._learner.times is not None:
             self._learner.times.finished(indices[0])
         if self._rule.takes(self._num_merged):
@@ -372,7 +373,7 @@ class OpenStep(PassWatcher):
             self._joins(run)
 
     def _pass_begins(self, first: int) -> None:  # noqa: ARG002
-        self._stopwatch.enter("backward")
+        self.stopwatch.enter("backward")
         self._coordinator.begin_pass()
         self._kept.set_aside()
         if self._learner.times is not None:

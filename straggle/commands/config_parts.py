@@ -1,0 +1,53 @@
+"""Configurations made from one another: of a method, of a scenario, and as plain dictionaries."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from straggle.extras import needs_extra
+
+with needs_extra("train"):
+    from omegaconf import DictConfig, OmegaConf
+
+from straggle.commands.config_keys import config_dir
+from straggle.lab.build import build_faults
+
+
+def of_method(config: DictConfig, name: str) -> DictConfig:
+    """``config`` with the parts that the method ``name`` of ``compare`` replaces."""
+    own = OmegaConf.to_container(config.methods[name], resolve=True)
+    assert isinstance(own, dict)
+    merged = config.copy()
+    OmegaConf.set_struct(merged, False)
+    for key, part in own.items():
+        if key != "job":
+            replaces = not isinstance(part, dict) or "_target_" in part
+            merged[key] = part if replaces else OmegaConf.merge(merged[key], part)
+    return merged
+
+
+def of_scenario(config: DictConfig, name: str) -> DictConfig:
+    """``config`` under the faults of this name, with a separate folder for its files.
+
+    Faults that have a pace get ``config``'s.
+    """
+    merged = config.copy()
+    OmegaConf.set_struct(merged, False)
+    merged.faults = OmegaConf.load(config_dir() / "faults" / f"{name}.yaml")
+    if "pace" in merged.faults and "pace" in config.faults:
+        merged.faults.pace = config.faults.pace
+    merged.run_dir = str(Path(config.run_dir) / name)
+    return merged
+
+
+def slows_ranks(config: DictConfig) -> bool:
+    """Whether there are faults beside the pace; all ranks have the pace."""
+    return bool(build_faults(config).keys() - {"pace"})
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """The configuration as ordinary dictionaries and lists, with everything resolved."""
+    container = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(container, dict)
+    return {str(key): value for key, value in container.items()}

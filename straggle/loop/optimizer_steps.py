@@ -1,0 +1,73 @@
+"""What the optimizers of a wrapped model do: how often they step, and which steps are refused."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from straggle.backward.optimizer_hooks import around_steps, stepped_by_scaler
+from straggle.loop.open_step import OpenStep
+from straggle.merge.checks import STEPPED_ALREADY
+
+
+class OptimizerSteps:
+    """Counts the steps of a model's optimizers, and tells their time from data time; on the training thread.
+
+    ``number``: steps since the last merge. ``stepped``: the optimizer that the last step has stepped itself.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], opened: OpenStep, *, drops_nonfinite: bool) -> None:
+        self.number = 0
+        self.stepped: weakref.ref[Optimizer] | None = None
+        self._opened, self._drops_nonfinite = opened, drops_nonfinite
+        self.handles: list[RemovableHandle] = _watch(parameters, weakref.ref(self), opened)
+
+    def entered(self) -> None:
+        """A step begins."""
+        self.number, self.stepped = 0, None
+
+    def stepped_in_block(self, optimizer: Optimizer) -> None:
+        """The step that was left has stepped this one itself."""
+        self.number, self.stepped = 1, weakref.ref(optimizer)
+
+    def before(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step. Raises ``RuntimeError`` where it would find no gradients, or others."""
+        if self._opened.optimizing:
+            return
+        if self.stepped is not None and self.stepped() is optimizer:
+            raise RuntimeError(STEPPED_ALREADY)
+        if self._opened.step is not None:
+            raise RuntimeError(
+                "optimizer.step() inside of `with model.step()`: gradients are merged when it ends; step after it"
+            )
+        if self._drops_nonfinite and stepped_by_scaler():
+            raise RuntimeError(
+                'a GradScaler steps this optimizer, and Merge(nonfinite="drop") leaves out the infinite gradients that '
+                'it looks for, so that its scale would only grow: write merge=straggle.Merge(nonfinite="keep")'
+            )
+
+
+def _watch(
+    parameters: Sequence[nn.Parameter], reference: weakref.ref[OptimizerSteps], opened: OpenStep
+) -> list[RemovableHandle]:
+    """Hooks that keep neither the model nor what counts for it."""
+    watched, stopwatch = weakref.ref(opened), opened.stopwatch
+
+    def before(optimizer: Optimizer) -> None:
+        if (steps := reference()) is not None:
+            steps.before(optimizer)
+        if (current := watched()) is None or not current.optimizing:
+            stopwatch.enter("optimizer")
+
+    def after(_optimizer: Optimizer) -> None:
+        if (current := watched()) is not None and current.optimizing:
+            return  # a part of a step
+        stopwatch.enter("data")
+        if (steps := reference()) is not None:
+            steps.number += 1
+
+    return around_steps(parameters, before, after)

@@ -1,0 +1,59 @@
+"""What is said in the log about a step that was merged, and about the loop around it."""
+
+from __future__ import annotations
+
+import logging
+
+from straggle.loop.open_step import OpenStep
+from straggle.merge.checks import left_out, too_few_passes
+from straggle.merge.options import Merge
+from straggle.merge.round import MergedStep
+from straggle.merge.telemetry import StepRecord
+from straggle.step import Step
+
+_log = logging.getLogger(__name__)
+
+
+class StepWarnings:
+    """Of one model, on its training thread; most are said once."""
+
+    def __init__(self, rank: int, merge: Merge, opened: OpenStep) -> None:
+        self._rank, self._merge, self._opened = rank, merge, opened
+        self._warned: set[str] = set()
+
+    def once(self, what: str, words: str) -> None:
+        """Say this, unless something was said of ``what`` before."""
+        if what not in self._warned:
+            self._warned.add(what)
+            _log.warning(words)
+
+    def merged(self, step: Step, merged: MergedStep) -> None:
+        """A step is merged: were there as many passes as announced, and are all gradients finite?"""
+        if self._opened.passes_came_short(merged) and (
+            words := too_few_passes(step.num_microbatches, self._opened.num_over)
+        ):
+            self.once("passes", f"rank {self._rank}, step {merged.step}: {words}")
+        if self._rank == 0 and (nonfinite := merged.table.nonfinite_ranks()):
+            self.once("nonfinite", f"step {merged.step}: {left_out(nonfinite, merged.table.skipped())}")
+
+    def of_different_replicas(self, record: StepRecord) -> None:
+        """Say where ranks have, or will have, other parameters than the rest."""
+        level = logging.WARNING if self._rank == 0 else logging.DEBUG
+        if unlike := record.table.stepped_unlike():
+            _log.log(
+                logging.WARNING if self._rank in unlike else level,
+                "step %d: the optimizers of ranks %s have not stepped as often as those of the others since step %d, "
+                "and their parameters are others from here on: look for `continue`, `break` or `return` that skips "
+                "optimizer.step() on some ranks only, and resume from a checkpoint",
+                record.step,
+                list(unlike),
+                record.step - 1,
+            )
+        elif self._merge.checks(record.step) and (different := record.table.different_ranks()):
+            _log.log(
+                level,
+                "step %d: the parameters of ranks %s are not those of the others; look for code that changes them on "
+                "some ranks only, and resume from a checkpoint",
+                record.step,
+                list(different),
+            )

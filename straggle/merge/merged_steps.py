@@ -1,0 +1,172 @@
+"""Waits for the merge of a step, and keeps what is merged in a ring until the training thread takes it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from straggle.merge.channel import PeerFailed
+from straggle.merge.member import Member
+from straggle.merge.membership import MembersChanged
+from straggle.merge.rank_parts import RankParts
+from straggle.merge.round import MergedStep, Round
+from straggle.merge.telemetry import Table, absent_row
+
+
+class MergedSteps:
+    """Called by the training thread, and by the stand-in in its place, without the lock.
+
+    `complete` closed rounds, whichever thread has closed them; only the training thread may `take` a merged step.
+    """
+
+    def __init__(self, rank: RankParts, member: Member) -> None:
+        self._rank, self._member = rank, member
+        self._channel, self._rounds, self._lock = rank.channel, rank.rounds, rank.merging.lock
+
+    def complete(
+        self, current: Round, give_up_s: float | None = None, on_merged: Callable[[Round], None] | None = None
+    ) -> None:
+        """Wait for the merge of a closed round and publish it.
+
+        ``on_merged(round)`` is called after each message that was merged.
+        """
+        while not current.abandoned:
+            try:
+                epoch = self._wait_merged(current, give_up_s, on_merged)
+            except MembersChanged:
+                self._wait_regrouped(current)
+            else:
+                if self._publish(current, epoch):
+                    break
+
+    def take(self) -> MergedStep:
+        """Wait until the training thread's step is merged; the training thread goes on to the next."""
+        with self._lock:
+            training, merging = self._rank.training, self._rank.merging
+            while (merged := self._rank.ring.pop(training.step, None)) is None:
+                self._member.check_ended()
+                if training.step < self._member.absent_until:
+                    merged = self._nothing()
+                    break
+                merging.step_merged.wait()
+            training.take(merged, self._rank.stopwatch.now())
+            self._member.taken()
+            self._rounds.hold(merged.buffers)
+            if merged.stood_in or merging.step > training.step:
+                self._rank.stand_in.applied()
+            return merged
+
+    def _wait_merged(self, current: Round, give_up_s: float | None, on_merged: Callable[[Round], None] | None) -> int:
+        """Wait for all collectives of a closed round; the epoch that they were launched in."""
+        where = self._rank.where(current.step)
+        with self._lock:
+            epoch, works = self._channel.epoch, current.works
+            if current.complete:
+                return epoch
+            if self._rounds.groups is None:
+                raise MembersChanged
+        for work, name in works:
+            self._channel.wait(work, current.step, f"{where}, stage {name}", give_up_s, epoch)
+            if on_merged is not None:
+                on_merged(current)
+        if self._rounds.apart:
+            with self._lock:
+                if epoch != self._channel.epoch:
+                    raise MembersChanged
+                work = current.telemetry or self._launch_telemetry(current)
+            self._channel.wait(work, current.step, f"{where}, telemetry", give_up_s, epoch)
+        return epoch
+
+    def _launch_telemetry(self, current: Round) -> dist.Work:
+        """All of this rank's gradients are merged: tell the others how it came through the step.
+
+        Who has every rank's telemetry knows that all have all gradients. So if members leave, either none has given the
+        merged gradients to its training thread, or all can do so.
+        """
+        assert current.row is not None
+        groups, rounds, recorded = self._rounds.groups, self._rounds, current.recorded
+        assert groups is not None
+        current.buffers.use_telemetry(torch.zeros_like(current.buffers.telemetry))
+        # asked only now: while the members change, a step may be submitted that others are let in before
+        # who is stood in for could not give its state; before the stages are planned nobody can merge with newcomers
+        admits = self._member.admits and self._rank.stand_in.started and not current.stood_in
+        row = replace(current.lost_in(current.row), admits=admits)
+        current.buffers.write_telemetry(self._channel.rank, row.encode(), current.changes)
+        current.told = rounds.generation, rounds.ranks if recorded is None else recorded.told
+        current.telemetry = current.buffers.merge_telemetry(groups.control if recorded is None else recorded.telemetry)
+        return current.telemetry
+
+    def _wait_regrouped(self, current: Round) -> None:
+        with self._lock:
+            if not self._rank.merging.step_merged.wait_for(
+                lambda: self._rounds.groups is not None or current.abandoned or self._rank.stand_in.error is not None,
+                self._channel.give_up_s,
+            ):
+                raise PeerFailed(f"{self._rank.where(current.step)}: the members found to no new view")
+            self._member.check_ended()
+
+    def _publish(self, current: Round, epoch: int) -> bool:
+        """Give a merged step to the training thread; false where members have left meanwhile."""
+        with self._lock:
+            if epoch != self._channel.epoch or current.abandoned:
+                return False
+            if self._rounds.apart:
+                self._member.telemetry_merged(current)
+            now, before_s = self._rank.stopwatch.now(), self._rank.deadline.seconds
+            merged = self._rank.ring[current.step] = self._merged(current, now)
+            self._member.published(current.step)
+            self._channel.merged(current.step)
+            try:
+                self._rank.deadline.decide(merged.table)
+            except Exception as error:  # a policy may be the user's
+                self._channel.post_failure(f"{self._rank.where(current.step)}: {error!r}")
+                raise
+            finally:
+                self._rank.merging.merged(now, any_late=merged.table.any_late())
+                self._rank.training.stop_up_to(current.step)  # where it still is in this step, it comes to take it
+                self._rank.stand_in.merged(before_s=before_s)
+                self._member.merged(current.step, merged.table, given=current.complete)
+        return True
+
+    def _merged(self, current: Round, now: float) -> MergedStep:
+        lost = self._member.lost_of(current.step)
+        return MergedStep(
+            step=current.step,
+            plan=self._rounds.plan,
+            buffers=current.buffers,
+            # of a device it is a copy already
+            table=Table(current.buffers.rows.cpu().clone(), len(self._rounds.plan.stages)),
+            seconds=now - self._rank.merging.merged_at,
+            deadline_s=self._rank.deadline.seconds,
+            shadow_s=self._rank.deadline.shadow_s,
+            merged_at=now,
+            stood_in=current.stood_in,
+            num_gradients=current.num_gradients,
+            num_over=current.num_over,
+            idle=current.idle,
+            entered=current.entered,
+            among=None if self._member.recorder is None else current.merged_among(lost),
+        )
+
+    def _nothing(self) -> MergedStep:
+        """What a step comes to for a rank that is no member."""
+        buffers, training, deadline = self._rounds.new_buffers(), self._rank.training, self._rank.deadline
+        buffers.rows[:] = absent_row(len(self._rounds.plan.stages))
+        now = self._rank.stopwatch.now()
+        return MergedStep(
+            step=training.step,
+            plan=self._rounds.plan,
+            buffers=buffers,
+            table=Table(buffers.rows.clone(), len(self._rounds.plan.stages)),
+            seconds=now - training.applied_at if math.isfinite(training.applied_at) else 0.0,
+            deadline_s=deadline.seconds,
+            shadow_s=deadline.shadow_s,
+            merged_at=now,
+            stood_in=True,
+            num_gradients=0,
+            num_over=0,
+        )

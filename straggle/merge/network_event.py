@@ -1,0 +1,74 @@
+"""A merge that takes many times as long as usual while all ranks have submitted: an event of the network."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from statistics import median
+
+from straggle.policies.slow_links import SlowLink
+
+TIMES = 5.0  # as long as usual
+LEAST_S = 2.0  # below which no merge is long
+_REMEMBERED = 64  # merges
+_ENOUGH = 5  # of them, to say what is usual
+
+
+def long_after_s(usual_s: Sequence[float]) -> float:
+    """From how many seconds on the network on a merge is long, where these were usual; infinite: not known."""
+    return max(LEAST_S, TIMES * median(usual_s)) if len(usual_s) >= _ENOUGH else float("inf")
+
+
+class LongMerge:
+    """Looks now and then at the merge that is on its way, and says of each event what it is, once."""
+
+    def __init__(self) -> None:
+        self._usual_s: deque[float] = deque(maxlen=_REMEMBERED)
+        self._last = -1  # the step that was merged last
+        self._said = -2  # the last step of the event that was said
+
+    def merged(self, step: int, network_s: float) -> None:
+        """``step`` is merged, and was so long on the network."""
+        if step > self._last:
+            self._last = step
+            self._usual_s.append(network_s)
+
+    def words(
+        self,
+        step: int,
+        seconds: float,
+        ask: Callable[[], Mapping[int, int | None]],
+        slow: Collection[SlowLink],
+    ) -> str | None:
+        """What to say of the merge of ``step``, which has been on its way for ``seconds``; ``None``: nothing.
+
+        ``ask()``: for each peer the last step that it has submitted; ``None``: it does not answer. A merge that one of
+        them has not submitted is no event of the network: that rank is waited for. Of several steps in a row only the
+        first is said.
+        """
+        if seconds < long_after_s(self._usual_s):
+            return None
+        if self._said in (step, step - 1):
+            self._said = step
+            return None
+        submitted = ask()
+        if any(last is not None and last < step for last in submitted.values()):
+            return None
+        self._said = step
+        return _words(step, seconds, median(self._usual_s), submitted, slow)
+
+
+def _words(
+    step: int, seconds: float, usual_s: float, submitted: Mapping[int, int | None], slow: Collection[SlowLink]
+) -> str:
+    silent = [rank for rank, last in submitted.items() if last is None]
+    if silent:
+        why = f"ranks {silent} do not answer on the network, and all others have submitted"
+    elif slow:
+        why = f"all ranks have submitted: {'; '.join(link.words for link in slow)}"
+    else:
+        why = "all ranks have submitted and answer; no link is known to be slow"
+    return (
+        f"step {step}: the merge has been on the network for {seconds:.1f} s, where {1e3 * usual_s:.0f} ms are usual; "
+        f"{why}"
+    )

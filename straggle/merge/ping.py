@@ -1,0 +1,218 @@
+"""A ping of one way between two ranks: messages of two sizes, and the time until each has arrived.
+
+The latency is half of the time that the kernels took to make the connection: no thread of a busy rank is in it. The
+rate comes from the difference between a small and a large message, each sent a few times, of which the quickest counts:
+what the ranks' own threads need is in both. A rank measures what it sends. What it receives, its peers measure.
+
+A rank answers one ping at a time, on a thread of its own, and only to who knows the job's secret. Sizes are checked,
+every wait has a limit, and nothing that comes in is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from straggle.policies.links import Link
+
+TOKEN_BYTES = 32
+SMALL_BYTES = 1024
+LEAST_BYTES = 1 << 16  # of the large message
+MOST_BYTES = 1 << 24
+RESOLUTION_S = 1e-3  # a large message that takes less is as quick as can be measured
+_QUICK_S = 5e-3  # a message that takes less is sent again, four times as large
+_TRIES = 3
+_LONG_S = 1.5  # after which no message is sent again
+LIMIT_S = 2.0  # of each wait on either side, but for
+_WORD_S = 0.5  # the word of a client, which it has at hand, and
+_GREET_S = 10.0  # the first answer, which comes after those to others
+_CLIENT_S = 20.0  # after which a client is sent away
+_CHUNK_BYTES = 1 << 20
+_RTT_OFFSET = 68  # of tcpi_rtt in Linux' struct tcp_info, in microseconds
+_HEAD, _ANSWER = struct.Struct("!I"), struct.Struct("!q")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A way to a peer. ``num_bytes`` were sent for it. ``progress`` is the peer's word (`PingServer`)."""
+
+    link: Link
+    num_bytes: int
+    progress: int
+
+
+class PingServer:
+    """Answers pings on a port of ``host`` that is free, from its making until `close`.
+
+    Who sends ``token`` is told ``progress()``: the last step of which all of this rank's part was on its way.
+    """
+
+    def __init__(self, host: str, token: bytes, progress: Callable[[], int]) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=64)
+        self.host, self.port = self._listener.getsockname()[:2]
+        self._token, self._progress = token, progress
+        self._closing = threading.Event()
+        self._buffer = memoryview(bytearray(LEAST_BYTES))
+        self._thread = threading.Thread(target=self._serve, name="straggle-ping-server", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Answer no more."""
+        self._closing.set()
+        with contextlib.suppress(OSError):  # to wake the thread; not all systems do so
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._thread.join(2 * LIMIT_S)
+
+    def _serve(self) -> None:
+        while not self._closing.is_set():
+            try:
+                client, _ = self._listener.accept()
+            except OSError:  # the listener is closed, or there are too many open files
+                self._closing.wait(0.1)
+                continue
+            with client, contextlib.suppress(OSError):
+                self._answer(client)
+
+    def _answer(self, client: socket.socket) -> None:
+        _limit(client, _WORD_S)
+        until = time.monotonic() + _CLIENT_S
+        token = bytearray(TOKEN_BYTES)
+        if not _fill(client, memoryview(token)) or not hmac.compare_digest(token, self._token):
+            return
+        _limit(client, LIMIT_S)
+        self._say(client)
+        head = memoryview(bytearray(_HEAD.size))
+        while time.monotonic() < until and not self._closing.is_set() and _fill(client, head):
+            (num_bytes,) = _HEAD.unpack(head)
+            if not 0 < num_bytes <= MOST_BYTES or not self._take(client, num_bytes):
+                return
+            self._say(client)
+
+    def _say(self, client: socket.socket) -> None:
+        client.sendall(_ANSWER.pack(self._progress()))
+
+    def _take(self, client: socket.socket, num_bytes: int) -> bool:
+        """Read so much and forget it; whether it came."""
+        if len(self._buffer) < min(num_bytes, _CHUNK_BYTES):
+            self._buffer = memoryview(bytearray(min(num_bytes, _CHUNK_BYTES)))
+        while num_bytes > 0:
+            part = self._buffer[: min(num_bytes, len(self._buffer))]
+            if not _fill(client, part):
+                return False
+            num_bytes -= len(part)
+        return True
+
+
+def measure(host: str, port: int, token: bytes, largest_bytes: int) -> Measured:
+    """The way to the rank that answers there. Raises ``OSError`` where it does not, or takes longer than `LIMIT_S`."""
+    with _connection(host, port) as (connection, latency_s):
+        progress = _greet(connection, token)
+        payload = os.urandom(min(largest_bytes, MOST_BYTES))
+        sent = _Sent(connection, memoryview(payload))
+        small_s = min(sent.seconds(SMALL_BYTES) for _ in range(_TRIES))
+        size = LEAST_BYTES
+        large_s = sent.seconds(size)
+        while large_s - small_s < _QUICK_S and size < len(payload):
+            size = min(4 * size, len(payload))
+            large_s = sent.seconds(size)
+        for _ in range(_TRIES - 1):
+            if sent.since_s < _LONG_S:
+                large_s = min(large_s, sent.seconds(size))
+        rate = (size - SMALL_BYTES) / max(large_s - small_s, RESOLUTION_S)
+        return Measured(Link(latency_s, rate), sent.num_bytes, progress)
+
+
+def ask_progress(host: str, port: int, token: bytes) -> int:
+    """The word of the rank that answers there. Raises ``OSError`` as `measure`."""
+    with _connection(host, port) as (connection, _):
+        return _greet(connection, token)
+
+
+class _Sent:
+    """Messages over one connection."""
+
+    def __init__(self, connection: socket.socket, payload: memoryview) -> None:
+        self._connection, self._payload = connection, payload
+        self._began_at = time.monotonic()
+        self.num_bytes = 0
+
+    @property
+    def since_s(self) -> float:
+        """Seconds since the first."""
+        return time.monotonic() - self._began_at
+
+    def seconds(self, num_bytes: int) -> float:
+        """Send so much; how long it took until the peer had it and said so."""
+        message = b"".join((_HEAD.pack(num_bytes), self._payload[:num_bytes]))
+        begin = time.monotonic()
+        self._connection.sendall(message)
+        _read_answer(self._connection)
+        self.num_bytes += len(message)
+        return time.monotonic() - begin
+
+
+@contextlib.contextmanager
+def _connection(host: str, port: int) -> Iterator[tuple[socket.socket, float]]:
+    """A connection, and the latency that making it has shown."""
+    begin = time.monotonic()
+    with socket.create_connection((host, port), LIMIT_S) as connection:
+        round_trip_s = _round_trip_s(connection, time.monotonic() - begin)
+        connection.settimeout(None)
+        _limit(connection, _GREET_S)
+        yield connection, round_trip_s / 2
+
+
+def _round_trip_s(connection: socket.socket, connected_s: float) -> float:
+    """What the kernel measured as it made the connection or, where it does not say, how long that took."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError, struct.error):
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
+            if (microseconds := struct.unpack_from("=I", info, _RTT_OFFSET)[0]) > 0:
+                return float(microseconds) / 1e6
+    return connected_s
+
+
+def _limit(connection: socket.socket, limit_s: float) -> None:
+    """End each wait after ``limit_s``, by the kernel: Python's own limits would wake a thread for each packet."""
+    seconds, fraction = divmod(limit_s, 1)
+    limit = struct.pack("@ll", int(seconds), int(fraction * 1e6))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _greet(connection: socket.socket, token: bytes) -> int:
+    connection.sendall(token)
+    progress = _read_answer(connection)
+    _limit(connection, LIMIT_S)
+    return progress
+
+
+def _read_answer(connection: socket.socket) -> int:
+    answer = bytearray(_ANSWER.size)
+    if not _fill(connection, memoryview(answer)):
+        raise OSError("the peer does not answer pings")
+    return int(_ANSWER.unpack(answer)[0])
+
+
+def _fill(connection: socket.socket, view: memoryview) -> bool:
+    """Read until ``view`` is full; false where no more comes in time, or at all."""
+    while len(view):
+        try:
+            count = connection.recv_into(view, len(view), socket.MSG_WAITALL)
+        except BlockingIOError:  # the limit is over
+            return False
+        if count == 0:
+            return False
+        view = view[count:]
+    return True

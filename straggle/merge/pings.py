@@ -1,0 +1,226 @@
+"""The thread that pings: now and then, off the critical path, and never waited for by a step.
+
+What it measures goes into this rank's next row of telemetry, so that all ranks know all links. A ping begins when a
+merge has just ended, because the network is idle then, and the ranks take turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from straggle.merge.addresses import own_address
+from straggle.merge.network_event import LongMerge
+from straggle.merge.ping import RESOLUTION_S, PingServer, ask_progress, measure
+from straggle.merge.ping_places import PingPlaces
+from straggle.merge.ping_plan import DISTANCES, every_s, is_turn, largest_bytes, peers_of
+from straggle.merge.store import JobStore, StoreUnreachable, default_store
+from straggle.policies.links import Link
+from straggle.policies.rank_links import RankLink, Way, others_link, rank_links
+from straggle.policies.slow_links import SlowLinks, slow_in
+
+_LOOK_S = 0.5
+_BEGINS_S = 2.0  # a job that is over sooner opens no port
+_DOUBTED = 4  # times as many bytes where a way looks slow, to be sure
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A merged step as the pings need it: its seconds, those on the network, and the ways that all ranks know."""
+
+    step: int
+    seconds: float
+    network_s: float
+    members: tuple[int, ...]
+    ways: Sequence[Way]
+
+
+class Pings:
+    """Of one rank, until `close`; from the first merge on that comes ``begins_s`` seconds after it was made.
+
+    ``sink`` is given when each way was measured, and the way.
+    ``merged_bytes``: what a step merges. ``on_its_way()``: the step that is being merged, and for how many seconds all
+    of this rank's part has been on its way (0: it is not).
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        store: JobStore,
+        *,
+        merged_bytes: int,
+        sink: Callable[[tuple[tuple[float, Way], ...]], None],
+        on_its_way: Callable[[], tuple[int, float]],
+        begins_s: float = _BEGINS_S,
+    ) -> None:
+        self.num_bytes = 0  # that were sent
+        self.slow = SlowLinks()
+        self._rank, self._world_size = rank, world_size
+        self._places = PingPlaces(rank, store)
+        self._merged_bytes = merged_bytes
+        self._sink, self._on_its_way, self._begins_s = sink, on_its_way, begins_s
+        self._last: Callable[[], Merged] | None = None  # by the training thread
+        self._turn = threading.Event()  # a merge has just ended after which this rank may ping
+        self._is_due = False
+        self._due_at = self._looked_at = time.monotonic()
+        self._place, self._count = rank, world_size  # among the members
+        self._rounds: deque[tuple[tuple[float, Way], ...]] = deque(maxlen=DISTANCES)
+        self._number = 0
+        self._doubts = False  # whether a way looked slow in the last round
+        self._long = LongMerge()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether it has begun, and has not ended."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def close(self) -> None:
+        """Ping no more. A ping that is on its way is not waited for."""
+        self._closing.set()
+        self._turn.set()
+
+    def merged(self, step: int, of: Callable[[], Merged]) -> None:
+        """``step`` is merged; by the training thread. ``of`` is called by the thread that pings, if at all."""
+        self._last = of
+        if self._thread is None and not self._closing.is_set() and time.monotonic() - self._looked_at > self._begins_s:
+            self._thread = threading.Thread(target=self._run, name="straggle-ping", daemon=True)
+            self._thread.start()
+        if self._is_due and is_turn(step, self._place, self._count, time.monotonic() - self._due_at, self._patience_s):
+            self._turn.set()
+
+    @property
+    def _patience_s(self) -> float:
+        return _LOOK_S * self._count
+
+    # -- the thread
+
+    def _run(self) -> None:
+        server: PingServer | None = None
+        try:
+            self._places.agree()
+            server = PingServer(own_address(default_store()), self._places.token, self._progress)
+            self._places.publish(server.host, server.port)
+            while not self._closing.wait(_LOOK_S):
+                with contextlib.suppress(StoreUnreachable):  # which others say
+                    self._turn_of_the_loop()
+        except (OSError, StoreUnreachable) as error:
+            if not self._closing.is_set():
+                _log.warning("rank %d does not measure its links: %s", self._rank, error)
+        finally:
+            if server is not None:
+                server.close()
+
+    def _turn_of_the_loop(self) -> None:
+        if (last := self._last) is None:
+            return
+        merged = last()
+        self._judge(merged)
+        self._look_at_the_merge(merged)
+        if time.monotonic() >= self._due_at:
+            self._await_turn(merged.members)
+            if not self._closing.is_set():
+                self._ping(merged)
+                slow = self._doubts or bool(self.slow.now)
+                self._due_at = time.monotonic() + every_s(
+                    self._merged_bytes, merged.seconds, len(merged.members), slow=slow
+                )
+
+    def _progress(self) -> int:
+        """The last step of which all of this rank's part was on its way."""
+        step, seconds = self._on_its_way()
+        return step if seconds > 0 else step - 1
+
+    def _await_turn(self, members: Sequence[int]) -> None:
+        """Until a merge has just ended in this rank's turn; not for ever, because one may take very long."""
+        self._count = max(1, len(members))
+        self._place = members.index(self._rank) if self._rank in members else 0
+        self._turn.clear()
+        self._is_due = True
+        self._turn.wait(2 * self._patience_s)
+        self._is_due = False
+
+    # -- one round of pings
+
+    def _ping(self, merged: Merged) -> None:
+        hosts = self._places.hosts(merged.members)
+        links = rank_links(merged.ways, self._world_size)
+        self._doubts = False
+        found = []
+        for peer in peers_of(self._rank, hosts, self._number):
+            if (link := self._measured(peer, links)) is not None:
+                found.append((time.monotonic(), Way(self._rank, peer, link)))
+        self._number += 1
+        if found:
+            self._rounds.appendleft(tuple(found))
+            self._sink(tuple(way for own in self._rounds for way in own))
+
+    def _measured(self, peer: int, links: Sequence[RankLink]) -> Link | None:
+        """The way to a peer, measured again with more bytes where it looks slow; ``None``: the peer did not answer."""
+        largest = largest_bytes(self._merged_bytes)
+        others = others_link(links, self._rank)
+        if (first := self._once(peer, largest)) is None:
+            return None
+        if not slow_in(RankLink(first.latency_s, first.bytes_per_s), others):
+            return first
+        self._doubts = True
+        again = self._once(peer, _DOUBTED * largest)
+        if again is None:
+            return first
+        limit = largest / RESOLUTION_S  # as high as a rate can be of those that are measured with fewer bytes
+        return Link(min(first.latency_s, again.latency_s), min(limit, max(first.bytes_per_s, again.bytes_per_s)))
+
+    def _once(self, peer: int, largest: int) -> Link | None:
+        try:
+            measured = measure(*self._places.of(peer), self._places.token, largest)
+        except OSError as error:
+            _log.debug("rank %d: no ping to rank %d: %s", self._rank, peer, error)
+            self._places.forget(peer)
+            return None
+        self.num_bytes += measured.num_bytes
+        return measured.link
+
+    # -- what is said
+
+    def _look_at_the_merge(self, merged: Merged) -> None:
+        self._long.merged(merged.step, merged.network_s)
+        step, seconds = self._on_its_way()
+        words = self._long.words(step, seconds, lambda: self._ask(merged.members), self.slow.now)
+        if words is not None:
+            _log.log(self._level(merged), words)
+
+    def _ask(self, members: Sequence[int]) -> dict[int, int | None]:
+        """For each peer the last step that it has submitted; ``None``: it does not answer."""
+        submitted = dict[int, int | None]()
+        for rank in self._places.hosts(members):
+            if rank != self._rank:
+                try:
+                    submitted[rank] = ask_progress(*self._places.of(rank), self._places.token)
+                except OSError:
+                    submitted[rank] = None
+        return submitted
+
+    def _judge(self, merged: Merged) -> None:
+        """Log once whose link is slow, or is not any more; the lowest member does."""
+        before, now = {slow.rank for slow in self.slow.now}, time.monotonic()
+        links = rank_links(merged.ways, self._world_size)
+        passed_s, self._looked_at = now - self._looked_at, now
+        self.slow.add(merged.step, links, num_bytes=self._merged_bytes, step_s=merged.seconds, passed_s=passed_s)
+        level = self._level(merged)
+        for slow in self.slow.now:
+            if slow.rank not in before:
+                _log.log(level, "step %d: %s", merged.step, slow.words)
+        for rank in before - {slow.rank for slow in self.slow.now}:
+            _log.log(level, "step %d: rank %d's link is as the others' again", merged.step, rank)
+
+    def _level(self, merged: Merged) -> int:
+        return logging.WARNING if self._rank == min(merged.members, default=0) else logging.DEBUG

@@ -1,0 +1,128 @@
+"""Each step's round: in which buffers, among whom, and what a gradient counts in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from straggle.backward.stages import StagePlan
+from straggle.merge.buffers import StageBuffers
+from straggle.merge.groups import Groups
+from straggle.merge.options import Merge, ReachedShares
+from straggle.merge.rank_state import MergeSide, TrainingSide
+from straggle.merge.recorded_groups import RecordedGroups
+from straggle.merge.round import Layout, Round, RoundTerms, Usage
+
+
+class Rounds:
+    """Begins the rounds of one model, and keeps the buffers that are free; all with the coordinator's lock held.
+
+    ``reached`` are the shares of each stage that this rank computed. ``num_changes``: numbers of the module's own
+    buffers that ride along with each merge. ``apart``: telemetry travels after the gradients.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        plan: StagePlan,
+        *,
+        merge: Merge,
+        all_or_nothing: bool,
+        num_changes: int,
+        world_size: int,
+        apart: bool,
+    ) -> None:
+        self.apart = apart
+        self.groups: Groups | None = None  # `None` while members change
+        self.ranks = tuple(range(world_size))  # of these groups
+        self.generation = 0
+        self._parameters = parameters
+        self._merge = merge
+        self._all_or_nothing = all_or_nothing
+        self._num_changes = num_changes
+        self._world_size = world_size
+        self._recorded: RecordedGroups | None = None
+        self.begin_anew()
+        self.learn(plan)
+
+    def learn(self, plan: StagePlan) -> None:
+        """Merge by this plan from here on; between two steps, on all ranks alike."""
+        self.plan = plan
+        self._layout = Layout(plan, self._parameters)
+        self._held: StageBuffers | None = None  # whose views are p.grad
+        self._spare: StageBuffers | None = None
+
+    def begin_anew(self) -> None:
+        """Between two steps: forget what a process that is started again does not know."""
+        self._usage, self.reached = Usage(), ReachedShares(self._merge.probability_window)
+
+    def replay_members(self, groups: RecordedGroups) -> None:
+        """Merge each step among those that were members then; before the first step, on all ranks alike."""
+        self._recorded, self.apart = groups, True
+
+    def merge_among(self, groups: Groups | None, ranks: tuple[int, ...], generation: int) -> None:
+        """The rounds that begin from here on are merged among these."""
+        self.groups, self.ranks, self.generation = groups, ranks, generation
+
+    def merge_among_none(self) -> None:
+        """Nothing is launched until `merge_among`."""
+        self.groups = None
+
+    # -- the step that is merged
+
+    def begin(self, training: TrainingSide, merging: MergeSide) -> Round:
+        """Begin the round of the step that is merged, with what is known of this rank's part in it."""
+        buffers = self._spare or self.new_buffers()
+        self._spare = None
+        current = Round(merging.step, self._layout, buffers, self._terms(merging.step), usage=self._usage)
+        current.weight = training.weight  # of a rank that has not entered: its last step's
+        if training.step == merging.step and training.entered_at is not None:
+            current.num_microbatches = training.entry.num_microbatches
+            if training.entry.max_over is not None:
+                current.max_over = training.entry.max_over
+            if training.drawn is not None:
+                current.draw(training.drawn)
+        merging.begin(current)
+        return current
+
+    def _terms(self, step: int) -> RoundTerms:
+        factors, merge = None, self._merge
+        if merge.weighting == "inverse_probability":
+            factors = self.reached.factors(len(self.plan.stages), merge.max_weight)
+        return RoundTerms(
+            None if self.groups is None else self.groups.gradients,
+            self.generation,
+            self.ranks,
+            factors,
+            all_or_nothing=self._all_or_nothing,
+            recorded=None if self._recorded is None else self._recorded.of_step(step, len(self._layout.buckets)),
+        )
+
+    def note_reached(self, computed: Sequence[float]) -> None:
+        """This rank has submitted these shares of the stages."""
+        if self._merge.weighting == "inverse_probability":
+            self.reached.append(computed)
+
+    # -- the buffers
+
+    def new_buffers(self) -> StageBuffers:
+        """Buffers that nothing else has."""
+        return StageBuffers(
+            self.plan,
+            self._parameters,
+            self._world_size,
+            num_changes=self._num_changes,
+            drop_nonfinite=self._merge.nonfinite == "drop",
+            telemetry_apart=self.apart,
+        )
+
+    def hold(self, buffers: StageBuffers) -> None:
+        """The parameters have their gradients in these, until `free_held`."""
+        self._held = buffers
+
+    def free_held(self) -> None:
+        """The gradients of the step before are needed no more, or were copied."""
+        if self._held is not None:
+            self._spare = self._spare or self._held  # a second spare is memory that only a stuck rank needs
+            self._held = None

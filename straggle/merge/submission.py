@@ -1,0 +1,90 @@
+"""What this rank submits for a step: its own work with estimates beside it, or what was finished and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor, nn
+
+from straggle.merge.member import Member
+from straggle.merge.rank_parts import RankParts
+from straggle.merge.replay import Decision
+from straggle.merge.round import Contribution, Round
+from straggle.merge.row import row_of
+from straggle.policies.fill_in import FillIn
+
+
+class Submission:
+    """Called by the training thread, and by the stand-in in its place, with the coordinator's lock held.
+
+    ``error``: the estimator's, while a step was submitted.
+    """
+
+    def __init__(self, rank: RankParts, member: Member, parameters: Sequence[nn.Parameter], fill_in: FillIn) -> None:
+        self._rank, self._member = rank, member
+        self._parameters, self._fill_in = parameters, fill_in
+        self.error: Exception | None = None
+
+    def own(
+        self,
+        current: Round,
+        *,
+        truncated: bool,
+        failed: bool = False,
+        scalars: Mapping[str, float],
+        changes: Tensor | None,
+    ) -> float:
+        """Submit the training thread's own step; when that was."""
+        training = self._rank.training
+        own = current.own_part(self._rank.stopwatch.phase, truncated=truncated, failed=failed)
+        if not truncated:
+            training.microbatch_finished()
+        if min(own.computed) < 1 and not training.entry.idle:
+            own = self._estimate(current, own)
+        return self._submit(current, own, scalars, changes)
+
+    def _estimate(self, current: Round, own: Contribution) -> Contribution:
+        """Let the estimator fill in. Where it fails, the peers learn of it, and the rank ends with this step."""
+        try:
+            return current.estimate(own, self._fill_in, self._parameters)
+        except Exception as error:
+            self.error = error
+            if self._rank.membership is None:
+                self._rank.training.fail()
+                self._rank.channel.post_failure(f"{self._rank.where(current.step)}: {error!r}")
+            return own
+
+    def finished(self, current: Round) -> float:
+        """Submit what the training thread finished, and nothing for the rest; when that was."""
+        current.stood_in = True
+        own = current.finished_part(self._rank.stopwatch.phase)
+        if not self._rank.training.entry.idle:
+            current.abstain(own, self._fill_in, self._parameters)
+        now = self._submit(current, own, {}, None)
+        self._rank.training.stop_up_to(current.step)
+        return now
+
+    def _submit(self, current: Round, own: Contribution, scalars: Mapping[str, float], changes: Tensor | None) -> float:
+        """Launch all collectives that are left, the last with the telemetry; when that was."""
+        training, merging, channel = self._rank.training, self._rank.merging, self._rank.channel
+        weights = current.weights(own)
+        without_store = not channel.store.reachable
+        row = row_of(training, merging, current, own, weights, scalars, without_store=without_store)
+        if not self._rank.rounds.apart:
+            current.buffers.write_telemetry(channel.rank, row.encode(), changes)
+        current.row, current.changes = row, changes
+        current.idle, current.entered = training.entry.idle, training.is_in(current.step)
+        self._record(current)
+        current.close(own, weights)
+        if not training.entry.idle:
+            self._rank.rounds.note_reached(row.computed)
+        now = self._rank.stopwatch.now()
+        merging.submit(now)
+        return now
+
+    def _record(self, current: Round) -> None:
+        """Before the peers can have it, say that this rank gives less than all of the step."""
+        if self._member.recorder is not None and (current.stood_in or current.left_at is not None):
+            taken, left_at, over = current.num_gradients, current.left_at, current.num_over
+            state = current.idle, current.entered
+            self._member.recorder.partial(Decision(current.step, taken, left_at, current.stood_in, over, *state))
