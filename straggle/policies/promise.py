@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from straggle.policies.history import Progress
-from straggle.policies.price import gain_wanted
+from straggle.policies.price import pays
 
 _LEAST_STEPS = 20  # in which something was dropped, from which on there is an answer
 
@@ -25,9 +25,10 @@ class Kept:
     num_steps: int
     dropped: float = 0.0
 
-    def broken(self, least_gain: float) -> bool:
-        """Whether it was less than ``least_gain``, or than what was dropped is worth, for more than noise."""
-        return self.num_steps >= _LEAST_STEPS and self.gain + self.error < gain_wanted(self.dropped, least_gain)
+    def broken(self, least_gain: float, price: float = 0.0) -> bool:
+        """Whether it was less than ``least_gain``, or than the ``price`` of what was dropped, for more than noise."""
+        best = self.gain + self.error
+        return self.num_steps >= _LEAST_STEPS and (best < least_gain or not pays(best, self.dropped, price))
 
 
 def kept(progress: Progress, compute_s: Tensor, waiting_s: Tensor) -> Kept:

@@ -33,7 +33,11 @@ class Telemetry:
         self.step, self.hooks = 0, OrderedDict()
         self.slowest_s = []
         self._draw = random.Random(seed)
+        self.dealt = False
         self.rebalance = Rebalance(self, **{"total": 64 * len(self.pace), **options})
+
+    def work_is_dealt(self):
+        self.dealt = True
 
     def register_step_hook(self, hook):
         handle = RemovableHandle(self.hooks)
