@@ -14,8 +14,8 @@ from torch import Tensor
 from straggle.policies.deadline import Deadline, LateHandling, NextDeadline, check_count, check_number, quantile_of
 from straggle.policies.dealt import SETTLED, steps_since_dealt
 from straggle.policies.history import History
-from straggle.policies.ordinary import differences, lag_that_drops
-from straggle.policies.price import AFTER_QUORUM, DEALT, EACH_FOR_ITSELF, pays
+from straggle.policies.ordinary import differences, lag_that_drops, vary_together
+from straggle.policies.price import HIGH, LOW, pays
 from straggle.policies.promise import kept
 from straggle.policies.step_model import StopRules, computed_share, simulate_step
 from straggle.policies.untruncated import untruncated_entries, untruncated_times
@@ -163,7 +163,7 @@ def choose_for(
     longest_s: float,
     least_gain: float,
     noise: float = _NOISE,
-    price: float = EACH_FOR_ITSELF,
+    price: float = LOW,
     waits: bool = False,
 ) -> Threshold:
     """`AutoDeadline`'s choice: the longest threshold unless a rank is slow as such and a shorter one pays (`pays`).
@@ -202,7 +202,7 @@ def after_quorum_s(steps: StepTimes, rules: StopRules, longest_s: float, lag_s: 
         return lag_s
     waiting_s = (steps.end_s.nan_to_num(0.0).amax(1) + steps.overhead_s).mean()
     step_s = (simulate_step(steps.unit_s, longest_s, with_lag, steps.entered_s).seconds + steps.overhead_s).mean()
-    if pays(float((1 - dropped) * waiting_s / step_s - 1), dropped, AFTER_QUORUM):
+    if pays(float((1 - dropped) * waiting_s / step_s - 1), dropped, HIGH):
         return lag_s
     needs_s = steps.unit_s + (steps.entered_s - steps.quorum_s.unsqueeze(1)).unsqueeze(-1)
     in_time = steps.unit_s <= longest_s
@@ -294,16 +294,16 @@ class AutoDeadline(Deadline):
     waited for until the threshold, and not until its last unit before, as the rule has it for micro-batches. It takes
     the longest threshold where no rank is slow as such, that is where ranks that need more than 1.4 times as long as a
     quorum cost less than 3 % of the steps' time. It takes it, too, where the best one promises less than ``least_gain``
-    (0.01: a hundredth more gradient per second), or less than the price of what it drops: half of it, or where work is
-    dealt out by speed (`Rebalance`, `Step.pull`) three times as much (`pays`). That is ``max_over_median`` times the
-    median rank's time in a quick step (the quickest tenth). So a rank that was never slow before and stalls is not
-    waited for either. With it, no rank is late by what ranks are behind a quorum now and then (`after_quorum_s`),
-    however slow all of them are at once. It takes the longest, too, where what was dropped in the last ``window`` steps
-    did not bring that much: gradient per second as it came, against waiting in the same steps (`kept`). Of thresholds
-    that differ by no more than noise (one standard error), it takes the longest. ``every``: steps between two choices;
-    in its first ten steps it chooses in each. Where work is dealt out by speed, it begins again when shares change:
-    times from before are not those of the new shares (`steps_since_dealt`). It predicts what the last choice is
-    expected to drop.
+    (0.01: a hundredth more gradient per second), or less than the price of what it drops: half of it, or three times as
+    much where work is dealt out by speed (`Rebalance`, `Step.pull`) or all ranks share a busy machine
+    (`vary_together`). That is ``max_over_median`` times the median rank's time in a quick step (the quickest tenth). So
+    a rank that was never slow before and stalls is not waited for either. With it, no rank is late by what ranks are
+    behind a quorum now and then (`after_quorum_s`), however slow all of them are at once. It takes the longest, too,
+    where what was dropped in the last ``window`` steps did not bring that much: gradient per second as it came, against
+    waiting in the same steps (`kept`). Of thresholds that differ by no more than noise (one standard error), it takes
+    the longest. ``every``: steps between two choices; in its first ten steps it chooses in each. Where work is dealt
+    out by speed, it begins again when shares change: times from before are not those of the new shares
+    (`steps_since_dealt`). It predicts what the last choice is expected to drop.
     """
 
     wants_progress = True
@@ -357,7 +357,7 @@ class AutoDeadline(Deadline):
         longest_s = self.max_over_median * _usual_s(history.compute_s)
         if steps is None or not longest_s < math.inf:  # no rank came to a step that is seen
             return Threshold(math.inf, 0.0, 0.0)
-        price = DEALT if history.dealt else EACH_FOR_ITSELF
+        price = HIGH if history.dealt or vary_together(steps.end_s) else LOW
         waits = self._broken(history, price)
         chosen = choose_for(steps, rules, longest_s=longest_s, least_gain=self.least_gain, price=price, waits=waits)
         rules = replace(rules, after_quorum_s=chosen.after_quorum_s)

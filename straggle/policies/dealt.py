@@ -24,7 +24,7 @@ def steps_since_dealt(weight: Tensor) -> int | None:
     changes = (weight[1:] != weight[:-1]).any(1)
     if not changes.any():
         return None
-    begins = [0, *(changes.nonzero().flatten() + 1).tolist(), len(weight)]
+    begins: list[int] = [0, *(changes.nonzero().flatten() + 1).tolist(), len(weight)]
     settled = [first for first, end in pairwise(begins) if end - first >= SETTLED]
     for first, before in pairwise(reversed(settled)):
         if (weight[before] != weight[first]).any():
