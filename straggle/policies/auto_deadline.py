@@ -188,6 +188,11 @@ def choose_for(
     return chosen if worth_it and chosen.tau_s < longest_s else longest
 
 
+def price_of(steps: StepTimes, *, dealt: bool) -> float:
+    """What a dropped gradient must bring: much where little but noise is left to be late."""
+    return HIGH if dealt or vary_together(steps.end_s) else LOW
+
+
 def after_quorum_s(steps: StepTimes, rules: StopRules, longest_s: float, lag_s: float) -> float:
     """How long after a quorum no rank is late with the longest threshold.
 
@@ -294,7 +299,7 @@ class AutoDeadline(Deadline):
     waited for until the threshold, and not until its last unit before, as the rule has it for micro-batches. It takes
     the longest threshold where no rank is slow as such, that is where ranks that need more than 1.4 times as long as a
     quorum cost less than 3 % of the steps' time. It takes it, too, where the best one promises less than ``least_gain``
-    (0.01: a hundredth more gradient per second), or less than the price of what it drops: half of it, or three times as
+    (0.01: a hundredth more gradient per second), or less than the price of what it drops: half of it, or four times as
     much where work is dealt out by speed (`Rebalance`, `Step.pull`) or all ranks share a busy machine
     (`vary_together`). That is ``max_over_median`` times the median rank's time in a quick step (the quickest tenth). So
     a rank that was never slow before and stalls is not waited for either. With it, no rank is late by what ranks are
@@ -357,7 +362,7 @@ class AutoDeadline(Deadline):
         longest_s = self.max_over_median * _usual_s(history.compute_s)
         if steps is None or not longest_s < math.inf:  # no rank came to a step that is seen
             return Threshold(math.inf, 0.0, 0.0)
-        price = HIGH if history.dealt or vary_together(steps.end_s) else LOW
+        price = price_of(steps, dealt=history.dealt)
         waits = self._broken(history, price)
         chosen = choose_for(steps, rules, longest_s=longest_s, least_gain=self.least_gain, price=price, waits=waits)
         rules = replace(rules, after_quorum_s=chosen.after_quorum_s)
