@@ -231,6 +231,18 @@ def run_panels() -> list[Any]:
             {"rank {{rank}}": now("lag_steps")},
         ),
         lines("Since its last step", "s", "Rises while a rank is stuck.", {"rank {{rank}}": now("since_step_seconds")}),
+        lines(
+            "Drawn",
+            "short",
+            "Micro-batches of a step's pool that a rank computed: a slow rank draws fewer; 0 where ranks do not draw.",
+            {"rank {{rank}}": rank_mean("micro_batches_total")},
+        ),
+        lines(
+            "Put back",
+            "short",
+            "Micro-batches that a rank had drawn and gave back because it was stuck, since its process began.",
+            {"rank {{rank}}": per_rank(f"straggle_micro_batches_put_back_total{{{RANK}}}")},
+        ),
         build.Row("Gradients"),
         share("Dropped", "Share of all ranks' gradients.", {"all ranks": dropped("job, run", RUN)}),
         share("Dropped by rank", "Share of a rank's gradients.", {"rank {{rank}}": dropped("job, run, rank", RANK)}),
@@ -345,6 +357,12 @@ def rank_panels() -> list[Any]:
             "short",
             "Live while its training thread is stuck.",
             {"lag (steps)": now("lag_steps"), "since its last step (s)": now("since_step_seconds")},
+        ),
+        lines(
+            "Drawn",
+            "short",
+            "Micro-batches of a step's pool that it computed, and how many there were; 0 where ranks do not draw.",
+            {"drawn": rank_mean("micro_batches_total"), "in the pool": rank_mean("pool_micro_batches_total")},
         ),
         build.Row("Lateness"),
         share(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,14 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from straggle.advise.by_speed import KEYS, BySpeed, by_speed
 from straggle.advise.gain import Gain, best, gains
+from straggle.advise.pulled import KEYS as PULLED
+from straggle.advise.pulled import Pulled, best_pulled
 from straggle.advise.slow import HELD_UP, MATTERS, UNUSUAL, Slowness, SlowRank, find_slow_ranks
 from straggle.advise.timings import LEAST_STEPS, Timings, read_timings
 from straggle.observe.findings import PLACES, ms
 from straggle.observe.findings import advise as sentences_of_run
 from straggle.observe.intervals import LEVEL, Interval
+from straggle.observe.link_spells import LinkSpell
 from straggle.observe.run import read_run
 from straggle.observe.run_numbers import numbers_of
 from straggle.policies.deadline import LateHandling
@@ -38,7 +41,8 @@ _NETWORK = 0.1  # of a step, from which on it is worth a sentence
 class Answer:
     """``sentences`` are those of the run's report, if straggle wrote a trace.
 
-    ``by_speed``: what dealing out by speed is worth, where a rank is always slow and that was not done.
+    ``by_speed``: what dealing out by speed is worth, where a rank is always slow and that was not done. ``pulled``:
+    what drawing micro-batches is worth, where ranks are waited for and did not draw.
     """
 
     timings: Timings
@@ -46,19 +50,29 @@ class Answer:
     gains: tuple[Gain, ...]
     best: Gain | None
     by_speed: BySpeed | None
+    pulled: Pulled | None
     sentences: tuple[str, ...]
 
     def __str__(self) -> str:
         parts = [_headline(self.timings, self.slowness), *(_about(rank, self.timings) for rank in self.slowness.ranks)]
         parts += [
-            *_summed_up(self.slowness),
-            _table(self.gains, self.timings, self.slowness),
-            *_what_to_do(self.best, self.slowness, self.timings),
+            *_summed_up(self.slowness, self.timings.slow_links),
+            _table(self._listed, self.timings, self.slowness),
+            *_to_draw(self.pulled, self.timings),
+            *_what_to_do(self.best, self.slowness, self.timings, draws=self._is_pulling_worth_it),
             *_always_slow(self.slowness, self.by_speed, self.timings),
         ]
         if self.sentences:
             parts += ["As the run was:", *(f"- {sentence}" for sentence in self.sentences)]
         return "\n\n".join(parts) + "\n"
+
+    @property
+    def _is_pulling_worth_it(self) -> bool:
+        return self.pulled is not None and self.pulled.is_worth_it
+
+    @property
+    def _listed(self) -> tuple[Gain, ...]:
+        return (self.pulled.gain, *self.gains) if self.pulled is not None else self.gains
 
     def as_json(self) -> str:
         """The complete answer for programs; times in seconds."""
@@ -75,6 +89,8 @@ class Answer:
                     "policies": [asdict(gain) for gain in self.gains],
                     "best": None if self.best is None else asdict(self.best),
                     "by_speed": None if self.by_speed is None else asdict(self.by_speed),
+                    "slow_links": [asdict(spell) for spell in timings.slow_links],
+                    "pulled": None if self.pulled is None else asdict(self.pulled),
                     "sentences": self.sentences,
                 }
             ),
@@ -90,14 +106,20 @@ def answer(path: Path) -> Answer:
     late_handling = None if timings.watched else configured_late_handling(run_dir)
     first = _present(timings, slowness)
     found = tuple(gains(timings, late_handling, first))
-    deal = _steady(slowness) and (timings.watched or not _is_dealt_by_speed(run_dir))
+    config = {} if timings.watched else _config(run_dir)
+    as_they_come = not (config.get("rebalance") or timings.pulled)  # what a rank has does not follow its speed
+    deal = bool(_steady(slowness)) and as_they_come
     sentences = tuple[str, ...]()
     if not timings.watched and timings.source.name == "trace.jsonl":
         run = read_run(run_dir)
         sentences = tuple(sentences_of_run(run, numbers_of(run)))
     chosen = best(list(found)) if slowness.somebody_is_waited_for else None
     dealt = by_speed(timings, late_handling, first) if deal else None
-    return Answer(timings, slowness, found, chosen, dealt, sentences)
+    drawn = None
+    if slowness.somebody_is_waited_for and as_they_come:
+        each = timings.num_microbatches if timings.watched else int(config.get("num_microbatches", 1))
+        drawn = best_pulled(timings, each, late_handling, first)
+    return Answer(timings, slowness, found, chosen, dealt, drawn, sentences)
 
 
 def _steady(slowness: Slowness) -> list[SlowRank]:
@@ -105,11 +127,11 @@ def _steady(slowness: Slowness) -> list[SlowRank]:
     return [rank for rank in slowness.ranks if rank.steady >= _STEADY and rank.until is None]
 
 
-def _is_dealt_by_speed(run_dir: Path) -> bool:
-    """Whether the run's configuration says so."""
+def _config(run_dir: Path) -> Mapping[Any, Any]:
+    """The run's configuration; empty where there is none."""
     path = run_dir / _CONFIG
     config: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
-    return isinstance(config, dict) and bool(config.get("rebalance"))
+    return config if isinstance(config, dict) else {}
 
 
 def _present(timings: Timings, slowness: Slowness) -> int:
@@ -158,7 +180,7 @@ def _about(rank: SlowRank, timings: Timings) -> str:
     )
 
 
-def _summed_up(slowness: Slowness) -> Iterator[str]:
+def _summed_up(slowness: Slowness, slow_links: Sequence[LinkSpell]) -> Iterator[str]:
     if slowness.ranks:
         yield (
             f"That explains {slowness.attributed:.0%} of what the job loses to the slowest rank of each step; the rest "
@@ -174,6 +196,7 @@ def _summed_up(slowness: Slowness) -> Iterator[str]:
             f"{slowness.network_s / slowness.step_s:.0%} of a step ({ms(slowness.network_s)}) is the network: it comes "
             "after the slowest rank's own work, and no deadline changes it."
         )
+    yield from (f"{spell.words}." for spell in slow_links)
 
 
 def _held_up(slowness: Slowness) -> str:
@@ -205,11 +228,50 @@ def _table(found: tuple[Gain, ...], timings: Timings, slowness: Slowness) -> str
     )
 
 
-def _what_to_do(one: Gain | None, slowness: Slowness, timings: Timings) -> Iterator[str]:
+_IN_PARTS = {2: "half", 4: "a quarter", 8: "an eighth", 16: "a sixteenth"}
+_LOOP = """\
+  import straggle
+  model = straggle.StagedDataParallel(model)
+  with model.step() as step:
+      for x, y in step.pull(parts):  # the micro-batches of all ranks, the same on each
+          criterion(model(x), y).backward()"""
+
+
+def _to_draw(drawn: Pulled | None, timings: Timings) -> Iterator[str]:
+    """The first advice where a step has several micro-batches; where not, how many it would need."""
+    if drawn is None or not drawn.is_worth_it:
+        return
+    number, gain = drawn.num_microbatches, drawn.gain
+    fewest = min(range(len(drawn.drawn)), key=drawn.drawn.__getitem__)
+    worth = (
+        f"steps of {ms(gain.step_s)}, {_percent(gain.saved)} less than waiting for all ranks, and nothing is dropped: "
+        f"rank {fewest} would compute {drawn.drawn[fewest]:.1f} micro-batches in a step, others up to "
+        f"{max(drawn.drawn):.1f}. Gradients per second: x {_between(gain.speedup)}."
+    )
+    keys = f"{PULLED} num_microbatches={number}" + ("" if drawn.accumulates else " and a smaller batch_size")
+    how = "  " + keys if _is_of_train(timings) else _LOOP
+    if drawn.accumulates:
+        yield (
+            f"A step has {number} micro-batches on each rank: let the ranks draw them from one pool. Pulling would "
+            f"give {worth} To use it (docs/pulled.md):\n{how}"
+        )
+        return
+    yield (
+        f"A step has one micro-batch on each rank, so there is nothing to draw. With {number} in a step, each "
+        f"{_IN_PARTS[number]} as large, ranks could draw them from one pool. Pulling would then give {worth} That is "
+        f"as far as a pass takes time by its samples. To use it (docs/pulled.md):\n{how}"
+    )
+
+
+def _what_to_do(one: Gain | None, slowness: Slowness, timings: Timings, *, draws: bool) -> Iterator[str]:
+    """With a deadline; ``draws``: something else was advised before."""
+    if one is None and draws:
+        return
     if one is None:
         yield f"Change nothing: {_why_nothing(slowness)}. Wait for all ranks, as DDP does."
         return
-    yield _to_add(one) if _is_of_train(timings) else _to_paste(one, timings)
+    text = _to_add(one) if _is_of_train(timings) else _to_paste(one, timings)
+    yield f"Or with a deadline, which drops gradients. {text}" if draws else text
 
 
 def _is_of_train(timings: Timings) -> bool:

@@ -83,6 +83,10 @@ def _print(summary: dict[str, Any], run_dir: Path) -> None:
         ("validation loss", f"{summary['validation_loss']:.3f}", _accuracy(summary)),
         ("parameters on all ranks", "identical" if same else "DIFFERENT", summary["parameters_sha256"][0][:12]),
     ]
+    if (drawn := summary["drawn_per_rank"]) is not None:
+        shown = ", ".join(f"rank {rank}: {own:.1f}" for rank, own in enumerate(drawn))
+        put_back = sum(summary["put_back_per_rank"])
+        rows.insert(3, ("micro-batches drawn, mean", shown, f"put back: {put_back}" if put_back else ""))
     if any(absent := summary["absent_steps_per_rank"]):
         away = ", ".join(f"rank {rank}: {steps}" for rank, steps in enumerate(absent) if steps)
         rows.insert(4, ("steps without a rank", f"{sum(absent)} of {summary['steps'] * len(absent)}", away))

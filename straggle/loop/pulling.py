@@ -21,7 +21,7 @@ from straggle.merge.telemetry import StepRecord, Table
 
 # A micro-batch beyond a rank's even part by so much is not asked for ahead: a slow rank that draws early what it can
 # only begin late is whom all others wait for. The answer that nothing is left, one beyond the even part, is.
-_AHEAD = 1.25
+AHEAD = 1.25
 
 
 @final
@@ -63,7 +63,7 @@ class Pulling:
         """The next one is asked for in a backward pass: the answer is there before the rank begins its last."""
         opened, step, given = self._opened, self._opened.step, 0
         pool = self._pool(len(weights))
-        ahead = even_parts(len(weights), tuple(self._done), self._present)[self._channel.rank] + _AHEAD
+        ahead = even_parts(len(weights), tuple(self._done), self._present)[self._channel.rank] + AHEAD
         draws = Draws(pool, self._channel.rank, self._coordinator.training.step, self._channel.store, self._counters)
 
         def ask_ahead() -> None:

@@ -53,7 +53,7 @@ class StageBuffers:
     """One step's gradients of all stages. Not thread-safe: the coordinator's lock guards it.
 
     ``views`` holds one gradient for each parameter. With the last bucket go ``rows``, a row of telemetry for each rank,
-    and ``changes``, those of the module's buffers with their weights at the end; with ``telemetry_apart`` both go in a
+    and ``changes``, those of the module's buffers with their weights at the end; after `use_telemetry` both go in a
     message of their own, after all buckets. ``drop_nonfinite``: gradients with elements that are not finite are left
     out.
     """
@@ -66,7 +66,6 @@ class StageBuffers:
         *,
         num_changes: int = 0,
         drop_nonfinite: bool = False,
-        telemetry_apart: bool = False,
     ) -> None:
         self._world_size = world_size
         self._drop_nonfinite = drop_nonfinite
@@ -79,21 +78,23 @@ class StageBuffers:
         self.rows = torch.empty(0)
         buckets = [[index for stage in bucket for index in stage.parameters] for bucket in plan.buckets()]
         length = row_length(len(plan.stages))
-        self._apart = telemetry_apart
-        last = 0 if telemetry_apart else world_size * length + num_changes
+        last = world_size * length + num_changes
         self._buckets = [self._allocate(bucket, parameters, last if bucket is buckets[-1] else 0) for bucket in buckets]
         self._length = world_size * length
-        self.use_telemetry(torch.zeros(self._length + num_changes) if telemetry_apart else self.rows)
+        self._with_last = self.rows
+        self.use_telemetry(self.rows)
 
     def use_telemetry(self, numbers: Tensor) -> None:
-        """What ``rows`` and ``changes`` are parts of from here on."""
+        """What ``rows`` and ``changes`` are parts of, from here on to the end of the step."""
         self.telemetry = numbers
         self.changes = numbers[self._length :]
         self.rows = numbers[: self._length].view(self._world_size, -1)
 
     def begin(self) -> None:
         """A new step begins."""
-        self._finite, self._merged = [], {}
+        self._finite, self._merged, self._rank = [], {}, -1
+        if self.telemetry is not self._with_last:
+            self.use_telemetry(self._with_last)
 
     def accumulate(self, index: int, gradient: Tensor, *, add: bool, weight: float = 1.0) -> None:
         """Write ``weight * gradient`` of parameter ``index``, or add it to what is there."""
@@ -148,18 +149,18 @@ class StageBuffers:
                         self.views[index].zero_()
             if self._drop_nonfinite:
                 self._leave_out_nonfinite(flat)
-            if flat is self._buckets[-1][-1] and not self._apart:
+            if flat is self._buckets[-1][-1]:
                 self._count_nonfinite()
             works += [group.all_reduce(message) for message in flat.messages]
         return works
 
     def merge_telemetry(self, group: Group) -> dist.Work:
-        """Start the merge of rows and changes, where these do not go with the last bucket."""
+        """Start the merge of rows and changes apart from the last bucket, where `use_telemetry` has made them so."""
         self._count_nonfinite()
         return group.all_reduce(self.telemetry)
 
     def _count_nonfinite(self) -> None:
-        if self._finite:  # the row says 0 already
+        if self._finite and self._rank >= 0:  # the row says 0 already
             self.rows[self._rank, NONFINITE] = (~torch.cat(self._finite)).sum()
 
     def resend(self, bucket: int, group: Group) -> list[dist.Work]:

@@ -74,7 +74,6 @@ class Coordinator:
             all_or_nothing=deadline.late_handling.granularity == "step",
             num_changes=num_changes,
             world_size=channel.world_size,
-            apart=membership is not None,
         )
         self._rounds.merge_among(channel.formed, self._rounds.ranks, 0)
         self._rank = RankParts(channel, *sides, deadline, self._stand_in, self._rounds, {}, membership)

@@ -17,6 +17,7 @@ from straggle.report import MembersReport, StepReport
 
 _WIDTH = 160  # columns of a table that is written to a file
 _LINES = 20  # plain lines over the run
+_RANKS = 8  # whose numbers fit into a line
 
 
 class LiveView:
@@ -67,6 +68,7 @@ class LiveView:
         late = ",".join(str(rank) for rank in report.late_ranks) or "none"
         loss = report.scalars.get("loss", math.nan)
         line = f"loss {loss:.3f}  step {report.seconds * 1e3:4.0f} ms  deadline {deadline}  late: {late}"
+        line += f"  drew {_drawn(report)}" if report.pool_parts else ""
         absent = "; ".join(map(self._absence, report.absent_ranks))
         return f"{line}  absent: {absent}" if absent else line
 
@@ -85,6 +87,14 @@ class LiveView:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._progress.stop()
+
+
+def _drawn(report: StepReport) -> str:
+    """How many micro-batches each rank computed; of many ranks the fewest and the most."""
+    parts = [rank.parts for rank in report.ranks if not rank.absent]
+    if len(parts) > _RANKS:
+        return f"{min(parts)} to {max(parts)}"
+    return ",".join(map(str, parts)) + f" of {report.pool_parts}"
 
 
 def print_table(

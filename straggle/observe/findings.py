@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from straggle.observe.link_spells import LONG, long_merges
 from straggle.observe.run import Run
 from straggle.observe.run_numbers import Numbers, RankNumbers
 
@@ -43,13 +44,15 @@ def advise(run: Run, numbers: Numbers) -> list[str]:
         *_replicas(run),
         *_not_written(run),
         *_bad_numbers(run, numbers),
+        *_network(run),
         *_saved(numbers),
+        *_drawn(numbers),
         *_always_slow(run, numbers),
         *_sometimes(numbers),
         *_stood_in(run, numbers),
         *_depth(run, numbers),
         *_starved(numbers),
-        *_dealt_unequally(run),
+        *(_dealt_unequally(run) if not numbers.pool_parts else ()),
         *_no_rank_late(run, numbers),
         *_waiting(numbers),
         *_out_of_data(run),
@@ -99,6 +102,32 @@ def _saved(numbers: Numbers) -> Iterator[str]:
             "A longer deadline would keep more of them: a larger slack or quantile, or more of least_gain for "
             "AutoDeadline; DropBudget puts a bound on it."
         )
+
+
+def _drawn(numbers: Numbers) -> Iterator[str]:
+    """Who drew how many micro-batches, and what became of those that were not computed."""
+    if not numbers.pool_parts:
+        return
+    ranks = sorted((rank for rank in numbers.ranks if not math.isnan(rank.drawn)), key=lambda rank: rank.drawn)
+    least, most = ranks[0], ranks[-1]
+    missing = f"{numbers.not_computed:,} of {numbers.pool_parts:,} micro-batches were not computed"
+    lost = f"{missing}." if numbers.not_computed else "No micro-batch was left out."
+    if least.drawn <= (1 - BIAS) * most.drawn:
+        yield (
+            f"The ranks drew the micro-batches of a step: rank {least.rank} computed {least.drawn:.1f} of them on "
+            f"average and rank {most.rank} {most.drawn:.1f}, because rank {least.rank} had less time for them. {lost}"
+        )
+    else:
+        yield (
+            f"The ranks drew the micro-batches of a step, and each computed {least.drawn:.1f} to {most.drawn:.1f} of "
+            f"them on average. {lost}"
+        )
+    for rank in sorted(ranks, key=lambda rank: -rank.put_back)[:3]:
+        if rank.put_back:
+            yield (
+                f"Rank {rank.rank} was stuck with micro-batches that it had drawn, and gave {rank.put_back:,} of them "
+                "back: the others drew these."
+            )
 
 
 def _always_slow(run: Run, numbers: Numbers) -> Iterator[str]:
@@ -194,9 +223,28 @@ def _waiting(numbers: Numbers) -> Iterator[str]:
         )
 
 
+def _network(run: Run) -> Iterator[str]:
+    spells = run.slow_links
+    share = float(np.nansum(run.network_s) / np.nansum(run.seconds)) if np.nansum(run.seconds) else 0.0
+    yield from (
+        f"{spell.words}. All ranks wait for it in each merge: the merge on the network is {share:.0%} of the time."
+        for spell in spells
+    )
+    if (long := long_merges(run.step, run.network_s)) is not None:
+        then = [spell for spell in spells if spell.slow.since_step <= long.longest_step]
+        then = [spell for spell in then if spell.until_step is None or long.longest_step <= spell.until_step]
+        why = f"rank {then[0].slow.rank}'s link was slow then" if then else "no link was known to be slow then"
+        yield (
+            f"In {_steps(long.number, run.num_steps)} the merge took {LONG:g} times as long on the network as usual "
+            f"({ms(long.usual_s)}) or longer, though all ranks had submitted: at most {ms(long.longest_s)}, in step "
+            f"{long.longest_step}; {why}."
+        )
+
+
 def _out_of_data(run: Run) -> Iterator[str]:
     idle = np.nan_to_num(run.ranks["idle"]) == 1
-    uneven = idle.any(axis=1) & ~idle.all(axis=1)
+    dealt = run.pool_parts == 0  # for a rank that came late to a pool, nothing was left
+    uneven = idle.any(axis=1) & ~idle.all(axis=1) & dealt
     if uneven.any():
         first = int(uneven.argmax())
         yield (

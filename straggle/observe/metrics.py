@@ -204,6 +204,9 @@ class StepMetrics:
         self._count_gradients(record.plan, own)
         self._count_stages(report.stages, own, sum(rank.weight for rank in report.ranks if not rank.absent))
         self._count_contributions(report)
+        self._micro_batches.inc(own.parts)
+        self._put_back.inc(own.put_back)
+        self._pool.inc(report.pool_parts)
         self._show_link(record.plan, report, own)
         self._steps.inc()
         self._skipped.inc(report.skipped)
@@ -370,6 +373,7 @@ class StepMetrics:
         self._define_members()
         self._define_links()
         self._define_gradients()
+        self._define_pools()
 
     def _define_members(self) -> None:
         rank = self._rank
@@ -462,6 +466,18 @@ class StepMetrics:
         ).labels(rank)
         self._replica_mismatches = self._counter(
             "replica_mismatches", "Comparisons in which this rank's parameters were not those of the others."
+        ).labels(rank)
+
+    def _define_pools(self) -> None:
+        rank = self._rank
+        self._micro_batches = self._counter(
+            "micro_batches", "Micro-batches that this rank drew from the pools of its steps and computed."
+        ).labels(rank)
+        self._put_back = self._counter(
+            "micro_batches_put_back", "Micro-batches that this rank had drawn and gave back, because it was stuck."
+        ).labels(rank)
+        self._pool = self._counter(
+            "pool_micro_batches", "Micro-batches in the pools of its steps, which all ranks together draw from."
         ).labels(rank)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,19 +14,24 @@ from numpy.typing import NDArray
 from omegaconf import OmegaConf
 
 from straggle.observe.fairness import Contributions, Fairness
+from straggle.observe.link_spells import LinkSpell, link_spells
 from straggle.observe.members import read_members
 from straggle.observe.trace import read_trace, whole_lines
 from straggle.observe.wait_for_all import WaitForAllPrediction
 from straggle.observe.warmup import num_warmup_steps
 from straggle.observe.watch import watched_files
+from straggle.observe.watched_links import links_of_lines
+from straggle.policies.rank_links import RankLink
 from straggle.report import CAUSES, PHASES, MembersReport, RankReport, ShadowReport, StageReport, StepReport
 
 Array: TypeAlias = NDArray[np.float64]
 _TIMES = ("outside_s", "optimizer_s", "data_s", "forward_s", "backward_s", "wait_s", "compute_s", "overrun_s")
 _LINK = ("latency_s", "up_bytes_per_s", "down_bytes_per_s")
-_FIELDS = (*_TIMES, *_LINK, "reach", "weight", "late", "stood_in", "cause", "idle", "nonfinite", "absent")
+_DRAWN = ("parts", "put_back")
+_FIELDS = (*_TIMES, *_LINK, "reach", "weight", "late", "stood_in", "cause", "idle", "nonfinite", "absent", *_DRAWN)
 
 
+_ELEMENT_BYTES = 4  # a trace does not say what a gradient's elements are
 _OF_DDP = (*(f"{phase}_s" for phase in PHASES), "compute_s", "stage_s")
 
 
@@ -38,8 +43,9 @@ class Run:
     ``ranks`` has the numeric fields of `RankReport`, flags as 0 and 1 and ``cause`` as an index into `CAUSES`.
     ``wait_for_all_s`` is predicted (`WaitForAllPrediction`). ``stages`` are those of the last step. ``stage_share``,
     shape (stages, ranks), is the mean share of each stage that each rank computed, over the ``num_stage_steps`` last
-    steps, which have this plan. ``changes`` of the members, and when they were in seconds since 1970, are those of
-    ``members.jsonl``.
+    steps, which have this plan. ``pool_parts``: the micro-batches in each step's pool; 0: the ranks did not draw.
+    ``dropped``: the share of each step's gradients that did not come in. ``changes`` of the members, and when they
+    were in seconds since 1970, are those of ``members.jsonl``.
     """
 
     name: str
@@ -53,6 +59,8 @@ class Run:
     deadline_s: Array
     loss: Array
     skipped: Array
+    pool_parts: Array
+    dropped: Array
     ranks: Mapping[str, Array]
     stages: tuple[StageReport, ...]
     stage_share: Array
@@ -69,6 +77,16 @@ class Run:
     def num_ranks(self) -> int:
         """Ranks in the trace."""
         return int(self.ranks["late"].shape[1])
+
+    @property
+    def slow_links(self) -> tuple[LinkSpell, ...]:
+        """Whose link was slow, and when."""
+        of = [self.ranks[name].tolist() for name in _LINK]
+        steps = (
+            (int(step), [RankLink(*own) for own in zip(*links, strict=True)], seconds)
+            for step, seconds, *links in zip(self.step.tolist(), self.seconds.tolist(), *of, strict=True)
+        )
+        return link_spells(steps, num_bytes=_ELEMENT_BYTES * sum(stage.numel for stage in self.stages))
 
     @property
     def warmup(self) -> int:
@@ -131,9 +149,11 @@ def _of_ddp(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
     stages = [{**stage, "weight": len(heads)} for stage in heads[0]["stages"]]
     for lines in steps:
         network_s = min(line["wait_s"] for line in lines)
+        links = links_of_lines(lines)
         ranks = [
             {
                 **{name: line[name] for name in _OF_DDP},
+                **asdict(link),
                 "rank": head["rank"],
                 "wait_s": line["wait_s"] - network_s,
                 "reach": 1.0,
@@ -141,7 +161,7 @@ def _of_ddp(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
                 "late": False,
                 "stood_in": False,
             }
-            for head, line in zip(heads, lines, strict=True)
+            for head, line, link in zip(heads, lines, links, strict=True)
         ]
         seconds = max(line["seconds"] for line in lines)
         step = {"step": lines[0]["step"], "seconds": seconds, "network_s": network_s, "deadline_s": None}
@@ -251,7 +271,7 @@ class _Columns:
         loss = report.scalars.get("loss", math.nan)
         waiting_s = self._prediction.seconds(report)
         times = (report.seconds, report.network_s, waiting_s, report.deadline_s)
-        row = (report.step, *times, loss, report.skipped)
+        row = (report.step, *times, loss, report.skipped, report.pool_parts, _dropped(report))
         self._ranks.append(np.array([list(_values(rank)) for rank in report.ranks], dtype=float).T)
         self._add_stages(report)
         self._contributions.add(report)
@@ -282,7 +302,7 @@ class _Columns:
         for number, values in enumerate(self._ranks):
             ranks[:, number, : values.shape[1]] = values
         share = np.divide(self._sum, self._count, out=np.full_like(self._sum, np.nan), where=self._count > 0)
-        step, seconds, network_s, wait_for_all_s, deadline_s, loss, skipped = columns
+        step, seconds, network_s, wait_for_all_s, deadline_s, loss, skipped, pool_parts, dropped = columns
         return Run(
             name=name,
             run_dir=run_dir,
@@ -295,12 +315,23 @@ class _Columns:
             deadline_s=deadline_s,
             loss=loss,
             skipped=skipped,
+            pool_parts=pool_parts,
+            dropped=dropped,
             ranks=dict(zip(_FIELDS, ranks, strict=True)),
             stages=self._plan,
             stage_share=share,
             num_stage_steps=self._num_stage_steps,
             fairness=self._contributions.fairness(),
         )
+
+
+def _dropped(report: StepReport) -> float:
+    """Of the ranks whose reach is known; NaN where none is, 0 where no rank had data."""
+    if report.pool_weight:
+        return report.dropped_share
+    reach = [rank.reach for rank in report.ranks if not (rank.idle or rank.absent)]
+    known = [own for own in reach if not math.isnan(own)]
+    return 1 - sum(known) / len(known) if known else math.nan if reach else 0.0
 
 
 def _values(rank: RankReport) -> Iterator[float]:

@@ -38,6 +38,8 @@ class RankNumbers:
     rank was doing, or by why its gradients are missing. ``steps`` are those in which it had data. ``reach`` is the mean
     share of the gradient elements that it computed in these steps. ``slowness`` is its median compute time, over steps
     that it finished, divided by the median of the other ranks' medians: 2.0 means that it takes twice as long.
+    ``drawn``: micro-batches that it computed of a step's pool, in the mean (NaN: the ranks did not draw). ``put_back``:
+    those that it had drawn and gave back.
     """
 
     rank: int
@@ -51,6 +53,8 @@ class RankNumbers:
     slowness: float
     nonfinite_steps: int
     absent: int
+    drawn: float
+    put_back: int
 
     @property
     def late_share(self) -> float:
@@ -60,7 +64,10 @@ class RankNumbers:
 
 @dataclass(frozen=True)
 class Numbers:
-    """A complete run. ``saved_share`` is of the mean step's seconds: 0.3 means 30 % less than waiting for all ranks."""
+    """A complete run. ``saved_share`` is of the mean step's seconds: 0.3 means 30 % less than waiting for all ranks.
+
+    ``pool_parts``: micro-batches in all pools that the ranks drew from; ``not_computed``: those that no rank computed.
+    """
 
     own: Times
     waiting: Times
@@ -78,6 +85,8 @@ class Numbers:
     stage_share: tuple[float, ...]
     with_deadline: int
     fairness: Fairness
+    pool_parts: int
+    not_computed: int
 
 
 def numbers_of(run: Run) -> Numbers:
@@ -90,16 +99,13 @@ def numbers_of(run: Run) -> Numbers:
 def _numbers_of(run: Run) -> Numbers:
     own, waiting = _times(run.seconds[run.warmup :]), _times(run.wait_for_all_s[run.warmup :])
     has_data = has_data_of(run)
-    reach = np.where(has_data, run.ranks["reach"], np.nan)
     losses = run.loss[-20:]
-    # no gradients are missing in a step for which no rank had data
-    dropped = np.where(has_data.any(axis=1), 1 - np.nanmean(reach, axis=1), 0.0)
     return Numbers(
         own=own,
         waiting=waiting,
         saved_share=1 - own.mean_s / waiting.mean_s if waiting.mean_s else math.nan,
         seconds=float(np.nansum(run.seconds)),
-        dropped_share=float(np.nanmean(dropped)),
+        dropped_share=float(np.nanmean(run.dropped)),
         late=int(np.nansum(run.ranks["late"])),
         rank_steps=int(has_data.sum()),
         stood_in=int(np.nansum(run.ranks["stood_in"])),
@@ -113,6 +119,8 @@ def _numbers_of(run: Run) -> Numbers:
         stage_share=tuple(map(float, np.nanmean(run.stage_share, axis=1))),
         with_deadline=int(np.isfinite(run.deadline_s).sum()),
         fairness=run.fairness,
+        pool_parts=int(run.pool_parts.sum()),
+        not_computed=int(run.pool_parts.sum() - np.nansum(run.ranks["parts"])),
     )
 
 
@@ -147,6 +155,8 @@ def _rank_numbers(run: Run, has_data: Flags, rank: int, slowness: float) -> Rank
         slowness=slowness,
         nonfinite_steps=int((of["nonfinite"] > 0).sum()),
         absent=int((run.ranks["absent"][:, rank] == 1).sum()),
+        drawn=float(np.nanmean(run.ranks["parts"][(run.pool_parts > 0) & (run.ranks["absent"][:, rank] == 0), rank])),
+        put_back=int(np.nansum(run.ranks["put_back"][:, rank])),
     )
 
 

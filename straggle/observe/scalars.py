@@ -34,7 +34,9 @@ class StepScalars:
     ``straggle/late_ranks``: how many were late in a step. ``straggle/dropped``: share of all gradient elements, 0 to 1.
     ``straggle/step_s``: seconds of a step. ``straggle/waited_s``: seconds that a rank waited for the slowest, in the
     mean over ranks. ``straggle/saved_s``: by how much a step would have been longer had all ranks been waited for, as
-    far as it can be known (`WaitForAllPrediction`). What ``step.log`` was given has its own name.
+    far as it can be known (`WaitForAllPrediction`). ``straggle/fewest_drawn`` and ``straggle/most_drawn``:
+    micro-batches that the rank computed that drew fewest, and most, in steps with a pool (``step.pull``). What
+    ``step.log`` was given has its own name.
     """
 
     def __init__(self) -> None:
@@ -51,6 +53,7 @@ class StepScalars:
             "straggle/step_s": report.seconds,
             "straggle/waited_s": sum(rank.wait_s for rank in present) / max(1, len(present)),
             "straggle/saved_s": self._waiting.seconds(report) - report.seconds,
+            **_drawn(report),
             **report.scalars,
         }
         for name, number in numbers.items():
@@ -64,6 +67,13 @@ class StepScalars:
         self._sums.clear()
         self._counts.clear()
         return means
+
+
+def _drawn(report: StepReport) -> dict[str, float]:
+    parts = [rank.parts for rank in report.ranks if not rank.absent]
+    if not (report.pool_parts and parts):
+        return {}
+    return {"straggle/fewest_drawn": float(min(parts)), "straggle/most_drawn": float(max(parts))}
 
 
 def log_scalars(

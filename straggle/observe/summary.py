@@ -47,6 +47,8 @@ def summarize(
         "late_steps_per_rank": [rank.late for rank in numbers.ranks],
         "stood_in_steps_per_rank": [rank.stood_in for rank in numbers.ranks],
         "absent_steps_per_rank": [rank.absent for rank in numbers.ranks],
+        "drawn_per_rank": [rank.drawn for rank in numbers.ranks] if numbers.pool_parts else None,
+        "put_back_per_rank": [rank.put_back for rank in numbers.ranks] if numbers.pool_parts else None,
         "loss": numbers.loss,
         "validation_loss": scores["loss"],
         **({"validation_accuracy": scores["accuracy"]} if "accuracy" in scores else {}),

@@ -29,7 +29,8 @@ class Simulation:
     ``step_s`` is under the policy, ``all_s`` what waiting for all ranks takes with the same delays. ``dropped``: share
     of the step's gradients; ``predicted_drop``: what the policy predicted (NaN: it makes no prediction).
     ``late_ranks``: the number of late ranks; ``late_steps``: the number of steps in which each rank was late.
-    ``reach``: the share of each stage that each rank computed, over all steps.
+    ``reach``: the share of each stage that each rank computed, over all steps. ``drawn``: micro-batches that each rank
+    computed of a step's pool, in the mean; ``None`` where it has none.
     """
 
     step_s: Tensor
@@ -40,6 +41,7 @@ class Simulation:
     late_ranks: Tensor
     late_steps: Tensor
     reach: Tensor
+    drawn: Tensor | None = None
 
     @property
     def speedup(self) -> float:

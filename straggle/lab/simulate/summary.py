@@ -36,7 +36,12 @@ def numbers_of(simulation: Simulation) -> dict[str, Any]:
         "dropped_by_stage": (1 - reach.mean(0)).tolist(),
         "dropped_by_rank": {"max": float(by_rank.max()), **{k: _quantile(by_rank, q) for k, q in _QUANTILES.items()}},
     }
+    if simulation.drawn is not None:
+        drawn = simulation.drawn
+        numbers["drawn_per_rank"] = {"mean": float(drawn.mean()), "min": float(drawn.min()), "max": float(drawn.max())}
     if len(reach) <= _RANKS_IN_FULL:
+        if simulation.drawn is not None:
+            numbers["ranks_drawn"] = simulation.drawn.tolist()
         numbers["ranks_dropped"] = by_rank.tolist()
         numbers["ranks_late_steps"] = simulation.late_steps.tolist()
     return numbers
@@ -59,6 +64,7 @@ def rows_of(numbers: dict[str, Any]) -> list[tuple[str, str, str, str]]:
         ("  of the first and last stage", "", f"{stages[0]:.2%}, {stages[-1]:.2%}", ""),
         ("  of the rank that drops most", "", f"{numbers['dropped_by_rank']['max']:.2%}", ""),
         ("late ranks in a step", "", f"{numbers['late_ranks_mean']:.1f}", ""),
+        *_drawn(numbers),
     ]
 
 
@@ -70,6 +76,13 @@ def _predicted(numbers: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     return [("  predicted by the policy", "", words, "")]
 
 
+def _drawn(numbers: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """How many micro-batches of a step the ranks computed that drew them."""
+    if (drawn := numbers.get("drawn_per_rank")) is None:
+        return []
+    return [("micro-batches of a rank", f"{drawn['mean']:.1f}", f"{drawn['min']:.1f} to {drawn['max']:.1f}", "")]
+
+
 def save_chart(simulation: Simulation, path: Path, title: str) -> None:
     """Step times, drop per stage and drop per rank; needs matplotlib."""
     from matplotlib.figure import Figure
@@ -77,9 +90,10 @@ def save_chart(simulation: Simulation, path: Path, title: str) -> None:
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     times, stages, ranks = figure.subplots(1, 3)
     figure.suptitle(title, fontsize=11)
+    ours = "under the deadline" if simulation.drawn is None else "drawn from a pool"
     both = torch.cat([simulation.step_s, simulation.all_s])
     edges = torch.linspace(float(both.min()), float(both.quantile(0.999)) + 1e-9, 61).tolist()
-    for seconds, label in ((simulation.all_s, "waiting for all"), (simulation.step_s, "under the deadline")):
+    for seconds, label in ((simulation.all_s, "waiting for all"), (simulation.step_s, ours)):
         times.hist(seconds.tolist(), bins=edges, alpha=0.6, label=label)
     times.set(xlabel="seconds of a step", ylabel="steps")
     times.legend()

@@ -109,7 +109,8 @@ def _run_part(charts: _Charts, run: Run, numbers: Numbers, steps: Sequence[int])
         "config": OmegaConf.to_yaml(OmegaConf.create(dict(run.config))) if run.config else "",
         "advice": advise(run, numbers),
         "lateness": charts.add(figures.lateness(run)),
-        "ranks": [_rank_row(rank) for rank in numbers.ranks],
+        "drawn": bool(numbers.pool_parts),
+        "ranks": [_rank_row(rank, drawn=bool(numbers.pool_parts)) for rank in numbers.ranks],
         "changes": [_change_row(at, change) for at, change in run.changes],
         "contributions": charts.add(figures.contributions(run)) if run.stages and run.stage_share.size else None,
         "stages": [
@@ -147,6 +148,7 @@ def _headline(runs: Sequence[Run], numbers: Sequence[Numbers]) -> list[tuple[str
             _fairness("fairness_input_stage", of.fairness.input_index, of.fairness.input_least) for of in numbers
         ],
         "depth bias": [_cell("depth_bias", of.fairness.depth_bias, _share(of.fairness.depth_bias)) for of in numbers],
+        "micro-batches not computed, of all pools": [_not_computed(of) for of in numbers],
         "times that a rank was late": [_cell("late", of.late, f"{of.late:,} of {of.rank_steps:,}") for of in numbers],
         "times that a rank was stood in for": [_cell("stood_in", of.stood_in, f"{of.stood_in:,}") for of in numbers],
         "steps skipped": [_cell("skipped", of.skipped, f"{of.skipped:,}") for of in numbers],
@@ -156,7 +158,7 @@ def _headline(runs: Sequence[Run], numbers: Sequence[Numbers]) -> list[tuple[str
         "parameters on all ranks": [_replicas(run) for run in runs],
     }
     optional = {"steps skipped", "training loss, last 20 steps", "validation loss", "validation accuracy"}
-    optional |= {"parameters on all ranks"}
+    optional |= {"parameters on all ranks", "micro-batches not computed, of all pools"}
     return [
         (label, cells)
         for label, cells in rows.items()
@@ -164,7 +166,7 @@ def _headline(runs: Sequence[Run], numbers: Sequence[Numbers]) -> list[tuple[str
     ]
 
 
-def _rank_row(rank: RankNumbers) -> list[Cell]:
+def _rank_row(rank: RankNumbers, *, drawn: bool) -> list[Cell]:
     key = f"ranks.{rank.rank}"
     causes = ", ".join(f"{cause} {count}" for cause, count in rank.causes.items())
     return [
@@ -173,11 +175,21 @@ def _rank_row(rank: RankNumbers) -> list[Cell]:
         _cell(f"{key}.reach", rank.reach, _share(rank.reach)),
         _cell(f"{key}.stood_in", rank.stood_in, f"{rank.stood_in:,}"),
         _cell(f"{key}.absent", rank.absent, f"{rank.absent:,}"),
+        *([_cell(f"{key}.drawn", rank.drawn, _drew(rank))] if drawn else []),
         _seconds(f"{key}.compute_s", rank.compute_s),
         _seconds(f"{key}.wait_s", rank.wait_s),
         _cell(f"{key}.nonfinite_steps", rank.nonfinite_steps, f"{rank.nonfinite_steps:,}"),
         Cell(causes),
     ]
+
+
+def _drew(rank: RankNumbers) -> str:
+    return f"{rank.drawn:.1f}" + (f", {rank.put_back:,} put back" if rank.put_back else "")
+
+
+def _not_computed(of: Numbers) -> Cell:
+    text = f"{of.not_computed:,} of {of.pool_parts:,}" if of.pool_parts else ""
+    return Cell(text, "not_computed", str(of.not_computed)) if text else Cell("")
 
 
 def _change_row(at: float, change: MembersReport) -> tuple[str, str, str, str, str]:

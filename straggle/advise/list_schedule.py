@@ -1,0 +1,155 @@
+"""Steps whose micro-batches the ranks draw from one pool, by list scheduling: who computes how many, and until when.
+
+What a rank asks, and what an answer gives it, is that of training: the pure functions of `straggle.merge.pool`. A rank
+has an answer before it begins the last micro-batch that it knows of, as in `straggle.loop.pulling.Pulling`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+
+from straggle.loop.pulling import AHEAD
+from straggle.merge.pool import WINDOW, Claim, Count, Did, Drawer, Owner, Pool, even_parts, static_shares, sure_shares
+
+REQUEST_S = 0.0008  # that a rank waits for the store in a step, as measured by benchmarks/pulled.py
+
+
+@dataclass(frozen=True)
+class DrawnStep:
+    """``ends_s``: for each rank, when each of its micro-batches ended; ``over_s``: when it had nothing left to do.
+
+    Both in seconds from the step's begin.
+    """
+
+    ends_s: tuple[tuple[float, ...], ...]
+    over_s: tuple[float, ...]
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """How many micro-batches each rank computed."""
+        return tuple(map(len, self.ends_s))
+
+
+def draw_step(
+    pool: Pool,
+    ahead: Sequence[float],
+    entered_s: Sequence[float],
+    part_s: Sequence[Sequence[float]],
+    request_s: float = 0.0,
+) -> DrawnStep:
+    """The step of ranks that enter at ``entered_s``; ``part_s``: seconds of the micro-batches that a rank computes.
+
+    A rank that computes more of them than it has times begins with these again. It asks for up to ``ahead``
+    micro-batches while it computes, and waits for the answer to later ones, which takes ``request_s``.
+    """
+    each = zip(range(len(entered_s)), ahead, entered_s, part_s, strict=True)
+    ranks = [_Rank(pool, *own) for own in each]
+    asking = [(rank.asks_at(request_s), rank.number) for rank in ranks if not rank.exhausted]
+    heapify(asking)
+    store = _Store()
+    while asking:
+        at_s, number = heappop(asking)
+        rank = ranks[number]
+        if rank.ask(store):
+            rank.go_on(at_s + request_s)
+            at_s = rank.asks_at(request_s)
+        else:
+            at_s += request_s
+        if not rank.exhausted:
+            heappush(asking, (at_s, number))
+    return DrawnStep(tuple(tuple(rank.ends_s) for rank in ranks), tuple(rank.at_s for rank in ranks))
+
+
+class _Store:
+    """One step's counters, and who has which sure share."""
+
+    def __init__(self) -> None:
+        self._counts = Counter[int | None]()
+        self._owners: dict[int, Owner] = {}
+
+    def answer(self, request: Claim | Count) -> Owner | int:
+        if isinstance(request, Claim):
+            return self._owners.setdefault(request.rank, request.owner)
+        self._counts[request.rank] += request.amount
+        return self._counts[request.rank]
+
+
+class _Rank:
+    """One rank's way through a step: it computes what it knows of but the last, and then needs an answer."""
+
+    def __init__(self, pool: Pool, number: int, ahead: float, entered_s: float, part_s: Sequence[float]) -> None:
+        self.number, self.at_s = number, entered_s
+        self.ends_s: list[float] = []
+        self.exhausted = not pool.drawn
+        self._pool, self._ahead, self._part_s = pool, ahead, part_s
+        self._drawer = Drawer.begin(pool, number)
+        self._known = 0 if pool.drawn else len(pool.share(number))
+        self._compute()
+
+    def asks_at(self, request_s: float) -> float:
+        """When it asks: near the end of a pass, so that it does not wait, but beyond ``ahead`` not before that."""
+        is_computing = bool(self.ends_s) and self._known + 1 <= self._ahead
+        return self.at_s - request_s * is_computing
+
+    def ask(self, store: _Store) -> bool:
+        """One request; whether the answer is one to go on with."""
+        if (request := self._drawer.request(self._pool)) is None:
+            self.exhausted = True
+            return True
+        self._drawer, parts = self._drawer.answered(self._pool, store.answer(request))
+        self._known += len(parts)
+        self.exhausted = self._drawer.request(self._pool) is None
+        return bool(parts) or self.exhausted
+
+    def go_on(self, answered_s: float) -> None:
+        """With the answer, which came at ``answered_s``."""
+        self.at_s = max(self.at_s, answered_s)
+        self._compute()
+
+    def _compute(self) -> None:
+        while len(self.ends_s) < self._known - (not self.exhausted):
+            self.at_s += self._part_s[len(self.ends_s) % len(self._part_s)]
+            self.ends_s.append(self.at_s)
+
+
+class Drawing:
+    """Step after step, what the ranks draw: their sure shares follow from the steps before, as in training.
+
+    ``num_parts``: micro-batches in the pool of a step. The first pool is dealt out equally.
+    """
+
+    def __init__(self, num_parts: int, num_ranks: int, request_s: float = REQUEST_S) -> None:
+        self._num_parts, self._request_s = num_parts, request_s
+        self._done: deque[tuple[Did | None, ...]] = deque(maxlen=WINDOW)
+        self._present = (True,) * num_ranks
+
+    def step(self, entered_s: Sequence[float], part_s: Sequence[Sequence[float]]) -> DrawnStep:
+        """The next step (`draw_step`); `learn` what came of it before the one after it."""
+        done = tuple(self._done)
+        pool = Pool(self._num_parts, static_shares(self._num_parts, self._present), drawn=False)
+        if done:
+            pool = Pool(self._num_parts, sure_shares(self._num_parts, done, self._present))
+        ahead = [own + AHEAD for own in even_parts(self._num_parts, done, self._present)]
+        return draw_step(pool, ahead, entered_s, part_s, self._request_s)
+
+    def follow(self, entered_s: Sequence[float], part_s: Sequence[Sequence[float]]) -> DrawnStep:
+        """The next step, in which all ranks are waited for."""
+        drawn = self.step(entered_s, part_s)
+        self.learn(drawn.parts, [end - begin for end, begin in zip(drawn.over_s, entered_s, strict=True)])
+        return drawn
+
+    def learn(self, parts: Sequence[int], own_s: Sequence[float], stood_in: Sequence[bool] = ()) -> None:
+        """How many micro-batches each rank finished in how many seconds; of one that was stood in for, nothing."""
+        away = stood_in or (False,) * len(parts)
+        if not all(away):
+            self._present = tuple(not own for own in away)
+        did = zip(parts, own_s, self._present, strict=True)
+        self._done.append(tuple(_did(num, s, self._num_parts) if here else None for num, s, here in did))
+
+
+def _did(num_done: int, own_s: float, num_parts: int) -> Did:
+    return Did(num_done / num_parts, own_s / num_done if num_done else math.nan)
