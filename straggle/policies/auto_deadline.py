@@ -299,7 +299,7 @@ class AutoDeadline(Deadline):
     waited for until the threshold, and not until its last unit before, as the rule has it for micro-batches. It takes
     the longest threshold where no rank is slow as such, that is where ranks that need more than 1.4 times as long as a
     quorum cost less than 3 % of the steps' time. It takes it, too, where the best one promises less than ``least_gain``
-    (0.01: a hundredth more gradient per second), or less than the price of what it drops: half of it, or four times as
+    (0.01: a hundredth more gradient per second), or less than the price of what it drops: half of it, or three times as
     much where work is dealt out by speed (`Rebalance`, `Step.pull`) or all ranks share a busy machine
     (`vary_together`). That is ``max_over_median`` times the median rank's time in a quick step (the quickest tenth). So
     a rank that was never slow before and stalls is not waited for either. With it, no rank is late by what ranks are

@@ -11,7 +11,7 @@ from __future__ import annotations
 LOW = 0.5  # where the ranks' times are independent, and their work is equal
 # Where ranks have what they have time for, or share a busy machine: what is dropped of a slow rank, or a stalled one,
 # brings five to eight times as much, the noise of such a machine 0.2 to 0.8 times, and less when it is tried.
-HIGH = 4.0
+HIGH = 3.0
 
 
 def pays(gain: float, dropped: float, price: float) -> bool:
