@@ -55,6 +55,58 @@ def test_loggers_get_means_since_the_last_time(tmp_path):
     assert [(event.step, event.value) for event in late] == [(1, 0.5), (3, 0.0), (5, 0.0)]
 
 
+def six_steps(model, rank, after_step):
+    for number in range(6):
+        with model.step() as step:
+            step.log(loss=number)
+            model(features(rank, number)).square().mean().backward()
+        after_step()
+
+
+def with_wandb(rank, folder):
+    """A loop that logs twice in an iteration: W&B counts ahead of the steps, and would leave out what names them."""
+    import wandb
+
+    with staged(mlp()) as model:
+        if rank:
+            return six_steps(model, rank, lambda: None)
+        with wandb.init(project="straggle", dir=folder, mode="offline") as run:
+            log_scalars(model, lambda scalars, step: run.log({**scalars, "step": step}), every=3)
+            six_steps(model, rank, lambda: [run.log({"rate": 0.1}), run.log({"memory": 1.0})])
+            summary = dict(run.summary)
+        wandb.teardown()  # of the process that it has started
+        return summary
+
+
+@pytest.mark.slow
+def test_wandb_has_the_numbers_though_it_counts_steps_by_itself(tmp_path):
+    pytest.importorskip("wandb")
+    summary, _ = run_ranks(with_wandb, 2, str(tmp_path), timeout_s=200)
+    assert (summary["step"], summary["loss"], summary["straggle/late_ranks"]) == (5, 4, 0)
+
+
+def with_mlflow(rank, folder):
+    import mlflow
+
+    with staged(mlp()) as model:
+        if rank:
+            return six_steps(model, rank, lambda: None)
+        mlflow.set_tracking_uri(f"sqlite:///{folder}/mlflow.db")  # a newer one refuses a folder of files
+        with mlflow.start_run() as run:
+            log_scalars(model, mlflow.log_metrics, every=3)
+            six_steps(model, rank, lambda: None)
+        kept = mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")
+        return [(metric.step, metric.value) for metric in kept], sorted(mlflow.get_run(run.info.run_id).data.metrics)
+
+
+@pytest.mark.slow
+def test_mlflow_has_the_numbers(tmp_path):
+    pytest.importorskip("mlflow")
+    (losses, names), _ = run_ranks(with_mlflow, 2, str(tmp_path), timeout_s=200)
+    assert losses == [(2, 1), (5, 4)]
+    assert {"straggle/late_ranks", "straggle/waited_s"} <= set(names)
+
+
 def test_what_is_no_logger_is_refused():
     class Model:
         rank = 0
