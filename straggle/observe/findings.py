@@ -35,6 +35,7 @@ PLACES = {
     "error": "after an error in the backward pass that the loop caught",
     "skipped": "without a backward pass",
     "members": "as the members changed",
+    "link": "on its link, which did not carry them in time",
 }
 
 
