@@ -48,6 +48,7 @@ from straggle.merge.view import Elastic
 from straggle.policies.deadline import Deadline, LateHandling, as_deadline
 from straggle.policies.estimators import Abstain, Estimator
 from straggle.policies.history import History
+from straggle.policies.leaves import LinkPolicy
 from straggle.report import HealingReport, MembersReport, StepReport
 from straggle.step import Pause, Step
 
@@ -83,6 +84,7 @@ class StagedDataParallel(nn.Module):
         late_handling: LateHandling | None = None,
         merge: Merge | None = None,
         members: Elastic | None = None,
+        links: LinkPolicy | None = None,
         **words_of_ddp: NoReturn,
     ) -> None:
         super().__init__()
@@ -97,6 +99,7 @@ class StagedDataParallel(nn.Module):
             late_handling or LateHandling(),
             merge or Merge(),
             members,
+            links,
             own_group=process_group is not None and process_group is not dist.group.WORLD,
         )
         self._last_record: StepRecord | None = None
