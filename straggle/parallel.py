@@ -66,6 +66,8 @@ class StagedDataParallel(nn.Module):
     ``late_handling``: how a late rank is treated. ``merge``: what becomes of buffers and of gradients that are not
     finite, what a gradient counts, and how often replicas are compared. ``members``: ranks may die, freeze and come
     back while the others go on (`Elastic`; default: the job ends with the first rank that does).
+    ``links``: a rank whose link is far slower than the others' leaves the ring in which they merge (`LinkPolicy`;
+    default: all ranks stay in it).
     Parameters and buffers are overwritten with rank 0's.
 
     Raises ``RuntimeError`` without a process group, and ``ValueError`` for modules that cannot be trained so: without

@@ -21,7 +21,7 @@ from straggle.loop.pulling import Pulling
 from straggle.loop.uneven import Joins
 from straggle.merge.alike import Wrapped, check_alike
 from straggle.merge.channel import Channel
-from straggle.merge.checks import check_module, check_unwrapped
+from straggle.merge.checks import check_links, check_module, check_unwrapped
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.elastic import ElasticChannel, Regrouping, describe_for_newcomers
@@ -56,6 +56,7 @@ class Options:
         try:
             check_unwrapped(module, wrapper, OpenStep)
             check_module(module)
+            check_links(self.links, module, members=self.members is not None)
         except ValueError as refusal:
             return Wrapped(str(refusal))
         names = ("stages", "deadline", "estimator", "late_handling", "merge", "members", "links")
