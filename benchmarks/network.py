@@ -94,6 +94,7 @@ WAYS = {
     "DDP again": lambda module: DistributedDataParallel(module, gradient_as_bucket_view=True),
     "none": staged(),
     "auto": lambda module: straggle.StagedDataParallel(module, deadline=straggle.AutoDeadline()),
+    "leaf": lambda module: straggle.StagedDataParallel(module, links=straggle.LinkPolicy()),
     "members": lambda module: straggle.StagedDataParallel(module, members=straggle.Elastic()),
 }
 
