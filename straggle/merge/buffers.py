@@ -41,12 +41,14 @@ class _Flat:
     """The ``gradients`` of one bucket that share a dtype and a device; ``tail``: their weights and presence flags.
 
     The tail is fp32 or finer. It lies at the end of the gradients' buffer where that is, and travels in one message.
+    ``wire``: the gradients as they travel, where that is not as they are; the tail goes beside them, exact.
     """
 
     parameters: tuple[int, ...]
     gradients: Tensor
     tail: Tensor
     messages: tuple[Tensor, ...]
+    wire: Tensor | None = None
 
 
 class StageBuffers:
@@ -55,7 +57,7 @@ class StageBuffers:
     ``views`` holds one gradient for each parameter. With the last bucket go ``rows``, a row of telemetry for each rank,
     and ``changes``, those of the module's buffers with their weights at the end; after `use_telemetry` both go in a
     message of their own, after all buckets. ``drop_nonfinite``: gradients with elements that are not finite are left
-    out.
+    out. ``wire_dtype``: gradients of float32 are rounded to this one and summed in it; weights and rows are not.
     """
 
     def __init__(
@@ -66,10 +68,12 @@ class StageBuffers:
         *,
         num_changes: int = 0,
         drop_nonfinite: bool = False,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         self._world_size = world_size
         self._drop_nonfinite = drop_nonfinite
         self._num_changes = num_changes
+        self._wire_dtype = wire_dtype
         self._merged: dict[int, Share] = {}  # of the buckets that are normalized
         self._finite: list[Tensor] = []  # which of this rank's gradients were, for the buckets that were looked at
         self._rank = -1  # whose row was written
@@ -151,6 +155,8 @@ class StageBuffers:
                 self._leave_out_nonfinite(flat)
             if flat is self._buckets[-1][-1]:
                 self._count_nonfinite()
+            if flat.wire is not None:
+                flat.wire.copy_(flat.gradients)
             works += [group.all_reduce(message) for message in flat.messages]
         return works
 
@@ -180,9 +186,12 @@ class StageBuffers:
         self._finite = other._finite
         for number, (mine, theirs) in enumerate(zip(self._buckets, other._buckets, strict=True)):
             for flat, its in zip(mine, theirs, strict=True):
+                if number in lost:
+                    continue
                 for message, old in zip(flat.messages, its.messages, strict=True):
-                    if number not in lost:
-                        message.copy_(old)
+                    message.copy_(old)
+                if flat.wire is not None:  # of a bucket that was not launched, the messages have nothing yet
+                    flat.gradients.copy_(its.gradients)
 
     def _leave_out_nonfinite(self, flat: _Flat) -> None:
         """Make zeros with weight 0 of gradients that have elements which are not finite."""
@@ -215,6 +224,8 @@ class StageBuffers:
             if flat.parameters[0] in self._merged:
                 merged |= {index: self._merged[index] for index in flat.parameters}
                 continue
+            if flat.wire is not None:
+                flat.gradients.copy_(flat.wire)
             tail, count = flat.tail.tolist(), len(flat.parameters)
             for index, weight, present in zip(flat.parameters, tail[:count], tail[count:], strict=True):
                 if weight == self._world_size and present:
@@ -236,14 +247,16 @@ class StageBuffers:
             for index in members:
                 starts.append(end)
                 end += -(-parameters[index].numel() // _ALIGN) * _ALIGN
-            exact = dtype in (torch.float32, torch.float64)
+            rounded = dtype is torch.float32 and self._wire_dtype is not None
+            exact = dtype in (torch.float32, torch.float64) and not rounded
             extra = [2 * len(members), num_rows if position == len(alike) - 1 else 0]
             data = torch.zeros(end + (sum(extra) if exact else 0), dtype=dtype, device=device)
             numbers = data[end:] if exact else torch.zeros(sum(extra), device=device)
             for index, start in zip(members, starts, strict=True):
                 self.views[index] = _view(data, start, parameters[index])
-            messages = (data,) if exact else (data, numbers)
-            flats.append(_Flat(tuple(members), data[:end], numbers[: extra[0]], messages))
+            wire = torch.zeros(end, dtype=self._wire_dtype, device=device) if rounded else None
+            messages = (data,) if exact else (data if wire is None else wire, numbers)
+            flats.append(_Flat(tuple(members), data[:end], numbers[: extra[0]], messages, wire))
             self.rows = numbers[extra[0] :]
         return flats
 

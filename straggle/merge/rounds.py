@@ -129,6 +129,7 @@ class Rounds:
             self._world_size,
             num_changes=self._num_changes,
             drop_nonfinite=self._merge.nonfinite == "drop",
+            wire_dtype=self._merge.dtype_on_wire,
         )
 
     def hold(self, buffers: StageBuffers) -> None:
