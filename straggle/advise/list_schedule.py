@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from straggle.merge.pool import WINDOW, Claim, Count, Did, Drawer, Owner, Pool, even_parts, static_shares, sure_shares
 from straggle.loop.pulling import AHEAD
+from straggle.merge.pool import WINDOW, Claim, Count, Did, Drawer, Owner, Pool, even_parts, static_shares, sure_shares
 
 REQUEST_S = 0.0008  # that a rank waits for the store in a step, as measured by benchmarks/pulled.py
 
