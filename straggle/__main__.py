@@ -25,9 +25,10 @@ COMMANDS = {
     "profile": ("straggle.commands.profile", "time of each stage of a workload's backward pass"),
     "advise": ("straggle.commands.advise", "who is slow in a recorded run, and what a deadline would be worth"),
     "report": ("straggle.commands.report", "a run as one HTML page"),
+    "completion": ("straggle.commands.completion", "a script with which bash completes all these at a TAB"),
     "check": ("straggle.commands.config", "COMMAND key=value ...: whether a configuration of these is valid"),
 }
-_USAGE = "python -m straggle COMMAND ...\n" + "".join(f"  {word:<9} {what}\n" for word, (_, what) in COMMANDS.items())
+_USAGE = "python -m straggle COMMAND ...\n" + "".join(f"  {word:<10} {what}\n" for word, (_, what) in COMMANDS.items())
 
 
 def main() -> int:

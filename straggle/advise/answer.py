@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from straggle.advise.timings import LEAST_STEPS, Timings, read_timings
 from straggle.observe.findings import PLACES, ms
 from straggle.observe.findings import advise as sentences_of_run
 from straggle.observe.intervals import LEVEL, Interval
+from straggle.observe.link_spells import LinkSpell
 from straggle.observe.run import read_run
 from straggle.observe.run_numbers import numbers_of
 from straggle.policies.deadline import LateHandling
@@ -55,7 +56,7 @@ class Answer:
     def __str__(self) -> str:
         parts = [_headline(self.timings, self.slowness), *(_about(rank, self.timings) for rank in self.slowness.ranks)]
         parts += [
-            *_summed_up(self.slowness),
+            *_summed_up(self.slowness, self.timings.slow_links),
             _table(self._listed, self.timings, self.slowness),
             *_to_draw(self.pulled, self.timings),
             *_what_to_do(self.best, self.slowness, self.timings, draws=self._is_pulling_worth_it),
@@ -89,6 +90,7 @@ class Answer:
                     "best": None if self.best is None else asdict(self.best),
                     "by_speed": None if self.by_speed is None else asdict(self.by_speed),
                     "pulled": None if self.pulled is None else asdict(self.pulled),
+                    "slow_links": [asdict(spell) for spell in timings.slow_links],
                     "sentences": self.sentences,
                 }
             ),
@@ -178,7 +180,7 @@ def _about(rank: SlowRank, timings: Timings) -> str:
     )
 
 
-def _summed_up(slowness: Slowness) -> Iterator[str]:
+def _summed_up(slowness: Slowness, slow_links: Sequence[LinkSpell]) -> Iterator[str]:
     if slowness.ranks:
         yield (
             f"That explains {slowness.attributed:.0%} of what the job loses to the slowest rank of each step; the rest "
@@ -194,6 +196,7 @@ def _summed_up(slowness: Slowness) -> Iterator[str]:
             f"{slowness.network_s / slowness.step_s:.0%} of a step ({ms(slowness.network_s)}) is the network: it comes "
             "after the slowest rank's own work, and no deadline changes it."
         )
+    yield from (f"{spell.words}." for spell in slow_links)
 
 
 def _held_up(slowness: Slowness) -> str:

@@ -14,10 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from straggle.observe.link_spells import LinkSpell, link_spells
 from straggle.observe.run import Array, read_reports
 from straggle.observe.trace import read_trace
 from straggle.observe.warmup import num_warmup_steps
 from straggle.observe.watch import FOLDER, watched_files
+from straggle.observe.watched_links import links_of_lines
+from straggle.policies.rank_links import links_of
 from straggle.policies.untruncated import untruncated_stages
 from straggle.report import StepReport
 
@@ -34,7 +37,8 @@ class Timings:
     merges; ``pauses`` are not in the other phases. ``entered_s`` is when in that time the rank entered the step.
     ``unit_s``, of shape (steps, ranks, units), is when each unit of its gradients was done, from then on.
     ``unit_share``, of the same shape, is the unit's share of the gradients. Stages are the last units; ``stage_share``
-    is each stage's share of the model. ``pulled``: the ranks drew the micro-batches of these steps from pools.
+    is each stage's share of the model. ``slow_links`` are those of the entire run. ``pulled``: the ranks drew the
+    micro-batches of these steps from pools.
     """
 
     source: Path
@@ -48,6 +52,7 @@ class Timings:
     unit_share: Array
     stage_share: Array
     stages: tuple[str, ...]
+    slow_links: tuple[LinkSpell, ...] = ()
     pulled: bool = False
 
     @property
@@ -152,7 +157,18 @@ def _from_watch(folder: Path, files: list[Path]) -> Timings:
         unit_share=unit_share,
         stage_share=stage_share,
         stages=tuple(stage["name"] for stage in stages),
+        slow_links=_links_of_watch(lines, steps, heads[0]),
     )
+
+
+def _links_of_watch(lines: tuple[Any, ...], steps: int, head: dict[str, Any]) -> tuple[LinkSpell, ...]:
+    """Whose link was slow, by what the ranks measured until each step."""
+    num_bytes = sum(stage.get("nbytes", 4 * stage["numel"]) for stage in head["stages"])
+    each = (
+        (own[0]["step"], links_of_lines(own), max(line["seconds"] for line in own))
+        for own in zip(*(own[:steps] for own in lines), strict=True)
+    )
+    return link_spells(each, num_bytes=num_bytes)
 
 
 def _read_rank(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -240,6 +256,10 @@ def _of_reports(path: Path, reports: list[StepReport]) -> Timings:
         stage_share=stage_share,
         stages=tuple(stage.name for stage in stages),
         pulled=any(report.pool_parts for report in reports),
+        slow_links=link_spells(
+            ((report.step, links_of(report), report.seconds) for report in reports),
+            num_bytes=4 * sum(stage.numel for stage in stages),
+        ),
     )
 
 

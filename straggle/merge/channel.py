@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from straggle.merge.groups import Groups, JobGroup, is_over
+from straggle.merge.groups import GlooCollectives, Group, Groups, JobGroup, gloo_group, is_over
 from straggle.merge.store import JobStore, StoreUnreachable, check_answers, connect, default_store, place_of
 
 _SLICE_S = 0.5
@@ -84,15 +84,29 @@ class Channel:
         backend = dist.get_backend(parent)
         check_answers(default_store(), give_up_s)
         try:
-            gradients = dist.new_group(ranks, timeout, backend, use_local_synchronization=True)
             control = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+            corner = f"straggle/{control.group_name}"
+            if backend == "gloo":
+                gradients: Group = self._wide_group(f"{corner}/gradients")
+            else:
+                gradients = JobGroup(dist.new_group(ranks, timeout, backend, use_local_synchronization=True))
         except RuntimeError as error:
             raise PeerFailed(
                 f"rank {self.rank}, before step 0: no process groups of ranks {ranks} within give_up_s={give_up_s:g}: "
                 "each of them has to wrap the model; one has ended, hangs, or cannot be reached"
             ) from error
-        self._groups = Groups(JobGroup(gradients), JobGroup(control), tuple(range(self.world_size)))
-        return f"straggle/{gradients.group_name}"
+        self._groups = Groups(gradients, JobGroup(control), tuple(range(self.world_size)))
+        return corner
+
+    def _wide_group(self, corner: str) -> Group:
+        """A gloo group in which many messages are on their way at a time; torch's own have two."""
+        server = default_store()
+        limit = server.timeout
+        try:
+            store = dist.PrefixStore(corner, server)  # type: ignore[attr-defined]
+            return GlooCollectives(gloo_group(store, self.rank, self.world_size, self.give_up_s))
+        finally:
+            server.set_timeout(limit)
 
     @property
     def formed(self) -> Groups | None:

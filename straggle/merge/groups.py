@@ -11,6 +11,10 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+# Each has a thread of gloo's that waits for it. torch has two: on a link with latency the third message of a step would
+# set out only when one of the first two has gone all the way round the ring.
+MESSAGES_AT_A_TIME = 8
+
 
 class Group(Protocol):
     """Some ranks that call the same collectives in the same order. ``source`` is a place among them."""
@@ -49,6 +53,30 @@ class JobGroup:
         dist.destroy_process_group(self._group)
 
 
+class GlooCollectives:
+    """The three collectives of a gloo process group that ``torch.distributed`` does not know of."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def all_reduce(self, tensor: Tensor) -> dist.Work:
+        work: dist.Work = self._group.allreduce([tensor])
+        return work
+
+    def all_gather(self, tensors: Sequence[Tensor], tensor: Tensor) -> dist.Work:
+        work: dist.Work = self._group.allgather([list(tensors)], [tensor])
+        return work
+
+    def broadcast(self, tensor: Tensor, source: int) -> dist.Work:
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        work: dist.Work = self._group.broadcast([tensor], options)
+        return work
+
+    def drop(self) -> None:
+        self._group = None
+
+
 class GlooGroup:
     """A gloo group of the members of one generation, which meet in a corner of the store. Raises where one is missing.
 
@@ -59,22 +87,22 @@ class GlooGroup:
     def __init__(self, store: Any, place: int, size: int, form_s: float, limit_s: float) -> None:
         self._group = gloo_group(store, place, size, form_s)
         self._group.set_timeout(timedelta(seconds=limit_s))
+        self._collectives = GlooCollectives(self._group)
         self._works: list[dist.Work] = []
 
     def all_reduce(self, tensor: Tensor) -> dist.Work:
-        return self._note(self._group.allreduce([tensor]))
+        return self._note(self._collectives.all_reduce(tensor))
 
     def all_gather(self, tensors: Sequence[Tensor], tensor: Tensor) -> dist.Work:
-        return self._note(self._group.allgather([list(tensors)], [tensor]))
+        return self._note(self._collectives.all_gather(tensors, tensor))
 
     def broadcast(self, tensor: Tensor, source: int) -> dist.Work:
-        options = dist.BroadcastOptions()
-        options.rootRank = source
-        return self._note(self._group.broadcast([tensor], options))
+        return self._note(self._collectives.broadcast(tensor, source))
 
     def drop(self) -> None:
         """Use it no more."""
         works, group, self._works, self._group = self._works, self._group, [], None
+        self._collectives.drop()
         _dropped.append((group, works))
         _let_go()
 
@@ -89,10 +117,12 @@ def gloo_group(store: Any, place: int, size: int, form_s: float) -> Any:
     """A gloo process group by itself. Raises ``RuntimeError`` where not all come within ``form_s``.
 
     All connections are made at once, whatever TORCH_GLOO_LAZY_INIT says: a member that is missing is to be seen here.
+    It has as many collectives on their way at a time as `MESSAGES_AT_A_TIME`.
     """
     kind: Any = dist.ProcessGroupGloo
     options = kind._Options()
     options._devices, options._timeout = _devices(kind), timedelta(seconds=form_s)
+    options._threads = MESSAGES_AT_A_TIME
     store.set_timeout(timedelta(seconds=form_s))
     return kind(store, place, size, options)
 

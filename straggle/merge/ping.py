@@ -25,13 +25,14 @@ from straggle.policies.links import Link
 
 TOKEN_BYTES = 32
 SMALL_BYTES = 1024
-LEAST_BYTES = 1 << 16  # of the large message
+FIRST_BYTES = 1 << 14  # of the large message; where that is quick, a larger one follows, up to
+LEAST_BYTES = 1 << 16  # or more
 MOST_BYTES = 1 << 24
 RESOLUTION_S = 1e-3  # a large message that takes less is as quick as can be measured
-_QUICK_S = 5e-3  # a message that takes less is sent again, four times as large
+_QUICK_S = 5e-3  # where a message takes less, one follows that is four times as large
 _TRIES = 3
 _LONG_S = 1.5  # after which no message is sent again
-LIMIT_S = 2.0  # of each wait on either side, but for
+LIMIT_S = 5.0  # of each wait on either side, but for
 _WORD_S = 0.5  # the word of a client, which it has at hand, and
 _GREET_S = 10.0  # the first answer, which comes after those to others
 _CLIENT_S = 20.0  # after which a client is sent away
@@ -119,15 +120,11 @@ def measure(host: str, port: int, token: bytes, largest_bytes: int) -> Measured:
         progress = _greet(connection, token)
         payload = os.urandom(min(largest_bytes, MOST_BYTES))
         sent = _Sent(connection, memoryview(payload))
-        small_s = min(sent.seconds(SMALL_BYTES) for _ in range(_TRIES))
-        size = LEAST_BYTES
-        large_s = sent.seconds(size)
+        small_s = sent.quickest_s(SMALL_BYTES)
+        size, large_s = FIRST_BYTES, sent.quickest_s(FIRST_BYTES)
         while large_s - small_s < _QUICK_S and size < len(payload):
             size = min(4 * size, len(payload))
-            large_s = sent.seconds(size)
-        for _ in range(_TRIES - 1):
-            if sent.since_s < _LONG_S:
-                large_s = min(large_s, sent.seconds(size))
+            large_s = sent.quickest_s(size)
         rate = (size - SMALL_BYTES) / max(large_s - small_s, RESOLUTION_S)
         return Measured(Link(latency_s, rate), sent.num_bytes, progress)
 
@@ -146,12 +143,15 @@ class _Sent:
         self._began_at = time.monotonic()
         self.num_bytes = 0
 
-    @property
-    def since_s(self) -> float:
-        """Seconds since the first."""
-        return time.monotonic() - self._began_at
+    def quickest_s(self, num_bytes: int) -> float:
+        """The shortest of a few tries; of one, where all has taken long by now."""
+        quickest_s = self._seconds(num_bytes)
+        for _ in range(_TRIES - 1):
+            if time.monotonic() - self._began_at < _LONG_S:
+                quickest_s = min(quickest_s, self._seconds(num_bytes))
+        return quickest_s
 
-    def seconds(self, num_bytes: int) -> float:
+    def _seconds(self, num_bytes: int) -> float:
         """Send so much; how long it took until the peer had it and said so."""
         message = b"".join((_HEAD.pack(num_bytes), self._payload[:num_bytes]))
         begin = time.monotonic()

@@ -16,7 +16,7 @@ SLOW_EVERY_S = 2.5  # while a link is slow, so that it is known soon that it is 
 _LONGEST_S = 60.0
 SHARE = 0.001  # of the bytes that merges send
 _MERGED_SHARE = 256  # the large message is at most so small a part of what is merged
-_MESSAGES = 6  # large ones that are sent with each ping: three to each of two peers
+_MESSAGES = 8  # large ones with each ping: three to each of two peers, and what comes before them
 DISTANCES = 2
 
 

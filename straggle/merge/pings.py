@@ -26,6 +26,7 @@ from straggle.policies.slow_links import SlowLinks, slow_in
 
 _LOOK_S = 0.5
 _BEGINS_S = 2.0  # a job that is over sooner opens no port
+_LONGEST_WAIT_S = 60.0  # for a merge to end
 _DOUBTED = 4  # times as many bytes where a way looks slow, to be sure
 
 _log = logging.getLogger(__name__)
@@ -127,7 +128,7 @@ class Pings:
         self._judge(merged)
         self._look_at_the_merge(merged)
         if time.monotonic() >= self._due_at:
-            self._await_turn(merged.members)
+            self._await_turn(merged)
             if not self._closing.is_set():
                 self._ping(merged)
                 slow = self._doubts or bool(self.slow.now)
@@ -140,13 +141,14 @@ class Pings:
         step, seconds = self._on_its_way()
         return step if seconds > 0 else step - 1
 
-    def _await_turn(self, members: Sequence[int]) -> None:
-        """Until a merge has just ended in this rank's turn; not for ever, because one may take very long."""
+    def _await_turn(self, merged: Merged) -> None:
+        """Until a merge has just ended in this rank's turn; not for ever, because one may hang."""
+        members = merged.members
         self._count = max(1, len(members))
         self._place = members.index(self._rank) if self._rank in members else 0
         self._turn.clear()
         self._is_due = True
-        self._turn.wait(2 * self._patience_s)
+        self._turn.wait(min(_LONGEST_WAIT_S, 2 * self._patience_s + 1.5 * merged.seconds))
         self._is_due = False
 
     # -- one round of pings

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from straggle.observe.link_spells import LONG, long_merges
 from straggle.observe.run import Run
 from straggle.observe.run_numbers import Numbers, RankNumbers
 
@@ -43,6 +44,7 @@ def advise(run: Run, numbers: Numbers) -> list[str]:
         *_replicas(run),
         *_not_written(run),
         *_bad_numbers(run, numbers),
+        *_network(run),
         *_saved(numbers),
         *_drawn(numbers),
         *_always_slow(run, numbers),
@@ -218,6 +220,24 @@ def _waiting(numbers: Numbers) -> Iterator[str]:
         yield (
             f"With that, a rank still stood idle for {numbers.wait_share:.0%} of the time, for others that were within "
             "their deadline or had to be stood in for. A shorter deadline would save more of it and drop more."
+        )
+
+
+def _network(run: Run) -> Iterator[str]:
+    spells = run.slow_links
+    share = float(np.nansum(run.network_s) / np.nansum(run.seconds)) if np.nansum(run.seconds) else 0.0
+    yield from (
+        f"{spell.words}. All ranks wait for it in each merge: the merge on the network is {share:.0%} of the time."
+        for spell in spells
+    )
+    if (long := long_merges(run.step, run.network_s)) is not None:
+        then = [spell for spell in spells if spell.slow.since_step <= long.longest_step]
+        then = [spell for spell in then if spell.until_step is None or long.longest_step <= spell.until_step]
+        why = f"rank {then[0].slow.rank}'s link was slow then" if then else "no link was known to be slow then"
+        yield (
+            f"In {_steps(long.number, run.num_steps)} the merge took {LONG:g} times as long on the network as usual "
+            f"({ms(long.usual_s)}) or longer, though all ranks had submitted: at most {ms(long.longest_s)}, in step "
+            f"{long.longest_step}; {why}."
         )
 
 

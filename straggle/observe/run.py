@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,11 +14,14 @@ from numpy.typing import NDArray
 from omegaconf import OmegaConf
 
 from straggle.observe.fairness import Contributions, Fairness
+from straggle.observe.link_spells import LinkSpell, link_spells
 from straggle.observe.members import read_members
 from straggle.observe.trace import read_trace, whole_lines
 from straggle.observe.wait_for_all import WaitForAllPrediction
 from straggle.observe.warmup import num_warmup_steps
 from straggle.observe.watch import watched_files
+from straggle.observe.watched_links import links_of_lines
+from straggle.policies.rank_links import RankLink
 from straggle.report import CAUSES, PHASES, MembersReport, RankReport, ShadowReport, StageReport, StepReport
 
 Array: TypeAlias = NDArray[np.float64]
@@ -28,6 +31,7 @@ _DRAWN = ("parts", "put_back")
 _FIELDS = (*_TIMES, *_LINK, "reach", "weight", "late", "stood_in", "cause", "idle", "nonfinite", "absent", *_DRAWN)
 
 
+_ELEMENT_BYTES = 4  # a trace does not say what a gradient's elements are
 _OF_DDP = (*(f"{phase}_s" for phase in PHASES), "compute_s", "stage_s")
 
 
@@ -73,6 +77,16 @@ class Run:
     def num_ranks(self) -> int:
         """Ranks in the trace."""
         return int(self.ranks["late"].shape[1])
+
+    @property
+    def slow_links(self) -> tuple[LinkSpell, ...]:
+        """Whose link was slow, and when."""
+        of = [self.ranks[name].tolist() for name in _LINK]
+        steps = (
+            (int(step), [RankLink(*own) for own in zip(*links, strict=True)], seconds)
+            for step, seconds, *links in zip(self.step.tolist(), self.seconds.tolist(), *of, strict=True)
+        )
+        return link_spells(steps, num_bytes=_ELEMENT_BYTES * sum(stage.numel for stage in self.stages))
 
     @property
     def warmup(self) -> int:
@@ -135,9 +149,11 @@ def _of_ddp(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
     stages = [{**stage, "weight": len(heads)} for stage in heads[0]["stages"]]
     for lines in steps:
         network_s = min(line["wait_s"] for line in lines)
+        links = links_of_lines(lines)
         ranks = [
             {
                 **{name: line[name] for name in _OF_DDP},
+                **asdict(link),
                 "rank": head["rank"],
                 "wait_s": line["wait_s"] - network_s,
                 "reach": 1.0,
@@ -145,7 +161,7 @@ def _of_ddp(files: Sequence[Path]) -> Iterator[dict[str, Any]]:
                 "late": False,
                 "stood_in": False,
             }
-            for head, line in zip(heads, lines, strict=True)
+            for head, line, link in zip(heads, lines, links, strict=True)
         ]
         seconds = max(line["seconds"] for line in lines)
         step = {"step": lines[0]["step"], "seconds": seconds, "network_s": network_s, "deadline_s": None}

@@ -1,9 +1,9 @@
 """`watch(ddp_model)`: where the time of each rank goes under plain DDP, without changing what it does.
 
-It only reads clocks: hooks before the forward pass, at the model's output, on each finished gradient, and callbacks of
-the autograd engine on both sides of DDP's own, which waits for the allreduce there. So the end of a rank's own work is
-known before any waiting. Nothing is sent: each rank writes its own file. The ranks' steps can be aligned because all
-ranks take part in a step's allreduce.
+It reads clocks: hooks before the forward pass, at the model's output, on each finished gradient, and callbacks of the
+autograd engine on both sides of DDP's own, which waits for the allreduce there. So the end of a rank's own work is known
+before any waiting. Nothing is sent but pings now and then: each rank writes its own file. The ranks' steps can be
+aligned because all ranks take part in a step's allreduce.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +30,7 @@ from straggle.backward.optimizer_hooks import around_steps
 from straggle.backward.stages import StagePlan, plan_stages, trainable
 from straggle.observe.lines import LineWriter
 from straggle.observe.pauses import PauseDetector
+from straggle.observe.watched_links import WatchedLinks
 
 PHASES = ("outside", "optimizer", "data", "forward", "backward", "wait")
 FOLDER = "watch"
@@ -44,7 +45,8 @@ def watch(model: DistributedDataParallel, run_dir: str | Path = "runs/watch") ->
     """Record this rank's times in each step of ``model``, for ``python -m straggle advise RUN_DIR``.
 
     Gradients, parameters and collectives do not change. The file ``run_dir/watch/rank<r>.jsonl`` is closed when the
-    process ends, or by ``close()``; an older file of this name is overwritten.
+    process ends, or by ``close()``; an older file of this name is overwritten. A thread measures the links between
+    the ranks by pings.
 
     Raises ``TypeError`` if ``model`` is not a ``DistributedDataParallel``.
     """
@@ -69,9 +71,11 @@ class Watch:
                 f"watch({type(model).__name__}): give the model that DistributedDataParallel wraps; "
                 "StagedDataParallel has reports of its own (model.last_report)"
             )
-        rank = dist.get_rank(model.process_group)
+        rank, world_size = dist.get_rank(model.process_group), dist.get_world_size(model.process_group)
         self.path = Path(run_dir) / FOLDER / f"rank{rank}.jsonl"
-        recorder = _Recorder(model, _File(self.path, rank, dist.get_world_size(model.process_group)), clock)
+        num_bytes = sum(parameter.numel() * parameter.element_size() for _, parameter in trainable(model.module))
+        links = WatchedLinks(rank, world_size, merged_bytes=num_bytes)
+        recorder = _Recorder(model, _File(self.path, rank, world_size), links, clock)
         self._finalizer = weakref.finalize(model, recorder.close)
 
     def close(self) -> None:
@@ -90,7 +94,9 @@ class Watch:
 class _Recorder:
     """The hooks and the state of one watch. It does not hold the model, which is freed as without it."""
 
-    def __init__(self, model: DistributedDataParallel, file: _File, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, model: DistributedDataParallel, file: _File, links: WatchedLinks, clock: Callable[[], float]
+    ) -> None:
         parameters = [parameter for _, parameter in trainable(model.module)]
         self._module = weakref.ref(model.module)
         self._now = partial(moment, parameters[0].device, clock)
@@ -105,7 +111,7 @@ class _Recorder:
         self._merged = self._since
         self._step = 0
         self._plan: StagePlan | None = None
-        self._file = file
+        self._file, self._links = file, links
         self._removers: list[Callable[[], None]] = [
             handle.remove
             for handle in (
@@ -123,6 +129,7 @@ class _Recorder:
             remove()
         self._removers.clear()
         self._detector.close()
+        self._links.close()
         self._file.close()
 
     # -- hooks
@@ -202,11 +209,19 @@ class _Recorder:
             self._file.write_header(self._plan)
         pauses = self._detector.take()
         parts = (self._seconds, self._merged, self._since, self._began, computed, self._microbatches, self._finished)
-        self._file.write(self._since, partial(_record, self._step, self._plan, parts, pauses))
+        ways = self._links.words()
+        self._file.write(self._since, partial(_record, self._step, self._plan, parts, pauses, ways))
+        self._links.merged(self._step)
         self._step += 1
 
 
-def _record(step: int, plan: StagePlan, parts: Any, pauses: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+def _record(
+    step: int,
+    plan: StagePlan,
+    parts: Any,
+    pauses: Mapping[str, Mapping[str, float]],
+    ways: Sequence[Sequence[float]],
+) -> dict[str, Any]:
     """A step's line; ``parts`` are moments, or events that the device has already reached."""
     seconds, merged_before, merged, began, computed, microbatches, finished = parts
     at = {index: seconds_between(began, when) for index, when in finished}
@@ -223,6 +238,7 @@ def _record(step: int, plan: StagePlan, parts: Any, pauses: Mapping[str, Mapping
         "microbatch_s": [seconds_between(began, when) for when in microbatches],
         "stage_s": stage_s,
         "pauses": pauses,
+        **({"ways": ways} if ways else {}),
     }
 
 

@@ -35,6 +35,7 @@ COMMANDS = {
     "learn": ["steps=1"],
     "profile": ["steps=1"],
     "check": ["train"],
+    "completion": ["bash"],
     "evaluate": ["quick=true"],
     "experiments": ["E1"],
     "advise": ["runs"],
