@@ -8,6 +8,7 @@ import pytest
 from pages import a_rank, a_step, content_of, write_run
 from rich.console import Console
 
+from straggle.commands.report import report
 from straggle.observe.console import LiveView
 from straggle.observe.findings import advise
 from straggle.observe.page.page import write_report
@@ -58,6 +59,13 @@ def test_page_and_sentences_say_who_drew_and_what_was_lost(tmp_path):
     assert content.values["not_computed"] == [1]
     assert "4.5, 3 put back" in content.text
     assert "Drew is how many micro-batches" in content.text
+
+
+def test_the_command_that_writes_the_page_says_it_too(tmp_path, capsys):
+    assert report([str(write_run(tmp_path, pulled_run()))]) == 0
+    path, *said = capsys.readouterr().out.splitlines()
+    assert path.startswith(f"report: {tmp_path}")
+    assert said[0].startswith(f"{tmp_path.name}: The ranks drew the micro-batches of a step: rank 3 computed 4.5")
 
 
 def test_page_of_a_run_without_pools_says_nothing_of_them(tmp_path):
