@@ -14,7 +14,10 @@ WARMUP, TURN = 20, 10  # steps
 
 
 def overhead(ranks, steps, sleep_s):
-    """A turn is 10 steps of the one and 10 of the other, in an order that is drawn; rank 0's times."""
+    """A turn is 10 steps of the one and 10 of the other, in an order that is drawn; rank 0's times.
+
+    CPU is of all threads of its process. That is less in doubt than the time where the cores do other work too.
+    """
     script = str(Path(__file__).with_name("members.py"))
     job = Job(ranks, script, "overhead-rank", "--steps", str(steps), "--sleep-s", str(sleep_s))
     if status := job.wait(limit_s=900):
@@ -23,15 +26,17 @@ def overhead(ranks, steps, sleep_s):
     times = json.loads((job.folder / "times.json").read_text())
     ratio, quartiles = median_ratio(times["on"], times["off"])
     on, off = (1e3 * statistics.median(times[kind]) for kind in ("on", "off"))
-    print("| ranks | turns | members off | on | ratio (quartiles) |")
-    print("| --- | --- | --- | --- | --- |")
-    print(f"| {ranks} | {len(times['on'])} | {off:.1f} ms | {on:.1f} ms | {ratio} ({quartiles}) |")
+    cpu = {kind: 1e3 * statistics.median(times[f"{kind} CPU"]) for kind in ("on", "off")}
+    print("| ranks | turns | members off | on | ratio (quartiles) | CPU of a step, off | on |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    numbers = f"{off:.1f} ms | {on:.1f} ms | {ratio} ({quartiles}) | {cpu['off']:.2f} ms | {cpu['on']:.2f} ms"
+    print(f"| {ranks} | {len(times['on'])} | {numbers} |")
     job.close()
     return 0
 
 
 def rank_main(folder, steps, sleep_s):
-    """One rank: trains both models, and rank 0 leaves the mean seconds of a step in each turn."""
+    """One rank: trains both models, and rank 0 leaves the mean seconds of a step in each turn, and its CPU seconds."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -52,24 +57,26 @@ def rank_main(folder, steps, sleep_s):
 
     def train(name, number):
         model, optimizer = models[name]
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         for _ in range(number):
             with model.step():
                 time.sleep(sleep_s)
                 model(inputs).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        return (time.perf_counter() - start) / number
+        return (time.perf_counter() - start) / number, (time.process_time() - cpu) / number
 
     for name in models:
         train(name, WARMUP)
-    times = {name: [] for name in models}
+    times = {name: [] for name in (*models, *(f"{name} CPU" for name in models))}
     for _ in range(steps // TURN):
         for name in draw.sample(sorted(models), 2):  # alike on all ranks
             for model, _ in models.values():
                 model.pause()
                 model.resume()
-            times[name].append(train(name, TURN))
+            seconds, cpu_s = train(name, TURN)
+            times[name].append(seconds)
+            times[f"{name} CPU"].append(cpu_s)
     if dist.get_rank() == 0:
         (folder / "times.json").write_text(json.dumps(times))
     for model, _ in models.values():

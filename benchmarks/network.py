@@ -28,6 +28,7 @@ from namespaces import Slow, Unavailable, enter, hosts
 from paired import median_ratio
 from sleeping import sleeping_net
 from torch.nn.parallel import DistributedDataParallel
+from wire_dtype import rounding_hook
 
 import straggle
 from straggle.lab.local_ranks import run_on_ranks
@@ -88,12 +89,20 @@ def staged(**options):
     return lambda module: straggle.StagedDataParallel(module, **options)
 
 
+def with_hook(module):
+    model = DistributedDataParallel(module, gradient_as_bucket_view=True)
+    model.register_comm_hook(None, rounding_hook)
+    return model
+
+
 # of a module that is made alike on all ranks
 WAYS = {
     "DDP": lambda module: DistributedDataParallel(module, gradient_as_bucket_view=True),
     "DDP again": lambda module: DistributedDataParallel(module, gradient_as_bucket_view=True),
     "none": staged(),
     "auto": lambda module: straggle.StagedDataParallel(module, deadline=straggle.AutoDeadline()),
+    "bf16": lambda module: straggle.StagedDataParallel(module, merge=straggle.Merge(wire_dtype="bfloat16")),
+    "DDP bf16": with_hook,
     "members": lambda module: straggle.StagedDataParallel(module, members=straggle.Elastic()),
 }
 

@@ -89,10 +89,14 @@ class Step:
 
     def _looked_up(self, parts: Sequence[Part], weights: tuple[float, ...]) -> Iterator[Part]:
         prefetch: Callable[[int], None] | None = getattr(parts, "prefetch", None)
+        num_ahead: int = getattr(parts, "num_ahead", 1)
         for number, ahead in self._draw(weights):
+            if prefetch is not None and num_ahead > 1:  # by several, which load it while this rank waits
+                prefetch(number)
             part = parts[number]
-            if ahead and prefetch is not None:
-                prefetch(ahead[0])
+            if prefetch is not None:
+                for later in ahead[:num_ahead]:
+                    prefetch(later)
             yield part
 
     def _check_pull(self, num_parts: int, weights: tuple[float, ...]) -> None:

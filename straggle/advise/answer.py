@@ -89,8 +89,8 @@ class Answer:
                     "policies": [asdict(gain) for gain in self.gains],
                     "best": None if self.best is None else asdict(self.best),
                     "by_speed": None if self.by_speed is None else asdict(self.by_speed),
-                    "pulled": None if self.pulled is None else asdict(self.pulled),
                     "slow_links": [asdict(spell) for spell in timings.slow_links],
+                    "pulled": None if self.pulled is None else asdict(self.pulled),
                     "sentences": self.sentences,
                 }
             ),

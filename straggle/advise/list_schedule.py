@@ -13,7 +13,19 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from straggle.loop.pulling import AHEAD
-from straggle.merge.pool import WINDOW, Claim, Count, Did, Drawer, Owner, Pool, even_parts, static_shares, sure_shares
+from straggle.merge.pool import (
+    WINDOW,
+    Claim,
+    Count,
+    Did,
+    Drawer,
+    Owner,
+    Pool,
+    Request,
+    even_parts,
+    static_shares,
+    sure_shares,
+)
 
 REQUEST_S = 0.0008  # that a rank waits for the store in a step, as measured by benchmarks/pulled.py
 
@@ -71,11 +83,12 @@ class _Store:
         self._counts = Counter[int | None]()
         self._owners: dict[int, Owner] = {}
 
-    def answer(self, request: Claim | Count) -> Owner | int:
-        if isinstance(request, Claim):
-            return self._owners.setdefault(request.rank, request.owner)
-        self._counts[request.rank] += request.amount
-        return self._counts[request.rank]
+    def answer(self, request: Request) -> Owner | int:
+        if isinstance(request, Count):
+            self._counts[request.rank] += request.amount
+            return self._counts[request.rank]
+        assert isinstance(request, Claim)  # no rank is stuck here, and none leaves
+        return self._owners.setdefault(request.rank, request.owner)
 
 
 class _Rank:

@@ -255,11 +255,11 @@ def _of_reports(path: Path, reports: list[StepReport]) -> Timings:
         unit_share=unit_share,
         stage_share=stage_share,
         stages=tuple(stage.name for stage in stages),
-        pulled=any(report.pool_parts for report in reports),
         slow_links=link_spells(
             ((report.step, links_of(report), report.seconds) for report in reports),
             num_bytes=4 * sum(stage.numel for stage in stages),
         ),
+        pulled=any(report.pool_parts for report in reports),
     )
 
 

@@ -90,7 +90,7 @@ def _flat(read: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
 
 def _choices() -> dict[str, set[str]]:
     from straggle.__main__ import COMMANDS  # it imports no command before it is asked for
-    from straggle.commands.config import config_dir
+    from straggle.commands.config_keys import config_dir
     from straggle.commands.launch_options import parser
 
     choices: dict[str, set[str]] = {name: set() for name in COMMANDS}

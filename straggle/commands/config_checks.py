@@ -113,11 +113,6 @@ def _check_work(config: DictConfig) -> None:
             "work=pulled needs num_microbatches above 1: ranks draw micro-batches, and with one for each there is "
             "nothing to draw"
         )
-    if config.get("members"):
-        raise ConfigurationError(
-            "work=pulled and members=elastic exclude each other here: the epochs of members are dealt to the ranks; a "
-            "loop of your own may have both"
-        )
 
 
 def complaint(error: Exception) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
 from typing import Any, final, overload
 
+import torch.multiprocessing
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 
@@ -21,11 +23,20 @@ class MicroBatches:
     ...             criterion(model(x), y).backward()
 
     A micro-batch is loaded by a thread while the one before it is computed, and ``collate`` makes it of its samples.
-    Raises ``TypeError`` for a data set that has no numbers, and ``ValueError`` for a ``size`` below 1.
+    With ``num_workers`` as many processes load, as those of a ``DataLoader`` do, and as many of the micro-batches that
+    the rank has drawn are loaded ahead. They are forked here, where that is the start method: make this before the
+    model is wrapped.
+    Raises ``TypeError`` for a data set that has no numbers, ``ValueError`` for a ``size`` below 1 or ``num_workers``
+    below 0.
     """
 
     def __init__(
-        self, dataset: Dataset[Any], *, size: int, collate: Callable[[list[Any]], Any] = default_collate
+        self,
+        dataset: Dataset[Any],
+        *,
+        size: int,
+        collate: Callable[[list[Any]], Any] = default_collate,
+        num_workers: int = 0,
     ) -> None:
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise TypeError(
@@ -34,32 +45,79 @@ class MicroBatches:
             )
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"size={size!r}: must be an integer of at least 1")
-        self._dataset, self._size, self._collate = dataset, size, collate
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="straggle-micro-batches")
-        self._finalizer = weakref.finalize(self, self._thread.shutdown, wait=False, cancel_futures=True)
+        if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
+            raise ValueError(f"num_workers={num_workers!r}: must be an integer of at least 0")
+        self._size, self._num_workers = size, num_workers
+        self._load: Callable[[list[int]], Any] = _Loader(dataset, collate)
+        self._ahead: Executor = ThreadPoolExecutor(1, thread_name_prefix="straggle-micro-batches")
+        if num_workers:
+            # tensors come back in shared memory, by torch's own context
+            self._ahead = ProcessPoolExecutor(
+                num_workers, torch.multiprocessing.get_context(), _begin_worker, (self._load,)
+            )
+            self._ahead.submit(_load_in_worker, []).exception()  # forked now, while there are few threads
+            self._load = partial(_wait_for_worker, self._ahead)
+        self._finalizer = weakref.finalize(self, self._ahead.shutdown, wait=False, cancel_futures=True)
 
     def of(self, numbers: Iterable[int]) -> StepBatches:
         """A step's micro-batches: its samples by number, in their order. The last one may be smaller."""
         own = list(map(int, numbers))
         split = [own[first : first + self._size] for first in range(0, len(own), self._size)]
-        return StepBatches(split, self._load, self._thread)
+        return StepBatches(split, self._load, self._begin, num_ahead=max(1, self._num_workers))
+
+    def _begin(self, numbers: list[int]) -> Future[Any]:
+        return self._ahead.submit(_load_in_worker if self._num_workers else self._load, numbers)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, or the workers."""
         self._finalizer()
 
-    def _load(self, numbers: list[int]) -> Any:
+
+class _Loader:
+    """Makes a micro-batch of its samples."""
+
+    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> None:
+        self._dataset, self._collate = dataset, collate
+
+    def __call__(self, numbers: list[int]) -> Any:
         return self._collate([self._dataset[number] for number in numbers])
+
+
+_loader_of_worker: _Loader | None = None  # in a worker's process, which has one data set only
+
+
+def _begin_worker(loader: _Loader) -> None:
+    global _loader_of_worker
+    _loader_of_worker = loader
+    torch.set_num_threads(1)  # as the workers of a DataLoader do: the ranks need the cores
+
+
+def _load_in_worker(numbers: list[int]) -> Any:
+    assert _loader_of_worker is not None
+    return _loader_of_worker(numbers) if numbers else None
+
+
+def _wait_for_worker(workers: Executor, numbers: list[int]) -> Any:
+    return workers.submit(_load_in_worker, numbers).result()
 
 
 @final
 class StepBatches(Sequence[Any]):
-    """The micro-batches of one step, each loaded when it is looked up; ``weights`` are their numbers of samples."""
+    """The micro-batches of one step, each loaded when it is looked up; ``weights`` are their numbers of samples.
+
+    ``begin``: has one loaded elsewhere. ``num_ahead``: as many are to be, of those that a rank has drawn.
+    """
 
     def __init__(
-        self, numbers: list[list[int]], load: Callable[[list[int]], Any], thread: ThreadPoolExecutor | None = None
+        self,
+        numbers: list[list[int]],
+        load: Callable[[list[int]], Any],
+        begin: Callable[[list[int]], Future[Any]] | None = None,
+        *,
+        num_ahead: int = 1,
     ) -> None:
-        self._numbers, self._load, self._thread = numbers, load, thread
+        self._numbers, self._load, self._begin = numbers, load, begin
+        self.num_ahead = num_ahead
         self._ahead: dict[int, Future[Any]] = {}
         self.weights = [float(len(own)) for own in numbers]
 
@@ -80,5 +138,5 @@ class StepBatches(Sequence[Any]):
 
     def prefetch(self, index: int) -> None:
         """Begin to load a micro-batch."""
-        if self._thread is not None and index not in self._ahead:
-            self._ahead[index] = self._thread.submit(self._load, self._numbers[index])
+        if self._begin is not None and index not in self._ahead:
+            self._ahead[index] = self._begin(self._numbers[index])

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -179,8 +179,10 @@ class StagedJob(Job):
             self._total = dist.get_world_size() * self.samples_per_step
             self.rebalance = instantiate(config.rebalance, model=self.model, total=self._total // self._unit)
             self.samples_per_step = self._unit  # the weight is the rank's share
+        self._position = _Position()
+        self._comes_and_goes = bool(config.get("members"))
         self.epochs: Epochs | None = None
-        if config.get("members"):
+        if self._comes_and_goes and not self._pulls:
             self.epochs = Epochs(
                 self.model,
                 num_samples=workload.num_samples,
@@ -190,9 +192,10 @@ class StagedJob(Job):
             )
 
     @property
-    def dealt(self) -> dict[str, Rebalance | Epochs]:
+    def dealt(self) -> dict[str, Rebalance | Epochs | _Position]:
         """What says which samples come next, by name: to be saved, and given to a rank that comes back."""
-        named = {"rebalance": self.rebalance, "epochs": self.epochs}
+        pool = self._position if self._pulls and self._comes_and_goes else None
+        named = {"rebalance": self.rebalance, "epochs": self.epochs, "position": pool}
         return {name: own for name, own in named.items() if own is not None}
 
     def _wrap(self, config: DictConfig) -> StagedDataParallel:
@@ -208,11 +211,11 @@ class StagedJob(Job):
 
     def _passes(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
         if self._pulls:
-            self._pulled(batches)
+            self._pulled()
             return
         done = 0
         with self.model.step(num_microbatches=len(batches)) as step:
-            if self.dealt:
+            if self.rebalance is not None or self.epochs is not None:
                 step.weight = self._weight
             if self._stop is not None:
                 self._stop.tell(step)
@@ -222,11 +225,12 @@ class StagedJob(Job):
                 step.log(loss=self._loss_so_far * len(batches) / done)
                 loss.backward()  # type: ignore[no-untyped-call]
 
-    def _pulled(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def _pulled(self) -> None:
         with self.model.step() as step:
             if self._stop is not None:
                 self._stop.tell(step)
-            for done, batch in enumerate(step.pull(batches)):
+            # a rank that comes back has learned on entering which step the others are in
+            for done, batch in enumerate(step.pull(self._pool())):
                 loss = self._loss(batch, 1)
                 step.log(loss=self._loss_so_far / (done + 1))
                 loss.backward()  # type: ignore[no-untyped-call]
@@ -234,6 +238,12 @@ class StagedJob(Job):
     def _batches(self, number: int) -> Sequence[tuple[Tensor, Tensor]]:
         if not self._pulls:
             return super()._batches(number)
+        self._position.number = number
+        return ()
+
+    def _pool(self) -> StepBatches:
+        """All micro-batches of the step."""
+        number = self._position.number
         total = dist.get_world_size() * self.num_microbatches * self._batch_size
         samples = self._shard.part(number, total=total, first=0, count=total)
         return StepBatches(samples.view(-1, self._batch_size).tolist(), lambda own: self._load(torch.tensor(own)))
@@ -276,6 +286,21 @@ class StagedJob(Job):
         if self._garbage is not None:
             self._garbage.close()
         self.model.close()
+
+
+class _Position:
+    """The step whose pool comes next: a rank that comes back must have it from its peers."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """That number."""
+        return {"number": self.number}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with it."""
+        self.number = int(state["number"])
 
 
 class _TorchJob(Job):

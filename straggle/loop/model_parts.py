@@ -146,7 +146,14 @@ def build_parts(
         opened,
         pulling,
         ParameterHooks(module, parameters.all, opened),
-        RankState(coordinator, module, options.estimator, stages=options.stages, world_size=channel.world_size),
+        RankState(
+            coordinator,
+            module,
+            options.estimator,
+            stages=options.stages,
+            world_size=channel.world_size,
+            pool=pulling,
+        ),
     )
 
 

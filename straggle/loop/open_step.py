@@ -23,7 +23,7 @@ from straggle.backward.passes import PassWatcher, current_run, in_backward
 from straggle.backward.stages import PlanLearner
 from straggle.backward.step_in_parts import StepInParts
 from straggle.merge.coordinator import Coordinator
-from straggle.merge.draws import Drawn
+from straggle.merge.draws import Drawn, Draws
 from straggle.merge.options import ModuleBuffers
 from straggle.merge.rank_state import Entry, TrainingSide
 from straggle.merge.replay import Decision
@@ -168,13 +168,13 @@ class OpenStep(PassWatcher):
         """What the rank is to do in the step, as it was recorded."""
         return self._replayed
 
-    def draw(self, drawn: Drawn) -> None:
-        """The step has these micro-batches of its pool."""
+    def draw(self, has: Callable[[], Drawn], draws: Draws | None = None) -> Drawn:
+        """The step has the micro-batches of its pool that ``has()`` says, of ``draws`` that may go on."""
         assert self.step is not None
-        self._coordinator.draw(drawn)
-        self.drawn = drawn
+        self.drawn = drawn = self._coordinator.draw(has, draws)
         self.step.num_microbatches = number = max(1, len(drawn.numbers))
         self._left = sys.maxsize if drawn.is_open else number * len(self._parameters)
+        return drawn
 
     def leave(self, error: BaseException | None) -> MergedStep | None:
         """Merge, and put the merged gradients in place; ``None`` where the user's code failed, which peers then know.
@@ -221,7 +221,8 @@ class OpenStep(PassWatcher):
 
     def decision(self, merged: MergedStep) -> Decision:
         """What this rank decided in the step that it left, for a recording."""
-        drawn = self.drawn.numbers if self.drawn is not None else None
+        # what it had when it was submitted: its stand-in may have put some of it back
+        drawn = self._coordinator.training.drawn.numbers if self._coordinator.training.drawn is not None else None
         decision = Decision(
             merged.step, merged.num_gradients, self._left_at, merged.stood_in, merged.num_over, drawn=drawn
         )

@@ -12,11 +12,15 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
+import torch
+from torch import Tensor
+
 from straggle.loop.open_step import OpenStep
 from straggle.merge.channel import Channel
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.draws import Drawn, Draws, StoreCounters
 from straggle.merge.pool import WINDOW, Did, Pool, even_parts, static_shares, sure_shares
+from straggle.merge.pool_times import PoolTimes
 from straggle.merge.telemetry import StepRecord, Table
 
 # A micro-batch beyond a rank's even part by so much is not asked for ahead: a slow rank that draws early what it can
@@ -35,6 +39,7 @@ class Pulling:
         self._opened, self._coordinator, self._channel = opened, coordinator, channel
         self._counters = StoreCounters(channel.rank)
         self._done: deque[tuple[Did | None, ...]] = deque(maxlen=WINDOW)
+        self._step_s: deque[float] = deque(maxlen=WINDOW)  # of the last steps, as long as all have pools
         self._present = (True,) * channel.world_size
         self._draws = False  # the next step's: a pool was merged before, and all ranks had the store then
         self.waited_s = 0.0
@@ -44,6 +49,11 @@ class Pulling:
         """Requests to the store until now."""
         return self._counters.num_requests
 
+    @property
+    def num_put_back(self) -> int:
+        """Micro-batches that were put back until now, because this rank was stuck before it could begin them."""
+        return self._counters.num_put_back
+
     def numbers(self, weights: tuple[float, ...]) -> Iterator[tuple[int, Sequence[int]]]:
         """The numbers of this rank's micro-batches, of a pool of ones with these weights; inside of its step.
 
@@ -51,46 +61,56 @@ class Pulling:
         """
         opened, replayed = self._opened, self._opened.replayed
         if opened.idle or self._is_stopped():
-            self._tell((), weights, is_open=False)
+            opened.draw(lambda: self._has((), weights))
             yield from ((number, ()) for number in range(opened.idle))  # whose forward pass ends the block
         elif replayed is not None and replayed.num_gradients < sys.maxsize:
-            self._tell(own := replayed.drawn or (), weights, is_open=False)
+            own = replayed.drawn or ()
+            opened.draw(lambda: self._has(own, weights))
             yield from ((number, own[place + 1 :]) for place, number in enumerate(own))
         else:
             yield from self._drawn(weights)
 
     def _drawn(self, weights: tuple[float, ...]) -> Iterator[tuple[int, Sequence[int]]]:
         """The next one is asked for in a backward pass: the answer is there before the rank begins its last."""
-        opened, step, given = self._opened, self._opened.step, 0
-        pool = self._pool(len(weights))
-        ahead = even_parts(len(weights), tuple(self._done), self._present)[self._channel.rank] + AHEAD
-        draws = Draws(pool, self._channel.rank, self._coordinator.training.step, self._channel.store, self._counters)
+        opened, step, begun = self._opened, self._opened.step, 0
+        pool, channel, lock = self._pool(len(weights)), self._channel, self._coordinator.merging.lock
+        ahead = even_parts(len(weights), tuple(self._done), self._present)[channel.rank] + AHEAD
+        draws = Draws(pool, channel.rank, self._coordinator.training.step, channel.store, self._counters, lock)
+        sharing = frozenset(rank for rank, share in enumerate(pool.shares) if share)
 
         def ask_ahead() -> None:
-            if len(draws.numbers) - given <= 1 and len(draws.numbers) + 1 <= ahead:
+            if len(draws.numbers) - begun <= 1 and len(draws.numbers) + 1 <= ahead:
                 draws.ask()
+
+        def has() -> Drawn:  # with the lock held, so that nothing of it is put back meanwhile
+            next_one = min(begun + 1, len(draws.numbers))
+            return self._has(draws.numbers, weights, is_open=not draws.exhausted, num_begun=next_one)
 
         opened.on_backward = ask_ahead
         while opened.step is step and not opened.stopped:
-            if given + 1 >= len(draws.numbers):
+            draws.left(sharing.difference(channel.awaited))
+            if begun + 1 >= len(draws.numbers):
                 draws.wait()
-            if given + 1 == len(draws.numbers) and not draws.exhausted:  # the answer was the first there is
+            if begun + 1 == len(draws.numbers) and not draws.exhausted:  # the answer was the first there is
                 draws.wait()
-            self._tell(draws.numbers, weights, is_open=not draws.exhausted)
-            if given == len(draws.numbers):
+            drawn = opened.draw(has, draws)
+            if drawn.num_begun > begun:
+                begun = drawn.num_begun
+                yield drawn.numbers[begun - 1], drawn.numbers[begun:]
+            elif not drawn.is_open:  # otherwise what it had was put back: there may be more
                 break
-            given += 1
-            yield draws.numbers[given - 1], draws.numbers[given:]
         self.waited_s += draws.waited_s
 
     def _is_stopped(self) -> bool:
         training = self._coordinator.training
         return training.is_stopped(training.step)
 
-    def _tell(self, numbers: Sequence[int], weights: tuple[float, ...], *, is_open: bool) -> None:
+    def _has(
+        self, numbers: Sequence[int], weights: tuple[float, ...], *, is_open: bool = False, num_begun: int = 0
+    ) -> Drawn:
         own, total = tuple(weights[number] for number in numbers), sum(weights)
         scale = self._channel.world_size / total
-        self._opened.draw(Drawn(tuple(numbers), own, is_open, len(weights), total, scale))
+        return Drawn(tuple(numbers), own, is_open, len(weights), total, scale, num_begun)
 
     def _pool(self, num_parts: int) -> Pool:
         if self._draws:
@@ -103,6 +123,8 @@ class Pulling:
         """Learn from a merged step. Raises ``ValueError``, on all ranks, where their pools differ."""
         table = record.table
         if not (pools := {number for number in table.pool_parts() if number}):
+            self._step_s.clear()  # such a step is waited for
+            self._expect(PoolTimes())
             return
         if len(pools) > 1:
             raise ValueError(
@@ -110,6 +132,18 @@ class Pulling:
                 "ranks draw from one pool, so give every rank all micro-batches of the step"
             )
         self._learn(table, pools.pop())
+        self._step_s.append(record.seconds)
+        if self._opened.replayed is None:
+            self._expect(self._usual())
+
+    def _usual(self) -> PoolTimes:
+        own = [step[self._channel.rank] for step in self._done]
+        return PoolTimes.usual(self._step_s, [did.part_s for did in own if did is not None and did.share])
+
+    def _expect(self, times: PoolTimes) -> None:
+        if times != self._coordinator.training.pool_times:
+            with self._coordinator.merging.lock:  # the stand-in reads it
+                self._coordinator.training.pool_times = times
 
     def _learn(self, table: Table, num_parts: int) -> None:
         away = table.absent_ranks() | table.stood_in_ranks()
@@ -118,6 +152,24 @@ class Pulling:
         done = zip(table.parts_done(), table.compute_s(), present, strict=True)
         self._done.append(tuple(_did(own, own_s, num_parts) if here else None for own, own_s, here in done))
         self._draws = self._channel.world_size > 1 and not table.ranks_without_store()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint has of it: of each of the last steps, for each rank its share and seconds; -1: unknown."""
+        if not self._done:
+            return {}
+        done = [[(-1.0, 0.0) if own is None else (own.share, own.part_s) for own in step] for step in self._done]
+        return {
+            "done": torch.tensor(done, dtype=torch.float64),
+            "present": torch.tensor(self._present),
+            "draws": torch.tensor(self._draws),
+        }
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Begin with the shares that the saved run was about to have; nothing to do where it had no pool."""
+        if tensors:
+            done = [[None if share < 0 else (share, s) for share, s in step] for step in tensors["done"].tolist()]
+            present, draws = tensors["present"].tolist(), tensors["draws"].item()
+            self.load_state_dict({"done": done, "present": present, "draws": draws})
 
     def state_dict(self) -> dict[str, Any]:
         """What a rank that comes back must know: equal on all ranks."""
@@ -129,6 +181,7 @@ class Pulling:
         done = (tuple(None if own is None else Did(*own) for own in step) for step in state["done"])
         self._done = deque(done, maxlen=WINDOW)
         self._present, self._draws = tuple(state["present"]), bool(state["draws"])
+        self._expect(self._usual())
 
 
 def _did(num_parts_done: int, compute_s: float, num_parts: int) -> Did:

@@ -41,21 +41,23 @@ class _Flat:
     """The ``gradients`` of one bucket that share a dtype and a device; ``tail``: their weights and presence flags.
 
     The tail is fp32 or finer. It lies at the end of the gradients' buffer where that is, and travels in one message.
+    ``wire``: the gradients as they travel, where that is not as they are; the tail goes beside them, exact.
     """
 
     parameters: tuple[int, ...]
     gradients: Tensor
     tail: Tensor
     messages: tuple[Tensor, ...]
+    wire: Tensor | None = None
 
 
 class StageBuffers:
     """One step's gradients of all stages. Not thread-safe: the coordinator's lock guards it.
 
     ``views`` holds one gradient for each parameter. With the last bucket go ``rows``, a row of telemetry for each rank,
-    and ``changes``, those of the module's buffers with their weights at the end; with ``telemetry_apart`` both go in a
+    and ``changes``, those of the module's buffers with their weights at the end; after `use_telemetry` both go in a
     message of their own, after all buckets. ``drop_nonfinite``: gradients with elements that are not finite are left
-    out.
+    out. ``wire_dtype``: gradients of float32 are rounded to this one and summed in it; weights and rows are not.
     """
 
     def __init__(
@@ -66,11 +68,12 @@ class StageBuffers:
         *,
         num_changes: int = 0,
         drop_nonfinite: bool = False,
-        telemetry_apart: bool = False,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         self._world_size = world_size
         self._drop_nonfinite = drop_nonfinite
         self._num_changes = num_changes
+        self._wire_dtype = wire_dtype
         self._merged: dict[int, Share] = {}  # of the buckets that are normalized
         self._finite: list[Tensor] = []  # which of this rank's gradients were, for the buckets that were looked at
         self._rank = -1  # whose row was written
@@ -79,21 +82,23 @@ class StageBuffers:
         self.rows = torch.empty(0)
         buckets = [[index for stage in bucket for index in stage.parameters] for bucket in plan.buckets()]
         length = row_length(len(plan.stages))
-        self._apart = telemetry_apart
-        last = 0 if telemetry_apart else world_size * length + num_changes
+        last = world_size * length + num_changes
         self._buckets = [self._allocate(bucket, parameters, last if bucket is buckets[-1] else 0) for bucket in buckets]
         self._length = world_size * length
-        self.use_telemetry(torch.zeros(self._length + num_changes) if telemetry_apart else self.rows)
+        self._with_last = self.rows
+        self.use_telemetry(self.rows)
 
     def use_telemetry(self, numbers: Tensor) -> None:
-        """What ``rows`` and ``changes`` are parts of from here on."""
+        """What ``rows`` and ``changes`` are parts of, from here on to the end of the step."""
         self.telemetry = numbers
         self.changes = numbers[self._length :]
         self.rows = numbers[: self._length].view(self._world_size, -1)
 
     def begin(self) -> None:
         """A new step begins."""
-        self._finite, self._merged = [], {}
+        self._finite, self._merged, self._rank = [], {}, -1
+        if self.telemetry is not self._with_last:
+            self.use_telemetry(self._with_last)
 
     def accumulate(self, index: int, gradient: Tensor, *, add: bool, weight: float = 1.0) -> None:
         """Write ``weight * gradient`` of parameter ``index``, or add it to what is there."""
@@ -148,18 +153,20 @@ class StageBuffers:
                         self.views[index].zero_()
             if self._drop_nonfinite:
                 self._leave_out_nonfinite(flat)
-            if flat is self._buckets[-1][-1] and not self._apart:
+            if flat is self._buckets[-1][-1]:
                 self._count_nonfinite()
+            if flat.wire is not None:
+                flat.wire.copy_(flat.gradients)
             works += [group.all_reduce(message) for message in flat.messages]
         return works
 
     def merge_telemetry(self, group: Group) -> dist.Work:
-        """Start the merge of rows and changes, where these do not go with the last bucket."""
+        """Start the merge of rows and changes apart from the last bucket, where `use_telemetry` has made them so."""
         self._count_nonfinite()
         return group.all_reduce(self.telemetry)
 
     def _count_nonfinite(self) -> None:
-        if self._finite:  # the row says 0 already
+        if self._finite and self._rank >= 0:  # the row says 0 already
             self.rows[self._rank, NONFINITE] = (~torch.cat(self._finite)).sum()
 
     def resend(self, bucket: int, group: Group) -> list[dist.Work]:
@@ -175,9 +182,12 @@ class StageBuffers:
         self._finite = other._finite
         for number, (mine, theirs) in enumerate(zip(self._buckets, other._buckets, strict=True)):
             for flat, its in zip(mine, theirs, strict=True):
+                if number in lost:
+                    continue
                 for message, old in zip(flat.messages, its.messages, strict=True):
-                    if number not in lost:
-                        message.copy_(old)
+                    message.copy_(old)
+                if flat.wire is not None:  # of a bucket that was not launched, the messages have nothing yet
+                    flat.gradients.copy_(its.gradients)
 
     def _leave_out_nonfinite(self, flat: _Flat) -> None:
         """Make zeros with weight 0 of gradients that have elements which are not finite."""
@@ -210,6 +220,8 @@ class StageBuffers:
             if flat.parameters[0] in self._merged:
                 merged |= {index: self._merged[index] for index in flat.parameters}
                 continue
+            if flat.wire is not None:
+                flat.gradients.copy_(flat.wire)
             tail, count = flat.tail.tolist(), len(flat.parameters)
             for index, weight, present in zip(flat.parameters, tail[:count], tail[count:], strict=True):
                 if weight == self._world_size and present:
@@ -231,14 +243,16 @@ class StageBuffers:
             for index in members:
                 starts.append(end)
                 end += -(-parameters[index].numel() // _ALIGN) * _ALIGN
-            exact = dtype in (torch.float32, torch.float64)
+            rounded = dtype is torch.float32 and self._wire_dtype is not None
+            exact = dtype in (torch.float32, torch.float64) and not rounded
             extra = [2 * len(members), num_rows if position == len(alike) - 1 else 0]
             data = torch.zeros(end + (sum(extra) if exact else 0), dtype=dtype, device=device)
             numbers = data[end:] if exact else torch.zeros(sum(extra), device=device)
             for index, start in zip(members, starts, strict=True):
                 self.views[index] = _view(data, start, parameters[index])
-            messages = (data,) if exact else (data, numbers)
-            flats.append(_Flat(tuple(members), data[:end], numbers[: extra[0]], messages))
+            wire = torch.zeros(end, dtype=self._wire_dtype, device=device) if rounded else None
+            messages = (data,) if exact else (data if wire is None else wire, numbers)
+            flats.append(_Flat(tuple(members), data[:end], numbers[: extra[0]], messages, wire))
             self.rows = numbers[extra[0] :]
         return flats
 

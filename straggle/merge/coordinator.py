@@ -20,7 +20,7 @@ from straggle.backward.passes import TWICE_IN_ONE_PASS
 from straggle.backward.stages import StagePlan
 from straggle.merge.channel import Channel, PeerFailed
 from straggle.merge.current_deadline import CurrentDeadline
-from straggle.merge.draws import Drawn
+from straggle.merge.draws import Drawn, Draws
 from straggle.merge.member import Member
 from straggle.merge.membership import Membership
 from straggle.merge.merged_steps import MergedSteps
@@ -74,7 +74,6 @@ class Coordinator:
             all_or_nothing=deadline.late_handling.granularity == "step",
             num_changes=num_changes,
             world_size=channel.world_size,
-            apart=membership is not None,
         )
         self._rounds.merge_among(channel.formed, self._rounds.ranks, 0)
         self._rank = RankParts(channel, *sides, deadline, self._stand_in, self._rounds, {}, membership)
@@ -200,12 +199,13 @@ class Coordinator:
             self.training.takes(cost)
             self._stand_in.deadline_changed()
 
-    def draw(self, drawn: Drawn) -> None:
-        """This rank has this of its step's pool; before it begins a pass that it has not drawn before."""
+    def draw(self, has: Callable[[], Drawn], draws: Draws | None = None) -> Drawn:
+        """This rank has what ``has()`` says of its step's pool; before it begins a pass, of ``draws`` that go on."""
         with self._lock:
-            self.training.draw(drawn)
+            self.training.draw(drawn := has(), draws)
             if (current := self._own_round()) is not None:
                 current.draw(drawn)
+        return drawn
 
     def gradients_ready(self, indices: Sequence[int], gradients: Sequence[Tensor], number: int = 0) -> bool:
         """Take these parameters' gradients of backward pass ``number``; merge each bucket that is complete with them.

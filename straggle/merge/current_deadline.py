@@ -43,7 +43,12 @@ class CurrentDeadline:
     @property
     def late_after_s(self) -> float:
         """The seconds after which a rank may be late: never where the quorum that waits for it is of all ranks."""
-        return self.seconds if self.quorum < self._num_members else math.inf
+        return self.seconds if self.can_be_late else math.inf
+
+    @property
+    def can_be_late(self) -> bool:
+        """Whether the quorum that waits for a late rank is not of all ranks."""
+        return self.quorum < self._num_members
 
     @property
     def history(self) -> History:

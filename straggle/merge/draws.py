@@ -2,21 +2,26 @@
 
 A key for each counter and step is removed when its step is long over, by who began it. A sure share has one key for the
 entire job, whose value says the step.
+
+What a rank has drawn and not begun is put back by its stand-in, where its training thread is stuck: both threads meet
+here, and the lock of the merge guards what they share.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, cast
 
-from straggle.merge.pool import Claim, Count, Drawer, Owner, Pool
+from straggle.merge.pool import Claim, Count, Drawer, Owner, Pool, Release, Request, Seize
 from straggle.merge.store import Asked, JobStore, StoreUnreachable
 
+_NO_OWNER = "-"
 _KEPT_STEPS = 32  # a counter stays so long for ranks that are behind
 _log = logging.getLogger(__name__)
 
@@ -25,8 +30,9 @@ _log = logging.getLogger(__name__)
 class Drawn:
     """What a rank has of its step's pool so far: ``numbers`` of micro-batches, each with its weight in ``weights``.
 
-    ``is_open``: there may be more. ``num_parts`` and ``total_weight`` are those of the entire pool, and a micro-batch
-    counts ``scale * weight`` in the merge, so that the sum over all ranks is the number of ranks.
+    ``is_open``: there may be more. ``num_begun`` of them it has begun. ``num_parts`` and ``total_weight`` are those of
+    the entire pool, and a micro-batch counts ``scale * weight`` in the merge, so that the sum over all ranks is the
+    number of ranks.
     """
 
     numbers: tuple[int, ...]
@@ -35,11 +41,22 @@ class Drawn:
     num_parts: int
     total_weight: float
     scale: float
+    num_begun: int = 0
 
     @cached_property
     def weight(self) -> float:
         """The sum of the weights."""
         return sum(self.weights)
+
+    @property
+    def unbegun(self) -> tuple[int, ...]:
+        """What it has not begun."""
+        return self.numbers[self.num_begun :]
+
+    def without_unbegun(self) -> Drawn:
+        """Only what it has begun; there may be more."""
+        kept = self.num_begun
+        return replace(self, numbers=self.numbers[:kept], weights=self.weights[:kept], is_open=True)
 
     def share(self, num_passes: int) -> float:
         """Which share of its weight the first ``num_passes`` are."""
@@ -52,11 +69,11 @@ class StoreCounters:
     def __init__(self, rank: int) -> None:
         self._begun: deque[tuple[int, str]] = deque()  # counters that this rank began
         self._last = {rank: ""}  # what the key of a share was when it was seen last
-        self.num_requests = 0
+        self.num_requests = self.num_put_back = 0
 
-    def ask(self, store: Any, step: int, request: Claim | Count) -> Owner | int:
+    def ask(self, store: Any, step: int, request: Request) -> Owner | int:
         """The answer, as if each step had keys of its own."""
-        return self._claim(store, step, request) if isinstance(request, Claim) else self._count(store, step, request)
+        return self._count(store, step, request) if isinstance(request, Count) else self._owner(store, step, request)
 
     def _count(self, store: Any, step: int, request: Count) -> int:
         key = f"pool/{step}/drawn" if request.rank is None else f"pool/{step}/taken/{request.rank}"
@@ -69,49 +86,83 @@ class StoreCounters:
                 store.delete_key(self._begun.popleft()[1])
         return value
 
-    def _claim(self, store: Any, step: int, request: Claim) -> Owner:
+    def _owner(self, store: Any, step: int, request: Claim | Release | Seize) -> Owner:
         """A share's owner in a later step is none in this one, which is merged by then."""
-        key, wanted = f"pool/owner/{request.rank}", f"{step} {request.owner}"
-        expected = self._last.get(request.rank, "")
+        key = f"pool/owner/{request.rank}"
+        found = f"{step} own" if isinstance(request, Release) else self._last.get(request.rank, "")
         while True:
+            # nothing equals an expected value that none has: then it is only read
+            expected = found if _is_free(found, step, request) else _NO_OWNER
             self.num_requests += 1
-            found = store.compare_set(key, expected, wanted).decode()
-            of_step, _, owner = found.partition(" ")
-            if found and int(of_step) >= step:
+            found = store.compare_set(key, expected, f"{step} {_word(request)}").decode()
+            of_step, _, word = found.partition(" ")
+            if found and int(of_step) > step:
                 self._last[request.rank] = found
-                return cast(Owner, owner) if int(of_step) == step else _other(request.owner)
-            expected = found
+                return "own" if not isinstance(request, Claim) or request.owner == "open" else "open"
+            if not _is_free(found, step, request):
+                self._last[request.rank] = found
+                return _owner(word)
 
 
-def _other(owner: Owner) -> Owner:
-    return "own" if owner == "open" else "open"
+def _is_free(found: str, step: int, request: Claim | Release | Seize) -> bool:
+    """Whether this owner gives way to what is requested."""
+    of_step, _, word = found.partition(" ")
+    if not found or int(of_step) < step:
+        return True
+    return int(of_step) == step and word == "own" and not isinstance(request, Claim)
+
+
+def _word(request: Claim | Release | Seize) -> str:
+    match request:
+        case Claim(_, owner):
+            return owner
+        case Release(_, numbers):
+            return ",".join(map(str, numbers))
+        case Seize():
+            return "open"
+
+
+def _owner(word: str) -> Owner:
+    return cast(Owner, word) if word in ("own", "open") else tuple(map(int, word.split(",")))
 
 
 class Draws:
     """The numbers of the micro-batches that this rank computes in ``step``, on its training thread.
 
     ``exhausted``: there are no more than those that it has. ``waited_s``: seconds that it waited for answers.
+    ``lock``: that of the merge, with which `put_back` is called by another thread.
     """
 
-    def __init__(self, pool: Pool, rank: int, step: int, store: JobStore, counters: StoreCounters) -> None:
+    def __init__(
+        self, pool: Pool, rank: int, step: int, store: JobStore, counters: StoreCounters, lock: threading.Lock
+    ) -> None:
         self.numbers: list[int] = []
         self.exhausted = not pool.drawn
         self.waited_s = 0.0
         self._pool, self._rank, self._step = pool, rank, step
-        self._store, self._counters = store, counters
+        self._store, self._counters, self._lock = store, counters, lock
         self._drawer = Drawer.begin(pool, rank)  # by the store's thread
         self._asked: Asked[Sequence[int]] | None = None
+        self._asked_before = False  # the last question is older than what was put back
+        self._is_back = False  # something was put back, and that is once a step
+        self._gone = frozenset[int]()
         if pool.drawn:
             self.ask()
         else:
             self.numbers += pool.share(rank)
+
+    @property
+    def may_put_back(self) -> bool:
+        """Whether `put_back` can be called."""
+        return self._drawer.owns and not self._is_back and self._store.reachable
 
     def ask(self) -> None:
         """Ask for more, and do not wait for it; once at a time."""
         if self.exhausted or self._asked is not None:
             return
         try:
-            self._asked = self._store.begin(self._refill)
+            with self._lock:  # before or after what is put back, and it is known which
+                self._asked, self._asked_before = self._store.begin(self._refill), False
         except StoreUnreachable as error:
             self._give_up(error)
 
@@ -126,19 +177,48 @@ class Draws:
         except StoreUnreachable as error:
             self._give_up(error)
         else:
-            self.numbers += more
-            self.exhausted = not more or self._drawer.request(self._pool) is None  # which no thread writes now
+            with self._lock:
+                self.numbers += more
+                # which no thread writes now, if nothing was put back meanwhile; if so, that is there to be drawn
+                nothing_left = not more or self._drawer.request(self._pool) is None
+                self.exhausted = nothing_left and not self._asked_before
         self.waited_s += time.monotonic() - began_at
+
+    def left(self, gone: frozenset[int]) -> None:
+        """These members have left: draw what they had for sure, if this rank still draws."""
+        if gone != self._gone and not self.exhausted:
+            self._gone = gone
+            self._store.post(partial(self._change, lambda drawer: drawer.without(gone)))
+
+    def put_back(self, num_begun: int) -> int:
+        """Give all but the first ones to whoever draws them; how many. With the lock held, where `may_put_back`."""
+        # more may have come since the training thread looked last
+        numbers = tuple(self.numbers[num_begun:])
+        del self.numbers[num_begun:]
+        self._is_back = self._asked_before = True
+        self.exhausted = False
+        # queued with the lock held: what the training thread asks from here on comes after it
+        self._store.post(partial(self._change, lambda drawer: drawer.put_back(numbers)))
+        return len(numbers)
 
     def _give_up(self, error: StoreUnreachable) -> None:
         # what is on its way may be drawn for this rank, and is then computed by none: that is counted
         self.exhausted = True
         _log.warning("rank %d, step %d: no more micro-batches are drawn: %s", self._rank, self._step, error)
 
+    # -- on the store's thread
+
     def _refill(self, store: Any) -> Sequence[int]:
-        """On the store's thread: ask until there is something, or nothing more."""
+        """Ask until there is something, or nothing more."""
         while (request := self._drawer.request(self._pool)) is not None:
             self._drawer, parts = self._drawer.answered(self._pool, self._counters.ask(store, self._step, request))
             if parts:
                 return parts
         return ()
+
+    def _change(self, changed: Callable[[Drawer], Drawer], store: Any) -> None:
+        self._drawer = changed(self._drawer)
+        while self._drawer.puts_back and (request := self._drawer.request(self._pool)) is not None:
+            self._drawer, _ = self._drawer.answered(self._pool, self._counters.ask(store, self._step, request))
+            if not self._drawer.puts_back:
+                self._counters.num_put_back += len(self._drawer.numbers)

@@ -28,6 +28,9 @@ class Group(Protocol):
     def broadcast(self, tensor: Tensor, source: int) -> dist.Work:
         """Overwrite ``tensor`` with that of the rank at ``source``."""
 
+    def barrier(self) -> dist.Work:
+        """Ends when all that was launched in this group before is over, on all of its ranks."""
+
     def drop(self) -> None:
         """Use it no more."""
 
@@ -48,6 +51,9 @@ class JobGroup:
 
     def broadcast(self, tensor: Tensor, source: int) -> dist.Work:
         return _begun(dist.broadcast(tensor, group=self._group, group_src=source, async_op=True))
+
+    def barrier(self) -> dist.Work:
+        return _begun(dist.barrier(self._group, async_op=True))
 
     def drop(self) -> None:
         dist.destroy_process_group(self._group)
@@ -71,6 +77,11 @@ class GlooCollectives:
         options = dist.BroadcastOptions()
         options.rootRank = source
         work: dist.Work = self._group.broadcast([tensor], options)
+        return work
+
+    def barrier(self) -> dist.Work:
+        # gloo's own thread first waits for all that it has to do before: no thread of ours has to wake in between
+        work: dist.Work = self._group.barrier()
         return work
 
     def drop(self) -> None:
@@ -98,6 +109,9 @@ class GlooGroup:
 
     def broadcast(self, tensor: Tensor, source: int) -> dist.Work:
         return self._note(self._collectives.broadcast(tensor, source))
+
+    def barrier(self) -> dist.Work:
+        return self._note(self._collectives.barrier())
 
     def drop(self) -> None:
         """Use it no more."""

@@ -2,6 +2,8 @@
 
 No rank is late while no rank waits. Once a quorum of ranks has finished the step, a rank is stopped when its deadline
 is over, and stood in for when the grace is over too. A rank that is still in an earlier step is stood in for at once.
+Where the ranks draw from a pool, one that has not entered the step is not waited for, also without a deadline: it has
+claimed nothing, and so nothing is lost. One that is stuck in a micro-batch puts back what it has not begun.
 """
 
 from __future__ import annotations
@@ -18,13 +20,20 @@ _SHORTEST_S = 0.002  # between two looks
 class Limits:
     """How long a rank is waited for in the running step: seconds of it, once a quorum waits, and of grace.
 
-    After ``max_lag`` merged steps without it, its peers wait; after 0, they always do.
+    After ``max_lag`` merged steps without it, its peers wait; after 0, they always do. ``pool_s``: of a rank that has
+    not entered a step with a pool.
     """
 
     deadline_s: float
     after_quorum_s: float = 0.0
     grace_s: float = 0.0
     max_lag: int = 1
+    pool_s: float = math.inf
+
+    @property
+    def shortest_s(self) -> float:
+        """Seconds of a step in which nothing has to be done about a rank."""
+        return min(self.deadline_s, self.pool_s)
 
 
 @dataclass(frozen=True)
@@ -37,7 +46,7 @@ class Situation:
     ``submitted``: all of this rank's part of the merge is on its way. ``partial``: the training thread goes on and does
     not wait for it. ``waited_since``: when a quorum was seen to wait; ``asked_at``: when none was, last.
     ``unposted``: its work is done, and the peers do not know. ``posted_stuck_s``: for how long it is stuck, as they
-    know. ``healing``: it waits for its state.
+    know. ``healing``: it waits for its state. ``put_back_at``: when it is stuck and puts back what it has not begun.
     """
 
     lag: int = 0
@@ -56,6 +65,7 @@ class Situation:
     posted_stuck_s: int = 0
     paused: bool = False
     healing: bool = False
+    put_back_at: float = math.inf
     closing: bool = False
 
 
@@ -82,6 +92,11 @@ class Ask:
 @dataclass(frozen=True)
 class Stop:
     """Ask the training thread to leave the step: it is late."""
+
+
+@dataclass(frozen=True)
+class PutBack:
+    """Put back what the training thread has drawn and not begun: others may draw it, and it may when it is back."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +128,7 @@ def _notice_s(deadline_s: float) -> float:
     return min(max(0.004, 0.04 * deadline_s), 0.1)
 
 
-Action = Sleep | Post | Ask | Stop | SubmitForStuck | CompletePartial | End
+Action = Sleep | Post | Ask | Stop | PutBack | SubmitForStuck | CompletePartial | End
 
 
 def decide(now: float, at: Situation, limits: Limits) -> Action:
@@ -124,7 +139,7 @@ def decide(now: float, at: Situation, limits: Limits) -> Action:
         return Sleep(math.inf)
     if at.healing:  # it has nothing to give, and its peers need not wait for that
         return Sleep(math.inf) if at.submitted else SubmitForStuck()
-    due_at, stuck_s = post_at(limits.deadline_s, at.merged_at, any_late=at.any_late), _stuck_s(now, at)
+    due_at, stuck_s = post_at(limits.shortest_s, at.merged_at, any_late=at.any_late), _stuck_s(now, at)
     # once it waits for a partial merge it cannot post
     finished = at.unposted and (at.partial or now >= due_at)
     if finished or stuck_s != at.posted_stuck_s:
@@ -133,7 +148,11 @@ def decide(now: float, at: Situation, limits: Limits) -> Action:
         return CompletePartial()
     wake_at = now + LONG_S if now >= due_at else min(due_at, now + LONG_S)  # to see whether it is stuck, or to post
     if at.submitted:  # nothing can be late before the next deadline is over
-        return Sleep(min(wake_at, now + max(limits.deadline_s - _notice_s(limits.deadline_s) / 2, _SHORTEST_S)))
+        shortest_s = limits.shortest_s
+        return Sleep(min(wake_at, now + max(shortest_s - _notice_s(shortest_s) / 2, _SHORTEST_S)))
+    if now >= at.put_back_at:
+        return PutBack()
+    wake_at = min(wake_at, at.put_back_at)
     stop_at, grace_s = _stop_at(at, limits), _grace_s(at, limits)
     if at.waited_since == math.inf:
         ask_at = _ask_at(at, stop_at, limits)
@@ -141,6 +160,8 @@ def decide(now: float, at: Situation, limits: Limits) -> Action:
     late_at = max(stop_at, at.waited_since + limits.after_quorum_s)
     if now < late_at:
         return Sleep(min(wake_at, late_at))
+    if at.put_back_at < math.inf and not at.stopped:  # for those that still draw
+        return PutBack()
     if now >= late_at + grace_s:
         return SubmitForStuck()
     if at.entered and not at.stopped:
@@ -156,22 +177,25 @@ def _is_behind(at: Situation) -> bool:
 def _stop_at(at: Situation, limits: Limits) -> float:
     """When the training thread is to stop, by the clock, if a quorum waits."""
     if _is_behind(at):
-        return math.inf if at.lag >= limits.max_lag or limits.deadline_s == math.inf else -math.inf
+        return math.inf if at.lag >= limits.max_lag or limits.shortest_s == math.inf else -math.inf
     # its own clock or, before it has entered, that of its peers
-    return limits.deadline_s + (at.clock_from if at.entered else at.merged_at)
+    return limits.deadline_s + at.clock_from if at.entered else limits.shortest_s + at.merged_at
 
 
 def _grace_s(at: Situation, limits: Limits) -> float:
     """How long after that it is stood in for."""
     if _is_behind(at):
         return 0.0
-    return math.inf if limits.max_lag == 0 else limits.grace_s
+    if limits.max_lag == 0:
+        return math.inf
+    return limits.grace_s if at.entered or limits.deadline_s <= limits.pool_s else 0.0
 
 
 def _ask_at(at: Situation, stop_at: float, limits: Limits) -> float:
     """When to ask whether a quorum waits: shortly before the deadline is over, at its end, and then less and less."""
     # the answer takes a while, the longer the busier the machine; of a short step each question is a large part
-    first_at = stop_at - min(_notice_s(limits.deadline_s) / 2, 0.1 * limits.deadline_s)
+    seconds = limits.deadline_s if at.entered else limits.shortest_s
+    first_at = stop_at - min(_notice_s(seconds) / 2, 0.1 * seconds)
     if at.asked_at < first_at:
         return first_at
     if at.asked_at < stop_at:

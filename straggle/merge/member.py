@@ -97,7 +97,7 @@ class Member:
         with self._lock:
             if self.recorder is not None:
                 self.recorder.regrouped(view.generation, view.ranks)
-            self._rank.rounds.merge_among(groups, view.ranks, view.generation)
+            self._rank.rounds.merge_among(groups, view.ranks, view.generation, repair.step)
             self._note_lost(repair.step, provenance)
             self._note_healing((self._healing | view.joined) & set(view.ranks))
             self._rank.deadline.members(len(view.ranks))
@@ -200,10 +200,13 @@ class Member:
 
     # -- both threads, with the lock held
 
-    @property
-    def admits(self) -> bool:
-        """Whether ranks that ask may come in after the step that is merged, as far as this rank is concerned."""
-        return self._membership is not None and bool(self._membership.wanted)
+    def admits(self, current: Round) -> bool:
+        """Whether ranks that ask may come in after this round's step, as far as this rank is concerned.
+
+        Who is stood in for could not give its state; before the stages are planned no rank can merge with newcomers.
+        """
+        wanted = self._membership is not None and bool(self._membership.wanted)
+        return wanted and self._rank.stand_in.started and not current.stood_in
 
     def lost_of(self, step: int) -> Mapping[int, set[int]]:
         """By rank, the buckets of ``step`` that a change of members took."""
@@ -211,10 +214,11 @@ class Member:
 
     def telemetry_merged(self, current: Round) -> None:
         """Who was no member when the telemetry was merged has none; the members may have changed since."""
-        absent = absent_row(len(self._rank.rounds.plan.stages))
-        for rank in set(range(self._rank.channel.world_size)) - set(current.told[1]):
-            current.buffers.rows[rank] = absent
-        self._last_telemetry = current.buffers.telemetry
+        if len(current.told[1]) < self._rank.channel.world_size:
+            absent = absent_row(len(self._rank.rounds.plan.stages))
+            for rank in set(range(self._rank.channel.world_size)) - set(current.told[1]):
+                current.buffers.rows[rank] = absent
+        self._last_telemetry = current.buffers.telemetry.clone()
 
     def published(self, step: int) -> None:
         """A merged step is in the ring; nothing in it is for a rank that is to take a state."""

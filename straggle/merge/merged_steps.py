@@ -61,44 +61,47 @@ class MergedSteps:
             return merged
 
     def _wait_merged(self, current: Round, give_up_s: float | None, on_merged: Callable[[Round], None] | None) -> int:
-        """Wait for all collectives of a closed round; the epoch that they were launched in."""
+        """Wait for all collectives of a closed round; the epoch that they were launched in.
+
+        Where members come and go, no rank may give merged gradients to its training thread before all have all of them:
+        one that had stepped with them could not give them to those that have not. So a barrier follows the last bucket,
+        which ends when all have all; or the telemetry does, where it goes apart, which is launched when all is merged.
+        Then, if members leave, either no rank has given merged gradients to its training thread, or all can do so.
+        """
         where = self._rank.where(current.step)
         with self._lock:
-            epoch, works = self._channel.epoch, current.works
+            epoch, works, apart = self._channel.epoch, current.works, self._rounds.tells_apart(current.step)
             if current.complete:
                 return epoch
             if self._rounds.groups is None:
                 raise MembersChanged
+            if self._rank.membership is not None and not apart and current.last_message is None:
+                current.last_message = self._rounds.groups.gradients.barrier()
         for work, name in works:
             self._channel.wait(work, current.step, f"{where}, stage {name}", give_up_s, epoch)
             if on_merged is not None:
                 on_merged(current)
-        if self._rounds.apart:
+        if apart or current.last_message is not None:
             with self._lock:
                 if epoch != self._channel.epoch:
                     raise MembersChanged
-                work = current.telemetry or self._launch_telemetry(current)
-            self._channel.wait(work, current.step, f"{where}, telemetry", give_up_s, epoch)
+                work = current.last_message or self._launch_telemetry(current)
+            self._channel.wait(work, current.step, f"{where}, the sign that all ranks have it", give_up_s, epoch)
         return epoch
 
     def _launch_telemetry(self, current: Round) -> dist.Work:
-        """All of this rank's gradients are merged: tell the others how it came through the step.
-
-        Who has every rank's telemetry knows that all have all gradients. So if members leave, either none has given the
-        merged gradients to its training thread, or all can do so.
-        """
+        """All of this rank's gradients are merged: tell the others how it came through the step."""
         assert current.row is not None
         groups, rounds, recorded = self._rounds.groups, self._rounds, current.recorded
         assert groups is not None
         current.buffers.use_telemetry(torch.zeros_like(current.buffers.telemetry))
-        # asked only now: while the members change, a step may be submitted that others are let in before
-        # who is stood in for could not give its state; before the stages are planned nobody can merge with newcomers
-        admits = self._member.admits and self._rank.stand_in.started and not current.stood_in
-        row = replace(current.lost_in(current.row), admits=admits)
+        # asked again: while the members change, a step may be submitted that others are let in before
+        row = replace(current.lost_in(current.row), admits=self._member.admits(current))
         current.buffers.write_telemetry(self._channel.rank, row.encode(), current.changes)
         current.told = rounds.generation, rounds.ranks if recorded is None else recorded.told
-        current.telemetry = current.buffers.merge_telemetry(groups.control if recorded is None else recorded.telemetry)
-        return current.telemetry
+        group = groups.control if recorded is None else recorded.telemetry
+        current.last_message = current.buffers.merge_telemetry(group)
+        return current.last_message
 
     def _wait_regrouped(self, current: Round) -> None:
         with self._lock:
@@ -114,7 +117,7 @@ class MergedSteps:
         with self._lock:
             if epoch != self._channel.epoch or current.abandoned:
                 return False
-            if self._rounds.apart:
+            if current.last_message is not None or current.complete:
                 self._member.telemetry_merged(current)
             now, before_s = self._rank.stopwatch.now(), self._rank.deadline.seconds
             merged = self._rank.ring[current.step] = self._merged(current, now)

@@ -10,6 +10,7 @@ from straggle.policies.slow_links import SlowLink
 
 TIMES = 5.0  # as long as usual
 LEAST_S = 2.0  # below which no merge is long
+UNEXPLAINED_S = 10.0  # from which on one is an event though no link is slow; a busy machine makes merges long, too
 _REMEMBERED = 64  # merges
 _ENOUGH = 5  # of them, to say what is usual
 
@@ -54,6 +55,8 @@ class LongMerge:
         submitted = ask()
         if any(last is not None and last < step for last in submitted.values()):
             return None
+        if None not in submitted.values() and not slow and seconds < UNEXPLAINED_S:
+            return None
         self._said = step
         return _words(step, seconds, median(self._usual_s), submitted, slow)
 
@@ -63,7 +66,7 @@ def _words(
 ) -> str:
     silent = [rank for rank, last in submitted.items() if last is None]
     if silent:
-        why = f"ranks {silent} do not answer on the network, and all others have submitted"
+        why = f"ranks {silent} do not answer pings, and all others have submitted"
     elif slow:
         why = f"all ranks have submitted: {'; '.join(link.words for link in slow)}"
     else:

@@ -36,6 +36,9 @@ class Merge:
     what it computed of a stage by the inverse of its own probability of coming so far: the share of the stage that it
     submitted over its last ``probability_window`` steps; at most ``max_weight``. So a rank that is often late counts,
     over many steps, as much in the input layers as in the output layers.
+
+    ``wire_dtype``: ``torch.bfloat16``, or its name, halves the bytes of float32 gradients: each rank rounds its own,
+    and they are summed so, as by DDP's ``bf16_compress_hook``. Weights stay exact, and replicas the same.
     """
 
     buffers: Buffers = "mean"
@@ -44,6 +47,7 @@ class Merge:
     weighting: Weighting = "count"
     probability_window: int = 50
     max_weight: float = 10.0
+    wire_dtype: torch.dtype | str | None = None
 
     def __post_init__(self) -> None:
         for name, kind in (("buffers", Buffers), ("nonfinite", Nonfinite), ("weighting", Weighting)):
@@ -55,6 +59,18 @@ class Merge:
             raise ValueError(
                 f"max_weight={self.max_weight}: what is weighed by the inverse of its probability weighs at least 1"
             )
+        if self.wire_dtype is not None:
+            object.__setattr__(self, "wire_dtype", str(self.wire_dtype).removeprefix("torch."))  # as it is compared
+            if self.wire_dtype != "bfloat16":
+                raise ValueError(
+                    f"wire_dtype={self.wire_dtype}: choose bfloat16 or None; other dtypes have too small a range for "
+                    "gradients, or save nothing"
+                )
+
+    @property
+    def dtype_on_wire(self) -> torch.dtype | None:
+        """What gradients of float32 travel as, where that is not as they are."""
+        return None if self.wire_dtype is None else torch.bfloat16
 
     def checks(self, step: int) -> bool:
         """Whether the ranks compare their parameters in ``step``; in the first they are equal by construction."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -70,8 +71,10 @@ class Pings:
         self._sink, self._on_its_way, self._begins_s = sink, on_its_way, begins_s
         self._last: Callable[[], Merged] | None = None  # by the training thread
         self._turn = threading.Event()  # a merge has just ended after which this rank may ping
-        self._is_due = False
-        self._due_at = self._looked_at = time.monotonic()
+        self._is_due, self._due_at = False, math.inf  # whether a ping waits for a merge to end, and since when
+        self._looked_at = time.monotonic()
+        self._pinged_at = -math.inf
+        self._quickest_s = math.inf  # of the steps
         self._place, self._count = rank, world_size  # among the members
         self._rounds: deque[tuple[tuple[float, Way], ...]] = deque(maxlen=DISTANCES)
         self._number = 0
@@ -96,12 +99,10 @@ class Pings:
         if self._thread is None and not self._closing.is_set() and time.monotonic() - self._looked_at > self._begins_s:
             self._thread = threading.Thread(target=self._run, name="straggle-ping", daemon=True)
             self._thread.start()
-        if self._is_due and is_turn(step, self._place, self._count, time.monotonic() - self._due_at, self._patience_s):
-            self._turn.set()
-
-    @property
-    def _patience_s(self) -> float:
-        return _LOOK_S * self._count
+        if self._is_due:
+            overdue_s = time.monotonic() - self._due_at
+            if is_turn(step, self._place, self._count, overdue_s, _LOOK_S * self._count):
+                self._turn.set()
 
     # -- the thread
 
@@ -127,14 +128,18 @@ class Pings:
         merged = last()
         self._judge(merged)
         self._look_at_the_merge(merged)
-        if time.monotonic() >= self._due_at:
+        self._quickest_s = min(self._quickest_s, merged.seconds)
+        if self._overdue_s(merged) >= 0:
             self._await_turn(merged)
             if not self._closing.is_set():
                 self._ping(merged)
-                slow = self._doubts or bool(self.slow.now)
-                self._due_at = time.monotonic() + every_s(
-                    self._merged_bytes, merged.seconds, len(merged.members), slow=slow
-                )
+                self._pinged_at = time.monotonic()
+
+    def _overdue_s(self, merged: Merged) -> float:
+        """For how long a ping has been due. A network that has become slow is no reason to look less often."""
+        slow = self._doubts or bool(self.slow.now)
+        interval_s = every_s(self._merged_bytes, self._quickest_s, max(1, len(merged.members)), slow=slow)
+        return time.monotonic() - self._pinged_at - interval_s
 
     def _progress(self) -> int:
         """The last step of which all of this rank's part was on its way."""
@@ -147,8 +152,8 @@ class Pings:
         self._count = max(1, len(members))
         self._place = members.index(self._rank) if self._rank in members else 0
         self._turn.clear()
-        self._is_due = True
-        self._turn.wait(min(_LONGEST_WAIT_S, 2 * self._patience_s + 1.5 * merged.seconds))
+        self._is_due, self._due_at = True, time.monotonic()
+        self._turn.wait(min(_LONGEST_WAIT_S, 2 * _LOOK_S * self._count + 1.5 * merged.seconds))
         self._is_due = False
 
     # -- one round of pings

@@ -7,7 +7,10 @@ one atomic counter is all that the ranks share.
 
 A sure share is not lost with a rank that does not come: its owner claims it as it begins, and who finds the rest of
 the pool empty opens those that are not claimed. One compare-and-set decides between them, so no micro-batch has two
-owners. All of this is pure: `Drawer` says what to ask, and what an answer means.
+owners. What an owner has and did not begin, it can put back: from then on its share is open with these numbers, for
+whoever comes first, itself included. Where members leave, one that still draws seizes the shares of those that left:
+while it draws nothing is merged, so that nothing of theirs is. All of this is pure: `Drawer` says what to ask, and what
+an answer means.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import Literal
 SETTLED = 1 << 32  # what the owner of a sure share adds to the counter of draws, beside 1, once
 _NO_PARTS = range(0)
 
-Owner = Literal["own", "open"]
+Owner = Literal["own", "open"] | tuple[int, ...]  # these numbers were put back, and are open
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,22 @@ class Claim:
     """Set the owner of ``rank``'s sure share where it has none; the answer is who has it now."""
 
     rank: int
-    owner: Owner
+    owner: Literal["own", "open"]
+
+
+@dataclass(frozen=True)
+class Release:
+    """Open ``rank``'s sure share with these numbers where the rank has it; the answer is who has it now."""
+
+    rank: int
+    numbers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Seize:
+    """Open all of ``rank``'s sure share, also where the rank has it; the answer is who has it now."""
+
+    rank: int
 
 
 @dataclass(frozen=True)
@@ -82,25 +100,47 @@ class Count:
     amount: int
 
 
+Request = Claim | Release | Seize | Count
+
+
 @dataclass(frozen=True)
 class Drawer:
     """How far one rank is with drawing: it claims its share, draws from the rest, and then opens others' shares.
 
-    ``target``: whose share it looks at, counted from its own rank.
+    ``target``: whose share it looks at, counted from its own rank; ``numbers``: what it opened there, or puts back.
+    ``gone``: ranks that have left.
     """
 
     rank: int
-    phase: Literal["claim", "draw", "open", "take", "done"] = "claim"
+    phase: Literal["claim", "draw", "open", "take", "done", "release", "unsettle"] = "claim"
     owns: bool = False
     settles: bool = False  # its next draw says that its share is its own
     target: int = 0
+    numbers: tuple[int, ...] = ()
+    gone: frozenset[int] = frozenset()
 
     @classmethod
     def begin(cls, pool: Pool, rank: int) -> Drawer:
         """Of a step that begins."""
         return cls(rank, "claim" if pool.shares[rank] else "draw")
 
-    def request(self, pool: Pool) -> Claim | Count | None:
+    @property
+    def puts_back(self) -> bool:
+        """Whether it is about to, or in the middle of it."""
+        return self.phase in ("release", "unsettle")
+
+    def put_back(self, numbers: tuple[int, ...]) -> Drawer:
+        """It is to give these numbers to whoever draws them; once, and only where it owns its share."""
+        assert self.owns
+        return replace(self, phase="release", owns=False, numbers=numbers)
+
+    def without(self, gone: frozenset[int]) -> Drawer:
+        """These ranks have left; for who is not at its end. It looks at all shares once more."""
+        if gone <= self.gone or self.phase == "done":
+            return self
+        return replace(self, gone=self.gone | gone, phase="draw" if self.phase in ("open", "take") else self.phase)
+
+    def request(self, pool: Pool) -> Request | None:
         """What to ask next; ``None``: there is nothing left."""
         other = (self.rank + self.target) % len(pool.shares)
         match self.phase:
@@ -109,13 +149,17 @@ class Drawer:
             case "draw":
                 return Count(None, 1 + SETTLED * self.settles)
             case "open":
-                return Claim(other, "open")
+                return Seize(other) if other in self.gone else Claim(other, "open")
             case "take":
                 return Count(other, 1)
+            case "release":
+                return Release(self.rank, self.numbers)
+            case "unsettle":  # who comes to the end of the rest from here on looks at the shares
+                return Count(None, -SETTLED)
             case _:
                 return None
 
-    def answered(self, pool: Pool, answer: Owner | int) -> tuple[Drawer, range]:
+    def answered(self, pool: Pool, answer: Owner | int) -> tuple[Drawer, Sequence[int]]:
         """What the rank does from here on, and the micro-batches that it has now."""
         match self.phase:
             case "claim":
@@ -128,19 +172,25 @@ class Drawer:
                 assert isinstance(answer, int)
                 return self._drew(pool, answer % SETTLED - 1, num_settled=answer // SETTLED)
             case "open":
-                return (replace(self, phase="take") if answer == "open" else self._next(pool)), _NO_PARTS
+                if answer == "own":
+                    return self._next(pool), _NO_PARTS
+                other = (self.rank + self.target) % len(pool.shares)
+                numbers = answer if isinstance(answer, tuple) else tuple(pool.share(other))
+                return replace(self, phase="take", numbers=numbers), _NO_PARTS
+            case "release":  # that it was seized is no matter: this rank has left
+                return replace(self, phase="draw" if self.settles else "unsettle", settles=False), _NO_PARTS
+            case "unsettle":
+                return replace(self, phase="draw"), _NO_PARTS
             case _:
                 assert isinstance(answer, int)
-                share = pool.share((self.rank + self.target) % len(pool.shares))
-                return (self, share[answer - 1 : answer]) if answer <= len(share) else (self._next(pool), _NO_PARTS)
+                taken = self.numbers[answer - 1 : answer]
+                return (self, taken) if taken else (self._next(pool), _NO_PARTS)
 
-    def _drew(self, pool: Pool, index: int, *, num_settled: int) -> tuple[Drawer, range]:
-        chunk = pool.chunk(index)
-        if num_settled == pool.num_shares and not pool.chunk(index + 1):
-            return replace(self, phase="done"), chunk
-        if chunk:
-            return replace(self, settles=False), chunk
-        return replace(self, target=-1)._next(pool), _NO_PARTS
+    def _drew(self, pool: Pool, index: int, *, num_settled: int) -> tuple[Drawer, Sequence[int]]:
+        chunk, settled = pool.chunk(index), replace(self, settles=False)
+        if num_settled == pool.num_shares and not pool.chunk(index + 1) and not self.gone:
+            return replace(settled, phase="done"), chunk
+        return (settled, chunk) if chunk else (replace(settled, target=-1)._next(pool), _NO_PARTS)
 
     def _next(self, pool: Pool) -> Drawer:
         """On to the next share that this rank could open."""
@@ -170,10 +220,11 @@ def sure_shares(num_parts: int, done: Sequence[Sequence[Did | None]], present: S
     """What each rank has for sure: nearly as much as it did at least in the last steps, and is fast enough for.
 
     ``done``: what each rank did, for each of the last steps; ``None``: that says nothing about the rank. ``present``:
-    who took part in the last step; the others have nothing for sure. ``m`` is the smallest number that a rank did or,
-    if that is less, its part of the pool by speed: else one that is slow but always has a share never has a smaller
-    one. Then ``m - max(1, m // 8)`` are sure, and a rank that becomes slower is seen to. One that was never seen has
-    half of an equal share.
+    who took part in the last step; the others have nothing for sure. ``m`` is the number that a rank did in three of
+    four steps (the smallest would leave more to be drawn for eight steps after each hiccup) or, if that is less, its
+    part of the pool by speed: else one that is slow but always has a share never has a smaller one. Then
+    ``m - max(1, m // 8)`` are sure, and a rank that becomes slower is seen to. One that was never seen has half of an
+    equal share.
     """
     by_speed = _speeds(done, len(present))
     total_speed = sum(own for own, here in zip(by_speed, present, strict=True) if here)
@@ -181,7 +232,8 @@ def sure_shares(num_parts: int, done: Sequence[Sequence[Did | None]], present: S
     for rank, here in enumerate(present):
         seen = [own.share for step in done[-WINDOW:] if (own := step[rank]) is not None]
         if seen:
-            least = int(num_parts * min(*seen, by_speed[rank] / total_speed if total_speed else 1.0) + 1e-6)
+            usual = sorted(seen)[(len(seen) - 1) // 4]
+            least = int(num_parts * min(usual, by_speed[rank] / total_speed if total_speed else 1.0) + 1e-6)
             sure = max(0, least - max(1, least // 8))
         else:
             sure = num_parts // (2 * max(1, sum(present)))

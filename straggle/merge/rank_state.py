@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from straggle.backward.clocks import Stopwatch
 from straggle.backward.kept import NONE, UNDECIDED
-from straggle.merge.draws import Drawn
+from straggle.merge.draws import Drawn, Draws
+from straggle.merge.pool_times import PoolTimes
 from straggle.merge.round import MergedStep, Round
 from straggle.merge.telemetry import NO_FINGERPRINT
 from straggle.policies.rank_links import Way
@@ -58,7 +59,10 @@ class TrainingSide:
         self.weight = 1.0
         self.cost = math.nan  # what its step takes by right, in the user's unit
         self.drawn: Drawn | None = None  # of its step's pool, where that has one
-        self.num_put_back = 0  # micro-batches of it that it had drawn, and did not begin
+        self.num_put_back = 0  # micro-batches of it that it had drawn and did not begin; by the stand-in
+        self.part_began_at = math.inf  # the last one
+        self.pool_times = PoolTimes()
+        self._draws: Draws | None = None
         # appended to without the lock, which costs too much for each micro-batch: a reader may see one less
         self.microbatch_s: list[float] = []  # when each was finished
         self.overrun_s = 0.0  # emptied by whoever submits
@@ -82,7 +86,7 @@ class TrainingSide:
         began_at = merging.merged_at if self.came_late and merging.step == self.step else now
         self.clock_from, self.work_from = began_at, began_at if self.ran_past_merge else now
         self.weight, self.cost, self.microbatch_s, self.drawn = 1.0, math.nan, [], None
-        self.num_put_back = 0
+        self.num_put_back, self._draws = 0, None
 
     def keep(self, kept: int) -> None:
         """The mark of the gradients that it keeps is decided."""
@@ -96,9 +100,9 @@ class TrainingSide:
         """Its step costs this much."""
         self.cost = cost
 
-    def draw(self, drawn: Drawn) -> None:
-        """It has this of its step's pool."""
-        self.drawn = drawn
+    def draw(self, drawn: Drawn, draws: Draws | None) -> None:
+        """It has this of its step's pool, from these draws where it was not dealt out."""
+        self.drawn, self._draws, self.part_began_at = drawn, draws, self.stopwatch.now()
         self.entry = replace(self.entry, num_microbatches=max(1, len(drawn.numbers)))
 
     def microbatch_finished(self) -> None:
@@ -135,6 +139,26 @@ class TrainingSide:
     def is_in(self, step: int) -> bool:
         """Whether it is in this step; where it replays, whether it was when the step was submitted."""
         return self.step == step and self.entered_at is not None and self.entry.entered
+
+    # -- the stand-in
+
+    @property
+    def put_back_at(self) -> float:
+        """When it has been in a micro-batch for so long that it puts back what it has not begun; infinite: never."""
+        drawn, draws = self.drawn, self._draws
+        if self.entered_at is None or drawn is None or draws is None or not drawn.unbegun or not draws.may_put_back:
+            return math.inf
+        return self.part_began_at + self.pool_times.put_back_after_s
+
+    def put_back(self, current: Round | None) -> None:
+        """Put that back; ``current``: the round of its step, where that is begun."""
+        assert self.drawn is not None
+        assert self._draws is not None
+        self.num_put_back += self._draws.put_back(self.drawn.num_begun)
+        self.drawn = self.drawn.without_unbegun()
+        self.entry = replace(self.entry, num_microbatches=max(1, len(self.drawn.numbers)))
+        if current is not None:
+            current.draw(self.drawn)
 
     # -- any thread
 

@@ -127,9 +127,9 @@ class Round:
         self._works: list[list[dist.Work]] = []  # of each bucket whose merge has begun
         self._merged: set[int] = set()  # buckets that are known to be merged
         self.abandoned = False  # this rank was put out before it was merged
-        self.row: Row | None = None  # its telemetry where that goes apart, and the changes that go with it
+        self.row: Row | None = None  # its telemetry, and the changes that go with it
         self.changes: Tensor | None = None
-        self.telemetry: dist.Work | None = None  # their merge
+        self.last_message: dist.Work | None = None  # where members change: over when all members have all of the step
         self.complete = False  # some member had it complete, and gave this rank the telemetry of all
         self._last_shares: Mapping[int, Share] = {}  # of the buckets that were not launched when it was closed
         self._group, self.recorded = terms.group, recorded
@@ -383,7 +383,7 @@ class Round:
         """Launch nothing from here on: the members change. How far this rank has come."""
         self._group = None
         self._merged |= {b for b, works in enumerate(self._works) if works and all(map(succeeded, works))}
-        complete = self.complete or (self.telemetry is not None and succeeded(self.telemetry))
+        complete = self.complete or (self.last_message is not None and succeeded(self.last_message))
         return MergeProgress(self.step, len(self._works), frozenset(self._merged), complete, dict(self._generations))
 
     def merged_among(self, lost: Mapping[int, Iterable[int]]) -> MergedAmong:
@@ -414,7 +414,7 @@ class Round:
             old, self.buffers = self.buffers, renew()
             self.buffers.take_over(old, lost)
         self.lost |= lost - repair.given.keys()
-        self.telemetry = None
+        self.last_message = None
         self._group, self._works = group, [[] for _ in range(num_launched)]
         self._generation = generation
         for bucket in range(num_launched):

@@ -19,7 +19,7 @@ class Rounds:
     """Begins the rounds of one model, and keeps the buffers that are free; all with the coordinator's lock held.
 
     ``reached`` are the shares of each stage that this rank computed. ``num_changes``: numbers of the module's own
-    buffers that ride along with each merge. ``apart``: telemetry travels after the gradients.
+    buffers that ride along with each merge.
     """
 
     def __init__(
@@ -31,9 +31,7 @@ class Rounds:
         all_or_nothing: bool,
         num_changes: int,
         world_size: int,
-        apart: bool,
     ) -> None:
-        self.apart = apart
         self.groups: Groups | None = None  # `None` while members change
         self.ranks = tuple(range(world_size))  # of these groups
         self.generation = 0
@@ -43,6 +41,7 @@ class Rounds:
         self._num_changes = num_changes
         self._world_size = world_size
         self._recorded: RecordedGroups | None = None
+        self._repaired = -1  # the step in which the members changed last
         self.begin_anew()
         self.learn(plan)
 
@@ -59,11 +58,19 @@ class Rounds:
 
     def replay_members(self, groups: RecordedGroups) -> None:
         """Merge each step among those that were members then; before the first step, on all ranks alike."""
-        self._recorded, self.apart = groups, True
+        self._recorded = groups
 
-    def merge_among(self, groups: Groups | None, ranks: tuple[int, ...], generation: int) -> None:
-        """The rounds that begin from here on are merged among these."""
-        self.groups, self.ranks, self.generation = groups, ranks, generation
+    def merge_among(self, groups: Groups | None, ranks: tuple[int, ...], generation: int, step: int = -1) -> None:
+        """From here on rounds are merged among these; the members have changed in ``step``, alike for all of them."""
+        self.groups, self.ranks, self.generation, self._repaired = groups, ranks, generation, step
+
+    def tells_apart(self, step: int) -> bool:
+        """Whether the telemetry of ``step`` goes in a message of its own, after all of its gradients.
+
+        In a step in which the members changed it has to say what was lost, and is of those that are left. A replay
+        cannot know before which bucket that was.
+        """
+        return step == self._repaired or self._recorded is not None
 
     def merge_among_none(self) -> None:
         """Nothing is launched until `merge_among`."""
@@ -114,7 +121,7 @@ class Rounds:
             self._world_size,
             num_changes=self._num_changes,
             drop_nonfinite=self._merge.nonfinite == "drop",
-            telemetry_apart=self.apart,
+            wire_dtype=self._merge.dtype_on_wire,
         )
 
     def hold(self, buffers: StageBuffers) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor, nn
 
@@ -16,14 +16,24 @@ from straggle.policies.history import History
 
 SavedState: TypeAlias = "dict[str, Tensor | int | str]"
 
-_HISTORY, _REACHED, _ESTIMATOR = "history.", "reached", "estimator."
+_HISTORY, _REACHED, _ESTIMATOR, _POOL = "history.", "reached", "estimator.", "pool."
+
+
+class PoolState(Protocol):
+    """What of the last pools says who has how much of the next one for sure: the same on all ranks."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """That, by name; nothing where there was no pool."""
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from there."""
 
 
 class RankState:
     """Saves and loads the state of one rank.
 
-    ``ranks``, ``stages``, ``estimator`` and ``model`` say what it is of. ``history.*`` is equal on all ranks, and
-    ``reached`` and ``estimator.*`` are the rank's own.
+    ``ranks``, ``stages``, ``estimator`` and ``model`` say what it is of. ``history.*`` and ``pool.*`` are equal on all
+    ranks, and ``reached`` and ``estimator.*`` are the rank's own.
     """
 
     def __init__(
@@ -34,8 +44,9 @@ class RankState:
         *,
         stages: int | Sequence[str] | BalancedByTime | None,
         world_size: int,
+        pool: PoolState,
     ) -> None:
-        self._coordinator = coordinator
+        self._coordinator, self._pool = coordinator, pool
         self._estimator = estimator
         self._parameters = dict(module.named_parameters())
         numel = sum(parameter.numel() for parameter in self._parameters.values())
@@ -52,6 +63,7 @@ class RankState:
         history, estimator = self._coordinator.history.tensors(), self._estimator
         kept = estimator.state_dict(names) if own else estimator.shared_state_dict(names)
         state: SavedState = {**self._of, **{_HISTORY + name: tensor for name, tensor in history.items()}}
+        state |= {_POOL + name: tensor for name, tensor in self._pool.tensors().items()}
         if own and len(reached := self._coordinator.reached.tensor()):
             state[_REACHED] = reached
         return {**state, **{_ESTIMATOR + name: tensor for name, tensor in kept.items()}}
@@ -80,6 +92,7 @@ class RankState:
         self._coordinator.restore(history)
         if _REACHED in state:
             self._coordinator.reached.restore(state[_REACHED])
+        self._pool.restore(_below(_POOL, state))
 
 
 class SharedMemory:

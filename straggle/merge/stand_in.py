@@ -22,6 +22,7 @@ from straggle.merge.lateness import (
     End,
     Limits,
     Post,
+    PutBack,
     Situation,
     Sleep,
     Stop,
@@ -107,7 +108,7 @@ class StandIn:
 
     def entered(self, now: float) -> None:
         """The training thread has entered its step."""
-        if now >= self._merging.merged_at + self._deadline.late_after_s:
+        if now >= self._merging.merged_at + self._limits().shortest_s:
             self._wakes.notify()  # it sleeps until it would submit for a rank that has not entered
 
     def deadline_changed(self) -> None:
@@ -120,7 +121,7 @@ class StandIn:
         Otherwise the stand-in posts it: when the peers want to know, if the step is not over by then; and the end of a
         step that is ``truncated``, because no peer waits to hear of that, but all for the training thread.
         """
-        deadline_s = self._deadline.late_after_s
+        deadline_s = self._limits().shortest_s
         if deadline_s == math.inf:
             return False
         due = now >= post_at(deadline_s, self._merging.merged_at, any_late=self._merging.any_late)
@@ -190,6 +191,8 @@ class StandIn:
                     self._unposted = self._unposted and not finished
                 case Stop():
                     self._training.stop_up_to(step)
+                case PutBack():
+                    self._training.put_back(self._merging.round)
                 case SubmitForStuck():
                     current = submit_for_stuck()
                 case CompletePartial():
@@ -224,6 +227,7 @@ class StandIn:
             deadline.after_quorum_s,
             grace_s=deadline.late_handling.grace_s,
             max_lag=sys.maxsize if self._heals and max_lag else max_lag,
+            pool_s=self._training.pool_times.step_s if deadline.can_be_late else math.inf,
         )
 
     def _situation(self) -> Situation:
@@ -245,6 +249,7 @@ class StandIn:
             posted_stuck_s=self._posted_stuck_s,
             paused=self._paused,
             healing=self.healing,
+            put_back_at=training.put_back_at if training.is_in(merging.step) else math.inf,
             closing=self._closing,
         )
 

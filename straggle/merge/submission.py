@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -70,8 +71,9 @@ class Submission:
         weights = current.weights(own)
         without_store = not channel.store.reachable
         row = row_of(training, merging, current, own, weights, scalars, without_store=without_store)
-        if not self._rank.rounds.apart:
-            current.buffers.write_telemetry(channel.rank, row.encode(), changes)
+        if self._member.admits(current):
+            row = replace(row, admits=True)
+        current.buffers.write_telemetry(channel.rank, row.encode(), changes)
         current.row, current.changes = row, changes
         current.idle, current.entered = training.entry.idle, training.is_in(current.step)
         self._record(current)

@@ -233,7 +233,11 @@ def _network(run: Run) -> Iterator[str]:
     if (long := long_merges(run.step, run.network_s)) is not None:
         then = [spell for spell in spells if spell.slow.since_step <= long.longest_step]
         then = [spell for spell in then if spell.until_step is None or long.longest_step <= spell.until_step]
-        why = f"rank {then[0].slow.rank}'s link was slow then" if then else "no link was known to be slow then"
+        why = (
+            f"rank {then[0].slow.rank}'s link was slow then"
+            if then
+            else "no link was known to be slow then, and a busy machine does that, too"
+        )
         yield (
             f"In {_steps(long.number, run.num_steps)} the merge took {LONG:g} times as long on the network as usual "
             f"({ms(long.usual_s)}) or longer, though all ranks had submitted: at most {ms(long.longest_s)}, in step "

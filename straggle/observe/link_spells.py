@@ -12,7 +12,7 @@ from straggle.policies.rank_links import RankLink
 from straggle.policies.slow_links import SlowLink, SlowLinks
 
 LONG = 5.0  # times the usual merge, from which on one is an event of the network
-_LEAST_S = 1.0
+_LEAST_S = 2.0
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What steps were in numbers, beside the loss: for TensorBoard, W&B, MLflow or any logger that takes a dict and a step.
 
 log_scalars(model, SummaryWriter("runs/tensorboard"))
-log_scalars(model, wandb.log)
+log_scalars(model, lambda scalars, step: wandb.log({**scalars, "step": step}))  # it leaves out an earlier step's
 log_scalars(model, mlflow.log_metrics)
 """
 

@@ -1,8 +1,8 @@
 """`watch(ddp_model)`: where the time of each rank goes under plain DDP, without changing what it does.
 
 It reads clocks: hooks before the forward pass, at the model's output, on each finished gradient, and callbacks of the
-autograd engine on both sides of DDP's own, which waits for the allreduce there. So the end of a rank's own work is known
-before any waiting. Nothing is sent but pings now and then: each rank writes its own file. The ranks' steps can be
+autograd engine on both sides of DDP's own, which waits for the allreduce there. So the end of a rank's own work is
+known before any waiting. Nothing is sent but pings now and then: each rank writes its own file. The ranks' steps can be
 aligned because all ranks take part in a step's allreduce.
 """
 

@@ -16,7 +16,7 @@ ALL = f"methods=[{','.join(METHODS)}]"
 
 @pytest.mark.slow
 def test_all_methods_train_in_turns_under_several_scenarios(tmp_path: Path) -> None:
-    keys = (ALL, "scenarios=[none,slow_rank]", "workload=digits", "steps=12", "block=4", "num_microbatches=2")
+    keys = (ALL, "scenarios=[none,slow_rank]", "workload=digits", "steps=8", "block=4", "num_microbatches=2")
     keys += ("workload.channels=8", "workload.depth=3", "batch_size=4")
     out = run_command("compare", 4, *keys, "run_dir=run", folder=tmp_path)
     for scenario in ("none", "slow_rank"):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+import yaml
 from ranks import run_command
+from repository import ROOT
 from training import TINY
 
 from straggle.commands.config import load
@@ -26,6 +28,7 @@ def test_train_pulls_resumes_and_is_replayed(tmp_path):
     assert len(records) == 30
     for record in records:
         assert sum(rank["parts"] for rank in record["ranks"]) == record["pool_parts"] == 8
+    assert records[15]["ranks"][1]["parts"] < 4  # the resumed run knows that this one is slow
     assert len(set(summary["parameters_sha256"])) == 1
     assert "parameters as in runs/a: identical" in train("replay=runs/a", "run_dir=runs/b", "steps=30")
 
@@ -34,7 +37,6 @@ def test_train_pulls_resumes_and_is_replayed(tmp_path):
     ("keys", "words"),
     [
         (["work=pulled"], "needs num_microbatches above 1"),
-        (["work=pulled", "num_microbatches=4", "members=elastic"], "exclude each other"),
         (["work=drawn"], "choose one of dealt, pulled"),
     ],
 )
@@ -47,3 +49,16 @@ def test_a_method_of_compare_needs_several_micro_batches():
     with pytest.raises(ConfigurationError, match="above 1"):
         load("compare", [*TINY, "methods=[ddp,straggle_pulled]"])
     load("compare", [*TINY, "methods=[ddp,straggle_pulled]", "num_microbatches=4"])
+
+
+@pytest.mark.parametrize(
+    ("file", "service", "more"),
+    [("docker-compose.yml", "x-worker", []), ("docker-compose.members.yml", "x-member", ["members=elastic"])],
+)
+def test_the_clusters_take_it_by_their_variable_for_keys(file, service, more, monkeypatch):
+    monkeypatch.setenv("WORKER", "fast")
+    worker = yaml.safe_load((ROOT / "docker" / file).read_text())[service]
+    assert worker["environment"]["KEYS"] == "${KEYS:-}"
+    command = [word.replace("$$", "$") for word in worker["command"]]
+    config = load("train", [*command, *more, "work=pulled", "num_microbatches=4"])
+    assert (config.work, bool(config.members)) == ("pulled", bool(more))

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 pytestmark = pytest.mark.slow  # accelerate takes its seconds to load
 pytest.importorskip("accelerate")
-NUM_RANKS = 2
+NUM_RANKS, FOUR = 2, 4
 
 
 class Job:
@@ -105,6 +105,37 @@ def test_a_late_rank_skips_its_micro_batches_and_all_apply_the_same():
     assert first[1] == 3
     assert [ranks for ranks, _ in first[2]] == [(), (1,), (1,)]
     assert [dropped for _, dropped in first[2]] == pytest.approx([0, 0.375, 0.5])
+
+
+def on_four(rank):
+    """An epoch under DDP and under straggle, and one in which the last rank is late in its first step."""
+    as_launched(rank, FOUR)
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed
+
+    from straggle.integrations.accelerate import StagedAccelerator
+
+    values = []
+    for kind, after_block in ((Accelerator, False), (StagedAccelerator, True)):
+        set_seed(5)
+        job = Job(kind)
+        job.epoch(after_block)
+        bare = job.accelerator.unwrap_model(job.model)
+        values.append(torch.cat([parameter.detach().flatten() for parameter in bare.parameters()]).tolist())
+    job = Job(StagedAccelerator, deadline=100.0)
+    late = []
+    job.model.register_step_hook(lambda record: late.append((record.report.late_ranks, record.report.dropped_share)))
+    return *values, job.epoch(stop_at=(1,) if rank == FOUR - 1 else ()), job.num_steps, late
+
+
+def test_four_ranks_train_as_under_ddp_and_stay_alike_where_one_is_late():
+    first, *others = run_ranks(on_four, FOUR, timeout_s=120)
+    assert others == [first] * (FOUR - 1)
+    ddp, staged, _, num_steps, late = first
+    assert staged == pytest.approx(ddp, abs=1e-5)  # sums of more than two numbers have an order
+    assert num_steps == 2
+    assert [ranks for ranks, _ in late] == [(FOUR - 1,), ()]
+    assert late[0][1] == pytest.approx(3 / 16)  # of four micro-batches one was made
 
 
 def stepped_inside(rank):

@@ -518,7 +518,7 @@ def take_telemetry_of_who_has_left(rank):
     channel = ElasticChannel(Elastic(), give_up_s=60.0)
     view = channel.membership.view
     if rank == 1:
-        buffers = StageBuffers(plan, parameters, 2, telemetry_apart=True)
+        buffers = StageBuffers(plan, parameters, 2)
         for bucket in range(len(plan.buckets())):
             for work in buffers.all_reduce(bucket, {}, channel.groups.gradients):
                 work.wait()
@@ -538,7 +538,9 @@ def take_telemetry_of_who_has_left(rank):
     found = []
     thread = threading.Thread(target=lambda: found.append(coordinator.finish(truncated=False, scalars={})))
     thread.start()
-    while (current := coordinator.merging.round) is None or current.telemetry is None:
+    while (
+        (current := coordinator.merging.round) is None or not current.works or not current.works[-1][0].is_completed()
+    ):
         time.sleep(0.001)
     coordinator.member.freeze()
     ones, zeros = (1.0,) * len(plan.stages), (0.0,) * len(plan.stages)

@@ -1,6 +1,7 @@
 """A step's micro-batches drawn from one pool: whoever draws what, the merged gradient is the mean over all of them."""
 
 import math
+import time
 
 import pytest
 import torch
@@ -131,6 +132,75 @@ def test_a_slow_rank_does_its_sure_share_and_the_others_the_rest():
     assert sorted(number for own in ranks for number in own[2]) == list(range(NUM_PARTS))
     # in the step before it did three: two of them are sure now
     assert len(ranks[1][2]) == 2
+    for merged, mean in zip(ranks[0][1], mean_gradients(parts_of(0)), strict=True):
+        torch.testing.assert_close(merged, mean, rtol=1e-5, atol=1e-7)
+
+
+def stuck_in_its_first(rank):
+    """In the fifth step rank 1 is in its first micro-batch until what it had beside that is put back and done."""
+    store, module, own = dist.distributed_c10d._get_default_store(), mlp(), []
+    with staged(module, deadline=None) as model:
+        first_step(model)
+        # as after steps in which all ranks did as much, each micro-batch in a millisecond
+        model.pulling.load_state_dict({"done": [[[1 / 3, 1e-3]] * 3] * 4, "present": [True] * 3, "draws": True})
+        with model.step() as step:
+            for number, x in step.pull(list(enumerate(parts_of(0, 12)))):
+                own.append(number)
+                if rank == 1 and len(own) == 1:
+                    while not model.pulling.num_put_back:
+                        time.sleep(0.001)
+                    store.set("it is put back", "")
+                    store.wait(["others are done/0", "others are done/2"])
+                elif rank != 1 and len(own) == 1:
+                    store.wait(["it is put back"])
+                loss_of(model, x).backward()
+            if rank != 1:
+                store.set(f"others are done/{rank}", "")
+        return digest(grads(module)), grads(module), own, model.last_report
+
+
+def test_what_a_stuck_rank_has_not_begun_is_put_back_and_done_by_the_others():
+    ranks = run_ranks(stuck_in_its_first, 3, timeout_s=25.0)
+    assert len({own[0] for own in ranks}) == 1
+    assert sorted(number for own in ranks for number in own[2]) == list(range(12))
+    assert len(ranks[1][2]) == 1
+    report = ranks[0][3]
+    assert report.ranks[1].put_back > 0
+    assert (report.dropped_share, report.late_ranks) == (0.0, ())
+    for merged, mean in zip(ranks[0][1], mean_gradients(parts_of(0, 12)), strict=True):
+        torch.testing.assert_close(merged, mean, rtol=1e-5, atol=1e-7)
+
+
+def between_two_steps(rank):
+    """Rank 1 does not enter the sixth step before the others have merged it: nobody waits, though none can be late."""
+    store, module = dist.distributed_c10d._get_default_store(), mlp()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with staged(module, deadline=None) as model:
+        for _ in range(5):
+            first_step(model)
+        if rank == 1:
+            store.wait(["merged/0", "merged/2"])
+        seen = []
+        for number in range(3):
+            with model.step() as step:
+                for x in step.pull(parts_of(number)):
+                    loss_of(model, x).backward()
+            if number == 0:
+                store.set(f"merged/{rank}", "")
+                seen = grads(module)
+                report = model.last_report
+            optimizer.step()
+            optimizer.zero_grad()
+        return digest(module.parameters()), seen, report
+
+
+def test_a_rank_that_does_not_come_is_not_waited_for_and_nothing_is_lost():
+    ranks = run_ranks(between_two_steps, 3, timeout_s=25.0)
+    assert len({own[0] for own in ranks}) == 1
+    report = ranks[0][2]
+    assert report.ranks[1].stood_in
+    assert report.dropped_share == 0.0
+    assert [own.parts for own in report.ranks][1] == 0
     for merged, mean in zip(ranks[0][1], mean_gradients(parts_of(0)), strict=True):
         torch.testing.assert_close(merged, mean, rtol=1e-5, atol=1e-7)
 
@@ -266,6 +336,31 @@ def test_a_rank_without_data_draws_nothing():
     assert first == second
     assert first[1][1] == [NUM_PARTS, 0]
     assert sum(first[2][1]) == NUM_PARTS
+
+
+def resumed(rank):
+    """What the next pool would be dealt out by, in a run and in one that goes on from its state."""
+    states = []
+    with staged(mlp()) as model:
+        first_step(model)
+        done = [[[0.75, 0.01], None], [[0.5, 0.01], [0.5, 0.02]]]
+        model.pulling.load_state_dict({"done": done, "present": [True, False], "draws": True})
+        states.append(model.pulling.state_dict())
+        saved = model.straggle_state()
+    with staged(mlp()) as model:
+        model.load_straggle_state(saved)
+        states.append(model.pulling.state_dict())
+        with model.step() as step:
+            for x in step.pull(parts_of(0)):
+                loss_of(model, x).backward()
+        return states, model.last_report
+
+
+def test_a_resumed_run_begins_with_the_shares_that_were_saved():
+    for states, report in run_ranks(resumed, 2):
+        assert states[0] == states[1]
+        assert sum(own.parts for own in report.ranks) == NUM_PARTS
+        assert report.dropped_share == 0.0
 
 
 def wrong_uses(rank):

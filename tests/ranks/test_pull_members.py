@@ -1,9 +1,12 @@
-"""A member dies in the middle of a pool: the others lose what it had drawn and not given, once, and go on."""
+"""A member dies or freezes in the middle of a pool: what it had drawn is drawn again or dropped, and never twice."""
+
+import time
 
 import pytest
 import torch
+from members import run_job
 from ranks import Raised, die, digest, run_ranks
-from training import features, mlp
+from training import Chain, features, grads, mlp
 
 from straggle import Elastic, StagedDataParallel
 
@@ -47,3 +50,69 @@ def test_what_a_dead_member_had_drawn_is_dropped_once_and_the_others_draw_on():
             assert done == NUM_PARTS
             assert report.dropped_share == pytest.approx(0.0)
         assert report.absent_ranks == ((2,) if report.step >= DIES_IN else ())
+
+
+class Steps:
+    """How many there were, for a rank that comes back."""
+
+    def __init__(self):
+        self.number = 0
+
+    def state_dict(self):
+        return {"number": self.number}
+
+    def load_state_dict(self, state):
+        self.number = state["number"]
+
+
+FROZEN_IN = 6
+AS_MUCH = {"done": [[[1 / 3, 100.0]] * 3] * 4, "present": [True] * 3, "draws": True}  # three of twelve are sure
+
+
+def one_freezes(rank, board):
+    """Rank 2 is in its second micro-batch of one step until it is resumed, and the others draw no more meanwhile."""
+    module, steps, seen = Chain(), Steps(), {}
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    model = StagedDataParallel(module, members=Elastic(suspect_s=1.0))
+    model.register_state(optimizer=optimizer, steps=steps)
+    while steps.number < board.end:
+        number, own = steps.number, []
+        if number == FROZEN_IN and not seen.get(number):
+            model.pulling.load_state_dict(AS_MUCH)  # and no micro-batch takes too long
+        with model.step() as step:
+            for part in step.pull(range(NUM_PARTS)):
+                own.append(part)
+                if number == FROZEN_IN and rank == 2 and len(own) == 2:
+                    (board.folder / "in its second").touch()
+                    while not (board.folder / "resumed").exists():
+                        time.sleep(0.01)
+                while number == FROZEN_IN and rank != 2 and 2 in model.member_ranks:
+                    time.sleep(0.01)
+                model(float(part + 1)).backward()
+        merged = [g[0].item() for g in grads(module) if g is not None]  # none of a step in which it was no member
+        seen[number] = own, merged, model.last_report
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.number += 1
+        board.note(rank, steps.number)
+    result = digest(module.parameters()), seen.get(FROZEN_IN)
+    model.close()
+    return result
+
+
+def test_what_a_frozen_rank_had_drawn_is_drawn_by_the_others_and_counts_once_though_it_wakes():
+    with run_job(3, one_freezes) as job:
+        job.wait((job.folder / "in its second").exists, "rank 2 is in its second micro-batch")
+        job.stop(2)
+        job.wait(lambda: min(job.board.made(0), job.board.made(1)) > FROZEN_IN + 2, "the others go on")
+        (job.folder / "resumed").touch()
+        job.resume(2)
+        job.meet()
+        (first, zero), (second, one), (third, _) = job.finish()
+    assert first == second == third
+    report = zero[2]
+    assert report.absent_ranks == (2,)
+    assert sorted(zero[0] + one[0]) == list(range(NUM_PARTS))
+    assert report.dropped_share == pytest.approx(0.0)
+    mean = sum(range(1, NUM_PARTS + 1)) / NUM_PARTS
+    assert zero[1] == one[1] == pytest.approx([(layer + 1) * mean for layer in range(len(zero[1]))])

@@ -1,5 +1,6 @@
 """A step's micro-batches are loaded one by one, by whoever draws them, and the next one ahead."""
 
+import os
 import threading
 
 import pytest
@@ -42,6 +43,27 @@ def test_what_comes_next_is_loaded_by_another_thread_and_once():
     batches.close()
 
 
+class OfProcess(list):
+    """Samples that are the number of the process that looks them up."""
+
+    def __getitem__(self, number):
+        return super().__getitem__(number), os.getpid()
+
+
+def test_workers_load_what_a_rank_has_drawn_and_in_any_order():
+    batches = MicroBatches(OfProcess(torch.arange(6)), size=2, num_workers=2)
+    step = batches.of([5, 4, 3, 2, 1, 0])
+    assert step.num_ahead == 2
+    step.prefetch(2)
+    step.prefetch(0)
+    loaded = {number: step[number] for number in (1, 0, 2)}
+    assert [loaded[number][0].tolist() for number in range(3)] == [[5, 4], [3, 2], [1, 0]]
+    assert all(os.getpid() not in processes.tolist() for _, processes in loaded.values())
+    with pytest.raises(IndexError):
+        batches.of([7])[0]
+    batches.close()
+
+
 def test_an_error_of_the_dataset_comes_to_who_draws():
     step = MicroBatches([1, 2], size=1).of([0, 7])
     step.prefetch(1)
@@ -60,3 +82,5 @@ def test_streams_and_sizes_are_refused_with_the_remedy():
         MicroBatches(iter([]), size=2)
     with pytest.raises(ValueError, match="size=0"):
         MicroBatches([1], size=0)
+    with pytest.raises(ValueError, match="num_workers=-1"):
+        MicroBatches([1], size=1, num_workers=-1)

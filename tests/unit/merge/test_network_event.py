@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from straggle.merge.network_event import LEAST_S, LongMerge, long_after_s
+from straggle.merge.network_event import LEAST_S, UNEXPLAINED_S, LongMerge, long_after_s
 from straggle.policies.rank_links import RankLink
 from straggle.policies.slow_links import SlowLink
 
@@ -53,6 +53,14 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
     words = said(after(10), 3.0, {1: 10, 2: None})
     assert words is not None
     assert "ranks [2] do not answer" in words
+
+
+def test_where_nothing_explains_it_a_busy_machine_is_ruled_out_by_time() -> None:
+    merges = after(10)
+    assert merges.words(10, UNEXPLAINED_S - 0.1, lambda: {1: 10}, []) is None
+    words = merges.words(10, UNEXPLAINED_S, lambda: {1: 10}, [])
+    assert words is not None
+    assert "no link is known to be slow" in words
 
 
 def test_an_event_is_said_once_and_the_next_one_again() -> None:

@@ -7,7 +7,21 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from straggle.merge.pool import SETTLED, Claim, Count, Did, Drawer, Owner, Pool, even_parts, static_shares, sure_shares
+from straggle.merge.pool import (
+    SETTLED,
+    Claim,
+    Count,
+    Did,
+    Drawer,
+    Owner,
+    Pool,
+    Release,
+    Request,
+    Seize,
+    even_parts,
+    static_shares,
+    sure_shares,
+)
 
 
 @pytest.mark.parametrize(
@@ -36,6 +50,7 @@ def test_chunks_halve_what_is_left_for_every_rank(num_parts, shares, sizes):
         (32, [[0.25] * 4], [True] * 4, (7, 7, 7, 7)),
         (32, [[9 / 32, 9 / 32, 9 / 32, 5 / 32]], [True] * 4, (8, 8, 8, 4)),
         (32, [[0.25] * 4, [10 / 32, 10 / 32, 10 / 32, 2 / 32]], [True] * 4, (7, 7, 7, 1)),
+        (32, [[0.25] * 4] * 7 + [[9 / 32, 9 / 32, 9 / 32, 5 / 32]], [True] * 4, (7, 7, 7, 7)),  # one hiccup
         (32, [[0.5, 0.0, 0.5]], [True] * 3, (14, 0, 14)),
         (30, [[0.5, 0.5, None]], [True, True, False], (14, 14, 0)),
         (30, [[0.5, 0.5, None]], [True, True, True], (12, 12, 4)),  # more than there are: in proportion
@@ -77,58 +92,99 @@ class Store:
     owners: tuple[Owner | None, ...] = ()
     taken: tuple[int, ...] = ()
 
-    def asked(self, request: Claim | Count) -> tuple[Store, Owner | int]:
-        if isinstance(request, Claim):
-            owner = self.owners[request.rank] or request.owner
-            return replace(self, owners=_with(self.owners, request.rank, owner)), owner
-        if request.rank is None:
-            return replace(self, drawn=self.drawn + request.amount), self.drawn + request.amount
-        taken = self.taken[request.rank] + request.amount
-        return replace(self, taken=_with(self.taken, request.rank, taken)), taken
+    def asked(self, request: Request) -> tuple[Store, Owner | int]:
+        if isinstance(request, Count):
+            if request.rank is None:
+                return replace(self, drawn=self.drawn + request.amount), self.drawn + request.amount
+            taken = self.taken[request.rank] + request.amount
+            return replace(self, taken=_with(self.taken, request.rank, taken)), taken
+        owner = self.owners[request.rank]
+        match request:
+            case Claim():
+                owner = owner or request.owner
+            case Release():
+                owner = request.numbers if owner == "own" else owner
+            case Seize():
+                owner = "open" if owner in (None, "own") else owner
+        return replace(self, owners=_with(self.owners, request.rank, owner)), owner
 
 
 @dataclass(frozen=True)
 class Job:
-    """``dead``: a rank that has died, with what its last request gave it. ``parts``: what each rank has."""
+    """``dead``: a rank that has died, with what its last request gave it. ``parts``: what each rank has.
+
+    ``back``: what a rank, as long as it may, has put back.
+    """
 
     store: Store
     drawers: tuple[Drawer, ...]
     parts: tuple[tuple[int, ...], ...]
     dead: int | None = None
+    back: tuple[int, ...] = ()
+
+    @property
+    def living(self) -> list[int]:
+        return sorted(number for rank, own in enumerate(self.parts) if rank != self.dead for number in own)
 
 
 def _with(values, index, value):
     return (*values[:index], value, *values[index + 1 :])
 
 
-def explore(pool: Pool, *, deaths: bool) -> tuple[list[Job], int]:
+def begin(pool: Pool) -> Job:
+    ranks = range(len(pool.shares))
+    store = Store(owners=tuple(None for _ in ranks), taken=tuple(0 for _ in ranks))
+    return Job(store, tuple(Drawer.begin(pool, rank) for rank in ranks), tuple(() for _ in ranks))
+
+
+def asks(job: Job, pool: Pool, rank: int, *, dies: bool):
+    """A rank's next request is carried out; it may die before that, or before the answer comes."""
+    if (request := job.drawers[rank].request(pool)) is None:
+        return
+    store, answer = job.store.asked(request)
+    drawer, more = job.drawers[rank].answered(pool, answer)
+    parts = _with(job.parts, rank, (*job.parts[rank], *more))
+    yield replace(job, store=store, drawers=_with(job.drawers, rank, drawer), parts=parts)
+    if dies and job.dead is None:
+        yield from (replace(job, dead=rank), replace(job, store=store, parts=parts, dead=rank))
+
+
+def puts_back(job: Job, pool: Pool, rank: int, *, dies: bool):
+    """A rank is stuck, and puts back all that it has but the first few; once. No other rank sees it before it asks."""
+    if job.back or not job.drawers[rank].owns:
+        return
+    own = job.parts[rank]
+    for kept in range(len(own)):
+        drawer = job.drawers[rank].put_back(own[kept:])
+        drawers, parts = _with(job.drawers, rank, drawer), _with(job.parts, rank, own[:kept])
+        yield from asks(replace(job, drawers=drawers, parts=parts, back=own[kept:]), pool, rank, dies=dies)
+
+
+def learns(job: Job, pool: Pool, rank: int):
+    """A rank that still draws learns that the dead one is no member, before it asks the next time."""
+    if job.dead is not None and (drawer := job.drawers[rank].without(frozenset({job.dead}))) != job.drawers[rank]:
+        yield from asks(replace(job, drawers=_with(job.drawers, rank, drawer)), pool, rank, dies=False)
+
+
+def explore(pool: Pool, *, deaths: bool, back: int | None = None, leaves: bool = False) -> tuple[list[Job], int]:
     """All ends that any order of the ranks' requests can come to, and the number of states on the way.
 
     A rank may die before any of its requests, or after it was carried out and before the answer came. One that stalls
-    and comes back is an order in which the others go first.
+    and comes back is an order in which the others go first. ``back``: this rank may put back what it has, at any
+    moment and any number of them. ``leaves``: the others learn of the death, each at any moment, while they draw.
     """
     ranks = range(len(pool.shares))
-    nobody = tuple(None for _ in ranks)
-    begin = Job(
-        Store(owners=nobody, taken=tuple(0 for _ in ranks)),
-        tuple(Drawer.begin(pool, rank) for rank in ranks),
-        tuple(() for _ in ranks),
-    )
-    seen, left, ends = {begin}, [begin], []
+    seen, left, ends = {begin(pool)}, [begin(pool)], []
     while left:
         job = left.pop()
         after = []
         for rank in ranks:
-            request = job.drawers[rank].request(pool)
-            if request is None or job.dead == rank:
+            if job.dead == rank:
                 continue
-            store, answer = job.store.asked(request)
-            drawer, more = job.drawers[rank].answered(pool, answer)
-            parts = _with(job.parts, rank, (*job.parts[rank], *more))
-            after.append(replace(job, store=store, drawers=_with(job.drawers, rank, drawer), parts=parts))
-            if deaths and job.dead is None:
-                after += [replace(job, dead=rank), replace(job, store=store, parts=parts, dead=rank)]
-        if not after:
+            after += asks(job, pool, rank, dies=deaths)
+            after += puts_back(job, pool, rank, dies=deaths) if rank == back else ()
+            after += learns(job, pool, rank) if leaves else ()
+        if all(drawer.request(pool) is None for drawer in job.drawers if drawer.rank != job.dead):
             ends.append(job)
         new = [one for one in after if one not in seen]
         seen.update(new)
@@ -154,6 +210,43 @@ def test_only_what_a_dead_rank_had_drawn_is_lost_in_every_order(shares):
     for job in ends:
         assert sorted(number for own in job.parts for number in own) == [0, 1, 2, 3]
         assert all(drawer.phase == "done" for drawer in job.drawers if drawer.rank != job.dead)
+
+
+@pytest.mark.parametrize(("shares", "back"), [((0, 0, 2), 2), ((1, 0, 1), 0)])
+def test_what_a_stuck_rank_puts_back_is_drawn_once_in_every_order(shares, back):
+    ends, _ = explore(Pool(4, shares), deaths=False, back=back)
+    assert any(set(job.back) & set(job.parts[other]) for job in ends for other in range(3) if other != back)
+    assert any(set(job.back) & set(job.parts[back]) for job in ends)  # it is back before the others come to that
+    assert all(job.living == [0, 1, 2, 3] for job in ends)
+
+
+@pytest.mark.parametrize(("shares", "back"), [((0, 0, 2), 2), ((0, 0, 3), 2)])
+def test_what_is_put_back_is_never_drawn_twice_though_a_rank_dies(shares, back):
+    ends, _ = explore(Pool(4, shares), deaths=True, back=back)
+    for job in ends:
+        own = job.parts[job.dead] if job.dead is not None else ()
+        assert len(set(job.living)) == len(job.living)
+        assert not set(job.living) & set(own)
+        # who had put something back and died before it could be seen takes that along
+        assert set(range(4)) - set(job.living) <= {*own, *(job.back if job.dead == back else ())}
+
+
+@pytest.mark.parametrize("shares", [(0, 0, 2), (4, 0, 0)])
+def test_who_still_draws_takes_the_share_of_a_rank_that_left_in_every_order(shares):
+    """What the rank that left had merged is nothing, as long as one draws; so its entire share is drawn, once."""
+    ends, _ = explore(Pool(4, shares), deaths=True, leaves=True)
+    pool, seized = Pool(4, shares), False
+    for job in ends:
+        assert len(set(job.living)) == len(job.living)
+        if job.dead is None:
+            continue
+        share, own = set(pool.share(job.dead)), set(job.parts[job.dead])
+        if job.drawers[job.dead].owns and job.store.owners[job.dead] == "open":
+            seized = True
+            assert share <= set(job.living)
+            assert not (own - share) & set(job.living)
+        assert set(range(4)) - set(job.living) <= own
+    assert seized
 
 
 def test_a_share_that_nobody_claims_is_drawn_one_by_one():

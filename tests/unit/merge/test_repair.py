@@ -142,7 +142,7 @@ INDEX = tuple(reversed(BUCKETS))  # the one parameter of each bucket
 
 
 def new_buffers():
-    return StageBuffers(PLAN, PARAMETERS, WORLD_SIZE, telemetry_apart=True)
+    return StageBuffers(PLAN, PARAMETERS, WORLD_SIZE)
 
 
 class Member:
@@ -266,8 +266,8 @@ def merge_what_was_merged(members):
                     member.old.works[bucket].done = True
     for member in members:
         if member.progress.merged == ALL:
-            member.round.telemetry = Work()
-            member.round.telemetry.done = member.progress.complete
+            member.round.last_message = Work()
+            member.round.last_message.done = member.progress.complete
         member.left_in_flight()
 
 

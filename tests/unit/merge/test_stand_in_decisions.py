@@ -16,6 +16,7 @@ from straggle.merge.lateness import (
     End,
     Limits,
     Post,
+    PutBack,
     Situation,
     Sleep,
     Stop,
@@ -30,6 +31,8 @@ ENTERED = replace(BETWEEN, entered=True, clock_from=101.0, busy_since=101.0)
 SUBMITTED = replace(ENTERED, submitted=True)
 BEHIND = replace(ENTERED, lag=1)
 NOT_STUCK = {"busy_since": math.inf}  # keeps what is said of a stuck rank out of a row
+
+POOL = {"deadline_s": math.inf, "pool_s": 10.0}
 
 
 def case(name, now, at, expected, **limits):
@@ -97,6 +100,24 @@ TABLE = [
          quiet(ENTERED, entered=False, taking=True, lag=1, waited_since=105.0), Sleep(110.5)),
     case("the same rank is stuck in it where it was stood in for", 110.2, quiet(ENTERED, lag=1, waited_since=105.0),
          SubmitForStuck()),
+    # where the ranks draw from a pool, a rank that has not come is not waited for, though there is no deadline
+    case("of a rank that has not come to a pool it asks", 109.95, quiet(BETWEEN), Ask(), **POOL),
+    case("and sleeps until then", 105.0, quiet(BETWEEN), Sleep(105.0 + LONG_S), **POOL),
+    case("and it is stood in for, without grace", 110.0, quiet(BETWEEN, waited_since=109.97), SubmitForStuck(),
+         **POOL),
+    case("one that has come has as long as it needs", 900.0, quiet(ENTERED, waited_since=109.97),
+         Sleep(900.0 + LONG_S), **POOL),
+    case("one that is behind has nothing to give", 100.3, quiet(BEHIND, waited_since=100.2), SubmitForStuck(), **POOL),
+    case("with max_lag=0 it is waited for", 900.0, quiet(BETWEEN, waited_since=105.0), Sleep(900.0 + LONG_S),
+         **POOL, max_lag=0),
+    case("the end of a rank is posted for those", 109.9, quiet(SUBMITTED, unposted=True), Post(True, 0), **POOL),
+    case("a deadline that is over before has its grace", 109.2, quiet(BETWEEN, waited_since=105.0), Sleep(109.5),
+         deadline_s=9.0, pool_s=10.0),
+    case("sleeps until a micro-batch takes too long", 101.5, quiet(ENTERED, put_back_at=102.0), Sleep(102.0), **POOL),
+    case("then it puts back what it has not begun", 102.0, quiet(ENTERED, put_back_at=102.0), PutBack(), **POOL),
+    case("a late rank does so before it is stopped", 111.0, quiet(ENTERED, waited_since=105.0, put_back_at=200.0),
+         PutBack()),
+    case("what is submitted is not put back", 111.0, quiet(SUBMITTED, put_back_at=102.0), Sleep(111.0 + LONG_S)),
     # where this rank has submitted everything
     case("nothing can be late before the next deadline is over", 109.91, quiet(SUBMITTED), Sleep(109.91 + LONG_S)),
     case("nor before a short one is", 109.91, quiet(SUBMITTED), Sleep(109.91 + 0.98), deadline_s=1.0),

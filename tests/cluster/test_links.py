@@ -1,0 +1,52 @@
+"""A narrow link between hosts in network namespaces: it is named, and a step's columns are all of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from network import enter, made_network
+from ranks import run_ranks, staged
+from torch import nn
+
+from straggle.observe.findings import advise
+from straggle.observe.run import read_run
+from straggle.observe.run_numbers import numbers_of
+from straggle.observe.trace import TraceWriter
+
+NARROW = 1
+MB_PER_S = 1.0
+
+
+def train(rank: int, names: list[str], folder: Path, num_steps: int) -> int:
+    enter(names[rank])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 512))
+    with staged(model) as wrapped, TraceWriter(folder / f"{rank}" / "trace.jsonl") as trace:
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+        for _ in range(num_steps):
+            with wrapped.step():
+                wrapped(torch.randn(8, 256)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            trace.write(wrapped.last_report)
+        return wrapped.ping_bytes
+
+
+@pytest.mark.slow
+def test_the_narrow_link_is_named_and_columns_add_up(tmp_path: Path) -> None:
+    with made_network(3, {NARROW: {"rate": 8e6 * MB_PER_S}}) as network:
+        # 1.6 MB of gradients: a ring of three sends 1.1 MB of each step over the narrow link, in both directions
+        sent = run_ranks(train, 3, list(network.names), tmp_path, 12, timeout_s=300.0)
+    assert min(sent) > 0
+    run = read_run(tmp_path / "0")
+    own_s = sum(run.ranks[name] for name in ("outside_s", "optimizer_s", "data_s", "forward_s", "backward_s", "wait_s"))
+    columns = (own_s.max(axis=1) + run.network_s)[1:] / run.seconds[1:]
+    assert columns.min() > 0.95
+    assert columns.max() < 1.05
+    assert {spell.slow.rank for spell in run.slow_links} == {NARROW}
+    (spell,) = run.slow_links
+    assert {"up", "down"} >= set(spell.slow.slow) - {"latency"} != set()
+    assert spell.slow.link.slower_bytes_per_s < 1.5e6 * MB_PER_S < 5e6 < spell.slow.others.slower_bytes_per_s
+    assert any("Rank 1's link was slow from step" in sentence for sentence in advise(run, numbers_of(run)))

@@ -1,0 +1,47 @@
+"""What the store's thread asks for a rank, over a store in memory."""
+
+import pytest
+from torch.distributed import HashStore
+
+from straggle.merge.draws import StoreCounters
+from straggle.merge.pool import Claim, Count, Release, Seize
+
+
+def test_who_has_a_share_is_decided_by_who_comes_first_in_each_step():
+    store, owner, other = HashStore(), StoreCounters(0), StoreCounters(1)
+    assert owner.ask(store, 3, Claim(0, "own")) == "own"
+    assert other.ask(store, 3, Claim(0, "open")) == "own"
+    assert other.ask(store, 4, Claim(0, "open")) == "open"
+    assert owner.ask(store, 4, Claim(0, "own")) == "open"
+    assert owner.ask(store, 5, Claim(0, "own")) == "own"
+    assert owner.num_requests == 3  # it knows who had it in the step before
+
+
+def test_what_is_put_back_is_what_all_find_however_often_they_look():
+    store, owner, other = HashStore(), StoreCounters(0), StoreCounters(1)
+    owner.ask(store, 3, Claim(0, "own"))
+    assert other.ask(store, 3, Claim(0, "open")) == "own"
+    assert owner.ask(store, 3, Release(0, (5, 6))) == (5, 6)
+    for _ in range(3):
+        assert other.ask(store, 3, Claim(0, "open")) == (5, 6)
+        assert owner.ask(store, 3, Claim(0, "open")) == (5, 6)
+        assert other.ask(store, 3, Seize(0)) == (5, 6)
+
+
+def test_a_share_that_was_opened_is_not_put_back():
+    store, owner, other = HashStore(), StoreCounters(0), StoreCounters(1)
+    owner.ask(store, 3, Claim(0, "own"))
+    assert other.ask(store, 3, Seize(0)) == "open"
+    assert owner.ask(store, 3, Release(0, (5, 6))) == "open"
+    assert other.ask(store, 3, Seize(0)) == "open"
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_a_counter_belongs_to_its_step_and_is_removed_when_that_is_long_over(rank):
+    store, counters = HashStore(), StoreCounters(0)
+    before = store.num_keys()
+    assert [counters.ask(store, 3, Count(rank, 1)) for _ in range(2)] == [1, 2]
+    assert counters.ask(store, 4, Count(rank, 1)) == 1
+    assert store.num_keys() == before + 2
+    counters.ask(store, 40, Count(rank, 1))
+    assert store.num_keys() == before + 1
