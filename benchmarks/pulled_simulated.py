@@ -19,9 +19,9 @@ from statistics import fmean
 
 import torch
 import torch.distributed as dist
-from pulled import CHANCE, DELAY, EVERY, PARTS, SCENARIOS, STALL_S, Pulled, PulledToDeadline, Way, blocks_of
+from pulled import CHANCE, DELAY, EVERY, PARTS, SCENARIOS, STALL_S, Pulled, Way, blocks_of
 
-from straggle import LateHandling, QuantileDeadline, WaitForAll
+from straggle import LateHandling, QuantileDeadline, StagedDataParallel, WaitForAll
 from straggle.advise.pulled import pulled
 from straggle.advise.timings import read_timings
 from straggle.lab.jobs import process_group
@@ -32,6 +32,13 @@ from straggle.observe.console import print_table
 from straggle.observe.trace import TraceWriter
 
 STATIC = "static split"
+
+
+class PulledToDeadline(Pulled):
+    def wrapped(self):
+        return StagedDataParallel(self.net, deadline=QuantileDeadline(0.5, slack=1.05))
+
+
 WAYS = {STATIC: Way, "pulled": Pulled, "pulled, deadline": PulledToDeadline}
 POLICIES = {"pulled": WaitForAll, "pulled, deadline": lambda: QuantileDeadline(0.5, slack=1.05)}
 
