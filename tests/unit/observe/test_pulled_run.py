@@ -86,8 +86,8 @@ def test_summary_has_them_and_null_without_pools():
 def test_scalars_are_means_over_the_steps_that_had_a_pool():
     scalars = StepScalars()
     first, second = list(pulled_run())[11:13]
-    for report in (first, second, a_step(13, [a_rank(0)])):
-        scalars.add(report)
+    for step in (first, second, a_step(13, [a_rank(0)])):
+        scalars.add(step)
     taken = scalars.take()
     assert (taken["straggle/fewest_drawn"], taken["straggle/most_drawn"]) == ((5 + 0) / 2, (9 + 11) / 2)
 
