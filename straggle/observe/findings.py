@@ -47,7 +47,7 @@ def advise(run: Run, numbers: Numbers) -> list[str]:
         *_bad_numbers(run, numbers),
         *_network(run),
         *_saved(numbers),
-        *_drawn(numbers),
+        *drawn(numbers),
         *_always_slow(run, numbers),
         *_sometimes(numbers),
         *_stood_in(run, numbers),
@@ -105,7 +105,7 @@ def _saved(numbers: Numbers) -> Iterator[str]:
         )
 
 
-def _drawn(numbers: Numbers) -> Iterator[str]:
+def drawn(numbers: Numbers) -> Iterator[str]:
     """Who drew how many micro-batches, and what became of those that were not computed."""
     if not numbers.pool_parts:
         return
