@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from straggle.commands.plain_args import Words, run_command
+from straggle.commands.words import COMMANDS
 
 _USAGE = """\
 straggle completion bash
@@ -89,7 +90,6 @@ def _flat(read: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _choices() -> dict[str, set[str]]:
-    from straggle.__main__ import COMMANDS  # it imports no command before it is asked for
     from straggle.commands.config_keys import config_dir
     from straggle.commands.launch_options import parser
 
