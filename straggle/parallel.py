@@ -274,6 +274,13 @@ class StagedDataParallel(nn.Module):
         """What happened in the last step, on all ranks; ``None`` before the first. Built when it is asked for."""
         return None if self._last_record is None else self._last_record.report
 
+    def work_is_dealt(self) -> None:
+        """Say, on all ranks alike, that each has as much of a step as it has time for; `Rebalance` and pools do.
+
+        What then remains to be late are stalls, and `AutoDeadline` drops nothing for less.
+        """
+        self._coordinator.work_is_dealt()
+
     def register_step_hook(self, hook: Callable[[StepRecord], None]) -> RemovableHandle:
         """Call ``hook(record)`` on the training thread at the end of each step; ``record.report`` is its report.
 

@@ -99,6 +99,7 @@ class Rebalance:
         self._replayed: dict[int, tuple[int, ...]] | None = None
         self._warned = False
         self.weights_are_set = False  # by who deals (`Epochs`): the loop cannot forget them
+        model.work_is_dealt()
         self._hook = model.register_step_hook(self._measure)
 
     @property

@@ -122,6 +122,11 @@ class Coordinator:
             self.training.restore(history.num_steps)
             self.merging.restore(history.num_steps)
 
+    def work_is_dealt(self) -> None:
+        """Tell the deadline policy that ranks have as much of each step as they have time for; on all ranks alike."""
+        with self._lock:
+            self.deadline.work_is_dealt()
+
     def start(self) -> None:
         """Start the stand-in: from now on this rank can be late, and its stages stay as they are."""
         self.deadline.prepare(self.plan, self._parameters)

@@ -80,6 +80,10 @@ class CurrentDeadline:
         self._policy = WaitForAll()
         self.after_quorum_s = 0.0
 
+    def work_is_dealt(self) -> None:
+        """Ranks have as much of each step as they have time for."""
+        self._window.dealt = True
+
     def prepare(self, plan: StagePlan, parameters: Sequence[nn.Parameter]) -> None:
         """Tell the policy how late ranks are treated, and of the stages, which stay as they are."""
         self._policy.prepare(self.late_handling, [_parts(stage, parameters) for stage in plan.stages])
@@ -95,6 +99,8 @@ class CurrentDeadline:
         """A step is merged: the deadline of the next one."""
         shares = self._stage_share
         progress = None if shares is None else table.progress(shares, self.late_handling.granularity)
+        if any(table.pool_parts()):
+            self.work_is_dealt()
         compute_s, costs = table.compute_s(), table.costs()
         if math.isnan(self.mean_cost):
             self._window.mean_cost = mean_cost_of(costs)

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from straggle.policies.deadline import Deadline, LateHandling, NextDeadline, check_count, check_number, quantile_of
+from straggle.policies.dealt import SETTLED, steps_since_dealt
 from straggle.policies.history import History
-from straggle.policies.ordinary import differences
+from straggle.policies.ordinary import differences, lag_that_drops, vary_together
+from straggle.policies.price import HIGH, LOW, pays
 from straggle.policies.promise import kept
 from straggle.policies.step_model import StopRules, computed_share, simulate_step
 from straggle.policies.untruncated import untruncated_entries, untruncated_times
@@ -24,6 +26,7 @@ _FORWARD = 1 / 3  # of a micro-batch's time, in which no gradient comes
 _NOISE = 1.0  # standard errors by which a shorter threshold must be better
 _BUSY = 0.1  # this quantile over steps is that of a machine without other work
 _AT_FIRST = 10  # first steps: AutoDeadline chooses in each
+_LITTLE = 0.005  # of all gradients: as much may be dropped for what ranks are behind a quorum now and then
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,12 @@ class StepTimes:
     entered_s: Tensor
     overhead_s: Tensor
     quorum_s: Tensor
+
+    @property
+    def end_s(self) -> Tensor:
+        """When each rank ends its work, (steps, ranks), from the step's begin; NaN: it has none."""
+        end_s = self.entered_s + self.unit_s[..., -1]
+        return end_s.where((self.unit_share > 0).any(-1), math.nan)
 
     @staticmethod
     def entered_at_once(unit_s: Tensor, overhead_s: Tensor) -> StepTimes:
@@ -154,18 +163,17 @@ def choose_for(
     longest_s: float,
     least_gain: float,
     noise: float = _NOISE,
+    price: float = LOW,
     waits: bool = False,
 ) -> Threshold:
-    """`AutoDeadline`'s choice: the longest threshold unless a rank is slow as such and a shorter one gains enough.
+    """`AutoDeadline`'s choice: the longest threshold unless a rank is slow as such and a shorter one pays (`pays`).
 
-    With ``waits`` it is the longest in any case.
-
-    With the longest threshold no rank is late within the ordinary lag after a quorum has finished (`differences`). So
-    where all are slow at once, as on a busy machine, what is dropped is what a slow rank leaves, and not the ordinary
-    difference between ranks.
+    With ``waits`` it is the longest in any case. Then no rank is late by what ranks are behind a quorum
+    (`after_quorum_s`). So where all are slow at once, as on a busy machine, what is dropped is what a slow rank leaves,
+    and not the ordinary difference between ranks.
     """
-    seen = differences(steps.entered_s + steps.unit_s[..., -1], steps.quorum_s, steps.overhead_s)
-    longest = Threshold(longest_s, 0.0, 0.0, seen.lag_s)
+    seen = differences(steps.end_s, steps.quorum_s, steps.overhead_s)
+    longest = Threshold(longest_s, 0.0, 0.0, after_quorum_s(steps, rules, longest_s, seen.lag_s))
     if waits or not seen.any_slow:
         return longest
     chosen = choose_threshold(
@@ -176,7 +184,34 @@ def choose_for(
         noise=noise,
         waits_until_tau=not rules.finish_running,
     )
-    return replace(chosen, after_quorum_s=seen.lag_s) if chosen.tau_s >= longest_s else chosen
+    worth_it = chosen.gain >= least_gain and pays(chosen.gain, chosen.dropped, price)
+    return chosen if worth_it and chosen.tau_s < longest_s else longest
+
+
+def price_of(steps: StepTimes, *, dealt: bool) -> float:
+    """What a dropped gradient must bring: much where little but noise is left to be late."""
+    return HIGH if dealt or vary_together(steps.end_s) else LOW
+
+
+def after_quorum_s(steps: StepTimes, rules: StopRules, longest_s: float, lag_s: float) -> float:
+    """How long after a quorum no rank is late with the longest threshold.
+
+    It is as long as ranks ordinarily are behind (``lag_s``), and at least what the longest threshold leaves after a
+    quorum in most steps. Where that drops more than a little, and the seconds that are saved do not pay for it, it is
+    as long as drops little.
+    """
+    lag_s = max(lag_s, longest_s - quantile_of(steps.quorum_s, 0.5))
+    with_lag = replace(rules, after_quorum_s=lag_s)
+    dropped = expected_drop(steps, longest_s, with_lag)
+    if dropped <= _LITTLE:
+        return lag_s
+    waiting_s = (steps.end_s.nan_to_num(0.0).amax(1) + steps.overhead_s).mean()
+    step_s = (simulate_step(steps.unit_s, longest_s, with_lag, steps.entered_s).seconds + steps.overhead_s).mean()
+    if pays(float((1 - dropped) * waiting_s / step_s - 1), dropped, HIGH):
+        return lag_s
+    needs_s = steps.unit_s + (steps.entered_s - steps.quorum_s.unsqueeze(1)).unsqueeze(-1)
+    in_time = steps.unit_s <= longest_s
+    return max(lag_s, lag_that_drops(_LITTLE, needs_s.masked_fill(in_time, 0.0), steps.unit_share))
 
 
 def longest_alike(gains: Tensor, best: int, noise: float) -> int:
@@ -262,15 +297,18 @@ class AutoDeadline(Deadline):
 
     It weighs what is dropped against the seconds that are saved, on the clock that it is enforced by. A late rank is
     waited for until the threshold, and not until its last unit before, as the rule has it for micro-batches. It takes
-    the longest threshold where no rank is slow as such, that is where ranks that need more than 1.4 times as long as
-    a quorum cost less than 3 % of the steps' time, and where the best one promises less than
-    ``least_gain`` (0.01: a hundredth more gradient per second). That is ``max_over_median`` times the median rank's
-    time in a quick step (the quickest tenth). So a rank that was never slow before and stalls is not waited for either.
-    With it, no rank is late by what ranks ordinarily are behind a quorum (`differences`), however slow all of them are
-    at once. It takes the longest, too, where what was dropped in the last ``window`` steps did not bring that much:
-    gradient per second as it came, against waiting in the same steps (`kept`). Of thresholds that differ by no more
-    than noise (one standard error), it takes the longest. ``every``: steps between two choices; in its first ten steps
-    it chooses in each. It predicts what the last choice is expected to drop.
+    the longest threshold where no rank is slow as such, that is where ranks that need more than 1.4 times as long as a
+    quorum cost less than 3 % of the steps' time. It takes it, too, where the best one promises less than ``least_gain``
+    (0.01: a hundredth more gradient per second), or less than the price of what it drops: half of it, or three times as
+    much where work is dealt out by speed (`Rebalance`, `Step.pull`) or all ranks share a busy machine
+    (`vary_together`). That is ``max_over_median`` times the median rank's time in a quick step (the quickest tenth). So
+    a rank that was never slow before and stalls is not waited for either. With it, no rank is late by what ranks are
+    behind a quorum now and then (`after_quorum_s`), however slow all of them are at once. It takes the longest, too,
+    where what was dropped in the last ``window`` steps did not bring that much: gradient per second as it came, against
+    waiting in the same steps (`kept`). Of thresholds that differ by no more than noise (one standard error), it takes
+    the longest. ``every``: steps between two choices; in its first ten steps it chooses in each. Where work is dealt
+    out by speed, it begins again when shares change: times from before are not those of the new shares
+    (`steps_since_dealt`). It predicts what the last choice is expected to drop.
     """
 
     wants_progress = True
@@ -306,11 +344,14 @@ class AutoDeadline(Deadline):
     def decide(self, history: History) -> NextDeadline:
         if history.num_steps < self.warmup_steps or history.progress is None:
             return NextDeadline(math.inf)
-        number = history.num_steps - self.warmup_steps
+        dealt = steps_since_dealt(history.progress.weight)
+        number = history.num_steps - self.warmup_steps if dealt is None else dealt - SETTLED
         since = min(number % self.every, max(0, number - _AT_FIRST + 1))  # steps since the last choice
         if self.chosen is None or history.num_steps - since != self._chosen_at:
             self._chosen_at = history.num_steps - since
-            self.chosen = self._choose(history.last(self.window - self.every + 1, before=since))
+            seen = self.window - self.every + 1
+            seen = seen if dealt is None else min(seen, dealt - since)
+            self.chosen = self._choose(history.last(seen, before=since))
         return NextDeadline(self.chosen.tau_s, self.chosen.dropped, self.chosen.after_quorum_s)
 
     def _choose(self, history: History) -> Threshold:
@@ -321,15 +362,17 @@ class AutoDeadline(Deadline):
         longest_s = self.max_over_median * _usual_s(history.compute_s)
         if steps is None or not longest_s < math.inf:  # no rank came to a step that is seen
             return Threshold(math.inf, 0.0, 0.0)
-        chosen = choose_for(steps, rules, longest_s=longest_s, least_gain=self.least_gain, waits=self._broken(history))
+        price = price_of(steps, dealt=history.dealt)
+        waits = self._broken(history, price)
+        chosen = choose_for(steps, rules, longest_s=longest_s, least_gain=self.least_gain, price=price, waits=waits)
         rules = replace(rules, after_quorum_s=chosen.after_quorum_s)
         return replace(chosen, dropped=expected_drop(steps, chosen.tau_s, rules, self._parts))
 
-    def _broken(self, history: History) -> bool:
+    def _broken(self, history: History, price: float) -> bool:
         """Whether what was dropped in these steps brought less than it should have."""
         progress = history.progress
         assert progress is not None
         compute_s = history.compute_s[-len(progress.unit_s) :]
         unit_s = untruncated_times(progress, compute_s.nan_to_num(0.0)).nan_to_num(0.0)
         waiting_s = (untruncated_entries(progress, compute_s) + unit_s.amax(-1)).amax(1)
-        return kept(progress, compute_s, waiting_s).broken(self.least_gain)
+        return kept(progress, compute_s, waiting_s).broken(self.least_gain, price)

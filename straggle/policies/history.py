@@ -46,6 +46,7 @@ class History:
     steps, also those that have left the window. ``progress`` covers the last of these steps, those made with the stages
     as they are now; ``None`` for policies that do not ask for it. ``mean_cost``: ``compute_s`` and `Progress.unit_s`
     are as they would be in steps of this cost (`Step.cost`); NaN: no costs were given, and all times are as measured.
+    ``dealt``: the ranks have as much of each step as they have time for, by `Rebalance` or from a pool.
     """
 
     num_steps: int
@@ -53,6 +54,7 @@ class History:
     finished: Tensor
     progress: Progress | None = None
     mean_cost: float = math.nan
+    dealt: bool = False
 
     def last(self, steps: int, before: int = 0) -> History:
         """Its last ``steps`` steps, not counting the ``before`` steps at its end."""
@@ -64,7 +66,7 @@ class History:
             kept = {name: value[max(0, stop - steps) : max(0, stop)] for name, value in parts.items()}
             progress = Progress(stage_share=progress.stage_share, **kept)
         rows = self.compute_s[first:end], self.finished[first:end]
-        return History(self.num_steps - before, *rows, progress, self.mean_cost)
+        return History(self.num_steps - before, *rows, progress, self.mean_cost, self.dealt)
 
     def of_ranks(self, number: int) -> History:
         """The same of the first ``number`` ranks; one that it lacks has entered no step, and has given nothing."""
@@ -129,7 +131,7 @@ class HistoryWindow:
         self._flags = bytearray(2 * window * world_size)
         self._compute_s = torch.frombuffer(self._seconds, dtype=torch.float64).view(2 * window, world_size)
         self._finished = torch.frombuffer(self._flags, dtype=torch.bool).view(2 * window, world_size)
-        self.mean_cost = math.nan
+        self.mean_cost, self.dealt = math.nan, False
         self._num_steps = 0
         self._progress: ProgressWindow | None = None
 
@@ -156,7 +158,8 @@ class HistoryWindow:
         end = (self._num_steps - 1) % self._window + self._window + 1
         rows = slice(end - min(self._num_steps, self._window), end)
         progress = None if self._progress is None else self._progress.read()
-        return History(self._num_steps, self._compute_s[rows], self._finished[rows], progress, self.mean_cost)
+        seen = self._compute_s[rows], self._finished[rows]
+        return History(self._num_steps, *seen, progress, self.mean_cost, self.dealt)
 
     def restore(self, history: History) -> None:
         """Go on from a history that was saved."""

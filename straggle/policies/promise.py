@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from straggle.policies.history import Progress
+from straggle.policies.price import pays
 
 _LEAST_STEPS = 20  # in which something was dropped, from which on there is an answer
 
@@ -16,16 +17,18 @@ _LEAST_STEPS = 20  # in which something was dropped, from which on there is an a
 class Kept:
     """The ``gain`` in gradient per second (0.1: a tenth more) over ``num_steps`` in which something was dropped.
 
-    ``error`` is its standard error over these steps.
+    ``error`` is its standard error over these steps, and ``dropped`` the share of all gradients that was.
     """
 
     gain: float
     error: float
     num_steps: int
+    dropped: float = 0.0
 
-    def broken(self, least_gain: float) -> bool:
-        """Whether it was less than ``least_gain``, for more than noise."""
-        return self.num_steps >= _LEAST_STEPS and self.gain + self.error < least_gain
+    def broken(self, least_gain: float, price: float = 0.0) -> bool:
+        """Whether it was less than ``least_gain``, or than the ``price`` of what was dropped, for more than noise."""
+        best = self.gain + self.error
+        return self.num_steps >= _LEAST_STEPS and (best < least_gain or not pays(best, self.dropped, price))
 
 
 def kept(progress: Progress, compute_s: Tensor, waiting_s: Tensor) -> Kept:
@@ -47,10 +50,10 @@ def kept(progress: Progress, compute_s: Tensor, waiting_s: Tensor) -> Kept:
     parts = torch.stack([brought, waited_s, step_s])[:, counts].double()
     b, w, s = parts.mean(1).tolist()
     if not b * w * s > 0:
-        return Kept(-1.0, 0.0, num_steps)
+        return Kept(-1.0, 0.0, num_steps, 1 - b)
     apart = parts[0] / b + parts[1] / w - parts[2] / s
     error = float(apart.std(correction=0)) / max(1, num_steps - 1) ** 0.5
-    return Kept(b * w / s - 1, b * w / s * error, num_steps)
+    return Kept(b * w / s - 1, b * w / s * error, num_steps, 1 - b)
 
 
 def _brought(progress: Progress) -> Tensor:

@@ -33,7 +33,11 @@ class Telemetry:
         self.step, self.hooks = 0, OrderedDict()
         self.slowest_s = []
         self._draw = random.Random(seed)
+        self.dealt = False
         self.rebalance = Rebalance(self, **{"total": 64 * len(self.pace), **options})
+
+    def work_is_dealt(self):
+        self.dealt = True
 
     def register_step_hook(self, hook):
         handle = RemovableHandle(self.hooks)
@@ -379,3 +383,7 @@ def test_rank_that_was_just_healed_is_given_samples_that_do_not_count():
     other.run(1, idle={0})
     assert tuple(other.rebalance.share()) == (0, 64)
     assert not other.idle
+
+
+def test_deadline_policy_knows_that_work_is_dealt():
+    assert Telemetry([1.0, 1.0]).dealt

@@ -41,6 +41,19 @@ def test_gain_as_it_came(rows, gain, num_steps, broken):
     assert seen.broken(0.01) == broken
 
 
+@pytest.mark.parametrize(
+    ("gain", "dropped", "price", "broken"),
+    [
+        (0.04, 0.1, 0.5, True),
+        (0.06, 0.1, 0.5, False),
+        (0.2, 0.1, 3.0, True),
+        (0.31, 0.1, 3.0, False),
+    ],
+)
+def test_what_was_dropped_must_have_brought_its_price(gain, dropped, price, broken):
+    assert Kept(gain, 0.0, 20, dropped).broken(0.01, price) == broken
+
+
 def test_what_may_be_noise_is_not_broken():
     assert not Kept(-0.1, 0.2, 20).broken(0.01)
     assert Kept(-0.1, 0.1, 20).broken(0.01)
