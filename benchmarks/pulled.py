@@ -127,11 +127,14 @@ class Pulled(Way):
 
 
 class PulledToDeadline(Pulled):
-    """Cuts off the micro-batch that the last rank is in, once all others have finished; no other is cut."""
+    """Cuts off the micro-batch that the last rank is in, once all others have finished; no other is cut.
+
+    And not before a rank had time for one micro-batch more than its equal share.
+    """
 
     def wrapped(self):
         all_but_one = straggle.LateHandling(quorum=self.world_size - 1, grace_s=self.part_s)
-        deadline = straggle.QuantileDeadline(0.5, slack=0.9)
+        deadline = straggle.FixedDeadline((PARTS + 1) * self.part_s)
         return straggle.StagedDataParallel(self.net, deadline=deadline, late_handling=all_but_one)
 
 

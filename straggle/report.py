@@ -1,6 +1,6 @@
 """What happened in a step: frozen records, built from the telemetry of all ranks and so the same on every rank.
 
-Only ``seconds`` is measured by each rank's own clock.
+Only ``seconds``, and ``network_s`` with it, are measured by each rank's own clock.
 """
 
 from __future__ import annotations

@@ -63,6 +63,7 @@ class Layout:
     def __init__(self, plan: StagePlan, parameters: Sequence[nn.Parameter]) -> None:
         self.plan = plan
         self.buckets: list[tuple[Stage, ...]] = plan.buckets()
+        self.bucket_names = [", ".join(stage.name for stage in bucket) for bucket in self.buckets]
         self.bucket_ends = [sum(len(bucket) for bucket in self.buckets[: b + 1]) for b in range(len(self.buckets))]
         self.stage_of = {index: number for number, stage in enumerate(plan.stages) for index in stage.parameters}
         self.numel = [parameter.numel() for parameter in parameters]
@@ -369,7 +370,7 @@ class Round:
     @property
     def works(self) -> list[tuple[dist.Work, str]]:
         """What was launched and is to be waited for, each with the names of its stages."""
-        names = [", ".join(stage.name for stage in bucket) for bucket in self.layout.buckets]
+        names = self.layout.bucket_names
         return [(work, name) for works, name in zip(self._works, names, strict=False) for work in works]
 
     def merged_early(self) -> list[int]:

@@ -206,16 +206,18 @@ class Table:
     def __init__(self, rows: Tensor, num_stages: int) -> None:
         self._rows = rows
         self._num_stages = num_stages
-        self._weigh_by_pool()
         # every step needs some of these few numbers, and an operation on a tensor costs more than the entire list
         fixed = rows[:, : len(_FIELDS)].tolist()
         self._columns: dict[str, tuple[float, ...]] = dict(zip(_FIELDS, zip(*fixed, strict=True), strict=True))
+        if any(self._columns["pool_parts"]):
+            self._weigh_by_pool()
 
     def _weigh_by_pool(self) -> None:
         """Of a step that has a pool, a rank that did not come to it had nothing: its weight is of another step."""
-        pools = self._rows[:, _COLUMN["pool_parts"]]
-        if pools.any():
-            self._rows[pools == 0, _COLUMN["weight"]] = 0.0
+        pools = self._columns["pool_parts"]
+        weights = zip(pools, self._columns["weight"], strict=True)
+        self._columns["weight"] = tuple(weight if parts else 0.0 for parts, weight in weights)
+        self._rows[:, _COLUMN["weight"]] = torch.tensor(self._columns["weight"])
 
     @property
     def num_ranks(self) -> int:

@@ -1,0 +1,18 @@
+"""How many messages gloo has on their way at a time."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from straggle.backward.stages import MIN_STAGES
+from straggle.merge.groups import MESSAGES_AT_A_TIME, gloo_group
+
+
+def test_all_stages_of_a_model_that_has_the_least_of_them_are_on_their_way_at_a_time() -> None:
+    group = gloo_group(dist.HashStore(), 0, 1, 5.0)
+    assert group.options._threads == MESSAGES_AT_A_TIME
+    assert MESSAGES_AT_A_TIME >= MIN_STAGES
+    tensor = torch.ones(3)
+    group.allreduce([tensor]).wait()
+    assert tensor.tolist() == [1.0] * 3
