@@ -102,6 +102,7 @@ WAYS = {
     "DDP again": lambda module: DistributedDataParallel(module, gradient_as_bucket_view=True),
     "none": staged(),
     "auto": lambda module: straggle.StagedDataParallel(module, deadline=straggle.AutoDeadline()),
+    "leaf": lambda module: straggle.StagedDataParallel(module, links=straggle.LinkPolicy()),
     "bf16": lambda module: straggle.StagedDataParallel(module, merge=straggle.Merge(wire_dtype="bfloat16")),
     "DDP bf16": with_hook,
     "members": lambda module: straggle.StagedDataParallel(module, members=straggle.Elastic()),

@@ -47,6 +47,7 @@ from straggle.policies.estimators import (
     Zero,
 )
 from straggle.policies.history import History, Progress
+from straggle.policies.leaves import LinkPolicy
 from straggle.policies.supplements import Carry, ErrorFeedback, Supplement, SupplementingEstimator
 from straggle.policies.wrappers import Anneal, DropBudget, Shadow
 from straggle.report import BackwardReport, MembersReport, RankReport, ShadowReport, StageReport, StageTime, StepReport
@@ -78,6 +79,7 @@ __all__ = [
     "LastMerged",
     "LastOwn",
     "LateHandling",
+    "LinkPolicy",
     "MedianDeadline",
     "MembersReport",
     "Merge",

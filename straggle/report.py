@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 Phase = Literal["outside", "optimizer", "data", "forward", "backward"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-Cause = Literal["outside", "optimizer", "data", "forward", "backward", "error", "skipped", "members"]
+Cause = Literal["outside", "optimizer", "data", "forward", "backward", "error", "skipped", "members", "link"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
@@ -34,7 +34,8 @@ class RankReport:
     user gave its step (``step.weight``; 1 otherwise). ``nonfinite`` is how many of its parameters' gradients were left
     out because they had elements that were not finite. A rank that was not late, but whose gradients are missing, has a
     ``cause``, too: "error" where a backward pass ended in an error that the loop caught, "skipped" where the block was
-    left without a backward pass, "members" where a merge that was on its way was lost as another rank left (`Elastic`).
+    left without a backward pass, "members" where a merge that was on its way was lost as another rank left (`Elastic`),
+    "link" where a leaf's link did not carry them in time (`LinkPolicy`).
     ``absent``: it is no member at present. ``weights`` is the weight in the merge of all that the rank submitted for
     each stage, including estimates and supplements. Without these it is ``weight`` times ``stages``. ``cost`` is what
     the user gave its step (``step.cost``), over the mean cost of the first step that had any; 1 otherwise. Its deadline

@@ -24,7 +24,7 @@ python -m straggle report RUN_DIR [key=value ...]
 
 
 def arguments(words: Sequence[str]) -> dict[str, Any]:
-    """The command line as arguments of `write_report`; raises ``ValueError`` if it is wrong."""
+    """The command line, with the names of the arguments of `write_report`; raises ``ValueError`` if it is wrong."""
     given = Words.of(words, _KEYS)
     folders, keys = given.names, given.keys
     if len(folders) != 1:
@@ -43,10 +43,15 @@ def arguments(words: Sequence[str]) -> dict[str, Any]:
 def report(words: Sequence[str]) -> int:
     """Write the page, and print where it is."""
     given = arguments(words)
-    from straggle.observe.page.page import write_report  # needs an extra
+    from straggle.observe.findings import drawn
+    from straggle.observe.page.page import FILE, read_runs, write_page  # needs an extra
+    from straggle.observe.run_numbers import numbers_of
 
-    path = write_report(**given)
+    runs = read_runs(given["run_dir"], given["compare"])
+    path = write_page(runs, given["steps"], given["path"] or given["run_dir"] / FILE)
     sys.stdout.write(f"report: {path} ({path.stat().st_size / 1e6:.1f} MB)\n")
+    for run in runs:
+        sys.stdout.writelines(f"{run.name}: {sentence}\n" for sentence in drawn(numbers_of(run)))
     return 0
 
 

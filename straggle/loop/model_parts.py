@@ -21,7 +21,7 @@ from straggle.loop.pulling import Pulling
 from straggle.loop.uneven import Joins
 from straggle.merge.alike import Wrapped, check_alike
 from straggle.merge.channel import Channel
-from straggle.merge.checks import check_module, check_unwrapped
+from straggle.merge.checks import check_links, check_module, check_unwrapped
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.elastic import ElasticChannel, Regrouping, describe_for_newcomers
@@ -33,6 +33,7 @@ from straggle.merge.view import Elastic
 from straggle.policies.deadline import Deadline, LateHandling, WaitForAll
 from straggle.policies.estimators import Estimator
 from straggle.policies.fill_in import FillIn
+from straggle.policies.leaves import LinkPolicy
 from straggle.report import MembersReport
 from straggle.version import __version__
 
@@ -47,6 +48,7 @@ class Options:
     late_handling: LateHandling
     merge: Merge
     members: Elastic | None
+    links: LinkPolicy | None
     own_group: bool
 
     def wrapped(self, module: nn.Module, wrapper: type[nn.Module]) -> Wrapped:
@@ -54,9 +56,10 @@ class Options:
         try:
             check_unwrapped(module, wrapper, OpenStep)
             check_module(module)
+            check_links(self.links, module, members=self.members is not None)
         except ValueError as refusal:
             return Wrapped(str(refusal))
-        names = ("stages", "deadline", "estimator", "late_handling", "merge", "members")
+        names = ("stages", "deadline", "estimator", "late_handling", "merge", "members", "links")
         return Wrapped.of(module, {name: getattr(self, name) for name in names})
 
 
@@ -111,6 +114,7 @@ def build_parts(
         merge=options.merge,
         num_changes=module_buffers.numel,
         membership=channel.membership if isinstance(channel, ElasticChannel) else None,
+        links=options.links,
     )
     coordinator.submit_hooks = registers.submit
     members = None

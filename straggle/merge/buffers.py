@@ -169,6 +169,10 @@ class StageBuffers:
         if self._finite and self._rank >= 0:  # the row says 0 already
             self.rows[self._rank, NONFINITE] = (~torch.cat(self._finite)).sum()
 
+    def num_messages(self, bucket: int) -> int:
+        """How many messages a bucket goes in."""
+        return sum(len(flat.messages) for flat in self._buckets[bucket])
+
     def resend(self, bucket: int, group: Group) -> list[dist.Work]:
         """Start the merge of a bucket with what is in it now."""
         return [group.all_reduce(message) for flat in self._buckets[bucket] for message in flat.messages]

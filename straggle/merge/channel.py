@@ -63,8 +63,9 @@ class Channel:
         assert parent is not None
         corner = self._meet(parent)
         store = default_store()
+        self.connection = partial(self._connect, store, corner)  # one of its own to this model's corner of the store
         self.store = JobStore(
-            partial(self._connect, store, corner),
+            self.connection,
             place_of(store),
             who=f"rank {self.rank}",
             without="this rank is not late, however slow, and learns of no peer's failure but by its connections",

@@ -12,6 +12,7 @@ from inspect import unwrap
 from types import FrameType
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.nn.parameter import UninitializedParameter
@@ -93,6 +94,18 @@ def check_unwrapped(module: nn.Module, wrapper: type[nn.Module], observer: type)
             raise ValueError(
                 f"parameter {name} belongs to a {wrapper.__name__} that is not closed: use that, or close() it first"
             )
+
+
+def check_links(links: object | None, module: nn.Module, *, members: bool) -> None:
+    """Raise ``ValueError`` where a rank cannot leave the ring (`LinkPolicy`)."""
+    if links is None:
+        return
+    if members:
+        raise ValueError(
+            "links=LinkPolicy() and members=Elastic() exclude each other so far: the groups of members have no leaves"
+        )
+    if dist.get_backend() != "gloo" or any(parameter.is_cuda for parameter in module.parameters()):
+        raise ValueError("links=LinkPolicy() needs a gloo process group, and parameters on the CPU: leave links out")
 
 
 def check_module(module: nn.Module) -> None:

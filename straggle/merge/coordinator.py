@@ -21,6 +21,7 @@ from straggle.backward.stages import StagePlan
 from straggle.merge.channel import Channel, PeerFailed
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.draws import Drawn, Draws
+from straggle.merge.leaves import Leaves
 from straggle.merge.member import Member
 from straggle.merge.membership import Membership
 from straggle.merge.merged_steps import MergedSteps
@@ -34,6 +35,7 @@ from straggle.merge.submission import Submission
 from straggle.policies.cost import check_cost
 from straggle.policies.fill_in import FillIn
 from straggle.policies.history import History
+from straggle.policies.leaves import LinkPolicy
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +60,7 @@ class Coordinator:
         merge: Merge,
         num_changes: int,
         membership: Membership | None = None,
+        links: LinkPolicy | None = None,
     ) -> None:
         stopwatch, device = Stopwatch(), parameters[0].device
         self.training, self.merging = TrainingSide(stopwatch), MergeSide(stopwatch)
@@ -76,6 +79,14 @@ class Coordinator:
             world_size=channel.world_size,
         )
         self._rounds.merge_among(channel.formed, self._rounds.ranks, 0)
+        if links is not None:
+            self._rounds.leaves = Leaves(
+                links,
+                channel,
+                num_bytes=sum(parameter.nbytes for parameter in parameters),
+                max_lag=deadline.late_handling.max_lag,
+                on_behind=self._behind,
+            )
         self._rank = RankParts(channel, *sides, deadline, self._stand_in, self._rounds, {}, membership)
         self.member = Member(self._rank)
         self._submission = Submission(self._rank, self.member, parameters, fill_in)
@@ -155,6 +166,8 @@ class Coordinator:
     def close(self) -> None:
         """End the stand-in, and leave word for the peers."""
         self._stand_in.close()
+        if self._rounds.leaves is not None:
+            self._rounds.leaves.close()
         self._channel.close()
 
     # -- the training thread, in its step
@@ -368,6 +381,12 @@ class Coordinator:
             return None
         current = self.merging.round or self._rounds.begin(self.training, self.merging)
         return None if current.closed else current
+
+    def _behind(self, step: int) -> None:
+        """All of a step is merged that this rank, a leaf, has not submitted; without the lock, by any thread."""
+        with self._lock:
+            if self.merging.step == step and not self.merging.submitted:
+                self.training.stop_up_to(step)
 
     def _submit_for_stuck(self) -> Round:
         """For the stand-in: submit for a training thread that cannot."""

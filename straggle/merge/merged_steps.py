@@ -133,16 +133,20 @@ class MergedSteps:
                 self._rank.training.stop_up_to(current.step)  # where it still is in this step, it comes to take it
                 self._rank.stand_in.merged(before_s=before_s)
                 self._member.merged(current.step, merged.table, given=current.complete)
+                if (leaves := self._rounds.leaves) is not None:
+                    leaves.merged(current.step, merged.table, len(current.layout.buckets))
         return True
 
     def _merged(self, current: Round, now: float) -> MergedStep:
-        lost = self._member.lost_of(current.step)
+        lost, num_stages = self._member.lost_of(current.step), len(self._rounds.plan.stages)
+        rows = current.buffers.rows.cpu().clone()  # of a device it is a copy already
+        if self._rounds.leaves is not None:
+            self._rounds.leaves.read(rows, num_stages)
         return MergedStep(
             step=current.step,
             plan=self._rounds.plan,
             buffers=current.buffers,
-            # of a device it is a copy already
-            table=Table(current.buffers.rows.cpu().clone(), len(self._rounds.plan.stages)),
+            table=Table(rows, num_stages),
             seconds=now - self._rank.merging.merged_at,
             deadline_s=self._rank.deadline.seconds,
             shadow_s=self._rank.deadline.shadow_s,

@@ -8,7 +8,8 @@ from torch import nn
 
 from straggle.backward.stages import StagePlan
 from straggle.merge.buffers import StageBuffers
-from straggle.merge.groups import Groups
+from straggle.merge.groups import Group, Groups
+from straggle.merge.leaves import Leaves
 from straggle.merge.options import Merge, ReachedShares
 from straggle.merge.rank_state import MergeSide, TrainingSide
 from straggle.merge.recorded_groups import RecordedGroups
@@ -35,6 +36,7 @@ class Rounds:
         self.groups: Groups | None = None  # `None` while members change
         self.ranks = tuple(range(world_size))  # of these groups
         self.generation = 0
+        self.leaves: Leaves | None = None  # `None`: all are in the ring, whatever their links
         self._parameters = parameters
         self._merge = merge
         self._all_or_nothing = all_or_nothing
@@ -82,7 +84,7 @@ class Rounds:
         """Begin the round of the step that is merged, with what is known of this rank's part in it."""
         buffers = self._spare or self.new_buffers()
         self._spare = None
-        current = Round(merging.step, self._layout, buffers, self._terms(merging.step), usage=self._usage)
+        current = Round(merging.step, self._layout, buffers, self._terms(merging.step, buffers), usage=self._usage)
         current.weight = training.weight  # of a rank that has not entered: its last step's
         if training.step == merging.step and training.entered_at is not None:
             current.num_microbatches = training.entry.num_microbatches
@@ -93,12 +95,18 @@ class Rounds:
         merging.begin(current)
         return current
 
-    def _terms(self, step: int) -> RoundTerms:
+    def _group(self, step: int, buffers: StageBuffers) -> Group | None:
+        """By which group a step is merged; `None` while members change."""
+        if self.groups is None or self.leaves is None:
+            return None if self.groups is None else self.groups.gradients
+        return self.leaves.of_step(step, buffers, self.plan, self.groups.gradients)
+
+    def _terms(self, step: int, buffers: StageBuffers) -> RoundTerms:
         factors, merge = None, self._merge
         if merge.weighting == "inverse_probability":
             factors = self.reached.factors(len(self.plan.stages), merge.max_weight)
         return RoundTerms(
-            None if self.groups is None else self.groups.gradients,
+            self._group(step, buffers),
             self.generation,
             self.ranks,
             factors,

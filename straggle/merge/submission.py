@@ -71,6 +71,8 @@ class Submission:
         weights = current.weights(own)
         without_store = not channel.store.reachable
         row = row_of(training, merging, current, own, weights, scalars, without_store=without_store)
+        if (leaves := self._rank.rounds.leaves) is not None:
+            row = replace(row, ring_formed=leaves.formed)
         if self._member.admits(current):
             row = replace(row, admits=True)
         current.buffers.write_telemetry(channel.rank, row.encode(), changes)

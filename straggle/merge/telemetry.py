@@ -33,13 +33,26 @@ MAX_SCALARS = 8
 MICROBATCH_SLOTS = 16  # for the times at which micro-batches end; of more of them, several share one
 _TIMES = tuple(f"{phase}_s" for phase in PHASES)
 _FLAGS = ("late", "stood_in", "cause", "failed", "idle", "weight", "nonfinite", "fingerprint_high", "fingerprint_low")
-_STATE = ("stepped", "kept", "without_store", "absent", "admits", "pool_parts", "pool_weight", "parts_done", "put_back")
+_STATE = (
+    "stepped",
+    "kept",
+    "without_store",
+    "absent",
+    "admits",
+    "pool_parts",
+    "pool_weight",
+    "parts_done",
+    "put_back",
+    "ring_formed",
+)
 MAX_WAYS = 4  # to peers, as this rank measured them last
 _WAYS = tuple(f"way_{part}_{slot}" for slot in range(MAX_WAYS) for part in ("target", "latency", "rate", "age"))
 _FIELDS = (*_TIMES, "compute_s", "busy_s", "overrun_s", *_FLAGS, "merge_s", "num_microbatches", *_STATE, "cost", *_WAYS)
 _PER_STAGE = 4
 _COLUMN = {name: column for column, name in enumerate(_FIELDS)}
 NONFINITE = _COLUMN["nonfinite"]  # counted while the row is on its way
+CAUSE = _COLUMN["cause"]  # so is what a leaf lost
+STANDING = [_COLUMN[name] for name in ("ring_formed", *_WAYS)]  # what a rank says until it says otherwise
 NO_FINGERPRINT = -1
 
 
@@ -56,6 +69,7 @@ class Row:
     after this step. ``cost``: what the user gave the step (NaN: nothing). ``pool_parts`` and ``pool_weight``: the
     micro-batches in the step's pool, and the sum of their weights; ``parts_done``: those that the rank computed, and
     ``put_back``: those that it had drawn and gave back.
+    ``ring_formed``: the number of the ring that it has formed last; negative: it could not.
     ``ways``: to peers, as it measured them last, at most ``MAX_WAYS``.
     """
 
@@ -82,6 +96,7 @@ class Row:
     without_store: bool = False
     absent: bool = False
     admits: bool = False
+    ring_formed: int = 0
     cost: float = math.nan
     pool_parts: int = 0
     pool_weight: float = 0.0
@@ -100,7 +115,7 @@ class Row:
         fixed += [self.merge_s, float(self.num_microbatches)]
         fixed += [self.stepped, float(self.kept), float(self.without_store), float(self.absent), float(self.admits)]
         fixed += [float(self.pool_parts), self.pool_weight, float(self.parts_done), float(self.put_back)]
-        fixed += [self.cost]
+        fixed += [float(self.ring_formed), self.cost]
         fixed += _numbers_of(self.ways) if self.ways else _NO_WAYS
         slots = [math.nan] * MICROBATCH_SLOTS
         if self.num_microbatches <= MICROBATCH_SLOTS:
@@ -123,6 +138,15 @@ def _numbers_of(ways: Sequence[Way]) -> list[float]:
     each = [(float(way.target), way.link.latency_s, way.link.bytes_per_s, way.age_s) for way in ways[:MAX_WAYS]]
     numbers = [number for own in each for number in own]
     return numbers + _NO_WAYS[len(numbers) :]
+
+
+def stage_columns(num_stages: int) -> tuple[slice, slice, slice]:
+    """Where a row has, for each stage, the share computed, the weight of its estimate, and its weight in the merge."""
+    first = len(_FIELDS)
+    computed, estimated, _, weights = (
+        slice(first + k * num_stages, first + (k + 1) * num_stages) for k in range(_PER_STAGE)
+    )
+    return computed, estimated, weights
 
 
 def absent_row(num_stages: int) -> Tensor:
@@ -292,6 +316,10 @@ class Table:
     def stood_in_ranks(self) -> frozenset[int]:
         """Ranks that were stood in for."""
         return frozenset(rank for rank, stood_in in enumerate(self._columns["stood_in"]) if stood_in)
+
+    def rings_formed(self) -> list[int]:
+        """The number of the ring that each rank has formed last; negative: it could not."""
+        return [int(number) for number in self._columns["ring_formed"]]
 
     def absent_ranks(self) -> frozenset[int]:
         """Ranks that are no members."""

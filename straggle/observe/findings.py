@@ -35,6 +35,7 @@ PLACES = {
     "error": "after an error in the backward pass that the loop caught",
     "skipped": "without a backward pass",
     "members": "as the members changed",
+    "link": "on its link, which did not carry them in time",
 }
 
 
@@ -46,7 +47,7 @@ def advise(run: Run, numbers: Numbers) -> list[str]:
         *_bad_numbers(run, numbers),
         *_network(run),
         *_saved(numbers),
-        *_drawn(numbers),
+        *drawn(numbers),
         *_always_slow(run, numbers),
         *_sometimes(numbers),
         *_stood_in(run, numbers),
@@ -104,7 +105,7 @@ def _saved(numbers: Numbers) -> Iterator[str]:
         )
 
 
-def _drawn(numbers: Numbers) -> Iterator[str]:
+def drawn(numbers: Numbers) -> Iterator[str]:
     """Who drew how many micro-batches, and what became of those that were not computed."""
     if not numbers.pool_parts:
         return

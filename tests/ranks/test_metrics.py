@@ -154,6 +154,30 @@ def test_counters_are_the_sums_of_the_reports_on_every_rank():
     assert sum(report.ranks[1].nonfinite for report in reports) > 0
 
 
+def count_drawn(rank, num_steps):
+    """Ranks draw; the text of this rank's metrics, and what it computed."""
+    module, parts, done = mlp(), [features(number, 0) for number in range(8)], 0
+    with staged(module) as model:
+        exporter = MetricsExporter(model, port=None)
+        for _ in range(num_steps):
+            with model.step() as step:
+                for x in step.pull(parts):
+                    model(x).square().mean().backward()
+            module.zero_grad()
+            done += model.last_report.ranks[rank].parts
+        exporter.close()
+        return generate_latest(exporter.registry).decode(), done
+
+
+def test_micro_batches_that_ranks_draw_are_counted():
+    ranks = run_ranks(count_drawn, 2, 4)
+    assert sum(done for _, done in ranks) == 4 * 8
+    for text, done in ranks:
+        assert values(text, "straggle_micro_batches_total") == {(): done}
+        assert values(text, "straggle_pool_micro_batches_total") == {(): 4 * 8}
+        assert values(text, "straggle_micro_batches_put_back_total") == {(): 0}
+
+
 def test_stages_of_one_name_are_told_apart():
     stages = [Stage(name, (), 1, 4, "", "") for name in ("a", "b", "a", "a")]
     assert stage_labels(StagePlan(tuple(stages))) == ["a", "b", "a#2", "a#3"]

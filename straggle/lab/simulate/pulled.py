@@ -7,6 +7,7 @@ it is the library's own model of a step, as in `straggle.lab.simulate.ranks`.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
@@ -19,6 +20,8 @@ from straggle.lab.simulate.communication import Constant, Network
 from straggle.lab.simulate.delays import Delays
 from straggle.lab.simulate.ranks import Simulation
 from straggle.lab.simulate.units import Work
+from straggle.merge.pool import WINDOW
+from straggle.merge.pool_times import PoolTimes
 from straggle.policies.deadline import Deadline, LateHandling, NextDeadline, next_deadline
 from straggle.policies.history import HistoryWindow, StepProgress
 from straggle.policies.step_model import SimulatedStep, StopRules, computed_share, simulate_step
@@ -94,6 +97,7 @@ class PulledCluster:
             self._window.watch(self._stage_share)
         self._next = NextDeadline(math.inf)
         self._drawing = Drawing(self._num_parts, ranks, request_s)
+        self._step_s: deque[float] = deque(maxlen=WINDOW)
         self._before: list[list[float]] = []
         self._behind_s, self._stood_in = torch.zeros(ranks), torch.zeros(ranks, dtype=torch.bool)
         self._drawn, self._computed = torch.zeros(ranks), torch.zeros(ranks)
@@ -112,10 +116,13 @@ class PulledCluster:
         each = [own + earlier for own, earlier in zip(own_s, before, strict=True)]
         drawn = self._drawing.step(entered_s.tolist(), each)
         unit_s, share = self._units(drawn, entered_s)
-        done = simulate_step(unit_s, self._next.seconds, self._rules, entered_s, behind=self._stood_in)
+        usual = PoolTimes.usual(self._step_s, ())
+        away = self._stood_in | (entered_s > usual.step_s)  # it has claimed nothing, and is not waited for
+        done = simulate_step(unit_s, self._next.seconds, self._rules, entered_s, behind=away)
         computed = computed_share(unit_s, done, self._rules, self._silent) * (share > 0)
         self._keep(drawn, done, computed * share)
         step_s = self._merged_s(float(done.seconds))
+        self._step_s.append(step_s)
         all_s = self._merged_s(float((held_s + part_s.sum(1)).max()))
         kept = float((computed * share).sum()) / self._num_parts
         late = int(done.late.sum())

@@ -46,10 +46,18 @@ def write_report(
     ``steps`` are drawn in detail: by default the slowest step, a typical one, and one in which a rank was stood in for.
     Raises ``ValueError`` if a run has no trace, no step, or not one of these steps.
     """
+    return write_page(read_runs(run_dir, compare), steps, path or run_dir / FILE)
+
+
+def read_runs(run_dir: Path, compare: Path | None = None) -> list[Run]:
+    """One run, or two with names that differ. Raises ``ValueError`` if one has no trace, or no step."""
     folders = [run_dir] if compare is None else [run_dir, compare]
     names = _names(folders)
-    runs = [read_run(folder, name=name) for folder, name in zip(folders, names, strict=True)]
-    path = path or run_dir / FILE
+    return [read_run(folder, name=name) for folder, name in zip(folders, names, strict=True)]
+
+
+def write_page(runs: Sequence[Run], steps: Sequence[int], path: Path) -> Path:
+    """Write the page of these runs to ``path``, and return that."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # written beside it first: a reader never sees half a page
     half = path.with_name(path.name + ".part")

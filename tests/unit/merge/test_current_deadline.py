@@ -3,9 +3,12 @@
 import math
 
 import pytest
+import torch
 
 from straggle import FirstK, FixedDeadline, LateHandling
 from straggle.merge.current_deadline import CurrentDeadline
+from straggle.merge.telemetry import Row, Table
+from straggle.report import PHASES
 
 
 @pytest.mark.parametrize(
@@ -32,3 +35,19 @@ def test_first_of_all_ranks_waits_for_all():
         deadline = CurrentDeadline(FirstK(k), LateHandling(), 2)
         deadline.seconds = 2.0
         assert deadline.late_after_s == expected
+
+
+def table_of(**fields):
+    """Of two ranks without stages."""
+    row = Row(dict.fromkeys(PHASES, 0.0), 1.0, 1.0, computed=(), estimated=(), stage_s=(), **fields)
+    return Table(torch.stack([row.encode()] * 2), 0)
+
+
+def test_policy_sees_that_work_is_dealt_from_a_pool_or_as_it_is_said():
+    drawn, told, alone = (CurrentDeadline(FixedDeadline(2.0), LateHandling(), 2) for _ in range(3))
+    told.work_is_dealt()
+    drawn.decide(table_of(pool_parts=4))
+    for deadline in (told, alone):
+        deadline.decide(table_of())
+    assert (drawn.history.dealt, told.history.dealt, alone.history.dealt) == (True, True, False)
+    assert told.history.last(1).dealt

@@ -1,0 +1,132 @@
+"""Who is in the ring, who is a leaf and who is put out: tables of links, and links that change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from straggle.policies.leaves import LinkPolicy, Places, SeenLinks, step_seconds
+from straggle.policies.rank_links import RankLink
+
+FAST, NEARLY, HALF, NARROW = (RankLink(0.0002, rate, rate) for rate in (20e6, 15e6, 10e6, 1e6))
+LATE_5, LATE_20, LATE_50 = (RankLink(seconds, 20e6, 20e6) for seconds in (0.005, 0.020, 0.050))
+UNKNOWN = RankLink()
+NUM_BYTES = 5.1e6
+
+
+def seen(links: Sequence[RankLink], *, num_messages: int = 1, members: bool = False) -> SeenLinks:
+    return SeenLinks(links, NUM_BYTES, num_messages, compute_s=0.1, members=members)
+
+
+def after(policy: LinkPolicy, links: Sequence[RankLink], steps: int, places: Places, **more: int) -> Places:
+    for _ in range(steps):
+        places = policy.next_places(places, seen(links, **more))
+    return places
+
+
+@pytest.mark.parametrize(
+    ("links", "leaves"),
+    [
+        ([FAST, FAST, FAST, FAST], set()),
+        ([HALF, HALF, HALF, HALF], set()),
+        ([NARROW, NARROW, NARROW, NARROW], set()),
+        ([FAST, FAST, FAST, NARROW], {3}),
+        ([NARROW, FAST, FAST, FAST], {0}),
+        ([FAST, HALF, FAST, FAST], {1}),
+        ([FAST, FAST, NEARLY, FAST], set()),
+        ([FAST, HALF, FAST, HALF], {1, 3}),
+        ([FAST, NARROW, FAST, NARROW], set()),
+        ([FAST, FAST, NARROW, FAST, FAST, FAST, FAST, NARROW], {2, 7}),
+        ([FAST, NARROW, NARROW, NARROW], set()),
+        ([FAST, HALF, NARROW, FAST, FAST, FAST], {2}),
+        ([FAST, NARROW], set()),
+        ([FAST, FAST, NARROW], set()),
+        ([FAST, FAST, HALF], {2}),
+        ([LATE_5, FAST, FAST, FAST], set()),
+        ([FAST, FAST, LATE_20, FAST], set()),
+        ([LATE_50] * 4, set()),
+        ([FAST, UNKNOWN, FAST, FAST], set()),
+        ([FAST, UNKNOWN, FAST, NARROW], {3}),
+        ([UNKNOWN] * 4, set()),
+    ],
+)
+def test_a_rank_is_a_leaf_where_the_others_gain_more_than_it_can_lose(
+    links: Sequence[RankLink], leaves: set[int]
+) -> None:
+    places = after(LinkPolicy(), links, 100, Places())
+    assert places.leaves == leaves
+    assert places.out == frozenset()
+
+
+def test_latency_makes_a_leaf_only_where_messages_are_many() -> None:
+    links = [FAST, FAST, FAST, LATE_20]
+    assert after(LinkPolicy(), links, 20, Places(), num_messages=1).leaves == frozenset()
+    assert after(LinkPolicy(), links, 20, Places(), num_messages=8).leaves == {3}
+
+
+def test_a_steps_time_is_that_of_the_ring_or_of_its_slowest_leaf() -> None:
+    links = [FAST, FAST, FAST, HALF]
+    assert step_seconds((), seen(links)) == pytest.approx(0.1 + 6 * (0.0002 + NUM_BYTES / 4 / 10e6))
+    assert step_seconds({3}, seen(links)) == pytest.approx(0.1 + 0.0002 + 0.0002 + NUM_BYTES / 10e6)
+    ring_s = 4 * (0.0002 + NUM_BYTES / 3 / 20e6) + NUM_BYTES / 3 / 20e6
+    assert step_seconds({3}, seen(links), leaves_too=False) == pytest.approx(0.1 + ring_s - NUM_BYTES / 3 / 20e6)
+    assert step_seconds({3}, seen([FAST] * 4)) == pytest.approx(0.1 + ring_s)
+
+
+def test_one_step_of_a_slow_link_changes_nothing_and_five_make_a_leaf() -> None:
+    policy, slow = LinkPolicy(after_steps=5), [FAST, FAST, FAST, NARROW]
+    places = after(policy, slow, 4, Places())
+    assert places.leaves == frozenset()
+    assert after(policy, slow, 1, places).leaves == {3}
+    places = after(policy, [FAST] * 4, 1, places)
+    assert after(policy, slow, 4, places).leaves == frozenset()
+
+
+def test_a_leaf_whose_link_recovers_is_in_the_ring_again_within_thirty_steps() -> None:
+    policy = LinkPolicy()
+    places = after(policy, [FAST, FAST, FAST, NARROW], 50, Places())
+    assert places.leaves == {3}
+    assert after(policy, [FAST] * 4, 9, places).leaves == {3}
+    assert after(policy, [FAST] * 4, 10, places).leaves == frozenset()
+
+
+def test_of_two_leaves_only_the_one_that_recovers_comes_back() -> None:
+    places = after(LinkPolicy(), [FAST, HALF, FAST, HALF], 20, Places())
+    assert places.leaves == {1, 3}
+    assert after(LinkPolicy(), [FAST, FAST, FAST, HALF], 30, places).leaves == {3}
+
+
+def test_a_link_that_is_a_little_better_does_not_bring_a_leaf_back() -> None:
+    places = after(LinkPolicy(), [FAST, FAST, FAST, NARROW], 20, Places())
+    assert after(LinkPolicy(), [FAST, FAST, FAST, HALF], 200, places).leaves == {3}
+
+
+@pytest.mark.parametrize("half", [10, 12, 25])
+def test_a_link_that_flaps_moves_its_rank_a_few_times_and_no_more(half: int) -> None:
+    policy, places, moves = LinkPolicy(), Places(), 0
+    for step in range(2000):
+        link = NARROW if step // half % 2 else FAST
+        before, places = places, policy.next_places(places, seen([FAST, FAST, FAST, link]))
+        moves += before.leaves != places.leaves
+    assert 1 <= moves <= 8
+    assert places.leaves == {3}
+
+
+def test_with_members_a_rank_that_cannot_receive_a_step_in_time_is_put_out_and_no_rank_is_a_leaf() -> None:
+    def members(links: Sequence[RankLink], steps: int, places: Places) -> Places:
+        for _ in range(steps):
+            places = LinkPolicy().next_places(places, seen(links, members=True))
+        return places
+
+    assert members([FAST, FAST, FAST, HALF], 20, Places()) == after(LinkPolicy(), [FAST] * 4, 20, Places())
+    places = members([FAST, FAST, FAST, NARROW], 20, Places())
+    assert (places.leaves, places.out) == (frozenset(), {3})
+    assert members([FAST] * 4, 10, places).out == frozenset()
+
+
+def test_a_policy_says_what_is_wrong_with_its_numbers() -> None:
+    with pytest.raises(ValueError, match=r"min_gain=0\.5: must be a finite number, at least 1"):
+        LinkPolicy(min_gain=0.5)
+    with pytest.raises(ValueError, match="after_steps=0"):
+        LinkPolicy(after_steps=0)
