@@ -21,8 +21,8 @@ from straggle.data.rebalance import Rebalance
 from straggle.data.sampler import RequeueSampler
 from straggle.garbage import CollectGarbage
 from straggle.merge.channel import PeerFailed
+from straggle.merge.members.view import Elastic
 from straggle.merge.options import Merge
-from straggle.merge.view import Elastic
 from straggle.observe.watch import Watch, watch
 from straggle.parallel import StagedDataParallel
 from straggle.policies.auto_deadline import AutoDeadline

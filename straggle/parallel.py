@@ -36,7 +36,8 @@ from straggle.merge.checks import (
     fingerprint,
     refuse_words_of_ddp,
 )
-from straggle.merge.job_pings import JobPings
+from straggle.merge.links.job_pings import JobPings
+from straggle.merge.members.view import Elastic
 from straggle.merge.names import ScalarNames
 from straggle.merge.options import Merge
 from straggle.merge.rank_state import Entry
@@ -44,7 +45,6 @@ from straggle.merge.replay import Decision, Recorder, Recording
 from straggle.merge.round import MergedStep
 from straggle.merge.saved_state import SavedState
 from straggle.merge.telemetry import NO_FINGERPRINT, StepRecord
-from straggle.merge.view import Elastic
 from straggle.policies.deadline import Deadline, LateHandling, as_deadline
 from straggle.policies.estimators import Abstain, Estimator
 from straggle.policies.history import History

@@ -1,7 +1,7 @@
 """Steps whose micro-batches the ranks draw from one pool, by list scheduling: who computes how many, and until when.
 
-What a rank asks, and what an answer gives it, is that of training: the pure functions of `straggle.merge.pool`. A rank
-has an answer before it begins the last micro-batch that it knows of, as in `straggle.loop.pulling.Pulling`.
+What a rank asks, and what an answer gives it, is that of training: the pure functions of `straggle.merge.pools.pool`. A
+rank has an answer before it begins the last micro-batch that it knows of, as in `straggle.loop.pulling.Pulling`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 from straggle.loop.pulling import AHEAD
-from straggle.merge.pool import (
+from straggle.merge.pools.pool import (
     WINDOW,
     Claim,
     Count,

@@ -18,8 +18,8 @@ from typing import Any
 
 from straggle.commands import durable
 from straggle.commands.restarting import RestartRules, StaysDown, failed_again, job_ends, next_start
-from straggle.merge import agents
-from straggle.merge.agents import Exited
+from straggle.merge.members import agents
+from straggle.merge.members.agents import Exited
 from straggle.merge.store import JobStore, StoreUnreachable
 
 # Has the kernel kill the worker when its launcher dies, whatever it dies of. Only the process itself can ask for that.

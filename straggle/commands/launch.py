@@ -24,7 +24,7 @@ from straggle.commands.launcher import Events, Launcher, next_event, serve_until
 from straggle.commands.nodes import Nodes
 from straggle.commands.restarting import RestartRules
 from straggle.commands.store_host import LOOPBACK, Endpoint, answers, connect, serve_store
-from straggle.merge import agents
+from straggle.merge.members import agents
 from straggle.merge.store import JobStore
 
 _JOIN_POLL_S = 0.5

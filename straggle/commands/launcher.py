@@ -12,7 +12,7 @@ from queue import SimpleQueue
 
 from straggle.commands.agent import Agent, say
 from straggle.commands.nodes import BEAT_S, Nodes
-from straggle.merge.agents import WRONG_CONFIGURATION
+from straggle.merge.members.agents import WRONG_CONFIGURATION
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _POLL_S = 0.5

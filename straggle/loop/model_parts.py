@@ -24,12 +24,12 @@ from straggle.merge.channel import Channel
 from straggle.merge.checks import check_links, check_module, check_unwrapped
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.current_deadline import CurrentDeadline
-from straggle.merge.elastic import ElasticChannel, Regrouping, describe_for_newcomers
-from straggle.merge.healing import Healing
-from straggle.merge.job_pings import JobPings
+from straggle.merge.links.job_pings import JobPings
+from straggle.merge.members.elastic import ElasticChannel, Regrouping, describe_for_newcomers
+from straggle.merge.members.healing import Healing
+from straggle.merge.members.view import Elastic
 from straggle.merge.options import Merge, ModuleBuffers
 from straggle.merge.saved_state import RankState, SharedMemory
-from straggle.merge.view import Elastic
 from straggle.policies.deadline import Deadline, LateHandling, WaitForAll
 from straggle.policies.estimators import Estimator
 from straggle.policies.fill_in import FillIn

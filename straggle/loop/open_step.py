@@ -23,8 +23,8 @@ from straggle.backward.passes import PassWatcher, current_run, in_backward
 from straggle.backward.stages import PlanLearner
 from straggle.backward.step_in_parts import StepInParts
 from straggle.merge.coordinator import Coordinator
-from straggle.merge.draws import Drawn, Draws
 from straggle.merge.options import ModuleBuffers
+from straggle.merge.pools.draws import Drawn, Draws
 from straggle.merge.rank_state import Entry, TrainingSide
 from straggle.merge.replay import Decision
 from straggle.merge.round import MergedStep, Round

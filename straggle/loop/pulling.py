@@ -18,9 +18,9 @@ from torch import Tensor
 from straggle.loop.open_step import OpenStep
 from straggle.merge.channel import Channel
 from straggle.merge.coordinator import Coordinator
-from straggle.merge.draws import Drawn, Draws, StoreCounters
-from straggle.merge.pool import WINDOW, Did, Pool, even_parts, static_shares, sure_shares
-from straggle.merge.pool_times import PoolTimes
+from straggle.merge.pools.draws import Drawn, Draws, StoreCounters
+from straggle.merge.pools.pool import WINDOW, Did, Pool, even_parts, static_shares, sure_shares
+from straggle.merge.pools.pool_times import PoolTimes
 from straggle.merge.telemetry import StepRecord, Table
 
 # A micro-batch beyond a rank's even part by so much is not asked for ahead: a slow rank that draws early what it can

@@ -10,8 +10,8 @@ import torch
 from straggle.loop.model_parts import Options
 from straggle.merge.channel import Channel
 from straggle.merge.coordinator import Coordinator
-from straggle.merge.healing import Healing
-from straggle.merge.recorded_groups import RecordedGroups
+from straggle.merge.members.healing import Healing
+from straggle.merge.members.recorded_groups import RecordedGroups
 from straggle.merge.replay import Decision, Healed, RecordedMembers, Recording
 from straggle.policies.fill_in import FillIn
 

@@ -20,12 +20,12 @@ from straggle.backward.passes import TWICE_IN_ONE_PASS
 from straggle.backward.stages import StagePlan
 from straggle.merge.channel import Channel, PeerFailed
 from straggle.merge.current_deadline import CurrentDeadline
-from straggle.merge.draws import Drawn, Draws
-from straggle.merge.leaves import Leaves
-from straggle.merge.member import Member
-from straggle.merge.membership import Membership
+from straggle.merge.links.leaves import Leaves
+from straggle.merge.members.member import Member
+from straggle.merge.members.membership import Membership
 from straggle.merge.merged_steps import MergedSteps
 from straggle.merge.options import Merge, ReachedShares
+from straggle.merge.pools.draws import Drawn, Draws
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.rank_state import Entry, MergeSide, TrainingSide
 from straggle.merge.round import MergedStep, Round

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from straggle.backward.clocks import Stopwatch
 from straggle.merge.channel import Channel
 from straggle.merge.current_deadline import CurrentDeadline
-from straggle.merge.membership import Membership
+from straggle.merge.members.membership import Membership
 from straggle.merge.rank_state import MergeSide, TrainingSide
 from straggle.merge.round import MergedStep
 from straggle.merge.rounds import Rounds

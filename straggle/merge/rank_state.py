@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from straggle.backward.clocks import Stopwatch
 from straggle.backward.kept import NONE, UNDECIDED
-from straggle.merge.draws import Drawn, Draws
-from straggle.merge.pool_times import PoolTimes
+from straggle.merge.pools.draws import Drawn, Draws
+from straggle.merge.pools.pool_times import PoolTimes
 from straggle.merge.round import MergedStep, Round
 from straggle.merge.telemetry import NO_FINGERPRINT
 from straggle.policies.rank_links import Way

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from straggle.merge.provenance import MergedAmong
+from straggle.merge.members.provenance import MergedAmong
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from straggle.backward.stages import Stage, StagePlan
 from straggle.merge.buffers import Share, StageBuffers
-from straggle.merge.draws import Drawn
 from straggle.merge.groups import Group, succeeded
-from straggle.merge.provenance import NO_CHANGE, MergedAmong, Provenance
-from straggle.merge.recorded_groups import StepGroups
+from straggle.merge.members.provenance import NO_CHANGE, MergedAmong, Provenance
+from straggle.merge.members.recorded_groups import StepGroups
+from straggle.merge.members.view import MergeProgress, Repair
+from straggle.merge.pools.draws import Drawn
 from straggle.merge.telemetry import Row, Table
-from straggle.merge.view import MergeProgress, Repair
 from straggle.policies.fill_in import FillIn
 from straggle.policies.supplements import Supplement
 from straggle.report import CAUSES, Cause, Phase

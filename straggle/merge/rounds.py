@@ -9,10 +9,10 @@ from torch import nn
 from straggle.backward.stages import StagePlan
 from straggle.merge.buffers import StageBuffers
 from straggle.merge.groups import Group, Groups
-from straggle.merge.leaves import Leaves
+from straggle.merge.links.leaves import Leaves
+from straggle.merge.members.recorded_groups import RecordedGroups
 from straggle.merge.options import Merge, ReachedShares
 from straggle.merge.rank_state import MergeSide, TrainingSide
-from straggle.merge.recorded_groups import RecordedGroups
 from straggle.merge.round import Layout, Round, RoundTerms, Usage
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from straggle.merge.member import Member
+from straggle.merge.members.member import Member
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.replay import Decision
 from straggle.merge.round import Contribution, Round

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from straggle.merge.provenance import MergedAmong
+from straggle.merge.members.provenance import MergedAmong
 from straggle.merge.replay import Decision, Healed, RecordedMembers, RecordedStep, Recording
 from straggle.merge.telemetry import StepRecord
 from straggle.observe.lines import LineWriter, is_cut

@@ -21,8 +21,8 @@ from ranks import Started, started_command
 from repository import ROOT
 from torch.distributed import TCPStore
 
-from straggle.merge import agents
-from straggle.merge.agents import DO_NOT_RESTART, Exited
+from straggle.merge.members import agents
+from straggle.merge.members.agents import DO_NOT_RESTART, Exited
 
 LIMIT_S = 60.0  # for what takes a tenth of a second, or never comes
 # of torchrun's own: where its `record` leaves errors, the signals of its own processes, and a name for this machine

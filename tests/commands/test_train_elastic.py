@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from ranks import Started, run_command, started_command
 
-from straggle.merge.agents import DO_NOT_RESTART
+from straggle.merge.members.agents import DO_NOT_RESTART
 from straggle.observe.members import read_members
 from straggle.observe.run import read_reports
 from straggle.report import StepReport

@@ -25,14 +25,14 @@ from straggle import (
     WaitForAll,
 )
 from straggle.backward.stages import plan_stages
-from straggle.merge.agents import over
 from straggle.merge.buffers import StageBuffers
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.current_deadline import CurrentDeadline
-from straggle.merge.elastic import ElasticChannel
+from straggle.merge.members.agents import over
+from straggle.merge.members.elastic import ElasticChannel
+from straggle.merge.members.view import Leaving, Repair
 from straggle.merge.rank_state import Entry
 from straggle.merge.telemetry import Row
-from straggle.merge.view import Leaving, Repair
 from straggle.policies.fill_in import FillIn
 from straggle.report import PHASES
 

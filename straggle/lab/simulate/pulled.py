@@ -20,8 +20,8 @@ from straggle.lab.simulate.communication import Constant, Network
 from straggle.lab.simulate.delays import Delays
 from straggle.lab.simulate.ranks import Simulation
 from straggle.lab.simulate.units import Work
-from straggle.merge.pool import WINDOW
-from straggle.merge.pool_times import PoolTimes
+from straggle.merge.pools.pool import WINDOW
+from straggle.merge.pools.pool_times import PoolTimes
 from straggle.policies.deadline import Deadline, LateHandling, NextDeadline, next_deadline
 from straggle.policies.history import HistoryWindow, StepProgress
 from straggle.policies.step_model import SimulatedStep, StopRules, computed_share, simulate_step

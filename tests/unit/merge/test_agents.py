@@ -7,8 +7,8 @@ import signal
 import pytest
 import torch.distributed as dist
 
-from straggle.merge import agents
-from straggle.merge.agents import Exited
+from straggle.merge.members import agents
+from straggle.merge.members.agents import Exited
 
 
 def test_nothing_is_said_of_a_worker_that_has_not_started() -> None:

@@ -9,9 +9,9 @@ from queue import SimpleQueue
 import pytest
 import torch
 
-from straggle.merge.leaf_rows import mark, missing_row, put_row, read_marks
-from straggle.merge.leaf_wire import MERGED, PART, TOKEN_BYTES, Message, Wire, greet, greeted
-from straggle.merge.patience import FirstSent, Patience
+from straggle.merge.links.leaf_rows import mark, missing_row, put_row, read_marks
+from straggle.merge.links.leaf_wire import MERGED, PART, TOKEN_BYTES, Message, Wire, greet, greeted
+from straggle.merge.links.patience import FirstSent, Patience
 from straggle.merge.telemetry import Row, Table
 from straggle.report import CAUSES, PHASES
 

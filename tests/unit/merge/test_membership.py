@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from straggle.merge.membership import Membership
-from straggle.merge.view import Elastic
+from straggle.merge.members.membership import Membership
+from straggle.merge.members.view import Elastic
 
 LIMIT_S = 20.0
 

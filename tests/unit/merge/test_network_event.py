@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from straggle.merge.network_event import LEAST_S, UNEXPLAINED_S, LongMerge, long_after_s
+from straggle.merge.links.network_event import LEAST_S, UNEXPLAINED_S, LongMerge, long_after_s
 from straggle.policies.rank_links import RankLink
 from straggle.policies.slow_links import SlowLink
 

@@ -10,7 +10,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from straggle.merge.ping import FIRST_BYTES, LEAST_BYTES, MOST_BYTES, RESOLUTION_S, PingServer, ask_progress, measure
+from straggle.merge.links.ping import (
+    FIRST_BYTES,
+    LEAST_BYTES,
+    MOST_BYTES,
+    RESOLUTION_S,
+    PingServer,
+    ask_progress,
+    measure,
+)
 
 HOST, TOKEN = "127.0.0.1", bytes(range(32))
 

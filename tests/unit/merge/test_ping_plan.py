@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from straggle.merge.ping_plan import SHARE, SLOW_EVERY_S, every_s, is_turn, largest_bytes, peers_of
+from straggle.merge.links.ping_plan import SHARE, SLOW_EVERY_S, every_s, is_turn, largest_bytes, peers_of
 
 
 @pytest.mark.parametrize(

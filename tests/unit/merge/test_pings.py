@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from straggle.merge.pings import Merged, Pings
+from straggle.merge.links.pings import Merged, Pings
 from straggle.merge.store import JobStore, connect
 from straggle.policies.rank_links import Way
 
@@ -51,7 +51,7 @@ class Rank:
 def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sequence[Rank]]:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     store = dist.FileStore(str(tmp_path / "store"))
-    monkeypatch.setattr("straggle.merge.pings.default_store", lambda: store)
+    monkeypatch.setattr("straggle.merge.links.pings.default_store", lambda: store)
     made = [Rank(rank, 3, store) for rank in range(3)]
     try:
         yield made

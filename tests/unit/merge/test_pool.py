@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from straggle.merge.pool import (
+from straggle.merge.pools.pool import (
     SETTLED,
     Claim,
     Count,

@@ -3,9 +3,9 @@
 import pytest
 import torch.distributed as dist
 
-from straggle.merge.refill import GATHER_S, Refill, following
+from straggle.merge.members.refill import GATHER_S, Refill, following
+from straggle.merge.members.view import Change, Leaving, Seal, View
 from straggle.merge.store import peek
-from straggle.merge.view import Change, Leaving, Seal, View
 
 FIRST = View(0, {0: "a", 1: "b", 2: "c", 3: "d"}, job="j")
 SECOND = FIRST.without({3: Leaving("silent", "no sign of life")})

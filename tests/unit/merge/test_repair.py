@@ -13,9 +13,9 @@ from training import Chain
 
 from straggle.backward.stages import BUCKET_BYTES, Stage, StagePlan
 from straggle.merge.buffers import StageBuffers
-from straggle.merge.provenance import provenance
+from straggle.merge.members.provenance import provenance
+from straggle.merge.members.view import MergeProgress, Repair, progress_length, repair
 from straggle.merge.round import Layout, Round, RoundTerms
-from straggle.merge.view import MergeProgress, Repair, progress_length, repair
 
 OLD = (0, 1, 2)
 NEWCOMER = 3

@@ -28,7 +28,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from straggle import LastOwn, RequeueSampler
-from straggle.merge.state_wire import CHUNK_BYTES, MAX_DEPTH, Encoded, decode, encode, receive, send
+from straggle.merge.members.state_wire import CHUNK_BYTES, MAX_DEPTH, Encoded, decode, encode, receive, send
 from straggle.policies.history import History, HistoryWindow
 
 DTYPES = [

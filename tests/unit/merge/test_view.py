@@ -6,7 +6,7 @@ import math
 import pytest
 
 from straggle import Elastic
-from straggle.merge.view import DONE, STARTED_AGAIN, WATCHED, Change, Leaving, Seal, Silence, View, leader
+from straggle.merge.members.view import DONE, STARTED_AGAIN, WATCHED, Change, Leaving, Seal, Silence, View, leader
 
 SILENT = Leaving("silent", "no sign of life")
 VIEW = View(3, {0: "0-a", 2: "1-b", 3: "0-c"}, (Change(1, False, "ended"), Change(2, True, "came back")), 7, 0)

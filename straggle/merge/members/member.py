@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from straggle.merge.groups import Groups
-from straggle.merge.provenance import NO_CHANGE, Provenance
+from straggle.merge.members.provenance import NO_CHANGE, Provenance
+from straggle.merge.members.recorded_groups import RecordedGroups
+from straggle.merge.members.view import MergeProgress, Repair, View
 from straggle.merge.rank_parts import RankParts
-from straggle.merge.recorded_groups import RecordedGroups
 from straggle.merge.replay import Recorder
 from straggle.merge.round import Round
 from straggle.merge.telemetry import Table, absent_row
-from straggle.merge.view import MergeProgress, Repair, View
 from straggle.policies.history import History
 
 _SHRINKS = 0.9  # of the merged steps that waited for a healed rank are left when it has taken as many

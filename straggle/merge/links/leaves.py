@@ -22,14 +22,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from straggle.backward.stages import StagePlan
-from straggle.merge.addresses import own_address
 from straggle.merge.buffers import StageBuffers
 from straggle.merge.channel import Channel
 from straggle.merge.groups import GlooGroup, Group
-from straggle.merge.leaf_rows import read_marks
-from straggle.merge.leaf_side import LeafSide
-from straggle.merge.leaf_wire import TOKEN_BYTES, greet, greeted
-from straggle.merge.ring_side import RingSide
+from straggle.merge.links.addresses import own_address
+from straggle.merge.links.leaf_rows import read_marks
+from straggle.merge.links.leaf_side import LeafSide
+from straggle.merge.links.leaf_wire import TOKEN_BYTES, greet, greeted
+from straggle.merge.links.ring_side import RingSide
 from straggle.merge.store import default_store
 from straggle.merge.telemetry import Table
 from straggle.policies.leaves import LinkPolicy, Places, SeenLinks

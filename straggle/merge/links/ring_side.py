@@ -19,10 +19,10 @@ from torch import Tensor
 
 from straggle.merge.buffers import StageBuffers
 from straggle.merge.groups import Group
-from straggle.merge.leaf_rows import mark, missing_row, put_row
-from straggle.merge.leaf_wire import COMING, DONE, MERGED, PART, ROW, Message, Wire
-from straggle.merge.patience import Patience
-from straggle.merge.pending import Bucket, StepBuckets
+from straggle.merge.links.leaf_rows import mark, missing_row, put_row
+from straggle.merge.links.leaf_wire import COMING, DONE, MERGED, PART, ROW, Message, Wire
+from straggle.merge.links.patience import Patience
+from straggle.merge.links.pending import Bucket, StepBuckets
 
 _CLOSE_S = 5.0
 _BEHIND = 2  # steps: who is further behind is not waited for, as what it sends comes too late

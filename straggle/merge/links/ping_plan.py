@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from straggle.merge.ping import LEAST_BYTES, MOST_BYTES
+from straggle.merge.links.ping import LEAST_BYTES, MOST_BYTES
 
 EVERY_S = 10.0
 SLOW_EVERY_S = 2.5  # while a link is slow, so that it is known soon that it is not any more

@@ -15,11 +15,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from straggle.merge.addresses import own_address
-from straggle.merge.network_event import LongMerge
-from straggle.merge.ping import RESOLUTION_S, PingServer, ask_progress, measure
-from straggle.merge.ping_places import PingPlaces
-from straggle.merge.ping_plan import DISTANCES, every_s, is_turn, largest_bytes, peers_of
+from straggle.merge.links.addresses import own_address
+from straggle.merge.links.network_event import LongMerge
+from straggle.merge.links.ping import RESOLUTION_S, PingServer, ask_progress, measure
+from straggle.merge.links.ping_places import PingPlaces
+from straggle.merge.links.ping_plan import DISTANCES, every_s, is_turn, largest_bytes, peers_of
 from straggle.merge.store import JobStore, StoreUnreachable, default_store
 from straggle.policies.links import Link
 from straggle.policies.rank_links import RankLink, Way, others_link, rank_links

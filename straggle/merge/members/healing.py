@@ -18,11 +18,11 @@ from torch import nn
 
 from straggle.merge.channel import PeerFailed
 from straggle.merge.coordinator import Coordinator
-from straggle.merge.elastic import ElasticChannel, Regrouping
 from straggle.merge.groups import gloo_group
+from straggle.merge.members.elastic import ElasticChannel, Regrouping
+from straggle.merge.members.state_wire import Encoded, encode, receive, send
+from straggle.merge.members.view import TOO_FAR_BEHIND, Leaving, View
 from straggle.merge.options import ModuleBuffers
-from straggle.merge.state_wire import Encoded, encode, receive, send
-from straggle.merge.view import TOO_FAR_BEHIND, Leaving, View
 from straggle.policies.history import History
 from straggle.report import HealingReport
 

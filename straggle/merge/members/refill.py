@@ -15,8 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from straggle.merge.members.view import Seal, View
 from straggle.merge.store import peek
-from straggle.merge.view import Seal, View
 
 GATHER_S = 5.0  # for members to find the store, which each looks for every second
 

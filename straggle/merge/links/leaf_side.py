@@ -12,10 +12,10 @@ from torch import Tensor
 
 from straggle.merge.buffers import StageBuffers
 from straggle.merge.groups import Group
-from straggle.merge.leaf_wire import COMING, DONE, MERGED, PART, ROW, Message, Wire
-from straggle.merge.patience import FirstSent
-from straggle.merge.pending import Bucket, StepBuckets
-from straggle.merge.ring_side import packed, unpacked
+from straggle.merge.links.leaf_wire import COMING, DONE, MERGED, PART, ROW, Message, Wire
+from straggle.merge.links.patience import FirstSent
+from straggle.merge.links.pending import Bucket, StepBuckets
+from straggle.merge.links.ring_side import packed, unpacked
 
 
 class LeafSide:

@@ -6,7 +6,7 @@ from functools import partial
 
 from straggle.merge.channel import Channel
 from straggle.merge.coordinator import Coordinator
-from straggle.merge.pings import Merged, Pings
+from straggle.merge.links.pings import Merged, Pings
 from straggle.merge.telemetry import StepRecord
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from straggle.merge.view import MergeProgress, Repair
+from straggle.merge.members.view import MergeProgress, Repair
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from straggle.merge.agents import Exited, exited
 from straggle.merge.channel import Channel, LongWait, PeerFailed
 from straggle.merge.groups import GlooGroup, Groups, is_over
-from straggle.merge.membership import MembersChanged, Membership, TooFewRanks
-from straggle.merge.provenance import Provenance, provenance
+from straggle.merge.members.agents import Exited, exited
+from straggle.merge.members.membership import MembersChanged, Membership, TooFewRanks
+from straggle.merge.members.provenance import Provenance, provenance
+from straggle.merge.members.view import Elastic, Leaving, MergeProgress, Repair, Silence, View, progress_length, repair
 from straggle.merge.store import StoreUnreachable, check_answers, connect_all, default_store
-from straggle.merge.view import Elastic, Leaving, MergeProgress, Repair, Silence, View, progress_length, repair
 from straggle.report import MembersReport
 
 _SLICE_S = 0.02

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, cast
 
-from straggle.merge.pool import Claim, Count, Drawer, Owner, Pool, Release, Request, Seize
+from straggle.merge.pools.pool import Claim, Count, Drawer, Owner, Pool, Release, Request, Seize
 from straggle.merge.store import Asked, JobStore, StoreUnreachable
 
 _NO_OWNER = "-"

@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Sequence
 from typing import Any
 
-from straggle.merge.ping import TOKEN_BYTES
+from straggle.merge.links.ping import TOKEN_BYTES
 from straggle.merge.store import JobStore, peek
 
 _TOKEN = "ping token"

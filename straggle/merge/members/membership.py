@@ -19,11 +19,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from straggle.merge.agents import Exited, over, post_over
 from straggle.merge.channel import PeerFailed
-from straggle.merge.refill import Refill, StoreEmptied
+from straggle.merge.members.agents import Exited, over, post_over
+from straggle.merge.members.refill import Refill, StoreEmptied
+from straggle.merge.members.view import DONE, Change, Elastic, Leaving, Seal, Silence, View, leader
 from straggle.merge.store import ANSWER_S, StoreUnreachable, peek
-from straggle.merge.view import DONE, Change, Elastic, Leaving, Seal, Silence, View, leader
 
 BEAT_S = 0.1
 _QUICK_S = 0.5  # the silence that is enough where a connection has just broken

@@ -1,0 +1,1 @@
+"""Micro-batches that ranks draw from a step's pool."""
