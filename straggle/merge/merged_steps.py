@@ -117,7 +117,7 @@ class MergedSteps:
         with self._lock:
             if epoch != self._channel.epoch or current.abandoned:
                 return False
-            if current.last_message is not None or current.complete:
+            if current.last_message is not None or current.complete or current.recorded is not None:
                 self._member.telemetry_merged(current)
             now, before_s = self._rank.stopwatch.now(), self._rank.deadline.seconds
             merged = self._rank.ring[current.step] = self._merged(current, now)

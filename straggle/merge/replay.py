@@ -38,11 +38,15 @@ class Decision:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """Among which ranks each bucket of a step was summed, and the telemetry; ``lost`` as in `MergedAmong`."""
+    """Among which ranks each bucket of a step was summed, and the telemetry; ``lost`` as in `MergedAmong`.
+
+    ``apart``: the telemetry, and with it the module's buffers, went in a message of its own (`Rounds.tells_apart`).
+    """
 
     buckets: tuple[tuple[int, ...], ...]
     telemetry: tuple[int, ...]
     lost: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    apart: bool = False
 
 
 @dataclass(frozen=True)

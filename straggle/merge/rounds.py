@@ -70,9 +70,9 @@ class Rounds:
         """Whether the telemetry of ``step`` goes in a message of its own, after all of its gradients.
 
         In a step in which the members changed it has to say what was lost, and is of those that are left. A replay
-        cannot know before which bucket that was.
+        does the same: the module's buffers go with it, and the order of their sum follows from the message.
         """
-        return step == self._repaired or self._recorded is not None
+        return step == self._repaired if self._recorded is None else self._recorded.tells_apart(step)
 
     def merge_among_none(self) -> None:
         """Nothing is launched until `merge_among`."""
@@ -105,13 +105,14 @@ class Rounds:
         factors, merge = None, self._merge
         if merge.weighting == "inverse_probability":
             factors = self.reached.factors(len(self.plan.stages), merge.max_weight)
+        recorded = None if self._recorded is None else self._recorded.of_step(step, len(self._layout.buckets))
         return RoundTerms(
             self._group(step, buffers),
             self.generation,
-            self.ranks,
+            self.ranks if recorded is None else recorded.told,
             factors,
             all_or_nothing=self._all_or_nothing,
-            recorded=None if self._recorded is None else self._recorded.of_step(step, len(self._layout.buckets)),
+            recorded=recorded,
         )
 
     def note_reached(self, computed: Sequence[float]) -> None:

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -199,7 +200,9 @@ def _steps(
                 "on a full disk"
             )
         found.append(_step(step, known[step], generations, folder))
-    return tuple(found)
+    told = [0, *(known[step][0].generations[-1] for step in range(len(found)))]
+    # the members changed in a step whose telemetry is of other members than that of the step before
+    return tuple(replace(step, apart=own != before) for step, (before, own) in zip(found, pairwise(told), strict=True))
 
 
 def _step(

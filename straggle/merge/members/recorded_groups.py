@@ -54,6 +54,10 @@ class RecordedGroups:
             recorded.telemetry,
         )
 
+    def tells_apart(self, step: int) -> bool:
+        """Whether the telemetry of ``step`` went apart from its last bucket."""
+        return step < len(self._steps) and self._steps[step].apart
+
     def _among(self, ranks: tuple[int, ...], *, zeros: bool = False) -> Group:
         own = self._groups[ranks] if self._rank in ranks else None
         others = None if ranks == self._all else self._groups[self._all]
