@@ -248,8 +248,7 @@ def _to_draw(drawn: Pulled | None, timings: Timings) -> Iterator[str]:
         f"rank {fewest} would compute {drawn.drawn[fewest]:.1f} micro-batches in a step, others up to "
         f"{max(drawn.drawn):.1f}. Gradients per second: x {_between(gain.speedup)}."
     )
-    keys = f"{PULLED} num_microbatches={number}" + ("" if drawn.accumulates else " and a smaller batch_size")
-    how = "  " + keys if _is_of_train(timings) else _LOOP
+    how = f"  {PULLED} num_microbatches={number}" if _is_of_train(timings) else _LOOP
     if drawn.accumulates:
         yield (
             f"A step has {number} micro-batches on each rank: let the ranks draw them from one pool. Pulling would "
@@ -259,7 +258,7 @@ def _to_draw(drawn: Pulled | None, timings: Timings) -> Iterator[str]:
     yield (
         f"A step has one micro-batch on each rank, so there is nothing to draw. With {number} in a step, each "
         f"{_IN_PARTS[number]} as large, ranks could draw them from one pool. Pulling would then give {worth} That is "
-        f"as far as a pass takes time by its samples. To use it (docs/pulled.md):\n{how}"
+        f"as far as a pass takes time by its samples. To use it, with smaller batches (docs/pulled.md):\n{how}"
     )
 
 

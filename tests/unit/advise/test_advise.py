@@ -185,6 +185,7 @@ def test_rank_that_is_stuck_over_several_replayed_steps_has_the_outcome_of_a_clo
     assert some.late[shown, 2].tolist() == [False, True, True, True, False]
 
 
+@pytest.mark.slow
 def test_best_policy_is_worth_it_and_its_keys_are_valid(tmp_path):
     from straggle.commands.config import load
 
@@ -208,7 +209,8 @@ def test_run_of_the_command_is_told_keys_and_no_code(tmp_path):
 
     write_trace(tmp_path, 9.0)
     (tmp_path / "config.yaml").write_text("late_handling: {quorum: null}\n")
-    (keys,) = printed_code(str(answer(tmp_path)))
+    drawn, keys = printed_code(str(answer(tmp_path)))
+    load("train", drawn.split())
     load("train", keys.split())
 
 

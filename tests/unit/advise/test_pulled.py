@@ -89,7 +89,7 @@ def test_nothing_is_said_of_it_where_no_rank_is_waited_for(tmp_path):
     ("config", "words"),
     [
         (CONFIG + "num_microbatches: 8\n", "  work=pulled num_microbatches=8\n"),
-        (CONFIG + "num_microbatches: 1\n", "  work=pulled num_microbatches=8 and a smaller batch_size\n"),
+        (CONFIG + "num_microbatches: 1\n", "  work=pulled num_microbatches=8\n"),
     ],
 )
 def test_a_run_of_train_is_told_the_keys(config, words, tmp_path):

@@ -909,7 +909,7 @@ def test_a_thousand_truncated_steps_leave_as_many_tensors_as_ten():
     train_truncated(staged, model, 10)
     after_ten = live_tensors()
     train_truncated(staged, model, 990)
-    assert live_tensors() == after_ten
+    assert live_tensors() <= after_ten  # what other tests left may go meanwhile
 
 
 def resident_bytes():
