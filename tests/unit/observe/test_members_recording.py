@@ -66,7 +66,7 @@ def test_part_of_a_rank_that_could_not_say_how_it_left_a_step_is_known(tmp_path,
     assert recording.decisions[2] == Decision(2, 0, 0, True, 0, True)  # it was absent
     assert recording.members.steps == (
         RecordedStep(((0, 1, 2), (0, 1, 2)), (0, 1, 2)),
-        RecordedStep(((0, 1, 2), (0, 1)), (0, 1), {0: (1,)}),
+        RecordedStep(((0, 1, 2), (0, 1)), (0, 1), {0: (1,)}, apart=True),
         RecordedStep(((0, 1), (0, 1)), (0, 1)),
     )
 
