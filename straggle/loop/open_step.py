@@ -156,7 +156,9 @@ class OpenStep(PassWatcher):
         self._learner.step_begins()
         self.stopwatch.enter("data")
         max_over = None if replayed is None else replayed.num_over
-        self._coordinator.enter(replace(entry, kept=self._kept.mark, max_over=max_over))
+        if (kept := self._kept.mark, max_over) != (entry.kept, entry.max_over):
+            entry = replace(entry, kept=kept, max_over=max_over)
+        self._coordinator.enter(entry)
         self.step = step
 
     @property
