@@ -159,10 +159,10 @@ class StepReport:
         return plain
 
 
-ChangeKind = Literal["ended", "silent", "raised", "restarted", "joined"]
+ChangeKind = Literal["ended", "silent", "raised", "restarted", "link", "joined"]
 CHANGE_KINDS: tuple[ChangeKind, ...] = get_args(ChangeKind)
-# done: its loop is over; ended: its process; returns: it asks to be let in again at once
-LeavingKind = Literal["done", "ended", "silent", "raised", "restarted", "returns"]
+# done: its loop is over; ended: its process; returns: it asks to be let in again at once; link: its link is too slow
+LeavingKind = Literal["done", "ended", "silent", "raised", "restarted", "returns", "link"]
 LEAVING_KINDS: tuple[LeavingKind, ...] = get_args(LeavingKind)
 _COUNTED_AS: dict[LeavingKind, ChangeKind] = {
     "done": "ended",
@@ -171,6 +171,7 @@ _COUNTED_AS: dict[LeavingKind, ChangeKind] = {
     "raised": "raised",
     "restarted": "restarted",
     "returns": "restarted",
+    "link": "link",
 }
 
 

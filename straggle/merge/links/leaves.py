@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from statistics import median
 from typing import Any
 
 import torch.distributed as dist
@@ -30,9 +29,10 @@ from straggle.merge.links.leaf_rows import read_marks
 from straggle.merge.links.leaf_side import LeafSide
 from straggle.merge.links.leaf_wire import TOKEN_BYTES, greet, greeted
 from straggle.merge.links.ring_side import RingSide
+from straggle.merge.links.seen import seen_links
 from straggle.merge.store import default_store
 from straggle.merge.telemetry import Table
-from straggle.policies.leaves import LinkPolicy, Places, SeenLinks
+from straggle.policies.leaves import LinkPolicy, Places
 
 _FORM_S = 30.0  # for the ranks to meet
 _SLACK_BYTES = 1 << 20  # of a bucket, beside its gradients
@@ -85,7 +85,7 @@ class Leaves:
             self._look(step, self._forming, table.rings_formed())
             return
         before = self.places
-        self.places = self._policy.next_places(before, self._seen(table, num_messages))
+        self.places = self._policy.next_places(before, seen_links(table, self._num_bytes, num_messages))
         if self.places.leaves != before.leaves:
             self._wanted, self.places = self.places, replace(before, step=self.places.step)
             self._begin(step, self._wanted)
@@ -95,12 +95,6 @@ class Leaves:
         for side in (self._side, None if self._forming is None else self._forming.side):
             if side is not None:
                 side.close()
-
-    def _seen(self, table: Table, num_messages: int) -> SeenLinks:
-        times = [own_s for own_s in table.compute_s() if own_s > 0]
-        return SeenLinks(
-            table.links(), self._num_bytes, num_messages, median(times) if times else 0.0, table.absent_ranks()
-        )
 
     def _begin(self, step: int, wanted: Places) -> None:
         if not wanted.leaves:
