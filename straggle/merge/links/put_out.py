@@ -54,8 +54,9 @@ class PutOut:
         if places.out == before.out:
             self._places = places
             return
-        for rank in before.out - places.out:
-            _log.info("step %d: rank %d may be let in again: its link is back", step, rank)
+        if self._membership.rank == min(self._membership.view.ranks, default=-1):
+            for rank in before.out - places.out:
+                _log.info("step %d: rank %d may be let in again", step, rank)
         kept = {rank: why for rank, why in self._membership.kept_out.items() if rank in places.out}
         self._use(places, {rank: _why(seen.links, rank) for rank in places.out} | kept)
 

@@ -405,8 +405,10 @@ class Membership:
 
     def _leaving_by_link(self, view: View) -> dict[int, Leaving]:
         own = {rank: why for rank, why in self.kept_out.items() if rank in view.members}
-        short = own and view.without(own).shortfall(self.least, self.world_size, with_returning=False)
-        return {} if short else own
+        left = view.without(own)
+        if not own or left.shortfall(self.least, self.world_size, with_returning=False):
+            return {}
+        return own if self.rank == min(left.ranks, default=-1) else {}  # all know; one is enough to do it
 
     def _hear(self, store: Any, view: View, ranks: Sequence[int]) -> dict[int, str]:
         """The last signs of life of these members."""
