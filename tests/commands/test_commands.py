@@ -120,6 +120,14 @@ def test_view_names_absent_ranks_and_says_when_the_members_change() -> None:
     assert lines[1].rstrip().endswith(f"late: none  {absent}")
 
 
+def test_view_says_who_is_a_leaf_since_when_and_how_much_came() -> None:
+    console = Console(force_terminal=False, width=160, record=True)
+    leaf = dataclasses.replace(rank(1, 1.0, (1.0,)), reach=0.75, leaf_since=12)
+    with LiveView(20, console=console) as view:
+        view.show(report(rank(0, 1.0, (1.0,)), leaf, step=0))
+    assert console.export_text().rstrip().endswith("late: none  leaf: 1 since step 12 (75% in time)")
+
+
 # -- the configuration
 
 

@@ -57,6 +57,7 @@ class Leaves:
         self._forming: _Forming | None = None
         self._wanted: Places | None = None
         self.places = Places()
+        self._since: dict[int, int] = {}  # from which step on each leaf is one
 
     @property
     def formed(self) -> int:
@@ -75,7 +76,7 @@ class Leaves:
 
     def read(self, rows: Tensor, num_stages: int) -> None:
         """Make merged telemetry say what came in time."""
-        read_marks(rows, self.places.leaves, num_stages)
+        read_marks(rows, self._since, num_stages)
 
     def merged(self, step: int, table: Table, num_messages: int) -> None:
         """A step is merged: who is in the ring from the next one on."""
@@ -138,6 +139,7 @@ class Leaves:
         for rank in sorted(gone):
             _log.log(level, "from step %d on rank %d is in the ring again", step + 1, rank)
         self._side, self.places = side, places
+        self._since = {rank: self._since.get(rank, step + 1) for rank in sorted(places.leaves)}
         self._forming = self._wanted = None
 
 
