@@ -464,7 +464,7 @@ class Membership:
     def _leaving_by_link(self, view: View) -> dict[int, Leaving]:
         own = {rank: why for rank, why in self.kept_out.items() if rank in view.members}
         left = view.without(own)
-        if not own or left.shortfall(self.least, self.world_size, with_returning=False):
+        if not own or left.shortfall(self.least, with_returning=False):
             return {}
         return own if self.rank == min(left.ranks, default=-1) else {}  # all know; one is enough to do it
 
