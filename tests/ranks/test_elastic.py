@@ -530,7 +530,7 @@ def finish_steps_while_others_ask(rank):
     coordinator.start()
     try:
         begin_step()
-        membership.wanted = {rank: "another incarnation"}
+        membership.joins.wanted = {rank: "another incarnation"}
         coordinator.finish(truncated=False, scalars={})
         held.append(membership.held)
         membership.held, admits = None, coordinator.member.telemetry_of(0)
