@@ -56,7 +56,7 @@ class Options:
         try:
             check_unwrapped(module, wrapper, OpenStep)
             check_module(module)
-            check_links(self.links, module, members=self.members is not None)
+            check_links(self.links, module)
         except ValueError as refusal:
             return Wrapped(str(refusal))
         names = ("stages", "deadline", "estimator", "late_handling", "merge", "members", "links")
@@ -140,6 +140,8 @@ def build_parts(
     if members is not None:
         memory = SharedMemory(options.estimator, module)
         members.healing.register({"straggle.joins": joins, "straggle.estimator": memory, "straggle.pulling": pulling})
+        if coordinator.member.links is not None:
+            members.healing.register({"straggle.links": coordinator.member.links})
     return ModelParts(
         parameters,
         channel,

@@ -386,6 +386,7 @@ class Regrouping:
             return
         self._check_number(view, with_returning=True)
         if not membership.is_member:
+            self._say_why(view)
             self._led.put_out()
             self._channel.generation = view.generation
             return
@@ -406,6 +407,16 @@ class Regrouping:
         except MembersChanged:
             return
         self._report(view, time.monotonic() - began_at)
+
+    def _say_why(self, view: View) -> None:
+        """A rank that others have put out knows of it here."""
+        changes = view.changes_since(self._reported, dict(self._membership.changes))
+        self._reported = view
+        for change in changes:
+            if change.rank == self._channel.rank and not change.joined and change.kind != "done":
+                _log.warning(
+                    "rank %d is no member from generation %d on: %s", change.rank, view.generation, change.reason
+                )
 
     def _report(self, view: View, seconds: float) -> None:
         changes = view.changes_since(self._reported, dict(self._membership.changes))

@@ -80,6 +80,7 @@ class Membership:
         self.held: tuple[int, bool] | None = None  # the step before which others are let in, and whether this one leads
         self.admitted: View | None = None  # the last view in which this rank let others in
         self.annulled = ""  # the job of a first view that was given up before it had begun
+        self.kept_out: Mapping[int, Leaving] = {}  # ranks that are no members until their link is back; see `keep_out`
         self.left_for_good = False  # by its own will, so it does not ask to be let in again
         self.changes: dict[tuple[int, bool], Change] = {}  # how each rank left and joined last, in views that were seen
         self._elastic = elastic
@@ -279,6 +280,12 @@ class Membership:
             self.held = step, leads
             self._changed.notify_all()
 
+    def keep_out(self, ranks: Mapping[int, Leaving]) -> None:
+        """From now on put these out, as far as the others may go on without them, and let none of them in."""
+        self.kept_out = ranks
+        self._num_joins = 0  # who asks is heard anew
+        self._wake.set()
+
     def wait_newer(self, generation: int, seconds: float) -> bool:
         """Wait for a view after ``generation``, or until others are to be let in."""
         with self._changed:
@@ -446,12 +453,20 @@ class Membership:
             ended = self._exited(store, rank)
             if ended is not None and ended.count >= int(view.members[rank].partition("-")[0]):
                 gone[rank] = Leaving("ended", f"its process ended {ended}")
+        gone = {**self._leaving_by_link(view.without(gone)), **gone}
         if gone:
             self._propose(store, view, view.without(gone))
         if leader(view, self.healing) == self.rank:
             self._hear_joins(store, view)
         else:  # another lets them in; should this rank lead again, it hears anew who asks
             self.wanted, self._num_joins = {}, 0
+
+    def _leaving_by_link(self, view: View) -> dict[int, Leaving]:
+        own = {rank: why for rank, why in self.kept_out.items() if rank in view.members}
+        left = view.without(own)
+        if not own or left.shortfall(self.least, with_returning=False):
+            return {}
+        return own if self.rank == min(left.ranks, default=-1) else {}  # all know; one is enough to do it
 
     def _hear(self, store: Any, view: View, ranks: Sequence[int]) -> dict[int, str]:
         """The last signs of life of these members."""
@@ -470,7 +485,7 @@ class Membership:
             if not store.check([f"join/{rank}"]) or (word := self._open(store, f"join/{rank}")) is None:
                 continue
             incarnation, description = json.loads(word)
-            if view.members.get(rank) == incarnation:
+            if view.members.get(rank) == incarnation or rank in self.kept_out:
                 continue
             if why := _refusal(self.description, description):
                 key = f"refused/{rank}/{incarnation}"

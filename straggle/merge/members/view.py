@@ -77,7 +77,7 @@ class View:
     """The members of one generation, each with its incarnation: a process that is started again is another one.
 
     ``changes`` are those from the view before. Ranks that joined take part from ``step`` on, and get their state from
-    the member ``giver``. ``ended``: ranks whose loop is over; ``returning``: those that left to be let in again.
+    the member ``giver``. ``ended``: ranks whose loop is over; ``returning``: those that live and may be let in again.
     ``job``: drawn with the first view, and the same in all that follow it. ``begun``: all members of the first view
     have wrapped their model; before that it is given up where one of them is started again.
     """
@@ -112,7 +112,7 @@ class View:
         left = {rank: own for rank, own in self.members.items() if rank not in gone}
         changes = tuple(Change.left(rank, gone[rank]) for rank in sorted(gone) if rank in self.members)
         ended = self.ended | {change.rank for change in changes if change.kind == "done"}
-        returning = self.returning | {change.rank for change in changes if change.kind == "returns"}
+        returning = self.returning | {change.rank for change in changes if change.kind in ("returns", "link")}
         return View(self.generation + 1, left, changes, ended=ended, returning=returning, job=self.job)
 
     def again(self) -> View:
