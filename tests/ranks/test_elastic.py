@@ -524,7 +524,7 @@ def finish_steps_while_others_ask(rank):
 
     def begin_step():
         coordinator.enter(Entry())
-        coordinator.gradients_ready(*zip(*enumerate(map(torch.ones_like, model.parameters())), strict=True))
+        give_ones(coordinator, model.parameters())
 
     held = []
     coordinator.start()
@@ -550,6 +550,12 @@ def test_step_that_another_member_gave_holds_nobody_for_newcomers():
     assert run_ranks(finish_steps_while_others_ask, 1) == [[(1, True), None]]
 
 
+def give_ones(coordinator, parameters):
+    """All gradients of a step, in one backward pass."""
+    coordinator.waiting.extend((index, torch.ones_like(own), 0.0) for index, own in enumerate(parameters))
+    coordinator.merge_waiting()
+
+
 def take_telemetry_of_who_has_left(rank):
     """Rank 1 leaves when all has come of a step, its telemetry too, to a peer: who is absent in it for rank 0."""
     model, late_handling = mlp(), LateHandling()
@@ -573,7 +579,7 @@ def take_telemetry_of_who_has_left(rank):
         membership=channel.membership,
     )
     coordinator.enter(Entry())
-    coordinator.gradients_ready(*zip(*enumerate(map(torch.ones_like, parameters)), strict=True))
+    give_ones(coordinator, parameters)
     found = []
     thread = threading.Thread(target=lambda: found.append(coordinator.finish(truncated=False, scalars={})))
     thread.start()
