@@ -1,14 +1,14 @@
 """When the messages of a step are merged: several at a time, each in gloo's ring over the ranks' links.
 
 gloo cuts a message of n bytes into p parts, one for each of p ranks, and a part into s segments of at most 1 MB, two at
-least. In each of two phases a rank sends p s - 2 segments, of which two are on their way at a time. A segment sets out
-when its receiver has said that it has room for it. With the latency and rate of the slowest link that is
+least. In each of two phases a rank sends (p - 1) s segments, of which two are on their way at a time. A segment sets
+out when its receiver has said that it has room for it. With the latency and rate of the slowest link that is
 
-    s = max(2, n / p / 1 MB, rounded up),     g = n / p / s,     busy = 2 (p s - 2) g / rate,
-    alone = (p s - 2) max(2 latency + g / rate, 2 g / rate)
+    s = max(2, n / p / 1 MB, rounded up),     g = n / p / s,     busy = 2 (p - 1) / p n / rate,
+    alone = (p - 1) s max(2 latency + g / rate, 2 g / rate)
 
 where ``busy`` is for how long the message takes the link, and ``alone`` how long it takes if no other is on its way. So
-a message of more than 2 p MB has more latencies than one of less, and more bytes than the 2 (p - 1) / p n of a ring.
+a message of more than 2 p MB pays more latencies than one of less.
 """
 
 from __future__ import annotations
@@ -37,21 +37,15 @@ class Message:
 
 
 def largest_message_bytes(num_ranks: int) -> int:
-    """The largest message of which a ring sends no byte more than it must, and no latency more."""
+    """The largest message that pays no more latencies than a small one."""
     return SEGMENTS * num_ranks * SEGMENT_BYTES
-
-
-def sent_bytes(num_bytes: float, num_ranks: int) -> float:
-    """What each rank sends for a message of ``num_bytes``."""
-    count = num_ranks * _segments(num_bytes, num_ranks)
-    return 2 * num_bytes * (count - 2) / count
 
 
 def busy_seconds(num_bytes: float, links: Sequence[Link]) -> float:
     """For how long a message takes the slowest of the ranks' ``links``."""
     if len(links) < 2:
         return 0.0
-    return sent_bytes(num_bytes, len(links)) / min(link.bytes_per_s for link in links)
+    return 2 * (len(links) - 1) / len(links) * num_bytes / min(link.bytes_per_s for link in links)
 
 
 def alone_seconds(num_bytes: float, links: Sequence[Link]) -> float:
@@ -64,7 +58,7 @@ def alone_seconds(num_bytes: float, links: Sequence[Link]) -> float:
         max(WAYS_A_ROUND * link.latency_s + part / link.bytes_per_s, SEGMENTS * part / link.bytes_per_s)
         for link in links
     )
-    return (num_ranks * segments - 2) * turn_s
+    return (num_ranks - 1) * segments * turn_s
 
 
 def _segments(num_bytes: float, num_ranks: int) -> int:

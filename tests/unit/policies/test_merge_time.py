@@ -11,7 +11,6 @@ from straggle.policies.merge_time import (
     busy_seconds,
     largest_message_bytes,
     merged_at,
-    sent_bytes,
 )
 
 MB = 2**20
@@ -20,26 +19,11 @@ FAR = Link(0.05, 1e9)  # a small message of four ranks takes 6 rounds of 0.1 s
 NARROW = Link(0.0, 1e6)
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "num_ranks", "sent"),
-    [
-        (4 * MB, 4, 6 * MB),  # 2 (p - 1) / p of them
-        (8 * MB, 4, 12 * MB),
-        (16 * MB, 4, 2 * 16 * MB * 14 / 16),  # four segments of each part, and two of them more than a ring needs
-        (4 * MB, 2, 4 * MB),
-        (24 * MB, 2, 2 * 24 * MB * 22 / 24),
-    ],
-)
-def test_a_large_message_has_more_bytes_than_a_ring_needs(num_bytes: int, num_ranks: int, sent: float) -> None:
-    assert sent_bytes(num_bytes, num_ranks) == pytest.approx(sent)
-    assert busy_seconds(num_bytes, [NARROW] * num_ranks) == pytest.approx(sent / 1e6)
-
-
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 16])
-def test_the_largest_message_sends_what_a_ring_needs_and_the_next_one_more(num_ranks: int) -> None:
-    largest = largest_message_bytes(num_ranks)
-    assert sent_bytes(largest, num_ranks) == pytest.approx(2 * (num_ranks - 1) / num_ranks * largest)
-    assert sent_bytes(largest + 4, num_ranks) > 2 * (num_ranks - 1) / num_ranks * (largest + 4)
+def test_the_largest_message_pays_the_latencies_of_a_small_one_and_the_next_more(num_ranks: int) -> None:
+    largest, links = largest_message_bytes(num_ranks), [Link(1.0, 1e12)] * num_ranks
+    assert alone_seconds(largest, links) == pytest.approx(alone_seconds(64, links), rel=1e-3)
+    assert alone_seconds(largest + 4, links) == pytest.approx(1.5 * alone_seconds(64, links), rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +32,7 @@ def test_the_largest_message_sends_what_a_ring_needs_and_the_next_one_more(num_r
         (64, [FAR] * 4, 6 * 0.1),
         (64, [FAST, FAR, FAST, FAST], 6 * 0.1),  # the slowest link
         (4e6, [NARROW] * 4, 6.0),  # 2 (p - 1) / p of the bytes
-        (16 * MB, [FAR] * 4, 14 * (0.1 + MB / 1e9)),  # more rounds
+        (16 * MB, [FAR] * 4, 12 * (0.1 + MB / 1e9)),  # more rounds
         (4e6, [FAR, NARROW, FAR, FAR], 6.0),
         (4e6, [FAR], 0.0),
     ],
