@@ -26,6 +26,7 @@ from straggle.merge.members.view import DONE, Change, Elastic, Leaving, Seal, Si
 from straggle.merge.store import ANSWER_S, StoreUnreachable, peek
 
 BEAT_S = 0.1
+_LOOK_S = 0.3  # between two looks at the others' signs of life and at the view: several requests, where a beat is one
 _QUICK_S = 0.5  # the silence that is enough where a connection has just broken
 _BROKEN_S = 3.0  # for how long a connection has just broken
 _LINGER_S = 2.0
@@ -84,9 +85,10 @@ class Membership:
         self._exited = exited
         self._seal = Seal(os.environ.get("STRAGGLE_JOB_SECRET", ""))
         self._refill = Refill(rank, world_size, self.least, self._seal)
-        self._silence = Silence(BEAT_S)
+        self._silence = Silence(_LOOK_S)
         self._changed = threading.Condition()
         self._view: View | None = None
+        self._unsealed: tuple[str, View] | None = None  # the view that was read last, as it lay in the store
         self._steps: dict[int, int] = {}
         self._broken_at = -math.inf
         self._num_joins = 0  # how often a rank asked to be let in, as this one has dealt with
@@ -319,14 +321,18 @@ class Membership:
     # -- the thread
 
     def _run(self, life: int) -> None:
-        store = None
+        store, looked_at = None, -math.inf
         while not self._closing.is_set():
             self.num_turns += 1
-            self._wake.wait(BEAT_S)
+            woken = self._wake.wait(BEAT_S)
             self._wake.clear()
             try:
                 store = store or self._connect()
                 self._beat_once(store)
+                now = time.monotonic()
+                if not woken and not self._looks(now - looked_at):
+                    continue
+                looked_at = now
                 view = self._read_or_fill(store)
                 if self._life != life:  # it was stuck, and has a successor
                     return
@@ -347,6 +353,11 @@ class Membership:
                 store = None
                 self._idle.clear()  # theirs is the same store
                 self._closing.wait(1.0)
+
+    def _looks(self, after_s: float) -> bool:
+        """Whether it is time to look at the others: at each beat where something has happened, or is to."""
+        quiet = self.watches and self.is_member and not self._lost
+        return not quiet or after_s >= _LOOK_S or time.monotonic() - self._broken_at < _BROKEN_S
 
     def _read_or_fill(self, store: Any) -> View | None:
         """The view; ``None`` where the store was started anew, and this rank has done its part for there to be one."""
@@ -444,11 +455,14 @@ class Membership:
     def _read(self, store: Any) -> View:
         if (sealed := peek(store, "view")) is None:
             raise StoreEmptied("the job's store was started anew, and has no view of its members yet")
+        if (known := self._unsealed) is not None and known[0] == sealed:
+            return known[1]
         if (word := self._seal.open("view", sealed)) is None:
             raise ValueError("the view of the job's members was not written by one that knows STRAGGLE_JOB_SECRET")
         view = View.decode(word, self.world_size)
         if self._view is not None and view.job != self._view.job:
             raise ValueError("the job's store has the members of another job")
+        self._unsealed = sealed, view
         return view
 
     def _sealed(self, view: View) -> str:
