@@ -173,6 +173,12 @@ class StageBuffers:
         """How many messages a bucket goes in."""
         return sum(len(flat.messages) for flat in self._buckets[bucket])
 
+    def gives(self, bucket: int) -> bool:
+        """Whether this rank gives anything to a bucket that was launched: a weight, or changes of module buffers."""
+        flats = self._buckets[bucket]
+        with_changes = self._num_changes and flats is self._buckets[-1] and self.telemetry is self._with_last
+        return any(bool(flat.tail.any()) for flat in flats) or bool(with_changes and self.changes.any())
+
     def resend(self, bucket: int, group: Group) -> list[dist.Work]:
         """Start the merge of a bucket with what is in it now."""
         return [group.all_reduce(message) for flat in self._buckets[bucket] for message in flat.messages]
