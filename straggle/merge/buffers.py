@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from straggle.backward.stages import StagePlan
 from straggle.merge.groups import Group
 from straggle.merge.telemetry import NONFINITE, row_length
+from straggle.policies.merge_time import largest_message_bytes
 
 _ALIGN = 16  # elements: each gradient starts on a cache line
 
@@ -261,10 +262,17 @@ class StageBuffers:
             for index, start in zip(members, starts, strict=True):
                 self.views[index] = _view(data, start, parameters[index])
             wire = torch.zeros(end, dtype=self._wire_dtype, device=device) if rounded else None
-            messages = (data,) if exact else (data if wire is None else wire, numbers)
+            messages = self._messages(data if wire is None else wire)
+            messages = messages if exact else (*messages, numbers)
             flats.append(_Flat(tuple(members), data[:end], numbers[: extra[0]], messages, wire))
             self.rows = numbers[extra[0] :]
         return flats
+
+    def _messages(self, data: Tensor) -> tuple[Tensor, ...]:
+        """One, or as many equal ones as it takes for none to pay more latencies than a small one."""
+        count = 1 if data.is_cuda else math.ceil(data.nbytes / largest_message_bytes(self._world_size))
+        size = -(-data.numel() // (count * _ALIGN)) * _ALIGN
+        return tuple(data[start : start + size] for start in range(0, data.numel(), size))
 
 
 def _view(data: Tensor, start: int, parameter: nn.Parameter) -> Tensor:
