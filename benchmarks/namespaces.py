@@ -27,7 +27,8 @@ class Slow:
     """What a link does to packets in one direction; seconds, bytes a second, and the share that is lost.
 
     ``for_s``: only so long, from the beginning on, or with ``every_s`` at the beginning of each such period of
-    ``time.monotonic()``. Otherwise it is as ``normal_bytes_per_s`` says, without delay or loss.
+    ``time.monotonic()``; ``while_file``: only while there is this file. Otherwise it is as ``normal_bytes_per_s`` says,
+    without delay or loss.
     """
 
     delay_s: float = 0.0
@@ -37,6 +38,7 @@ class Slow:
     for_s: float = 0.0
     every_s: float = 0.0
     normal_bytes_per_s: float = 0.0
+    while_file: str = ""
 
 
 class ChangingLink:
@@ -50,6 +52,8 @@ class ChangingLink:
     @property
     def _now(self):
         slow, now = self._slow, time.monotonic()
+        if slow.while_file:
+            return slow if os.path.exists(slow.while_file) else self._normal
         since_s = now % slow.every_s if slow.every_s else now - self._began_at
         return slow if not slow.for_s or since_s < slow.for_s else self._normal
 
@@ -60,7 +64,7 @@ class ChangingLink:
 
 
 @contextlib.contextmanager
-def hosts(num_hosts, links, *, forwarder, mtu, network="10.81.0"):
+def hosts(num_hosts, links, *, forwarder, mtu, network="10.81.0", prefix="pl"):
     """The names of the namespaces; ``links`` of some hosts, in both directions, and of ``None``: of all others.
 
     Raises `Unavailable`.
@@ -69,7 +73,7 @@ def hosts(num_hosts, links, *, forwarder, mtu, network="10.81.0"):
         raise Unavailable("it needs the path to slownet.py (--slownet, or SLOWNET)")
     if os.geteuid() or shutil.which("ip") is None or not os.access("/dev/net/tun", os.R_OK | os.W_OK):
         raise Unavailable("it needs root, the command ip and a TUN device")
-    names = [f"pl{os.getpid()}n{number}" for number in range(num_hosts)]
+    names = [f"{prefix}{os.getpid()}n{number}" for number in range(num_hosts)]
     addresses = [f"{network}.{number + 1}" for number in range(num_hosts)]
     with contextlib.ExitStack() as stack:
         for name in names:

@@ -42,7 +42,8 @@ class RankReport:
     was longer by that factor. ``parts``: the micro-batches of the step's pool that it computed (``step.pull``). It is
     ``idle`` in a step whose pool had nothing left for it. ``put_back``: micro-batches that it had drawn and not begun,
     and gave back to the pool because it was stuck. ``latency_s``, ``up_bytes_per_s`` and ``down_bytes_per_s`` are of
-    its link, as the ranks measured it last (NaN: they did not).
+    its link, as the ranks measured it last (NaN: they did not). ``leaf_since``: the step from which on it is a leaf
+    (`LinkPolicy`); ``None``: it is in the ring.
     """
 
     rank: int
@@ -71,6 +72,7 @@ class RankReport:
     latency_s: float = math.nan
     up_bytes_per_s: float = math.nan
     down_bytes_per_s: float = math.nan
+    leaf_since: int | None = None
 
 
 @dataclass(frozen=True)
@@ -159,10 +161,10 @@ class StepReport:
         return plain
 
 
-ChangeKind = Literal["ended", "silent", "raised", "restarted", "joined"]
+ChangeKind = Literal["ended", "silent", "raised", "restarted", "link", "joined"]
 CHANGE_KINDS: tuple[ChangeKind, ...] = get_args(ChangeKind)
-# done: its loop is over; ended: its process; returns: it asks to be let in again at once
-LeavingKind = Literal["done", "ended", "silent", "raised", "restarted", "returns"]
+# done: its loop is over; ended: its process; returns: it asks to be let in again at once; link: its link is too slow
+LeavingKind = Literal["done", "ended", "silent", "raised", "restarted", "returns", "link"]
 LEAVING_KINDS: tuple[LeavingKind, ...] = get_args(LeavingKind)
 _COUNTED_AS: dict[LeavingKind, ChangeKind] = {
     "done": "ended",
@@ -171,6 +173,7 @@ _COUNTED_AS: dict[LeavingKind, ChangeKind] = {
     "raised": "raised",
     "restarted": "restarted",
     "returns": "restarted",
+    "link": "link",
 }
 
 

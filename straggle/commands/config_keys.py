@@ -26,6 +26,7 @@ GROUPS = (
     "rebalance",
     "lateness",
     "members",
+    "links",
 )
 
 

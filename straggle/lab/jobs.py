@@ -26,7 +26,7 @@ from straggle.data.epochs import Epochs
 from straggle.data.micro_batches import StepBatches
 from straggle.data.rebalance import Rebalance
 from straggle.garbage import CollectGarbage
-from straggle.lab.build import build_estimator, build_faults, build_members, build_optimizer, stages_of
+from straggle.lab.build import build_estimator, build_faults, build_links, build_members, build_optimizer, stages_of
 from straggle.lab.faults import FaultInjector
 from straggle.lab.restarts import fresh_store
 from straggle.lab.workloads.shard import Shard
@@ -165,6 +165,8 @@ class StagedJob(Job):
         self, config: DictConfig, workload: Workload, device: torch.device, stop: StopSignal | None = None
     ) -> None:
         super().__init__(config, workload, device)
+        if not config.get("pings", True):
+            self.model.stop_pings()
         self._stop = stop
         every = config.get("collect_garbage_every") or 0
         self._garbage = CollectGarbage(self.model, every=every) if every else None
@@ -207,6 +209,7 @@ class StagedJob(Job):
             late_handling=instantiate(config.late_handling),
             merge=instantiate(config.merge),
             members=build_members(config),
+            links=build_links(config),
         )
 
     def _passes(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:

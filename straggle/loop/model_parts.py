@@ -25,7 +25,7 @@ from straggle.merge.checks import check_links, check_module, check_unwrapped
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.links.job_pings import JobPings
-from straggle.merge.members.elastic import ElasticChannel, Regrouping, describe_for_newcomers
+from straggle.merge.members.elastic import ElasticChannel, MetAnew, Regrouping, describe_for_newcomers
 from straggle.merge.members.healing import Healing
 from straggle.merge.members.view import Elastic
 from straggle.merge.options import Merge, ModuleBuffers
@@ -56,7 +56,7 @@ class Options:
         try:
             check_unwrapped(module, wrapper, OpenStep)
             check_module(module)
-            check_links(self.links, module, members=self.members is not None)
+            check_links(self.links, module)
         except ValueError as refusal:
             return Wrapped(str(refusal))
         names = ("stages", "deadline", "estimator", "late_handling", "merge", "members", "links")
@@ -140,6 +140,8 @@ def build_parts(
     if members is not None:
         memory = SharedMemory(options.estimator, module)
         members.healing.register({"straggle.joins": joins, "straggle.estimator": memory, "straggle.pulling": pulling})
+        if coordinator.member.links is not None:
+            members.healing.register({"straggle.links": coordinator.member.links})
     return ModelParts(
         parameters,
         channel,
@@ -169,16 +171,34 @@ def _meet(module: nn.Module, wrapped: Wrapped, options: Options, process_group: 
     elif options.own_group:
         raise ValueError("members=Elastic() is for all ranks of the job: leave process_group out")
     else:
-        channel = elastic = ElasticChannel(options.members, give_up_s=give_up_s)
+        elastic = ElasticChannel(options.members, give_up_s=give_up_s)
         elastic.membership.description = describe_for_newcomers({**asdict(wrapped), "straggle": __version__})
-        if elastic.comes_late:
-            if wrapped.refusal:
+        try:
+            while not elastic.comes_late and not _become_alike(module, wrapped, elastic):
+                elastic.meet_members()
+            if elastic.comes_late and wrapped.refusal:
                 raise ValueError(wrapped.refusal)
-            return channel
+        except BaseException:
+            elastic.membership.close()
+            raise
+        return elastic
+    _make_alike(module, wrapped, channel)
+    return channel
+
+
+def _make_alike(module: nn.Module, wrapped: Wrapped, channel: Channel) -> None:
     check_alike(wrapped, channel)
     for tensor in (*module.parameters(), *module.buffers()):
         channel.broadcast(tensor.detach())
-    return channel
+
+
+def _become_alike(module: nn.Module, wrapped: Wrapped, channel: ElasticChannel) -> bool:
+    """The same among ranks that may be started again meanwhile; false where the ranks have to meet anew for it."""
+    try:
+        _make_alike(module, wrapped, channel)
+        return channel.membership.has_wrapped(channel.give_up_s)
+    except MetAnew:
+        return False
 
 
 def _members_changed(reference: weakref.ref[HookRegisters], report: MembersReport) -> None:

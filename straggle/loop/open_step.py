@@ -224,7 +224,13 @@ class OpenStep(PassWatcher):
         # what it had when it was submitted: its stand-in may have put some of it back
         drawn = self._coordinator.training.drawn.numbers if self._coordinator.training.drawn is not None else None
         decision = Decision(
-            merged.step, merged.num_gradients, self._left_at, merged.stood_in, merged.num_over, drawn=drawn
+            merged.step,
+            merged.num_gradients,
+            self._left_at,
+            merged.stood_in,
+            merged.num_over,
+            drawn=drawn,
+            leaves=tuple(merged.table.leaves()),
         )
         if merged.among is None:
             return decision

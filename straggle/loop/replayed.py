@@ -35,6 +35,11 @@ class Replayed:
 
     def follow(self, recording: Recording, *, on_cuda: bool) -> None:
         """Decide as in this one, on all ranks alike. Raises ``ValueError`` for one that cannot be replayed so."""
+        if (leaf := next((own for own in recording.decisions if own.leaves), None)) is not None:
+            raise ValueError(
+                f"a run with leaves (links=LinkPolicy()) cannot be replayed: from step {leaf.step} on ranks "
+                f"{list(leaf.leaves)} were outside of the ring, and which of their gradients came is not recorded"
+            )
         self._decisions = iter(recording.decisions)
         self.learned = (list(recording.order), list(recording.seconds)) if recording.order else None
         self._coordinator.deadline.wait_for_all()

@@ -272,7 +272,7 @@ class Channel:
     def waited_for(self, step: int) -> str:
         """The ranks that do not wait in ``step``, and what they are doing, as far as they say."""
         others = self.store.ask(lambda store: _absent(store, f"waiting/{step}", self.awaited), _SLICE_S)
-        return f"ranks {others}{self._doing(others, _SLICE_S)}"
+        return f"ranks {others}{self._doing(others, _SLICE_S)}" if others else "the network: all ranks have submitted"
 
     def _doing(self, ranks: Sequence[int], limit_s: float) -> str:
         words = self.store.ask(lambda store: _words(store, "doing", ranks), limit_s)

@@ -96,14 +96,10 @@ def check_unwrapped(module: nn.Module, wrapper: type[nn.Module], observer: type)
             )
 
 
-def check_links(links: object | None, module: nn.Module, *, members: bool) -> None:
+def check_links(links: object | None, module: nn.Module) -> None:
     """Raise ``ValueError`` where a rank cannot leave the ring (`LinkPolicy`)."""
     if links is None:
         return
-    if members:
-        raise ValueError(
-            "links=LinkPolicy() and members=Elastic() exclude each other so far: the groups of members have no leaves"
-        )
     if dist.get_backend() != "gloo" or any(parameter.is_cuda for parameter in module.parameters()):
         raise ValueError("links=LinkPolicy() needs a gloo process group, and parameters on the CPU: leave links out")
 

@@ -21,6 +21,8 @@ from straggle.backward.stages import StagePlan
 from straggle.merge.channel import Channel, PeerFailed
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.links.leaves import Leaves
+from straggle.merge.links.put_out import PutOut
+from straggle.merge.links.seen import bytes_on_wire
 from straggle.merge.members.member import Member
 from straggle.merge.members.membership import Membership
 from straggle.merge.merged_steps import MergedSteps
@@ -79,16 +81,19 @@ class Coordinator:
             world_size=channel.world_size,
         )
         self._rounds.merge_among(channel.formed, self._rounds.ranks, 0)
-        if links is not None:
+        self._rank = RankParts(channel, *sides, deadline, self._stand_in, self._rounds, {}, membership)
+        self.member = Member(self._rank)
+        self.num_bytes = bytes_on_wire(parameters, merge.dtype_on_wire)  # of gradients in a step
+        if links is not None and membership is not None:
+            self.member.links = PutOut(links, membership, num_bytes=self.num_bytes)
+        elif links is not None:
             self._rounds.leaves = Leaves(
                 links,
                 channel,
-                num_bytes=sum(parameter.nbytes for parameter in parameters),
+                num_bytes=self.num_bytes,
                 max_lag=deadline.late_handling.max_lag,
                 on_behind=self._behind,
             )
-        self._rank = RankParts(channel, *sides, deadline, self._stand_in, self._rounds, {}, membership)
-        self.member = Member(self._rank)
         self._submission = Submission(self._rank, self.member, parameters, fill_in)
         self._merged_steps = MergedSteps(self._rank, self.member)
         self.submit_hooks: Mapping[int, Callable[[int], object]] = {}  # the model's

@@ -22,7 +22,7 @@ class Decision:
     ``idle``: it had no data for the last step that it had entered; ``None``: the loop says so. ``entered``: false where
     it was stood in for before it had entered this one. ``among``: whose gradients were merged, where members come and
     go; ``None`` on a rank that was none. ``drawn``: the micro-batches that it drew from the step's pool, in order;
-    ``None``: it drew none.
+    ``None``: it drew none. ``leaves``: the ranks that were outside of the ring, which cannot be repeated.
     """
 
     step: int
@@ -34,6 +34,7 @@ class Decision:
     entered: bool = True
     among: MergedAmong | None = None
     drawn: tuple[int, ...] | None = None
+    leaves: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

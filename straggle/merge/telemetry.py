@@ -44,6 +44,7 @@ _STATE = (
     "parts_done",
     "put_back",
     "ring_formed",
+    "leaf_since",
 )
 MAX_WAYS = 4  # to peers, as this rank measured them last
 _WAYS = tuple(f"way_{part}_{slot}" for slot in range(MAX_WAYS) for part in ("target", "latency", "rate", "age"))
@@ -52,6 +53,7 @@ _PER_STAGE = 4
 _COLUMN = {name: column for column, name in enumerate(_FIELDS)}
 NONFINITE = _COLUMN["nonfinite"]  # counted while the row is on its way
 CAUSE = _COLUMN["cause"]  # so is what a leaf lost
+LEAF_SINCE = _COLUMN["leaf_since"]  # not sent: all ranks know it; below 0: it is none
 STANDING = [_COLUMN[name] for name in ("ring_formed", *_WAYS)]  # what a rank says until it says otherwise
 NO_FINGERPRINT = -1
 
@@ -115,7 +117,7 @@ class Row:
         fixed += [self.merge_s, float(self.num_microbatches)]
         fixed += [self.stepped, float(self.kept), float(self.without_store), float(self.absent), float(self.admits)]
         fixed += [float(self.pool_parts), self.pool_weight, float(self.parts_done), float(self.put_back)]
-        fixed += [float(self.ring_formed), self.cost]
+        fixed += [float(self.ring_formed), -1.0, self.cost]
         fixed += _numbers_of(self.ways) if self.ways else _NO_WAYS
         slots = [math.nan] * MICROBATCH_SLOTS
         if self.num_microbatches <= MICROBATCH_SLOTS:
@@ -321,6 +323,10 @@ class Table:
         """The number of the ring that each rank has formed last; negative: it could not."""
         return [int(number) for number in self._columns["ring_formed"]]
 
+    def leaves(self) -> dict[int, int]:
+        """The ranks that were leaves in this step, and since which one."""
+        return {rank: int(since) for rank, since in enumerate(self._columns["leaf_since"]) if since >= 0}
+
     def absent_ranks(self) -> frozenset[int]:
         """Ranks that are no members."""
         return frozenset(rank for rank, absent in enumerate(self._columns["absent"]) if absent)
@@ -507,6 +513,7 @@ class Table:
             up_bytes_per_s=link.up_bytes_per_s,
             down_bytes_per_s=link.down_bytes_per_s,
             put_back=int(row[_COLUMN["put_back"]]),
+            leaf_since=int(row[LEAF_SINCE]) if row[LEAF_SINCE] >= 0 else None,
         )
 
     def _stage_reports(self, rows: list[list[float]], plan: StagePlan) -> tuple[StageReport, ...]:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from straggle.report import MembersReport, StepReport
+from straggle.report import MembersReport, RankReport, StepReport
 
 _WIDTH = 160  # columns of a table that is written to a file
 _LINES = 20  # plain lines over the run
@@ -69,6 +69,8 @@ class LiveView:
         loss = report.scalars.get("loss", math.nan)
         line = f"loss {loss:.3f}  step {report.seconds * 1e3:4.0f} ms  deadline {deadline}  late: {late}"
         line += f"  drew {_drawn(report)}" if report.pool_parts else ""
+        leaves = "; ".join(_leaf(rank) for rank in report.ranks if rank.leaf_since is not None)
+        line += f"  leaf: {leaves}" if leaves else ""
         absent = "; ".join(map(self._absence, report.absent_ranks))
         return f"{line}  absent: {absent}" if absent else line
 
@@ -87,6 +89,11 @@ class LiveView:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._progress.stop()
+
+
+def _leaf(rank: RankReport) -> str:
+    """Since when, and how much of its gradients came in time."""
+    return f"{rank.rank} since step {rank.leaf_since} ({rank.reach:.0%} in time)"
 
 
 def _drawn(report: StepReport) -> str:

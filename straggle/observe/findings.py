@@ -58,6 +58,7 @@ def advise(run: Run, numbers: Numbers) -> list[str]:
         *_waiting(numbers),
         *_out_of_data(run),
         *_absent(run, numbers),
+        *_leaves(run),
     ]
 
 
@@ -268,6 +269,17 @@ def _absent(run: Run, numbers: Numbers) -> Iterator[str]:
             yield (
                 f"Rank {rank.rank} was absent in {_steps(rank.absent, run.num_steps)}{why}. The others went on without "
                 "its data."
+            )
+
+
+def _leaves(run: Run) -> Iterator[str]:
+    for rank, since in enumerate(run.ranks["leaf_since"].T):
+        if (leaf := np.isfinite(since)).any():
+            times, came = len(set(since[leaf].tolist())), float(np.nanmean(run.ranks["reach"][leaf, rank]))
+            often = f"{times} times, first " if times > 1 else ""
+            yield (
+                f"Rank {rank} was a leaf in {_steps(int(leaf.sum()), run.num_steps)}, {often}from step "
+                f"{int(since[leaf][0])} on, because its link is slow: {came:.0%} of its gradients came in time there."
             )
 
 

@@ -49,7 +49,8 @@ class DecisionWriter:
 
 def _decision(record: dict[str, Any]) -> Decision:
     drawn = record.pop("drawn", None)
-    return Decision(**record, drawn=None if drawn is None else tuple(drawn))
+    leaves = tuple(record.pop("leaves", ()))
+    return Decision(**record, drawn=None if drawn is None else tuple(drawn), leaves=leaves)
 
 
 def read_recording(path: Path) -> Recording:

@@ -28,7 +28,8 @@ Array: TypeAlias = NDArray[np.float64]
 _TIMES = ("outside_s", "optimizer_s", "data_s", "forward_s", "backward_s", "wait_s", "compute_s", "overrun_s")
 _LINK = ("latency_s", "up_bytes_per_s", "down_bytes_per_s")
 _DRAWN = ("parts", "put_back")
-_FIELDS = (*_TIMES, *_LINK, "reach", "weight", "late", "stood_in", "cause", "idle", "nonfinite", "absent", *_DRAWN)
+_STATE = ("late", "stood_in", "cause", "idle", "nonfinite", "absent", "leaf_since")
+_FIELDS = (*_TIMES, *_LINK, "reach", "weight", *_STATE, *_DRAWN)
 
 
 _ELEMENT_BYTES = 4  # a trace does not say what a gradient's elements are
@@ -246,6 +247,7 @@ def _rank_report(record: Mapping[str, Any]) -> RankReport:
         parts=int(record.get("parts", 0)),
         **{name: _number(record.get(name)) for name in _LINK},
         put_back=int(record.get("put_back", 0)),
+        leaf_since=record.get("leaf_since"),
     )
 
 
@@ -337,7 +339,7 @@ def _dropped(report: StepReport) -> float:
 def _values(rank: RankReport) -> Iterator[float]:
     for name in _FIELDS:
         value = getattr(rank, name)
-        yield (math.nan if value is None else CAUSES.index(value)) if name == "cause" else float(value)
+        yield math.nan if value is None else float(CAUSES.index(value) if name == "cause" else value)
 
 
 def _config(path: Path) -> Mapping[str, Any]:

@@ -19,7 +19,8 @@ class SeenLinks:
     """What all ranks know after a merged step: each rank's link.
 
     ``num_bytes`` of gradients are merged in a step, in ``num_messages``; ``compute_s``: what a step takes beside that.
-    ``absent``: ranks that are no members. ``members``: whether ranks can be put out, and let in again.
+    ``absent``: ranks that are no members, and not because of their links. ``members``: whether ranks can be put out,
+    and let in again, as long as ``min_ranks`` are left.
     """
 
     links: Sequence[RankLink]
@@ -28,6 +29,7 @@ class SeenLinks:
     compute_s: float = 0.0
     absent: Collection[int] = ()
     members: bool = False
+    min_ranks: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,8 @@ class LinkPolicy:
     steps in a row. It comes back where they are that many more with it, in ``return_steps`` steps in a row. That many
     are doubled each time that it came back in vain, up to 16 times as many. ``stretch``: how much longer a step may
     become while the others wait for what a leaf sends. With members (`Elastic`) no rank becomes a leaf: one that needs
-    more than ``receives`` steps of the others to receive one step's gradients is put out.
+    more than ``receives`` steps of the others to receive, or to send, one step's gradients is put out. It comes back at
+    once where fewer members than `Elastic.min_ranks` are left.
     """
 
     min_gain: float = 1.05
@@ -76,6 +79,7 @@ class LinkPolicy:
         outside = now.leaves | now.out
         wanted = {rank: self._belongs_outside(rank, outside, seen) for rank in outside}
         entering = self._entering(outside, seen)
+        missed = len(seen.links) - len(outside | set(seen.absent)) < seen.min_ranks
         against = {
             rank: now.against.get(rank, 0) + 1
             for rank in range(len(seen.links))
@@ -90,11 +94,11 @@ class LinkPolicy:
                 flaps[rank] = flaps.get(rank, 0) + 1 if in_vain else 0
                 del against[rank]
         for rank in outside:
-            if against.get(rank, 0) >= self.return_steps * 2 ** min(flaps.get(rank, 0), _MAX_DOUBLED):
+            if missed or against.get(rank, 0) >= self.return_steps * 2 ** min(flaps.get(rank, 0), _MAX_DOUBLED):
                 leaves.discard(rank)
                 out.discard(rank)
                 returned_at[rank] = now.step
-                del against[rank]
+                against.pop(rank, None)
         return Places(frozenset(leaves), frozenset(out), now.step + 1, against, returned_at, flaps)
 
     def _entering(self, outside: Collection[int], seen: SeenLinks) -> frozenset[int]:
@@ -104,12 +108,13 @@ class LinkPolicy:
         now_rate = gradients_a_second(outside, seen)
         there = len(seen.links) - len(seen.absent)
         best: tuple[float, int] = (self.min_gain / _MORE, 0)
-        for count in range(1, min(there // 2 - len(outside), len(inside) - _SMALLEST) + 1):
+        most = min(there // 2 - len(outside), len(inside) - max(_SMALLEST, seen.min_ranks))
+        for count in range(1, most + 1):
             slowest = inside[count - 1]
             if not _own_seconds(slowest, seen):
                 break  # its link is not known
-            if seen.members and not self._cannot_receive(slowest, {*outside, *inside[:count]}, seen):
-                break
+            if seen.members and not self._cannot_keep_up(slowest, {*outside, *inside[:count]}, seen):
+                continue
             gain = gradients_a_second({*outside, *inside[:count]}, seen) / now_rate
             if gain >= _MORE * best[0]:
                 best = gain, count
@@ -120,9 +125,10 @@ class LinkPolicy:
         with_it = gradients_a_second(set(outside) - {rank}, seen)
         return with_it < self.min_gain * gradients_a_second(outside, seen)
 
-    def _cannot_receive(self, rank: int, outside: Collection[int], seen: SeenLinks) -> bool:
+    def _cannot_keep_up(self, rank: int, outside: Collection[int], seen: SeenLinks) -> bool:
         others_s = step_seconds(outside, seen, leaves_too=False)
-        return _receive_seconds(seen.links[rank], seen.num_bytes) > self.receives * others_s
+        link = seen.links[rank]
+        return _known(link.latency_s) + _known(seen.num_bytes / link.slower_bytes_per_s) > self.receives * others_s
 
 
 _SMALLEST = 2  # ranks in the ring

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from straggle.policies.rank_links import RankLink, others_link, ring_cost_s
@@ -28,16 +29,19 @@ class SlowLink:
     @property
     def words(self) -> str:
         """What is slow, and how the others are: ``rank 2's link: 1.0 MB/s up, the others 20 MB/s``."""
-        parts = []
-        if "up" in self.slow:
-            parts.append(f"{rate(self.link.up_bytes_per_s)} up, the others {rate(self.others.up_bytes_per_s)}")
-        if "down" in self.slow:
-            parts.append(f"{rate(self.link.down_bytes_per_s)} down, the others {rate(self.others.down_bytes_per_s)}")
-        if "latency" in self.slow:
-            parts.append(
-                f"{1e3 * self.link.latency_s:.1f} ms each way, the others {1e3 * self.others.latency_s:.1f} ms"
-            )
-        return f"rank {self.rank}'s link: {'; '.join(parts)}"
+        return f"rank {self.rank}'s link: {compared(self.link, self.others, self.slow)}"
+
+
+def compared(link: RankLink, others: RankLink, slow: Collection[str] = ("up", "down")) -> str:
+    """In words: a link beside the others', in what is ``slow``, as far as that is known."""
+    parts = []
+    if "up" in slow and not math.isnan(link.up_bytes_per_s):
+        parts.append(f"{rate(link.up_bytes_per_s)} up, the others {rate(others.up_bytes_per_s)}")
+    if "down" in slow and not math.isnan(link.down_bytes_per_s):
+        parts.append(f"{rate(link.down_bytes_per_s)} down, the others {rate(others.down_bytes_per_s)}")
+    if "latency" in slow:
+        parts.append(f"{1e3 * link.latency_s:.1f} ms each way, the others {1e3 * others.latency_s:.1f} ms")
+    return "; ".join(parts)
 
 
 def rate(bytes_per_s: float) -> str:

@@ -288,11 +288,28 @@ def test_every_policy_is_in_the_readme() -> None:
 # -- links
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_relative_links_lead_to_files(page: Path) -> None:
+FOLDERS = ("docs", "docker", "deploy", "tests", "examples", "experiments", "benchmarks", "straggle")
+EVERY_PAGE = [*sorted(ROOT.glob("*.md")), *(page for name in FOLDERS for page in sorted((ROOT / name).rglob("*.md")))]
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link to a heading of the page ends with, as GitHub makes it of the title."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = [re.sub(r"\[(.*?)\]\(.*?\)", r"\1", title) for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", EVERY_PAGE, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_relative_links_lead_to_files_and_headings(page: Path) -> None:
     targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
-    files = [target.partition("#")[0] for target in targets if not re.match(r"https?:|#", target)]
-    assert [file for file in files if not (page.parent / file).exists()] == []
+    broken = []
+    for target in targets:
+        if not re.match(r"https?:", target):
+            file, _, anchor = target.partition("#")
+            leads_to = page.parent / file if file else page
+            if not leads_to.exists() or (anchor and anchor not in anchors(leads_to)):
+                broken.append(target)
+    assert broken == []
 
 
 # -- examples

@@ -25,6 +25,7 @@ from straggle import (
     WaitForAll,
 )
 from straggle.backward.stages import plan_stages
+from straggle.loop import model_parts
 from straggle.merge.buffers import StageBuffers
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.current_deadline import CurrentDeadline
@@ -251,6 +252,44 @@ def test_rank_that_dies_before_the_stages_are_planned_is_done_without(stages):
     assert absent(outcomes[1], 0)[0] == 0
     assert outcomes[0].begun >= 10
     assert gives_again(outcomes[1], 0)
+
+
+def die_while_it_wraps(rank, board, loop, has_met):
+    marker = board.folder / "died"
+    if rank == 1 and not marker.exists():
+
+        def at_its_end(*_):
+            marker.touch()
+            die()
+
+        setattr(*((model_parts, "check_alike", at_its_end) if has_met else (ElasticChannel, "form", at_its_end)))
+    return train(rank, board, loop)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_met", [False, True])
+def test_ranks_wrap_their_model_anew_with_one_that_died_meanwhile(has_met):
+    with run_job(3, die_while_it_wraps, Loop(plain), has_met) as job:
+        job.wait((job.folder / "died").exists, "rank 1 dies")
+        job.start(1)
+        job.walk(10)
+        outcomes = job.finish()
+    check_equal(outcomes)
+    assert [own.begun for own in outcomes] == [0, 0, 0]
+    assert not left(outcomes[0])
+
+
+@pytest.mark.slow
+def test_rank_that_comes_when_the_others_are_done_is_told_so():
+    with run_job(3, train, Loop(plain)) as job:
+        job.walk(10)
+        job.kill(2)
+        job.walk(10, [0, 1])
+        job.finish([0, 1])
+        job.start(2)
+        error = job.result(2)
+    assert isinstance(error, Raised)
+    assert (error.kind, error.message) == ("JobDone", "rank 2 comes late: ranks [0, 1] have ended their loops")
 
 
 def end_early(rank, step, board):

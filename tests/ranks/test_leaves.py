@@ -12,6 +12,7 @@ from training import Chain, grads
 
 from straggle import LateHandling, LinkPolicy
 from straggle.backward import stages
+from straggle.merge.replay import Decision, Recording
 from straggle.policies.leaves import Places, SeenLinks
 
 NUM_LAYERS = 5
@@ -70,6 +71,21 @@ def test_what_leaves_merge_with_the_ring_is_the_mean_over_what_came_in_time():
     assert {rank.cause for report in reports for rank in report.ranks if rank.reach < 1} <= {"link"}
     assert all(report.ranks[rank].reach == 1 for report in reports for rank in (0, 2))
     assert all(report.dropped_share == 0 for report in reports[-5:])
+    since = [report.ranks[3].leaf_since for report in reports]
+    first = since.index(next(filter(None, since)))
+    assert 4 <= first == since[first]  # the ring is formed in a step or more
+    assert since == [None] * first + [first] * since.count(first) + [None] * (90 - first - since.count(first))
+    assert {report.ranks[0].leaf_since for report in reports} == {None}
+
+
+def replay_leaves(_):
+    decisions = (Decision(0, 2, None, False), Decision(1, 2, None, False, leaves=(3,)))
+    with staged(Chain(2)) as model, pytest.raises(ValueError, match=r"from step 1 on ranks \[3\] were outside"):
+        model.replay(Recording((), (), decisions))
+
+
+def test_a_recording_of_a_run_with_leaves_is_refused():
+    run_ranks(replay_leaves, 1)
 
 
 def test_parents_that_have_patience_wait_for_all_of_a_leafs_gradients():

@@ -841,6 +841,7 @@ def test_rank_that_left_is_named_and_counted_by_reason():
             "silent": 1,
             "raised": 0,
             "restarted": 0,
+            "link": 0,
             "joined": 0,
         }
         assert {absent: number for (name, _, absent), number in values.items() if name == "absent_rank"} == (

@@ -19,10 +19,11 @@ class JobPings:
             channel.rank,
             channel.world_size,
             channel.store,
-            merged_bytes=sum(stage.nbytes for stage in coordinator.plan.stages),
+            merged_bytes=coordinator.num_bytes,
             sink=partial(setattr, training, "measured"),
             on_its_way=coordinator.merging.on_its_way,
         )
+        self._links = coordinator.member.links
         self.close = self._pings.close
 
     @property
@@ -32,11 +33,11 @@ class JobPings:
 
     def merged(self, record: StepRecord) -> None:
         """A step is merged; by the training thread, which does next to nothing for it."""
-        self._pings.merged(record.step, partial(_merged, record))
+        self._pings.merged(record.step, partial(self._merged, record))
 
-
-def _merged(record: StepRecord) -> Merged:
-    table = record.table
-    absent = table.absent_ranks()
-    members = tuple(rank for rank in range(table.num_ranks) if rank not in absent)
-    return Merged(record.step, record.seconds, table.network_s(record.seconds), members, table.ways())
+    def _merged(self, record: StepRecord) -> Merged:
+        table = record.table
+        absent = table.absent_ranks()
+        members = tuple(rank for rank in range(table.num_ranks) if rank not in absent)
+        out = () if self._links is None else tuple(sorted(self._links.out & absent))
+        return Merged(record.step, record.seconds, table.network_s(record.seconds), members, table.ways(), out)

@@ -7,11 +7,11 @@ ones: it adds a mark to the shares of their stages. So the sum over the ranks sa
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from straggle.merge.telemetry import CAUSE, STANDING, Row, stage_columns
+from straggle.merge.telemetry import CAUSE, LEAF_SINCE, STANDING, Row, stage_columns
 from straggle.report import CAUSES, PHASES
 
 _MARK = 2.0  # more than any share
@@ -53,11 +53,15 @@ def mark(rows: Tensor, leaf: int, stages: Iterable[int], num_stages: int) -> Non
         rows[leaf, first + stage] += _MARK
 
 
-def read_marks(rows: Tensor, leaves: Collection[int], num_stages: int) -> None:
-    """After the merge, on all ranks: the leaves' rows without what did not come in time."""
+def read_marks(rows: Tensor, leaves: Mapping[int, int], num_stages: int) -> None:
+    """After the merge, on all ranks: the leaves' rows without what did not come in time.
+
+    ``leaves``: since which step each of them is one.
+    """
     computed, estimated, weights = stage_columns(num_stages)
-    for leaf in leaves:
+    for leaf, since in leaves.items():
         row = rows[leaf]
+        row[LEAF_SINCE] = since
         came = row[computed] >= _MARK
         row[computed] = (row[computed] - _MARK) * came
         row[estimated] *= came

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from straggle.merge.buffers import StageBuffers
 from straggle.merge.groups import Group
-from straggle.merge.links.leaf_wire import COMING, DONE, MERGED, PART, ROW, Message, Wire
+from straggle.merge.links.leaf_wire import COMING, DONE, MERGED, PART, ROW, Message, Wire, close_all
 from straggle.merge.links.patience import FirstSent
 from straggle.merge.links.pending import Bucket, StepBuckets
 from straggle.merge.links.ring_side import packed, unpacked
@@ -68,8 +68,7 @@ class LeafSide:
 
     def close(self) -> None:
         """End, when the parents have closed their ends or take no more."""
-        for wire in self._wires.values():
-            wire.close()
+        close_all(self._wires.values())
 
     # -- whoever submits, with the coordinator's lock
 

@@ -12,8 +12,9 @@ import hmac
 import socket
 import struct
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 PART, ROW, COMING, MERGED, DONE = range(5)  # a leaf's part of a bucket and its telemetry; merged; a step is over for it
@@ -21,7 +22,8 @@ TOKEN_BYTES = 32
 _HEADER = struct.Struct("!BBIIQQ")  # kind, flag, step, bucket, bytes of the message, and of it before this piece
 _PIECE = 1 << 16
 _UNSENT = 1 << 17  # bytes in the kernel: what waits there cannot be stopped
-_CLOSE_S = 60.0  # for a leaf to take what was merged
+_CLOSE_S = 60.0  # for a leaf to take what was merged, as long as it takes anything
+_SILENT_S = 3.0  # after which the other end is taken for gone
 
 
 @dataclass
@@ -63,6 +65,7 @@ class Wire:
         self._queue: deque[Message] = deque()
         self._changed = threading.Condition()
         self._closing = self._ended = False
+        self._num_moved = 0  # pieces that went over it, more or less: two threads count without a lock
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):
@@ -81,14 +84,30 @@ class Wire:
             self._changed.notify()
 
     def close(self) -> None:
-        """Send what was posted, and end the connection when the other end does; for at most a minute."""
+        """Send what was posted, and end the connection when the other end does, or nothing has gone over it for long.
+
+        For at most a minute.
+        """
+        self.finish()
+        moved, since = self._num_moved, time.monotonic()
+        until = since + _CLOSE_S
+        while (running := self._running()) and time.monotonic() < min(until, since + _SILENT_S):
+            running.join(0.1)
+            if moved != self._num_moved:
+                moved, since = self._num_moved, time.monotonic()
+        with contextlib.suppress(OSError):  # which ends a thread that still waits
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def finish(self) -> None:
+        """Nothing is posted any more: `close` is to follow."""
         with self._changed:
             self._closing = True
             self._changed.notify()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(_CLOSE_S)
-        self._socket.close()
+
+    def _running(self) -> threading.Thread | None:
+        own = threading.current_thread()
+        return next((thread for thread in self._threads if thread is not own and thread.is_alive()), None)
 
     # -- its threads
 
@@ -120,6 +139,7 @@ class Wire:
             flags = message.flag + 2 * message.last + 4 * message.waited
             header = _HEADER.pack(message.kind, flags, message.step, message.bucket, size, sent)
             self._socket.sendall(header + bytes(piece))
+            self._num_moved += 1
             sent += len(piece)
             if sent == size:
                 return
@@ -146,12 +166,21 @@ class Wire:
         whole = len(view)
         while len(view):
             count = self._socket.recv_into(view)
+            self._num_moved += 1
             if count == 0:
                 if may_end and len(view) == whole:
                     return False
                 raise OSError("the connection was closed")
             view = view[count:]
         return True
+
+
+def close_all(wires: Collection[Wire]) -> None:
+    """Close all of these, and wait for them together."""
+    for wire in wires:
+        wire.finish()
+    for wire in wires:
+        wire.close()
 
 
 def greet(address: tuple[str, int], token: bytes, rank: int, limit_s: float) -> socket.socket:

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from statistics import median
 from typing import Any
 
 import torch.distributed as dist
@@ -30,9 +29,10 @@ from straggle.merge.links.leaf_rows import read_marks
 from straggle.merge.links.leaf_side import LeafSide
 from straggle.merge.links.leaf_wire import TOKEN_BYTES, greet, greeted
 from straggle.merge.links.ring_side import RingSide
+from straggle.merge.links.seen import seen_links
 from straggle.merge.store import default_store
 from straggle.merge.telemetry import Table
-from straggle.policies.leaves import LinkPolicy, Places, SeenLinks
+from straggle.policies.leaves import LinkPolicy, Places
 
 _FORM_S = 30.0  # for the ranks to meet
 _SLACK_BYTES = 1 << 20  # of a bucket, beside its gradients
@@ -57,6 +57,7 @@ class Leaves:
         self._forming: _Forming | None = None
         self._wanted: Places | None = None
         self.places = Places()
+        self._since: dict[int, int] = {}  # from which step on each leaf is one
 
     @property
     def formed(self) -> int:
@@ -75,7 +76,7 @@ class Leaves:
 
     def read(self, rows: Tensor, num_stages: int) -> None:
         """Make merged telemetry say what came in time."""
-        read_marks(rows, self.places.leaves, num_stages)
+        read_marks(rows, self._since, num_stages)
 
     def merged(self, step: int, table: Table, num_messages: int) -> None:
         """A step is merged: who is in the ring from the next one on."""
@@ -85,7 +86,7 @@ class Leaves:
             self._look(step, self._forming, table.rings_formed())
             return
         before = self.places
-        self.places = self._policy.next_places(before, self._seen(table, num_messages))
+        self.places = self._policy.next_places(before, seen_links(table, self._num_bytes, num_messages))
         if self.places.leaves != before.leaves:
             self._wanted, self.places = self.places, replace(before, step=self.places.step)
             self._begin(step, self._wanted)
@@ -95,12 +96,6 @@ class Leaves:
         for side in (self._side, None if self._forming is None else self._forming.side):
             if side is not None:
                 side.close()
-
-    def _seen(self, table: Table, num_messages: int) -> SeenLinks:
-        times = [own_s for own_s in table.compute_s() if own_s > 0]
-        return SeenLinks(
-            table.links(), self._num_bytes, num_messages, median(times) if times else 0.0, table.absent_ranks()
-        )
 
     def _begin(self, step: int, wanted: Places) -> None:
         if not wanted.leaves:
@@ -144,6 +139,7 @@ class Leaves:
         for rank in sorted(gone):
             _log.log(level, "from step %d on rank %d is in the ring again", step + 1, rank)
         self._side, self.places = side, places
+        self._since = {rank: self._since.get(rank, step + 1) for rank in sorted(places.leaves)}
         self._forming = self._wanted = None
 
 

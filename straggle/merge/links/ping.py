@@ -39,6 +39,7 @@ _CLIENT_S = 20.0  # after which a client is sent away
 _CHUNK_BYTES = 1 << 20
 _RTT_OFFSET = 68  # of tcpi_rtt in Linux' struct tcp_info, in microseconds
 _HEAD, _ANSWER = struct.Struct("!I"), struct.Struct("!q")
+_BACK = 1 << 31  # beside a number of bytes: the peer is to send so many
 
 
 @dataclass(frozen=True)
@@ -94,8 +95,13 @@ class PingServer:
         self._say(client)
         head = memoryview(bytearray(_HEAD.size))
         while time.monotonic() < until and not self._closing.is_set() and _fill(client, head):
-            (num_bytes,) = _HEAD.unpack(head)
-            if not 0 < num_bytes <= MOST_BYTES or not self._take(client, num_bytes):
+            (word,) = _HEAD.unpack(head)
+            num_bytes = word & ~_BACK
+            if not 0 < num_bytes <= MOST_BYTES:
+                return
+            if word & _BACK:
+                client.sendall(bytes(num_bytes))
+            elif not self._take(client, num_bytes):
                 return
             self._say(client)
 
@@ -114,18 +120,18 @@ class PingServer:
         return True
 
 
-def measure(host: str, port: int, token: bytes, largest_bytes: int) -> Measured:
-    """The way to the rank that answers there. Raises ``OSError`` where it does not, or takes longer than `LIMIT_S`."""
+def measure(host: str, port: int, token: bytes, largest_bytes: int, *, both_ways: bool = False) -> Measured:
+    """The way to the rank that answers there; ``both_ways``: the slower one of that and of the way back.
+
+    Raises ``OSError`` where it does not answer, or takes longer than `LIMIT_S`.
+    """
     with _connection(host, port) as (connection, latency_s):
         progress = _greet(connection, token)
-        payload = os.urandom(min(largest_bytes, MOST_BYTES))
+        payload = bytearray(os.urandom(min(largest_bytes, MOST_BYTES)))
         sent = _Sent(connection, memoryview(payload))
-        small_s = sent.quickest_s(SMALL_BYTES)
-        size, large_s = FIRST_BYTES, sent.quickest_s(FIRST_BYTES)
-        while large_s - small_s < _QUICK_S and size < len(payload):
-            size = min(4 * size, len(payload))
-            large_s = sent.quickest_s(size)
-        rate = (size - SMALL_BYTES) / max(large_s - small_s, RESOLUTION_S)
+        rate = sent.bytes_per_s()
+        if both_ways:
+            rate = min(rate, _Asked(connection, memoryview(payload)).bytes_per_s())
         return Measured(Link(latency_s, rate), sent.num_bytes, progress)
 
 
@@ -143,7 +149,16 @@ class _Sent:
         self._began_at = time.monotonic()
         self.num_bytes = 0
 
-    def quickest_s(self, num_bytes: int) -> float:
+    def bytes_per_s(self) -> float:
+        """From the quickest small and the quickest large message."""
+        small_s = self._quickest_s(SMALL_BYTES)
+        size, large_s = FIRST_BYTES, self._quickest_s(FIRST_BYTES)
+        while large_s - small_s < _QUICK_S and size < len(self._payload):
+            size = min(4 * size, len(self._payload))
+            large_s = self._quickest_s(size)
+        return (size - SMALL_BYTES) / max(large_s - small_s, RESOLUTION_S)
+
+    def _quickest_s(self, num_bytes: int) -> float:
         """The shortest of a few tries; of one, where all has taken long by now."""
         quickest_s = self._seconds(num_bytes)
         for _ in range(_TRIES - 1):
@@ -158,6 +173,18 @@ class _Sent:
         self._connection.sendall(message)
         _read_answer(self._connection)
         self.num_bytes += len(message)
+        return time.monotonic() - begin
+
+
+class _Asked(_Sent):
+    """Messages the other way: of the same sizes, when they are asked for."""
+
+    def _seconds(self, num_bytes: int) -> float:
+        begin = time.monotonic()
+        self._connection.sendall(_HEAD.pack(num_bytes | _BACK))
+        if not _fill(self._connection, self._payload[:num_bytes]):
+            raise OSError("the peer sends nothing")
+        _read_answer(self._connection)
         return time.monotonic() - begin
 
 

@@ -35,13 +35,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Merged:
-    """A merged step as the pings need it: its seconds, those on the network, and the ways that all ranks know."""
+    """A merged step as the pings need it: its seconds, those on the network, and the ways that all ranks know.
+
+    ``out``: ranks that were put out of the members because of their links, which are pinged all the same.
+    """
 
     step: int
     seconds: float
     network_s: float
     members: tuple[int, ...]
     ways: Sequence[Way]
+    out: tuple[int, ...] = ()
 
 
 class Pings:
@@ -123,9 +127,8 @@ class Pings:
                 server.close()
 
     def _turn_of_the_loop(self) -> None:
-        if (last := self._last) is None:
+        if (last := self._last) is None or not (merged := last()).members:  # this rank is none
             return
-        merged = last()
         self._judge(merged)
         self._look_at_the_merge(merged)
         self._quickest_s = min(self._quickest_s, merged.seconds)
@@ -163,32 +166,33 @@ class Pings:
         links = rank_links(merged.ways, self._world_size)
         self._doubts = False
         found = []
-        for peer in peers_of(self._rank, hosts, self._number):
-            if (link := self._measured(peer, links)) is not None:
+        out = tuple(self._places.hosts(merged.out))
+        for peer in (*out, *peers_of(self._rank, hosts, self._number)):
+            if (link := self._measured(peer, links, both_ways=peer in out)) is not None:
                 found.append((time.monotonic(), Way(self._rank, peer, link)))
         self._number += 1
         if found:
             self._rounds.appendleft(tuple(found))
             self._sink(tuple(way for own in self._rounds for way in own))
 
-    def _measured(self, peer: int, links: Sequence[RankLink]) -> Link | None:
+    def _measured(self, peer: int, links: Sequence[RankLink], *, both_ways: bool = False) -> Link | None:
         """The way to a peer, measured again with more bytes where it looks slow; ``None``: the peer did not answer."""
         largest = largest_bytes(self._merged_bytes)
         others = others_link(links, self._rank)
-        if (first := self._once(peer, largest)) is None:
+        if (first := self._once(peer, largest, both_ways)) is None:
             return None
         if not slow_in(RankLink(first.latency_s, first.bytes_per_s), others):
             return first
         self._doubts = True
-        again = self._once(peer, _DOUBTED * largest)
+        again = self._once(peer, _DOUBTED * largest, both_ways)
         if again is None:
             return first
         limit = largest / RESOLUTION_S  # as high as a rate can be of those that are measured with fewer bytes
         return Link(min(first.latency_s, again.latency_s), min(limit, max(first.bytes_per_s, again.bytes_per_s)))
 
-    def _once(self, peer: int, largest: int) -> Link | None:
+    def _once(self, peer: int, largest: int, both_ways: bool) -> Link | None:
         try:
-            measured = measure(*self._places.of(peer), self._places.token, largest)
+            measured = measure(*self._places.of(peer), self._places.token, largest, both_ways=both_ways)
         except OSError as error:
             _log.debug("rank %d: no ping to rank %d: %s", self._rank, peer, error)
             self._places.forget(peer)

@@ -20,7 +20,7 @@ from torch import Tensor
 from straggle.merge.buffers import StageBuffers
 from straggle.merge.groups import Group
 from straggle.merge.links.leaf_rows import mark, missing_row, put_row
-from straggle.merge.links.leaf_wire import COMING, DONE, MERGED, PART, ROW, Message, Wire
+from straggle.merge.links.leaf_wire import COMING, DONE, MERGED, PART, ROW, Message, Wire, close_all
 from straggle.merge.links.patience import Patience
 from straggle.merge.links.pending import Bucket, StepBuckets
 
@@ -87,8 +87,7 @@ class RingSide:
         self._launching.put(None)
         for thread in self._threads:
             thread.join(_CLOSE_S)
-        for leaf in self._leaves.values():
-            leaf.wire.close()
+        close_all([leaf.wire for leaf in self._leaves.values()])
         self._ring.drop()
 
     # -- its threads

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from straggle.merge.channel import Channel, LongWait, PeerFailed
 from straggle.merge.groups import GlooGroup, Groups, is_over
-from straggle.merge.members.agents import Exited, exited
+from straggle.merge.members.agents import DONE, Exited, exited
 from straggle.merge.members.membership import MembersChanged, Membership, TooFewRanks
 from straggle.merge.members.provenance import Provenance, provenance
 from straggle.merge.members.view import Elastic, Leaving, MergeProgress, Repair, Silence, View, progress_length, repair
@@ -41,6 +41,14 @@ _num_models = 0  # that were wrapped so in this process: its models have their c
 _log = logging.getLogger(__name__)
 
 Found = TypeVar("Found")
+
+
+class JobDone(PeerFailed):
+    """This rank was started again when the others had come to the end of their loops: nothing is left to do."""
+
+
+class MetAnew(Exception):
+    """A rank was started again while the model was wrapped: all of them meet anew, and wrap it once more."""
 
 
 class ElasticChannel(Channel):
@@ -74,11 +82,30 @@ class ElasticChannel(Channel):
             connect=partial(connect_all, store, corner),
             exited=_ended_start,
         )
-        self.comes_late = self.membership.begin(self.give_up_s)
-        if not self.comes_late:
-            while not self.form(self.membership.view):
-                raise PeerFailed(f"rank {self.rank}, before step 0: the ranks of the job do not meet")
+        self._until = time.monotonic() + self.give_up_s  # for the first view
+        self.meet_members()
         return corner
+
+    def meet_members(self) -> None:
+        """Meet the ranks of the job, or find that it has begun. A first view in which they do not meet is given up.
+
+        Raises `PeerFailed` where they have not met within ``give_up_s``.
+        """
+        membership = self.membership
+        try:
+            while not (late := membership.begin(left_s := max(0.0, self._until - time.monotonic()))):
+                if self.form(membership.view):
+                    break
+                if not left_s:
+                    raise PeerFailed(
+                        f"rank {self.rank}, before step 0: the ranks of the job have not met within "
+                        f"give_up_s={self.give_up_s:g}"
+                    )
+                membership.annul(membership.view)
+        except BaseException:
+            membership.close()
+            raise
+        self.comes_late = late
 
     @staticmethod
     def _connect(store: Any, corner: str) -> Any:
@@ -98,11 +125,19 @@ class ElasticChannel(Channel):
         """Meet the other members of a view; false where there is a newer one, or where they do not come."""
         place, size = view.ranks.index(self.rank), len(view.ranks)
         made: list[GlooGroup] = []
+        given_up = threading.Event()
 
         def meet() -> None:
+            corner, until = f"generation/{view.job}/{view.generation}", time.monotonic() + limit_s
             try:
+                with self.membership.connection(corner) as store:
+                    store.set(f"here/{place}", "")
+                    # gloo would wait for one that is missing, and that cannot be stopped: this can
+                    while not store.check([f"here/{other}" for other in range(size)]):
+                        if given_up.wait(_SLICE_S / 4) or time.monotonic() > until:
+                            return
                 for name in ("gradients", "control"):
-                    with self.membership.connection(f"generation/{view.generation}/{name}") as store:
+                    with self.membership.connection(f"{corner}/{name}") as store:
                         made.append(GlooGroup(store, place, size, limit_s, _OLD_S))
             except (RuntimeError, OSError) as error:
                 _log.info("rank %d: generation %d was not formed: %s", self.rank, view.generation, error)
@@ -111,7 +146,9 @@ class ElasticChannel(Channel):
         thread = self.membership.spawn(meet)
         while thread.is_alive():
             thread.join(_SLICE_S / 4)
-            if self.membership.view.generation > view.generation or self.closing:
+            newer = self.membership.view.generation > view.generation
+            if newer or self.closing or self._is_annulled(view):
+                given_up.set()
                 return False
         if len(made) < 2:
             return False
@@ -121,6 +158,9 @@ class ElasticChannel(Channel):
             for group in (old.gradients, old.control):
                 group.drop()
         return True
+
+    def _is_annulled(self, view: View) -> bool:
+        return not view.has_begun and self.membership.annulled == view.job
 
     def exchange(self, tensor: Tensor, view: View) -> list[Tensor]:
         """Every member's ``tensor``. Raises `MembersChanged` where there is a newer view before that."""
@@ -207,6 +247,8 @@ class ElasticChannel(Channel):
                 self.membership.connection_broke()
             if broke:
                 time.sleep(_SLICE_S)
+            if self._is_annulled(self.membership.view):
+                raise MetAnew
             if self.generation == 0 and self.membership.view.generation > 0 and not self.membership.watches:
                 raise PeerFailed(f"{what}: {_changes(self.membership.view)}, while the model was wrapped")
             if time.monotonic() > until:
@@ -297,8 +339,8 @@ class Regrouping:
             if not self._closing:
                 self._channel.ended = error
                 self._led.end(error)
-                if isinstance(error, TooFewRanks):
-                    self._membership.end(str(error))
+                if isinstance(error, TooFewRanks | JobDone):
+                    self._membership.end(DONE if isinstance(error, JobDone) else str(error))
 
     def _look(self) -> None:
         """Do what is to be done now, or wait for a moment."""
@@ -344,6 +386,7 @@ class Regrouping:
             return
         self._check_number(view, with_returning=True)
         if not membership.is_member:
+            self._say_why(view)
             self._led.put_out()
             self._channel.generation = view.generation
             return
@@ -365,6 +408,16 @@ class Regrouping:
             return
         self._report(view, time.monotonic() - began_at)
 
+    def _say_why(self, view: View) -> None:
+        """A rank that others have put out knows of it here."""
+        changes = view.changes_since(self._reported, dict(self._membership.changes))
+        self._reported = view
+        for change in changes:
+            if change.rank == self._channel.rank and not change.joined and change.kind != "done":
+                _log.warning(
+                    "rank %d is no member from generation %d on: %s", change.rank, view.generation, change.reason
+                )
+
     def _report(self, view: View, seconds: float) -> None:
         changes = view.changes_since(self._reported, dict(self._membership.changes))
         self._reported = view
@@ -384,7 +437,10 @@ class Regrouping:
 
     def _check_number(self, view: View, *, with_returning: bool) -> None:
         membership = self._membership
-        if view.shortfall(membership.least, membership.world_size, with_returning=with_returning):
+        if view.is_done and not membership.left_for_good:
+            ended = sorted(view.ended)
+            raise JobDone(f"rank {self._channel.rank} comes late: ranks {ended} have ended their loops")
+        if view.shortfall(membership.least, with_returning=with_returning):
             raise TooFewRanks(
                 f"rank {self._channel.rank}, step {membership.step}: {len(view.members)} of {membership.world_size} "
                 f"ranks are left ({_changes(view)}), and the job goes on with {membership.least} at least "

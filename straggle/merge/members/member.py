@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from straggle.merge.groups import Groups
+from straggle.merge.links.put_out import PutOut
 from straggle.merge.members.provenance import NO_CHANGE, Provenance
 from straggle.merge.members.recorded_groups import RecordedGroups
 from straggle.merge.members.view import MergeProgress, Repair, View
@@ -41,6 +42,7 @@ class Member:
         self._lock = rank.merging.lock
         self._membership = rank.membership
         self.recorder: Recorder | None = None
+        self.links: PutOut | None = None  # who is put out because of its link; `None`: no rank
         self.absent_until = 0  # the step from which on this rank takes part; `sys.maxsize`: it is not known
         self.fell_behind = False  # a member that needs a state, because more steps were merged than may wait for it
         self.is_back = False  # the training thread has been between two steps since
@@ -152,6 +154,8 @@ class Member:
             self._rank.ring.clear()
             self._rank.stand_in.pause()
             self._rank.training.stop_up_to(sys.maxsize)
+            if self.links is not None:
+                self.links.begin_anew()
             merging.step_merged.notify_all()
 
     def end(self, error: BaseException) -> None:
@@ -194,6 +198,7 @@ class Member:
             for number, table in self._tables:
                 if number >= history.num_steps:
                     deadline.decide(table)
+                self._judge_links(number, table)
             self._tables = []
             self._catch_up = training.step, sys.maxsize
             self._end_healing_if_caught_up()
@@ -240,6 +245,8 @@ class Member:
         membership.healing = stood_in
         if self._rank.stand_in.healing and self._catch_up is None and not self.fell_behind:
             self._tables.append((step, table))
+        else:
+            self._judge_links(step, table)
         if self._catch_up is not None and stood_in >= set(self._rank.rounds.ranks):
             self._end_healing()  # the others are at their end, or no further: none of them waits for this rank
         if table.admits() and not given:
@@ -247,6 +254,10 @@ class Member:
                 self._gives_at = step + 1
             self._freeze()  # nothing of the next step is on its way when the others come in
             membership.hold(step + 1, leads=table.admits_of(rank))
+
+    def _judge_links(self, step: int, table: Table) -> None:
+        if self.links is not None:
+            self.links.merged(step, table, len(self._rank.rounds.plan.buckets()))
 
     def _note_healing(self, ranks: frozenset[int]) -> None:
         self._healing = ranks

@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -78,6 +79,8 @@ class Membership:
         self.watches = False  # whether it puts silent members out, from the time on when it can go on without them
         self.held: tuple[int, bool] | None = None  # the step before which others are let in, and whether this one leads
         self.admitted: View | None = None  # the last view in which this rank let others in
+        self.annulled = ""  # the job of a first view that was given up before it had begun
+        self.kept_out: Mapping[int, Leaving] = {}  # ranks that are no members until their link is back; see `keep_out`
         self.left_for_good = False  # by its own will, so it does not ask to be let in again
         self.changes: dict[tuple[int, bool], Change] = {}  # how each rank left and joined last, in views that were seen
         self._elastic = elastic
@@ -129,7 +132,7 @@ class Membership:
         store, until = self._store(), time.monotonic() + limit_s
         self._beat_once(store)
         store.set(f"hello/{self.rank}", self._seal.seal(f"hello/{self.rank}", self.incarnation))
-        while not store.check(["view"]):
+        while not self._finds_view(store):
             missing = [rank for rank in range(self.world_size) if not store.check([f"hello/{rank}"])]
             if not missing:
                 words = {rank: self._open(store, f"hello/{rank}") for rank in range(self.world_size)}
@@ -144,9 +147,52 @@ class Membership:
                 )
             else:
                 time.sleep(0.01)
-        self._saw(self._read(store))
-        self._thread.start()
+        if not self._thread.is_alive():
+            self._thread.start()
         return not (self.is_member and self.view.generation == 0)
+
+    def _finds_view(self, store: Any) -> bool:
+        """Whether there is a view that this process is in, or one of a job that has begun without it."""
+        try:
+            view = self._stored_view(store)
+        except StoreEmptied:
+            return False
+        if not view.has_begun and view.members.get(self.rank) != self.incarnation:
+            self.annul(view)  # it has a process of this rank that is gone: the ranks would never meet
+            return False
+        with self._changed:
+            self._view = view
+        return True
+
+    def annul(self, view: View) -> None:
+        """Give a first view up that has not begun: all its ranks agree on another one."""
+        self._store().compare_set("view", self._sealed(view), "")
+
+    def has_wrapped(self, limit_s: float) -> bool:
+        """This rank has wrapped its model: wait for the others. From then on, who is started again comes late.
+
+        False where one was started again before that: the first view was given up. Raises `PeerFailed` where the others
+        have not wrapped theirs within ``limit_s``.
+        """
+        view, store, until = self.view, self._store(), time.monotonic() + limit_s
+        keys = [f"wrapped/{view.job}/{rank}" for rank in view.ranks]
+        store.set(f"wrapped/{view.job}/{self.rank}", "")
+        while not store.check(keys):
+            if self.annulled == view.job:
+                return False
+            if time.monotonic() > until:
+                missing = [rank for rank, key in zip(view.ranks, keys, strict=True) if not store.check([key])]
+                raise PeerFailed(
+                    f"rank {self.rank}, before step 0: ranks {missing} have not wrapped the model within "
+                    f"give_up_s={limit_s:g}"
+                )
+            time.sleep(0.005)
+        store.compare_set("view", self._sealed(view), self._sealed(replace(view, begun=True)))
+        now = self._stored_view(store)
+        if now.job != view.job:
+            return False
+        self._saw(now)
+        return True
 
     def request_join(self) -> None:
         """Ask to be let in; the members answer with a view that has this incarnation, or with a refusal."""
@@ -185,7 +231,7 @@ class Membership:
                 if view.members.get(self.rank) != self.incarnation:
                     return
                 following = view.without({self.rank: why})
-                if if_spared and following.shortfall(self.least, self.world_size, with_returning=False):
+                if if_spared and following.shortfall(self.least, with_returning=False):
                     return
                 if self._propose(store, view, following):
                     return
@@ -206,7 +252,7 @@ class Membership:
 
     def _leave_with_an_error(self, reason: str) -> None:
         self.leave(Leaving("raised", reason))
-        if self.view.shortfall(self.least, self.world_size, with_returning=True):
+        if self.view.shortfall(self.least, with_returning=True):
             with self._lent() as store:
                 post_over(store, f"{reason}, and too few ranks are left without it")
 
@@ -233,6 +279,12 @@ class Membership:
         with self._changed:
             self.held = step, leads
             self._changed.notify_all()
+
+    def keep_out(self, ranks: Mapping[int, Leaving]) -> None:
+        """From now on put these out, as far as the others may go on without them, and let none of them in."""
+        self.kept_out = ranks
+        self._num_joins = 0  # who asks is heard anew
+        self._wake.set()
 
     def wait_newer(self, generation: int, seconds: float) -> bool:
         """Wait for a view after ``generation``, or until others are to be let in."""
@@ -364,6 +416,8 @@ class Membership:
         try:
             view = self._read(store)
         except StoreEmptied:
+            if not self.view.has_begun:
+                return None
             self.wanted, self._num_joins = {}, 0
             self._refill.fill(store, self.view)
             return None
@@ -399,12 +453,20 @@ class Membership:
             ended = self._exited(store, rank)
             if ended is not None and ended.count >= int(view.members[rank].partition("-")[0]):
                 gone[rank] = Leaving("ended", f"its process ended {ended}")
+        gone = {**self._leaving_by_link(view.without(gone)), **gone}
         if gone:
             self._propose(store, view, view.without(gone))
         if leader(view, self.healing) == self.rank:
             self._hear_joins(store, view)
         else:  # another lets them in; should this rank lead again, it hears anew who asks
             self.wanted, self._num_joins = {}, 0
+
+    def _leaving_by_link(self, view: View) -> dict[int, Leaving]:
+        own = {rank: why for rank, why in self.kept_out.items() if rank in view.members}
+        left = view.without(own)
+        if not own or left.shortfall(self.least, with_returning=False):
+            return {}
+        return own if self.rank == min(left.ranks, default=-1) else {}  # all know; one is enough to do it
 
     def _hear(self, store: Any, view: View, ranks: Sequence[int]) -> dict[int, str]:
         """The last signs of life of these members."""
@@ -423,7 +485,7 @@ class Membership:
             if not store.check([f"join/{rank}"]) or (word := self._open(store, f"join/{rank}")) is None:
                 continue
             incarnation, description = json.loads(word)
-            if view.members.get(rank) == incarnation:
+            if view.members.get(rank) == incarnation or rank in self.kept_out:
                 continue
             if why := _refusal(self.description, description):
                 key = f"refused/{rank}/{incarnation}"
@@ -447,21 +509,34 @@ class Membership:
 
     def _saw(self, view: View) -> None:
         with self._changed:
-            if self._view is None or view.generation > self._view.generation:
+            known = self._view
+            if known is None or (view.generation, view.begun) > (known.generation, known.begun):
                 self._view = view
                 self.changes.update({(change.rank, change.joined): change for change in view.changes})
                 self._changed.notify_all()
 
     def _read(self, store: Any) -> View:
-        if (sealed := peek(store, "view")) is None:
-            raise StoreEmptied("the job's store was started anew, and has no view of its members yet")
+        known = self._view
+        try:
+            view = self._stored_view(store)
+            if known is not None and view.job != known.job:
+                if known.has_begun:
+                    raise ValueError("the job's store has the members of another job")
+                raise StoreEmptied("the ranks of the job have met anew")
+        except StoreEmptied:
+            if known is not None and not known.has_begun:
+                self.annulled = known.job
+            raise
+        return view
+
+    def _stored_view(self, store: Any) -> View:
+        if not (sealed := peek(store, "view")):
+            raise StoreEmptied("the job's store has no view of its members")
         if (known := self._unsealed) is not None and known[0] == sealed:
             return known[1]
         if (word := self._seal.open("view", sealed)) is None:
             raise ValueError("the view of the job's members was not written by one that knows STRAGGLE_JOB_SECRET")
         view = View.decode(word, self.world_size)
-        if self._view is not None and view.job != self._view.job:
-            raise ValueError("the job's store has the members of another job")
         self._unsealed = sealed, view
         return view
 

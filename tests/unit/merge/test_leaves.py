@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import socket
+import threading
 from queue import SimpleQueue
 
 import pytest
 import torch
 
 from straggle.merge.links.leaf_rows import mark, missing_row, put_row, read_marks
-from straggle.merge.links.leaf_wire import MERGED, PART, TOKEN_BYTES, Message, Wire, greet, greeted
+from straggle.merge.links.leaf_wire import MERGED, PART, TOKEN_BYTES, Message, Wire, close_all, greet, greeted
 from straggle.merge.links.patience import FirstSent, Patience
-from straggle.merge.telemetry import Row, Table
+from straggle.merge.links.seen import bytes_on_wire
+from straggle.merge.telemetry import LEAF_SINCE, Row, Table
 from straggle.report import CAUSES, PHASES
 
 LINK = CAUSES.index("link")
@@ -70,10 +72,11 @@ def test_rows_of_all_parents_say_what_of_a_leaf_came_in_time() -> None:
     put_row(own[1], 2, row_of((1.0, 1.0, 0.5)).encode())
     mark(own[1], 2, [2], 3)
     merged = own[0] + own[1]
-    read_marks(merged, {2}, 3)
+    read_marks(merged, {2: 5}, 3)
     assert merged[2, :1].item() == pytest.approx(0.1)
     expected = row_of((1.0, 0.0, 0.5))
     encoded = Row(**{**vars(expected), "cause": LINK, "weights": (1.0, 0.0, 0.5)}).encode()
+    encoded[LEAF_SINCE] = 5
     assert torch.equal(merged[2].nan_to_num(-9), encoded.nan_to_num(-9))
 
 
@@ -81,9 +84,9 @@ def test_a_row_that_did_not_come_has_what_its_rank_said_last() -> None:
     last = Row(**{**vars(row_of((1.0, 1.0))), "ring_formed": 7}).encode()
     rows = missing_row(2, last).unsqueeze(0)
     mark(rows, 0, [0, 1], 2)
-    read_marks(rows, {0}, 2)
+    read_marks(rows, {0: 5}, 2)
     table = Table(rows, 2)
-    assert table.rings_formed() == [7]
+    assert (table.rings_formed(), table.leaves()) == ([7], {0: 5})
     assert math.isnan(table.compute_s()[0])
     assert table.finished_ranks() == [False]
 
@@ -108,3 +111,23 @@ def test_who_does_not_know_the_word_is_not_let_in() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         greet(listener.getsockname(), b"x" * TOKEN_BYTES, 0, 5.0).close()
         assert greeted(listener, bytes(TOKEN_BYTES), 5.0) is None
+
+
+def test_an_end_whose_other_end_is_silent_is_closed_within_seconds() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sender = greet(listener.getsockname(), bytes(TOKEN_BYTES), 5, 5.0)
+        found = greeted(listener, bytes(TOKEN_BYTES), 5.0)
+    assert found is not None
+    end = Wire(sender, max_bytes=1 << 20, on_message=print, on_lost=print)
+    end.post(Message(MERGED, 3, 1, payload=bytearray(1 << 24)))  # more than the kernels keep
+    closing = threading.Thread(target=close_all, args=([end],))
+    closing.start()
+    closing.join(30.0)  # without an end to its patience it takes a minute
+    assert not closing.is_alive()
+    found[1].close()
+
+
+@pytest.mark.parametrize(("wire_dtype", "expected"), [(None, 4 * 6 + 8 * 5), (torch.bfloat16, 2 * 6 + 8 * 5)])
+def test_bytes_are_counted_as_they_travel(wire_dtype: torch.dtype | None, expected: int) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(2, 3)), torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))]
+    assert bytes_on_wire(parameters, wire_dtype) == expected

@@ -15,8 +15,8 @@ UNKNOWN = RankLink()
 NUM_BYTES = 5.1e6
 
 
-def seen(links: Sequence[RankLink], *, num_messages: int = 1, members: bool = False) -> SeenLinks:
-    return SeenLinks(links, NUM_BYTES, num_messages, compute_s=0.1, members=members)
+def seen(links: Sequence[RankLink], *, num_messages: int = 1) -> SeenLinks:
+    return SeenLinks(links, NUM_BYTES, num_messages, compute_s=0.1)
 
 
 def after(policy: LinkPolicy, links: Sequence[RankLink], steps: int, places: Places, **more: int) -> Places:
@@ -113,16 +113,66 @@ def test_a_link_that_flaps_moves_its_rank_a_few_times_and_no_more(half: int) -> 
     assert places.leaves == {3}
 
 
-def test_with_members_a_rank_that_cannot_receive_a_step_in_time_is_put_out_and_no_rank_is_a_leaf() -> None:
-    def members(links: Sequence[RankLink], steps: int, places: Places) -> Places:
-        for _ in range(steps):
-            places = LinkPolicy().next_places(places, seen(links, members=True))
-        return places
+def members(
+    links: Sequence[RankLink], steps: int, places: Places, *, min_ranks: int = 2, absent: frozenset[int] = frozenset()
+) -> Places:
+    now = SeenLinks(links, NUM_BYTES, 1, compute_s=0.1, absent=absent, members=True, min_ranks=min_ranks)
+    for _ in range(steps):
+        places = LinkPolicy().next_places(places, now)
+    return places
 
-    assert members([FAST, FAST, FAST, HALF], 20, Places()) == after(LinkPolicy(), [FAST] * 4, 20, Places())
+
+SLOW_UP, SLOW_DOWN = RankLink(0.0002, 1e6, 20e6), RankLink(0.0002, 20e6, 1e6)
+
+
+@pytest.mark.parametrize(
+    ("links", "min_ranks", "absent", "out"),
+    [
+        ([FAST, FAST, FAST, HALF], 2, set(), set()),  # it can receive a step in time
+        ([FAST, FAST, FAST, NARROW], 3, set(), {3}),
+        ([FAST, FAST, FAST, SLOW_UP], 3, set(), {3}),
+        ([FAST, FAST, FAST, SLOW_DOWN], 3, set(), {3}),
+        ([NARROW, FAST, FAST, FAST], 3, set(), {0}),
+        ([FAST, NARROW, FAST, NARROW], 2, set(), {1, 3}),
+        ([FAST, NARROW, FAST, NARROW], 3, set(), set()),  # one of them out does not help the others
+        ([FAST, FAST, FAST, NARROW], 4, set(), set()),
+        ([FAST, FAST, FAST, NARROW], 3, {1}, set()),
+        ([FAST, FAST, NARROW], 2, set(), {2}),
+        ([FAST, NARROW], 1, set(), set()),
+        ([NARROW] * 4, 2, set(), set()),
+        ([FAST, FAST, FAST, UNKNOWN], 3, set(), set()),
+    ],
+)
+def test_with_members_a_rank_that_cannot_keep_up_is_put_out_as_far_as_enough_are_left(
+    links: Sequence[RankLink], min_ranks: int, absent: set[int], out: set[int]
+) -> None:
+    places = members(links, 20, Places(), min_ranks=min_ranks, absent=frozenset(absent))
+    assert (places.leaves, places.out) == (frozenset(), out)
+
+
+def test_a_rank_that_was_put_out_comes_back_when_its_link_has_been_good_for_ten_steps() -> None:
     places = members([FAST, FAST, FAST, NARROW], 20, Places())
-    assert (places.leaves, places.out) == (frozenset(), {3})
+    assert members([FAST, FAST, FAST, NARROW], 500, places).out == {3}
+    assert members([FAST] * 4, 9, places).out == {3}
     assert members([FAST] * 4, 10, places).out == frozenset()
+
+
+def test_a_rank_that_was_put_out_comes_back_at_once_where_too_few_members_are_left() -> None:
+    links = [FAST, FAST, FAST, NARROW]
+    places = members(links, 20, Places(), min_ranks=3)
+    assert places.out == {3}
+    assert members(links, 1, places, min_ranks=3, absent=frozenset({1})).out == frozenset()
+
+
+@pytest.mark.parametrize("half", [10, 12, 25])
+def test_a_link_that_flaps_puts_its_rank_out_a_few_times_and_no_more(half: int) -> None:
+    places, moves = Places(), 0
+    for step in range(2000):
+        link = NARROW if step // half % 2 else FAST
+        before, places = places, members([FAST, FAST, FAST, link], 1, places)
+        moves += before.out != places.out
+    assert 1 <= moves <= 8
+    assert places.out == {3}
 
 
 def test_a_policy_says_what_is_wrong_with_its_numbers() -> None:

@@ -1,0 +1,118 @@
+"""A member whose link is narrow for a while: what its peers' steps take, and when it takes part again.
+
+OMP_NUM_THREADS=1 SLOWNET=path/to/slownet.py python benchmarks/slow_member.py
+OMP_NUM_THREADS=1 SLOWNET=path/to/slownet.py python benchmarks/slow_member.py --normal-mb-per-s 20 --log
+
+Four ranks in network namespaces of this machine, with about 5.1 MB of gradients and 0.1 s of work a step that sleeps.
+From step 20 on the last rank's link carries 1 MB/s each way, and in step 80 it is back. Needs root. Parameters are
+compared at the end, unless the link is not back by then.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import logging
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from namespaces import Slow, Unavailable, enter, hosts
+from sleeping import sleeping_net
+
+import straggle
+from straggle.lab.local_ranks import run_on_ranks
+
+RANKS = 4
+ONE = RANKS - 1
+WIDTH, LAYERS, WORK_S = 400, 7, 0.1
+SLOW_FROM, STEPS = 20, 140
+MTU = 9000
+PORT = 29517
+NETWORK = "10.83.0"
+
+
+def train(rank, names, slow_file, slow_to, log):
+    """Each step's seconds and whether the rank was absent and gave all; how the members changed; the parameters."""
+    if log:
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    dist.destroy_process_group()
+    enter(names[rank])
+    store = dist.TCPStore(f"{NETWORK}.1", PORT, is_master=rank == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    torch.manual_seed(0)
+    net = sleeping_net(WIDTH, LAYERS, WORK_S)
+    model = straggle.StagedDataParallel(net, members=straggle.Elastic(), links=straggle.LinkPolicy())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    model.register_state(optimizer=optimizer)
+    changes, steps = [], []
+    model.register_members_hook(lambda report: changes.append((report.step, str(report))))
+    for number in range(STEPS):
+        if rank == 0 and number in (SLOW_FROM, slow_to):
+            Path(slow_file).touch() if number == SLOW_FROM else Path(slow_file).unlink()
+        began = time.perf_counter()
+        with model.step():
+            model(torch.randn(4, WIDTH)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        own = model.last_report.ranks[ONE]
+        steps.append((time.perf_counter() - began, own.absent, own.reach))
+    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    model.close()
+    return {"steps": steps, "changes": changes, "digest": digest}
+
+
+def measured(options):
+    with contextlib.ExitStack() as stack:
+        slow_file = str(Path(stack.enter_context(tempfile.TemporaryDirectory()), "slow"))
+        normal = 1e6 * options.normal_mb_per_s
+        slow = Slow(bytes_per_s=1e6, while_file=slow_file, normal_bytes_per_s=normal)
+        links = {ONE: slow, **({None: Slow(bytes_per_s=normal)} if normal else {})}
+        made = hosts(RANKS, links, forwarder=options.slownet, mtu=MTU, network=NETWORK, prefix="lf")
+        return run_on_ranks(train, RANKS, stack.enter_context(made), slow_file, options.slow_to, options.log)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slownet", default=os.environ.get("SLOWNET"), help="path to slownet.py")
+    parser.add_argument("--normal-mb-per-s", type=float, default=0.0, help="of all links (default: no limit)")
+    parser.add_argument("--slow-to", type=int, default=80, help="step from which on the link is back")
+    parser.add_argument("--log", action="store_true", help="what the ranks log")
+    options = parser.parse_args()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # or the namespaces would stay
+    try:
+        results = measured(options)
+    except Unavailable as why:
+        sys.exit(f"skipped, {why}")
+    steps, slow_to = results[0]["steps"], min(options.slow_to, STEPS)
+    if len({own["digest"] for own in results}) > 1 and slow_to < STEPS:
+        sys.exit("the replicas are not the same")
+    for number, what in results[0]["changes"]:
+        print(f"step {number}: {what}")
+    before = statistics.median(seconds for seconds, _, _ in steps[5:SLOW_FROM])
+    away = [number for number, (_, absent, _) in enumerate(steps) if absent]
+    back = next(number for number in range(slow_to, STEPS + 1) if number == STEPS or steps[number][2] == 1)
+    print(f"median step before: {1e3 * before:.0f} ms; the others in turn as ratios to that")
+    for words, begin, end in (
+        ("the first 20 steps with the narrow link", SLOW_FROM, SLOW_FROM + 20),
+        ("the next ones until the link is back", SLOW_FROM + 20, slow_to),
+        ("from when the link is back until the rank takes part", slow_to, back),
+        ("after that", back, STEPS),
+    ):
+        if not (seconds := [own for own, _, _ in steps[begin:end]]):
+            continue
+        median, longest = statistics.median(seconds) / before, max(seconds)
+        print(f"{words}: {median:.2f}, {sum(seconds):.1f} s together, the longest {longest:.2f} s")
+    print(f"absent in steps {away[0] if away else '-'} to {away[-1] if away else '-'}, {len(away)} of them")
+    if back < STEPS:
+        print(f"takes part again with all of its gradients {back - slow_to} steps after its link is back")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Which members are put out because of their links, and until when: decided by all members alike.
+
+All ask the policy after each merged step. Whom it puts out is left out of the next view, and is not let in while it
+stays so. Members ping it meanwhile, so that all know from the telemetry when its link is back; then it is let in as any
+rank that asks. A member that was let in has the policy's memory with its state.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from straggle.merge.links.seen import seen_links
+from straggle.merge.members.membership import Membership
+from straggle.merge.members.view import Leaving
+from straggle.merge.telemetry import Table
+from straggle.policies.leaves import LinkPolicy, Places
+from straggle.policies.rank_links import RankLink, others_link
+from straggle.policies.slow_links import compared
+
+_log = logging.getLogger(__name__)
+
+
+class PutOut:
+    """Of one wrapped model. ``out`` may be read by any thread; the rest is called with the coordinator's lock held.
+
+    ``num_bytes`` of gradients are merged in a step.
+    """
+
+    def __init__(self, policy: LinkPolicy, membership: Membership, *, num_bytes: int) -> None:
+        self._policy, self._membership = policy, membership
+        self._num_bytes = num_bytes
+        self._places = Places()
+
+    @property
+    def out(self) -> frozenset[int]:
+        """The ranks that are no members, or are about to be none, because of their links."""
+        return self._places.out
+
+    def begin_anew(self) -> None:
+        """This rank is no member any more."""
+        self._use(Places(), {})
+
+    def merged(self, step: int, table: Table, num_messages: int) -> None:
+        """A step is merged: who is put out from the next one on, and who may come back."""
+        if step < self._places.step:  # it is in what this rank was given
+            return
+        before = replace(self._places, step=step)
+        least = self._membership.least
+        seen = seen_links(table, self._num_bytes, num_messages, out=before.out, min_ranks=least)
+        places = self._policy.next_places(before, seen)
+        if places.out == before.out:
+            self._places = places
+            return
+        if self._membership.rank == min(self._membership.view.ranks, default=-1):
+            for rank in before.out - places.out:
+                _log.info("step %d: rank %d may be let in again", step, rank)
+        kept = {rank: why for rank, why in self._membership.kept_out.items() if rank in places.out}
+        self._use(places, {rank: _why(seen.links, rank) for rank in places.out} | kept)
+
+    def _use(self, places: Places, why: Mapping[int, Leaving]) -> None:
+        self._places = places
+        self._membership.keep_out(why)
+
+    # -- for a member that is let in; by the training thread, while nothing else is called
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the members know of who was put out."""
+        return {
+            name: sorted(value) if isinstance(value, frozenset) else value
+            for name, value in asdict(self._places).items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        places = Places(**{**state, "leaves": frozenset(state["leaves"]), "out": frozenset(state["out"])})
+        self._use(places, dict.fromkeys(places.out, Leaving("link", "its link is slow")))
+
+
+def _why(links: Sequence[RankLink], rank: int) -> Leaving:
+    link, others = links[rank], others_link(links, rank)
+    return Leaving("link", f"its link is slow: {compared(link, others)}")
