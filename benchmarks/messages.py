@@ -1,10 +1,12 @@
 """What the messages of a step cost: measured beside DDP's, and as `straggle.policies.merge_time` predicts it.
 
-OMP_NUM_THREADS=1 SLOWNET=path/to/slownet.py python benchmarks/messages.py --cases two-20MB/s four-20MB/s
+OMP_NUM_THREADS=1 SLOWNET=path/to/slownet.py python benchmarks/messages.py --cases two-50ms-large four-50ms-large
+OMP_NUM_THREADS=1 SLOWNET=path/to/slownet.py python benchmarks/messages.py --alone
 
 Ranks in network namespaces of this machine, which needs root. Work sleeps, and the ways take turns in one job.
 ``uncut``: straggle with each bucket in one message, however large. ``predicted``: the step by the model, from the links
-that were made: without what the ranks and the forwarder of these namespaces compute.
+that were made, without what the ranks and the forwarder of these namespaces compute. ``--alone``: some equal messages
+of four ranks at a time, and nothing else: seconds until the last one is merged.
 """
 
 import argparse
@@ -34,6 +36,7 @@ import straggle
 from straggle.backward.stages import plan_stages
 from straggle.lab.local_ranks import run_on_ranks
 from straggle.merge import buffers
+from straggle.merge.groups import gloo_group
 from straggle.policies.links import Link
 from straggle.policies.merge_time import MESSAGES_AT_A_TIME, Message, largest_message_bytes, merged_at
 from straggle.report import text_table
@@ -167,13 +170,55 @@ def measured(case, options):
         return run_on_ranks(measure, case.ranks, case, names, folder)[0]
 
 
+ALONE = [(1e-4, 1), (1, 1), (8, 1), (16, 1), (32, 1), (4, 8), (8, 4)]  # megabytes of each, and how many
+ALONE_RANKS = 4
+ALONE_LINKS = (Slow(delay_s=0.02), Slow(delay_s=0.02, bytes_per_s=20e6))
+
+
+def measure_alone(rank, names, folder):
+    dist.destroy_process_group()
+    enter(names[rank])
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store"), rank=rank, world_size=ALONE_RANKS)
+    group = gloo_group(dist.FileStore(f"{folder}/messages"), rank, ALONE_RANKS, 30.0)
+    found = []
+    for megabytes, count in ALONE:
+        tensors, seconds = [torch.ones(int(megabytes * MB / 4)) for _ in range(count)], []
+        for _ in range(4):
+            group.barrier().wait()
+            began = time.perf_counter()
+            for work in [group.allreduce([tensor]) for tensor in tensors]:
+                work.wait()
+            seconds.append(time.perf_counter() - began)
+        found.append(statistics.median(seconds[1:]))
+    return found
+
+
+def alone(options):
+    rows = [("links", "messages", "measured, s", "predicted, s")]
+    for slow in ALONE_LINKS:
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            names = stack.enter_context(hosts(ALONE_RANKS, {None: slow}, forwarder=options.slownet, mtu=MTU))
+            seconds = run_on_ranks(measure_alone, ALONE_RANKS, names, folder)[0]
+        links = [Link(slow.delay_s, slow.bytes_per_s or math.inf)] * ALONE_RANKS
+        words = f"{1000 * slow.delay_s:g} ms" + (f", {slow.bytes_per_s / 1e6:g} MB/s" if slow.bytes_per_s else "")
+        for (megabytes, count), own_s in zip(ALONE, seconds, strict=True):
+            predicted = max(merged_at([Message(megabytes * MB)] * count, links))
+            rows.append((words, f"{count} of {megabytes:g} MB", f"{own_s:.3f}", f"{predicted:.3f}"))
+    print(text_table(rows))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--slownet", default=os.environ.get("SLOWNET"), help="path to slownet.py")
+    parser.add_argument("--alone", action="store_true", help="messages without anything else")
     options = parser.parse_args()
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # or the namespaces would stay
+    if options.alone:
+        alone(options)
+        return
     rows = [("case", "way", "step, ms", "over DDP", "over uncut", "predicted, ms")]
     for name in options.cases:
         case = CASES[name]
