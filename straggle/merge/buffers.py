@@ -7,8 +7,10 @@ A contribution is scaled by ``1 / world_size`` as it is copied in, as DDP does, 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from array import array
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -16,9 +18,11 @@ from torch import Tensor, nn
 
 from straggle.backward.stages import StagePlan
 from straggle.merge.groups import Group
+from straggle.merge.numbers import Numbers
 from straggle.merge.telemetry import NONFINITE, row_length
 from straggle.policies.merge_time import largest_message_bytes
 
+_LARGE_BYTES = 2**18  # a gradient of this size has left the cache when the last one of its bucket is copied
 _ALIGN = 16  # elements: each gradient starts on a cache line
 
 
@@ -43,13 +47,18 @@ class _Flat:
 
     The tail is fp32 or finer. It lies at the end of the gradients' buffer where that is, and travels in one message.
     ``wire``: the gradients as they travel, where that is not as they are; the tail goes beside them, exact.
+    ``plain_tail``: the tail as plain memory. ``large`` of the parameters are summed as they are copied, to see whether
+    they are finite; ``between`` is the rest.
     """
 
     parameters: tuple[int, ...]
     gradients: Tensor
     tail: Tensor
     messages: tuple[Tensor, ...]
-    wire: Tensor | None = None
+    wire: Tensor | None
+    plain_tail: Numbers
+    large: tuple[int, ...]
+    between: tuple[Tensor, ...]
 
 
 class StageBuffers:
@@ -76,6 +85,8 @@ class StageBuffers:
         self._num_changes = num_changes
         self._wire_dtype = wire_dtype
         self._merged: dict[int, Share] = {}  # of the buckets that are normalized
+        self._sums: dict[int, Tensor] = {}  # of large gradients to which nothing was added since
+        self._large: set[int] = set()
         self._finite: list[Tensor] = []  # which of this rank's gradients were, for the buckets that were looked at
         self._rank = -1  # whose row was written
         self._scale = torch.tensor(1 / world_size)  # a tensor, because a number is made into one at each call
@@ -86,29 +97,38 @@ class StageBuffers:
         last = world_size * length + num_changes
         self._buckets = [self._allocate(bucket, parameters, last if bucket is buckets[-1] else 0) for bucket in buckets]
         self._length = world_size * length
+        self._own_rows = array("f", bytes(4 * self._length))  # zeros but for this rank's row
         self._with_last = self.rows
         self.use_telemetry(self.rows)
 
     def use_telemetry(self, numbers: Tensor) -> None:
         """What ``rows`` and ``changes`` are parts of, from here on to the end of the step."""
         self.telemetry = numbers
+        self._plain = Numbers(numbers)
         self.changes = numbers[self._length :]
         self.rows = numbers[: self._length].view(self._world_size, -1)
 
     def begin(self) -> None:
         """A new step begins."""
-        self._finite, self._merged, self._rank = [], {}, -1
+        self._finite, self._merged, self._rank, self._sums = [], {}, -1, {}
         if self.telemetry is not self._with_last:
             self.use_telemetry(self._with_last)
 
-    def accumulate(self, index: int, gradient: Tensor, *, add: bool, weight: float = 1.0) -> None:
-        """Write ``weight * gradient`` of parameter ``index``, or add it to what is there."""
+    def accumulate(
+        self, index: int, gradient: Tensor, *, add: bool, weight: float = 1.0, complete: bool = False
+    ) -> None:
+        """Write ``weight * gradient`` of parameter ``index``, or add it; ``complete``: that is all of it."""
         if gradient.requires_grad:  # backward(create_graph=True)
             gradient = gradient.detach()
         if add:
             self.views[index].add_(gradient, alpha=weight / self._world_size)
         else:
             torch.mul(gradient, self._scale if weight == 1.0 else weight / self._world_size, out=self.views[index])
+        if index in self._large:
+            if complete:
+                self._sums[index] = self.views[index].sum(dtype=torch.float32)
+            else:
+                self._sums.pop(index, None)
 
     def accumulate_together(self, own: Sequence[tuple[int, Tensor]], *, add: bool, weight: float = 1.0) -> None:
         """The same for several parameters and their gradients, by few kernels; the bits are the same too."""
@@ -124,15 +144,19 @@ class StageBuffers:
         """A copy of this rank's gradient of parameter ``index`` as it was put in with ``weight``."""
         return self.views[index] * (self._world_size / weight)
 
-    def write_telemetry(self, rank: int, row: Tensor, changes: Tensor | None) -> None:
+    def write_telemetry(self, rank: int, row: array[float], changes: Tensor | None) -> None:
         """This rank's telemetry and changes of buffers, before the last bucket goes."""
         self._rank = rank
-        self.rows.zero_()
-        self.rows[rank] = row
+        self._own_rows[rank * len(row) : (rank + 1) * len(row)] = row
+        self._plain.write(self._own_rows)
         if changes is not None:
             self.changes.copy_(changes)
         elif self._num_changes:
             self.changes.zero_()
+
+    def copy_rows(self) -> array[float]:
+        """The merged rows, one after the other, for who goes on when these buffers are used again."""
+        return self._plain.copy(self._length)
 
     def all_reduce(
         self, bucket: int, shares: Mapping[int, Share], group: Group, weight: float = 1.0
@@ -141,7 +165,7 @@ class StageBuffers:
         works = []
         for flat in self._buckets[bucket]:
             if shares.keys().isdisjoint(flat.parameters):
-                flat.tail.fill_(1.0)
+                flat.plain_tail.fill(1.0)
                 if weight != 1.0:
                     flat.tail[: len(flat.parameters)] = weight
             else:
@@ -208,8 +232,11 @@ class StageBuffers:
             finite = torch.stack(torch._foreach_norm(views, math.inf)) < math.inf
             bad = ~finite
         else:
-            # one pass over the entire bucket is enough
-            if math.isfinite(flat.gradients.sum(dtype=torch.float32).item()):
+            # one pass over what was not summed yet is enough
+            summed = all(index in self._sums for index in flat.large)
+            sums = [self._sums[index] for index in flat.large] if summed else []
+            sums += [part.sum(dtype=torch.float32) for part in (flat.between if summed else (flat.gradients,))]
+            if all(math.isfinite(own.item()) for own in sums):
                 return
             finite = torch.stack([torch.isfinite(view).all() for view in views])
             bad = ~finite
@@ -233,7 +260,10 @@ class StageBuffers:
                 continue
             if flat.wire is not None:
                 flat.gradients.copy_(flat.wire)
-            tail, count = flat.tail.tolist(), len(flat.parameters)
+            tail, count = flat.plain_tail.tolist(), len(flat.parameters)
+            if tail.count(self._world_size) == len(tail):  # of all ranks, as in nearly every step
+                merged |= dict.fromkeys(flat.parameters, of_all)
+                continue
             for index, weight, present in zip(flat.parameters, tail[:count], tail[count:], strict=True):
                 if weight == self._world_size and present:
                     merged[index] = of_all
@@ -243,6 +273,9 @@ class StageBuffers:
                         self.views[index].mul_(self._world_size / weight)
         self._merged |= merged
         return merged
+
+    def _is_large(self, parameter: Tensor) -> bool:
+        return self._drop_nonfinite and not parameter.is_cuda and parameter.nbytes >= _LARGE_BYTES
 
     def _allocate(self, indices: Sequence[int], parameters: Sequence[nn.Parameter], num_rows: int) -> list[_Flat]:
         alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -264,7 +297,12 @@ class StageBuffers:
             wire = torch.zeros(end, dtype=self._wire_dtype, device=device) if rounded else None
             messages = self._messages(data if wire is None else wire)
             messages = messages if exact else (*messages, numbers)
-            flats.append(_Flat(tuple(members), data[:end], numbers[: extra[0]], messages, wire))
+            tail = numbers[: extra[0]]
+            ends = {i: (start, start + parameters[i].numel()) for i, start in zip(members, starts, strict=True)}
+            large = tuple(i for i in members if self._is_large(parameters[i]))
+            self._large |= set(large)
+            between = _between(data[:end], [ends[i] for i in large])
+            flats.append(_Flat(tuple(members), data[:end], tail, messages, wire, Numbers(tail), large, between))
             self.rows = numbers[extra[0] :]
         return flats
 
@@ -273,6 +311,12 @@ class StageBuffers:
         count = 1 if data.is_cuda else math.ceil(data.nbytes / largest_message_bytes(self._world_size))
         size = -(-data.numel() // (count * _ALIGN)) * _ALIGN
         return tuple(data[start : start + size] for start in range(0, data.numel(), size))
+
+
+def _between(data: Tensor, parts: Iterable[tuple[int, int]]) -> tuple[Tensor, ...]:
+    """What lies between these parts, each from its start to its end, in order."""
+    edges = [0, *chain.from_iterable(parts), data.numel()]
+    return tuple(data[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end)
 
 
 def _view(data: Tensor, start: int, parameter: nn.Parameter) -> Tensor:

@@ -524,13 +524,13 @@ def finish_steps_while_others_ask(rank):
 
     def begin_step():
         coordinator.enter(Entry())
-        coordinator.gradients_ready(*zip(*enumerate(map(torch.ones_like, model.parameters())), strict=True))
+        give_ones(coordinator, model.parameters())
 
     held = []
     coordinator.start()
     try:
         begin_step()
-        membership.wanted = {rank: "another incarnation"}
+        membership.joins.wanted = {rank: "another incarnation"}
         coordinator.finish(truncated=False, scalars={})
         held.append(membership.held)
         membership.held, admits = None, coordinator.member.telemetry_of(0)
@@ -548,6 +548,12 @@ def finish_steps_while_others_ask(rank):
 def test_step_that_another_member_gave_holds_nobody_for_newcomers():
     # who was to come in after it has, or has not: a rank that waited for that would wait for ever
     assert run_ranks(finish_steps_while_others_ask, 1) == [[(1, True), None]]
+
+
+def give_ones(coordinator, parameters):
+    """All gradients of a step, in one backward pass."""
+    coordinator.waiting.extend((index, torch.ones_like(own), 0.0) for index, own in enumerate(parameters))
+    coordinator.merge_waiting()
 
 
 def take_telemetry_of_who_has_left(rank):
@@ -573,7 +579,7 @@ def take_telemetry_of_who_has_left(rank):
         membership=channel.membership,
     )
     coordinator.enter(Entry())
-    coordinator.gradients_ready(*zip(*enumerate(map(torch.ones_like, parameters)), strict=True))
+    give_ones(coordinator, parameters)
     found = []
     thread = threading.Thread(target=lambda: found.append(coordinator.finish(truncated=False, scalars={})))
     thread.start()

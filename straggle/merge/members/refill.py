@@ -13,18 +13,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
-
 from straggle.merge.members.view import Seal, View
 from straggle.merge.store import peek
 
 GATHER_S = 5.0  # for members to find the store, which each looks for every second
 
 _log = logging.getLogger(__name__)
-
-
-class StoreEmptied(dist.DistStoreError):
-    """The job's store was started anew, and its members have not said yet what it has to know."""
 
 
 def following(known: Mapping[int, View], waited_s: float, *, least: int) -> View | None:
