@@ -112,7 +112,7 @@ run_tests() {
     case $word in *.py | *.py::*) parallel= ;; esac # one file runs in one process
   done
   cores=$(getconf _NPROCESSORS_ONLN)
-  files=$((cores + 1)) # at once: tests wait for processes much of their time, and one more keeps the cores busy
+  files=$((cores + 2)) # at once: tests wait for processes half of their time, and two more keep the cores busy
   case $level in
     fast)
       files=$cores

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,9 @@ TESTS = Path(__file__).parent
 LEVELS = ("unit", "ranks", "commands", "cluster", "docs")
 PROCESSES = ("ranks", "commands", "cluster")  # a busy machine may starve one: tried a second time, and listed
 LIMIT_S = 5.0  # of CPU
+
+# each connection of a TCPStore asks a name server who 127.0.0.1 is, and an answer that is lost would cost 5 s
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

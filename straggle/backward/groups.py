@@ -1,17 +1,17 @@
 """Which gradients are merged by one call: Python costs about as much for a group of them as for one.
 
-A group is a run of one stage's gradients, in the order in which backward finishes them.
+A group is a run of a bucket's gradients, in the order in which backward finishes them; on a CUDA device of a stage's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
-from straggle.backward.stages import StagePlan
+from straggle.backward.stages import Stage, StagePlan
 
 GROUP_BYTES = 2**20  # on the CPU: above this, what waits has left the cache before it is copied
 
@@ -35,26 +35,28 @@ class Groups:
     def follow(self, plan: StagePlan) -> None:
         """Form the groups of this plan: on a CUDA device of a stage each, where few kernels count more than the cache.
 
+        On the CPU a group may have small stages that share a message, because nothing can be sent before all are there.
         Gradients that come on several devices or streams are not for one call: they have no groups.
         """
         devices = {parameter.device for parameter in self._parameters}
         if len(devices) == 1 and len(self._streams) <= 1:
             on_cuda = self._parameters[0].is_cuda
             nbytes = [parameter.numel() * parameter.element_size() for parameter in self._parameters]
-            self.ends = group_ends(plan, nbytes, math.inf if on_cuda else GROUP_BYTES)
+            runs = [(stage,) for stage in plan.stages] if on_cuda else plan.buckets()
+            self.ends = group_ends(runs, nbytes, math.inf if on_cuda else GROUP_BYTES)
 
 
-def group_ends(plan: StagePlan, nbytes: Sequence[int], group_bytes: float) -> frozenset[int]:
-    """The parameters with which a group is complete: the last of its stage, and who brings it to ``group_bytes``.
+def group_ends(runs: Iterable[Sequence[Stage]], nbytes: Sequence[int], group_bytes: float) -> frozenset[int]:
+    """The parameters with which a group is complete: the last of these runs, and who brings it to ``group_bytes``.
 
     ``nbytes`` has the bytes of each parameter.
     """
     ends = set()
-    for stage in plan.stages:
+    for run in runs:
         size = 0
-        for index in stage.parameters:
+        for index in (index for stage in run for index in stage.parameters):
             size += nbytes[index]
-            if size >= group_bytes or index == stage.parameters[-1]:
+            if size >= group_bytes or index == run[-1].parameters[-1]:
                 ends.add(index)
                 size = 0
     return frozenset(ends)

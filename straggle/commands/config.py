@@ -45,18 +45,25 @@ def load(name: str, overrides: Sequence[str]) -> DictConfig:
         if wrong := [override for override in overrides if "=" not in override and not override.startswith("~")]:
             raise ConfigurationError(f"{wrong[0]!r} is no key=value, such as steps=10")
         choices = [override for override in overrides if override.partition("=")[0] in (*GROUPS, METHODS)]
-        valid = composed(name)
-        for choice in choices:
-            if choice.partition("=")[0] not in valid:
-                raise ConfigurationError(unknown_key(choice.partition("=")[0], valid))
-            check_choice(*choice.split("=", 1))
-        valid = composed(name, *choices)
+        try:
+            valid = composed(name, *choices)
+        except (HydraException, OmegaConfBaseException):
+            _check_choices(choices, composed(name))
+            raise
         try:
             config = compose(name, list(overrides))
         except (HydraException, OmegaConfBaseException) as error:
             raise ConfigurationError(_explain(str(error), valid)) from None
     check(config, valid)
     return config
+
+
+def _check_choices(choices: Sequence[str], valid: DictConfig) -> None:
+    """Raise `ConfigurationError` for the first choice that there is not."""
+    for choice in choices:
+        if choice.partition("=")[0] not in valid:
+            raise ConfigurationError(unknown_key(choice.partition("=")[0], valid))
+        check_choice(*choice.split("=", 1))
 
 
 def _explain(problem: str, valid: DictConfig) -> str:

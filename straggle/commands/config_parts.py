@@ -10,15 +10,15 @@ from straggle.extras import needs_extra
 with needs_extra("train"):
     from omegaconf import DictConfig, OmegaConf
 
-from straggle.commands.config_keys import config_dir
+from straggle.commands.config_keys import METHODS, config_dir
 from straggle.lab.build import build_faults
 
 
 def of_method(config: DictConfig, name: str) -> DictConfig:
-    """``config`` with the parts that the method ``name`` of ``compare`` replaces."""
+    """``config`` with the parts that the method ``name`` of ``compare`` replaces, and without the methods."""
     own = OmegaConf.to_container(config.methods[name], resolve=True)
     assert isinstance(own, dict)
-    merged = config.copy()
+    merged = OmegaConf.masked_copy(config, [str(key) for key in config if key != METHODS])  # the copy takes its time
     OmegaConf.set_struct(merged, False)
     for key, part in own.items():
         if key != "job":

@@ -25,8 +25,9 @@ from straggle.merge.checks import check_links, check_module, check_unwrapped
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.links.job_pings import JobPings
-from straggle.merge.members.elastic import ElasticChannel, Regrouping, describe_for_newcomers
+from straggle.merge.members.elastic import ElasticChannel, MetAnew, describe_for_newcomers
 from straggle.merge.members.healing import Healing
+from straggle.merge.members.regrouping import Regrouping
 from straggle.merge.members.view import Elastic
 from straggle.merge.options import Merge, ModuleBuffers
 from straggle.merge.saved_state import RankState, SharedMemory
@@ -171,16 +172,34 @@ def _meet(module: nn.Module, wrapped: Wrapped, options: Options, process_group: 
     elif options.own_group:
         raise ValueError("members=Elastic() is for all ranks of the job: leave process_group out")
     else:
-        channel = elastic = ElasticChannel(options.members, give_up_s=give_up_s)
-        elastic.membership.description = describe_for_newcomers({**asdict(wrapped), "straggle": __version__})
-        if elastic.comes_late:
-            if wrapped.refusal:
+        elastic = ElasticChannel(options.members, give_up_s=give_up_s)
+        elastic.membership.joins.description = describe_for_newcomers({**asdict(wrapped), "straggle": __version__})
+        try:
+            while not elastic.comes_late and not _become_alike(module, wrapped, elastic):
+                elastic.meet_members()
+            if elastic.comes_late and wrapped.refusal:
                 raise ValueError(wrapped.refusal)
-            return channel
+        except BaseException:
+            elastic.membership.close()
+            raise
+        return elastic
+    _make_alike(module, wrapped, channel)
+    return channel
+
+
+def _make_alike(module: nn.Module, wrapped: Wrapped, channel: Channel) -> None:
     check_alike(wrapped, channel)
     for tensor in (*module.parameters(), *module.buffers()):
         channel.broadcast(tensor.detach())
-    return channel
+
+
+def _become_alike(module: nn.Module, wrapped: Wrapped, channel: ElasticChannel) -> bool:
+    """The same among ranks that may be started again meanwhile; false where the ranks have to meet anew for it."""
+    try:
+        _make_alike(module, wrapped, channel)
+        return channel.membership.has_wrapped(channel.give_up_s)
+    except MetAnew:
+        return False
 
 
 def _members_changed(reference: weakref.ref[HookRegisters], report: MembersReport) -> None:

@@ -32,6 +32,7 @@ from straggle.policies.fill_in import FillIn
 from straggle.step import Step
 
 _log = logging.getLogger(__name__)
+_STRIDED = torch.strided
 _NO_RUN = -2  # is no number of a run, nor that of being outside of all
 
 
@@ -123,7 +124,7 @@ class OpenStep(PassWatcher):
         self._last_kept: tuple[int, tuple[int, ...]] = (NONE, ())  # as the peers, and as this rank, decided last
         self.groups = Groups(self._parameters)
         self._grouped_run = _NO_RUN  # of the engine, whose gradients wait for their group
-        self._waiting: list[tuple[int, Tensor]] = []  # gradients of the running pass
+        self._waiting = coordinator.waiting
         self._optimizing: StepInParts | None = None  # of the last step that was entered
 
     # -- the two ends of the block
@@ -143,9 +144,9 @@ class OpenStep(PassWatcher):
         self._num_forward = 0  # passes that were finished
         self._in_forward = False
         self._num_timed = 0  # micro-batches whose end was noted
-        self._num_merged = 0  # gradients
+        self._num_taken = 0  # gradients
         self.drawn: Drawn | None = None
-        self._waiting, self._grouped_run = [], _NO_RUN
+        self._grouped_run = _NO_RUN
         self._left = step.num_microbatches * len(self._parameters)  # gradients after which nothing is left to stop
         self._num_checks = 0  # how often the pass asked whether to go on
         self._optimizing = None if step.optimizer is None else StepInParts(step.optimizer)
@@ -155,7 +156,9 @@ class OpenStep(PassWatcher):
         self._learner.step_begins()
         self.stopwatch.enter("data")
         max_over = None if replayed is None else replayed.num_over
-        self._coordinator.enter(replace(entry, kept=self._kept.mark, max_over=max_over))
+        if (kept := self._kept.mark, max_over) != (entry.kept, entry.max_over):
+            entry = replace(entry, kept=kept, max_over=max_over)
+        self._coordinator.enter(entry)
         self.step = step
 
     @property
@@ -295,7 +298,7 @@ class OpenStep(PassWatcher):
         if not grouped and not self._may_take(index, parameter):
             return
         parameter.grad = None  # the copy in the buffer is the one that counts; freeing this one at once is fastest
-        if gradient.layout != torch.strided:
+        if gradient.layout is not _STRIDED:
             raise ValueError(
                 f"parameter {self._named[index][0]} has a gradient of layout {gradient.layout}: use dense gradients"
             )
@@ -304,10 +307,12 @@ class OpenStep(PassWatcher):
         self._num_in_pass += 1
         if self._num_in_pass == self._most and self.on_backward is not None:
             self.on_backward()
-        self._waiting.append((index, gradient))
+        self.stopwatch.last_gradient_at = at = self.stopwatch.now()
+        self._waiting.append((index, gradient, at))
+        self._num_taken += 1
         if not grouped or index in self.groups.ends:
             self._merge_waiting()
-        if self._num_merged + len(self._waiting) < self._left:
+        if self._num_taken < self._left:
             self.check()
 
     def _joins_and_groups(self) -> bool:
@@ -331,18 +336,13 @@ class OpenStep(PassWatcher):
         """Give the gradients that wait for their group to the merge."""
         if not self._waiting:
             return
-        waiting, self._waiting = self._waiting, []
-        indices, gradients = zip(*waiting, strict=True)
-        self.stopwatch.last_gradient_at = self.stopwatch.now()
         if self._learner.times is not None:
-            self._learner.times.finished(indices[0])
-        if self._rule.takes(self._num_merged):
-            stage_finished = self._coordinator.gradients_ready(indices, gradients, self.pass_number)
-            self._num_merged += len(indices)
-            if stage_finished and self._limit is not None:
+            self._learner.times.finished(self._waiting[0][0])
+        if self._rule.takes(self._num_taken - 1):
+            if self._coordinator.merge_waiting() and self._limit is not None:
                 self._limit.stage_finished()
         else:  # it came too late in the run that is replayed
-            self._coordinator.gradient_ready_late(indices[0], gradients[0])
+            self._coordinator.discard_waiting()
 
     def check(self) -> None:
         """Leave the step if its rule says so.
@@ -381,7 +381,7 @@ class OpenStep(PassWatcher):
 
     def _pass_begins(self, first: int) -> None:  # noqa: ARG002
         self.stopwatch.enter("backward")
-        self._coordinator.begin_pass()
+        self._coordinator.begin_pass(self.pass_number)
         self._kept.set_aside()
         if self._learner.times is not None:
             self._learner.times.begin()

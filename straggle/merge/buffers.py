@@ -7,6 +7,7 @@ A contribution is scaled by ``1 / world_size`` as it is copied in, as DDP does, 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from straggle.backward.stages import StagePlan
 from straggle.merge.groups import Group
+from straggle.merge.numbers import Numbers
 from straggle.merge.telemetry import NONFINITE, row_length
 
 _ALIGN = 16  # elements: each gradient starts on a cache line
@@ -42,13 +44,15 @@ class _Flat:
 
     The tail is fp32 or finer. It lies at the end of the gradients' buffer where that is, and travels in one message.
     ``wire``: the gradients as they travel, where that is not as they are; the tail goes beside them, exact.
+    ``plain_tail``: the tail as plain memory.
     """
 
     parameters: tuple[int, ...]
     gradients: Tensor
     tail: Tensor
     messages: tuple[Tensor, ...]
-    wire: Tensor | None = None
+    wire: Tensor | None
+    plain_tail: Numbers
 
 
 class StageBuffers:
@@ -85,12 +89,14 @@ class StageBuffers:
         last = world_size * length + num_changes
         self._buckets = [self._allocate(bucket, parameters, last if bucket is buckets[-1] else 0) for bucket in buckets]
         self._length = world_size * length
+        self._own_rows = array("f", bytes(4 * self._length))  # zeros but for this rank's row
         self._with_last = self.rows
         self.use_telemetry(self.rows)
 
     def use_telemetry(self, numbers: Tensor) -> None:
         """What ``rows`` and ``changes`` are parts of, from here on to the end of the step."""
         self.telemetry = numbers
+        self._plain = Numbers(numbers)
         self.changes = numbers[self._length :]
         self.rows = numbers[: self._length].view(self._world_size, -1)
 
@@ -123,15 +129,19 @@ class StageBuffers:
         """A copy of this rank's gradient of parameter ``index`` as it was put in with ``weight``."""
         return self.views[index] * (self._world_size / weight)
 
-    def write_telemetry(self, rank: int, row: Tensor, changes: Tensor | None) -> None:
+    def write_telemetry(self, rank: int, row: array[float], changes: Tensor | None) -> None:
         """This rank's telemetry and changes of buffers, before the last bucket goes."""
         self._rank = rank
-        self.rows.zero_()
-        self.rows[rank] = row
+        self._own_rows[rank * len(row) : (rank + 1) * len(row)] = row
+        self._plain.write(self._own_rows)
         if changes is not None:
             self.changes.copy_(changes)
         elif self._num_changes:
             self.changes.zero_()
+
+    def copy_rows(self) -> array[float]:
+        """The merged rows, one after the other, for who goes on when these buffers are used again."""
+        return self._plain.copy(self._length)
 
     def all_reduce(
         self, bucket: int, shares: Mapping[int, Share], group: Group, weight: float = 1.0
@@ -140,7 +150,7 @@ class StageBuffers:
         works = []
         for flat in self._buckets[bucket]:
             if shares.keys().isdisjoint(flat.parameters):
-                flat.tail.fill_(1.0)
+                flat.plain_tail.fill(1.0)
                 if weight != 1.0:
                     flat.tail[: len(flat.parameters)] = weight
             else:
@@ -226,7 +236,10 @@ class StageBuffers:
                 continue
             if flat.wire is not None:
                 flat.gradients.copy_(flat.wire)
-            tail, count = flat.tail.tolist(), len(flat.parameters)
+            tail, count = flat.plain_tail.tolist(), len(flat.parameters)
+            if tail.count(self._world_size) == len(tail):  # of all ranks, as in nearly every step
+                merged |= dict.fromkeys(flat.parameters, of_all)
+                continue
             for index, weight, present in zip(flat.parameters, tail[:count], tail[count:], strict=True):
                 if weight == self._world_size and present:
                     merged[index] = of_all
@@ -256,7 +269,8 @@ class StageBuffers:
                 self.views[index] = _view(data, start, parameters[index])
             wire = torch.zeros(end, dtype=self._wire_dtype, device=device) if rounded else None
             messages = (data,) if exact else (data if wire is None else wire, numbers)
-            flats.append(_Flat(tuple(members), data[:end], numbers[: extra[0]], messages, wire))
+            tail = numbers[: extra[0]]
+            flats.append(_Flat(tuple(members), data[:end], tail, messages, wire, Numbers(tail)))
             self.rows = numbers[extra[0] :]
         return flats
 

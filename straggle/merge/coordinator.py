@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from straggle.merge.options import Merge, ReachedShares
 from straggle.merge.pools.draws import Drawn, Draws
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.rank_state import Entry, MergeSide, TrainingSide
-from straggle.merge.round import MergedStep, Round
+from straggle.merge.round import Finished, MergedStep, Round
 from straggle.merge.rounds import Rounds
 from straggle.merge.stand_in import StandIn
 from straggle.merge.submission import Submission
@@ -48,6 +49,8 @@ class Coordinator:
     ``training`` and ``merging`` are this rank's two sides, and ``member`` is what it is among the others; ``deadline``
     and ``stopwatch`` are asked directly. One lock, `MergeSide.lock`, guards all of this: methods take it, and what is
     called with the lock held says so. No thread waits for a peer or for the store while it holds it.
+    ``waiting`` are gradients of the running pass that are in no round yet, each with its parameter and when it was
+    finished. The training thread appends to it without the lock; who holds the lock merges what is there.
     ``num_changes``: numbers of the module's own buffers that ride along with each merge.
     """
 
@@ -97,6 +100,8 @@ class Coordinator:
         self._submission = Submission(self._rank, self.member, parameters, fill_in)
         self._merged_steps = MergedSteps(self._rank, self.member)
         self.submit_hooks: Mapping[int, Callable[[int], object]] = {}  # the model's
+        self.waiting: deque[Finished] = deque()
+        self._pass_number = 0
         self._last_copy = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     # -- between two steps
@@ -182,6 +187,7 @@ class Coordinator:
         with self._lock:
             now = self.stopwatch.now()
             self.training.enter(entry, now, self.merging)
+            self.waiting.clear()
             self._stand_in.entered(now)
             if entry.kept != UNDECIDED:
                 self._rounds.free_held()
@@ -192,9 +198,10 @@ class Coordinator:
             self.training.keep(kept)
             self._rounds.free_held()
 
-    def begin_pass(self) -> None:
-        """A backward pass of the training thread begins."""
+    def begin_pass(self, number: int) -> None:
+        """Backward pass ``number`` of the training thread's step begins."""
         with self._lock:
+            self._pass_number = number
             if (current := self._own_round()) is not None:
                 current.begin_pass()
 
@@ -230,42 +237,48 @@ class Coordinator:
                 current.draw(drawn)
         return drawn
 
-    def gradients_ready(self, indices: Sequence[int], gradients: Sequence[Tensor], number: int = 0) -> bool:
-        """Take these parameters' gradients of backward pass ``number``; merge each bucket that is complete with them.
+    def merge_waiting(self) -> bool:
+        """Take the gradients that wait; merge each bucket that is complete with them.
 
         True where they complete a stage. Gradients of a step that was merged without them are shown to an estimator
         that finishes late, and discarded.
         Raises ``RuntimeError`` for more backward passes than ``num_microbatches``, and for a second gradient of one.
         """
         with self._lock:
-            current, training = self.merging.round, self.training
-            if current is None and self._takes_part:
-                current = self._rounds.begin(training, self.merging)
-            if current is None or current.closed or not self._takes_part:
-                for index, gradient in zip(indices, gradients, strict=True):
-                    self._observe_late(index, gradient)
-                return False
-            last_in, num_in, most = current.last_in, current.num_in, current.num_microbatches
-            for index in indices:
-                if (twice := last_in[index] == number) or num_in[index] == most:
-                    raise RuntimeError(self._too_many(index, twice=twice))
-            complete = current.accumulate(indices, gradients, number)
-            if complete and self._fill_in.reads_own:
-                for index in complete:
-                    current.add(index, self._fill_in.computed(self._parameters[index], current.read(index)))
-            if self._last_copy is not None:
-                self._last_copy.record()
-            after_s = self.stopwatch.now() - (training.entered_at or 0.0)
-            stages = [current.parameter_complete(index, after_s) for index in complete]
-            return any(stages)
+            return self._merge_waiting()
 
-    def gradient_ready_late(self, index: int, gradient: Tensor) -> None:
-        """Take a gradient that is not to be merged with its step."""
+    def _merge_waiting(self) -> bool:
+        """With the lock held."""
+        if not (waiting := self._take_waiting()):
+            return False
+        if (current := self._open_own_round()) is None:
+            self._discard(waiting)
+            return False
+        number, entered_at = self._pass_number, self.training.entered_at or 0.0
+        last_in, num_in, most = current.last_in, current.num_in, current.num_microbatches
+        for index, _, _ in waiting:
+            if (twice := last_in[index] == number) or num_in[index] == most:
+                raise RuntimeError(self._too_many(index, twice=twice))
+        complete = current.accumulate(waiting, number)
+        if complete and self._fill_in.reads_own:
+            for index, _ in complete:
+                current.add(index, self._fill_in.computed(self._parameters[index], current.read(index)))
+        if self._last_copy is not None:
+            self._last_copy.record()
+        stages = [current.parameter_complete(index, at - entered_at) for index, at in complete]
+        return any(stages)
+
+    def discard_waiting(self) -> None:
+        """Take the gradients that wait, which are not to be merged with their step."""
         with self._lock:
-            self._observe_late(index, gradient)
+            self._discard(self._take_waiting())
 
-    def _observe_late(self, index: int, gradient: Tensor) -> None:
-        self._fill_in.came_late(self._parameters[index], gradient, 1 / self.training.entry.num_microbatches)
+    def _take_waiting(self) -> list[Finished]:
+        return [self.waiting.popleft() for _ in range(len(self.waiting))]
+
+    def _discard(self, late: Iterable[Finished]) -> None:
+        for index, gradient, _ in late:
+            self._fill_in.came_late(self._parameters[index], gradient, 1 / self.training.entry.num_microbatches)
 
     def _too_many(self, index: int, *, twice: bool) -> str:
         stage = next(stage.name for stage in self.plan.stages if index in stage.parameters)
@@ -397,6 +410,8 @@ class Coordinator:
         """For the stand-in: submit for a training thread that cannot."""
         if self._last_copy is not None:  # the gradients that go into the merge are copied in by another stream
             self._last_copy.wait()
+        elif self._takes_part:  # those that are finished and wait for their group
+            self._merge_waiting()
         self.member.fall_behind_if_full()
         current = self.merging.round or self._rounds.begin(self.training, self.merging)
         self._submission.finished(current)

@@ -102,7 +102,7 @@ class MergedSteps:
         current.buffers.use_telemetry(torch.zeros_like(current.buffers.telemetry))
         # asked again: while the members change, a step may be submitted that others are let in before
         row = replace(current.lost_in(current.row), admits=self._member.admits(current))
-        current.buffers.write_telemetry(self._channel.rank, row.encode(), current.changes)
+        current.buffers.write_telemetry(self._channel.rank, row.numbers(), current.changes)
         current.told = rounds.generation, rounds.ranks if recorded is None else recorded.told
         group = groups.control if recorded is None else recorded.telemetry
         current.last_message = current.buffers.merge_telemetry(group)
@@ -144,9 +144,10 @@ class MergedSteps:
 
     def _merged(self, current: Round, now: float) -> MergedStep:
         lost, num_stages = self._member.lost_of(current.step), len(self._rounds.plan.stages)
-        rows = current.buffers.rows.cpu().clone()  # of a device it is a copy already
+        rows = current.buffers.copy_rows()
         if self._rounds.leaves is not None:
-            self._rounds.leaves.read(current.step, rows, num_stages)
+            matrix = torch.frombuffer(rows, dtype=torch.float32).view(self._channel.world_size, -1)
+            self._rounds.leaves.read(current.step, matrix, num_stages)
         return MergedStep(
             step=current.step,
             plan=self._rounds.plan,

@@ -25,6 +25,8 @@ from straggle.policies.fill_in import FillIn
 from straggle.policies.supplements import Supplement
 from straggle.report import CAUSES, Cause, Phase
 
+Finished = tuple[int, Tensor, float]  # a parameter, its gradient of one backward pass, and when it was finished
+
 
 class Usage:
     """In which backward passes of a step, by their number, each parameter has ever had a gradient.
@@ -164,29 +166,29 @@ class Round:
         self.drawn, self.num_microbatches = drawn, len(drawn.numbers)
         self.weight = drawn.scale * drawn.weight
 
-    def accumulate(self, indices: Sequence[int], gradients: Sequence[Tensor], number: int = 0) -> list[int]:
-        """Take these parameters' gradients of pass ``number``; those parameters that are complete with them."""
+    def accumulate(self, finished: Sequence[Finished], number: int = 0) -> list[tuple[int, float]]:
+        """Take these gradients of pass ``number``; the parameters that are complete with them, and since when."""
         num_in, last_in, buffers, complete = self.num_in, self.last_in, self.buffers, []
         of_pass = self._weight_of_pass(number)
         weight = of_pass if self._factors is None else None
-        if together := len(indices) > 1 and gradients[0].is_cuda:
-            self._accumulate_together(indices, gradients, of_pass)
+        if together := len(finished) > 1 and finished[0][1].is_cuda:
+            self._accumulate_together(finished, of_pass)
         most = sys.maxsize if self.drawn is not None and self.drawn.is_open else self.num_microbatches
-        for index, gradient in zip(indices, gradients, strict=True):
+        for index, gradient, at in finished:
             before = num_in[index]
             if not together:
                 own = weight or of_pass * self._factor(index)
                 buffers.accumulate(index, gradient, add=before > 0, weight=own)
             last_in[index], num_in[index] = number, before + 1
             if before + 1 == most:
-                complete.append(index)
-        self._num_in_pass += len(indices)
+                complete.append((index, at))
+        self._num_in_pass += len(finished)
         return complete
 
-    def _accumulate_together(self, indices: Sequence[int], gradients: Sequence[Tensor], weight: float) -> None:
+    def _accumulate_together(self, finished: Sequence[Finished], weight: float) -> None:
         """Put them into the buffers by few kernels, which a device needs; on the CPU that saves nothing."""
         alike: dict[tuple[bool, float], list[tuple[int, Tensor]]] = {}
-        for index, gradient in zip(indices, gradients, strict=True):
+        for index, gradient, _ in finished:
             alike.setdefault((self.num_in[index] > 0, weight * self._factor(index)), []).append((index, gradient))
         for (add, own_weight), own in alike.items():
             self.buffers.accumulate_together(own, add=add, weight=own_weight)

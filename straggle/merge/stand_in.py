@@ -108,7 +108,7 @@ class StandIn:
 
     def entered(self, now: float) -> None:
         """The training thread has entered its step."""
-        if now >= self._merging.merged_at + self._limits().shortest_s:
+        if now >= self._merging.merged_at + self._shortest_s:
             self._wakes.notify()  # it sleeps until it would submit for a rank that has not entered
 
     def deadline_changed(self) -> None:
@@ -121,7 +121,7 @@ class StandIn:
         Otherwise the stand-in posts it: when the peers want to know, if the step is not over by then; and the end of a
         step that is ``truncated``, because no peer waits to hear of that, but all for the training thread.
         """
-        deadline_s = self._limits().shortest_s
+        deadline_s = self._shortest_s
         if deadline_s == math.inf:
             return False
         due = now >= post_at(deadline_s, self._merging.merged_at, any_late=self._merging.any_late)
@@ -227,8 +227,17 @@ class StandIn:
             deadline.after_quorum_s,
             grace_s=deadline.late_handling.grace_s,
             max_lag=sys.maxsize if self._heals and max_lag else max_lag,
-            pool_s=self._training.pool_times.step_s if deadline.can_be_late else math.inf,
+            pool_s=self._pool_s,
         )
+
+    @property
+    def _shortest_s(self) -> float:
+        """That of the limits."""
+        return min(self._deadline.late_after_s, self._pool_s)
+
+    @property
+    def _pool_s(self) -> float:
+        return self._training.pool_times.step_s if self._deadline.can_be_late else math.inf
 
     def _situation(self) -> Situation:
         training, merging = self._training, self._merging

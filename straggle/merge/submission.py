@@ -75,7 +75,7 @@ class Submission:
             row = replace(row, ring_formed=leaves.formed)
         if self._member.admits(current):
             row = replace(row, admits=True)
-        current.buffers.write_telemetry(channel.rank, row.encode(), changes)
+        current.buffers.write_telemetry(channel.rank, row.numbers(), changes)
         current.row, current.changes = row, changes
         current.idle, current.entered = training.entry.idle, training.is_in(current.step)
         self._record(current)

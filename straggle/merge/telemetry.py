@@ -109,16 +109,19 @@ class Row:
 
     def encode(self) -> Tensor:
         """The row as a tensor of `row_length` elements."""
-        fixed = [self.times[phase] for phase in PHASES]
-        fixed += [self.compute_s, self.busy_s, self.overrun_s]
-        fixed += [float(self.late), float(self.stood_in), float(self.cause), float(self.failed)]
-        fixed += [float(self.idle), self.weight, 0.0]
-        fixed += [float(self.fingerprint >> 24), float(self.fingerprint & 0xFFFFFF)]
-        fixed += [self.merge_s, float(self.num_microbatches)]
-        fixed += [self.stepped, float(self.kept), float(self.without_store), float(self.absent), float(self.admits)]
-        fixed += [float(self.pool_parts), self.pool_weight, float(self.parts_done), float(self.put_back)]
-        fixed += [float(self.ring_formed), -1.0, self.cost]
-        fixed += _numbers_of(self.ways) if self.ways else _NO_WAYS
+        return torch.frombuffer(self.numbers(), dtype=torch.float32)
+
+    def numbers(self) -> array[float]:
+        """The same as plain memory."""
+        fixed = [
+            *(self.times[phase] for phase in PHASES),
+            *(self.compute_s, self.busy_s, self.overrun_s, self.late, self.stood_in, self.cause, self.failed),
+            *(self.idle, self.weight, 0.0, self.fingerprint >> 24, self.fingerprint & 0xFFFFFF),
+            *(self.merge_s, self.num_microbatches, self.stepped, self.kept, self.without_store, self.absent),
+            *(self.admits, self.pool_parts, self.pool_weight, self.parts_done, self.put_back, self.ring_formed),
+            *(-1.0, self.cost),
+            *(_numbers_of(self.ways) if self.ways else _NO_WAYS),
+        ]
         slots = [math.nan] * MICROBATCH_SLOTS
         if self.num_microbatches <= MICROBATCH_SLOTS:
             slots[: len(self.microbatch_s)] = self.microbatch_s
@@ -128,8 +131,7 @@ class Row:
         pairs = [number for name, value in self.scalars.items() for number in (name_hash(name), value)]
         pairs += [0.0] * (2 * MAX_SCALARS - len(pairs))
         weights = self.weights or self.computed
-        numbers = array("f", [*fixed, *self.computed, *self.estimated, *self.stage_s, *weights, *slots, *pairs])
-        return torch.frombuffer(numbers, dtype=torch.float32)
+        return array("f", [*fixed, *self.computed, *self.estimated, *self.stage_s, *weights, *slots, *pairs])
 
 
 _NO_WAYS = [-1.0, math.nan, math.nan, math.nan] * MAX_WAYS
@@ -226,15 +228,31 @@ def _minority(given: Mapping[int, _Given]) -> tuple[int, ...] | None:
     return tuple(rank for rank, own in given.items() if own != most)
 
 
-class Table:
-    """The rows of all ranks for one step: a matrix of shape (ranks, `row_length`), on the CPU."""
+class _Columns(dict[str, tuple[float, ...]]):
+    """By its name, what each rank's row has for a field; read when it is first asked for."""
 
-    def __init__(self, rows: Tensor, num_stages: int) -> None:
+    def __init__(self, rows: Sequence[Sequence[float]]) -> None:
         self._rows = rows
+
+    def __missing__(self, name: str) -> tuple[float, ...]:
+        column = _COLUMN[name]
+        self[name] = found = tuple([row[column] for row in self._rows])
+        return found
+
+
+class Table:
+    """The rows of all ranks for one step: a matrix of shape (ranks, `row_length`), on the CPU, or its numbers."""
+
+    def __init__(self, rows: Tensor | array[float], num_stages: int) -> None:
+        self._given = rows
         self._num_stages = num_stages
         # every step needs some of these few numbers, and an operation on a tensor costs more than the entire list
-        fixed = rows[:, : len(_FIELDS)].tolist()
-        self._columns: dict[str, tuple[float, ...]] = dict(zip(_FIELDS, zip(*fixed, strict=True), strict=True))
+        if isinstance(rows, Tensor):
+            fixed: Sequence[Sequence[float]] = rows[:, : len(_FIELDS)].tolist()
+        else:
+            starts = range(0, len(rows), row_length(num_stages))
+            fixed = [rows[start : start + len(_FIELDS)] for start in starts]
+        self._columns, self.num_ranks = _Columns(fixed), len(fixed)
         if any(self._columns["pool_parts"]):
             self._weigh_by_pool()
 
@@ -245,10 +263,11 @@ class Table:
         self._columns["weight"] = tuple(weight if parts else 0.0 for parts, weight in weights)
         self._rows[:, _COLUMN["weight"]] = torch.tensor(self._columns["weight"])
 
-    @property
-    def num_ranks(self) -> int:
-        """Rows: as many ranks as the job was started with."""
-        return len(self._rows)
+    @cached_property
+    def _rows(self) -> Tensor:
+        if isinstance(self._given, Tensor):
+            return self._given
+        return torch.frombuffer(self._given, dtype=torch.float32).view(self.num_ranks, -1)
 
     def pool_parts(self) -> list[int]:
         """For each rank the micro-batches in its step's pool; 0: it had none, or did not come to it."""

@@ -6,7 +6,6 @@ Adjacent steps are alike, so steps are resampled in blocks.
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean, stdev
@@ -85,13 +84,10 @@ def ratio_interval(ours: Sequence[float], theirs: Sequence[float]) -> Interval:
 
     The interval is over pairs of turns: it shows the noise within this run, not between runs.
     """
-    draw, number = random.Random(0), len(ours)
-    ratios = []
-    for _ in range(_TURN_DRAWS):
-        turns = draw.choices(range(number), k=number)
-        ratios.append(sum(ours[turn] for turn in turns) / sum(theirs[turn] for turn in turns))
-    ratios.sort()
-    return Interval(sum(ours) / sum(theirs), ratios[_TURN_DRAWS // 40], ratios[-_TURN_DRAWS // 40 - 1])
+    turns = np.random.default_rng(0).integers(len(ours), size=(_TURN_DRAWS, len(ours)))
+    ratios = np.sort(np.asarray(ours)[turns].sum(axis=1) / np.asarray(theirs)[turns].sum(axis=1))
+    low, high = float(ratios[_TURN_DRAWS // 40]), float(ratios[-_TURN_DRAWS // 40 - 1])
+    return Interval(sum(ours) / sum(theirs), low, high)
 
 
 # -- steps

@@ -131,6 +131,7 @@ class HistoryWindow:
         self._flags = bytearray(2 * window * world_size)
         self._compute_s = torch.frombuffer(self._seconds, dtype=torch.float64).view(2 * window, world_size)
         self._finished = torch.frombuffer(self._flags, dtype=torch.bool).view(2 * window, world_size)
+        self._views: dict[int, tuple[Tensor, Tensor]] = {}  # of a full window, by its end
         self.mean_cost, self.dealt = math.nan, False
         self._num_steps = 0
         self._progress: ProgressWindow | None = None
@@ -156,9 +157,12 @@ class HistoryWindow:
     def read(self) -> History:
         """The history as it is now; its tensors are views."""
         end = (self._num_steps - 1) % self._window + self._window + 1
-        rows = slice(end - min(self._num_steps, self._window), end)
         progress = None if self._progress is None else self._progress.read()
-        seen = self._compute_s[rows], self._finished[rows]
+        if (seen := self._views.get(end)) is None:
+            rows = slice(end - min(self._num_steps, self._window), end)
+            seen = self._compute_s[rows], self._finished[rows]
+            if self._num_steps >= self._window:
+                self._views[end] = seen
         return History(self._num_steps, *seen, progress, self.mean_cost, self.dealt)
 
     def restore(self, history: History) -> None:

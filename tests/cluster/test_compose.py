@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import yaml
-from browser import BINARY
+from browser import BINARY, browser
 from dashboards import Page, page
 from repository import ROOT
 
@@ -320,7 +320,8 @@ def check_page(url: str) -> None:
         for part in parts:
             urllib.request.urlopen(urllib.parse.urljoin(url, part), timeout=10).close()  # raises for what is not there
         return
-    html, problems = page(url)
+    with browser() as opened:
+        html, problems = page(opened, url)
     shown = Page(html)
     assert (shown.text("problem"), problems) == ("", [])
     assert [row[0] for row in shown.rows] == [str(rank) for rank in range(NUM_WORKERS)]

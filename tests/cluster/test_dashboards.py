@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import yaml
+from browser import Page as Tab
+from browser import browser
 from dashboards import PROMETHEUS, ROOT, STAGES, Page, Prometheus, backfill, missing, page, training
 
 GRAFANA = ROOT / "deploy" / "grafana"
@@ -97,6 +99,12 @@ def test_provisioning_names_what_is_there() -> None:
 
 
 @pytest.fixture(scope="module")
+def tab() -> Iterator[Tab]:
+    with browser() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
     """A Prometheus that has scraped a real run of three ranks for half a minute, and goes on."""
     folder = tmp_path_factory.mktemp("live")
@@ -135,10 +143,10 @@ def test_every_query_finds_data_in_a_real_run(live: Prometheus, board: str, expr
 
 @pytest.mark.slow
 @needs_chromium
-def test_page_shows_a_real_run(live: Prometheus) -> None:
+def test_page_shows_a_real_run(tab: Tab, live: Prometheus) -> None:
     alert = "StragglerRank: Rank 2 "
     for _ in range(10):  # on a busy machine others are sometimes slow as well, and the alert pauses
-        html, problems = page(f"{live.url}/consoles/straggle.html?range=300&window=15")
+        html, problems = page(tab, f"{live.url}/consoles/straggle.html?range=300&window=15")
         assert problems == []
         shown = Page(html)
         if alert in shown.text("alerts"):
@@ -174,9 +182,9 @@ def known(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.slow
 @needs_chromium
 @pytest.mark.parametrize("size", [(1400, 2000), (400, 3000)], ids=["desk", "phone"])
-def test_page_shows_the_numbers_of_a_run(known: tuple[int, str], size: tuple[int, int]) -> None:
+def test_page_shows_the_numbers_of_a_run(tab: Tab, known: tuple[int, str], size: tuple[int, int]) -> None:
     num_ranks, address = known
-    html, problems = page(address, size=size)
+    html, problems = page(tab, address, size=size)
     shown = Page(html)
     assert problems == []
     assert shown.text("problem") == ""
@@ -199,10 +207,10 @@ def test_page_shows_the_numbers_of_a_run(known: tuple[int, str], size: tuple[int
 @pytest.mark.slow
 @needs_chromium
 @pytest.mark.parametrize("path", ["", "/under/this"])
-def test_page_says_that_there_is_no_run(tmp_path: Path, path: str) -> None:
+def test_page_says_that_there_is_no_run(tab: Tab, tmp_path: Path, path: str) -> None:
     prometheus = Prometheus(tmp_path, path)
     try:
-        html, problems = page(f"{prometheus.url}/consoles/straggle.html")
+        html, problems = page(tab, f"{prometheus.url}/consoles/straggle.html")
     finally:
         prometheus.close()
     assert problems == []

@@ -16,8 +16,8 @@ ALL = f"methods=[{','.join(METHODS)}]"
 
 @pytest.mark.slow
 def test_all_methods_train_in_turns_under_several_scenarios(tmp_path: Path) -> None:
-    keys = (ALL, "scenarios=[none,slow_rank]", "workload=digits", "steps=8", "block=4", "num_microbatches=2")
-    keys += ("workload.channels=8", "workload.depth=3", "batch_size=4")
+    keys = (ALL, "scenarios=[none,slow_rank]", "workload=digits", "steps=4", "block=2", "num_microbatches=2")
+    keys += ("workload.channels=8", "workload.depth=3", "batch_size=4", "deadline=first_k", "deadline.k=2")
     out = run_command("compare", 4, *keys, "run_dir=run", folder=tmp_path)
     for scenario in ("none", "slow_rank"):
         results = json.loads((tmp_path / "run" / scenario / "compare.json").read_text())
@@ -26,6 +26,6 @@ def test_all_methods_train_in_turns_under_several_scenarios(tmp_path: Path) -> N
         assert results["ddp"]["step_time_ratio"] == results["ddp"]["time_to_loss_ratio"] == 1.0
         assert results["ddp"]["dropped_share"] == results["local_sgd"]["dropped_share"] == 0.0
     assert results["majority"]["dropped_share"] > 0.1  # one rank of four is slow, and all of its step is dropped
-    assert results["straggle"]["dropped_share"] > 0.0
+    assert results["straggle"]["dropped_share"] > 0.0  # it does not wait for more than half of them, either
     assert "time to DDP's final validation loss, over DDP's" in out
     assert (tmp_path / "run" / "compare.png").read_bytes().startswith(b"\x89PNG")

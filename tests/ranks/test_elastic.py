@@ -25,6 +25,7 @@ from straggle import (
     WaitForAll,
 )
 from straggle.backward.stages import plan_stages
+from straggle.loop import model_parts
 from straggle.merge.buffers import StageBuffers
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.current_deadline import CurrentDeadline
@@ -251,6 +252,44 @@ def test_rank_that_dies_before_the_stages_are_planned_is_done_without(stages):
     assert absent(outcomes[1], 0)[0] == 0
     assert outcomes[0].begun >= 10
     assert gives_again(outcomes[1], 0)
+
+
+def die_while_it_wraps(rank, board, loop, has_met):
+    marker = board.folder / "died"
+    if rank == 1 and not marker.exists():
+
+        def at_its_end(*_):
+            marker.touch()
+            die()
+
+        setattr(*((model_parts, "check_alike", at_its_end) if has_met else (ElasticChannel, "form", at_its_end)))
+    return train(rank, board, loop)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_met", [False, True])
+def test_ranks_wrap_their_model_anew_with_one_that_died_meanwhile(has_met):
+    with run_job(3, die_while_it_wraps, Loop(plain), has_met) as job:
+        job.wait((job.folder / "died").exists, "rank 1 dies")
+        job.start(1)
+        job.walk(10)
+        outcomes = job.finish()
+    check_equal(outcomes)
+    assert [own.begun for own in outcomes] == [0, 0, 0]
+    assert not left(outcomes[0])
+
+
+@pytest.mark.slow
+def test_rank_that_comes_when_the_others_are_done_is_told_so():
+    with run_job(3, train, Loop(plain)) as job:
+        job.walk(10)
+        job.kill(2)
+        job.walk(10, [0, 1])
+        job.finish([0, 1])
+        job.start(2)
+        error = job.result(2)
+    assert isinstance(error, Raised)
+    assert (error.kind, error.message) == ("JobDone", "rank 2 comes late: ranks [0, 1] have ended their loops")
 
 
 def end_early(rank, step, board):
@@ -485,13 +524,13 @@ def finish_steps_while_others_ask(rank):
 
     def begin_step():
         coordinator.enter(Entry())
-        coordinator.gradients_ready(*zip(*enumerate(map(torch.ones_like, model.parameters())), strict=True))
+        give_ones(coordinator, model.parameters())
 
     held = []
     coordinator.start()
     try:
         begin_step()
-        membership.wanted = {rank: "another incarnation"}
+        membership.joins.wanted = {rank: "another incarnation"}
         coordinator.finish(truncated=False, scalars={})
         held.append(membership.held)
         membership.held, admits = None, coordinator.member.telemetry_of(0)
@@ -509,6 +548,12 @@ def finish_steps_while_others_ask(rank):
 def test_step_that_another_member_gave_holds_nobody_for_newcomers():
     # who was to come in after it has, or has not: a rank that waited for that would wait for ever
     assert run_ranks(finish_steps_while_others_ask, 1) == [[(1, True), None]]
+
+
+def give_ones(coordinator, parameters):
+    """All gradients of a step, in one backward pass."""
+    coordinator.waiting.extend((index, torch.ones_like(own), 0.0) for index, own in enumerate(parameters))
+    coordinator.merge_waiting()
 
 
 def take_telemetry_of_who_has_left(rank):
@@ -534,7 +579,7 @@ def take_telemetry_of_who_has_left(rank):
         membership=channel.membership,
     )
     coordinator.enter(Entry())
-    coordinator.gradients_ready(*zip(*enumerate(map(torch.ones_like, parameters)), strict=True))
+    give_ones(coordinator, parameters)
     found = []
     thread = threading.Thread(target=lambda: found.append(coordinator.finish(truncated=False, scalars={})))
     thread.start()

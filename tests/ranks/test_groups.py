@@ -177,7 +177,24 @@ def stuck_in_a_group(rank):
         return gradients[2:3], [(report.ranks[1].stood_in, report.ranks[1].reach) for report in reports[2:3]]
 
 
-def test_gradients_that_wait_for_their_group_are_not_submitted_for_a_stuck_rank():
+def test_gradients_that_wait_for_their_group_are_submitted_for_a_stuck_rank():
     for gradients, submitted in run_ranks(stuck_in_a_group, 2):
-        assert gradients == [means(1.0)]
-        assert submitted == [(True, 0.0)]
+        assert gradients == [[(i + 1) * (1.5 if i in (2, 3) else 1.0) for i in range(NUM_LAYERS)]]
+        assert submitted == [(True, 0.5)]
+
+
+def stage_times(rank):
+    """When each stage was complete in a step in which all stages are in one group."""
+    module = Layers()
+    with staged(module, stages=NUM_LAYERS, deadline=1000.0) as model:
+        for _ in range(2):
+            with model.step():
+                model(rank + 1, range(NUM_LAYERS)).backward()
+            module.zero_grad()
+        return list(model.last_report.ranks[rank].stage_s)
+
+
+def test_stages_of_one_group_have_times_of_their_own():
+    for seconds in run_ranks(stage_times, 2):
+        assert seconds == sorted(set(seconds))
+        assert len(seconds) == NUM_LAYERS

@@ -10,9 +10,10 @@ from torch import nn
 from training import features
 
 from straggle import Abstain, Elastic, ErrorFeedback, LastOwn, LateHandling, StagedDataParallel
+from straggle.backward import stages
 from straggle.observe.members_recording import MembersRecorder, read_members_recording
 
-WIDTH = 520  # a layer is a bucket of its own
+WIDTH = 32
 
 
 class Noisy(nn.Module):
@@ -67,6 +68,7 @@ def momentum(optimizer):
 
 
 def wrapped(rank, estimator, late, members):
+    stages.BUCKET_BYTES = 1  # a layer is a bucket of its own
     torch.manual_seed(0)
     module = Noisy()
     torch.manual_seed(rank)

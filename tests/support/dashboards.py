@@ -18,7 +18,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import yaml
-from browser import BINARY, browser
+from browser import BINARY
+from browser import Page as Tab
 from repository import ROOT
 
 PROMETHEUS = ROOT / "deploy" / "prometheus"
@@ -82,19 +83,20 @@ class Prometheus:
         self.process.wait(timeout=60)
 
 
-def page(url: str, *, size: tuple[int, int] = (1400, 2000)) -> tuple[str, list[str]]:
-    """The page as Chromium has drawn it, and what went wrong in it.
+def page(opened: Tab, url: str, *, size: tuple[int, int] = (1400, 2000)) -> tuple[str, list[str]]:
+    """The page as Chromium has drawn it, and what went wrong in it; it is left, so that it asks no more.
 
     Chromium ends all requests when an interface of the machine comes or goes, such as a container's: then once more.
     """
     drawn = "document.body.dataset.shown || document.querySelector('#problem:not([hidden])')"
     for _ in range(5):
-        with browser() as opened:
-            opened.open(url, width=size[0], height=size[1], drawn=drawn)
-            html = opened.run("document.documentElement.outerHTML")
+        opened.problems.clear()
+        opened.open(url, width=size[0], height=size[1], drawn=drawn)
+        html, problems = opened.run("document.documentElement.outerHTML"), list(opened.problems)
+        opened.open("about:blank", drawn="true")
         if ">Failed to fetch<" not in html:
             break
-    return html, opened.problems
+    return html, problems
 
 
 class Page(HTMLParser):

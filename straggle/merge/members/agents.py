@@ -16,6 +16,8 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 PREFIX = "straggle/agents"
 # the exit status of a worker that says: the job is over for me, do not start me again; EX_PROTOCOL of sysexits.h
 DO_NOT_RESTART = 76
+# why the job goes on no more, where all others have done their work
+DONE = "the job is done"
 # that of a worker whose command line or configuration is wrong, as `argparse` has it
 WRONG_CONFIGURATION = 2
 

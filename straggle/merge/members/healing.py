@@ -19,7 +19,8 @@ from torch import nn
 from straggle.merge.channel import PeerFailed
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.groups import gloo_group
-from straggle.merge.members.elastic import ElasticChannel, Regrouping
+from straggle.merge.members.elastic import ElasticChannel
+from straggle.merge.members.regrouping import Regrouping
 from straggle.merge.members.state_wire import Encoded, encode, receive, send
 from straggle.merge.members.view import TOO_FAR_BEHIND, Leaving, View
 from straggle.merge.options import ModuleBuffers

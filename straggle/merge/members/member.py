@@ -212,7 +212,7 @@ class Member:
 
         Who is stood in for could not give its state; before the stages are planned no rank can merge with newcomers.
         """
-        wanted = self._membership is not None and bool(self._membership.wanted)
+        wanted = self._membership is not None and bool(self._membership.joins.wanted)
         return wanted and self._rank.stand_in.started and not current.stood_in
 
     def lost_of(self, step: int) -> Mapping[int, set[int]]:

@@ -7,7 +7,6 @@ said here lies in a corner of the job's store that is the same for all incarnati
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import os
@@ -15,13 +14,17 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 
 from straggle.merge.channel import PeerFailed
 from straggle.merge.members.agents import Exited, over, post_over
-from straggle.merge.members.refill import Refill, StoreEmptied
+from straggle.merge.members.connections import Connections
+from straggle.merge.members.joins import Joins
+from straggle.merge.members.refill import Refill
+from straggle.merge.members.stored_view import StoredView, StoreEmptied
 from straggle.merge.members.view import DONE, Change, Elastic, Leaving, Seal, Silence, View, leader
 from straggle.merge.store import ANSWER_S, StoreUnreachable, peek
 
@@ -48,10 +51,6 @@ class MembersChanged(Exception):
     """A collective was launched among other members than those of today."""
 
 
-class Refused(ValueError):
-    """The members do not let this rank in: it has another model or other options than they."""
-
-
 class Membership:
     """Beats, watches and proposes, from `start` to `close`; any thread may ask.
 
@@ -72,27 +71,26 @@ class Membership:
         self.least = elastic.least(world_size)
         self.incarnation = f"{_restarts()}-{uuid.uuid4().hex[:12]}"
         self.step = -1  # that this rank's merge is in; read by its own beats
-        self.wanted: Mapping[int, str] = {}  # who asks to be let in, while this rank leads
         self.healing: frozenset[int] = frozenset()  # members that could give no state now; by whoever merges
-        self.description = ""
         self.watches = False  # whether it puts silent members out, from the time on when it can go on without them
         self.held: tuple[int, bool] | None = None  # the step before which others are let in, and whether this one leads
         self.admitted: View | None = None  # the last view in which this rank let others in
+        self.annulled = ""  # the job of a first view that was given up before it had begun
         self.kept_out: Mapping[int, Leaving] = {}  # ranks that are no members until their link is back; see `keep_out`
         self.left_for_good = False  # by its own will, so it does not ask to be let in again
         self.changes: dict[tuple[int, bool], Change] = {}  # how each rank left and joined last, in views that were seen
         self._elastic = elastic
-        self._connect = connect
+        self.connections = Connections(connect)
         self._exited = exited
         self._seal = Seal(os.environ.get("STRAGGLE_JOB_SECRET", ""))
+        self.joins = Joins(rank, world_size, self.incarnation, self._seal)
+        self._stored = StoredView(self._seal, world_size)
         self._refill = Refill(rank, world_size, self.least, self._seal)
         self._silence = Silence(_LOOK_S)
         self._changed = threading.Condition()
         self._view: View | None = None
-        self._unsealed: tuple[str, View] | None = None  # the view that was read last, as it lay in the store
         self._steps: dict[int, int] = {}
         self._broken_at = -math.inf
-        self._num_joins = 0  # how often a rank asked to be let in, as this one has dealt with
         self._lost = False  # the store did not answer; by the thread
         self.num_beats = 0  # that the store has taken; by the thread
         self._closing = threading.Event()
@@ -100,9 +98,7 @@ class Membership:
         self._life = 0  # which of the threads beats: one that is stuck has a successor
         self.num_turns = 0  # that the thread has begun, whatever came of them; by the thread
         self._thread = self._heart()
-        self._local = threading.local()
         self._threads: list[threading.Thread] = []
-        self._idle: list[Any] = []  # connections; appending and popping are atomic
 
     # -- any thread
 
@@ -127,15 +123,15 @@ class Membership:
 
         Raises `PeerFailed` where not all ranks come within ``limit_s``, or the job is over before it has begun.
         """
-        store, until = self._store(), time.monotonic() + limit_s
+        store, until = self.connections.own(), time.monotonic() + limit_s
         self._beat_once(store)
         store.set(f"hello/{self.rank}", self._seal.seal(f"hello/{self.rank}", self.incarnation))
-        while not store.check(["view"]):
+        while not self._finds_view(store):
             missing = [rank for rank in range(self.world_size) if not store.check([f"hello/{rank}"])]
             if not missing:
                 words = {rank: self._open(store, f"hello/{rank}") for rank in range(self.world_size)}
                 first = View(0, {r: own or "" for r, own in words.items()}, job=uuid.uuid4().hex[:12])
-                store.compare_set("view", "", self._sealed(first))
+                self._stored.begin(store, first)
             elif (why := over(store)) is not None:
                 raise PeerFailed(f"rank {self.rank}, before step 0: the job is over: {why}")
             elif time.monotonic() > until:
@@ -145,29 +141,65 @@ class Membership:
                 )
             else:
                 time.sleep(0.01)
-        self._saw(self._read(store))
-        self._thread.start()
+        if not self._thread.is_alive():
+            self._thread.start()
         return not (self.is_member and self.view.generation == 0)
+
+    def _finds_view(self, store: Any) -> bool:
+        """Whether there is a view that this process is in, or one of a job that has begun without it."""
+        try:
+            view = self._stored.read(store)
+        except StoreEmptied:
+            return False
+        if not view.has_begun and view.members.get(self.rank) != self.incarnation:
+            self.annul(view)  # it has a process of this rank that is gone: the ranks would never meet
+            return False
+        with self._changed:
+            self._view = view
+        return True
+
+    def annul(self, view: View) -> None:
+        """Give a first view up that has not begun: all its ranks agree on another one."""
+        self._stored.annul(self.connections.own(), view)
+
+    def has_wrapped(self, limit_s: float) -> bool:
+        """This rank has wrapped its model: wait for the others. From then on, who is started again comes late.
+
+        False where one was started again before that: the first view was given up. Raises `PeerFailed` where the others
+        have not wrapped theirs within ``limit_s``.
+        """
+        view, store, until = self.view, self.connections.own(), time.monotonic() + limit_s
+        keys = [f"wrapped/{view.job}/{rank}" for rank in view.ranks]
+        store.set(f"wrapped/{view.job}/{self.rank}", "")
+        while not store.check(keys):
+            if self.annulled == view.job:
+                return False
+            if time.monotonic() > until:
+                missing = [rank for rank, key in zip(view.ranks, keys, strict=True) if not store.check([key])]
+                raise PeerFailed(
+                    f"rank {self.rank}, before step 0: ranks {missing} have not wrapped the model within "
+                    f"give_up_s={limit_s:g}"
+                )
+            time.sleep(0.005)
+        self._stored.replace(store, view, replace(view, begun=True))
+        now = self._stored.read(store)
+        if now.job != view.job:
+            return False
+        self._saw(now)
+        return True
 
     def request_join(self) -> None:
         """Ask to be let in; the members answer with a view that has this incarnation, or with a refusal."""
-        store, key = self._store(), f"join/{self.rank}"
-        store.set(key, self._seal.seal(key, json.dumps([self.incarnation, self.description])))
-        store.add("joins", 1)
+        self.joins.ask(self.connections.own())
 
     def check_refused(self) -> None:
         """Raise `Refused` where the members do not let this rank in."""
-        store, key = self._store(), f"refused/{self.rank}/{self.incarnation}"
-        if store.check([key]) and (why := self._open(store, key)) is not None:
-            raise Refused(why)
+        self.joins.check_refused(self.connections.own())
 
     def admit(self, step: int) -> None:
         """Let those in that have asked: they take part from ``step`` on, and this rank sends them its state."""
-        store, view = self._store(), self.view
-        new = {rank: own for rank, own in self.wanted.items() if view.members.get(rank) != own}
-        self.wanted = {}
-        for rank in new:  # or it would be let in again, by the next leader, when it has left and does not ask
-            store.delete_key(f"join/{rank}")
+        store, view = self.connections.own(), self.view
+        new = self.joins.take(store, view)
         following = view.with_joined(new, step=step, giver=self.rank)  # even for none: all wait for it
         if self._propose(store, view, following):
             self.admitted = following
@@ -180,13 +212,13 @@ class Membership:
         self.left_for_good |= for_good
         if self._view is None or not self.is_member:
             return
-        with self._lent() as store:
+        with self.connections.lent() as store:
             for _ in range(5):
                 view = self._read(store)
                 if view.members.get(self.rank) != self.incarnation:
                     return
                 following = view.without({self.rank: why})
-                if if_spared and following.shortfall(self.least, self.world_size, with_returning=False):
+                if if_spared and following.shortfall(self.least, with_returning=False):
                     return
                 if self._propose(store, view, following):
                     return
@@ -207,14 +239,14 @@ class Membership:
 
     def _leave_with_an_error(self, reason: str) -> None:
         self.leave(Leaving("raised", reason))
-        if self.view.shortfall(self.least, self.world_size, with_returning=True):
-            with self._lent() as store:
+        if self.view.shortfall(self.least, with_returning=True):
+            with self.connections.lent() as store:
                 post_over(store, f"{reason}, and too few ranks are left without it")
 
     def _leave_with_the_others(self) -> None:
         until = time.monotonic() + _LINGER_S
         try:
-            with self._lent() as store:
+            with self.connections.lent() as store:
                 while self.is_member and time.monotonic() < until:
                     signs = self._signs(store, self.view, self.view.ranks)
                     if min(int(sign.split(" ")[1]) for sign in signs.values()) >= self.step:
@@ -238,7 +270,7 @@ class Membership:
     def keep_out(self, ranks: Mapping[int, Leaving]) -> None:
         """From now on put these out, as far as the others may go on without them, and let none of them in."""
         self.kept_out = ranks
-        self._num_joins = 0  # who asks is heard anew
+        self.joins.hear_anew()
         self._wake.set()
 
     def wait_newer(self, generation: int, seconds: float) -> bool:
@@ -248,7 +280,7 @@ class Membership:
 
     def look(self) -> None:
         """Read the view now."""
-        self._saw(self._read(self._store()))
+        self._saw(self._read(self.connections.own()))
 
     @contextlib.contextmanager
     def connection(self, corner: str) -> Iterator[Any]:
@@ -256,26 +288,17 @@ class Membership:
 
         It is kept for the next one: making one takes seconds where a name server does not answer.
         """
-        with self._lent() as store:
+        with self.connections.lent() as store:
             yield dist.PrefixStore(self.corner(corner), store)  # type: ignore[attr-defined]
-
-    @contextlib.contextmanager
-    def _lent(self) -> Iterator[Any]:
-        try:
-            store = self._idle.pop()
-        except IndexError:
-            store = self._connect()
-        yield store
-        self._idle.append(store)
 
     def publish(self, key: str, word: str) -> None:
         """Leave a word for all incarnations of all ranks, unless there is one."""
-        sealed = self._store().compare_set(key, "", self._seal.seal(key, word)).decode()
+        sealed = self.connections.own().compare_set(key, "", self._seal.seal(key, word)).decode()
         self._refill.note(key, sealed)
 
     def published(self, key: str) -> str | None:
         """A word that was left, if there is one of this job."""
-        if (sealed := peek(self._store(), key)) is None:
+        if (sealed := peek(self.connections.own(), key)) is None:
             return None
         self._refill.note(key, sealed)
         return self._seal.open(key, sealed)
@@ -298,7 +321,7 @@ class Membership:
 
     def end(self, why: str) -> None:
         """The job goes on no more: who is started again would wait for members that are not there."""
-        post_over(self._store(), why)
+        post_over(self.connections.own(), why)
 
     def close(self) -> None:
         """End the thread."""
@@ -334,7 +357,7 @@ class Membership:
             woken = self._wake.wait(BEAT_S)
             self._wake.clear()
             try:
-                store = store or self._connect()
+                store = store or self.connections.connect()
                 self._beat_once(store)
                 now = time.monotonic()
                 if not woken and not self._looks(now - looked_at):
@@ -358,7 +381,7 @@ class Membership:
                     return
                 self._note_lost(str(error).partition("\n")[0])
                 store = None
-                self._idle.clear()  # theirs is the same store
+                self.connections.forget_idle()  # theirs is the same store
                 self._closing.wait(1.0)
 
     def _looks(self, after_s: float) -> bool:
@@ -371,7 +394,9 @@ class Membership:
         try:
             view = self._read(store)
         except StoreEmptied:
-            self.wanted, self._num_joins = {}, 0
+            if not self.view.has_begun:
+                return None
+            self.joins.forget()
             self._refill.fill(store, self.view)
             return None
         self._refill.filled()
@@ -379,7 +404,7 @@ class Membership:
         if view.generation > known.generation or view == known:
             return view
         # the ranks that filled the store did not know this view; where they did, it has changed, and nothing happens
-        store.compare_set("view", self._sealed(view), self._sealed(known.again()))
+        self._stored.replace(store, view, known.again())
         return None
 
     def _note_lost(self, problem: str | None) -> None:
@@ -410,14 +435,14 @@ class Membership:
         if gone:
             self._propose(store, view, view.without(gone))
         if leader(view, self.healing) == self.rank:
-            self._hear_joins(store, view)
-        else:  # another lets them in; should this rank lead again, it hears anew who asks
-            self.wanted, self._num_joins = {}, 0
+            self.joins.hear(store, view, self.kept_out)
+        else:
+            self.joins.forget()
 
     def _leaving_by_link(self, view: View) -> dict[int, Leaving]:
         own = {rank: why for rank, why in self.kept_out.items() if rank in view.members}
         left = view.without(own)
-        if not own or left.shortfall(self.least, self.world_size, with_returning=False):
+        if not own or left.shortfall(self.least, with_returning=False):
             return {}
         return own if self.rank == min(left.ranks, default=-1) else {}  # all know; one is enough to do it
 
@@ -430,84 +455,43 @@ class Membership:
     def _signs(self, store: Any, view: View, ranks: Sequence[int]) -> dict[int, str]:
         return {rank: peek(store, f"beat/{rank}/{view.members[rank]}") or _NO_SIGN for rank in ranks}
 
-    def _hear_joins(self, store: Any, view: View) -> None:
-        if (number := store.add("joins", 0)) == self._num_joins:
-            return
-        wanted = {}
-        for rank in range(self.world_size):
-            if not store.check([f"join/{rank}"]) or (word := self._open(store, f"join/{rank}")) is None:
-                continue
-            incarnation, description = json.loads(word)
-            if view.members.get(rank) == incarnation or rank in self.kept_out:
-                continue
-            if why := _refusal(self.description, description):
-                key = f"refused/{rank}/{incarnation}"
-                store.set(key, self._seal.seal(key, why))
-            else:
-                wanted[rank] = str(incarnation)
-        self._num_joins, self.wanted = number, wanted
-
     # -- views
 
     def _propose(self, store: Any, old: View, new: View) -> bool:
         """Whether the new view is the next one; either way, what is the next one is seen then."""
-        sealed = self._sealed(new)
-        given = store.compare_set("view", self._sealed(old), sealed).decode()
-        if given == sealed:
+        if is_next := self._stored.replace(store, old, new):
             level = logging.INFO if all(change.kind == "done" for change in new.changes) else logging.WARNING
             words = "; ".join(f"rank {c.rank} {'joined' if c.joined else 'left'}: {c.reason}" for c in new.changes)
             _log.log(level, "generation %d, ranks %s: %s", new.generation, list(new.ranks), words)
         self._saw(self._read(store))
-        return bool(given == sealed)
+        return is_next
 
     def _saw(self, view: View) -> None:
         with self._changed:
-            if self._view is None or view.generation > self._view.generation:
+            known = self._view
+            if known is None or (view.generation, view.begun) > (known.generation, known.begun):
                 self._view = view
                 self.changes.update({(change.rank, change.joined): change for change in view.changes})
                 self._changed.notify_all()
 
     def _read(self, store: Any) -> View:
-        if (sealed := peek(store, "view")) is None:
-            raise StoreEmptied("the job's store was started anew, and has no view of its members yet")
-        if (known := self._unsealed) is not None and known[0] == sealed:
-            return known[1]
-        if (word := self._seal.open("view", sealed)) is None:
-            raise ValueError("the view of the job's members was not written by one that knows STRAGGLE_JOB_SECRET")
-        view = View.decode(word, self.world_size)
-        if self._view is not None and view.job != self._view.job:
-            raise ValueError("the job's store has the members of another job")
-        self._unsealed = sealed, view
+        known = self._view
+        try:
+            view = self._stored.read(store)
+            if known is not None and view.job != known.job:
+                if known.has_begun:
+                    raise ValueError("the job's store has the members of another job")
+                raise StoreEmptied("the ranks of the job have met anew")
+        except StoreEmptied:
+            if known is not None and not known.has_begun:
+                self.annulled = known.job
+            raise
         return view
-
-    def _sealed(self, view: View) -> str:
-        return self._seal.seal("view", view.encode())
 
     def _open(self, store: Any, key: str) -> str | None:
         return self._seal.open(key, store.get(key).decode())
-
-    def forget_store(self) -> None:
-        """This thread's connection is broken: it makes another when it needs one."""
-        self._local.store = None
-
-    def _store(self) -> Any:
-        """This thread's own connection."""
-        if (store := getattr(self._local, "store", None)) is None:
-            store = self._local.store = self._connect()
-        return store
 
 
 def _restarts() -> int:
     """How often this process's agent started it before."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def _refusal(ours: str, theirs: str) -> str:
-    """Why who describes itself so is not let in; empty: it is."""
-    if ours == theirs:
-        return ""
-    own, other = json.loads(ours), json.loads(theirs)
-    for name, described in own.items():
-        if other.get(name) != described:
-            return f"{name} is not that of the job: its members have {described}, and this rank has {other.get(name)}"
-    return "it has options that the job's members do not have"

@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
-
 from straggle.merge.members.view import Seal, View
 from straggle.merge.store import peek
 
@@ -23,11 +21,7 @@ GATHER_S = 5.0  # for members to find the store, which each looks for every seco
 _log = logging.getLogger(__name__)
 
 
-class StoreEmptied(dist.DistStoreError):
-    """The job's store was started anew, and its members have not said yet what it has to know."""
-
-
-def following(known: Mapping[int, View], waited_s: float, *, least: int, world_size: int) -> View | None:
+def following(known: Mapping[int, View], waited_s: float, *, least: int) -> View | None:
     """The view to go on with, from the newest that each rank knows; ``None``: more ranks have to say theirs.
 
     Ranks that were out know an old one. So it takes as many members of the newest one as a job goes on with: some of
@@ -38,7 +32,7 @@ def following(known: Mapping[int, View], waited_s: float, *, least: int, world_s
     newest = max(known.values(), key=lambda view: view.generation)
     here = {rank: own for rank, own in newest.members.items() if rank in known}
     if len(here) < len(newest.members) and (
-        waited_s < GATHER_S or replace(newest, members=here).shortfall(least, world_size, with_returning=False)
+        waited_s < GATHER_S or replace(newest, members=here).shortfall(least, with_returning=False)
     ):
         return None
     return newest.again()
@@ -68,7 +62,7 @@ class Refill:
         store.set(key, self._seal.seal(key, view.encode()))
         known = {rank: own for rank in range(self._world_size) if (own := self._known(store, rank, view.job))}
         waited_s = time.monotonic() - self._began_at
-        if (again := following(known, waited_s, least=self._least, world_size=self._world_size)) is not None:
+        if (again := following(known, waited_s, least=self._least)) is not None:
             sealed = self._seal.seal("view", again.encode())
             if store.compare_set("view", "", sealed).decode() == sealed:
                 _log.warning(

@@ -78,7 +78,8 @@ class View:
 
     ``changes`` are those from the view before. Ranks that joined take part from ``step`` on, and get their state from
     the member ``giver``. ``ended``: ranks whose loop is over; ``returning``: those that live and may be let in again.
-    ``job``: drawn with the first view, and the same in all that follow it.
+    ``job``: drawn with the first view, and the same in all that follow it. ``begun``: all members of the first view
+    have wrapped their model; before that it is given up where one of them is started again.
     """
 
     generation: int
@@ -89,6 +90,7 @@ class View:
     ended: frozenset[int] = frozenset()
     returning: frozenset[int] = frozenset()
     job: str = ""
+    begun: bool = field(default=False, compare=False)
     joined: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -99,6 +101,11 @@ class View:
     def ranks(self) -> tuple[int, ...]:
         """The members' ranks in order: a rank's place among them is its rank in the process groups."""
         return tuple(sorted(self.members))
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether who is no member comes late; a view that has a successor has begun."""
+        return self.begun or self.generation > 0
 
     def without(self, gone: Mapping[int, Leaving]) -> View:
         """The next view, without these members; why each of them left."""
@@ -112,13 +119,18 @@ class View:
         """The next view, with the same members."""
         return replace(self, generation=self.generation + 1, changes=())
 
-    def shortfall(self, least: int, world_size: int, *, with_returning: bool) -> bool:
+    @property
+    def is_done(self) -> bool:
+        """Whether nobody is left because their loops are over."""
+        return not self.members and bool(self.ended)
+
+    def shortfall(self, least: int, *, with_returning: bool) -> bool:
         """Whether there are fewer members than the job may go on with.
 
         Ranks whose loop is over are not missed. Those that are about to be let in again count for a moment, if wanted.
         """
         number = len(self.members) + (len(self.returning - set(self.members)) if with_returning else 0)
-        return number < max(1, min(least, world_size - len(self.ended)))
+        return number < max(1, least - len(self.ended))
 
     def with_joined(self, new: Mapping[int, str], *, step: int, giver: int, reason: str = "came back") -> View:
         """The next view, with new incarnations of these ranks; an older one of the same rank is put out."""
@@ -147,6 +159,10 @@ class View:
         known = {**known, **{(rank, False): Change.left(rank, DONE) for rank in self.ended}}
         return tuple(known.get(which, Change(*which, "not known")) for which in changed)
 
+    def said(self) -> str:
+        """The changes in words."""
+        return "; ".join(f"rank {c.rank} {'came in' if c.joined else 'left'}: {c.reason}" for c in self.changes)
+
     def watched_by(self, rank: int) -> tuple[int, ...]:
         """The members that ``rank`` watches: those that follow it in the ring of members."""
         ranks = self.ranks
@@ -159,13 +175,13 @@ class View:
         changes = [[change.rank, change.joined, change.reason, change.kind] for change in self.changes]
         members = {str(rank): self.members[rank] for rank in self.ranks}
         apart = [sorted(self.ended), sorted(self.returning)]
-        return json.dumps([self.generation, members, changes, self.step, self.giver, *apart, self.job])
+        return json.dumps([self.generation, members, changes, self.step, self.giver, *apart, self.job, self.begun])
 
     @classmethod
     def decode(cls, text: str, world_size: int) -> View:
         """Raises ``ValueError`` for anything that is no view of such a job."""
         try:
-            generation, members, changes, step, giver, ended, returning, job = json.loads(text)
+            generation, members, changes, step, giver, ended, returning, job, begun = json.loads(text)
             view = cls(
                 int(generation),
                 {int(rank): str(own) for rank, own in members.items()},
@@ -175,6 +191,7 @@ class View:
                 frozenset(map(int, ended)),
                 frozenset(map(int, returning)),
                 str(job),
+                bool(begun),
             )
         except (TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"the job's store has no view of its members, but {text[:80]!r}") from error

@@ -24,7 +24,13 @@ PLAN = plan_stages(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), 2)  # pa
 )
 def test_group_is_complete_with_its_stage_or_its_bytes(nbytes, group_bytes, ends):
     assert [stage.parameters for stage in PLAN.stages] == [(5, 4, 3, 2), (1, 0)]
-    assert group_ends(PLAN, nbytes, group_bytes) == {group[-1] for group in ends}
+    assert group_ends([(stage,) for stage in PLAN.stages], nbytes, group_bytes) == {group[-1] for group in ends}
+
+
+@pytest.mark.parametrize(("group_bytes", "ends"), [(math.inf, {0}), (4, {2, 0}), (5, {1, 0})])
+def test_small_stages_that_share_a_message_share_groups(group_bytes, ends):
+    assert len(PLAN.buckets()) == 1
+    assert group_ends(PLAN.buckets(), [1] * 6, group_bytes) == ends
 
 
 def test_gradients_on_several_devices_have_no_groups():
@@ -32,7 +38,7 @@ def test_gradients_on_several_devices_have_no_groups():
     alike, mixed = Groups(list(module.parameters())), Groups([*module[:2].parameters(), *meta().parameters()])
     for groups in (alike, mixed):
         groups.follow(PLAN)
-    assert alike.ends == {2, 0}
+    assert alike.ends == {0}
     assert mixed.ends == set()
 
 

@@ -35,14 +35,14 @@ THIRD = SECOND.with_joined({3: "e"}, step=7, giver=0)
     ],
 )
 def test_view_to_go_on_with(known, waited_s, expected):
-    again = following(known, waited_s, least=3, world_size=4)
+    again = following(known, waited_s, least=3)
     assert again == (None if expected is None else expected.again())
 
 
 def test_rank_whose_loop_is_over_is_not_needed_for_it():
     view = View(4, {0: "a", 1: "b", 2: "c"}, ended=frozenset({3}), job="j")
-    assert following({0: view, 1: view}, GATHER_S, least=4, world_size=4) is None
-    assert following({0: view, 1: view, 2: view}, 0.0, least=4, world_size=4) == view.again()
+    assert following({0: view, 1: view}, GATHER_S, least=4) is None
+    assert following({0: view, 1: view, 2: view}, 0.0, least=4) == view.again()
 
 
 def test_view_that_follows_has_the_same_members_and_nobody_joins_in_it():

@@ -168,7 +168,7 @@ class Member:
         """Finish the gradients of so many buckets; the block ends with the last."""
         for index in INDEX[self.given : up_to]:
             gradient = torch.full_like(PARAMETERS[index], (self.round.step + 1) * 8.0**self.rank)
-            assert self.round.accumulate([index], [gradient]) == [index]
+            assert self.round.accumulate([(index, gradient, 0.0)]) == [(index, 0.0)]
             assert self.round.parameter_complete(index, 0.0)
         self.given = max(self.given, up_to)
         if up_to == 3 and closes and not self.round.closed:

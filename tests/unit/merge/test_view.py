@@ -68,11 +68,11 @@ def test_views_of_equal_members_are_written_alike():
         '[1, {"x": "a"}, [], 0, 0, [], [], ""]',
         '[1, {}, [["x", true, "", "silent"]], 0, 0, [], [], ""]',
         '[1, {}, [[1, true, "", "because"]], 0, 0, [], [], ""]',
-        '[1, {}, [[1, true]], 0, 0, [], [], ""]',
-        '[1, {}, 5, 0, 0, [], [], ""]',
-        '[1, {}, [5], 0, 0, [], [], ""]',
+        '[1, {}, [[1, true]], 0, 0, [], [], "", false]',
+        '[1, {}, 5, 0, 0, [], [], "", false]',
+        '[1, {}, [5], 0, 0, [], [], "", false]',
         "[1, {}, [], 0, 0, 0]",
-        '[1e400, {}, [], 0, 0, [], [], ""]',
+        '[1e400, {}, [], 0, 0, [], [], "", false]',
         "[" * 5000,
     ],
 )
@@ -84,7 +84,7 @@ def test_what_is_no_view_is_a_value_error(text):
 @pytest.mark.parametrize(("generation", "rank"), [(-1, 0), (1, 4), (1, -1)])
 def test_view_of_another_job_is_a_value_error(generation, rank):
     with pytest.raises(ValueError, match="in a job of 4 ranks"):
-        View.decode(json.dumps([generation, {rank: "a"}, [], 0, 0, [], [], ""]), 4)
+        View.decode(json.dumps([generation, {rank: "a"}, [], 0, 0, [], [], "", False]), 4)
 
 
 def test_members_leave_with_their_reasons():
@@ -115,9 +115,12 @@ def test_view_for_nobody_is_a_new_generation():
 def test_job_is_not_short_of_ranks_whose_loops_are_over():
     view = View(1, dict.fromkeys(range(4), "x")).without({0: DONE}).without({2: DONE})
     assert view.ended == {0, 2}
-    assert not view.shortfall(3, 4, with_returning=False)
-    assert not view.without({1: DONE}).shortfall(3, 4, with_returning=False)
-    assert view.without({1: SILENT}).shortfall(3, 4, with_returning=True)
+    assert not view.shortfall(3, with_returning=False)
+    assert not view.without({1: DONE}).shortfall(3, with_returning=False)
+    assert not view.without({1: SILENT}).shortfall(3, with_returning=True)
+    assert view.without({1: SILENT}).shortfall(4, with_returning=True)
+    assert not view.without({1: SILENT}).is_done
+    assert view.without({1: SILENT, 3: DONE}).is_done
     back = view.with_joined({0: "y"}, step=7, giver=1)
     assert back.ended == {2}
     assert View.decode(back.encode(), 4) == back
@@ -126,8 +129,8 @@ def test_job_is_not_short_of_ranks_whose_loops_are_over():
 def test_job_is_short_of_ranks_that_return_only_after_a_moment():
     view = View(1, dict.fromkeys(range(4), "x")).without({0: SILENT}).without({3: Leaving("returns", "too late")})
     assert view.returning == {3}
-    assert not view.shortfall(3, 4, with_returning=True)
-    assert view.shortfall(3, 4, with_returning=False)
+    assert not view.shortfall(3, with_returning=True)
+    assert view.shortfall(3, with_returning=False)
     back = view.with_joined({3: "y"}, step=7, giver=1)
     assert (back.returning, View.decode(back.encode(), 4)) == (frozenset(), back)
 
