@@ -56,8 +56,8 @@ class LinkPolicy:
     steps in a row. It comes back where they are that many more with it, in ``return_steps`` steps in a row. That many
     are doubled each time that it came back in vain, up to 16 times as many. ``stretch``: how much longer a step may
     become while the others wait for what a leaf sends. With members (`Elastic`) a rank that needs more than
-    ``receives`` steps of the others to receive one step's gradients is put out. It comes back at once where fewer
-    members than `Elastic.min_ranks` are left.
+    ``receives`` steps of the others to receive, or to send, one step's gradients is put out. It comes back at once
+    where fewer members than `Elastic.min_ranks` are left.
     """
 
     min_gain: float = 1.05
@@ -113,7 +113,7 @@ class LinkPolicy:
             slowest = inside[count - 1]
             if not _own_seconds(slowest, seen):
                 break  # its link is not known
-            if seen.members and not self._cannot_receive(slowest, {*outside, *inside[:count]}, seen):
+            if seen.members and not self._cannot_keep_up(slowest, {*outside, *inside[:count]}, seen):
                 continue
             gain = gradients_a_second({*outside, *inside[:count]}, seen) / now_rate
             if gain >= _MORE * best[0]:
@@ -125,9 +125,10 @@ class LinkPolicy:
         with_it = gradients_a_second(set(outside) - {rank}, seen)
         return with_it < self.min_gain * gradients_a_second(outside, seen)
 
-    def _cannot_receive(self, rank: int, outside: Collection[int], seen: SeenLinks) -> bool:
+    def _cannot_keep_up(self, rank: int, outside: Collection[int], seen: SeenLinks) -> bool:
         others_s = step_seconds(outside, seen, leaves_too=False)
-        return _receive_seconds(seen.links[rank], seen.num_bytes) > self.receives * others_s
+        link = seen.links[rank]
+        return _known(link.latency_s) + _known(seen.num_bytes / link.slower_bytes_per_s) > self.receives * others_s
 
 
 _SMALLEST = 2  # ranks in the ring

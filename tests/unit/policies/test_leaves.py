@@ -130,7 +130,7 @@ SLOW_UP, SLOW_DOWN = RankLink(0.0002, 1e6, 20e6), RankLink(0.0002, 20e6, 1e6)
     [
         ([FAST, FAST, FAST, HALF], 2, set(), set()),  # it can receive a step in time
         ([FAST, FAST, FAST, NARROW], 3, set(), {3}),
-        ([FAST, FAST, FAST, SLOW_UP], 3, set(), set()),
+        ([FAST, FAST, FAST, SLOW_UP], 3, set(), {3}),
         ([FAST, FAST, FAST, SLOW_DOWN], 3, set(), {3}),
         ([NARROW, FAST, FAST, FAST], 3, set(), {0}),
         ([FAST, NARROW, FAST, NARROW], 2, set(), {1, 3}),
