@@ -405,3 +405,13 @@ def ranks_in(gradient, share, step):
     assert total == sum((step + 1) * 8**rank for rank in ranks)
     assert share.weight == len(ranks)
     return ranks
+
+
+@pytest.mark.parametrize(
+    ("launched", "merged_by_others", "ahead"),
+    [(2, {0, 1}, False), (1, {0, 1}, True), (0, {0}, True), (0, set(), False), (3, {0}, False)],
+)
+def test_ring_is_ahead_of_a_leaf_that_has_not_launched_what_is_given(launched, merged_by_others, ahead):
+    leaf, ring = MergeProgress(7, launched), MergeProgress(7, 3, frozenset(merged_by_others))
+    assert repair({0: ring, 1: leaf}).is_ahead_of(leaf) is ahead
+    assert not repair({0: ring, 1: leaf}).is_ahead_of(ring)
