@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,9 @@ from straggle.backward.stages import StagePlan
 from straggle.merge.groups import Group
 from straggle.merge.numbers import Numbers
 from straggle.merge.telemetry import NONFINITE, row_length
+from straggle.policies.merge_time import largest_message_bytes
 
+_LARGE_BYTES = 2**18  # a gradient of this size has left the cache when the last one of its bucket is copied
 _ALIGN = 16  # elements: each gradient starts on a cache line
 
 
@@ -44,7 +47,8 @@ class _Flat:
 
     The tail is fp32 or finer. It lies at the end of the gradients' buffer where that is, and travels in one message.
     ``wire``: the gradients as they travel, where that is not as they are; the tail goes beside them, exact.
-    ``plain_tail``: the tail as plain memory.
+    ``plain_tail``: the tail as plain memory. ``large`` of the parameters are summed as they are copied, to see whether
+    they are finite; ``between`` is the rest.
     """
 
     parameters: tuple[int, ...]
@@ -53,6 +57,8 @@ class _Flat:
     messages: tuple[Tensor, ...]
     wire: Tensor | None
     plain_tail: Numbers
+    large: tuple[int, ...]
+    between: tuple[Tensor, ...]
 
 
 class StageBuffers:
@@ -79,6 +85,8 @@ class StageBuffers:
         self._num_changes = num_changes
         self._wire_dtype = wire_dtype
         self._merged: dict[int, Share] = {}  # of the buckets that are normalized
+        self._sums: dict[int, Tensor] = {}  # of large gradients to which nothing was added since
+        self._large: set[int] = set()
         self._finite: list[Tensor] = []  # which of this rank's gradients were, for the buckets that were looked at
         self._rank = -1  # whose row was written
         self._scale = torch.tensor(1 / world_size)  # a tensor, because a number is made into one at each call
@@ -102,18 +110,25 @@ class StageBuffers:
 
     def begin(self) -> None:
         """A new step begins."""
-        self._finite, self._merged, self._rank = [], {}, -1
+        self._finite, self._merged, self._rank, self._sums = [], {}, -1, {}
         if self.telemetry is not self._with_last:
             self.use_telemetry(self._with_last)
 
-    def accumulate(self, index: int, gradient: Tensor, *, add: bool, weight: float = 1.0) -> None:
-        """Write ``weight * gradient`` of parameter ``index``, or add it to what is there."""
+    def accumulate(
+        self, index: int, gradient: Tensor, *, add: bool, weight: float = 1.0, complete: bool = False
+    ) -> None:
+        """Write ``weight * gradient`` of parameter ``index``, or add it; ``complete``: that is all of it."""
         if gradient.requires_grad:  # backward(create_graph=True)
             gradient = gradient.detach()
         if add:
             self.views[index].add_(gradient, alpha=weight / self._world_size)
         else:
             torch.mul(gradient, self._scale if weight == 1.0 else weight / self._world_size, out=self.views[index])
+        if index in self._large:
+            if complete:
+                self._sums[index] = self.views[index].sum(dtype=torch.float32)
+            else:
+                self._sums.pop(index, None)
 
     def accumulate_together(self, own: Sequence[tuple[int, Tensor]], *, add: bool, weight: float = 1.0) -> None:
         """The same for several parameters and their gradients, by few kernels; the bits are the same too."""
@@ -183,6 +198,12 @@ class StageBuffers:
         """How many messages a bucket goes in."""
         return sum(len(flat.messages) for flat in self._buckets[bucket])
 
+    def gives(self, bucket: int) -> bool:
+        """Whether this rank gives anything to a bucket that was launched: a weight, or changes of module buffers."""
+        flats = self._buckets[bucket]
+        with_changes = self._num_changes and flats is self._buckets[-1] and self.telemetry is self._with_last
+        return any(bool(flat.tail.any()) for flat in flats) or bool(with_changes and self.changes.any())
+
     def resend(self, bucket: int, group: Group) -> list[dist.Work]:
         """Start the merge of a bucket with what is in it now."""
         return [group.all_reduce(message) for flat in self._buckets[bucket] for message in flat.messages]
@@ -211,8 +232,11 @@ class StageBuffers:
             finite = torch.stack(torch._foreach_norm(views, math.inf)) < math.inf
             bad = ~finite
         else:
-            # one pass over the entire bucket is enough
-            if math.isfinite(flat.gradients.sum(dtype=torch.float32).item()):
+            # one pass over what was not summed yet is enough
+            summed = all(index in self._sums for index in flat.large)
+            sums = [self._sums[index] for index in flat.large] if summed else []
+            sums += [part.sum(dtype=torch.float32) for part in (flat.between if summed else (flat.gradients,))]
+            if all(math.isfinite(own.item()) for own in sums):
                 return
             finite = torch.stack([torch.isfinite(view).all() for view in views])
             bad = ~finite
@@ -250,6 +274,9 @@ class StageBuffers:
         self._merged |= merged
         return merged
 
+    def _is_large(self, parameter: Tensor) -> bool:
+        return self._drop_nonfinite and not parameter.is_cuda and parameter.nbytes >= _LARGE_BYTES
+
     def _allocate(self, indices: Sequence[int], parameters: Sequence[nn.Parameter], num_rows: int) -> list[_Flat]:
         alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index in indices:
@@ -268,11 +295,28 @@ class StageBuffers:
             for index, start in zip(members, starts, strict=True):
                 self.views[index] = _view(data, start, parameters[index])
             wire = torch.zeros(end, dtype=self._wire_dtype, device=device) if rounded else None
-            messages = (data,) if exact else (data if wire is None else wire, numbers)
+            messages = self._messages(data if wire is None else wire)
+            messages = messages if exact else (*messages, numbers)
             tail = numbers[: extra[0]]
-            flats.append(_Flat(tuple(members), data[:end], tail, messages, wire, Numbers(tail)))
+            ends = {i: (start, start + parameters[i].numel()) for i, start in zip(members, starts, strict=True)}
+            large = tuple(i for i in members if self._is_large(parameters[i]))
+            self._large |= set(large)
+            between = _between(data[:end], [ends[i] for i in large])
+            flats.append(_Flat(tuple(members), data[:end], tail, messages, wire, Numbers(tail), large, between))
             self.rows = numbers[extra[0] :]
         return flats
+
+    def _messages(self, data: Tensor) -> tuple[Tensor, ...]:
+        """One, or as many equal ones as it takes for none to pay more latencies than a small one."""
+        count = 1 if data.is_cuda else math.ceil(data.nbytes / largest_message_bytes(self._world_size))
+        size = -(-data.numel() // (count * _ALIGN)) * _ALIGN
+        return tuple(data[start : start + size] for start in range(0, data.numel(), size))
+
+
+def _between(data: Tensor, parts: Iterable[tuple[int, int]]) -> tuple[Tensor, ...]:
+    """What lies between these parts, each from its start to its end, in order."""
+    edges = [0, *chain.from_iterable(parts), data.numel()]
+    return tuple(data[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end)
 
 
 def _view(data: Tensor, start: int, parameter: nn.Parameter) -> Tensor:

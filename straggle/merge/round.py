@@ -178,7 +178,7 @@ class Round:
             before = num_in[index]
             if not together:
                 own = weight or of_pass * self._factor(index)
-                buffers.accumulate(index, gradient, add=before > 0, weight=own)
+                buffers.accumulate(index, gradient, add=before > 0, weight=own, complete=before + 1 == most)
             last_in[index], num_in[index] = number, before + 1
             if before + 1 == most:
                 complete.append((index, at))

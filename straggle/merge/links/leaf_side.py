@@ -86,7 +86,8 @@ class LeafSide:
             if bucket.rows is not None:
                 wire.post(Message(ROW, bucket.step, payload=packed([bucket.rows[self._rank]])), first=True)
             if bucket.number >= self._first.first:
-                part = self._parts[key] = Message(PART, *key, payload=packed(bucket.messages))
+                payload = packed(bucket.messages) if bucket.gives else bytearray()  # nothing to give: a header says so
+                part = self._parts[key] = Message(PART, *key, payload=payload)
                 wire.post(part)
 
     # -- the threads that receive

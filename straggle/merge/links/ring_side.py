@@ -142,8 +142,9 @@ class RingSide:
             self._came.wait_for(lambda: self._problem or all(leaf.settled(step, number) for leaf in leaves), wait_s)
             parts = {rank: leaf.take(step, number) for rank, leaf in self._leaves.items()}
         for rank, part in parts.items():
-            if part is not None and len(part) == bucket.nbytes:
-                _add(bucket.messages, part)
+            if part is not None and len(part) in (0, bucket.nbytes):
+                if part:
+                    _add(bucket.messages, part)
                 bucket.taken |= {rank}
                 self._marks[rank].update(bucket.stages)
 

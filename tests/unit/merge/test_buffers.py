@@ -1,0 +1,56 @@
+"""Gradients that are not finite, large ones that are looked at as they are copied and small ones that are not."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from straggle.backward.stages import plan_stages
+from straggle.merge.buffers import StageBuffers
+
+SMALL, LARGE = 8, 2**16  # elements; the second has 256 KiB
+
+
+class Alone:
+    """The group of one rank: what it sums is what it has."""
+
+    def all_reduce(self, tensor):
+        return tensor
+
+
+def layer(num_elements):
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(num_elements))
+    return module
+
+
+def merged(writes, stages=1):
+    """For each of four parameters whether a gradient is left, after these writes: index, bad, add, complete."""
+    parameters = [layer(size).weight for size in (SMALL, LARGE, SMALL, LARGE)]
+    module = nn.ParameterList(parameters)
+    buffers = StageBuffers(plan_stages(module, stages), parameters, 1, drop_nonfinite=True)
+    buffers.begin()
+    for index, bad, add, complete in writes:
+        gradient = torch.ones_like(parameters[index])
+        gradient[3] = bad or 1.0
+        buffers.accumulate(index, gradient, add=add, complete=complete)
+    buffers.all_reduce(0, {}, Alone())
+    weights = [share.weight for share in buffers.normalize()]
+    assert all(torch.isfinite(view).all() for view in buffers.views)
+    return [weight == 1.0 for weight in weights]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("index", range(4))
+@pytest.mark.parametrize("complete", [True, False], ids=["summed as it is copied", "summed at the end"])
+def test_one_bad_gradient_is_left_out_and_no_other(bad, index, complete):
+    writes = [(i, bad if i == index else None, False, complete) for i in range(4)]
+    assert merged(writes) == [i != index for i in range(4)]
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_what_is_added_to_a_gradient_that_was_finite_is_seen(index):
+    writes = [(i, None, False, True) for i in range(4)]
+    assert merged([*writes, (index, math.nan, True, False)]) == [i != index for i in range(4)]
+    assert merged([*writes, (index, None, True, False)]) == [True] * 4
