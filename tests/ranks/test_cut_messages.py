@@ -43,7 +43,8 @@ def test_cut_messages_give_the_same_gradients_bit_for_bit_at_two_ranks(wire_dtyp
 
 
 @pytest.mark.parametrize(
-    ("megabytes", "world_size", "count"), [(1, 2, 1), (3.9, 2, 1), (4.1, 2, 2), (9, 2, 3), (9, 4, 2), (9, 8, 1)]
+    ("megabytes", "world_size", "count"),
+    [(1, 2, 1), (3.9, 2, 1), (4.1, 2, 2), (9, 2, 3), (5.1, 4, 1), (9, 4, 2), (9, 8, 1)],
 )
 def test_no_message_is_larger_than_one_that_pays_few_latencies(megabytes: float, world_size: int, count: int) -> None:
     module = nn.Linear(int(megabytes * 2**18), 1, bias=False)

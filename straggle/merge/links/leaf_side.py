@@ -66,6 +66,11 @@ class LeafSide:
         for wire in self._wires.values():
             wire.post(Message(DONE, step))
 
+    def missed(self, step: int) -> frozenset[int]:
+        """The buckets of a step that are not known to have this rank's part."""
+        with self._lock:
+            return frozenset(number for (of, number), own in self._in_time.items() if of == step and not own)
+
     def close(self) -> None:
         """End, when the parents have closed their ends or take no more."""
         close_all(self._wires.values())
@@ -82,6 +87,7 @@ class LeafSide:
                 bucket.work.end(problem)
                 return
             self._wanted[key] = bucket
+            self._in_time.setdefault(key, False)
             wire = self._wires[self._parents[bucket.number % len(self._parents)]]
             if bucket.rows is not None:
                 wire.post(Message(ROW, bucket.step, payload=packed([bucket.rows[self._rank]])), first=True)

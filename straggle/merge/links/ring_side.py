@@ -82,6 +82,10 @@ class RingSide:
     def merged(self, step: int) -> None:
         """The step is merged, and all know its telemetry."""
 
+    def missed(self, step: int) -> frozenset[int]:  # noqa: ARG002
+        """A rank of the ring has its part in all that it has merged."""
+        return frozenset()
+
     def close(self) -> None:
         """Hand on what is merged, and end."""
         self._launching.put(None)
