@@ -152,8 +152,9 @@ def loss_of(model, x):
     return model(x).square().mean()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments_of(description: str | None) -> argparse.Namespace:
+    """The words of a benchmark of pulled work."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--block", type=int, default=12, help="steps of one way before it is the next one's turn")
     parser.add_argument("--part-ms", type=float, default=20.0, help="of a micro-batch")
@@ -162,6 +163,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.runs, arguments.block = 2, 6
+    return arguments
+
+
+def main() -> None:
+    arguments = arguments_of(__doc__)
     torch.set_num_threads(1)
     with process_group():
         for scenario in arguments.scenarios:

@@ -11,7 +11,6 @@ which rank is held up in which step, which is decided before. It is given nothin
 "said by advise": what `python -m straggle advise` says of pulling, from the trace of the static split.
 """
 
-import argparse
 import tempfile
 from pathlib import Path
 from random import Random
@@ -19,7 +18,7 @@ from statistics import fmean
 
 import torch
 import torch.distributed as dist
-from pulled import CHANCE, DELAY, EVERY, PARTS, SCENARIOS, STALL_S, Pulled, Way, blocks_of
+from pulled import CHANCE, DELAY, EVERY, PARTS, STALL_S, Pulled, Way, arguments_of, blocks_of
 
 from straggle import LateHandling, QuantileDeadline, StagedDataParallel, WaitForAll
 from straggle.advise.pulled import pulled
@@ -44,15 +43,7 @@ POLICIES = {"pulled": WaitForAll, "pulled, deadline": lambda: QuantileDeadline(0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--block", type=int, default=12, help="steps of one way before it is the next one's turn")
-    parser.add_argument("--part-ms", type=float, default=20.0, help="of a micro-batch")
-    parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=SCENARIOS)
-    parser.add_argument("--quick", action="store_true", help="two blocks of six steps")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.runs, arguments.block = 2, 6
+    arguments = arguments_of(__doc__)
     torch.set_num_threads(1)
     rows = []
     with process_group():

@@ -1,11 +1,11 @@
 """A member whose link is narrow for a while: what its peers' steps take, and when it takes part again.
 
 OMP_NUM_THREADS=1 SLOWNET=path/to/slownet.py python benchmarks/slow_member.py
-OMP_NUM_THREADS=1 SLOWNET=path/to/slownet.py python benchmarks/slow_member.py --normal-mb-per-s 20 --log
+OMP_NUM_THREADS=1 SLOWNET=path/to/slownet.py python benchmarks/slow_member.py --normal-mb-per-s 20 --slow-mb-per-s 10
 
 Four ranks in network namespaces of this machine, with about 5.1 MB of gradients and 0.1 s of work a step that sleeps.
-From step 20 on the last rank's link carries 1 MB/s each way, and in step 80 it is back. Needs root. Parameters are
-compared at the end, unless the link is not back by then.
+From step 20 on the last rank's link carries 1 MB/s each way, and in step 80 it is back (or other rates, and steps).
+Needs root. Parameters are compared at the end, unless the link is not back by then.
 """
 
 import argparse
@@ -37,9 +37,9 @@ PORT = 29517
 NETWORK = "10.83.0"
 
 
-def train(rank, names, slow_file, slow_to, log):
-    """Each step's seconds and whether the rank was absent and gave all; how the members changed; the parameters."""
-    if log:
+def train(rank, names, slow_file, options):
+    """Each step's seconds, where the slow rank was, and what it gave; how the members changed; the parameters."""
+    if options["log"]:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     dist.destroy_process_group()
     enter(names[rank])
@@ -47,13 +47,14 @@ def train(rank, names, slow_file, slow_to, log):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     torch.manual_seed(0)
     net = sleeping_net(WIDTH, LAYERS, WORK_S)
-    model = straggle.StagedDataParallel(net, members=straggle.Elastic(), links=straggle.LinkPolicy())
+    links = None if options["no_links"] else straggle.LinkPolicy()
+    model = straggle.StagedDataParallel(net, members=straggle.Elastic(), links=links)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     model.register_state(optimizer=optimizer)
     changes, steps = [], []
     model.register_members_hook(lambda report: changes.append((report.step, str(report))))
     for number in range(STEPS):
-        if rank == 0 and number in (SLOW_FROM, slow_to):
+        if rank == 0 and number in (SLOW_FROM, options["slow_to"]):
             Path(slow_file).touch() if number == SLOW_FROM else Path(slow_file).unlink()
         began = time.perf_counter()
         with model.step():
@@ -61,7 +62,8 @@ def train(rank, names, slow_file, slow_to, log):
         optimizer.step()
         optimizer.zero_grad()
         own = model.last_report.ranks[ONE]
-        steps.append((time.perf_counter() - began, own.absent, own.reach))
+        place = "out" if own.absent else "ring" if own.leaf_since is None else "leaf"
+        steps.append((time.perf_counter() - began, place, own.reach))
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
     model.close()
     return {"steps": steps, "changes": changes, "digest": digest}
@@ -71,16 +73,18 @@ def measured(options):
     with contextlib.ExitStack() as stack:
         slow_file = str(Path(stack.enter_context(tempfile.TemporaryDirectory()), "slow"))
         normal = 1e6 * options.normal_mb_per_s
-        slow = Slow(bytes_per_s=1e6, while_file=slow_file, normal_bytes_per_s=normal)
+        slow = Slow(bytes_per_s=1e6 * options.slow_mb_per_s, while_file=slow_file, normal_bytes_per_s=normal)
         links = {ONE: slow, **({None: Slow(bytes_per_s=normal)} if normal else {})}
         made = hosts(RANKS, links, forwarder=options.slownet, mtu=MTU, network=NETWORK, prefix="lf")
-        return run_on_ranks(train, RANKS, stack.enter_context(made), slow_file, options.slow_to, options.log)
+        return run_on_ranks(train, RANKS, stack.enter_context(made), slow_file, vars(options))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slownet", default=os.environ.get("SLOWNET"), help="path to slownet.py")
     parser.add_argument("--normal-mb-per-s", type=float, default=0.0, help="of all links (default: no limit)")
+    parser.add_argument("--slow-mb-per-s", type=float, default=1.0, help="of the last rank's link, for a while")
+    parser.add_argument("--no-links", action="store_true", help="without LinkPolicy")
     parser.add_argument("--slow-to", type=int, default=80, help="step from which on the link is back")
     parser.add_argument("--log", action="store_true", help="what the ranks log")
     options = parser.parse_args()
@@ -96,8 +100,8 @@ def main():
     for number, what in results[0]["changes"]:
         print(f"step {number}: {what}")
     before = statistics.median(seconds for seconds, _, _ in steps[5:SLOW_FROM])
-    away = [number for number, (_, absent, _) in enumerate(steps) if absent]
-    back = next(number for number in range(slow_to, STEPS + 1) if number == STEPS or steps[number][2] == 1)
+    in_ring = (number for number in range(slow_to, STEPS) if steps[number][1:] == ("ring", 1.0))
+    back = next(in_ring, STEPS)
     print(f"median step before: {1e3 * before:.0f} ms; the others in turn as ratios to that")
     for words, begin, end in (
         ("the first 20 steps with the narrow link", SLOW_FROM, SLOW_FROM + 20),
@@ -109,9 +113,14 @@ def main():
             continue
         median, longest = statistics.median(seconds) / before, max(seconds)
         print(f"{words}: {median:.2f}, {sum(seconds):.1f} s together, the longest {longest:.2f} s")
-    print(f"absent in steps {away[0] if away else '-'} to {away[-1] if away else '-'}, {len(away)} of them")
+    for place in ("leaf", "out"):
+        there = [number for number, own in enumerate(steps) if own[1] == place]
+        if there:
+            came = statistics.mean(steps[number][2] for number in there)
+            usual = statistics.median(steps[number][0] for number in there) / before
+            print(f"{place} in {len(there)} steps, {there[0]} to {there[-1]}: {usual:.2f}, {came:.2f} of its gradients")
     if back < STEPS:
-        print(f"takes part again with all of its gradients {back - slow_to} steps after its link is back")
+        print(f"in the ring again with all of its gradients {back - slow_to} steps after its link is back")
 
 
 if __name__ == "__main__":

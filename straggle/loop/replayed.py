@@ -12,7 +12,7 @@ from straggle.merge.channel import Channel
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.members.healing import Healing
 from straggle.merge.members.recorded_groups import RecordedGroups
-from straggle.merge.replay import Decision, Healed, RecordedMembers, Recording
+from straggle.merge.replay import Decision, Healed, RecordedMembers, Recording, no_leaves
 from straggle.policies.fill_in import FillIn
 
 
@@ -36,10 +36,7 @@ class Replayed:
     def follow(self, recording: Recording, *, on_cuda: bool) -> None:
         """Decide as in this one, on all ranks alike. Raises ``ValueError`` for one that cannot be replayed so."""
         if (leaf := next((own for own in recording.decisions if own.leaves), None)) is not None:
-            raise ValueError(
-                f"a run with leaves (links=LinkPolicy()) cannot be replayed: from step {leaf.step} on ranks "
-                f"{list(leaf.leaves)} were outside of the ring, and which of their gradients came is not recorded"
-            )
+            raise ValueError(no_leaves(leaf))
         self._decisions = iter(recording.decisions)
         self.learned = (list(recording.order), list(recording.seconds)) if recording.order else None
         self._coordinator.deadline.wait_for_all()

@@ -20,6 +20,7 @@ from straggle.backward.stages import StagePlan
 from straggle.merge.groups import Group
 from straggle.merge.numbers import Numbers
 from straggle.merge.telemetry import NONFINITE, row_length
+from straggle.policies.merge_time import largest_message_bytes
 
 _LARGE_BYTES = 2**18  # a gradient of this size has left the cache when the last one of its bucket is copied
 _ALIGN = 16  # elements: each gradient starts on a cache line
@@ -197,6 +198,12 @@ class StageBuffers:
         """How many messages a bucket goes in."""
         return sum(len(flat.messages) for flat in self._buckets[bucket])
 
+    def gives(self, bucket: int) -> bool:
+        """Whether this rank gives anything to a bucket that was launched: a weight, or changes of module buffers."""
+        flats = self._buckets[bucket]
+        with_changes = self._num_changes and flats is self._buckets[-1] and self.telemetry is self._with_last
+        return any(bool(flat.tail.any()) for flat in flats) or bool(with_changes and self.changes.any())
+
     def resend(self, bucket: int, group: Group) -> list[dist.Work]:
         """Start the merge of a bucket with what is in it now."""
         return [group.all_reduce(message) for flat in self._buckets[bucket] for message in flat.messages]
@@ -288,7 +295,8 @@ class StageBuffers:
             for index, start in zip(members, starts, strict=True):
                 self.views[index] = _view(data, start, parameters[index])
             wire = torch.zeros(end, dtype=self._wire_dtype, device=device) if rounded else None
-            messages = (data,) if exact else (data if wire is None else wire, numbers)
+            messages = self._messages(data if wire is None else wire)
+            messages = messages if exact else (*messages, numbers)
             tail = numbers[: extra[0]]
             ends = {i: (start, start + parameters[i].numel()) for i, start in zip(members, starts, strict=True)}
             large = tuple(i for i in members if self._is_large(parameters[i]))
@@ -297,6 +305,12 @@ class StageBuffers:
             flats.append(_Flat(tuple(members), data[:end], tail, messages, wire, Numbers(tail), large, between))
             self.rows = numbers[extra[0] :]
         return flats
+
+    def _messages(self, data: Tensor) -> tuple[Tensor, ...]:
+        """One, or as many equal ones as it takes for none to pay more latencies than a small one."""
+        count = 1 if data.is_cuda else math.ceil(data.nbytes / largest_message_bytes(self._world_size))
+        size = -(-data.numel() // (count * _ALIGN)) * _ALIGN
+        return tuple(data[start : start + size] for start in range(0, data.numel(), size))
 
 
 def _between(data: Tensor, parts: Iterable[tuple[int, int]]) -> tuple[Tensor, ...]:

@@ -89,7 +89,7 @@ class Coordinator:
         self.num_bytes = bytes_on_wire(parameters, merge.dtype_on_wire)  # of gradients in a step
         if links is not None and membership is not None:
             self.member.links = PutOut(links, membership, num_bytes=self.num_bytes)
-        elif links is not None:
+        if links is not None:
             self._rounds.leaves = Leaves(
                 links,
                 channel,

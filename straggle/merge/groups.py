@@ -11,9 +11,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-# Each has a thread of gloo's that waits for it. torch has two: on a link with latency the third message of a step would
-# set out only when one of the first two has gone all the way round the ring.
-MESSAGES_AT_A_TIME = 8
+from straggle.policies.merge_time import MESSAGES_AT_A_TIME
 
 
 class Group(Protocol):

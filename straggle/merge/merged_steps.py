@@ -75,16 +75,21 @@ class MergedSteps:
                 return epoch
             if self._rounds.groups is None:
                 raise MembersChanged
-            if self._rank.membership is not None and not apart and current.last_message is None:
+            members, leaves = self._rank.membership is not None, self._rounds.leaves
+            # where ranks are outside of the ring, the members' group knows nothing of what was launched
+            later = members and leaves is not None and leaves.are_there
+            if members and not (apart or later) and current.last_message is None:
                 current.last_message = self._rounds.groups.gradients.barrier()
         for work, name in works:
             self._channel.wait(work, current.step, f"{where}, stage {name}", give_up_s, epoch)
             if on_merged is not None:
                 on_merged(current)
-        if apart or current.last_message is not None:
+        if apart or later or current.last_message is not None:
             with self._lock:
-                if epoch != self._channel.epoch:
+                if epoch != self._channel.epoch or self._rounds.groups is None:
                     raise MembersChanged
+                if later and current.last_message is None:
+                    current.last_message = self._rounds.groups.gradients.barrier()
                 work = current.last_message or self._launch_telemetry(current)
             self._channel.wait(work, current.step, f"{where}, the sign that all ranks have it", give_up_s, epoch)
         return epoch
@@ -142,7 +147,7 @@ class MergedSteps:
         rows = current.buffers.copy_rows()
         if self._rounds.leaves is not None:
             matrix = torch.frombuffer(rows, dtype=torch.float32).view(self._channel.world_size, -1)
-            self._rounds.leaves.read(matrix, num_stages)
+            self._rounds.leaves.read(current.step, matrix, num_stages)
         return MergedStep(
             step=current.step,
             plan=self._rounds.plan,

@@ -37,6 +37,14 @@ class Decision:
     leaves: tuple[int, ...] = ()
 
 
+def no_leaves(leaf: Decision) -> str:
+    """Why a recording with this step is refused."""
+    return (
+        f"a run with leaves (links=LinkPolicy()) cannot be replayed: from step {leaf.step} on ranks "
+        f"{list(leaf.leaves)} were outside of the ring, and which of their gradients came is not recorded"
+    )
+
+
 @dataclass(frozen=True)
 class RecordedStep:
     """Among which ranks each bucket of a step was summed, and the telemetry; ``lost`` as in `MergedAmong`.

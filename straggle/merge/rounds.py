@@ -65,6 +65,12 @@ class Rounds:
     def merge_among(self, groups: Groups | None, ranks: tuple[int, ...], generation: int, step: int = -1) -> None:
         """From here on rounds are merged among these; the members have changed in ``step``, alike for all of them."""
         self.groups, self.ranks, self.generation, self._repaired = groups, ranks, generation, step
+        if self.leaves is not None:
+            self.leaves.regroup(ranks, generation, step)
+
+    def missed(self, step: int) -> frozenset[int]:
+        """The buckets of a step that may have been merged without this rank's part."""
+        return frozenset() if self.leaves is None else self.leaves.missed(step)
 
     def tells_apart(self, step: int) -> bool:
         """Whether the telemetry of ``step`` goes in a message of its own, after all of its gradients.

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from straggle.merge.members.provenance import MergedAmong
-from straggle.merge.replay import Decision, Healed, RecordedMembers, RecordedStep, Recording
+from straggle.merge.replay import Decision, Healed, RecordedMembers, RecordedStep, Recording, no_leaves
 from straggle.merge.telemetry import StepRecord
 from straggle.observe.lines import LineWriter, is_cut
 from straggle.observe.recording import file_of
@@ -115,6 +115,9 @@ def read_members_recording(folder: Path, rank: int, world_size: int) -> Recordin
                     f"{folder}: the members of generation {generation} are {generations[generation]} in one file and "
                     f"{ranks} in another, as where the job's store was lost: whose gradients were merged is not known"
                 )
+    leaf = next((left for file in files for _, left in sorted(file.left.items()) if left.leaves), None)
+    if leaf is not None:
+        raise ValueError(f"{folder}: {no_leaves(leaf)}")
     steps = _steps(files, generations, folder)
     own = files[rank]
     order, seconds = next((file.plan for file in files if file.plan is not None), ((), ()))
@@ -159,7 +162,7 @@ def _as_decision(line: Mapping[str, Any], step: int) -> Decision:
         lost = {int(rank): tuple(buckets) for rank, buckets in among["lost"].items()}
         among = MergedAmong(tuple(among["generations"]), lost)
     taken, state = (line["num_gradients"], line["left_at"], line["stood_in"], line["num_over"]), line["idle"]
-    return Decision(step, *taken, state, line["entered"], among)
+    return Decision(step, *taken, state, line["entered"], among, leaves=tuple(line.get("leaves", ())))
 
 
 def _random(text: str) -> Tensor:

@@ -19,8 +19,8 @@ class SeenLinks:
     """What all ranks know after a merged step: each rank's link.
 
     ``num_bytes`` of gradients are merged in a step, in ``num_messages``; ``compute_s``: what a step takes beside that.
-    ``absent``: ranks that are no members, and not because of their links. ``members``: whether ranks can be put out,
-    and let in again, as long as ``min_ranks`` are left.
+    ``absent``: ranks that are no members, and not because of their links. ``members``: who is to be put
+    out is asked, and not who is a leaf; as long as ``min_ranks`` are left.
     """
 
     links: Sequence[RankLink]
@@ -55,9 +55,9 @@ class LinkPolicy:
     It leaves where the group is expected to get ``min_gain`` times as many gradients a second then, in ``after_steps``
     steps in a row. It comes back where they are that many more with it, in ``return_steps`` steps in a row. That many
     are doubled each time that it came back in vain, up to 16 times as many. ``stretch``: how much longer a step may
-    become while the others wait for what a leaf sends. With members (`Elastic`) no rank becomes a leaf: one that needs
-    more than ``receives`` steps of the others to receive, or to send, one step's gradients is put out. It comes back at
-    once where fewer members than `Elastic.min_ranks` are left.
+    become while the others wait for what a leaf sends. With members (`Elastic`) a rank that needs more than
+    ``receives`` steps of the others to receive, or to send, one step's gradients is put out. It comes back at once
+    where fewer members than `Elastic.min_ranks` are left.
     """
 
     min_gain: float = 1.05

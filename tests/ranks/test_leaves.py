@@ -112,3 +112,6 @@ def test_a_leaf_that_is_stuck_is_stood_in_for_and_applies_what_was_merged():
 def test_where_a_leaf_or_a_parent_dies_the_others_end_with_a_sentence(rank):
     ends = run_ranks(train_chain, 3, [(3, {2})], 60, (rank, 25, None), outcomes=True)
     assert [end.kind for end in ends] == ["Killed" if other == rank else "PeerFailed" for other in range(3)]
+    assert all(
+        f"ranks [{rank}]" in end.message or f"rank {rank}" in end.message for end in ends if end.kind != "Killed"
+    )

@@ -12,7 +12,16 @@ from members import Board
 from ranks import digest, staged
 from torch import Tensor, nn
 
-from straggle import BalancedByTime, Elastic, Estimator, FixedDeadline, LateHandling, MembersReport, StepReport
+from straggle import (
+    BalancedByTime,
+    Elastic,
+    Estimator,
+    FixedDeadline,
+    LateHandling,
+    LinkPolicy,
+    MembersReport,
+    StepReport,
+)
 from straggle.backward import stages
 
 STEP_S = 0.015
@@ -63,6 +72,7 @@ class Loop:
     give_up_s: float = 300.0
     stages: BalancedByTime | None = None
     estimator: Estimator | None = None
+    links: LinkPolicy | None = None
 
 
 def plain() -> nn.Sequential:
@@ -88,6 +98,7 @@ def train(rank: int, board: Board, loop: Loop) -> Outcome:
     deadline = None if loop.deadline_s is None else FixedDeadline(loop.deadline_s)
     late_handling = LateHandling(max_lag=loop.max_lag, give_up_s=loop.give_up_s)
     options = {"stages": loop.stages, "deadline": deadline, "estimator": loop.estimator, "members": loop.elastic}
+    options["links"] = loop.links
     with staged(loop.network(), late_handling=late_handling, **options) as model:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.99)

@@ -66,6 +66,11 @@ class LeafSide:
         for wire in self._wires.values():
             wire.post(Message(DONE, step))
 
+    def missed(self, step: int) -> frozenset[int]:
+        """The buckets of a step that are not known to have this rank's part."""
+        with self._lock:
+            return frozenset(number for (of, number), own in self._in_time.items() if of == step and not own)
+
     def close(self) -> None:
         """End, when the parents have closed their ends or take no more."""
         close_all(self._wires.values())
@@ -82,11 +87,13 @@ class LeafSide:
                 bucket.work.end(problem)
                 return
             self._wanted[key] = bucket
+            self._in_time.setdefault(key, False)
             wire = self._wires[self._parents[bucket.number % len(self._parents)]]
             if bucket.rows is not None:
                 wire.post(Message(ROW, bucket.step, payload=packed([bucket.rows[self._rank]])), first=True)
             if bucket.number >= self._first.first:
-                part = self._parts[key] = Message(PART, *key, payload=packed(bucket.messages))
+                payload = packed(bucket.messages) if bucket.gives else bytearray()  # nothing to give: a header says so
+                part = self._parts[key] = Message(PART, *key, payload=payload)
                 wire.post(part)
 
     # -- the threads that receive

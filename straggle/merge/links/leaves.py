@@ -58,6 +58,9 @@ class Leaves:
         self._wanted: Places | None = None
         self.places = Places()
         self._since: dict[int, int] = {}  # from which step on each leaf is one
+        self._ranks, self._generation = tuple(range(channel.world_size)), 0
+        self._begins = 0  # the step from which on these are the members
+        self._since_before = self._since  # and who was a leaf before
 
     @property
     def formed(self) -> int:
@@ -74,16 +77,40 @@ class Leaves:
             number += len(bucket)
         return self._side.of_step(step, buffers, stages)
 
-    def read(self, rows: Tensor, num_stages: int) -> None:
-        """Make merged telemetry say what came in time."""
-        read_marks(rows, self._since, num_stages)
+    @property
+    def are_there(self) -> bool:
+        """Whether ranks are outside of the ring."""
+        return self._side is not None
+
+    def read(self, step: int, rows: Tensor, num_stages: int) -> None:
+        """Make the merged telemetry of a step say what came in time."""
+        read_marks(rows, self._since if step >= self._begins else self._since_before, num_stages)
+
+    def missed(self, step: int) -> frozenset[int]:
+        """The buckets of a step that may have been merged without this rank's part, because it is a leaf."""
+        return frozenset() if self._side is None else self._side.missed(step)
+
+    def regroup(self, ranks: Sequence[int], generation: int, step: int) -> None:
+        """These are the members from ``step`` on, and all of them are in the ring: they have groups of their own."""
+        if self._side is not None:
+            _aside(self._side.close)
+        if self._forming is not None:
+            self._forming.give_up()
+        self._side = self._forming = self._wanted = None
+        self._ranks, self._generation, self._number = tuple(ranks), generation, 0
+        if step > self._begins:
+            self._begins, self._since_before = step, self._since
+        self._since, self.places = {}, Places()
 
     def merged(self, step: int, table: Table, num_messages: int) -> None:
         """A step is merged: who is in the ring from the next one on."""
+        if step < self._begins:  # some members had it complete before the others
+            return
         if self._side is not None:
             self._side.merged(step)
         if self._forming is not None:
-            self._look(step, self._forming, table.rings_formed())
+            said = table.rings_formed()
+            self._look(step, self._forming, [said[rank] for rank in self._ranks])
             return
         before = self.places
         self.places = self._policy.next_places(before, seen_links(table, self._num_bytes, num_messages))
@@ -105,6 +132,8 @@ class Leaves:
         self._forming = _Forming(
             self._channel,
             self._number,
+            f"ring/{self._generation}/{self._number}",
+            [rank for rank in self._ranks if rank not in wanted.leaves],
             wanted.leaves,
             max_lag=self._max_lag,
             max_bytes=self._num_bytes * 2 + _SLACK_BYTES,
@@ -129,11 +158,7 @@ class Leaves:
         if self._side is not None:
             _aside(self._side.close)
         come, gone = places.leaves - self.places.leaves, self.places.leaves - places.leaves
-        level = (
-            logging.WARNING
-            if self._channel.rank == min(set(range(self._channel.world_size)) - places.leaves)
-            else logging.INFO
-        )
+        level = logging.WARNING if self._channel.rank == min(set(self._ranks) - places.leaves) else logging.INFO
         for rank in sorted(come):
             _log.log(level, "from step %d on rank %d is a leaf: its link is slow", step + 1, rank)
         for rank in sorted(gone):
@@ -150,6 +175,8 @@ class _Forming:
         self,
         channel: Channel,
         number: int,
+        corner: str,
+        ring: Sequence[int],
         leaves: frozenset[int],
         *,
         max_lag: int,
@@ -160,19 +187,28 @@ class _Forming:
         self.number = number
         self.formed = 0
         self.side: Side | None = None
-        self._channel, self._leaves = channel, sorted(leaves)
-        self._ring = [rank for rank in range(channel.world_size) if rank not in leaves]
+        self._channel, self._corner = channel, corner
+        self._ring, self._leaves = ring, sorted(leaves)
+        self._given_up = False
         self._max_lag, self._max_bytes, self._stretch = max_lag, max_bytes, stretch
         self._on_behind = on_behind
         threading.Thread(target=self._run, name="straggle-forming", daemon=True).start()
 
+    def give_up(self) -> None:
+        """The members have changed: what is formed, or will be, is of no use."""
+        self._given_up = True
+        if self.side is not None:
+            _aside(self.side.close)
+
     def _run(self) -> None:
         try:
-            store = dist.PrefixStore(f"ring/{self.number}", self._channel.connection())  # type: ignore[attr-defined]
+            store = dist.PrefixStore(self._corner, self._channel.connection())  # type: ignore[attr-defined]
             store.set_timeout(timedelta(seconds=_FORM_S))
             is_leaf = self._channel.rank in self._leaves
             self.side = self._as_leaf(store) if is_leaf else self._in_ring(store)
             self.formed = self.number
+            if self._given_up:
+                self.side.close()
         except (RuntimeError, OSError, ValueError) as error:
             _log.warning("rank %d could not form a ring: %s", self._channel.rank, error)
             self.formed = -self.number

@@ -43,8 +43,8 @@ class Pending:
 class Bucket:
     """One bucket of one step on its way. ``stages``: the numbers of its stages, ``num_stages``: of the entire plan.
 
-    ``rows``: the telemetry, which goes with the last bucket. ``launched`` in the ring, with the parts of the leaves in
-    ``taken``.
+    ``rows``: the telemetry, which goes with the last bucket. ``gives``: this rank gives anything to it beside these.
+    ``launched`` in the ring, with the parts of the leaves in ``taken``.
     """
 
     step: int
@@ -53,6 +53,7 @@ class Bucket:
     stages: Sequence[int]
     num_stages: int
     rows: Tensor | None
+    gives: bool
     work: Pending
     launched: list[dist.Work] = field(default_factory=list)
     taken: frozenset[int] = frozenset()
@@ -85,7 +86,8 @@ class StepBuckets:
         if len(self._messages) == self._buffers.num_messages(number):
             rows = self._buffers.rows if number + 1 == len(self._stages) else None
             num_stages = sum(map(len, self._stages))
-            bucket = Bucket(self._step, number, self._messages, self._stages[number], num_stages, rows, work)
+            own, gives = self._stages[number], self._buffers.gives(number)
+            bucket = Bucket(self._step, number, self._messages, own, num_stages, rows, gives, work)
             self._number, self._messages, self._work = number + 1, [], Pending()
             self._take(bucket)
         return cast("dist.Work", work)

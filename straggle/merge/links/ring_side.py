@@ -82,6 +82,10 @@ class RingSide:
     def merged(self, step: int) -> None:
         """The step is merged, and all know its telemetry."""
 
+    def missed(self, step: int) -> frozenset[int]:  # noqa: ARG002
+        """A rank of the ring has its part in all that it has merged."""
+        return frozenset()
+
     def close(self) -> None:
         """Hand on what is merged, and end."""
         self._launching.put(None)
@@ -142,8 +146,9 @@ class RingSide:
             self._came.wait_for(lambda: self._problem or all(leaf.settled(step, number) for leaf in leaves), wait_s)
             parts = {rank: leaf.take(step, number) for rank, leaf in self._leaves.items()}
         for rank, part in parts.items():
-            if part is not None and len(part) == bucket.nbytes:
-                _add(bucket.messages, part)
+            if part is not None and len(part) in (0, bucket.nbytes):
+                if part:
+                    _add(bucket.messages, part)
                 bucket.taken |= {rank}
                 self._marks[rank].update(bucket.stages)
 

@@ -99,6 +99,7 @@ class Member:
         with self._lock:
             if self.recorder is not None:
                 self.recorder.regrouped(view.generation, view.ranks)
+            missed = self._rank.rounds.missed(repair.step)
             self._rank.rounds.merge_among(groups, view.ranks, view.generation, repair.step)
             self._note_lost(repair.step, provenance)
             self._note_healing((self._healing | view.joined) & set(view.ranks))
@@ -119,6 +120,7 @@ class Member:
                     generation=view.generation,
                     provenance=provenance,
                 )
+                current.lost |= missed
             merging.step_merged.notify_all()
 
     def _come_in(self, view: View, repair: Repair) -> None:

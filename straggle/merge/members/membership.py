@@ -460,7 +460,7 @@ class Membership:
     def _propose(self, store: Any, old: View, new: View) -> bool:
         """Whether the new view is the next one; either way, what is the next one is seen then."""
         if is_next := self._stored.replace(store, old, new):
-            level = logging.INFO if all(change.kind == "done" for change in new.changes) else logging.WARNING
+            level = logging.DEBUG if all(change.kind == "done" for change in new.changes) else logging.WARNING
             words = "; ".join(f"rank {c.rank} {'joined' if c.joined else 'left'}: {c.reason}" for c in new.changes)
             _log.log(level, "generation %d, ranks %s: %s", new.generation, list(new.ranks), words)
         self._saw(self._read(store))

@@ -311,6 +311,10 @@ class Repair:
     kept: frozenset[int] = frozenset()
     num_launched: int = 0
 
+    def is_ahead_of(self, own: MergeProgress) -> bool:
+        """Whether others have merged what this member has not launched: it was a leaf, and later than the ring."""
+        return own.step == self.step and own.launched <= max(self.given, default=-1)
+
 
 def repair(progress: Mapping[int, MergeProgress]) -> Repair:
     """From how far each member had come, by rank.

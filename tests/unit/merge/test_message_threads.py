@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 
 from straggle.backward.stages import MIN_STAGES
-from straggle.merge.groups import MESSAGES_AT_A_TIME, gloo_group
+from straggle.merge.groups import gloo_group
+from straggle.policies.merge_time import MESSAGES_AT_A_TIME
 
 
 def test_all_stages_of_a_model_that_has_the_least_of_them_are_on_their_way_at_a_time() -> None:

@@ -16,10 +16,12 @@ from straggle.merge.buffers import StageBuffers
 from straggle.merge.members.provenance import provenance
 from straggle.merge.members.view import MergeProgress, Repair, progress_length, repair
 from straggle.merge.round import Layout, Round, RoundTerms
+from straggle.policies import merge_time
 
 OLD = (0, 1, 2)
 NEWCOMER = 3
 WORLD_SIZE = 4
+SMALL = 8  # bytes of a segment of a message
 BUCKETS = range(3)
 ALL = frozenset(BUCKETS)
 FRESH = MergeProgress(-1)
@@ -182,8 +184,8 @@ class Member:
 
     def left_in_flight(self):
         """What the old merges may do to their tensors at any time."""
-        for bucket, work in enumerate(self.old.works):
-            if bucket not in self.progress.merged:
+        for bucket in set(BUCKETS) - self.progress.merged:
+            for work in works_of(self, bucket):
                 work.tensor.fill_(torch.nan)
 
     def regroup(self, way, place_of, past, generation=1):
@@ -241,7 +243,10 @@ def distinct(leaves):
 @pytest.mark.parametrize("meanwhile", [False, True], ids=["computes-later", "computes-while-members-change"])
 @pytest.mark.parametrize("joins", [False, True], ids=["", "one-joins"])
 @pytest.mark.parametrize("leaves", [None, 2], ids=["none-leaves", "one-leaves"])
-def test_members_end_the_step_with_the_same_bits_and_count_nothing_twice(leaves, joins, meanwhile):
+def test_members_end_the_step_with_the_same_bits_and_count_nothing_twice(leaves, joins, meanwhile, monkeypatch):
+    if joins:  # and each bucket goes in several messages
+        monkeypatch.setattr(merge_time, "SEGMENT_BYTES", SMALL)
+        assert new_buffers().num_messages(0) > 1
     cases = distinct(leaves)
     assert len(cases) > 90
     for states in cases:
@@ -255,15 +260,15 @@ def merge_what_was_merged(members):
     """Let the old merges end where they did."""
     for bucket in BUCKETS:
         if any(bucket in member.progress.merged for member in members):
-            works = [m.old.works[bucket] for m in members if m.progress.step == 0]
-            total = sum(work.tensor for work in works)
-            if len(works) < len(members):  # who is a step further has it behind it
-                further = [m for m in members if m.progress.step == 1]
-                total = total + sum(message_of(m.rank, bucket) for m in further)
+            launched = {m.rank: works_of(m, bucket) for m in members if m.progress.step == 0}
+            # who is a step further has it behind it
+            further = [works_of(Member(m.rank, MergeProgress(0, 3)), bucket) for m in members if m.progress.step == 1]
+            totals = [sum(work.tensor for work in own) for own in zip(*launched.values(), *further, strict=True)]
             for member in members:
                 if bucket in member.progress.merged:
-                    member.old.works[bucket].tensor.copy_(total)
-                    member.old.works[bucket].done = True
+                    for work, total in zip(launched[member.rank], totals, strict=True):
+                        work.tensor.copy_(total)
+                        work.done = True
     for member in members:
         if member.progress.merged == ALL:
             member.round.last_message = Work()
@@ -273,7 +278,9 @@ def merge_what_was_merged(members):
 
 @pytest.mark.parametrize("joins", [False, True], ids=["", "one-joins"])
 @pytest.mark.parametrize("leaves", [None, 2], ids=["none-leaves", "one-leaves"])
-def test_members_may_change_again_before_a_step_is_repaired(leaves, joins):
+def test_members_may_change_again_before_a_step_is_repaired(leaves, joins, monkeypatch):
+    if joins:
+        monkeypatch.setattr(merge_time, "SEGMENT_BYTES", SMALL)
     chance = random.Random(0)
     for states in distinct(leaves):
         members = [Member(rank, progress) for rank, progress in enumerate(states)]
@@ -321,9 +328,10 @@ def regroup_some(members, chance):
     return [member for member in members if member in come or member.rank != NEWCOMER]
 
 
-def message_of(rank, bucket):
-    """What a member put into a bucket of step 0."""
-    return Member(rank, MergeProgress(0, 3)).old.works[bucket].tensor
+def works_of(member, bucket):
+    """Those of a bucket, which may be several messages; of one that was not launched, none."""
+    counts = [member.round.buffers.num_messages(before) for before in range(bucket + 1)]
+    return member.old.works[sum(counts[:bucket]) : sum(counts)]
 
 
 def check(stay, newcomers, *, meanwhile):
@@ -397,3 +405,13 @@ def ranks_in(gradient, share, step):
     assert total == sum((step + 1) * 8**rank for rank in ranks)
     assert share.weight == len(ranks)
     return ranks
+
+
+@pytest.mark.parametrize(
+    ("launched", "merged_by_others", "ahead"),
+    [(2, {0, 1}, False), (1, {0, 1}, True), (0, {0}, True), (0, set(), False), (3, {0}, False)],
+)
+def test_ring_is_ahead_of_a_leaf_that_has_not_launched_what_is_given(launched, merged_by_others, ahead):
+    leaf, ring = MergeProgress(7, launched), MergeProgress(7, 3, frozenset(merged_by_others))
+    assert repair({0: ring, 1: leaf}).is_ahead_of(leaf) is ahead
+    assert not repair({0: ring, 1: leaf}).is_ahead_of(ring)

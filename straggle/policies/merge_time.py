@@ -1,0 +1,114 @@
+"""When the messages of a step are merged: several at a time, each in gloo's ring over the ranks' links.
+
+gloo cuts a message of n bytes into p parts, one for each of p ranks, and a part into s segments of at most 1 MB, two at
+least. In each of two phases a rank sends (p - 1) s segments, of which two are on their way at a time. A segment sets
+out when its receiver has said that it has room for it. With the latency and rate of the slowest link that is
+
+    s = max(2, n / p / 1 MB, rounded up),     g = n / p / s,     busy = 2 (p - 1) / p n / rate,
+    alone = (p - 1) s max(2 latency + g / rate, 2 g / rate)
+
+where ``busy`` is for how long the message takes the link, and ``alone`` how long it takes if no other is on its way. So
+a message of more than 2 p MB pays more latencies than one of less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from straggle.policies.links import WAYS_A_ROUND, Link
+
+SEGMENT_BYTES = 2**20  # gloo's largest
+SEGMENTS = 2  # of a part at least, and on their way at a time
+
+# Each has a thread of gloo's that waits for it. torch has two: on a link with latency the third message of a step would
+# set out only when one of the first two has gone all the way round the ring.
+MESSAGES_AT_A_TIME = 8
+
+
+@dataclass(frozen=True)
+class Message:
+    """``num_bytes`` of gradients that are finished ``ready_s`` seconds into the step."""
+
+    num_bytes: float
+    ready_s: float = 0.0
+
+
+def largest_message_bytes(num_ranks: int) -> int:
+    """The largest message that pays no more latencies than a small one."""
+    return SEGMENTS * num_ranks * SEGMENT_BYTES
+
+
+def busy_seconds(num_bytes: float, links: Sequence[Link]) -> float:
+    """For how long a message takes the slowest of the ranks' ``links``."""
+    if len(links) < 2:
+        return 0.0
+    return 2 * (len(links) - 1) / len(links) * num_bytes / min(link.bytes_per_s for link in links)
+
+
+def alone_seconds(num_bytes: float, links: Sequence[Link]) -> float:
+    """What a message takes where no other one is on its way; ``links``: of each rank to the next one."""
+    if (num_ranks := len(links)) < 2:
+        return 0.0
+    segments = _segments(num_bytes, num_ranks)
+    part = num_bytes / num_ranks / segments
+    turn_s = max(
+        max(WAYS_A_ROUND * link.latency_s + part / link.bytes_per_s, SEGMENTS * part / link.bytes_per_s)
+        for link in links
+    )
+    return (num_ranks - 1) * segments * turn_s
+
+
+def _segments(num_bytes: float, num_ranks: int) -> int:
+    """Of each part."""
+    return max(SEGMENTS, math.ceil(num_bytes / num_ranks / SEGMENT_BYTES))
+
+
+def merged_at(
+    messages: Sequence[Message],
+    links: Sequence[Link],
+    *,
+    startup_s: float = 0.0,
+    at_a_time: int = MESSAGES_AT_A_TIME,
+) -> list[float]:
+    """When each of these messages is merged, in seconds into the step; they set out in this order.
+
+    ``startup_s``: what it costs the CPU to begin a message, one after another. At most ``at_a_time`` are on their way.
+    Each of them goes on as quickly as alone. Where they would take more of the link than there is, all are slower by
+    that factor: ``N`` equal messages take ``max(alone, N busy)``.
+    """
+    set_out, merged, now = deque(enumerate(_set_out(messages, startup_s))), [0.0] * len(messages), 0.0
+    if len(links) < 2:
+        return [at_s for _, at_s in set_out]
+    alone = [max(1e-12, alone_seconds(message.num_bytes, links)) for message in messages]
+    busy = [busy_seconds(message.num_bytes, links) for message in messages]
+    left: dict[int, float] = {}  # of each message on its way, the share that is still to be merged
+    while set_out or left:
+        if not left:
+            now = max(now, set_out[0][1])
+        while set_out and set_out[0][1] <= now and len(left) < at_a_time:
+            left[set_out.popleft()[0]] = 1.0
+        slowed = max(1.0, sum(busy[number] / alone[number] for number in left))
+        ends = {number: now + share * alone[number] * slowed for number, share in left.items()}
+        until = min(ends.values())
+        if set_out and len(left) < at_a_time:
+            until = min(until, set_out[0][1])
+        for number, end in ends.items():
+            if end <= until:
+                merged[number] = end
+                del left[number]
+            else:
+                left[number] -= (until - now) / (alone[number] * slowed)
+        now = until
+    return merged
+
+
+def _set_out(messages: Sequence[Message], startup_s: float) -> list[float]:
+    """When each message could set out: when it is ready, those before it have been begun, and it has been too."""
+    times, before = list[float](), 0.0
+    for message in messages:
+        before = max(before, message.ready_s) + startup_s
+        times.append(before)
+    return times
