@@ -205,6 +205,43 @@ def test_page_shows_the_numbers_of_a_run(tab: Tab, known: tuple[int, str], size:
 
 
 @pytest.mark.slow
+@needs_prometheus
+def test_queries_of_draws_and_of_links_find_the_numbers_of_a_run(tmp_path: Path) -> None:
+    backfill(tmp_path, 4, seconds=150)
+    prometheus = Prometheus(tmp_path)
+    try:
+        panels = {name: values_by_rank(prometheus, expr) for name, expr in DRAWS.items()}
+        drawn = values_by_rank(prometheus, rule("rules.yml", "rank:straggle_drawn:ratio1m"))
+        ((_, dropped),) = values_by_rank(prometheus, rule("rules.yml", "job:straggle_pool_dropped:ratio1m"))
+        slow = values_by_rank(prometheus, rule("alerts.yml", "SlowLink"))
+    finally:
+        prometheus.close()
+    assert panels["drawn"] == [("0", 4.0), ("1", 4.0), ("2", 4.0), ("3", 2.0)]
+    assert [rank for rank, _ in panels["put back"]] == ["0", "1", "2", "3"]
+    assert panels["put back"][3][1] > panels["put back"][0][1] == 0.0
+    assert drawn == [("0", 1.143), ("1", 1.143), ("2", 1.143), ("3", 0.571)]
+    assert dropped == 0.125
+    assert slow == [("3", 1.0)]
+
+
+DRAWS = {
+    "drawn": next(own.values[1] for own in TARGETS if "straggle_micro_batches_total" in own.values[1]),
+    "put back": next(own.values[1] for own in TARGETS if "put_back" in own.values[1]),
+}
+
+
+def rule(file: str, name: str) -> str:
+    groups = yaml.safe_load((PROMETHEUS / file).read_text())["groups"]
+    found = [own for group in groups for own in group["rules"] if name in (own.get("record"), own.get("alert"))]
+    return str(found[0]["expr"])
+
+
+def values_by_rank(prometheus: Prometheus, expr: str) -> list[tuple[str, float]]:
+    found = prometheus.ask(substituted(expr, rank=".*"))
+    return sorted((own["metric"].get("rank", ""), round(float(own["value"][1]), 3)) for own in found)
+
+
+@pytest.mark.slow
 @needs_chromium
 @pytest.mark.parametrize("path", ["", "/under/this"])
 def test_page_says_that_there_is_no_run(tab: Tab, tmp_path: Path, path: str) -> None:

@@ -225,6 +225,11 @@ def known_run(num_ranks: int, start: int, end: int) -> Iterator[str]:
     firing = 'alertname="StragglerRank",alertstate="firing",severity="warning"'
     for at in range(end - 60, end + 1, EVERY_S):
         yield f"ALERTS{{{slow},{firing}}} 1 {at}\n"
+    # of a pool of four for each rank the slow one draws half as many as it would, and puts one back in each step
+    yield from rising("micro_batches", dict.fromkeys(plain, 4.0) | {slow: 2.0})
+    yield from rising("pool_micro_batches", dict.fromkeys(ranks, 4.0 * num_ranks))
+    yield from rising("micro_batches_put_back", dict.fromkeys(plain, 0.0) | {slow: 1.0})
+    yield from steady("link_slow", {f'{labels},what="up"': float(labels == slow) for labels in ranks})
     yield from steady("deadline_seconds", dict.fromkeys(ranks, 0.4))
     yield from steady("lag_steps", dict.fromkeys(ranks, 0))
     yield from steady("since_step_seconds", dict.fromkeys(ranks, 0.1))

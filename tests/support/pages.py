@@ -131,3 +131,22 @@ ODD = {
     "late without a cause": [a_step(step, [a_rank(0), a_rank(1, whole=1, cause=None)]) for step in range(5)],
     "begins late": [a_step(step, [a_rank(0), a_rank(1)]) for step in range(700, 720)],
 }
+
+
+DREW = (9, 9, 9, 5)
+
+
+def pulled_run(num_steps=20):
+    """Rank 3 is slow; in step 10 it is stuck, gives three back, and loses one; in step 12 nothing is left for it."""
+    for step in range(num_steps):
+        ranks = [dataclasses.replace(a_rank(rank), parts=own, weight=float(own)) for rank, own in enumerate(DREW)]
+        if step == 10:
+            ranks[3] = dataclasses.replace(
+                ranks[3], parts=1, weight=2.0, reach=0.5, put_back=3, late=True, cause="data"
+            )
+            ranks[0] = dataclasses.replace(ranks[0], parts=12, weight=12.0)
+        if step == 12:
+            left = zip(ranks, (11, 11, 10, 0), strict=True)
+            ranks = [dataclasses.replace(own, parts=number, weight=float(number)) for own, number in left]
+            ranks[3] = dataclasses.replace(ranks[3], idle=True, reach=0.0)
+        yield a_step(step, ranks, pool_parts=32, pool_weight=32.0)

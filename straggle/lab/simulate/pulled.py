@@ -83,11 +83,12 @@ class PulledCluster:
     ) -> None:
         self._each, self._num_parts = work.num_microbatches, work.num_microbatches * ranks
         stages = work.units("stage")
-        self._stage_share, self._overhead_s = stages.stage_share, stages.overhead_s
+        self._stage_share = stages.stage_share
         after = stages.base_s[-work.num_stages :].flip(0).cumsum(0).flip(0)
         self._before_end_s = torch.cat([after[1:], torch.zeros(1)])  # when each stage is ready, before the last one
         shares = stages.stage_share.tolist() if stages.overlaps else [1.0]
-        self._merge_s = [network.merge_s(ranks, share) for share in shares]
+        self._before_end_s = self._before_end_s[-len(shares) :]
+        self._merging, self._waiting = (network.merging(ranks, shares, stages.overhead_s) for _ in range(2))
         self._silent = torch.full((_COLUMNS * self._each,), work.forward_share)
         self._rules = StopRules.of(deadline, late_handling, ranks)
         deadline.prepare(replace(late_handling, quorum=self._rules.quorum, granularity="microbatch"))
@@ -121,9 +122,9 @@ class PulledCluster:
         done = simulate_step(unit_s, self._next.seconds, self._rules, entered_s, behind=away)
         computed = computed_share(unit_s, done, self._rules, self._silent) * (share > 0)
         self._keep(drawn, done, computed * share)
-        step_s = self._merged_s(float(done.seconds))
+        step_s = self._merging.merge(self._ready_s(float(done.seconds))).seconds
         self._step_s.append(step_s)
-        all_s = self._merged_s(float((held_s + part_s.sum(1)).max()))
+        all_s = self._waiting.merge(self._ready_s(float((held_s + part_s.sum(1)).max()))).seconds
         kept = float((computed * share).sum()) / self._num_parts
         late = int(done.late.sum())
         self._rows.append((step_s, all_s, self._next.seconds, 1 - kept, self._next.predicted_drop, late))
@@ -153,13 +154,10 @@ class PulledCluster:
         finished = came_in.sum(1).floor().to(torch.int64).tolist()  # a part of a micro-batch is none
         self._drawing.learn(finished, done.own_s.tolist(), done.stood_in.tolist())
 
-    def _merged_s(self, end_s: float) -> float:
-        """When a step is over whose last rank ends its own work at ``end_s``; stages before the last come earlier."""
-        seconds = 0.0
-        before = self._before_end_s[-len(self._merge_s) :].tolist()
-        for earlier_s, merge_s in zip(before, self._merge_s, strict=True):
-            seconds = max(seconds, end_s - earlier_s) + merge_s
-        return seconds + self._overhead_s
+    def _ready_s(self, end_s: float) -> list[float]:
+        """When each stage is ready, where the last rank ends its own work at ``end_s``."""
+        ready_s: list[float] = (end_s - self._before_end_s).tolist()
+        return ready_s
 
     def _decide(
         self,

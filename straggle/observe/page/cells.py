@@ -37,7 +37,7 @@ class Cells:
 
 def cells_of(run: Run) -> Cells:
     """The cells of a run, at most `MAX_ROWS` by `MAX_POINTS` of them."""
-    num_ranks, num_steps = _sizes(run)
+    num_ranks, num_steps = cell_sizes(run)
     of_rank = np.where(run.ranks["idle"] == 1, NO_DATA, 1 - run.ranks["reach"])
     of_rank = np.where(run.ranks["absent"] == 1, ABSENT, of_rank)
     rows = [slice(at, at + num_ranks) for at in range(0, run.num_ranks, num_ranks)]
@@ -55,7 +55,7 @@ def cells_of(run: Run) -> Cells:
     return Cells(missing, texts, nonfinite, num_ranks, num_steps)
 
 
-def _sizes(run: Run) -> tuple[int, int]:
+def cell_sizes(run: Run) -> tuple[int, int]:
     """Ranks and steps in a cell."""
     ranks = math.ceil(run.num_ranks / MAX_ROWS)
     columns = min(MAX_POINTS, max(60, _MAX_CELLS // math.ceil(run.num_ranks / ranks)))
@@ -69,20 +69,26 @@ def _missing(of_rank: Array) -> float:
     return next((why for why in (ABSENT, NO_DATA) if (of_rank == why).any()), math.nan)
 
 
-def _text(run: Run, row: slice, column: slice, value: float) -> str:
+def cell_words(run: Run, row: slice, column: slice) -> str:
+    """Which ranks in which steps."""
     steps = run.step[column]
     last_rank = min(row.stop, run.num_ranks) - 1
     where = f"rank {row.start}" if last_rank == row.start else f"ranks {row.start} to {last_rank}"
     when = f"step {steps[0]:.0f}" if len(steps) == 1 else f"steps {steps[0]:.0f} to {steps[-1]:.0f}"
+    return f"{where}, {when}"
+
+
+def _text(run: Run, row: slice, column: slice, value: float) -> str:
+    where = cell_words(run, row, column)
     if math.isnan(value) or value < 0:
-        return f"{where}, {when}: {_NOTHING.get(value, 'not known')}"
+        return f"{where}: {_NOTHING.get(value, 'not known')}"
     of = {name: run.ranks[name][column, row] for name in ("late", "stood_in", "cause", "nonfinite")}
     late = of["late"] == 1
     others = [CAUSES[int(cause)] for cause in of["cause"][~late].tolist() if not math.isnan(cause)]
     if others and not late.any():
-        return f"{where}, {when}: {_missing_text(others)}<br>{1 - value:.0%} of its gradients came in"
+        return f"{where}: {_missing_text(others)}<br>{1 - value:.0%} of its gradients came in"
     if not late.any():
-        return f"{where}, {when}: in time" + _nonfinite_text(of["nonfinite"])
+        return f"{where}: in time" + _nonfinite_text(of["nonfinite"])
     causes = [PHASES[int(cause)] for cause in of["cause"][late].tolist() if not math.isnan(cause)]
     stood_in = int((of["stood_in"] == 1).sum())
     if late.size == 1:
@@ -91,7 +97,7 @@ def _text(run: Run, row: slice, column: slice, value: float) -> str:
     else:
         counts = ", ".join(f"{cause} {causes.count(cause)}" for cause in PHASES if cause in causes)
         what = f"late {late.sum()} of {late.size} times ({counts})" + (f", stood in for {stood_in}" if stood_in else "")
-    return f"{where}, {when}: {what}<br>{1 - value:.0%} of its gradients came in" + _nonfinite_text(of["nonfinite"])
+    return f"{where}: {what}<br>{1 - value:.0%} of its gradients came in" + _nonfinite_text(of["nonfinite"])
 
 
 def _missing_text(causes: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 import plotly.graph_objects as go  # type: ignore[import-untyped]
 
 from straggle.observe.page.cells import ABSENT, MAX_ROWS, cells_of
+from straggle.observe.page.drawn_cells import drawn_cells
 from straggle.observe.page.series import MAX_POINTS, cumulative, mean_of_known, running_mean, thinned
 from straggle.observe.run import Array, Run
 from straggle.report import PHASES, RankReport, StepReport
@@ -37,6 +38,7 @@ _MISSING_COLOURS = (
     (0.668, "rgba(213,94,0,0.2)"),
     (1, "rgba(213,94,0,1)"),
 )
+_DRAWN_COLOURS = ((0, "rgba(0,114,178,0.04)"), (1, "rgba(0,114,178,0.95)"))  # from none to the most
 _MAX_BARS = 32  # ranks in a timeline
 
 
@@ -129,9 +131,41 @@ def lateness(run: Run) -> Chart:
     figure.update_xaxes(showgrid=False)
     late = int(np.nansum(run.ranks["late"]))
     alt = f"Ranks by steps: {late} times that a rank was late; the table below has the count of each rank."
-    sizes = ((cells.num_steps, "steps"), (cells.num_ranks, "ranks"))
-    binned = " by ".join(f"{number} {what}" for number, what in sizes if number > 1)
-    return Chart(figure, alt, f"A cell is the mean of {binned}." if binned else "")
+    return Chart(figure, alt, _binned_note(cells.num_steps, cells.num_ranks))
+
+
+def drawn(run: Run) -> Chart:
+    """Ranks by steps: how many micro-batches of the step's pool a rank computed."""
+    cells = drawn_cells(run)
+    rows, columns = cells.drawn.shape
+    most = float(np.nanmax(cells.drawn, initial=1.0))
+    figure = _figure(height=110 + max(90, min(30 * rows, 620 if rows > 20 else 400)), x="step", y="rank")
+    figure.add_heatmap(
+        z=cells.drawn.astype(np.float32),
+        x0=run.step[0] + (cells.num_steps - 1) / 2,
+        dx=cells.num_steps,
+        y0=(cells.num_ranks - 1) / 2,
+        dy=cells.num_ranks,
+        zmin=0,
+        zmax=most,
+        colorscale=_DRAWN_COLOURS,
+        hovertext=cells.texts,
+        hoverinfo="text",
+        showscale=False,
+        xgap=1 if columns <= 100 else 0,
+        ygap=1 if rows <= 70 else 0,
+    )
+    figure.update_yaxes(autorange="reversed", dtick=1 if rows <= 16 else None, showgrid=False)
+    figure.update_xaxes(showgrid=False)
+    alt = f"Ranks by steps: up to {most:.0f} micro-batches drawn; the table has the mean of each rank."
+    return Chart(figure, alt, _binned_note(cells.num_steps, cells.num_ranks))
+
+
+def _binned_note(num_steps: int, num_ranks: int) -> str:
+    binned = " by ".join(
+        f"{number} {what}" for number, what in ((num_steps, "steps"), (num_ranks, "ranks")) if number > 1
+    )
+    return f"A cell is the mean of {binned}." if binned else ""
 
 
 def contributions(run: Run) -> Chart:

@@ -117,7 +117,7 @@ def _run_part(charts: _Charts, run: Run, numbers: Numbers, steps: Sequence[int])
         "config": OmegaConf.to_yaml(OmegaConf.create(dict(run.config))) if run.config else "",
         "advice": advise(run, numbers),
         "lateness": charts.add(figures.lateness(run)),
-        "drawn": bool(numbers.pool_parts),
+        "drawn": charts.add(figures.drawn(run)) if numbers.pool_parts else None,
         "ranks": [_rank_row(rank, drawn=bool(numbers.pool_parts)) for rank in numbers.ranks],
         "changes": [_change_row(at, change) for at, change in run.changes],
         "contributions": charts.add(figures.contributions(run)) if run.stages and run.stage_share.size else None,
