@@ -26,6 +26,7 @@ _FORWARD = 1 / 3  # of a micro-batch's time, in which no gradient comes
 _NOISE = 1.0  # standard errors by which a shorter threshold must be better
 _BUSY = 0.1  # this quantile over steps is that of a machine without other work
 _AT_FIRST = 10  # first steps: AutoDeadline chooses in each
+_ORDINARY = 0.05  # gain from which on gradients are dropped where no rank is slow, but each varies by itself
 _LITTLE = 0.005  # of all gradients: as much may be dropped for what ranks are behind a quorum now and then
 
 
@@ -168,13 +169,14 @@ def choose_for(
 ) -> Threshold:
     """`AutoDeadline`'s choice: the longest threshold unless a rank is slow as such and a shorter one pays (`pays`).
 
-    With ``waits`` it is the longest in any case. Then no rank is late by what ranks are behind a quorum
-    (`after_quorum_s`). So where all are slow at once, as on a busy machine, what is dropped is what a slow rank leaves,
-    and not the ordinary difference between ranks.
+    Where ranks vary, each by itself (``price`` is `LOW`), one that gains much (`_ORDINARY`) is taken, too. With
+    ``waits`` it is the longest in any case. Then no rank is late by what ranks are behind a quorum (`after_quorum_s`).
+    So where all are slow at once, as on a busy machine, what is dropped is what a slow rank leaves, and not the
+    ordinary difference between ranks.
     """
     seen = differences(steps.end_s, steps.quorum_s, steps.overhead_s)
     longest = Threshold(longest_s, 0.0, 0.0, after_quorum_s(steps, rules, longest_s, seen.lag_s))
-    if waits or not seen.any_slow:
+    if waits or not (seen.any_slow or price == LOW):
         return longest
     chosen = choose_threshold(
         steps,
@@ -184,6 +186,7 @@ def choose_for(
         noise=noise,
         waits_until_tau=not rules.finish_running,
     )
+    least_gain = max(least_gain, 0.0 if seen.any_slow else _ORDINARY)
     worth_it = chosen.gain >= least_gain and pays(chosen.gain, chosen.dropped, price)
     return chosen if worth_it and chosen.tau_s < longest_s else longest
 
@@ -298,17 +301,18 @@ class AutoDeadline(Deadline):
     It weighs what is dropped against the seconds that are saved, on the clock that it is enforced by. A late rank is
     waited for until the threshold, and not until its last unit before, as the rule has it for micro-batches. It takes
     the longest threshold where no rank is slow as such, that is where ranks that need more than 1.4 times as long as a
-    quorum cost less than 3 % of the steps' time. It takes it, too, where the best one promises less than ``least_gain``
-    (0.01: a hundredth more gradient per second), or less than the price of what it drops: half of it, or three times as
-    much where work is dealt out by speed (`Rebalance`, `Step.pull`) or all ranks share a busy machine
-    (`vary_together`). That is ``max_over_median`` times the median rank's time in a quick step (the quickest tenth). So
-    a rank that was never slow before and stalls is not waited for either. With it, no rank is late by what ranks are
-    behind a quorum now and then (`after_quorum_s`), however slow all of them are at once. It takes the longest, too,
-    where what was dropped in the last ``window`` steps did not bring that much: gradient per second as it came, against
-    waiting in the same steps (`kept`). Of thresholds that differ by no more than noise (one standard error), it takes
-    the longest. ``every``: steps between two choices; in its first ten steps it chooses in each. Where work is dealt
-    out by speed, it begins again when shares change: times from before are not those of the new shares
-    (`steps_since_dealt`). It predicts what the last choice is expected to drop.
+    quorum cost less than 3 % of the steps' time; where each rank varies by itself, unless a shorter one gains 5 %. It
+    takes it, too, where the best one promises less than ``least_gain`` (0.01: a hundredth more gradient per second), or
+    less than the price of what it drops: half of it, or three times as much where work is dealt out by speed
+    (`Rebalance`, `Step.pull`) or all ranks share a busy machine (`vary_together`). That is ``max_over_median`` times
+    the median rank's time in a quick step (the quickest tenth). So a rank that was never slow before and stalls is not
+    waited for either. With it, no rank is late by what ranks are behind a quorum now and then (`after_quorum_s`),
+    however slow all of them are at once. It takes the longest, too, where what was dropped in the last ``window`` steps
+    did not bring that much: gradient per second as it came, against waiting in the same steps (`kept`). Of thresholds
+    that differ by no more than noise (one standard error), it takes the longest. ``every``: steps between two choices;
+    in its first ten steps it chooses in each. Where work is dealt out by speed, it begins again when shares change:
+    times from before are not those of the new shares (`steps_since_dealt`). It predicts what the last choice is
+    expected to drop.
     """
 
     wants_progress = True

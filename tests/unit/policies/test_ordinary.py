@@ -7,6 +7,7 @@ import torch
 
 from straggle.policies.auto_deadline import StepTimes, choose_for
 from straggle.policies.ordinary import differences, lag_that_drops, vary_together
+from straggle.policies.price import HIGH, LOW
 from straggle.policies.step_model import StopRules
 
 RULES = StopRules(quorum=2, grace_s=0.02)
@@ -94,6 +95,12 @@ def test_ordinary_difference_is_no_reason_for_a_shorter_deadline_though_it_would
     one = chosen(factor)
     assert one.tau_s == 1.4
     assert 0.3 < one.after_quorum_s < 0.5
+
+
+@pytest.mark.parametrize(("price", "spread", "is_shorter"), [(LOW, 0.1, True), (LOW, 0.02, False), (HIGH, 0.1, False)])
+def test_ranks_that_vary_by_themselves_are_a_reason_where_much_is_gained(price, spread, is_shorter):
+    factor = noise(50, 16, spread).tolist()
+    assert (chosen(factor, price=price).tau_s < 1.2) == is_shorter
 
 
 def test_rank_that_is_slow_as_such_is_a_reason_and_then_no_time_after_the_quorum_is_given():
