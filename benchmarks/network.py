@@ -46,7 +46,7 @@ ONE = RANKS - 1  # the rank whose link it is
 class Case:
     """``links`` of ranks, of ``None``: all others; how many turns of each way, steps of each, and steps before all.
 
-    ``aligned_s``: each turn begins with a period of the network's changes, and its mean is taken.
+    ``aligned_s``: each turn is a period of the network's changes, however many steps that is, and its mean is taken.
     """
 
     links: dict = field(default_factory=dict)
@@ -76,8 +76,8 @@ CASES = {
     "one-1MB/s": Case(one(bytes_per_s=1e6), turns=2, steps=2, warmup=4),
     "half": Case({None: Slow(bytes_per_s=20e6), ONE: Slow(bytes_per_s=10e6)}, steps=6),
     "all-20MB/s": Case(everyone(bytes_per_s=20e6), steps=6),
-    "cut-3s": Case(one(loss=1.0, for_s=3.0, every_s=20.0), turns=2, steps=40, aligned_s=20.0),
-    "flapping": Case(one(bytes_per_s=1e6, for_s=5.0, every_s=10.0), turns=2, steps=20, aligned_s=10.0),
+    "cut-3s": Case(one(loss=1.0, for_s=3.0, every_s=20.0), turns=2, aligned_s=20.0),
+    "flapping": Case(one(bytes_per_s=1e6, for_s=5.0, every_s=10.0), turns=2, aligned_s=10.0),
 }
 GROUPS = {
     "latency": ["one-5ms", "one-20ms", "one-50ms", "all-5ms", "all-20ms", "all-50ms", "one-jitter", "all-jitter"],
@@ -137,20 +137,33 @@ def check_replicas(model, where):
         raise RuntimeError(f"{where}: the replicas are not the same")
 
 
-def turn(step, case):
-    """A turn's seconds a step."""
+def turn(step, case, end):
+    """A turn's seconds a step; ``end(num_steps, is_over)`` says after how many steps it ends, if that is known."""
     dist.barrier()
     if not case.aligned_s:
         step()
         return statistics.median(step() for _ in range(case.steps))
     time.sleep(case.aligned_s - time.monotonic() % case.aligned_s)
-    began = time.perf_counter()
-    for _ in range(case.steps):
+    began, num_steps = time.perf_counter(), 0
+    while num_steps != end(num_steps, time.perf_counter() - began > case.aligned_s):  # a whole period
         step()
-    return (time.perf_counter() - began) / case.steps
+        num_steps += 1
+    return (time.perf_counter() - began) / num_steps
+
+
+def agreed_end(store, key):
+    """Rank 0 says after which step a turn ends, before it makes the last one: no other rank can be further by then."""
+
+    def end(num_steps, is_over):
+        if dist.get_rank() == 0 and is_over and not store.check([key]):
+            store.set(key, str(num_steps + 1))
+        return int(store.get(key)) if store.check([key]) else None
+
+    return end
 
 
 def measure(rank, case, ways, names, folder):
+    store = None
     if names:
         dist.destroy_process_group()
         enter(names[rank])
@@ -166,7 +179,7 @@ def measure(rank, case, ways, names, folder):
     seconds, draw = {way: [] for way in ways}, random.Random(0)
     for number in range(case.turns):
         for way in draw.sample(ways, len(ways)):
-            seconds[way].append(turn(steps[way], case))
+            seconds[way].append(turn(steps[way], case, agreed_end(store, f"end/{way}/{number}")))
             check_replicas(models[way], f"{way}, turn {number}")
     return seconds
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 pytestmark = pytest.mark.slow  # Lightning takes its seconds to load
 pytest.importorskip("lightning")
-NUM_RANKS = 2
+NUM_RANKS, FOUR = 2, 4
 
 
 def module_kind():
@@ -143,26 +143,26 @@ def test_trains_as_under_ddp_and_goes_on_from_a_checkpoint(tmp_path):
 
 def refused_by_ddp(rank, folder):
     """A training step that returns nothing, a rank that is late, and loaders of different lengths."""
-    as_launched(rank, NUM_RANKS)
+    as_launched(rank, FOUR)
     from straggle.integrations.lightning import StagedStrategy
 
     kind = module_kind()
-    results, is_last = [], rank == NUM_RANKS - 1
+    results, is_last = [], rank == FOUR - 1
     for words, samples in (
-        ({"none_at": (1, 4, 5) if is_last else ()}, 24 * NUM_RANKS),
-        ({"stop_at": (1, 4) if is_last else ()}, 24 * NUM_RANKS),
+        ({"none_at": (1, 4, 5) if is_last else ()}, 24 * FOUR),
+        ({"stop_at": (1, 4) if is_last else ()}, 24 * FOUR),
         ({}, 24 if is_last else 40),
     ):
         module = kind(rank=rank, **words)
         uneven = {"use_distributed_sampler": False} if not words else {}
         trainer = fitted(
-            folder, StagedStrategy(deadline=100.0), module, samples=samples, devices=NUM_RANKS, accumulate=2, **uneven
+            folder, StagedStrategy(deadline=100.0), module, samples=samples, devices=FOUR, accumulate=2, **uneven
         )
         results.append((digest(module.parameters()), trainer.global_step, float(trainer.callback_metrics["val"])))
     return results
 
 
 def test_none_lateness_and_uneven_loaders_leave_replicas_equal(tmp_path):
-    first, *others = run_ranks(refused_by_ddp, NUM_RANKS, str(tmp_path), timeout_s=240)
-    assert others == [first] * (NUM_RANKS - 1)
+    first, *others = run_ranks(refused_by_ddp, FOUR, str(tmp_path), timeout_s=240)
+    assert others == [first] * (FOUR - 1)
     assert [steps for _, steps, _ in first] == [6, 6, 10]
