@@ -3,16 +3,13 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from ranks import run_command, run_ranks
-from repository import ROOT
+from ranks import run_command, run_ranks, straggle_main
+from torchrun import started_torchrun
 from training import TINY
 
 from straggle.lab.restarts import fresh_store
@@ -59,51 +56,32 @@ def test_ranks_that_do_not_come_are_named():
 KEYS = (*TINY, "faults=none", "deadline=none", "rebalance=none", "metrics=none", "report=false", "steps=300")
 
 
-def workers(agent):
-    """The processes of torchrun's ranks."""
-    found = {}
-    for child in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split():
-        for variable in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
-            if variable.startswith(b"RANK="):
-                found[int(variable[5:])] = int(child)
-    return found
-
-
-def wait_until(agent, condition):
-    while not condition():
-        assert agent.poll() is None, agent.communicate()[0]
-        time.sleep(0.02)
-
-
 @pytest.mark.slow
 def test_killed_workers_are_restarted_and_go_on_from_their_run_s_checkpoint_alone(tmp_path):
     """One is killed before the first checkpoint, when that of an earlier run lies there; the other one after it."""
     run, state = tmp_path / "run", tmp_path / "run" / "checkpoint" / "state.json"
     for folder, *keys in (("run", "steps=5", "seed=7"), ("whole", "seed=0")):
         run_command("train", 2, *KEYS, *keys, f"run_dir={folder}", folder=tmp_path)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    agent = subprocess.Popen(
-        [*command, "-m", "straggle", "train", *KEYS, "checkpoint_every=60", "run_dir=run"],
-        cwd=tmp_path,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    keys = ("train", *KEYS, "checkpoint_every=60", "run_dir=run")
+    with started_torchrun(straggle_main, *keys, folder=tmp_path, max_restarts=3) as agent:
 
-    def trains():
-        started = (run / "config.yaml").stat().st_mtime_ns
-        return started > began and (run / "trace.jsonl").stat().st_mtime_ns > started and len(workers(agent)) == 2
+        def wait_until(condition):
+            while not condition():
+                assert agent.process.is_alive(), agent.log.read_text()
+                time.sleep(0.02)
 
-    for kill, target in enumerate((1, 0)):
-        began = time.time_ns() if kill == 0 else (run / "config.yaml").stat().st_mtime_ns
-        wait_until(agent, trains)
-        if kill:
-            wait_until(agent, state.exists)
-        os.kill(workers(agent)[target], signal.SIGKILL)
-    printed, _ = agent.communicate(timeout=240)
-    assert agent.returncode == 0, printed
+        def trains():
+            started = (run / "config.yaml").stat().st_mtime_ns
+            return started > began and (run / "trace.jsonl").stat().st_mtime_ns > started and len(agent.workers()) == 2
+
+        for kill, target in enumerate((1, 0)):
+            began = time.time_ns() if kill == 0 else (run / "config.yaml").stat().st_mtime_ns
+            wait_until(trains)
+            if kill:
+                wait_until(state.exists)
+            os.kill(agent.workers()[target], signal.SIGKILL)
+        assert agent.status(240.0) == 0, agent.log.read_text()
+        printed = agent.log.read_text()
     assert printed.count("kept as") == 1
     again, whole = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("run", "whole"))
     assert again["parameters_sha256"] == whole["parameters_sha256"]

@@ -14,15 +14,17 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from ranks import run_command, run_ranks, staged
+import torch.distributed.run
+from ranks import rank_environment, run_command, run_ranks, staged, started, straggle_main
 from repository import ROOT
+from torch.distributed import TCPStore
 from training import TINY, Signals, features, mlp
 
 from straggle import FixedDeadline, LateHandling
 from straggle.stop_signal import StopSignal
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-KEYS = (*TINY, "faults=none", "deadline=none")
+KEYS = (*TINY, "faults=none", "deadline=none", "rebalance=none")  # a busy machine is no reason to deal anew
 
 
 def train_until_asked(rank, signalled, at_step):
@@ -105,49 +107,50 @@ def test_rank_that_is_stood_in_for_is_heard_and_ends_after_the_same_step():
 # -- torchrun
 
 
-def start(folder, *keys, world_size=2):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
-    return subprocess.Popen(
-        [*command, "-m", "straggle", "train", *KEYS, *keys],
-        cwd=folder,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(process):
-    printed, _ = process.communicate(timeout=120)
-    return process.returncode, printed
-
-
-def wait_for_steps(process, trace, number):
+def wait_for_steps(runs, trace, number):
     while not trace.exists() or trace.read_text().count("\n") < number:
-        assert process.poll() is None, process.communicate()[0]
+        assert runs(), "ended before it had made these steps"
         time.sleep(0.05)
 
 
-def worker_of(agent, rank):
-    """The process of a rank: torchrun's child that has it in its environment."""
-    for child in Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split():
-        if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
-            return int(child)
-    raise AssertionError(f"torchrun has no rank {rank}")
+def torchrun(*options):
+    """torchrun itself, whose workers are processes as those of any command."""
+    torch.distributed.run.main(options)
+
+
+@contextlib.contextmanager
+def run_of_torchrun(folder, *keys):
+    """A run of two ranks, and the process that is to be told to end."""
+    options = ("--standalone", "--nproc-per-node=2", "-m", "straggle", "train")
+    with started(torchrun, *options, *keys, folder=folder, environment=ENVIRONMENT) as agent:
+        yield agent, [agent]
+
+
+@contextlib.contextmanager
+def run_of_ranks(folder, *keys):
+    """The same of its ranks alone, the second of which is to be told."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with contextlib.ExitStack() as stack:
+        ranks = [
+            stack.enter_context(started(straggle_main, "train", *keys, folder=folder, environment=own))
+            for own in (rank_environment(rank, 2, store.port) for rank in range(2))
+        ]
+        yield ranks[1], ranks
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", ["torchrun", "rank 1"])
-def test_terminated_run_leaves_a_checkpoint_and_goes_on_as_if_it_had_not_been(target, tmp_path):
+@pytest.mark.parametrize("run_of", [run_of_torchrun, run_of_ranks])
+def test_terminated_run_leaves_a_checkpoint_and_goes_on_as_if_it_had_not_been(run_of, tmp_path):
     run = tmp_path / "run"
-    process = start(tmp_path, "steps=100000", "run_dir=run")
-    wait_for_steps(process, run / "trace.jsonl", 10)
-    os.kill(process.pid if target == "torchrun" else worker_of(process, 1), signal.SIGTERM)
-    code, printed = finish(process)
+    with run_of(tmp_path, *KEYS, "steps=100000", "run_dir=run") as (told, processes):
+        wait_for_steps(told.process.is_alive, run / "trace.jsonl", 10)
+        os.kill(told.pid, signal.SIGTERM)
+        codes = [process.status(120.0) for process in processes]
+        printed = "".join(process.log.read_text() for process in processes)
     done = json.loads((run / "checkpoint" / "state.json").read_text())["step"]
     assert done == (run / "trace.jsonl").read_text().count("\n") < 100_000
     assert f"stopped after step {done} of 100000" in printed
-    assert code == 0 or target == "torchrun"  # torchrun itself says that it was ended by a signal
+    assert codes == ([1] if run_of is run_of_torchrun else [0, 0])  # torchrun says that it was ended by a signal
     for name in ("run", "whole"):
         keys = (*KEYS, f"steps={done + 5}", f"run_dir={name}", "resume=auto")
         run_command("train", 2, *keys, folder=tmp_path)
@@ -197,7 +200,7 @@ def test_worker_ends_when_it_is_told_though_it_waits_for_one_that_has_ended(tmp_
     with worker_of_two(*keys) as first:
         wait_until(lambda: hosts_rendezvous(port))
         with worker_of_two(*keys) as second:
-            wait_for_steps(second, tmp_path / "run" / "trace.jsonl", 5)
+            wait_for_steps(lambda: second.poll() is None, tmp_path / "run" / "trace.jsonl", 5)
             second.terminate()
             assert second.wait(60) == STOPPED
         children = Path(f"/proc/{first.pid}/task/{first.pid}/children")

@@ -6,14 +6,14 @@ import ast
 import contextlib
 import dataclasses
 import difflib
+import functools
 import inspect
 import io
 import json
 import os
 import re
+import runpy
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from ranks import run_command, run_ranks
 from repository import ROOT
 from torch import nn
+from torchrun import started_torchrun
 
 import straggle
 from experiments.__main__ import arguments as experiment_arguments
@@ -50,12 +51,10 @@ def blocks(language: str) -> list[Any]:
 
 
 def commands() -> list[Any]:
-    return [
-        pytest.param(shlex.split(line, comments=True), id=line)
-        for block in blocks("bash")
-        for line in block.values[0].splitlines()
-        if line and not line.startswith("#")
-    ]
+    """All command lines; what several pages have is one."""
+    lines = [line for block in blocks("bash") for line in block.values[0].splitlines()]
+    words = {tuple(shlex.split(line, comments=True)): line for line in lines if line and not line.startswith("#")}
+    return [pytest.param(list(own), id=line) for own, line in words.items()]
 
 
 def documented(text: str) -> set[str]:
@@ -215,17 +214,23 @@ def test_command_check_refuses_what_does_not_exist(line: str) -> None:
 
 
 def test_every_key_of_the_configuration_is_documented() -> None:
-    config = load("compare", [])
+    config = default_of("compare")
     keys = {str(key) for key in config if key not in (*GROUPS, "late_handling", "merge", "hydra")}
     keys |= {f"{part}.{key}" for part in ("late_handling", "merge") for key in config[part] if key != "_target_"}
-    keys |= {str(key) for key in load("profile", []) if key not in (*GROUPS, "hydra")}
+    keys |= {str(key) for key in default_of("profile") if key not in (*GROUPS, "hydra")}
     assert keys - documented(CONFIGURATION) == set()
-    simulated = load("simulate", [])
+    simulated = default_of("simulate")
     keys = {str(key) for key in simulated if key not in (*GROUPS, "late_handling", "work", "hydra")}
     keys |= {f"{part}.{key}" for part in ("late_handling", "work") for key in simulated[part] if key != "_target_"}
-    learned = load("learn", [])
+    learned = default_of("learn")
     keys |= {str(key) for key in learned if key not in (*GROUPS, "late_handling", "merge", "hydra")}
     assert keys - documented((ROOT / "docs" / "simulate.md").read_text()) == set()
+
+
+@functools.cache
+def default_of(command: str) -> Any:
+    """The configuration of a command without a key."""
+    return load(command, [])
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -234,7 +239,7 @@ def test_every_option_of_a_group_is_documented_with_its_keys(
 ) -> None:
     record_a_run(tmp_path / "runs" / "latest")  # what delays=replay looks for
     monkeypatch.chdir(tmp_path)
-    command = next(name for name in ("train", "simulate", "learn") if group in load(name, []))
+    command = next(name for name in ("train", "simulate", "learn") if group in default_of(name))
     section = CONFIGURATION.partition(f"**`{group}`**")[2]
     section = re.split(r"\n\*\*|\n## ", section)[0]
     rows = {line.split("`")[1]: documented(line) for line in section.splitlines() if line.startswith("| `")}
@@ -243,7 +248,7 @@ def test_every_option_of_a_group_is_documented_with_its_keys(
     for option, config in options.items():
         assert {str(key) for key in config} - {"_target_"} <= rows[option], option
     default = next(row for row in section.splitlines() if "(default)" in row)
-    assert load(command, [])[group] == options[default.split("`")[1]]
+    assert default_of(command)[group] == options[default.split("`")[1]]
 
 
 @pytest.mark.parametrize(
@@ -317,21 +322,6 @@ def test_relative_links_lead_to_files_and_headings(page: Path) -> None:
 # -- examples
 
 
-def environment() -> dict[str, str]:
-    """One thread a process, and no rank of a job that the tests may run in."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    paths = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")]))
-    return {**kept, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": paths}
-
-
-def run_example(*command: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 STAGED_PAGE = (ROOT / "docs" / "staged-backward.md").read_text()
 PROGRAMS = re.findall(r"^```python\n(.*?)^```\n\n^```text\n(.*?)^```$", STAGED_PAGE, re.MULTILINE | re.DOTALL)
 TITLES = [title for title in re.findall(r"^## (.*)$", STAGED_PAGE, re.MULTILINE) if title != "Limits"]
@@ -358,9 +348,14 @@ def test_every_python_block_of_the_page_has_its_text_under_it() -> None:
     assert len(PROGRAMS) == len(TITLES) == STAGED_PAGE.count("```python") == STAGED_PAGE.count("```text")
 
 
-@pytest.mark.slow
-def test_ddp_loop_runs_under_torchrun_and_the_slow_rank_is_late() -> None:
-    printed = run_example("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "examples/ddp_loop.py")
+def run_script(path: Path) -> None:
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def test_ddp_loop_runs_under_torchrun_and_the_slow_rank_is_late(tmp_path: Path) -> None:
+    with started_torchrun(run_script, ROOT / "examples" / "ddp_loop.py", folder=tmp_path) as agent:
+        assert agent.status(120.0) == 0, agent.log.read_text()
+    printed = agent.log.read_text()
     assert "(1,)" in printed
     assert printed.count("identical") == 2
 

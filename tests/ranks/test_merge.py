@@ -189,16 +189,16 @@ def train(rank, estimator, num_steps, optimizer_class=torch.optim.AdamW):
     return digests, late
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_replicas_stay_identical_when_ranks_stop_at_random(estimator, world_size):
-    results = run_ranks(train, world_size, estimator, 60)
+    results = run_ranks(train, world_size, estimator, 40)
     assert all(digests == results[0][0] for digests, _ in results)
-    assert all(late > 15 for _, late in results)
+    assert all(late > 9 for _, late in results)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_replicas_stay_identical_over_many_steps(estimator):
-    results = run_ranks(train, 4, estimator, 200, torch.optim.SGD)
+def test_replicas_of_four_ranks_stay_identical_over_many_steps(estimator):
+    results = run_ranks(train, 4, estimator, 120, torch.optim.SGD)
     assert all(digests == results[0][0] for digests, _ in results)

@@ -48,6 +48,7 @@ _MODULES = [
     "straggle.commands.train",
     "straggle.commands.compare",
     "straggle.commands.launch",
+    "torch.distributed.run",
 ]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_MODULES)
@@ -107,10 +108,17 @@ def run_command(word: str, world_size: int, *keys: str, folder: Path, status: in
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as logs:
-        ranks = [
-            _context.Process(target=_command_main, args=(word, keys, rank, world_size, store.port, folder, logs))
+        starts = [
+            (
+                straggle_main,
+                (word, *keys),
+                folder,
+                rank_environment(rank, world_size, store.port),
+                Path(logs, f"rank{rank}"),
+            )
             for rank in range(world_size)
         ]
+        ranks = [_context.Process(target=_started_main, args=start) for start in starts]
         until = time.monotonic() + timeout_s
         try:
             for process in ranks:
@@ -149,20 +157,35 @@ class Started:
 
 
 @contextlib.contextmanager
-def started_command(
-    word: str, *words: object, folder: Path, environment: Mapping[str, str] | None = None
+def started(
+    function: Callable[..., Any], *args: Any, folder: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[Started]:
-    """``python -m straggle word ...``, started in ``folder`` and killed at the end; torch is loaded already."""
+    """``sys.exit(function(*args))`` in a process of its own, in ``folder``, killed at the end; torch is there."""
     with tempfile.NamedTemporaryFile(dir=folder, suffix=".log", delete=False) as file:
         log = Path(file.name)
-    target = (word, [str(one) for one in words], folder, dict(environment or {}), log)
-    process = _context.Process(target=_started_main, args=target)
+    process = _context.Process(target=_started_main, args=(function, args, folder, dict(environment or {}), log))
     process.start()
     try:
         yield Started(process, log)
     finally:
         process.kill()
         process.join()
+
+
+@contextlib.contextmanager
+def started_command(
+    word: str, *words: object, folder: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[Started]:
+    """``python -m straggle word ...``, started in the same way."""
+    with started(straggle_main, word, *map(str, words), folder=folder, environment=environment) as process:
+        yield process
+
+
+def straggle_main(word: str, *words: str) -> int | None:
+    """What ``python -m straggle word ...`` runs in its process."""
+    sys.argv = ["straggle", *words]
+    status: int | None = importlib.import_module(f"straggle.commands.{word}").main()
+    return status
 
 
 @contextlib.contextmanager
@@ -233,29 +256,23 @@ def _collect(connections: list[Connection], folder: Path, timeout_s: float, outc
     return [results[rank] for rank in range(len(connections))]
 
 
-def _command_main(
-    word: str, keys: tuple[str, ...], rank: int, world_size: int, port: int, folder: Path, logs: str
+def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """What torchrun's agent, whose store has this port, gives to a rank; and the loopback device for gloo."""
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    return {**{name: str(value) for name, value in own.items()}, "GLOO_SOCKET_IFNAME": "lo"}
+
+
+def _started_main(
+    function: Callable[..., Any], args: tuple[Any, ...], folder: Path, environment: dict[str, str], log: Path
 ) -> None:
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    os.environ.update({name: str(value) for name, value in environment.items()}, GLOO_SOCKET_IFNAME="lo")
-    os.chdir(folder)
-    torch.set_num_threads(1)
-    with open(f"{logs}/rank{rank}", "w") as log:
-        os.dup2(log.fileno(), sys.stdout.fileno())
-        os.dup2(log.fileno(), sys.stderr.fileno())
-    sys.argv = ["straggle", *keys]
-    sys.exit(importlib.import_module(f"straggle.commands.{word}").main())
-
-
-def _started_main(word: str, words: list[str], folder: Path, environment: dict[str, str], log: Path) -> None:
     os.environ.update(environment)
     os.chdir(folder)
+    torch.set_num_threads(1)
     with log.open("ab") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
-    sys.argv = ["straggle", *words]
-    sys.exit(importlib.import_module(f"straggle.commands.{word}").main())
+    sys.exit(function(*args))
 
 
 def _rank_main(

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from straggle import BackwardStep, FinishedStage, StagedBackward
 
-NUM_CUTS = 10
+NUM_CUTS = 6
 
 
 # -- models: for each case a module, and the loss that a pass begins with
