@@ -124,6 +124,7 @@ run_tests() {
     set -- --numprocesses $((files < 8 ? files : 8)) --dist loadfile --no-loadscope-reorder "$@"
   fi
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+  export PYTHONDONTWRITEBYTECODE= # else each of some two hundred processes compiles the package again, a second of CPU
   cd "$here" && exec "$venv/bin/python" -m pytest "$@"
 }
 
