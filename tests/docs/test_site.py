@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from browser import BINARY, browser, file_url
 from repository import ROOT
 
 import straggle
@@ -31,16 +32,46 @@ def test_the_repository_has_one_address():
     assert f'Repository = "{address}"' in (ROOT / "pyproject.toml").read_text()
 
 
-@pytest.mark.slow
-def test_site_is_built_without_a_warning(tmp_path):
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the site, built without a warning."""
     pytest.importorskip("mkdocs")
     pytest.importorskip("mkdocstrings")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    first = (tmp_path / "index.html").read_text()
+    return folder
+
+
+@pytest.mark.slow
+def test_site_has_its_pages_and_leads_to_files_of_the_repository(site):
+    first = (site / "index.html").read_text()
     assert 'href="advice/"' in first  # a page
     assert "/blob/main/examples/ddp_loop.py" in first  # a file of the repository
     assert "step.svg" in first
-    assert 'id="straggle.StagedDataParallel.pause"' in (tmp_path / "reference" / "index.html").read_text()
+    assert 'id="straggle.StagedDataParallel.pause"' in (site / "reference" / "index.html").read_text()
+
+
+# what a reader would have to scroll the page for: tables and code scroll by themselves
+TOO_WIDE = """[...document.querySelectorAll('body *')].filter(each => {
+  for (let box = each; box; box = box.parentElement)
+    if (getComputedStyle(box).overflowX !== 'visible') return false;
+  return each.getBoundingClientRect().right > innerWidth + 1; }).map(each => each.outerHTML.slice(0, 80))"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BINARY is None, reason="no Chromium on this machine")
+def test_no_page_is_wider_than_a_phone(site):
+    pages = sorted(site.rglob("index.html"))
+    assert len(pages) == len(PAGES) + 1
+    with browser() as page:
+        for path in pages:
+            page.open(file_url(path), width=390, drawn="true")
+            name = path.relative_to(site)
+            assert page.run("document.styleSheets.length") > 0, name
+            assert page.run("[innerWidth, document.documentElement.scrollWidth]") == [390, 390], (
+                name,
+                page.run(TOO_WIDE),
+            )
