@@ -61,6 +61,16 @@ def now(name: str, labels: str = RANK, reduce: str = "max by (job, run, rank)") 
     return f"{reduce} (straggle_{name}{{{labels}}})"
 
 
+def link_rate(direction: str) -> str:
+    return now("link_bytes_per_second", f'{RANK}, direction="{direction}"')
+
+
+def network_mean() -> str:
+    labels = f'{RUN}, phase="network"'
+    seconds, steps = (rate(f"phase_seconds_{part}", labels) for part in ("sum", "count"))
+    return f"sum by (job, run) ({seconds}) / (sum by (job, run) ({steps}) > 0)"
+
+
 def firing(labels: str) -> str:
     return f'count by (alertname, rank) (ALERTS{{alertstate="firing", {labels}}}) or on () vector(0)'
 
@@ -261,6 +271,31 @@ def run_panels() -> list[Any]:
             {"a rank": f"avg by (job, run) ({rate('merged_bytes_total')})"},
         ),
         lines("Loss", "short", "Mean over ranks, last step.", {"loss {{run}}": now("loss", RUN, "avg by (job, run)")}),
+        build.Row("Links"),
+        lines(
+            "On the network",
+            "s",
+            "Seconds of a step from when the last rank had submitted until all was merged.",
+            {"a step": network_mean()},
+        ),
+        lines(
+            "Latency of links",
+            "s",
+            "Seconds until a first byte from a rank is with a peer, as pings measured it.",
+            {"rank {{rank}}": now("link_latency_seconds")},
+        ),
+        lines("Links, up", "Bps", "What a rank can send, as pings measured it.", {"rank {{rank}}": link_rate("up")}),
+        lines(
+            "Links, down", "Bps", "What a rank can receive, as pings measured it.", {"rank {{rank}}": link_rate("down")}
+        ),
+        rows(
+            "Slow links",
+            "percentunit",
+            1,
+            "Red while a rank's link is slower than the others' and makes steps longer.",
+            now("link_slow"),
+            "rank {{rank}}",
+        ),
         build.Row("Members"),
         lines(
             "Members",

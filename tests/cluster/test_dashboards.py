@@ -214,6 +214,7 @@ def test_queries_of_draws_and_of_links_find_the_numbers_of_a_run(tmp_path: Path)
         drawn = values_by_rank(prometheus, rule("rules.yml", "rank:straggle_drawn:ratio1m"))
         ((_, dropped),) = values_by_rank(prometheus, rule("rules.yml", "job:straggle_pool_dropped:ratio1m"))
         slow = values_by_rank(prometheus, rule("alerts.yml", "SlowLink"))
+        links = {name: values_by_rank(prometheus, RUN_PANELS[name]["targets"][0]["expr"]) for name in LINKS}
     finally:
         prometheus.close()
     assert panels["drawn"] == [("0", 4.0), ("1", 4.0), ("2", 4.0), ("3", 2.0)]
@@ -222,8 +223,16 @@ def test_queries_of_draws_and_of_links_find_the_numbers_of_a_run(tmp_path: Path)
     assert drawn == [("0", 1.143), ("1", 1.143), ("2", 1.143), ("3", 0.571)]
     assert dropped == 0.125
     assert slow == [("3", 1.0)]
+    assert links == {
+        "Latency of links": [("0", 0.001), ("1", 0.001), ("2", 0.001), ("3", 0.004)],
+        "Links, up": [("0", 20e6), ("1", 20e6), ("2", 20e6), ("3", 1e6)],
+        "Links, down": [("0", 20e6), ("1", 20e6), ("2", 20e6), ("3", 20e6)],
+        "Slow links": [("0", 0.0), ("1", 0.0), ("2", 0.0), ("3", 1.0)],
+    }
 
 
+RUN_PANELS = {panel["title"]: panel for panel in BOARDS["run.json"]["panels"]}
+LINKS = ("Latency of links", "Links, up", "Links, down", "Slow links")
 DRAWS = {
     "drawn": next(own.values[1] for own in TARGETS if "straggle_micro_batches_total" in own.values[1]),
     "put back": next(own.values[1] for own in TARGETS if "put_back" in own.values[1]),

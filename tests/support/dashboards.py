@@ -230,6 +230,11 @@ def known_run(num_ranks: int, start: int, end: int) -> Iterator[str]:
     yield from rising("pool_micro_batches", dict.fromkeys(ranks, 4.0 * num_ranks))
     yield from rising("micro_batches_put_back", dict.fromkeys(plain, 0.0) | {slow: 1.0})
     yield from steady("link_slow", {f'{labels},what="up"': float(labels == slow) for labels in ranks})
+    for direction, narrow in (("up", 1e6), ("down", 20e6)):
+        rates = dict.fromkeys(plain, 20e6) | {slow: narrow}
+        named = {f'{labels},direction="{direction}"': own for labels, own in rates.items()}
+        yield from steady("link_bytes_per_second", named)
+    yield from steady("link_latency_seconds", dict.fromkeys(plain, 0.001) | {slow: 0.004})
     yield from steady("deadline_seconds", dict.fromkeys(ranks, 0.4))
     yield from steady("lag_steps", dict.fromkeys(ranks, 0))
     yield from steady("since_step_seconds", dict.fromkeys(ranks, 0.1))
