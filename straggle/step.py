@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import TypeVar, final
 
 from torch import Tensor
@@ -130,9 +129,7 @@ class Step:
 
     __enter__ = begin
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
         return self.end(error)
 
     @property
@@ -191,9 +188,7 @@ class Microbatch:
     def __enter__(self) -> Step:
         return self._step
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
         return self._step.end_microbatch(error)
 
 
@@ -207,8 +202,6 @@ class Pause:
     def __enter__(self) -> None:
         """It has begun already."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if error is None:
             self._end()

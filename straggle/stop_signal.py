@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from functools import partial
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn
 
 from straggle.merge.store import JobStore, connect, default_store, place_of
@@ -59,9 +59,7 @@ class StopSignal:
         )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         assert self._store is not None
         self._store.close()
         signal.signal(signal.SIGTERM, self._before)

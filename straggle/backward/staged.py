@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -334,9 +333,7 @@ class BackwardStep(PassWatcher):
         self._before = self._held_gradients()
         return self
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
-    ) -> bool:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
         self._truncated = isinstance(error, DeadlineReached)
         stopped_in_pass = self._truncated and bool(self._runs)
         if error is None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import plotly.graph_objects as go  # type: ignore[import-untyped]
 
-from straggle.observe.page.cells import ABSENT, MAX_ROWS, cells_of
-from straggle.observe.page.drawn_cells import drawn_cells
+from straggle.observe.page.cells import ABSENT, MAX_ROWS, Cells, cells_of
+from straggle.observe.page.drawn_cells import DrawnCells, drawn_cells
 from straggle.observe.page.series import MAX_POINTS, cumulative, mean_of_known, running_mean, thinned
 from straggle.observe.run import Array, Run
 from straggle.report import PHASES, RankReport, StepReport
@@ -59,14 +59,8 @@ def step_times(runs: Sequence[Run]) -> Chart:
             colour = _RUN_COLOURS[number] if len(runs) > 1 or not waiting else VERMILLION
             x, y = cumulative(seconds[run.warmup :])
             name = _label(runs, run, "waiting for all ranks" if waiting else "as it was")
-            figure.add_scatter(
-                x=x,
-                y=y,
-                name=name,
-                mode="lines",
-                line={"color": colour, "width": 2, "dash": "dash" if waiting else "solid", "shape": "hv"},
-                hovertemplate="%{y:.0%} of the steps took at most %{x:.3f} s<extra></extra>",
-            )
+            hover, dash = "%{y:.0%} of the steps took at most %{x:.3f} s", "dash" if waiting else "solid"
+            _add_line(figure, x, y, name, hover, color=colour, width=2, dash=dash, shape="hv")
     figure.update_yaxes(tickformat=".0%", range=[0, 1.02])
     every = np.concatenate([np.concatenate([run.seconds, run.wait_for_all_s]) for run in runs])
     if len(positive := every[every > 0]) and positive.max() > 10 * np.median(positive):
@@ -86,14 +80,8 @@ def step_times_over_steps(runs: Sequence[Run]) -> Chart:
         for name, seconds, colour, dash in kinds:
             if np.isfinite(seconds).any():
                 x, y = thinned(run.step, seconds)
-                figure.add_scatter(
-                    x=x,
-                    y=y,
-                    name=_label(runs, run, name),
-                    mode="lines",
-                    line={"color": colour, "width": 1.5, "dash": dash},
-                    hovertemplate="step %{x:.0f}: %{y:.3f} s<extra></extra>",
-                )
+                hover = "step %{x:.0f}: %{y:.3f} s"
+                _add_line(figure, x, y, _label(runs, run, name), hover, color=colour, width=1.5, dash=dash)
     figure.update_yaxes(rangemode="tozero")
     return Chart(figure, "Step time over the steps.", _thinned_note(runs))
 
@@ -101,23 +89,7 @@ def step_times_over_steps(runs: Sequence[Run]) -> Chart:
 def lateness(run: Run) -> Chart:
     """Ranks by steps: how much of a rank's gradients is missing, and why."""
     cells = cells_of(run)
-    rows, columns = cells.missing.shape
-    figure = _figure(height=110 + max(90, min(30 * rows, 620 if rows > 20 else 400)), x="step", y="rank")
-    figure.add_heatmap(
-        z=cells.missing.astype(np.float32),
-        x0=run.step[0] + (cells.num_steps - 1) / 2,
-        dx=cells.num_steps,
-        y0=(cells.num_ranks - 1) / 2,
-        dy=cells.num_ranks,
-        zmin=ABSENT,
-        zmax=1,
-        colorscale=_MISSING_COLOURS,
-        hovertext=cells.texts,
-        hoverinfo="text",
-        showscale=False,
-        xgap=1 if columns <= 100 else 0,
-        ygap=1 if rows <= 70 else 0,
-    )
+    figure = _heat_map(run, cells, cells.missing, (ABSENT, 1.0), _MISSING_COLOURS)
     if cells.nonfinite:
         figure.add_scatter(
             x=[x for x, _ in cells.nonfinite],
@@ -127,8 +99,6 @@ def lateness(run: Run) -> Chart:
             marker={"symbol": "x-thin", "size": 7, "line": {"width": 1.5, "color": "#000000"}},
             hoverinfo="skip",
         )
-    figure.update_yaxes(autorange="reversed", dtick=1 if rows <= 16 else None, showgrid=False)
-    figure.update_xaxes(showgrid=False)
     late = int(np.nansum(run.ranks["late"]))
     alt = f"Ranks by steps: {late} times that a rank was late; the table below has the count of each rank."
     return Chart(figure, alt, _binned_note(cells.num_steps, cells.num_ranks))
@@ -137,26 +107,8 @@ def lateness(run: Run) -> Chart:
 def drawn(run: Run) -> Chart:
     """Ranks by steps: how many micro-batches of the step's pool a rank computed."""
     cells = drawn_cells(run)
-    rows, columns = cells.drawn.shape
     most = float(np.nanmax(cells.drawn, initial=1.0))
-    figure = _figure(height=110 + max(90, min(30 * rows, 620 if rows > 20 else 400)), x="step", y="rank")
-    figure.add_heatmap(
-        z=cells.drawn.astype(np.float32),
-        x0=run.step[0] + (cells.num_steps - 1) / 2,
-        dx=cells.num_steps,
-        y0=(cells.num_ranks - 1) / 2,
-        dy=cells.num_ranks,
-        zmin=0,
-        zmax=most,
-        colorscale=_DRAWN_COLOURS,
-        hovertext=cells.texts,
-        hoverinfo="text",
-        showscale=False,
-        xgap=1 if columns <= 100 else 0,
-        ygap=1 if rows <= 70 else 0,
-    )
-    figure.update_yaxes(autorange="reversed", dtick=1 if rows <= 16 else None, showgrid=False)
-    figure.update_xaxes(showgrid=False)
+    figure = _heat_map(run, cells, cells.drawn, (0.0, most), _DRAWN_COLOURS)
     alt = f"Ranks by steps: up to {most:.0f} micro-batches drawn; the table has the mean of each rank."
     return Chart(figure, alt, _binned_note(cells.num_steps, cells.num_ranks))
 
@@ -265,14 +217,9 @@ def loss(runs: Sequence[Run], *, over: str) -> Chart:
                 hoverinfo="skip",
             )
         smooth_x, smooth_y = thinned(x, running_mean(run.loss, 20))
-        figure.add_scatter(
-            x=smooth_x,
-            y=smooth_y,
-            name=_label(runs, run, "mean of 20 steps"),
-            mode="lines",
-            line={"color": _RUN_COLOURS[number], "width": 2, "dash": "solid" if number == 0 else "dash"},
-            hovertemplate=f"{over} %{{x:,.5~g}}: %{{y:.4f}}<extra></extra>",
-        )
+        name, dash = _label(runs, run, "mean of 20 steps"), "solid" if number == 0 else "dash"
+        hover = f"{over} %{{x:,.5~g}}: %{{y:.4f}}"
+        _add_line(figure, smooth_x, smooth_y, name, hover, color=_RUN_COLOURS[number], width=2, dash=dash)
     return Chart(figure, f"Training loss over {'steps' if over == 'step' else 'seconds'}.")
 
 
@@ -296,6 +243,37 @@ def _figure(*, height: int, x: str, y: str) -> go.Figure:
         hoverlabel={"align": "left"},
     )
     return figure
+
+
+def _heat_map(
+    run: Run, cells: Cells | DrawnCells, values: Array, of: tuple[float, float], colours: Sequence[tuple[float, str]]
+) -> go.Figure:
+    """Ranks by steps; ``of``: the values that the first and the last colour stand for."""
+    rows, columns = values.shape
+    figure = _figure(height=110 + max(90, min(30 * rows, 620 if rows > 20 else 400)), x="step", y="rank")
+    figure.add_heatmap(
+        z=values.astype(np.float32),
+        x0=run.step[0] + (cells.num_steps - 1) / 2,
+        dx=cells.num_steps,
+        y0=(cells.num_ranks - 1) / 2,
+        dy=cells.num_ranks,
+        zmin=of[0],
+        zmax=of[1],
+        colorscale=colours,
+        hovertext=cells.texts,
+        hoverinfo="text",
+        showscale=False,
+        xgap=1 if columns <= 100 else 0,
+        ygap=1 if rows <= 70 else 0,
+    )
+    figure.update_yaxes(autorange="reversed", dtick=1 if rows <= 16 else None, showgrid=False)
+    figure.update_xaxes(showgrid=False)
+    return figure
+
+
+def _add_line(figure: go.Figure, x: Array, y: Array, name: str, hover: str, **line: str | float) -> None:
+    """A line, and what is said where the reader points at it; ``line``: its colour, width and dashes."""
+    figure.add_scatter(x=x, y=y, name=name, mode="lines", line=line, hovertemplate=hover + "<extra></extra>")
 
 
 def _add_bars(

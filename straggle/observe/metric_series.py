@@ -1,0 +1,135 @@
+"""The metrics that a rank has: their names, what each says, and their series in a registry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from straggle.extras import needs_extra
+
+with needs_extra("metrics"):
+    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+    from prometheus_client.metrics_core import Metric
+
+from straggle.report import CAUSES, CHANGE_KINDS, PHASES
+
+_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
+
+COUNTERS = {
+    "steps": "Merged steps that this rank has applied.",
+    "step_wait_for_all_seconds": "Seconds that the steps would have taken had all ranks been waited for.",
+    "whole_compute_seconds": "Seconds of this rank's own work in all steps, with what it would have taken "
+    "to finish those it left.",
+    "late_steps": "Steps in which this rank was late, by what it was doing.",
+    "incomplete_steps": "Steps in which this rank's gradients are missing though it was not late, by why.",
+    "stood_in_steps": "Late steps that the stand-in submitted, because this rank was stuck.",
+    "members_changes": "Ranks that left or joined while this rank was a member.",
+    "absent_steps": "Steps of this rank's loop in which it was no member itself.",
+    "healing_seconds": "Seconds from when this rank was let in until it had the state of its peers.",
+    "healing_bytes": "Bytes of state that this rank took to take part again.",
+    "ping_bytes": "Bytes that this rank has sent to measure links.",
+    "gradient_elements": "Gradient elements that this rank would have contributed, had it never been late.",
+    "gradient_elements_dropped": "Gradient elements of this rank that did not come in time.",
+    "stage_contributions": "Sum over steps of the share of the stage that this rank computed.",
+    "estimates": "Steps in which an estimate was used in the stage.",
+    "contributed_weight": "Sum over steps of the weight times the share of the model that this rank computed.",
+    "nonfinite_contributions": "Parameters' gradients of this rank left out because they were not finite.",
+    "skipped_steps": "Steps in which no rank had finite gradients.",
+    "merged_bytes": "Bytes of gradients that this rank has merged.",
+    "samples": "Samples whose gradients this rank computed in time.",
+    "replica_checks": "Steps in which the ranks compared their parameters.",
+    "replica_mismatches": "Comparisons in which this rank's parameters were not those of the others.",
+    "micro_batches": "Micro-batches that this rank drew from the pools of its steps and computed.",
+    "micro_batches_put_back": "Micro-batches that this rank had drawn and gave back, because it was stuck.",
+    "pool_micro_batches": "Micro-batches in the pools of its steps, which all ranks together draw from.",
+}
+GAUGES = {
+    "deadline_seconds": "The deadline of the last step; infinite without one.",
+    "absent_rank": "Whether each rank was absent in the last step, 1 or 0; of the lowest member only.",
+    "link_latency_seconds": "Seconds until a first byte from this rank is with a peer, as measured last.",
+    "link_bytes_per_second": "Bytes a second that this rank can send and receive, measured last.",
+    "link_slow": "Whether this rank's link is slow, and costs the job time, 1 or 0.",
+    "stage_weight_ratio": "Merged weight of the stage in the last step; 1 when all ranks computed it.",
+    "stage_position": "Place of the stage in the order of the backward pass, from 0; of rank 0 only.",
+    "reach_ratio": "Share of the model's gradients that this rank computed in the last step.",
+    "dropped_ratio": "Share of all ranks' gradients that did not come in time in the last step.",
+    "predicted_dropped_ratio": "Share of all ranks' gradients that the deadline policy expects to be dropped.",
+    "step_weight": "Weight of this rank's last step; 0 without data.",
+    "depth_bias_ratio": "Share of the gradients that came in for the first stage of backward, "
+    "less that of the last; recent steps.",
+    "fairness_ratio": "Jain's index of what the ranks contributed, 1 when all gave alike; recent steps.",
+    "input_fairness_ratio": "The same of the stage at the input alone; recent steps.",
+    "least_contribution_ratio": "What the rank that gave least contributed over the mean rank; recent steps.",
+    "input_least_contribution_ratio": "The same of the stage at the input alone; recent steps.",
+    "loss": "Mean over ranks of the scalar that was logged as loss, last step.",
+    "lag_steps": "Merged steps that this rank has not yet applied, now.",
+    "since_step_seconds": "Seconds since this rank's training thread last finished a step.",
+    "store_reachable": "Whether the job's store answers this rank, 1 or 0, now.",
+    "members": "Ranks that are members now, as far as this rank knows.",
+}
+HISTOGRAMS = {
+    "step_seconds": "Seconds of a step, from merge to merge.",
+    "phase_seconds": "Seconds that this rank spent in each phase of a step.",
+    "compute_seconds": "Seconds of this rank's own work in a step, which the deadline is compared with.",
+}
+# the label that a metric has beside the rank, and the values that are there from the beginning
+LABELS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "phase_seconds": ("phase", (*PHASES, "wait", "network")),
+    "late_steps": ("cause", PHASES),
+    "incomplete_steps": ("cause", tuple(cause for cause in CAUSES if cause not in PHASES)),
+    "stood_in_steps": ("cause", CAUSES),
+    "members_changes": ("reason", CHANGE_KINDS),
+    "link_bytes_per_second": ("direction", ("up", "down")),
+    "link_slow": ("what", ("up", "down", "latency")),
+    "absent_rank": ("absent", ()),
+    "stage_contributions": ("stage", ()),
+    "stage_weight_ratio": ("stage", ()),
+    "stage_position": ("stage", ()),
+    "estimates": ("stage", ()),
+}
+# which have no series before their first value
+_LATER = ("samples", "loss", "predicted_dropped_ratio")
+
+
+class Series:
+    """The series of one rank, in a registry of their own: written by one thread, read by others at any time."""
+
+    def __init__(self, rank: int) -> None:
+        self.registry = _Registry()
+        self._rank = rank
+        self._families: dict[str, Any] = {}
+        histogram = partial(Histogram, buckets=_BUCKETS)
+        kinds: dict[Callable[..., Any], dict[str, str]] = {Counter: COUNTERS, Gauge: GAUGES, histogram: HISTOGRAMS}
+        for kind, texts in kinds.items():
+            for name, text in texts.items():
+                labels = ["rank", LABELS[name][0]] if name in LABELS else ["rank"]
+                self._families[name] = kind(f"straggle_{name}", text, labels, registry=self.registry)
+        self._found: dict[str, dict[object, Any]] = {name: {} for name in self._families}
+        for name in self._families.keys() - LABELS.keys() - set(_LATER):
+            self.of(name)
+        for name, (_, values) in LABELS.items():
+            for value in values:
+                self.of(name, value)
+
+    def of(self, name: str, value: object = None) -> Any:
+        """The series of a metric, to be moved; ``value``: of its label, where it has one."""
+        found = self._found[name]
+        if value not in found:
+            found[value] = self._families[name].labels(*((self._rank,) if value is None else (self._rank, value)))
+        return found[value]
+
+    def clear(self, *names: str) -> None:
+        """These metrics have no series from here on."""
+        for name in names:
+            self._families[name].clear()
+            self._found[name].clear()
+
+
+class _Registry(CollectorRegistry):
+    """Leaves out when each series was created: a second series for each, and the process's start time says it."""
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in super().collect():
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            yield metric
