@@ -14,8 +14,8 @@ from torch import Tensor
 from straggle.policies.deadline import Deadline, LateHandling, NextDeadline, check_count, check_number, quantile_of
 from straggle.policies.dealt import SETTLED, steps_since_dealt
 from straggle.policies.history import History
-from straggle.policies.ordinary import differences, lag_that_drops, vary_together
-from straggle.policies.price import HIGH, LOW, pays
+from straggle.policies.ordinary import common_variance, differences, lag_that_drops, one_stands_out, vary_together
+from straggle.policies.price import CLEARLY, HIGH, HIGHEST, LOW, pays
 from straggle.policies.promise import kept
 from straggle.policies.step_model import StopRules, computed_share, simulate_step
 from straggle.policies.untruncated import untruncated_entries, untruncated_times
@@ -175,7 +175,7 @@ def choose_for(
     ordinary difference between ranks.
     """
     seen = differences(steps.end_s, steps.quorum_s, steps.overhead_s)
-    longest = Threshold(longest_s, 0.0, 0.0, after_quorum_s(steps, rules, longest_s, seen.lag_s))
+    longest = Threshold(longest_s, 0.0, 0.0, after_quorum_s(steps, rules, longest_s, seen.lag_s, max(price, HIGH)))
     if waits or not (seen.any_slow or price == LOW):
         return longest
     chosen = choose_threshold(
@@ -193,15 +193,17 @@ def choose_for(
 
 def price_of(steps: StepTimes, *, dealt: bool) -> float:
     """What a dropped gradient must bring: much where little but noise is left to be late."""
+    if common_variance(steps.end_s) >= CLEARLY and not one_stands_out(steps.end_s, steps.quorum_s):
+        return HIGHEST
     return HIGH if dealt or vary_together(steps.end_s) else LOW
 
 
-def after_quorum_s(steps: StepTimes, rules: StopRules, longest_s: float, lag_s: float) -> float:
+def after_quorum_s(steps: StepTimes, rules: StopRules, longest_s: float, lag_s: float, price: float) -> float:
     """How long after a quorum no rank is late with the longest threshold.
 
     It is as long as ranks ordinarily are behind (``lag_s``), and at least what the longest threshold leaves after a
-    quorum in most steps. Where that drops more than a little, and the seconds that are saved do not pay for it, it is
-    as long as drops little.
+    quorum in most steps. Where that drops more than a little, and the seconds that are saved do not bring the ``price``
+    of it, it is as long as drops little.
     """
     lag_s = max(lag_s, longest_s - quantile_of(steps.quorum_s, 0.5))
     with_lag = replace(rules, after_quorum_s=lag_s)
@@ -210,7 +212,7 @@ def after_quorum_s(steps: StepTimes, rules: StopRules, longest_s: float, lag_s: 
         return lag_s
     waiting_s = (steps.end_s.nan_to_num(0.0).amax(1) + steps.overhead_s).mean()
     step_s = (simulate_step(steps.unit_s, longest_s, with_lag, steps.entered_s).seconds + steps.overhead_s).mean()
-    if pays(float((1 - dropped) * waiting_s / step_s - 1), dropped, HIGH):
+    if pays(float((1 - dropped) * waiting_s / step_s - 1), dropped, price):
         return lag_s
     needs_s = steps.unit_s + (steps.entered_s - steps.quorum_s.unsqueeze(1)).unsqueeze(-1)
     in_time = steps.unit_s <= longest_s
@@ -304,8 +306,9 @@ class AutoDeadline(Deadline):
     quorum cost less than 3 % of the steps' time; where each rank varies by itself, unless a shorter one gains 5 %. It
     takes it, too, where the best one promises less than ``least_gain`` (0.01: a hundredth more gradient per second), or
     less than the price of what it drops: half of it, or three times as much where work is dealt out by speed
-    (`Rebalance`, `Step.pull`) or all ranks share a busy machine (`vary_together`). That is ``max_over_median`` times
-    the median rank's time in a quick step (the quickest tenth). So a rank that was never slow before and stalls is not
+    (`Rebalance`, `Step.pull`) or all ranks share a busy machine (`vary_together`), or five times where none stands out
+    there (`price_of`). The longest is ``max_over_median`` times the median rank's time in a quick step (the quickest
+    tenth). So a rank that was never slow before and stalls is not
     waited for either. With it, no rank is late by what ranks are behind a quorum now and then (`after_quorum_s`),
     however slow all of them are at once. It takes the longest, too, where what was dropped in the last ``window`` steps
     did not bring that much: gradient per second as it came, against waiting in the same steps (`kept`). Of thresholds

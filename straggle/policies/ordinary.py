@@ -3,7 +3,8 @@
 A rank is slow in a step that it ends later than 1.4 times the moment at which a quorum has. What
 the others are behind the quorum is the ordinary lag: it is no reason to drop anything, however much a deadline would
 seem to save. On a busy machine ranks are slow now and then by the same measure, each of them: `lag_that_drops` is the
-time after the quorum with which little is dropped for that. Such a machine is known by ranks that `vary_together`.
+time after the quorum with which little is dropped for that. Such a machine is known by ranks that `vary_together`, and
+a slow rank on it by being slow more often than chance has it (`one_stands_out`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from straggle.policies.deadline import quantile_of
 _SLOW = 1.4  # times the quorum's time, from which on a rank is slow
 _MATTERS = 0.03  # of the steps' time, that slow ranks must cost
 _TOGETHER = 1.5  # F, which independent ranks exceed in one of fifty windows of 50 steps
+_COMMON = 0.05  # of a rank's own variance: what many ranks have in common is seen long before it matters
 _FEW_STEPS = 10  # that say nothing about it
+_STANDS_OUT = 3.0  # F of the ranks, which six alike exceed in one of a hundred windows of 50 steps
+_AT_MOST = 3.0  # times the quorum's time that a rank is behind: one stall counts as no more
 _NEARLY_ALL = 0.99  # of the ranks that are not slow are behind the quorum by no more than the ordinary lag
 
 
@@ -75,20 +79,49 @@ def lag_that_drops(share: float, needs_s: Tensor, of_gradient: Tensor) -> float:
     return max(0.0, float(ordered[first_kept])) if first_kept < len(ordered) else 0.0
 
 
-def vary_together(end_s: Tensor) -> bool:
-    """Whether the ranks' times, (steps, ranks), rise and fall together, as where all share a machine that is busy.
+def common_variance(end_s: Tensor) -> float:
+    """The variance that the ranks' times, (steps, ranks), have in common, over a rank's own; 0: no more than chance.
 
-    A rank that is stopped there leaves its time to the others, so that less is gained than times without it say. By a
-    variance analysis of the logarithm, without each rank's own mean: ``F``, the steps' part over that within the steps,
-    is 1 for independent ranks. Of few steps nothing is known, and the answer is yes. NaN: the rank had no work.
+    By a variance analysis of the logarithm, without each rank's own mean: ``F``, the steps' part over that within the
+    steps, is 1 for independent ranks, and ``(F - 1) / ranks`` is the variance that they share over a rank's own. Of few
+    steps nothing is known: NaN. A time that is NaN: the rank had no work.
     """
     logs = end_s.clamp(min=1e-9).log().where(end_s.isfinite(), math.nan)
     logs = logs[(~logs.isnan()).any(1)]
     numbers = (~logs.isnan()).sum(1)
     if len(logs) < _FEW_STEPS or int(numbers.max()) < 2:
-        return True
+        return math.nan
     logs = logs - logs.nanmean(0)
     of_step = logs.nanmean(1)
     within = float((logs - of_step.unsqueeze(1)).nan_to_num(0.0).square().sum()) / max(1, int((numbers - 1).sum()))
     between = float((numbers * of_step.square()).sum()) / (len(logs) - 1)
-    return between > _TOGETHER * within
+    if not between > _TOGETHER * within:
+        return 0.0
+    return (between / within - 1) / float(numbers.double().mean()) if within > 0 else math.inf
+
+
+def vary_together(end_s: Tensor) -> bool:
+    """Whether the ranks' times, (steps, ranks), rise and fall together, as where all share a machine that is busy.
+
+    A rank that is stopped there leaves its time to the others, so that less is gained than times without it say. What
+    they have in common must be large beside chance and beside their own: with many ranks, what is not known of those
+    that were stopped is enough for a large ``F``. Of few steps nothing is known, and the answer is yes.
+    """
+    return not common_variance(end_s) <= _COMMON
+
+
+def one_stands_out(end_s: Tensor, quorum_s: Tensor) -> bool:
+    """Whether some rank is slow as such, and not each of them now and then; ``end_s`` (steps, ranks), ``quorum_s``.
+
+    By a variance analysis of how far ranks are beyond 1.4 times the quorum's time: ``F``, the ranks' part over that
+    within them, is 1 for ranks that are alike. Of one step nothing is known, and the answer is yes.
+    """
+    over = (end_s / quorum_s.to(end_s).clamp(min=1e-9).unsqueeze(1) - _SLOW).clamp(min=0.0, max=_AT_MOST)
+    over = over[:, (~over.isnan()).any(0)]
+    numbers = (~over.isnan()).sum(0)
+    if over.shape[1] < 2 or int(numbers.min()) < 2:
+        return True
+    of_rank = over.nanmean(0)
+    within = float((over - of_rank).nan_to_num(0.0).square().sum()) / int((numbers - 1).sum())
+    between = float((numbers * (of_rank - over.nanmean()).square()).sum()) / (len(of_rank) - 1)
+    return between > _STANDS_OUT * within

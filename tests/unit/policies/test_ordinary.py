@@ -1,13 +1,14 @@
 """Whether a rank is slow as such, of steps whose times are written down, and what AutoDeadline makes of it."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from straggle.policies.auto_deadline import StepTimes, choose_for
-from straggle.policies.ordinary import differences, lag_that_drops, vary_together
-from straggle.policies.price import HIGH, LOW
+from straggle.policies.auto_deadline import StepTimes, choose_for, price_of
+from straggle.policies.ordinary import differences, lag_that_drops, one_stands_out, vary_together
+from straggle.policies.price import HIGH, HIGHEST, LOW
 from straggle.policies.step_model import StopRules
 
 RULES = StopRules(quorum=2, grace_s=0.02)
@@ -78,6 +79,9 @@ def test_ranks_of_a_busy_machine_vary_together_and_independent_ones_do_not():
     assert not vary_together(noise(50, 4, 0.2) * absent)
     assert vary_together(noise(50, 4, 0.2) * busy * absent)
     assert vary_together(noise(9, 4, 0.2))  # too few to know
+    shared = noise(50, 1, 0.02, seed=1)  # a hundredth of the variance, which 512 ranks show plainly
+    assert not vary_together(noise(50, 512, 0.2) * shared)
+    assert vary_together(noise(50, 512, 0.2) * busy)
 
 
 def chosen(factor, longest_s=1.4, **options):
@@ -132,3 +136,46 @@ def test_stall_among_noise_is_not_waited_for():
     with_stall[25, 1] += 10.0  # one of 200 times: 0.005 of all
     without = chosen(noisy.tolist(), price=3.0).after_quorum_s
     assert chosen(with_stall.tolist(), price=3.0).after_quorum_s == pytest.approx(without, abs=0.2)
+
+
+BUSY = noise(50, 1, 0.24, seed=1)
+SLOW = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("factor", "price"),
+    [
+        (noise(50, 6, 0.27), LOW),  # each by itself
+        (noise(50, 6, 0.27) * BUSY, HIGHEST),  # on a shared machine, none of them slow
+        (noise(50, 6, 0.27) * BUSY * SLOW, HIGH),  # one slow as such
+        (noise(50, 6, 0.27) * BUSY * torch.tensor([math.nan, *SLOW[1:]]), HIGH),  # and one absent
+        (noise(5, 6, 0.27) * BUSY[:5], HIGH),  # too few steps to know
+    ],
+)
+def test_price_of_what_is_dropped_is_highest_on_a_shared_machine_where_no_rank_stands_out(factor, price):
+    steps = StepTimes.entered_at_once(factor.unsqueeze(-1), torch.zeros(len(factor)))
+    steps = replace(steps, quorum_s=factor.nan_to_num(math.inf).kthvalue(3, dim=1).values)
+    assert price_of(steps, dealt=False) == price
+    assert price_of(steps, dealt=True) == max(price, HIGH)
+
+
+@pytest.mark.parametrize(
+    ("end_s", "stands_out"),
+    [
+        ([[1.0, 1.0, 1.0]] * 4, False),  # none is slow
+        ([[1.0, 1.0, 3.0]] * 4, True),
+        ([[1.0, 1.0, 3.0], [1.0, 3.0, 1.0], [3.0, 1.0, 1.0]] * 4, False),  # each now and then
+        ([[1.0, 1.0, 3.0]], True),  # nothing is known of one step
+        ([[1.0, math.nan, 3.0]] * 4, True),
+    ],
+)
+def test_one_rank_stands_out(end_s, stands_out):
+    end_s = torch.tensor(end_s, dtype=torch.float64)
+    assert one_stands_out(end_s, torch.ones(len(end_s))) == stands_out
+
+
+def test_on_a_shared_machine_no_more_than_little_is_dropped_though_it_would_bring_three_times_as_much():
+    factor = (noise(50, 4, 0.27) * BUSY).tolist()
+    longer, shorter = (chosen(factor, price=price, longest_s=1.2) for price in (HIGHEST, HIGH))
+    assert longer.tau_s == shorter.tau_s == 1.2
+    assert longer.after_quorum_s > shorter.after_quorum_s
