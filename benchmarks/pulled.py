@@ -7,7 +7,8 @@ torchrun --standalone --nproc-per-node 8 benchmarks/pulled.py --scenarios slow r
 Each rank has 8 micro-batches of 20 ms on average, a third of it forward. They sleep, so that ranks which share few
 cores do not contend for them. All ways have as many micro-batches in a step over all ranks. Scenarios: `none`, no rank
 is slow; `slow`, the last rank takes twice as long; `random`, a rank is held up before a step for 0.32 of a step's time,
-with chance 0.44; `stall`, the last rank stands still for a second every 60 steps.
+with chance 0.44; `stall`, the last rank stands still for a second before a step, every 60 steps; `stuck`, it does so in
+its third micro-batch.
 
 A ratio is to the static split that waits for all ranks. The spread is that of the blocks: as many turns as --runs says,
 each of --block steps, after one that is left out. A step's seconds end with the slowest rank's.
@@ -30,7 +31,7 @@ from straggle.observe.console import print_table
 
 LAYERS, WIDTH, ROWS = 4, 64, 4
 PARTS = 8  # micro-batches of a rank
-SCENARIOS = ("none", "slow", "random", "stall")
+SCENARIOS = ("none", "slow", "random", "stall", "stuck")
 DELAY, CHANCE = 0.32 / 0.99, 0.44  # of a step's time, as DropCompute's authors have it
 STALL_S, EVERY = 1.0, 60
 
@@ -47,7 +48,8 @@ class Way:
         self.model = self.wrapped()
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
         self.chance = random.Random(self.rank)
-        self.step_s, self.reports, self.number = [], [], 0
+        self.step_s, self.reports, self.number, self.begun = [], [], 0, 0
+        self.net.register_forward_pre_hook(lambda *_: self.stand_still())
 
     def wrapped(self):
         return straggle.StagedDataParallel(self.net, deadline=None)
@@ -62,6 +64,7 @@ class Way:
         dist.barrier()
         for _ in range(steps):
             began_at = time.perf_counter()
+            self.begun = 0
             self.hold_up()
             generator = torch.manual_seed(self.number)
             self.passes(torch.randn(PARTS * self.world_size, ROWS, WIDTH, generator=generator))
@@ -78,8 +81,17 @@ class Way:
     def hold_up(self):
         if self.scenario == "random" and self.chance.random() < CHANCE:
             time.sleep(DELAY * PARTS * self.part_s)
-        if self.scenario == "stall" and self.rank == self.world_size - 1 and self.number % EVERY == EVERY // 2:
+        if self.scenario == "stall" and self.stalls():
             time.sleep(STALL_S)
+
+    def stand_still(self):
+        """Before a forward pass."""
+        self.begun += 1
+        if self.scenario == "stuck" and self.begun == 3 and self.stalls():
+            time.sleep(STALL_S)
+
+    def stalls(self):
+        return self.rank == self.world_size - 1 and self.number % EVERY == EVERY // 2
 
     def close(self):
         self.model.close()
@@ -129,11 +141,12 @@ class Pulled(Way):
 class PulledToDeadline(Pulled):
     """Cuts off the micro-batch that the last rank is in, once all others have finished; no other is cut.
 
-    And not before a rank had time for one micro-batch more than its equal share.
+    And not before a rank had time for one micro-batch more than its equal share. It is not waited for until the end of
+    the stage that it is in: the others submit for it after a quarter of a micro-batch.
     """
 
     def wrapped(self):
-        all_but_one = straggle.LateHandling(quorum=self.world_size - 1, grace_s=self.part_s)
+        all_but_one = straggle.LateHandling(quorum=self.world_size - 1, grace_s=self.part_s / 4)
         deadline = straggle.FixedDeadline((PARTS + 1) * self.part_s)
         return straggle.StagedDataParallel(self.net, deadline=deadline, late_handling=all_but_one)
 

@@ -6,7 +6,8 @@ torchrun --standalone --nproc-per-node 4 benchmarks/pulled_simulated.py --quick
 
 The static split, pulled, and pulled with a deadline take turns. The simulator is given what was measured of the static
 split: each rank's seconds in each step, divided equally, and what a mean step takes beside its slowest rank's work; and
-which rank is held up in which step, which is decided before. It is given nothing of the steps that it predicts.
+which rank is held up or stands still in which step, which is decided before. It is given nothing of the steps that it
+predicts.
 
 "said by advise": what `python -m straggle advise` says of pulling, from the trace of the static split.
 """
@@ -73,8 +74,7 @@ def measure(arguments, scenario):
 
 def compared(arguments, scenario, ways, blocks):
     reports = ways[STATIC].reports
-    own_s = [torch.tensor([rank.compute_s / PARTS for rank in report.ranks]) for report in reports]
-    own_s = [times.unsqueeze(1).expand(-1, PARTS) for times in own_s]
+    own_s = [part_s(scenario, step, [rank.compute_s for rank in report.ranks]) for step, report in enumerate(reports)]
     held_s = held_up(arguments, scenario, len(own_s[0]))
     kept = slice(arguments.block, None)
     beside_s = fmean(blocks[STATIC]) - float(simulated(own_s, held_s, WaitForAll(), 0.0).all_s[kept].mean())
@@ -100,6 +100,15 @@ def compared(arguments, scenario, ways, blocks):
             )
         )
     return rows
+
+
+def part_s(scenario, step, compute_s):
+    """Seconds of each micro-batch of each rank (ranks, micro-batches), from the seconds of all of a rank's."""
+    times = (torch.tensor(compute_s) / PARTS).unsqueeze(1).repeat(1, PARTS)
+    if scenario == "stuck" and step % EVERY == EVERY // 2:
+        times[-1] -= STALL_S / PARTS
+        times[-1, 2] += STALL_S
+    return times
 
 
 def held_up(arguments, scenario, num_ranks):

@@ -80,6 +80,8 @@ def check(config: DictConfig, valid: DictConfig) -> None:
         raise ConfigurationError(f"pings={pings}: choose one of true, false")
     if config.get("links") and not pings:
         raise ConfigurationError("links=auto needs pings=true: without them no link is known to be slow")
+    if config.get("links") and config.get("pulled"):
+        raise ConfigurationError("links=auto with pulled=true: what a leaf draws is not simulated; use links=none")
     for name, fault in config.get("faults", {}).items():
         _check_arguments(f"faults.{name}", fault)
     if config.get("replay") and not (Path(config.replay) / "decisions").is_dir():

@@ -57,10 +57,7 @@ def _run(config: DictConfig) -> None:
 def _simulated(config: DictConfig, deadline: Deadline) -> Simulation:
     parts = instantiate(config.work), instantiate(config.delays), deadline
     late_handling, network = instantiate(config.late_handling), instantiate(config.network)
-    links = build_links(config)
     if config.pulled:
-        if links is not None:
-            raise ValueError("links=auto with pulled=true: what a leaf draws is not simulated; use links=none")
         return simulate_pulled(
             config.steps, config.ranks, *parts, late_handling=late_handling, network=network, seed=config.seed
         )
@@ -70,7 +67,7 @@ def _simulated(config: DictConfig, deadline: Deadline) -> Simulation:
         *parts,
         late_handling=late_handling,
         network=network,
-        links=links,
+        links=build_links(config),
         seed=config.seed,
         history_ranks=config.history_ranks,
     )

@@ -1,7 +1,7 @@
 """One rank's draws in one step: asked for by the store's thread while the device computes.
 
-A key for each counter and step is removed when its step is long over, by who began it. A sure share has one key for the
-entire job, whose value says the step.
+Two steps share the key of a counter, one in its lower half and one in its upper half. A key is removed when its steps
+are long over, by who began it. A sure share has one key for the entire job, whose value says the step.
 
 What a rank has drawn and not begun is put back by its stand-in, where its training thread is stuck: both threads meet
 here, and the lock of the merge guards what they share.
@@ -22,6 +22,7 @@ from straggle.merge.pools.pool import Claim, Count, Drawer, Owner, Pool, Release
 from straggle.merge.store import Asked, JobStore, StoreUnreachable
 
 _NO_OWNER = "-"
+_HALF = 32  # bits of a counter
 _KEPT_STEPS = 32  # a counter stays so long for ranks that are behind
 _log = logging.getLogger(__name__)
 
@@ -76,15 +77,17 @@ class StoreCounters:
         return self._count(store, step, request) if isinstance(request, Count) else self._owner(store, step, request)
 
     def _count(self, store: Any, step: int, request: Count) -> int:
-        key = f"pool/{step}/drawn" if request.rank is None else f"pool/{step}/taken/{request.rank}"
+        steps, place = divmod(step, 2)
+        key = f"pool/{steps}/drawn" if request.rank is None else f"pool/{steps}/taken/{request.rank}"
         self.num_requests += 1
-        value = int(store.add(key, request.amount))
-        if value == request.amount:
+        amount = request.amount << _HALF * place
+        value = int(store.add(key, amount))
+        if value == amount:
             self._begun.append((step, key))
             while self._begun[0][0] <= step - _KEPT_STEPS:
                 self.num_requests += 1
                 store.delete_key(self._begun.popleft()[1])
-        return value
+        return value >> _HALF * place & ((1 << _HALF) - 1)
 
     def _owner(self, store: Any, step: int, request: Claim | Release | Seize) -> Owner:
         """A share's owner in a later step is none in this one, which is merged by then."""

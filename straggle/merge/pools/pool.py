@@ -22,7 +22,10 @@ from itertools import accumulate
 from statistics import median
 from typing import Literal
 
-SETTLED = 1 << 32  # what the owner of a sure share adds to the counter of draws, beside 1, once
+# What the owner of a sure share adds to the counter of draws, beside 1, once. A counter has 32 bits, one for its sign:
+# it is for `MAX_RANKS`, and for 262143 draws, which is more than they make of a thousand million micro-batches.
+SETTLED = 1 << 18
+MAX_RANKS = (1 << 13) - 1
 _NO_PARTS = range(0)
 
 Owner = Literal["own", "open"] | tuple[int, ...]  # these numbers were put back, and are open
@@ -32,12 +35,19 @@ Owner = Literal["own", "open"] | tuple[int, ...]  # these numbers were put back,
 class Pool:
     """``num_parts`` micro-batches, of which each rank has ``shares`` for sure.
 
-    ``drawn``: the rest is drawn. Otherwise the shares are all that there is, and no rank asks anything.
+    ``drawn``: the rest is drawn. Otherwise the shares are all that there is, and no rank asks anything. Raises
+    ``ValueError`` where more ranks draw than a counter can tell apart.
     """
 
     num_parts: int
     shares: tuple[int, ...]
     drawn: bool = True
+
+    def __post_init__(self) -> None:
+        if self.drawn and len(self.shares) > MAX_RANKS:
+            raise ValueError(
+                f"step.pull() is for {MAX_RANKS} ranks at most, not {len(self.shares)}: use Rebalance there"
+            )
 
     @cached_property
     def _ends(self) -> tuple[int, ...]:
@@ -203,6 +213,8 @@ class Drawer:
 # -- sure shares
 
 WINDOW = 8  # steps that say what is sure
+_HELD_UP = 1.5  # micro-batches fewer than usual; whoever of equal ranks draws first has one more
+_SLACK = 0.25  # of a micro-batch
 
 
 @dataclass(frozen=True)
@@ -223,18 +235,22 @@ def sure_shares(num_parts: int, done: Sequence[Sequence[Did | None]], present: S
     who took part in the last step; the others have nothing for sure. ``m`` is the number that a rank did in three of
     four steps (the smallest would leave more to be drawn for eight steps after each hiccup) or, if that is less, its
     part of the pool by speed: else one that is slow but always has a share never has a smaller one. Then
-    ``m - max(1, m // 8)`` are sure, and a rank that becomes slower is seen to. One that was never seen has half of an
-    equal share.
+    ``m - max(1, m // 8)`` are sure, and a rank that becomes slower is seen to. A rank that was held up in one of these
+    steps has one less. One that was not may be slower by a quarter of a micro-batch than its number asks: no two ranks
+    are equally fast, and each that is left to be drawn costs a request. One that was never seen has half of an equal
+    share.
     """
     by_speed = _speeds(done, len(present))
     total_speed = sum(own for own, here in zip(by_speed, present, strict=True) if here)
     shares = []
     for rank, here in enumerate(present):
-        seen = [own.share for step in done[-WINDOW:] if (own := step[rank]) is not None]
+        seen = sorted(own.share for step in done[-WINDOW:] if (own := step[rank]) is not None)
         if seen:
-            usual = sorted(seen)[(len(seen) - 1) // 4]
-            least = int(num_parts * min(usual, by_speed[rank] / total_speed if total_speed else 1.0) + 1e-6)
-            sure = max(0, least - max(1, least // 8))
+            usual = num_parts * seen[(len(seen) - 1) // 4]
+            held_up = usual - num_parts * seen[0] >= _HELD_UP
+            fast_enough_for = num_parts * by_speed[rank] / total_speed if total_speed else num_parts
+            least = int(min(usual, fast_enough_for + (0 if held_up else _SLACK)) + 1e-6)
+            sure = max(0, least - max(1, least // 8) - held_up)
         else:
             sure = num_parts // (2 * max(1, sum(present)))
         shares.append(sure if here else 0)

@@ -59,6 +59,19 @@ def test_a_rank_that_was_stood_in_for_has_no_sure_share():
     assert drawing.step([0.0, 0.0, 0.0, 50.0], [[1.0]] * 4).parts[3] == 0
 
 
+@pytest.mark.parametrize(
+    ("stuck_s", "parts", "over_s"),
+    [(2.4, (9, 8, 8, 7), 9.0), (4.0, (9, 9, 9, 5), 9.0), (100.0, (10, 10, 9, 3), 102.0)],
+)
+def test_a_rank_that_stands_still_in_a_micro_batch_puts_back_what_it_has_not_begun(stuck_s, parts, over_s):
+    drawing = Drawing(32, 4, request_s=0.0)
+    for _ in range(4):
+        drawing.follow([0.0] * 4, [[1.0]] * 4)
+    step = drawing.follow([0.0] * 4, [[1.0]] * 3 + [[1.0, 1.0, stuck_s] + [1.0] * 5])
+    assert (sorted(step.parts[:3], reverse=True), step.parts[3]) == (list(parts[:3]), parts[3])
+    assert max(step.over_s) == pytest.approx(over_s)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_each_micro_batch_is_computed_once_and_the_step_ends_with_one_of_them(seed):
     chance = random.Random(seed)

@@ -4,7 +4,7 @@ import pytest
 from torch.distributed import HashStore
 
 from straggle.merge.pools.draws import StoreCounters
-from straggle.merge.pools.pool import Claim, Count, Release, Seize
+from straggle.merge.pools.pool import SETTLED, Claim, Count, Release, Seize
 
 
 def test_who_has_a_share_is_decided_by_who_comes_first_in_each_step():
@@ -45,3 +45,14 @@ def test_a_counter_belongs_to_its_step_and_is_removed_when_that_is_long_over(ran
     assert store.num_keys() == before + 2
     counters.ask(store, 40, Count(rank, 1))
     assert store.num_keys() == before + 1
+
+
+def test_two_steps_that_share_a_key_count_apart_and_are_removed_by_one_request():
+    store, counters = HashStore(), StoreCounters(0)
+    before = store.num_keys()
+    own = [(6, 1 + SETTLED), (7, 1), (6, 1), (7, 1 + 8191 * SETTLED), (6, -SETTLED), (7, 1)]  # and as many as may be
+    answers = [counters.ask(store, step, Count(None, amount)) for step, amount in own]
+    assert answers == [1 + SETTLED, 1, 2 + SETTLED, 2 + 8191 * SETTLED, 2, 3 + 8191 * SETTLED]
+    assert store.num_keys() == before + 1
+    counters.ask(store, 39, Count(None, 1))
+    assert (store.num_keys(), counters.num_requests) == (before + 1, len(own) + 2)

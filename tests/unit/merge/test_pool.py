@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from straggle.merge.pools.pool import (
+    MAX_RANKS,
     SETTLED,
     Claim,
     Count,
@@ -50,7 +51,7 @@ def test_chunks_halve_what_is_left_for_every_rank(num_parts, shares, sizes):
         (32, [[0.25] * 4], [True] * 4, (7, 7, 7, 7)),
         (32, [[9 / 32, 9 / 32, 9 / 32, 5 / 32]], [True] * 4, (8, 8, 8, 4)),
         (32, [[0.25] * 4, [10 / 32, 10 / 32, 10 / 32, 2 / 32]], [True] * 4, (7, 7, 7, 1)),
-        (32, [[0.25] * 4] * 7 + [[9 / 32, 9 / 32, 9 / 32, 5 / 32]], [True] * 4, (7, 7, 7, 7)),  # one hiccup
+        (32, [[0.25] * 4] * 7 + [[9 / 32, 9 / 32, 9 / 32, 5 / 32]], [True] * 4, (7, 7, 7, 6)),  # one hiccup
         (32, [[0.5, 0.0, 0.5]], [True] * 3, (14, 0, 14)),
         (30, [[0.5, 0.5, None]], [True, True, False], (14, 14, 0)),
         (30, [[0.5, 0.5, None]], [True, True, True], (12, 12, 4)),  # more than there are: in proportion
@@ -68,6 +69,19 @@ def test_a_slow_rank_that_always_has_a_share_is_given_less_by_its_speed():
     assert sure_shares(32, [slow] * 3, [True] * 4) == (8, 8, 8, 3)
     new = [Did(9 / 32, 0.02)] * 3 + [Did(0.0, math.nan)]  # it came to nothing, and nobody knows its speed
     assert sure_shares(32, [new], [True] * 4) == (7, 7, 7, 0)
+
+
+def test_more_ranks_than_a_counter_can_tell_apart_are_refused():
+    assert len(Pool(9000, (1,) * MAX_RANKS).shares) == 8191
+    assert not Pool(9000, (1,) * 9000, drawn=False).drawn  # none draws
+    with pytest.raises(ValueError, match="8191 ranks at most, not 8192"):
+        Pool(9000, (1,) * 8192)
+
+
+@pytest.mark.parametrize(("part_s", "expected"), [(0.0201, 7), (0.0206, 7), (0.021, 6), (0.025, 5)])
+def test_a_rank_that_is_hardly_slower_has_as_much_for_sure_as_the_others(part_s, expected):
+    step = [Did(0.25, 0.02)] * 3 + [Did(0.25, part_s)]
+    assert sure_shares(32, [step] * 8, [True] * 4) == (7, 7, 7, expected)
 
 
 def test_even_parts_are_by_speed():
