@@ -11,7 +11,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from straggle.policies.deadline import check_count, is_number
-from straggle.policies.rank_links import RankLink
+from straggle.policies.merge_time import merge_seconds
+from straggle.policies.rank_links import RankLink, in_ring
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class LinkPolicy:
     """
 
     min_gain: float = 1.05
-    after_steps: int = 5
+    after_steps: int = 3
     return_steps: int = 10
     stretch: float = 1.2
     receives: float = 1.5
@@ -121,7 +122,9 @@ class LinkPolicy:
         return frozenset(inside[: best[1]])
 
     def _belongs_outside(self, rank: int, outside: Collection[int], seen: SeenLinks) -> bool:
-        """Whether a rank that is outside of the ring stays there."""
+        """Whether a rank that is outside of the ring stays there; also where nothing is known of its link."""
+        if not seen.links[rank].is_known:
+            return True
         with_it = gradients_a_second(set(outside) - {rank}, seen)
         return with_it < self.min_gain * gradients_a_second(outside, seen)
 
@@ -158,10 +161,9 @@ def gradients_a_second(outside: Collection[int], seen: SeenLinks) -> float:
 def step_seconds(outside: Collection[int], seen: SeenLinks, *, leaves_too: bool = True) -> float:
     """What a step takes with these ranks outside of the ring.
 
-    The ring of the other p takes ``2 (p - 1) max(m latency + N / (p rate))`` for N bytes in m messages
-    (`ring_seconds`). Each of its ranks sends its part of what was merged to each leaf, and so ``N / p`` bytes for each.
-    Meanwhile a leaf receives N bytes, and its messages need its latency in both directions. ``leaves_too``: whether the
-    leaves are waited for.
+    The ring of the other p takes `merge_seconds`. Each of its ranks sends its part of what was merged to each leaf, and
+    so ``N / p`` of N bytes for each. Meanwhile a leaf receives N bytes, and its messages need its latency in both
+    directions. ``leaves_too``: whether the leaves are waited for.
     """
     ring_s = _ring_seconds(outside if leaves_too else (), seen, without=outside)
     leaf_s = [_known(seen.links[r].latency_s) + _receive_seconds(seen.links[r], seen.num_bytes) for r in outside]
@@ -173,15 +175,14 @@ def _ring_seconds(leaves: Collection[int], seen: SeenLinks, without: Collection[
     ranks = [rank for rank in range(len(seen.links)) if rank not in {*leaves, *without, *seen.absent}]
     if len(ranks) < 2:
         return 0.0
-    ring_s = 2 * (len(ranks) - 1) * max(_own_seconds(rank, seen, len(ranks)) for rank in ranks)
+    ring_s = merge_seconds(seen.num_bytes, [in_ring(seen.links[rank]) for rank in ranks], seen.num_messages)
     known = [rate for rank in ranks if not math.isnan(rate := seen.links[rank].up_bytes_per_s)]
     return ring_s + len(leaves) * seen.num_bytes / len(ranks) / min(known, default=math.inf)
 
 
-def _own_seconds(rank: int, seen: SeenLinks, size: int = 0) -> float:
-    """What one round of a ring of ``size`` ranks takes over this rank's link; 0 where that is not known."""
-    link, part = seen.links[rank], seen.num_bytes / (size or len(seen.links))
-    return _known(seen.num_messages * link.latency_s) + _known(part / link.slower_bytes_per_s)
+def _own_seconds(rank: int, seen: SeenLinks) -> float:
+    """By what ranks are compared: a merge by two ranks that have this link; 0 where it is not known."""
+    return merge_seconds(2 * seen.num_bytes / len(seen.links), [in_ring(seen.links[rank])] * 2, seen.num_messages)
 
 
 def _receive_seconds(link: RankLink, num_bytes: float) -> float:

@@ -1,20 +1,22 @@
 """Each rank's link, from what the ranks measured of the ways between them.
 
 A way from one rank to another is as slow as the slower of its two ends: the link on which the first sends, and the link
-on which the second receives. So a link is as good as the best way over it. One slow neighbour, or a moment in which a
-machine was busy, makes no link slow.
+on which the second receives. So a link is as good as the best way over it, and a way as good as the best of its last
+few measurements. One slow neighbour, or a moment in which a machine was busy, makes no link slow.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
-from straggle.policies.links import Link, ring_seconds
+from straggle.policies.links import Link
+from straggle.policies.merge_time import merge_seconds
 from straggle.report import StepReport
 
+ROUNDS = 3  # of measurements: the best of them says how a way is, so that a slow link was slow in all
 MAX_AGE_S = 180.0  # of a measurement: one that is older says nothing about today's link
 
 
@@ -43,6 +45,24 @@ class RankLink:
     def slower_bytes_per_s(self) -> float:
         """The rate of its slower direction; NaN where neither is known."""
         return min(_known((self.up_bytes_per_s, self.down_bytes_per_s)), default=math.nan)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a latency, and the rate of a direction."""
+        return not math.isnan(self.latency_s) and not math.isnan(self.slower_bytes_per_s)
+
+
+def best_ways(rounds: Iterable[Iterable[tuple[float, Way]]]) -> tuple[tuple[float, Way], ...]:
+    """Of each way the shortest latency and the highest rate of several rounds, and when it was measured last.
+
+    ``rounds``: when each way was measured, and the way; the newest first.
+    """
+    best = dict[int, tuple[float, Way]]()
+    for at, way in (own for one in rounds for own in one):
+        newest, known = best.get(way.target, (at, way))
+        link = Link(min(known.link.latency_s, way.link.latency_s), max(known.link.bytes_per_s, way.link.bytes_per_s))
+        best[way.target] = newest, replace(way, link=link)
+    return tuple(best.values())
 
 
 def rank_links(ways: Iterable[Way], num_ranks: int) -> tuple[RankLink, ...]:
@@ -78,17 +98,16 @@ def others_link(links: Sequence[RankLink], rank: int) -> RankLink:
 
 def ring_cost_s(link: RankLink, others: RankLink, *, num_bytes: float, num_ranks: int) -> float:
     """By how much longer an allreduce takes as one rank has this link and not one as ``others``; 0: not known."""
-    own, usual = _of_a_ring(link), _of_a_ring(others)
-    if own is None or usual is None or num_ranks < 2:
+    if num_ranks < 2 or not (link.is_known and others.is_known):
         return 0.0
-    slowed = ring_seconds(num_bytes, [own, *[usual] * (num_ranks - 1)])
-    return slowed - ring_seconds(num_bytes, [usual] * num_ranks)
+    own, usual = in_ring(link), in_ring(others)
+    return merge_seconds(num_bytes, [own, *[usual] * (num_ranks - 1)]) - merge_seconds(num_bytes, [usual] * num_ranks)
 
 
-def _of_a_ring(link: RankLink) -> Link | None:
-    """In a ring a rank sends and receives at the same time: the slower direction counts."""
+def in_ring(link: RankLink) -> Link:
+    """In a ring a rank sends and receives at the same time: the slower direction counts. Not known: costs nothing."""
     rate = link.slower_bytes_per_s
-    return None if math.isnan(rate) or math.isnan(link.latency_s) else Link(link.latency_s, rate)
+    return Link(0.0 if math.isnan(link.latency_s) else link.latency_s, math.inf if math.isnan(rate) else rate)
 
 
 def _known(values: Iterable[float]) -> list[float]:

@@ -63,6 +63,6 @@ def test_rank_with_a_slow_link_is_put_out_and_let_in_again_when_it_is_back():
     assert (out.left_kinds, out.kinds, set(back.joined)) == ({slow: "link"}, ("link",), {slow}), log
     away = [report.step for report in reports if report.ranks[slow].absent]
     assert away == list(range(away[0], away[-1] + 1))
-    assert away[0] >= SLOW_FROM + 5
+    assert away[0] >= SLOW_FROM + LinkPolicy().after_steps
     assert away[-1] >= SLOW_TO + 9  # ten steps, after which it asks, is let in and has its state
     assert sum(report.ranks[slow].reach == 1 for report in reports[-10:]) > 5, log

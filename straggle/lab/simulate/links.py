@@ -19,9 +19,8 @@ from straggle.lab.simulate.communication import Merged, Merging, Network, at_lea
 from straggle.merge.links.patience import FirstSent, Patience
 from straggle.policies.deadline import LateHandling
 from straggle.policies.leaves import LinkPolicy, Places, SeenLinks
-from straggle.policies.links import Link
 from straggle.policies.merge_time import Message, merged_at
-from straggle.policies.rank_links import RankLink
+from straggle.policies.rank_links import RankLink, in_ring
 
 _BEHIND = 2  # steps: what a leaf sends comes too late then
 
@@ -104,7 +103,7 @@ class Links(Network):
         return min((own.changes_after(at_s) for own in self.slow.values()), default=math.inf)
 
     def merge_s(self, ranks: int, share: float) -> float:
-        ends = merged_at([Message(share * self.nbytes)], _of_a_ring(self.links_at(ranks, 0.0)))
+        ends = merged_at([Message(share * self.nbytes)], [in_ring(link) for link in self.links_at(ranks, 0.0)])
         return ends[-1]
 
     def merging(
@@ -118,11 +117,6 @@ class Links(Network):
 def _slow_link(bytes_per_s: float | None = None, **given: float) -> SlowLink:
     both = {} if bytes_per_s is None else {"up_bytes_per_s": bytes_per_s, "down_bytes_per_s": bytes_per_s}
     return SlowLink(**(both | given))
-
-
-def _of_a_ring(links: Sequence[RankLink]) -> list[Link]:
-    """In a ring a rank sends and receives at the same time: the slower direction counts."""
-    return [Link(link.latency_s, link.slower_bytes_per_s) for link in links]
 
 
 class _Leaf:
@@ -237,7 +231,7 @@ class _OverLinks(Merging):
         left = 1.0
         while True:
             links = self._network.links_at(self._ranks, self._now_s + now_s)
-            needs_s = merged_at(messages, _of_a_ring([links[rank] for rank in inside]))[-1] - first_s
+            needs_s = merged_at(messages, [in_ring(links[rank]) for rank in inside])[-1] - first_s
             changes_s = self._network.changes_after(self._now_s + now_s) - self._now_s
             if now_s + left * needs_s <= changes_s:
                 return max(messages[-1].ready_s, now_s + left * needs_s)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 
 from straggle.merge.channel import Channel
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.links.pings import Merged, Pings
-from straggle.merge.telemetry import StepRecord
+from straggle.merge.telemetry import StepRecord, Table
 
 
 class JobPings:
@@ -23,8 +24,8 @@ class JobPings:
             sink=partial(setattr, training, "measured"),
             on_its_way=coordinator.merging.on_its_way,
         )
-        self._links = coordinator.member.links
-        self.close = self._pings.close
+        self._member = coordinator.member
+        self.begin, self.close = self._pings.begin, self._pings.close
 
     @property
     def num_bytes(self) -> int:
@@ -36,8 +37,21 @@ class JobPings:
         self._pings.merged(record.step, partial(self._merged, record))
 
     def _merged(self, record: StepRecord) -> Merged:
-        table = record.table
-        absent = table.absent_ranks()
-        members = tuple(rank for rank in range(table.num_ranks) if rank not in absent)
-        out = () if self._links is None else tuple(sorted(self._links.out & absent))
-        return Merged(record.step, record.seconds, table.network_s(record.seconds), members, table.ways(), out)
+        links, returns = self._member.links, self._member.absent_until
+        return merged_step(
+            record.step, record.seconds, record.table, frozenset() if links is None else links.out, absent_until=returns
+        )
+
+
+def merged_step(step: int, seconds: float, table: Table, out: Collection[int], *, absent_until: int) -> Merged:
+    """A merged step as the pings need it; ``out``: ranks that were put out because of their links.
+
+    ``absent_until``: the step from which on this rank takes part. Before that its last merged step says nothing: it has
+    been put out since, or has not come back yet.
+    """
+    absent = table.absent_ranks()
+    members = tuple(rank for rank in range(table.num_ranks) if rank not in absent)
+    put_out = tuple(sorted(absent.intersection(out)))
+    if step < absent_until:
+        members = put_out = ()
+    return Merged(step, seconds, table.network_s(seconds), members, table.ways(), put_out)

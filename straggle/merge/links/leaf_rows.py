@@ -58,7 +58,7 @@ def read_marks(rows: Tensor, leaves: Mapping[int, int], num_stages: int) -> None
 
     ``leaves``: since which step each of them is one.
     """
-    computed, estimated, weights = stage_columns(num_stages)
+    computed, estimated, _, weights = stage_columns(num_stages)
     for leaf, since in leaves.items():
         row = rows[leaf]
         row[LEAF_SINCE] = since

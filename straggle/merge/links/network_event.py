@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import median
 
-from straggle.policies.slow_links import SlowLink
+from straggle.policies.slow_links import MATTERS, SlowLink
 
 TIMES = 5.0  # as long as usual
-LEAST_S = 2.0  # below which no merge is long
+LONGER = 1.5  # times as long as usual, in a few merges: a link may have become slow
+_FEW = 3
+LEAST_S = 1.5  # below which no merge is long
 UNEXPLAINED_S = 10.0  # from which on one is an event though no link is slow; a busy machine makes merges long, too
 _REMEMBERED = 64  # merges
 _ENOUGH = 5  # of them, to say what is usual
@@ -34,6 +37,11 @@ class LongMerge:
             self._last = step
             self._usual_s.append(network_s)
 
+    def are_longer(self, step_s: float) -> bool:
+        """Whether merges have become longer on the network, and steps of ``step_s`` with them."""
+        lately, usual_s = list(self._usual_s)[-_FEW:], median(self._usual_s or [math.inf])
+        return min(lately, default=0.0) > max(LONGER * usual_s, usual_s + MATTERS * step_s)
+
     def words(
         self,
         step: int,
@@ -43,20 +51,23 @@ class LongMerge:
     ) -> str | None:
         """What to say of the merge of ``step``, which has been on its way for ``seconds``; ``None``: nothing.
 
-        ``ask()``: for each peer the last step that it has submitted; ``None``: it does not answer. A merge that one of
-        them has not submitted is no event of the network: that rank is waited for. Of several steps in a row only the
-        first is said.
+        ``ask()``: for each peer the last step that it has submitted; ``None``: it does not answer. Where all answer, a
+        merge that one of them has not submitted is no event of the network: that rank is waited for. Where one does
+        not, others may still be in the step before because of it. Where no peer is given nothing is known. Of several
+        steps in a row only the first is said.
         """
         if seconds < long_after_s(self._usual_s):
             return None
         if self._said in (step, step - 1):
             self._said = step
             return None
-        submitted = ask()
-        if any(last is not None and last < step for last in submitted.values()):
+        if not (submitted := ask()):
             return None
-        if None not in submitted.values() and not slow and seconds < UNEXPLAINED_S:
-            return None
+        if None not in submitted.values():
+            if any(last is not None and last < step for last in submitted.values()):
+                return None
+            if not slow and seconds < UNEXPLAINED_S:
+                return None
         self._said = step
         return _words(step, seconds, median(self._usual_s), submitted, slow)
 
@@ -66,7 +77,7 @@ def _words(
 ) -> str:
     silent = [rank for rank, last in submitted.items() if last is None]
     if silent:
-        why = f"ranks {silent} do not answer pings, and all others have submitted"
+        why = f"ranks {silent} do not answer pings"
     elif slow:
         why = f"all ranks have submitted: {'; '.join(link.words for link in slow)}"
     else:

@@ -29,10 +29,13 @@ FIRST_BYTES = 1 << 14  # of the large message; where that is quick, a larger one
 LEAST_BYTES = 1 << 16  # or more
 MOST_BYTES = 1 << 24
 RESOLUTION_S = 1e-3  # a large message that takes less is as quick as can be measured
-_QUICK_S = 5e-3  # where a message takes less, one follows that is four times as large
+QUICK_S = 5e-3  # where a message takes less, one follows that is four times as large
 _TRIES = 3
+_SMALL_TRIES = 4  # before the large ones and after them: if all of these had to wait, a link would look too quick
 _LONG_S = 1.5  # after which no message is sent again
 LIMIT_S = 5.0  # of each wait on either side, but for
+_CONNECT_S = 0.9  # the kernels' part of a measurement, and
+_SILENT_S = 1.8  # of a question: they try again after a second, so that one lost packet is no silence,
 _WORD_S = 0.5  # the word of a client, which it has at hand, and
 _GREET_S = 10.0  # the first answer, which comes after those to others
 _CLIENT_S = 20.0  # after which a client is sent away
@@ -123,9 +126,9 @@ class PingServer:
 def measure(host: str, port: int, token: bytes, largest_bytes: int, *, both_ways: bool = False) -> Measured:
     """The way to the rank that answers there; ``both_ways``: the slower one of that and of the way back.
 
-    Raises ``OSError`` where it does not answer, or takes longer than `LIMIT_S`.
+    Raises ``OSError`` where it does not answer, or takes longer than `LIMIT_S` for a message.
     """
-    with _connection(host, port) as (connection, latency_s):
+    with _connection(host, port, _CONNECT_S) as (connection, latency_s):
         progress = _greet(connection, token)
         payload = bytearray(os.urandom(min(largest_bytes, MOST_BYTES)))
         sent = _Sent(connection, memoryview(payload))
@@ -136,8 +139,10 @@ def measure(host: str, port: int, token: bytes, largest_bytes: int, *, both_ways
 
 
 def ask_progress(host: str, port: int, token: bytes) -> int:
-    """The word of the rank that answers there. Raises ``OSError`` as `measure`."""
-    with _connection(host, port) as (connection, _):
+    """The word of the rank that answers there. Raises ``OSError`` as `measure`, and ``ConnectionResetError`` where it
+    has sent this rank away, which may have been late itself.
+    """
+    with _connection(host, port, _SILENT_S) as (connection, _):
         return _greet(connection, token)
 
 
@@ -151,17 +156,18 @@ class _Sent:
 
     def bytes_per_s(self) -> float:
         """From the quickest small and the quickest large message."""
-        small_s = self._quickest_s(SMALL_BYTES)
+        small_s = self._quickest_s(SMALL_BYTES, _SMALL_TRIES)
         size, large_s = FIRST_BYTES, self._quickest_s(FIRST_BYTES)
-        while large_s - small_s < _QUICK_S and size < len(self._payload):
+        while large_s - small_s < QUICK_S and size < len(self._payload):
             size = min(4 * size, len(self._payload))
             large_s = self._quickest_s(size)
+        small_s = min(small_s, self._quickest_s(SMALL_BYTES, _SMALL_TRIES))
         return (size - SMALL_BYTES) / max(large_s - small_s, RESOLUTION_S)
 
-    def _quickest_s(self, num_bytes: int) -> float:
+    def _quickest_s(self, num_bytes: int, tries: int = _TRIES) -> float:
         """The shortest of a few tries; of one, where all has taken long by now."""
         quickest_s = self._seconds(num_bytes)
-        for _ in range(_TRIES - 1):
+        for _ in range(tries - 1):
             if time.monotonic() - self._began_at < _LONG_S:
                 quickest_s = min(quickest_s, self._seconds(num_bytes))
         return quickest_s
@@ -189,10 +195,10 @@ class _Asked(_Sent):
 
 
 @contextlib.contextmanager
-def _connection(host: str, port: int) -> Iterator[tuple[socket.socket, float]]:
+def _connection(host: str, port: int, limit_s: float) -> Iterator[tuple[socket.socket, float]]:
     """A connection, and the latency that making it has shown."""
     begin = time.monotonic()
-    with socket.create_connection((host, port), LIMIT_S) as connection:
+    with socket.create_connection((host, port), limit_s) as connection:
         round_trip_s = _round_trip_s(connection, time.monotonic() - begin)
         connection.settimeout(None)
         _limit(connection, _GREET_S)
@@ -228,17 +234,17 @@ def _greet(connection: socket.socket, token: bytes) -> int:
 def _read_answer(connection: socket.socket) -> int:
     answer = bytearray(_ANSWER.size)
     if not _fill(connection, memoryview(answer)):
-        raise OSError("the peer does not answer pings")
+        raise ConnectionResetError("the peer does not answer this ping: it came too late, or without the job's word")
     return int(_ANSWER.unpack(answer)[0])
 
 
 def _fill(connection: socket.socket, view: memoryview) -> bool:
-    """Read until ``view`` is full; false where no more comes in time, or at all."""
+    """Read until ``view`` is full; false where the other end has closed. Raises ``TimeoutError`` after the limit."""
     while len(view):
         try:
             count = connection.recv_into(view, len(view), socket.MSG_WAITALL)
-        except BlockingIOError:  # the limit is over
-            return False
+        except BlockingIOError:
+            raise TimeoutError("the peer does not answer pings") from None
         if count == 0:
             return False
         view = view[count:]

@@ -13,6 +13,7 @@ from straggle.merge.links.ping import LEAST_BYTES, MOST_BYTES
 
 EVERY_S = 10.0
 SLOW_EVERY_S = 2.5  # while a link is slow, so that it is known soon that it is not any more
+DOUBT_EVERY_S = 1.0  # while one looks so, until several rounds say so
 _LONGEST_S = 60.0
 SHARE = 0.001  # of the bytes that merges send
 _MERGED_SHARE = 256  # the large message is at most so small a part of what is merged
@@ -29,13 +30,13 @@ def largest_bytes(merged_bytes: int) -> int:
     return min(MOST_BYTES // 4, max(LEAST_BYTES, 1 << (part.bit_length() - 1)))
 
 
-def every_s(merged_bytes: int, step_s: float, num_ranks: int, *, slow: bool) -> float:
+def every_s(merged_bytes: int, step_s: float, num_ranks: int, *, is_slow: bool, in_doubt: bool = False) -> float:
     """Seconds between two pings: as many as keep them below `SHARE` of what merges send, from 10 s to a minute.
 
-    A ring sends 2 (p - 1) / p of the gradients in each step. While a link is slow, the pings are more frequent.
+    A ring sends 2 (p - 1) / p of the gradients in each step. While a link is slow, or may be, pings are more frequent.
     """
-    if slow:
-        return SLOW_EVERY_S
+    if in_doubt or is_slow:
+        return DOUBT_EVERY_S if in_doubt else SLOW_EVERY_S
     sent_per_s = 2 * (num_ranks - 1) / num_ranks * merged_bytes / max(step_s, 1e-6)
     if sent_per_s <= 0:
         return _LONGEST_S

@@ -19,10 +19,10 @@ from straggle.merge.links.addresses import own_address
 from straggle.merge.links.network_event import LongMerge
 from straggle.merge.links.ping import RESOLUTION_S, PingServer, ask_progress, measure
 from straggle.merge.links.ping_places import PingPlaces
-from straggle.merge.links.ping_plan import DISTANCES, every_s, is_turn, largest_bytes, peers_of
+from straggle.merge.links.ping_plan import every_s, is_turn, largest_bytes, peers_of
 from straggle.merge.store import JobStore, StoreUnreachable, default_store
 from straggle.policies.links import Link
-from straggle.policies.rank_links import RankLink, Way, others_link, rank_links
+from straggle.policies.rank_links import ROUNDS, RankLink, Way, best_ways, others_link, rank_links
 from straggle.policies.slow_links import SlowLinks, slow_in
 
 _LOOK_S = 0.5
@@ -51,7 +51,7 @@ class Merged:
 class Pings:
     """Of one rank, until `close`; from the first merge on that comes ``begins_s`` seconds after it was made.
 
-    ``sink`` is given when each way was measured, and the way.
+    ``sink`` is given when each way was measured last, and the best of it in the last `ROUNDS` of pings.
     ``merged_bytes``: what a step merges. ``on_its_way()``: the step that is being merged, and for how many seconds all
     of this rank's part has been on its way (0: it is not).
     """
@@ -74,15 +74,15 @@ class Pings:
         self._merged_bytes = merged_bytes
         self._sink, self._on_its_way, self._begins_s = sink, on_its_way, begins_s
         self._last: Callable[[], Merged] | None = None  # by the training thread
-        self._turn = threading.Event()  # a merge has just ended after which this rank may ping
+        self._turn = threading.Event()  # a merge has just ended after which this rank pings
         self._is_due, self._due_at = False, math.inf  # whether a ping waits for a merge to end, and since when
         self._looked_at = time.monotonic()
         self._pinged_at = -math.inf
         self._quickest_s = math.inf  # of the steps
         self._place, self._count = rank, world_size  # among the members
-        self._rounds: deque[tuple[tuple[float, Way], ...]] = deque(maxlen=DISTANCES)
+        self._rounds: deque[tuple[tuple[float, Way], ...]] = deque(maxlen=ROUNDS)  # the newest first
         self._number = 0
-        self._doubts = False  # whether a way looked slow in the last round
+        self._doubted = 0  # how many of the last rounds, one after another, had a way that looked slow
         self._long = LongMerge()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -92,6 +92,12 @@ class Pings:
         """Whether it has begun, and has not ended."""
         return self._thread is not None and self._thread.is_alive()
 
+    def begin(self) -> None:
+        """Answer pings from now on; by the training thread. The first merge begins it, too."""
+        if self._thread is None and not self._closing.is_set():
+            self._thread = threading.Thread(target=self._run, name="straggle-ping", daemon=True)
+            self._thread.start()
+
     def close(self) -> None:
         """Ping no more. A ping that is on its way is not waited for."""
         self._closing.set()
@@ -100,9 +106,8 @@ class Pings:
     def merged(self, step: int, of: Callable[[], Merged]) -> None:
         """``step`` is merged; by the training thread. ``of`` is called by the thread that pings, if at all."""
         self._last = of
-        if self._thread is None and not self._closing.is_set() and time.monotonic() - self._looked_at > self._begins_s:
-            self._thread = threading.Thread(target=self._run, name="straggle-ping", daemon=True)
-            self._thread.start()
+        if self._thread is None and time.monotonic() - self._looked_at > self._begins_s:
+            self.begin()
         if self._is_due:
             overdue_s = time.monotonic() - self._due_at
             if is_turn(step, self._place, self._count, overdue_s, _LOOK_S * self._count):
@@ -116,7 +121,8 @@ class Pings:
             self._places.agree()
             server = PingServer(own_address(default_store()), self._places.token, self._progress)
             self._places.publish(server.host, server.port)
-            while not self._closing.wait(_LOOK_S):
+            while not self._closing.is_set():
+                self._turn.wait(_LOOK_S)
                 with contextlib.suppress(StoreUnreachable):  # which others say
                     self._turn_of_the_loop()
         except (OSError, StoreUnreachable) as error:
@@ -128,20 +134,41 @@ class Pings:
 
     def _turn_of_the_loop(self) -> None:
         if (last := self._last) is None or not (merged := last()).members:  # this rank is none
+            self._turn.clear()
+            self._forget()
             return
+        self._quickest_s = min(self._quickest_s, merged.seconds)
+        if self._pings_now(merged):
+            self._ping(merged)
+            self._pinged_at = time.monotonic()
         self._judge(merged)
         self._look_at_the_merge(merged)
-        self._quickest_s = min(self._quickest_s, merged.seconds)
-        if self._overdue_s(merged) >= 0:
-            self._await_turn(merged)
-            if not self._closing.is_set():
-                self._ping(merged)
-                self._pinged_at = time.monotonic()
+
+    def _pings_now(self, merged: Merged) -> bool:
+        """Whether a ping is due, and a merge has just ended in this rank's turn; or none has for long: one may hang."""
+        if not self._is_due:
+            self._turn.clear()
+            if self._overdue_s(merged) < 0:
+                return False
+            self._count = max(1, len(merged.members))
+            self._place = merged.members.index(self._rank) if self._rank in merged.members else 0
+            self._is_due, self._due_at = True, time.monotonic()
+        patience_s = min(_LONGEST_WAIT_S, 2 * _LOOK_S * self._count + 1.5 * merged.seconds)
+        if not self._turn.is_set() and time.monotonic() - self._due_at < patience_s:
+            return False
+        self._is_due = False
+        self._turn.clear()
+        return not self._closing.is_set()
 
     def _overdue_s(self, merged: Merged) -> float:
         """For how long a ping has been due. A network that has become slow is no reason to look less often."""
-        slow = self._doubts or bool(self.slow.now)
-        interval_s = every_s(self._merged_bytes, self._quickest_s, max(1, len(merged.members)), slow=slow)
+        interval_s = every_s(
+            self._merged_bytes,
+            self._quickest_s,
+            max(1, len(merged.members)),
+            is_slow=bool(self._doubted or self.slow.now) or self._long.are_longer(merged.seconds),
+            in_doubt=0 < self._doubted < ROUNDS or len(self._rounds) < ROUNDS,
+        )
         return time.monotonic() - self._pinged_at - interval_s
 
     def _progress(self) -> int:
@@ -149,41 +176,48 @@ class Pings:
         step, seconds = self._on_its_way()
         return step if seconds > 0 else step - 1
 
-    def _await_turn(self, merged: Merged) -> None:
-        """Until a merge has just ended in this rank's turn; not for ever, because one may hang."""
-        members = merged.members
-        self._count = max(1, len(members))
-        self._place = members.index(self._rank) if self._rank in members else 0
-        self._turn.clear()
-        self._is_due, self._due_at = True, time.monotonic()
-        self._turn.wait(min(_LONGEST_WAIT_S, 2 * _LOOK_S * self._count + 1.5 * merged.seconds))
-        self._is_due = False
-
     # -- one round of pings
 
     def _ping(self, merged: Merged) -> None:
         hosts = self._places.hosts(merged.members)
-        links = rank_links(merged.ways, self._world_size)
-        self._doubts = False
-        found = []
+        others = others_link(rank_links(merged.ways, self._world_size), self._rank)
+        found, doubted, is_busy = [], False, False
         out = tuple(self._places.hosts(merged.out))
         for peer in (*out, *peers_of(self._rank, hosts, self._number)):
-            if (link := self._measured(peer, links, both_ways=peer in out)) is not None:
-                found.append((time.monotonic(), Way(self._rank, peer, link)))
+            if (link := self._measured(peer, others, both_ways=peer in out)) is None:
+                continue
+            if _looks_slow(link, others):
+                if self._is_as_slow_itself(link):
+                    is_busy = True
+                    continue
+                doubted = True
+            found.append((time.monotonic(), Way(self._rank, peer, link)))
         self._number += 1
-        if found:
-            self._rounds.appendleft(tuple(found))
-            self._sink(tuple(way for own in self._rounds for way in own))
+        if is_busy and not found:
+            return
+        self._doubted = self._doubted + 1 if doubted else 0
+        self._rounds.appendleft(tuple(found))
+        if len(self._rounds) == ROUNDS:
+            self._sink(best_ways(self._rounds))
 
-    def _measured(self, peer: int, links: Sequence[RankLink], *, both_ways: bool = False) -> Link | None:
+    def _is_as_slow_itself(self, link: Link) -> bool:
+        """Whether the way from this rank to itself looks no better: then the machine is busy, and no link is slow."""
+        own = self._once(self._rank, largest_bytes(self._merged_bytes), both_ways=False)
+        return own is None or not _looks_slow(link, RankLink(own.latency_s, own.bytes_per_s, own.bytes_per_s))
+
+    def _forget(self) -> None:
+        """This rank is no member. When it is one again its link may be another, and its peers have measured that."""
+        if self._rounds:
+            self._rounds.clear()
+            self._sink(())
+
+    def _measured(self, peer: int, others: RankLink, *, both_ways: bool = False) -> Link | None:
         """The way to a peer, measured again with more bytes where it looks slow; ``None``: the peer did not answer."""
         largest = largest_bytes(self._merged_bytes)
-        others = others_link(links, self._rank)
         if (first := self._once(peer, largest, both_ways)) is None:
             return None
-        if not slow_in(RankLink(first.latency_s, first.bytes_per_s), others):
+        if not _looks_slow(first, others):
             return first
-        self._doubts = True
         again = self._once(peer, _DOUBTED * largest, both_ways)
         if again is None:
             return first
@@ -195,7 +229,8 @@ class Pings:
             measured = measure(*self._places.of(peer), self._places.token, largest, both_ways=both_ways)
         except OSError as error:
             _log.debug("rank %d: no ping to rank %d: %s", self._rank, peer, error)
-            self._places.forget(peer)
+            if peer != self._rank:
+                self._places.forget(peer)
             return None
         self.num_bytes += measured.num_bytes
         return measured.link
@@ -210,12 +245,19 @@ class Pings:
             _log.log(self._level(merged), words)
 
     def _ask(self, members: Sequence[int]) -> dict[int, int | None]:
-        """For each peer the last step that it has submitted; ``None``: it does not answer."""
+        """For each peer the last step that it has submitted; ``None``: it does not answer. Without those that may.
+
+        None of them where no ping has ever been answered: then pings do not come through, as behind a firewall.
+        """
         submitted = dict[int, int | None]()
+        if not self.num_bytes:
+            return submitted
         for rank in self._places.hosts(members):
             if rank != self._rank:
                 try:
                     submitted[rank] = ask_progress(*self._places.of(rank), self._places.token)
+                except ConnectionResetError:  # it is there, and this rank had to wait for a processor meanwhile
+                    continue
                 except OSError:
                     submitted[rank] = None
         return submitted
@@ -231,7 +273,12 @@ class Pings:
             if slow.rank not in before:
                 _log.log(level, "step %d: %s", merged.step, slow.words)
         for rank in before - {slow.rank for slow in self.slow.now}:
-            _log.log(level, "step %d: rank %d's link is as the others' again", merged.step, rank)
+            how = "is not known any more" if math.isnan(links[rank].latency_s) else "is as the others' again"
+            _log.log(level, "step %d: rank %d's link %s", merged.step, rank, how)
 
     def _level(self, merged: Merged) -> int:
         return logging.WARNING if self._rank == min(merged.members, default=0) else logging.DEBUG
+
+
+def _looks_slow(way: Link, others: RankLink) -> bool:
+    return bool(slow_in(RankLink(way.latency_s, way.bytes_per_s), others))

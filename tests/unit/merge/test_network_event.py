@@ -26,7 +26,7 @@ def said(merges: LongMerge, seconds: float, submitted: Mapping[int, int | None],
 
 
 @pytest.mark.parametrize(("usual", "limit"), [([0.2] * 5, LEAST_S), ([1.0] * 9, 5.0), ([0.2] * 4, float("inf"))])
-def test_long_is_five_times_as_long_as_usual_and_two_seconds_at_least(usual: list[float], limit: float) -> None:
+def test_long_is_five_times_as_long_as_usual_and_more_than_a_second_at_least(usual: list[float], limit: float) -> None:
     assert long_after_s(usual) == limit
 
 
@@ -40,19 +40,44 @@ def test_a_long_merge_that_all_have_submitted_is_said_with_the_link_that_is_slow
 @pytest.mark.parametrize(
     ("num_merges", "seconds", "submitted"),
     [
-        (10, 1.9, {1: 10}),  # not long
+        (10, 1.4, {1: 10}),  # not long
         (3, 60.0, {1: 10}),  # what is usual is not known
         (10, 3.0, {1: 10, 2: 9}),  # rank 2 is waited for
+        (10, 60.0, {}),  # pings do not come through
     ],
 )
 def test_nothing_is_said_where_it_is_no_event(num_merges: int, seconds: float, submitted: dict[int, int]) -> None:
     assert said(after(num_merges), seconds, submitted) is None
 
 
-def test_a_rank_that_does_not_answer_is_named() -> None:
-    words = said(after(10), 3.0, {1: 10, 2: None})
+@pytest.mark.parametrize("others", [10, 9])  # of which one may not have come out of the step before, because of rank 2
+def test_a_rank_that_does_not_answer_is_named(others: int) -> None:
+    merges = after(10)
+    assert merges.words(10, 1.4, lambda: {1: others, 2: None}, []) is None
+    words = merges.words(10, LEAST_S, lambda: {1: others, 2: None}, [])
     assert words is not None
-    assert "ranks [2] do not answer" in words
+    assert words.endswith("ranks [2] do not answer pings")
+
+
+@pytest.mark.parametrize(
+    ("usual", "lately", "step_s", "longer"),
+    [
+        ([0.3] * 20, [0.7] * 3, 0.8, True),
+        ([0.3] * 20, [0.7] * 2, 0.8, False),  # too few
+        ([0.3] * 20, [0.4] * 3, 0.5, False),  # not half as long again
+        ([0.001] * 20, [0.01] * 3, 0.2, False),  # a step is no longer for it
+        ([], [0.7] * 3, 0.8, False),  # what is usual is not known
+        ([0.3] * 3, [0.7] * 40, 0.8, False),  # it is usual by now
+    ],
+)
+def test_merges_are_longer_where_a_few_were_so_and_steps_with_them(
+    usual: list[float], lately: list[float], step_s: float, longer: bool
+) -> None:
+    merges = LongMerge()
+    assert not merges.are_longer(step_s)
+    for step, network_s in enumerate((*usual, *lately)):
+        merges.merged(step, network_s)
+    assert merges.are_longer(step_s) is longer
 
 
 def test_where_nothing_explains_it_a_busy_machine_is_ruled_out_by_time() -> None:

@@ -81,9 +81,20 @@ def test_a_narrow_way_has_its_rate(server: PingServer) -> None:
 
 
 def test_who_does_not_know_the_word_is_sent_away(server: PingServer) -> None:
-    with pytest.raises(OSError, match="does not answer"):
+    with pytest.raises(ConnectionResetError, match="does not answer"):
         measure(HOST, server.port, bytes(32), LEAST_BYTES)
     assert ask_progress(HOST, server.port, TOKEN) == 41
+
+
+def test_who_is_cut_off_is_told_from_who_sends_a_late_rank_away(server: PingServer) -> None:
+    with pytest.raises(ConnectionResetError):
+        ask_progress(HOST, server.port, bytes(32))
+    with (
+        socket.create_server((HOST, 0), backlog=0) as full,
+        socket.create_connection(full.getsockname()),
+        pytest.raises(TimeoutError),  # its kernel has no room for one more, and says nothing
+    ):
+        ask_progress(HOST, full.getsockname()[1], TOKEN)
 
 
 @pytest.mark.parametrize("size", [0, MOST_BYTES + 1, 2**32 - 1])

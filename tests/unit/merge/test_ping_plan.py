@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from straggle.merge.links.ping_plan import SHARE, SLOW_EVERY_S, every_s, is_turn, largest_bytes, peers_of
+from straggle.merge.links.ping_plan import (
+    DOUBT_EVERY_S,
+    SHARE,
+    SLOW_EVERY_S,
+    every_s,
+    is_turn,
+    largest_bytes,
+    peers_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -43,11 +51,12 @@ def test_the_large_message_grows_with_what_is_merged(merged: int, largest: int) 
 @pytest.mark.parametrize("step_s", [0.05, 0.2, 1.0, 8.0])
 @pytest.mark.parametrize("count", [2, 4, 64])
 def test_pings_are_a_thousandth_of_what_merges_send_or_one_a_minute(merged: int, step_s: float, count: int) -> None:
-    interval_s = every_s(merged, step_s, count, slow=False)
+    interval_s = every_s(merged, step_s, count, is_slow=False)
     sent = 8 * largest_bytes(merged) / interval_s
     assert interval_s >= 10
     assert interval_s == 60 or sent <= 1.001 * SHARE * 2 * (count - 1) / count * merged / step_s
-    assert every_s(merged, step_s, count, slow=True) == SLOW_EVERY_S
+    assert every_s(merged, step_s, count, is_slow=True) == SLOW_EVERY_S
+    assert every_s(merged, step_s, count, is_slow=False, in_doubt=True) == DOUBT_EVERY_S < SLOW_EVERY_S
 
 
 def test_ranks_ping_one_after_another_and_none_waits_for_ever() -> None:

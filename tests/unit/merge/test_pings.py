@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from straggle.merge.links.pings import Merged, Pings
 from straggle.merge.store import JobStore, connect
+from straggle.policies.links import Link
 from straggle.policies.rank_links import Way
 
+LOCAL = "127.0.0.1"
 LIMIT_S = 60.0  # on a busy machine; it ends as soon as all have measured
 
 
@@ -28,23 +32,30 @@ class Rank:
         )
         self.ways: tuple[tuple[float, Way], ...] = ()
         self.measured = threading.Event()
-        self._members = tuple(range(world_size))
+        self.on_its_way = 0, 0.0
+        self.num_looks = 0  # at the merge that is on its way
+        self.members = tuple(range(world_size))
+        self.known: tuple[Way, ...] = ()  # of all ranks
         self.pings = Pings(
             rank,
             world_size,
             self.store,
             merged_bytes=1 << 20,
             sink=self._take,
-            on_its_way=lambda: (0, 0.0),
+            on_its_way=self._look,
             begins_s=-math.inf,
         )
+
+    def _look(self) -> tuple[int, float]:
+        self.num_looks += 1
+        return self.on_its_way
 
     def _take(self, ways: tuple[tuple[float, Way], ...]) -> None:
         self.ways = ways
         self.measured.set()
 
     def merge(self, step: int) -> None:
-        self.pings.merged(step, lambda: Merged(step, 0.1, 0.01, self._members, ()))
+        self.pings.merged(step, lambda: Merged(step, 0.1, 0.01, self.members, self.known))
 
 
 @pytest.fixture
@@ -61,7 +72,7 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sequence[
             one.store.close()
 
 
-def test_each_rank_measures_the_ways_to_its_two_neighbours(ranks: Sequence[Rank]) -> None:
+def test_each_rank_measures_the_ways_to_its_two_neighbours_until_it_is_no_member(ranks: Sequence[Rank]) -> None:
     until, step = time.monotonic() + LIMIT_S, 0
     while time.monotonic() < until and not all({way.target for _, way in one.ways} for one in ranks):
         for one in ranks:
@@ -72,10 +83,84 @@ def test_each_rank_measures_the_ways_to_its_two_neighbours(ranks: Sequence[Rank]
         assert {way.source for _, way in one.ways} == {rank}
         assert {way.target for _, way in one.ways} <= {0, 1, 2} - {rank}
         assert all(0 < way.link.bytes_per_s <= 65.6e6 and way.link.latency_s > 0 for _, way in one.ways)
-        assert one.pings.num_bytes > 0
+        assert len(one.ways) == len({way.target for _, way in one.ways}) == 2
+        assert one.pings.num_bytes > 3 * 2 * 3 * (1 << 14)  # to two peers, each message three times
+    ranks[0].members = ()
+    while time.monotonic() < until and ranks[0].ways:
+        ranks[0].measured.clear()
+        ranks[0].merge(step)
+        ranks[0].measured.wait(1.0)
+    assert ranks[0].ways == ()
 
 
 def test_who_is_closed_before_its_first_merge_opens_no_port(ranks: Sequence[Rank]) -> None:
     ranks[0].pings.close()
     ranks[0].merge(0)
     assert not ranks[0].pings.running
+
+
+def _said(caplog: pytest.LogCaptureFixture, words: str) -> list[str]:
+    return [record.getMessage() for record in caplog.records if words in record.getMessage()]
+
+
+def test_a_cut_is_said_while_it_lasts_though_a_ping_is_due(
+    ranks: Sequence[Rank], caplog: pytest.LogCaptureFixture
+) -> None:
+    one, cut_off = ranks[0], ranks[1]
+    with socket.create_server((LOCAL, 0), backlog=0) as full, socket.create_connection(full.getsockname()):
+        # no room for one more: the kernel does not answer, as where packets are lost
+        cut_off.store.ask(lambda store: store.set("ping/1", f"{full.getsockname()[1]} {LOCAL}"))
+        ranks[2].pings.begin()
+        one.on_its_way = 1 << 20, 2.0
+        until, step, said = time.monotonic() + LIMIT_S, 0, list[str]()
+        while time.monotonic() < until and not said:
+            one.merge(step)
+            one.measured.wait(0.01)
+            step, said = step + 1, _said(caplog, "do not answer pings")
+    assert len(said) == 1
+    assert (
+        f"step {1 << 20}: the merge has been on the network for 2.0 s, where 10 ms are usual; ranks [1] do not"
+        in said[0]
+    )
+
+
+def test_where_no_ping_comes_through_none_is_said_to_be_silent(
+    ranks: Sequence[Rank], caplog: pytest.LogCaptureFixture
+) -> None:
+    one = ranks[0]
+    with socket.create_server((LOCAL, 0)) as closed:
+        nowhere = f"{closed.getsockname()[1]} {LOCAL}"
+    for peer in (1, 2):
+        one.store.ask(partial(_publish, key=f"ping/{peer}", place=nowhere))
+    one.on_its_way = 1 << 20, 60.0
+    until, step = time.monotonic() + LIMIT_S, 0
+    while time.monotonic() < until and one.num_looks < 8:  # five merges say what is usual
+        one.merge(step)
+        one.measured.wait(0.01)
+        step += 1
+    assert one.num_looks >= 8
+    assert not _said(caplog, "on the network")
+
+
+def test_a_way_that_is_no_slower_than_the_way_to_itself_is_not_said(
+    ranks: Sequence[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # so coarse that all ways of this machine have the same rate, far below what the others are said to have
+    monkeypatch.setattr("straggle.merge.links.ping.QUICK_S", 1e6)
+    for module in ("ping", "pings"):
+        monkeypatch.setattr(f"straggle.merge.links.{module}.RESOLUTION_S", 1e6)
+    one = ranks[0]
+    one.known = tuple(Way(a, b, Link(1e-5, 1e12)) for a, b in ((1, 2), (2, 1)))
+    for peer in ranks[1:]:
+        peer.pings.begin()
+    until, step, enough = time.monotonic() + LIMIT_S, 0, 4 * 2 * 3 * (1 << 18)  # of four rounds at least
+    while time.monotonic() < until and one.pings.num_bytes < enough:
+        one.merge(step)
+        one.measured.wait(0.01)
+        step += 1
+    assert one.pings.num_bytes >= enough
+    assert one.ways == ()
+
+
+def _publish(store: Any, *, key: str, place: str) -> None:
+    store.set(key, place)

@@ -62,14 +62,15 @@ def test_a_rank_is_a_leaf_where_the_others_gain_more_than_it_can_lose(
 def test_latency_makes_a_leaf_only_where_messages_are_many() -> None:
     links = [FAST, FAST, FAST, LATE_20]
     assert after(LinkPolicy(), links, 20, Places(), num_messages=1).leaves == frozenset()
-    assert after(LinkPolicy(), links, 20, Places(), num_messages=8).leaves == {3}
+    assert after(LinkPolicy(), links, 20, Places(), num_messages=8).leaves == frozenset()  # all at a time
+    assert after(LinkPolicy(), links, 20, Places(), num_messages=32).leaves == {3}
 
 
 def test_a_steps_time_is_that_of_the_ring_or_of_its_slowest_leaf() -> None:
     links = [FAST, FAST, FAST, HALF]
-    assert step_seconds((), seen(links)) == pytest.approx(0.1 + 6 * (0.0002 + NUM_BYTES / 4 / 10e6))
+    assert step_seconds((), seen(links)) == pytest.approx(0.1 + 6 * NUM_BYTES / 4 / 10e6)  # two segments on their way
     assert step_seconds({3}, seen(links)) == pytest.approx(0.1 + 0.0002 + 0.0002 + NUM_BYTES / 10e6)
-    ring_s = 4 * (0.0002 + NUM_BYTES / 3 / 20e6) + NUM_BYTES / 3 / 20e6
+    ring_s = 4 * NUM_BYTES / 3 / 20e6 + NUM_BYTES / 3 / 20e6
     assert step_seconds({3}, seen(links), leaves_too=False) == pytest.approx(0.1 + ring_s - NUM_BYTES / 3 / 20e6)
     assert step_seconds({3}, seen([FAST] * 4)) == pytest.approx(0.1 + ring_s)
 
@@ -155,6 +156,17 @@ def test_a_rank_that_was_put_out_comes_back_when_its_link_has_been_good_for_ten_
     assert members([FAST, FAST, FAST, NARROW], 500, places).out == {3}
     assert members([FAST] * 4, 9, places).out == {3}
     assert members([FAST] * 4, 10, places).out == frozenset()
+
+
+def test_a_rank_outside_of_which_nothing_is_known_stays_there() -> None:
+    unknown = [FAST, FAST, FAST, UNKNOWN]
+    places = members([FAST, FAST, FAST, NARROW], 20, Places())
+    assert members(unknown, 500, places).out == {3}
+    places = members([FAST] * 4, 9, members(unknown, 100, places))
+    assert places.out == {3}  # steps in which it was not known do not count
+    assert members([FAST] * 4, 1, places).out == frozenset()
+    leaf = after(LinkPolicy(), [FAST, FAST, FAST, HALF], 20, Places())
+    assert after(LinkPolicy(), unknown, 500, leaf).leaves == {3}
 
 
 def test_a_rank_that_was_put_out_comes_back_at_once_where_too_few_members_are_left() -> None:

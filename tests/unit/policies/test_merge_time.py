@@ -10,6 +10,7 @@ from straggle.policies.merge_time import (
     alone_seconds,
     busy_seconds,
     largest_message_bytes,
+    merge_seconds,
     merged_at,
 )
 
@@ -55,6 +56,21 @@ def test_a_message_alone(num_bytes: float, links: list[Link], seconds: float) ->
 def test_messages_pay_their_latency_at_the_same_time(ready_s: list[float], merged: list[float]) -> None:
     messages = [Message(64, own_s) for own_s in ready_s]
     assert merged_at(messages, [FAR] * 4) == pytest.approx(merged, rel=1e-3)
+
+
+@pytest.mark.parametrize("num_bytes", [64, 4e6, 100 * MB])
+@pytest.mark.parametrize("num_messages", [1, 3, 8, 12, 20])
+@pytest.mark.parametrize("links", [[FAST] * 2, [FAR] * 4, [FAR, NARROW, FAST, FAST], [NARROW] * 3, [FAR]])
+def test_equal_messages_without_anything_to_compute_are_merged_when_the_last_is(
+    num_bytes: float, num_messages: int, links: list[Link]
+) -> None:
+    each = [Message(num_bytes / num_messages)] * num_messages
+    assert merge_seconds(num_bytes, links, num_messages) == pytest.approx(merged_at(each, links)[-1])
+
+
+def test_a_merge_has_as_few_messages_as_pay_no_more_latencies_where_their_number_is_not_given() -> None:
+    assert merge_seconds(16 * MB, [FAR] * 4) == merge_seconds(16 * MB, [FAR] * 4, 2)
+    assert merge_seconds(0, [FAR] * 4) == merge_seconds(0, [FAR] * 4, 1)
 
 
 def test_torch_pays_it_for_every_two_messages() -> None:

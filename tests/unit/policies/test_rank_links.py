@@ -7,8 +7,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from straggle.policies.links import Link, ring_seconds
-from straggle.policies.rank_links import MAX_AGE_S, RankLink, Way, others_link, rank_links, ring_cost_s
+from straggle.policies.links import Link
+from straggle.policies.merge_time import merge_seconds
+from straggle.policies.rank_links import MAX_AGE_S, RankLink, Way, best_ways, others_link, rank_links, ring_cost_s
 
 FAST, SLOW = 20e6, 1e6
 
@@ -47,6 +48,25 @@ def test_one_measurement_on_a_busy_machine_makes_no_link_slow() -> None:
     assert rank_links(noisy, 4) == rank_links(ways, 4)
 
 
+@pytest.mark.parametrize("good", range(3))
+def test_a_way_is_slow_only_where_all_of_its_last_measurements_are(good: int) -> None:
+    slow, usual = Link(0.02, SLOW), Link(0.001, FAST)
+    rounds = [[(30.0 - number, Way(0, 1, usual if number == good else slow))] for number in range(3)]
+    assert best_ways(rounds) == ((30.0, Way(0, 1, usual)),)
+    assert best_ways(own for number, own in enumerate(rounds) if number != good)[0][1].link == slow
+
+
+def test_of_ways_that_are_measured_in_turn_each_has_its_own_best() -> None:
+    first, second = [(9.0, Way(0, 1, Link(0.2, 5.0))), (8.0, Way(0, 3, Link(0.2, 4.0)))], [(4.0, Way(0, 2, Link(1, 1)))]
+    third = [(2.0, Way(0, 1, Link(0.1, 3.0)))]
+    assert best_ways([first, second, third]) == (
+        (9.0, Way(0, 1, Link(0.1, 5.0))),
+        (8.0, Way(0, 3, Link(0.2, 4.0))),
+        (4.0, Way(0, 2, Link(1, 1))),
+    )
+    assert best_ways([[], second, []]) == tuple(second)  # peers that did not answer in two of three rounds
+
+
 def test_of_two_ranks_both_have_the_rate_of_the_way_between_them() -> None:
     links = rank_links([Way(0, 1, Link(0.0, SLOW)), Way(1, 0, Link(0.0, FAST))], 2)
     assert links == (RankLink(0.0, SLOW, FAST), RankLink(0.0, FAST, SLOW))
@@ -68,6 +88,6 @@ def test_what_a_link_costs_is_the_ring_with_it_less_the_ring_without() -> None:
     cost_s = ring_cost_s(links[2], others_link(links, 2), num_bytes=5.1e6, num_ranks=4)
     usual = Link(0.002, FAST)
     assert cost_s == pytest.approx(
-        ring_seconds(5.1e6, [usual, usual, Link(0.002, SLOW), usual]) - ring_seconds(5.1e6, [usual] * 4)
+        merge_seconds(5.1e6, [usual, usual, Link(0.002, SLOW), usual]) - merge_seconds(5.1e6, [usual] * 4)
     )
     assert ring_cost_s(links[0], others_link(links, 0), num_bytes=5.1e6, num_ranks=4) == 0
