@@ -12,9 +12,7 @@ of four ranks at a time, and nothing else: seconds until the last one is merged.
 import argparse
 import contextlib
 import math
-import os
 import random
-import signal
 import statistics
 import sys
 import tempfile
@@ -26,7 +24,7 @@ from itertools import accumulate
 import torch
 import torch.distributed as dist
 from message_plans import joined
-from namespaces import Slow, Unavailable, enter, hosts
+from namespaces import Slow, Unavailable, enter, hosts, options_of
 from network import check_replicas
 from paired import median_ratio
 from sleeping import sleeping_net
@@ -211,11 +209,8 @@ def alone(options):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--slownet", default=os.environ.get("SLOWNET"), help="path to slownet.py")
     parser.add_argument("--alone", action="store_true", help="messages without anything else")
-    options = parser.parse_args()
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # or the namespaces would stay
+    options = options_of(parser)
     if options.alone:
         alone(options)
         return

@@ -8,6 +8,7 @@ import ctypes
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +21,15 @@ INTERFACE = "sim0"
 
 class Unavailable(Exception):
     """This machine cannot have such hosts; says why."""
+
+
+def options_of(parser):
+    """The command's options, with the path to the forwarder. A benchmark that is told to end takes its hosts away."""
+    parser.add_argument("--slownet", default=os.environ.get("SLOWNET"), help="path to slownet.py")
+    options = parser.parse_args()
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # an exception, which ends what is entered
+    return options
 
 
 @dataclass(frozen=True)
@@ -64,8 +74,10 @@ class ChangingLink:
 
 
 @contextlib.contextmanager
-def hosts(num_hosts, links, *, forwarder, mtu, network="10.81.0", prefix="pl"):
+def hosts(num_hosts, links, *, forwarder, mtu, network="10.81.0", prefix="pl", niceness=0):
     """The names of the namespaces; ``links`` of some hosts, in both directions, and of ``None``: of all others.
+
+    ``niceness`` of the forwarder: a network does not wait for a processor that others use, as a program does.
 
     Raises `Unavailable`.
     """
@@ -83,6 +95,7 @@ def hosts(num_hosts, links, *, forwarder, mtu, network="10.81.0", prefix="pl"):
             stack.callback(subprocess.run, ["ip", "netns", "delete", name], check=True)
         config = {
             "mtu": mtu,
+            "niceness": niceness,
             "hosts": [{"ns": name, "ip": address} for name, address in zip(names, addresses, strict=True)],
             "default": vars(links[None]) if None in links else {},
             "links": [
@@ -121,7 +134,9 @@ def main():
     sys.modules["slownet"] = slownet  # where its dataclass looks for it
     spec.loader.exec_module(slownet)
     slownet.Link = ChangingLink
-    slownet.forward(json.loads(sys.argv[2]))
+    config = json.loads(sys.argv[2])
+    os.setpriority(os.PRIO_PROCESS, 0, config["niceness"])
+    slownet.forward(config)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,6 @@ import argparse
 import contextlib
 import hashlib
 import logging
-import os
-import signal
 import statistics
 import sys
 import tempfile
@@ -22,7 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from namespaces import Slow, Unavailable, enter, hosts
+from namespaces import Slow, Unavailable, enter, hosts, options_of
 from sleeping import sleeping_net
 
 import straggle
@@ -81,15 +79,12 @@ def measured(options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--slownet", default=os.environ.get("SLOWNET"), help="path to slownet.py")
     parser.add_argument("--normal-mb-per-s", type=float, default=0.0, help="of all links (default: no limit)")
     parser.add_argument("--slow-mb-per-s", type=float, default=1.0, help="of the last rank's link, for a while")
     parser.add_argument("--no-links", action="store_true", help="without LinkPolicy")
     parser.add_argument("--slow-to", type=int, default=80, help="step from which on the link is back")
     parser.add_argument("--log", action="store_true", help="what the ranks log")
-    options = parser.parse_args()
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # or the namespaces would stay
+    options = options_of(parser)
     try:
         results = measured(options)
     except Unavailable as why:
@@ -105,7 +100,8 @@ def main():
     print(f"median step before: {1e3 * before:.0f} ms; the others in turn as ratios to that")
     for words, begin, end in (
         ("the first 20 steps with the narrow link", SLOW_FROM, SLOW_FROM + 20),
-        ("the next ones until the link is back", SLOW_FROM + 20, slow_to),
+        ("the next 20 steps", SLOW_FROM + 20, SLOW_FROM + 40),
+        ("the next ones until the link is back", SLOW_FROM + 40, slow_to),
         ("from when the link is back until the rank takes part", slow_to, back),
         ("after that", back, STEPS),
     ):
