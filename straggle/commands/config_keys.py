@@ -52,15 +52,23 @@ def composed(name: str, *choices: str) -> DictConfig:
 
 
 def register_resolvers() -> None:
-    """Values that depend on the number of ranks: ``${all_ranks_but:1}`` and ``${more_than_half:}``, at least 1."""
+    """Values that follow from others: of the number of ranks (at least 1), and of the run that is repeated."""
     OmegaConf.register_new_resolver("all_ranks_but", _all_ranks_but, replace=True)
     OmegaConf.register_new_resolver("more_than_half", lambda: _num_ranks() // 2 + 1, replace=True)
+    OmegaConf.register_new_resolver("steps_of", _steps_of, replace=True)
 
 
 def _all_ranks_but(number: int) -> int:
     if not isinstance(number, int) or number < 0:
         raise ConfigurationError(f"${{all_ranks_but:{number}}}: must be an integer of at least 0")
     return max(1, _num_ranks() - number)
+
+
+def _steps_of(run_dir: str | None, otherwise: int) -> object:
+    recorded = None if run_dir is None else Path(run_dir, "config.yaml")
+    if recorded is None or not recorded.exists():
+        return otherwise
+    return OmegaConf.select(OmegaConf.load(recorded), "steps", default=otherwise)
 
 
 def _num_ranks() -> int:

@@ -48,6 +48,11 @@ def test_replay_builds_no_class_of_others(tmp_path, changed, key, target):
     assert f"name it on the command line too: {key}._target_={target}" in str(refused.value)
 
 
+@pytest.mark.parametrize(("own", "steps"), [((), 600), (("steps=4",), 4), (("steps=700",), 600)])
+def test_replay_has_the_steps_of_the_recorded_run_unless_it_is_to_have_fewer(tmp_path, own, steps):
+    assert replay_of(tmp_path, {"steps": 600}, *own).steps == steps
+
+
 def test_replay_of_a_run_that_another_version_recorded_says_so(tmp_path):
     with pytest.raises(ConfigurationError, match="repeat a run with its own version"):
         replay_of(tmp_path, {"workload": {"_target_": "straggle.workloads.DigitsWorkload"}})
