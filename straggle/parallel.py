@@ -136,7 +136,9 @@ class StagedDataParallel(nn.Module):
             self, close_parts, self._coordinator, self._hooks, self._steps.handles, regrouping, self._pings
         )
         self._of_the_job = frozenset(self.__dict__) - own
-        if regrouping is not None and not self._comes_late:
+        if self._comes_late:
+            self._pings.begin()  # its peers may want to know its link before they let it in
+        elif regrouping is not None:
             regrouping.start()
 
     # -- copies
@@ -166,6 +168,11 @@ class StagedDataParallel(nn.Module):
                 "StagedDataParallel(copy.module, process_group=...)"
             )
         self._join_job(None)
+
+    def _before_first_step(self, method: str) -> None:
+        if self._in_step() or self._last_record is not None:
+            raise RuntimeError(f"{method}() comes before the first step")
+        self._join_first()
 
     # -- what users call
 
@@ -235,9 +242,7 @@ class StagedDataParallel(nn.Module):
         are in. It then waits for their state, and all objects have it.
         Raises ``TypeError`` for an object without ``state_dict``, ``ValueError`` where the members do not let it in.
         """
-        if self._in_step() or self._last_record is not None:
-            raise RuntimeError("register_state() comes before the first step")
-        self._join_first()
+        self._before_first_step("register_state")
         if self._members is not None:
             self._members.healing.register(objects)
             if self._comes_late:
@@ -268,11 +273,12 @@ class StagedDataParallel(nn.Module):
         A rank that comes back (`Elastic`) leaves it when the others have: each ``join`` is one with theirs, by number.
         Raises ``ValueError`` where there is not one batch.
         """
-        set_idle = partial(setattr, self, "idle")
-        return self._joins.batches(loader, self.rank, set_idle=set_idle, all_idle=self._all_idle)
 
-    def _all_idle(self) -> bool:
-        return self._last_record is not None and self._last_record.table.all_idle()
+        def all_idle() -> bool:
+            return self._last_record is not None and self._last_record.table.all_idle()
+
+        set_idle = partial(setattr, self, "idle")
+        return self._joins.batches(loader, self.rank, set_idle=set_idle, all_idle=all_idle)
 
     @property
     def last_report(self) -> StepReport | None:
@@ -362,9 +368,7 @@ class StagedDataParallel(nn.Module):
         are, and the estimator begins anew.
         Raises ``ValueError`` for the state of other stages, another estimator or model.
         """
-        if self._in_step() or self._last_record is not None:
-            raise RuntimeError("load_straggle_state() comes before the first step")
-        self._join_first()
+        self._before_first_step("load_straggle_state")
         if self.rank == 0 and (ranks := state.get("ranks", self.world_size)) != self.world_size:
             _log.warning(
                 "the saved state is of %s ranks, and this run has %d: policies go on with the history of those that "
@@ -387,9 +391,7 @@ class StagedDataParallel(nn.Module):
         wrapped without ``members``: all ranks stay, and who was absent then is given what the others merged.
         Raises ``ValueError`` for a recording that cannot be replayed so.
         """
-        if self._in_step() or self._last_record is not None:
-            raise RuntimeError("replay() comes before the first step")
-        self._join_first()
+        self._before_first_step("replay")
         self._replayed.follow(recording, on_cuda=self._wrapped.all[0].is_cuda)
 
     def record(self, recorder: Recorder) -> None:
@@ -397,9 +399,7 @@ class StagedDataParallel(nn.Module):
 
         `straggle.observe.members_recording.MembersRecorder` does so, and writes it.
         """
-        if self._in_step() or self._last_record is not None:
-            raise RuntimeError("record() comes before the first step")
-        self._join_first()
+        self._before_first_step("record")
         self._coordinator.member.record(recorder)
 
     def pause(self) -> Pause:

@@ -202,10 +202,3 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
     # Hashed, because with seed + epoch the second epoch of seed 0 would be the first of seed 1.
     hashed = random.Random(f"{seed}/{epoch}").getrandbits(32)
     return torch.randperm(num_samples, generator=torch.Generator().manual_seed(hashed))
-
-
-def check_sizes(num_samples: int, batch_size: int) -> None:
-    """Raise ``ValueError`` for an epoch that cannot be dealt."""
-    for name, value, least in (("num_samples", num_samples, 1), ("batch_size", batch_size, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}={value!r}: must be an integer of at least {least}")

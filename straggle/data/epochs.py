@@ -9,10 +9,11 @@ from typing import Any, TypeVar, final
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from straggle.data.deal import Ledger, check_sizes, parts_of
+from straggle.data.deal import Ledger, parts_of
 from straggle.data.rebalance import Rebalance
 from straggle.merge.telemetry import StepRecord
 from straggle.parallel import StagedDataParallel
+from straggle.policies.deadline import check_count
 
 _MAX_UNUSED = 10  # times that a batch comes again because the loop made no step with it
 _MAX_REPEATS = 3  # so that an epoch ends although a rank is always stuck
@@ -56,7 +57,8 @@ class Epochs:
         repeat_up_to: float = 0.0,
         rebalance: Rebalance | None = None,
     ) -> None:
-        check_sizes(num_samples, batch_size)
+        check_count("num_samples", num_samples, least=1)
+        check_count("batch_size", batch_size, least=1)
         if not 0 <= repeat_up_to <= 1:
             raise ValueError(f"repeat_up_to={repeat_up_to}: must be a share of the gradient, from 0 to 1")
         self._model: Any = weakref.proxy(model)  # which holds this one by its hook

@@ -11,6 +11,8 @@ from typing import Any, final, overload
 import torch.multiprocessing
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
+from straggle.policies.deadline import check_count
+
 
 @final
 class MicroBatches:
@@ -43,10 +45,8 @@ class MicroBatches:
                 f"{type(dataset).__name__} is a stream: ranks cannot draw samples from it by number; use a map-style "
                 "dataset, or straggle.Rebalance, which gives slow ranks fewer samples of streams too"
             )
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"size={size!r}: must be an integer of at least 1")
-        if isinstance(num_workers, bool) or not isinstance(num_workers, int) or num_workers < 0:
-            raise ValueError(f"num_workers={num_workers!r}: must be an integer of at least 0")
+        check_count("size", size, least=1)
+        check_count("num_workers", num_workers)
         self._size, self._num_workers = size, num_workers
         self._load: Callable[[list[int]], Any] = _Loader(dataset, collate)
         self._ahead: Executor = ThreadPoolExecutor(1, thread_name_prefix="straggle-micro-batches")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +26,7 @@ from straggle.merge.checks import check_links, check_module, check_unwrapped
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.links.job_pings import JobPings
-from straggle.merge.members.elastic import ElasticChannel, MetAnew, describe_for_newcomers
+from straggle.merge.members.elastic import ElasticChannel, MetAnew
 from straggle.merge.members.healing import Healing
 from straggle.merge.members.regrouping import Regrouping
 from straggle.merge.members.view import Elastic
@@ -173,7 +174,8 @@ def _meet(module: nn.Module, wrapped: Wrapped, options: Options, process_group: 
         raise ValueError("members=Elastic() is for all ranks of the job: leave process_group out")
     else:
         elastic = ElasticChannel(options.members, give_up_s=give_up_s)
-        elastic.membership.joins.description = describe_for_newcomers({**asdict(wrapped), "straggle": __version__})
+        in_common = {**asdict(wrapped), "straggle": __version__}
+        elastic.membership.joins.description = json.dumps(in_common, sort_keys=True)
         try:
             while not elastic.comes_late and not _become_alike(module, wrapped, elastic):
                 elastic.meet_members()

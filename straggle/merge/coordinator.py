@@ -227,7 +227,7 @@ class Coordinator:
         check_cost(cost)
         with self._lock:
             self.training.takes(cost)
-            self._stand_in.deadline_changed()
+            self._stand_in.wake()
 
     def draw(self, has: Callable[[], Drawn], draws: Draws | None = None) -> Drawn:
         """This rank has what ``has()`` says of its step's pool; before it begins a pass, of ``draws`` that go on."""

@@ -64,29 +64,28 @@ class GlooCollectives:
         self._group = group
 
     def all_reduce(self, tensor: Tensor) -> dist.Work:
-        work: dist.Work = self._group.allreduce([tensor])
-        return work
+        return self._launched(self._group.allreduce([tensor]))
 
     def all_gather(self, tensors: Sequence[Tensor], tensor: Tensor) -> dist.Work:
-        work: dist.Work = self._group.allgather([list(tensors)], [tensor])
-        return work
+        return self._launched(self._group.allgather([list(tensors)], [tensor]))
 
     def broadcast(self, tensor: Tensor, source: int) -> dist.Work:
         options = dist.BroadcastOptions()
         options.rootRank = source
-        work: dist.Work = self._group.broadcast([tensor], options)
-        return work
+        return self._launched(self._group.broadcast([tensor], options))
 
     def barrier(self) -> dist.Work:
         # gloo's own thread first waits for all that it has to do before: no thread of ours has to wake in between
-        work: dist.Work = self._group.barrier()
-        return work
+        return self._launched(self._group.barrier())
 
     def drop(self) -> None:
         self._group = None
 
+    def _launched(self, work: dist.Work) -> dist.Work:
+        return work
 
-class GlooGroup:
+
+class GlooGroup(GlooCollectives):
     """A gloo group of the members of one generation, which meet in a corner of the store. Raises where one is missing.
 
     gloo cannot abort a collective: `drop` lets go of the group when those that were launched have ended, which a
@@ -94,31 +93,17 @@ class GlooGroup:
     """
 
     def __init__(self, store: Any, place: int, size: int, form_s: float, limit_s: float) -> None:
-        self._group = gloo_group(store, place, size, form_s)
+        super().__init__(gloo_group(store, place, size, form_s))
         self._group.set_timeout(timedelta(seconds=limit_s))
-        self._collectives = GlooCollectives(self._group)
         self._works: list[dist.Work] = []
-
-    def all_reduce(self, tensor: Tensor) -> dist.Work:
-        return self._note(self._collectives.all_reduce(tensor))
-
-    def all_gather(self, tensors: Sequence[Tensor], tensor: Tensor) -> dist.Work:
-        return self._note(self._collectives.all_gather(tensors, tensor))
-
-    def broadcast(self, tensor: Tensor, source: int) -> dist.Work:
-        return self._note(self._collectives.broadcast(tensor, source))
-
-    def barrier(self) -> dist.Work:
-        return self._note(self._collectives.barrier())
 
     def drop(self) -> None:
         """Use it no more."""
         works, group, self._works, self._group = self._works, self._group, [], None
-        self._collectives.drop()
         _dropped.append((group, works))
         _let_go()
 
-    def _note(self, work: dist.Work) -> dist.Work:
+    def _launched(self, work: dist.Work) -> dist.Work:
         if len(self._works) > 64:
             self._works = [running for running in self._works if not running.is_completed()]
         self._works.append(work)

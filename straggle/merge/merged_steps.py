@@ -57,7 +57,7 @@ class MergedSteps:
             self._member.taken()
             self._rounds.hold(merged.buffers)
             if merged.stood_in or merging.step > training.step:
-                self._rank.stand_in.applied()
+                self._rank.stand_in.wake()
             return merged
 
     def _wait_merged(self, current: Round, give_up_s: float | None, on_merged: Callable[[Round], None] | None) -> int:

@@ -9,26 +9,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterable
-from typing import Protocol
 
-
-class Directory(Protocol):
-    """Where ranks publish names for one another; raises ``RuntimeError`` where it is gone."""
-
-    def publish_name(self, key: int, name: str) -> str:
-        """The first name that was published under this key: this one, if there was none."""
-
-    def published_name(self, key: int) -> str | None:
-        """The name under this key, if there is one."""
+from straggle.merge.channel import Channel
 
 
 class ScalarNames:
-    """The names that one rank knows: those that it has logged, and those of its peers that it has met."""
+    """The names that one rank knows: those that it has logged, and those of its peers that it has met.
 
-    def __init__(self, directory: Directory | None = None, logged: Iterable[str] = ()) -> None:
-        self._directory = directory
-        self._logged = set(logged)
-        self._known = {name_hash(name): name for name in logged}
+    ``channel``: where the ranks publish names for one another.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._logged: set[str] = set()
+        self._known: dict[float, str] = {}
 
     def log(self, names: Iterable[str]) -> None:
         """Publish those that are new. Raises ``ValueError`` for one that has the same hash as another."""
@@ -40,17 +34,14 @@ class ScalarNames:
         """The names behind these hashes; one that is not known yet is left out where the job's store is gone."""
         with contextlib.suppress(RuntimeError):
             for key in hashes:
-                if key not in self._known and self._directory is not None:
-                    name = self._directory.published_name(int(key))
-                    if name is not None:
-                        self._known[key] = name
+                if key not in self._known and (name := self._channel.published_name(int(key))) is not None:
+                    self._known[key] = name
         return dict(self._known)
 
     def _publish(self, name: str) -> None:
         key, first = name_hash(name), name
-        if self._directory is not None:
-            with contextlib.suppress(RuntimeError):  # the store is gone: the merge will show it
-                first = self._directory.publish_name(int(key), name)
+        with contextlib.suppress(RuntimeError):  # the store is gone: the merge will show it
+            first = self._channel.publish_name(int(key), name)
         first = self._known.get(key, first)
         if first != name:
             raise ValueError(

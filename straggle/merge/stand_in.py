@@ -108,11 +108,14 @@ class StandIn:
 
     def entered(self, now: float) -> None:
         """The training thread has entered its step."""
-        if now >= self._merging.merged_at + self._shortest_s:
+        if now >= self._merging.merged_at + self._limits().shortest_s:
             self._wakes.notify()  # it sleeps until it would submit for a rank that has not entered
 
-    def deadline_changed(self) -> None:
-        """The running step's deadline is another than when it was entered: it sleeps until that."""
+    def wake(self) -> None:
+        """Look again: the running step's deadline has changed, or the training thread has taken a merged step.
+
+        It sleeps until the deadline that there was, and has no end where the rank was `max_lag` steps behind.
+        """
         self._wakes.notify()
 
     def work_done(self, now: float, *, truncated: bool) -> bool:
@@ -121,7 +124,7 @@ class StandIn:
         Otherwise the stand-in posts it: when the peers want to know, if the step is not over by then; and the end of a
         step that is ``truncated``, because no peer waits to hear of that, but all for the training thread.
         """
-        deadline_s = self._shortest_s
+        deadline_s = self._limits().shortest_s
         if deadline_s == math.inf:
             return False
         due = now >= post_at(deadline_s, self._merging.merged_at, any_late=self._merging.any_late)
@@ -149,10 +152,6 @@ class StandIn:
         self._training.stop_up_to(sys.maxsize)
         self._wakes.notify()
         self._merging.step_merged.notify_all()
-
-    def applied(self) -> None:
-        """The training thread has taken a merged step, and was, or is, behind its peers."""
-        self._wakes.notify()  # it may have stopped at max_lag
 
     def merged(self, *, before_s: float) -> None:
         """A step is merged, whose deadline was ``before_s``."""
@@ -227,17 +226,8 @@ class StandIn:
             deadline.after_quorum_s,
             grace_s=deadline.late_handling.grace_s,
             max_lag=sys.maxsize if self._heals and max_lag else max_lag,
-            pool_s=self._pool_s,
+            pool_s=self._training.pool_times.step_s if deadline.can_be_late else math.inf,
         )
-
-    @property
-    def _shortest_s(self) -> float:
-        """That of the limits."""
-        return min(self._deadline.late_after_s, self._pool_s)
-
-    @property
-    def _pool_s(self) -> float:
-        return self._training.pool_times.step_s if self._deadline.can_be_late else math.inf
 
     def _situation(self) -> Situation:
         training, merging = self._training, self._merging

@@ -144,13 +144,22 @@ def _numbers_of(ways: Sequence[Way]) -> list[float]:
     return numbers + _NO_WAYS[len(numbers) :]
 
 
-def stage_columns(num_stages: int) -> tuple[slice, slice, slice]:
-    """Where a row has, for each stage, the share computed, the weight of its estimate, and its weight in the merge."""
+class StageColumns(NamedTuple):
+    """Where a row has, for each stage, the share computed, the weight of its estimate, when it was complete, and its
+    weight in the merge.
+    """
+
+    computed: slice
+    estimated: slice
+    stage_s: slice
+    weights: slice
+
+
+@lru_cache(maxsize=64)
+def stage_columns(num_stages: int) -> StageColumns:
+    """Those of rows with so many stages."""
     first = len(_FIELDS)
-    computed, estimated, _, weights = (
-        slice(first + k * num_stages, first + (k + 1) * num_stages) for k in range(_PER_STAGE)
-    )
-    return computed, estimated, weights
+    return StageColumns(*(slice(first + k * num_stages, first + (k + 1) * num_stages) for k in range(_PER_STAGE)))
 
 
 def absent_row(num_stages: int) -> Tensor:
@@ -201,15 +210,6 @@ def _unit_share(counts: tuple[int, ...], stage_share: tuple[float, ...], granula
     return torch.cat([share[:, 1:], of_stages * torch.tensor(stage_share)], 1)
 
 
-class _PerStage(NamedTuple):
-    """The shares computed, the weights of estimates, when the stages were complete, and the weights in the merge."""
-
-    computed: tuple[float, ...]
-    estimated: tuple[float, ...]
-    stage_s: tuple[float, ...]
-    weights: tuple[float, ...]
-
-
 _Given = TypeVar("_Given")
 
 
@@ -245,7 +245,7 @@ class Table:
 
     def __init__(self, rows: Tensor | array[float], num_stages: int) -> None:
         self._given = rows
-        self._num_stages = num_stages
+        self._num_stages, self._of_stages = num_stages, stage_columns(num_stages)
         # every step needs some of these few numbers, and an operation on a tensor costs more than the entire list
         if isinstance(rows, Tensor):
             fixed: Sequence[Sequence[float]] = rows[:, : len(_FIELDS)].tolist()
@@ -385,8 +385,7 @@ class Table:
     def skipped(self) -> bool:
         """Whether no rank has anything that could be applied, but some have gradients that are not finite."""
         nonfinite = self._rows[:, NONFINITE] > 0
-        first = len(_FIELDS)
-        nothing = self._rows[:, first : first + self._num_stages].sum(1) == 0
+        nothing = self._rows[:, self._of_stages.computed].sum(1) == 0
         return bool(nonfinite.any() and (nonfinite | nothing).all())
 
     def different_ranks(self) -> tuple[int, ...] | None:
@@ -409,7 +408,6 @@ class Table:
 
     def progress(self, stage_share: Tensor, granularity: Granularity) -> StepProgress:
         """How each rank came through the step; ``stage_share`` is the share of the model that each stage is."""
-        first, stages = len(_FIELDS), self._num_stages
         counts = tuple(map(int, self._columns["num_microbatches"]))
         share = _unit_share(counts, tuple(stage_share.tolist()), granularity)
         unit_s = self._microbatch_s()
@@ -417,7 +415,7 @@ class Table:
             unit_s = unit_s.gather(1, torch.tensor([[_slot(number - 1, number)] for number in counts]))
         if granularity == "stage":
             unit_s = torch.cat([unit_s[:, :-1], self._stage_s()], 1)
-        computed = self._rows[:, first : first + stages]
+        computed = self._rows[:, self._of_stages.computed]
         weight, overhead_s = torch.tensor(self.weight()), torch.tensor(max(0.0, min(self._columns["merge_s"])))
         return StepProgress(unit_s, share, computed, weight, self._entered_s(), overhead_s)
 
@@ -454,11 +452,10 @@ class Table:
         )
 
     def _stage_s(self) -> Tensor:
-        first, stages = len(_FIELDS), self._num_stages
-        return self._rows[:, first + 2 * stages : first + 3 * stages]
+        return self._rows[:, self._of_stages.stage_s]
 
     def _microbatch_s(self) -> Tensor:
-        first = len(_FIELDS) + _PER_STAGE * self._num_stages
+        first = self._of_stages.weights.stop
         return self._rows[:, first : first + MICROBATCH_SLOTS]
 
     def shadow(self, seconds: float, deadline_s: float, rules: StopRules, plan: StagePlan) -> ShadowReport:
@@ -508,7 +505,7 @@ class Table:
     def _rank_report(
         self, rank: int, row: list[float], link: RankLink, plan: StagePlan, mean_cost: float
     ) -> RankReport:
-        computed, _, stage_s, weights = self._per_stage(row)
+        computed, _, stage_s, weights = (tuple(row[columns]) for columns in self._of_stages)
         reach = sum(share * stage.numel for share, stage in zip(computed, plan.stages, strict=True)) / plan.numel
         cause = int(row[_COLUMN["cause"]])
         return RankReport(
@@ -536,21 +533,18 @@ class Table:
         )
 
     def _stage_reports(self, rows: list[list[float]], plan: StagePlan) -> tuple[StageReport, ...]:
-        numbers = [(row[_COLUMN["weight"]], self._per_stage(row)) for row in rows]
-        weights = [sum(column) for column in zip(*([own * w for w in n.weights] for own, n in numbers), strict=True)]
-        estimated = [max(column) > 0 for column in zip(*(n.estimated for _, n in numbers), strict=True)]
+        of_rank = _COLUMN["weight"]
+        of_stages = ([row[of_rank] * weight for weight in row[self._of_stages.weights]] for row in rows)
+        weights = [sum(column) for column in zip(*of_stages, strict=True)]
+        estimated = [max(column) > 0 for column in zip(*(row[self._of_stages.estimated] for row in rows), strict=True)]
         return tuple(
             StageReport(stage.name, stage.numel, weights[index], estimated[index])
             for index, stage in enumerate(plan.stages)
         )
 
-    def _per_stage(self, row: list[float]) -> _PerStage:
-        first, length = len(_FIELDS), self._num_stages
-        return _PerStage(*(tuple(row[first + k * length : first + (k + 1) * length]) for k in range(_PER_STAGE)))
-
     def _scalars(self, rows: list[list[float]], names: ScalarNames) -> dict[str, float]:
         values: dict[float, list[float]] = {}
-        first = len(_FIELDS) + _PER_STAGE * self._num_stages + MICROBATCH_SLOTS
+        first = self._of_stages.weights.stop + MICROBATCH_SLOTS
         for row in rows:
             for key, value in zip(row[first::2], row[first + 1 :: 2], strict=True):
                 if key > 0:

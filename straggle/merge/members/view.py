@@ -132,10 +132,10 @@ class View:
         number = len(self.members) + (len(self.returning - set(self.members)) if with_returning else 0)
         return number < max(1, least - len(self.ended))
 
-    def with_joined(self, new: Mapping[int, str], *, step: int, giver: int, reason: str = "came back") -> View:
+    def with_joined(self, new: Mapping[int, str], *, step: int, giver: int) -> View:
         """The next view, with new incarnations of these ranks; an older one of the same rank is put out."""
         changes = [Change.left(rank, STARTED_AGAIN) for rank in sorted(new) if rank in self.members]
-        changes += [Change(rank, True, reason) for rank in sorted(new)]
+        changes += [Change(rank, True, "came back") for rank in sorted(new)]
         return View(
             self.generation + 1,
             {**self.members, **new},

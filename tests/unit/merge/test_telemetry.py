@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
 from straggle.backward.clocks import Stopwatch
+from straggle.merge.links.job_pings import merged_step
 from straggle.merge.rank_state import TrainingSide
 from straggle.merge.telemetry import MAX_WAYS, Row, Table, absent_row
 from straggle.policies.links import Link
@@ -36,3 +39,13 @@ def test_a_way_ages_from_when_it_was_measured() -> None:
     assert training.ways(100.0) == ()
     training.measured = ((98.0, Way(0, 1, Link(0.25, 64.0))),)
     assert training.ways(100.5) == (Way(0, 1, Link(0.25, 64.0), 2.5),)
+
+
+@pytest.mark.parametrize(
+    ("absent_until", "members", "out"),
+    [(0, (0, 1), (2,)), (5, (0, 1), (2,)), (6, (), ()), (sys.maxsize, (), ())],  # put out after step 5, and not back
+)
+def test_a_rank_that_has_been_put_out_pings_none(absent_until: int, members: tuple[int, ...], out: object) -> None:
+    table = Table(torch.stack([encoded(), encoded(), absent_row(0), absent_row(0)]), 0)
+    merged = merged_step(5, 0.5, table, {1, 2}, absent_until=absent_until)
+    assert (merged.step, merged.seconds, merged.members, merged.out) == (5, 0.5, members, out)
