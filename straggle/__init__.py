@@ -21,6 +21,7 @@ from straggle.data.rebalance import Rebalance
 from straggle.data.sampler import RequeueSampler
 from straggle.garbage import CollectGarbage
 from straggle.merge.channel import PeerFailed
+from straggle.merge.members.membership import JobDone
 from straggle.merge.members.view import Elastic
 from straggle.merge.options import Merge
 from straggle.observe.watch import Watch, watch
@@ -76,6 +77,7 @@ __all__ = [
     "FirstK",
     "FixedDeadline",
     "History",
+    "JobDone",
     "LastMerged",
     "LastOwn",
     "LateHandling",

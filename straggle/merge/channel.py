@@ -343,6 +343,15 @@ class _Progress:
     merged: int = -1
     explained: bool = False
 
+    @property
+    def after(self) -> str:
+        """Where it is between its steps, in words."""
+        return f"after step {self.merged}" if self.merged >= 0 else "before its first step was merged"
+
+    def raised(self, rank: int, error: BaseException) -> str:
+        """What to say of an error of the user's code there."""
+        return f"rank {rank} raised {self.after}, outside of a step: {error!r}"
+
 
 @dataclass(frozen=True)
 class _End:
@@ -360,17 +369,18 @@ class _End:
 def _end(store: JobStore, rank: int, progress: _Progress) -> None:
     """When the model is closed, or the process ends: leave word why, where the peers do not know yet."""
     if not progress.explained:
-        after = f"after step {progress.merged}" if progress.merged >= 0 else "before its first step was merged"
-        # an exception that was not caught is where the interpreter leaves it for debuggers
-        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-        if error is not None:
-            message = f"rank {rank} raised {after}, outside of a step: {error!r}"
-            store.post(partial(_leave_word, f"failure/{rank}", message, _TROUBLE))
+        if (error := sys.exc_info()[1] or uncaught()) is not None:
+            store.post(partial(_leave_word, f"failure/{rank}", progress.raised(rank, error), _TROUBLE))
         else:
             why = "its loop was over, or it called sys.exit; use model.join(loader) for uneven data"
-            word = f"{progress.merged} rank {rank} ended {after} ({why})"
+            word = f"{progress.merged} rank {rank} ended {progress.after} ({why})"
             store.post(partial(_leave_word, f"ended/{rank}", word, _ENDED))
     store.close()
+
+
+def uncaught() -> BaseException | None:
+    """The exception that ends this process, where the interpreter leaves it for debuggers; ``None``: there is none."""
+    return getattr(sys, "last_value", None)
 
 
 # -- what the store's thread does

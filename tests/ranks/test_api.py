@@ -37,6 +37,7 @@ def test_public_names_are_pinned():
         "FirstK",
         "FixedDeadline",
         "History",
+        "JobDone",
         "LastMerged",
         "LastOwn",
         "LateHandling",

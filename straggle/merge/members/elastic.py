@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from straggle.merge.channel import Channel, LongWait, PeerFailed
+from straggle.merge.channel import Channel, LongWait, PeerFailed, uncaught
 from straggle.merge.groups import GlooGroup, Groups, is_over
-from straggle.merge.members.agents import Exited, exited
-from straggle.merge.members.membership import MembersChanged, Membership
+from straggle.merge.members.agents import DONE, Exited, exited
+from straggle.merge.members.membership import JobDone, MembersChanged, Membership
 from straggle.merge.members.view import Elastic, View
 from straggle.merge.store import check_answers, connect_all, default_store
 
@@ -246,15 +246,17 @@ class ElasticChannel(Channel):
         raise MembersChanged
 
     def close(self) -> None:
-        """Leave the job, when the others have come as far."""
-        self.membership.leave_at_the_end()
+        """Leave the job: at the end of its loop when the others have come as far, and with the error that ends it."""
+        error = uncaught()
+        if error is None or isinstance(error, PeerFailed) or self.membership.left_for_good:
+            self.membership.leave_at_the_end()
+        else:
+            self.membership.leave_with_an_error(self._progress.raised(self.rank, error))
+        # a program that has caught it may go on with another model, and there the others wait for this rank
+        if isinstance(error, JobDone):
+            self.membership.end(DONE)
         self.membership.close()
         super().close()
-
-
-def describe_for_newcomers(words: dict[str, Any]) -> str:
-    """What a newcomer must have in common with the members."""
-    return json.dumps(words, sort_keys=True)
 
 
 def _ended_start(store: Any, rank: int) -> Exited | None:

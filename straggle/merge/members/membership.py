@@ -47,6 +47,14 @@ class TooFewRanks(PeerFailed):
         self.ranks = ranks
 
 
+class JobDone(PeerFailed):
+    """This rank was out, or was started again, when the others came to the end of their loops with this model.
+
+    A program that goes on with another model catches it, and wraps that one. Where it ends the process, the launcher
+    does not start that again.
+    """
+
+
 class MembersChanged(Exception):
     """A collective was launched among other members than those of today."""
 
@@ -69,7 +77,7 @@ class Membership:
     ) -> None:
         self.rank, self.world_size = rank, world_size
         self.least = elastic.least(world_size)
-        self.incarnation = f"{_restarts()}-{uuid.uuid4().hex[:12]}"
+        self.incarnation = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT') or 0}-{uuid.uuid4().hex[:12]}"
         self.step = -1  # that this rank's merge is in; read by its own beats
         self.healing: frozenset[int] = frozenset()  # members that could give no state now; by whoever merges
         self.watches = False  # whether it puts silent members out, from the time on when it can go on without them
@@ -187,14 +195,6 @@ class Membership:
             return False
         self._saw(now)
         return True
-
-    def request_join(self) -> None:
-        """Ask to be let in; the members answer with a view that has this incarnation, or with a refusal."""
-        self.joins.ask(self.connections.own())
-
-    def check_refused(self) -> None:
-        """Raise `Refused` where the members do not let this rank in."""
-        self.joins.check_refused(self.connections.own())
 
     def admit(self, step: int) -> None:
         """Let those in that have asked: they take part from ``step`` on, and this rank sends them its state."""
@@ -490,8 +490,3 @@ class Membership:
 
     def _open(self, store: Any, key: str) -> str | None:
         return self._seal.open(key, store.get(key).decode())
-
-
-def _restarts() -> int:
-    """How often this process's agent started it before."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

@@ -6,19 +6,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from straggle.merge.channel import PeerFailed
-from straggle.merge.groups import Groups
-from straggle.merge.members.agents import DONE
 from straggle.merge.members.elastic import ElasticChannel
-from straggle.merge.members.membership import MembersChanged, TooFewRanks
-from straggle.merge.members.provenance import Provenance, provenance
-from straggle.merge.members.view import Leaving, MergeProgress, Repair, Silence, View, progress_length, repair
+from straggle.merge.members.member import Member
+from straggle.merge.members.membership import JobDone, MembersChanged, TooFewRanks
+from straggle.merge.members.provenance import provenance
+from straggle.merge.members.view import Leaving, MergeProgress, Silence, View, progress_length, repair
 from straggle.merge.store import StoreUnreachable
 from straggle.report import MembersReport
 
@@ -31,29 +27,6 @@ _RETURN_S = 10.0  # for a rank that left to be let in again; then it is missed
 _log = logging.getLogger(__name__)
 
 
-class JobDone(PeerFailed):
-    """This rank was started again when the others had come to the end of their loops: nothing is left to do."""
-
-
-class Led(Protocol):
-    """What a rank does as the members change; see `Member`."""
-
-    def freeze(self) -> MergeProgress:
-        """Launch nothing; how far it has come."""
-
-    def telemetry_of(self, step: int) -> Tensor:
-        """The telemetry of a merged step."""
-
-    def regroup(self, groups: Groups, view: View, repair: Repair, telemetry: Tensor, provenance: Provenance) -> None:
-        """Go on."""
-
-    def put_out(self) -> None:
-        """Take part in nothing."""
-
-    def end(self, error: BaseException) -> None:
-        """The job ends."""
-
-
 class Regrouping:
     """The thread that leads a rank from view to view, from `start` to `close`.
 
@@ -61,8 +34,8 @@ class Regrouping:
     A rank that was put out asks to be let in again as soon as its training thread is back.
     """
 
-    def __init__(self, channel: ElasticChannel, led: Led, *, max_buckets: int) -> None:
-        self._channel, self._membership, self._led = channel, channel.membership, led
+    def __init__(self, channel: ElasticChannel, member: Member, *, max_buckets: int) -> None:
+        self._channel, self._membership, self._member = channel, channel.membership, member
         self._max_buckets = max_buckets
         self._closing = False
         self._newer_at = time.monotonic()  # when the members changed last
@@ -90,7 +63,7 @@ class Regrouping:
     def ask(self) -> None:
         """Ask to be let in."""
         self._asked_at = time.monotonic()
-        self._membership.request_join()
+        self._membership.joins.ask(self._membership.connections.own())
 
     def ask_anew(self) -> None:
         """The same for a rank that left with an error, and whose loop goes on all the same."""
@@ -110,9 +83,9 @@ class Regrouping:
         except BaseException as error:
             if not self._closing:
                 self._channel.ended = error
-                self._led.end(error)
-                if isinstance(error, TooFewRanks | JobDone):
-                    self._membership.end(DONE if isinstance(error, JobDone) else str(error))
+                self._member.end(error)
+                if isinstance(error, TooFewRanks):
+                    self._membership.end(str(error))
 
     def _look(self) -> None:
         """Do what is to be done now, or wait for a moment."""
@@ -142,7 +115,7 @@ class Regrouping:
 
     def _ask_if_ready(self) -> None:
         if self._asked_at is not None:
-            self._membership.check_refused()
+            self._membership.joins.check_refused(self._membership.connections.own())
             if time.monotonic() - self._asked_at > _ASK_AGAIN_S:  # who heard it may be gone
                 self.ask()
         elif not self._membership.left_for_good and self.is_back is not None and self.is_back():
@@ -159,11 +132,11 @@ class Regrouping:
         self._check_number(view, with_returning=True)
         if not membership.is_member:
             self._say_why(view)
-            self._led.put_out()
+            self._member.put_out()
             self._channel.generation = view.generation
             return
         began_at = time.monotonic()
-        progress = self._led.freeze()
+        progress = self._member.freeze()
         joins = progress.step < 0
         if joins and self._channel.rank not in view.joined:  # it came too late to the view that let it in
             late = "returns: it was let in, and the members changed before it was ready"
@@ -236,9 +209,9 @@ class Regrouping:
             raise MembersChanged
         telemetry = torch.empty(0)
         if way.completed is not None:
-            telemetry = self._led.telemetry_of(way.completed)
+            telemetry = self._member.telemetry_of(way.completed)
             channel.wait_in(view, channel.groups.control.broadcast(telemetry, view.ranks.index(way.giver)))
-        self._led.regroup(channel.groups, view, way, telemetry, provenance(known, way))
+        self._member.regroup(channel.groups, view, way, telemetry, provenance(known, way))
 
     def _let_in(self, step: int, leads: bool) -> None:
         """The members wait for a view in which others come in."""
