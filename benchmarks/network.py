@@ -34,7 +34,6 @@ from wire_dtype import rounding_hook
 
 import straggle
 from straggle.lab.local_ranks import run_on_ranks
-from straggle.merge.members.regrouping import JobDone
 from straggle.report import text_table
 
 RANKS = 4
@@ -214,7 +213,7 @@ def job(rank, case, way, names, folder):
         step()
     try:
         seconds = turn(step, case, agreed_end(dist.FileStore(f"{folder}/end"), "end"))
-    except JobDone:  # it was out, and the others are done
+    except straggle.JobDone:  # it was out, and the others are done
         model.close()
         return math.nan, False, ""
     if isinstance(model, DistributedDataParallel):

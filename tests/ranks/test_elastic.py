@@ -309,13 +309,20 @@ def test_rank_that_comes_when_the_others_are_done_is_told_so():
     assert (error.kind, error.message) == ("JobDone", "rank 2 comes late: ranks [0, 1] have ended their loops")
 
 
-def train_two_models(rank, board):
-    """Five steps with each of two models, on a rank that dies in the third; a rank skips the one it is too late for."""
+def train_two_models(rank, board, first):
+    """``first`` steps with one model and five with the next. Rank 1 dies in the middle of the first one, whose loop
+    rank 0 ends without it, and skips a model that it is too late for.
+    """
     made = []
-    for number in range(2):
+    for number, steps in enumerate((first, 5)):
         try:
             with staged(plain(), members=Elastic(min_ranks=1, suspect_s=0.5)) as model:
-                for step in range(model.register_state(), 5):
+                rank1_left = threading.Event()
+                model.register_members_hook(lambda report, left=rank1_left: 1 in report.left and left.set())
+                begun = model.register_state()
+                if (rank, number, steps) == (1, 0, 0):
+                    die()
+                for step in range(begun, steps):
                     if (rank, number, step) == (1, 0, 3):
                         die()
                     with model.step():
@@ -323,20 +330,23 @@ def train_two_models(rank, board):
                     with torch.no_grad():
                         for parameter in model.parameters():
                             parameter -= 0.1 * parameter.grad
-                    board.note(rank, 5 * number + step + 1)
+                if (rank, number) == (0, 0):
+                    assert rank1_left.wait(20.0)
                 made.append((number, digest(model.module.parameters())))
         except JobDone:
-            board.note(rank, 5)
+            assert number == 0
+        board.note(rank, number + 1)
     return made
 
 
-def test_rank_that_is_too_late_for_a_model_goes_on_with_the_next_one():
-    with run_job(2, train_two_models) as job:
-        job.wait(lambda: job.board.made(0) == 5, "rank 0 has ended its loop with the first model")
+@pytest.mark.parametrize("first", [5, 0])
+def test_rank_that_is_too_late_for_a_model_goes_on_with_the_next_one(first):
+    with run_job(2, train_two_models, first) as job:
+        job.wait(lambda: job.board.made(0) == 1, "rank 0 has ended its loop with the first model")
         job.start(1)
-        first, second = job.result(0), job.result(1)
-    assert [number for number, _ in first] == [0, 1]
-    assert second == first[1:]
+        outcomes = [job.result(0), job.result(1)]
+    assert [number for number, _ in outcomes[0]] == [0, 1]
+    assert outcomes[1] == outcomes[0][1:]
 
 
 def end_early(rank, step, board):

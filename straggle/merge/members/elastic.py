@@ -203,6 +203,7 @@ class ElasticChannel(Channel):
         while (found := find()) is None:
             if self.ended is not None:
                 raise self.ended
+            self.membership.check_done()
             if time.monotonic() > until:
                 raise PeerFailed(f"rank {self.rank}: {what} did not come within give_up_s={self.give_up_s:g}")
             time.sleep(0.01)

@@ -1,7 +1,8 @@
 """This rank's place in the chain of views: its sign of life, the members that it watches, and new views.
 
-One thread does nothing else, so that a rank whose other threads are busy is not taken for dead. Everything that is
-said here lies in a corner of the job's store that is the same for all incarnations of all ranks.
+One thread sends signs of life and another one looks at those of others. Neither does anything else, so that a rank
+whose other threads are busy is not taken for dead. Everything that is said here lies in a corner of the job's store
+that is the same for all incarnations of all ranks.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ import torch.distributed as dist
 from straggle.merge.channel import PeerFailed
 from straggle.merge.members.agents import Exited, over, post_over
 from straggle.merge.members.connections import Connections
+from straggle.merge.members.heartbeat import BEAT_S, Heartbeat
 from straggle.merge.members.joins import Joins
 from straggle.merge.members.refill import Refill
 from straggle.merge.members.stored_view import StoredView, StoreEmptied
 from straggle.merge.members.view import DONE, Change, Elastic, Leaving, Seal, Silence, View, leader
 from straggle.merge.store import ANSWER_S, StoreUnreachable, peek
 
-BEAT_S = 0.1
 _LOOK_S = 0.3  # between two looks at the others' signs of life and at the view: several requests, where a beat is one
 _QUICK_S = 0.5  # the silence that is enough where a connection has just broken
 _BROKEN_S = 3.0  # for how long a connection has just broken
@@ -100,12 +101,13 @@ class Membership:
         self._steps: dict[int, int] = {}
         self._broken_at = -math.inf
         self._lost = False  # the store did not answer; by the thread
-        self.num_beats = 0  # that the store has taken; by the thread
+        self.num_looks = 0  # that the store has answered; by the thread
         self._closing = threading.Event()
         self._wake = threading.Event()
-        self._life = 0  # which of the threads beats: one that is stuck has a successor
+        self._life = 0  # which of the threads looks: one that is stuck has a successor
         self.num_turns = 0  # that the thread has begun, whatever came of them; by the thread
-        self._thread = self._heart()
+        self._heartbeat = Heartbeat(connect, self._beat_once)
+        self._thread = self._watcher()
         self._threads: list[threading.Thread] = []
 
     # -- any thread
@@ -125,6 +127,11 @@ class Membership:
     def furthest_step(self) -> int:
         """The step that the members are in, as they said last."""
         return max(self._steps.values(), default=-1)
+
+    def check_done(self) -> None:
+        """Raise `JobDone` where all others have ended their loops, and this rank has not."""
+        if self.view.is_done and not self.left_for_good:
+            raise JobDone(f"rank {self.rank} comes late: ranks {sorted(self.view.ended)} have ended their loops")
 
     def begin(self, limit_s: float) -> bool:
         """Find the job's view, or agree on the first one with all ranks; whether this rank comes to a running job.
@@ -151,6 +158,7 @@ class Membership:
                 time.sleep(0.01)
         if not self._thread.is_alive():
             self._thread.start()
+            self._heartbeat.start()
         return not (self.is_member and self.view.generation == 0)
 
     def _finds_view(self, store: Any) -> bool:
@@ -324,17 +332,18 @@ class Membership:
         post_over(self.connections.own(), why)
 
     def close(self) -> None:
-        """End the thread."""
+        """End the threads."""
         self._closing.set()
         self._wake.set()
+        self._heartbeat.stop()
         # while Python ends, a thread that comes back from the store would end the process with an error
         until = time.monotonic() + _END_S
-        for thread in (self._thread, *self._threads):
+        for thread in (self._thread, *self._heartbeat.threads, *self._threads):
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
 
-    def beat_anew(self) -> None:
-        """The thread is stuck in a request: another one goes on with a new connection.
+    def connect_anew(self) -> None:
+        """The thread is stuck in a request: another one goes on with a new connection, and so do the signs of life.
 
         A request that was on its way when a link was cut comes back when TCP tries again, which may be as long after
         the cut as the cut was long. Until then this rank would be out, and not know it.
@@ -342,11 +351,12 @@ class Membership:
         if not self._closing.is_set():
             self._life += 1
             self._threads.append(self._thread)
-            self._thread = self._heart()
+            self._thread = self._watcher()
             self._thread.start()
+            self._heartbeat.connect_anew()
 
-    def _heart(self) -> threading.Thread:
-        return threading.Thread(target=self._run, args=(self._life,), name="straggle-heartbeat", daemon=True)
+    def _watcher(self) -> threading.Thread:
+        return threading.Thread(target=self._run, args=(self._life,), name="straggle-watch", daemon=True)
 
     # -- the thread
 
@@ -354,15 +364,12 @@ class Membership:
         store, looked_at = None, -math.inf
         while not self._closing.is_set():
             self.num_turns += 1
-            woken = self._wake.wait(BEAT_S)
+            self._wake.wait(max(BEAT_S, looked_at + self._between_looks_s() - time.monotonic()))
             self._wake.clear()
+            looked_at = time.monotonic()
             try:
                 store = store or self.connections.connect()
                 self._beat_once(store)
-                now = time.monotonic()
-                if not woken and not self._looks(now - looked_at):
-                    continue
-                looked_at = now
                 view = self._read_or_fill(store)
                 if self._life != life:  # it was stuck, and has a successor
                     return
@@ -374,7 +381,8 @@ class Membership:
                 self._saw(view)
                 if is_member and self.watches:
                     self._watch(store, view)
-                self.num_beats += 1
+                self.num_looks += 1
+                self._heartbeat.answered()
                 self._note_lost(None)
             except (RuntimeError, OSError, ValueError, StoreUnreachable) as error:
                 if self._life != life:
@@ -384,10 +392,10 @@ class Membership:
                 self.connections.forget_idle()  # theirs is the same store
                 self._closing.wait(1.0)
 
-    def _looks(self, after_s: float) -> bool:
-        """Whether it is time to look at the others: at each beat where something has happened, or is to."""
+    def _between_looks_s(self) -> float:
+        """How often to look at the others: at each beat where something has happened, or is to."""
         quiet = self.watches and self.is_member and not self._lost
-        return not quiet or after_s >= _LOOK_S or time.monotonic() - self._broken_at < _BROKEN_S
+        return _LOOK_S if quiet and time.monotonic() - self._broken_at >= _BROKEN_S else BEAT_S
 
     def _read_or_fill(self, store: Any) -> View | None:
         """The view; ``None`` where the store was started anew, and this rank has done its part for there to be one."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from straggle.merge.members.elastic import ElasticChannel
 from straggle.merge.members.member import Member
-from straggle.merge.members.membership import JobDone, MembersChanged, TooFewRanks
+from straggle.merge.members.membership import MembersChanged, TooFewRanks
 from straggle.merge.members.provenance import provenance
 from straggle.merge.members.view import Leaving, MergeProgress, Silence, View, progress_length, repair
 from straggle.merge.store import StoreUnreachable
@@ -102,10 +102,10 @@ class Regrouping:
     def _check_store(self) -> None:
         """Without its store no rank can leave or come back, so the job ends when that has been lost for too long."""
         membership = self._membership
-        signs = {_ANSWERS: str(membership.num_beats), _TURNS: str(membership.num_turns)}
+        signs = {_ANSWERS: str(membership.num_looks), _TURNS: str(membership.num_turns)}
         self._silence.look(time.monotonic(), signs)
         if _TURNS in self._silence.longer_than(_STUCK_S):
-            membership.beat_anew()
+            membership.connect_anew()
             self._silence.forget(_TURNS)
         if _ANSWERS in self._silence.longer_than(self._channel.give_up_s):
             raise StoreUnreachable(
@@ -182,9 +182,7 @@ class Regrouping:
 
     def _check_number(self, view: View, *, with_returning: bool) -> None:
         membership = self._membership
-        if view.is_done and not membership.left_for_good:
-            ended = sorted(view.ended)
-            raise JobDone(f"rank {self._channel.rank} comes late: ranks {ended} have ended their loops")
+        membership.check_done()
         if view.shortfall(membership.least, with_returning=with_returning):
             raise TooFewRanks(
                 f"rank {self._channel.rank}, step {membership.step}: {len(view.members)} of {membership.world_size} "

@@ -1,15 +1,16 @@
-"""The thread that sends a rank's signs of life: what becomes of it where a request does not come back."""
+"""The threads that send a rank's signs of life and look at others: what becomes of them where no answer comes back."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from straggle.merge.members.heartbeat import Heartbeat
 from straggle.merge.members.membership import Membership
 from straggle.merge.members.view import Elastic
 
@@ -21,11 +22,13 @@ class Cut:
 
     def __init__(self, store: Any) -> None:
         self._store = store
+        self.asked_by = ""  # the thread that asked something last
         self.link, self.held = threading.Event(), threading.Event()
         self.link.set()
 
     def __getattr__(self, name: str) -> Any:
         def request(*args: Any) -> Any:
+            self.asked_by = threading.current_thread().name
             if not self.link.is_set():
                 self.held.set()
             self.link.wait()
@@ -42,30 +45,81 @@ def connections() -> Iterator[list[Cut]]:
         connection.link.set()
 
 
-def wait_for(number: int, membership: Membership) -> None:
+def wait_until(so: Callable[[], bool], what: str) -> None:
     until = time.monotonic() + LIMIT_S
-    while membership.num_beats < number:
-        assert time.monotonic() < until, "no sign of life"
+    while not so():
+        assert time.monotonic() < until, what
         time.sleep(0.01)
 
 
-def test_rank_whose_request_does_not_come_back_beats_on_by_a_new_connection(connections: list[Cut]) -> None:
+@pytest.fixture
+def membership(connections: list[Cut]) -> Iterator[Membership]:
+    """That of one rank, which has come to its third look at the store."""
     store = dist.HashStore()
 
     def connect() -> Cut:
         connections.append(Cut(store))
         return connections[-1]
 
-    membership = Membership(0, 1, Elastic(), connect=connect, exited=lambda _store, _rank: None)
-    membership.begin(LIMIT_S)
-    wait_for(3, membership)
-    stuck = connections[-1]
+    one = Membership(0, 1, Elastic(), connect=connect, exited=lambda _store, _rank: None)
+    one.begin(LIMIT_S)
+    wait_until(lambda: one.num_looks >= 3, "no look at the store")
+    yield one
+    one.close()
+
+
+def cut_one(connections: list[Cut], thread_name: str) -> Cut:
+    """Cut the connection that this thread asks by, and wait until a request is held."""
+    stuck = next(own for own in connections if own.asked_by == thread_name)
     stuck.link.clear()
     assert stuck.held.wait(LIMIT_S)
-    before = membership.num_beats
-    membership.beat_anew()
-    wait_for(before + 3, membership)
+    return stuck
+
+
+def signs_of_life(membership: Membership) -> str:
+    return str(membership.connections.own().get(f"beat/0/{membership.incarnation}").decode())
+
+
+@pytest.mark.parametrize("thread_name", ["straggle-watch", "straggle-heartbeat"])
+def test_rank_whose_request_does_not_come_back_goes_on_by_a_new_connection(
+    thread_name: str, membership: Membership, connections: list[Cut]
+) -> None:
+    stuck = cut_one(connections, thread_name)
+    before = membership.num_looks
+    membership.connect_anew()
+    wait_until(lambda: membership.num_looks >= before + 3, "no look at the store")
+    wait_until(lambda: sum(own.asked_by == thread_name for own in connections) == 2, "no new connection")
     stuck.link.set()  # what was stuck comes back, and leaves the rest to its successor
     membership.close()
-    beating = [thread for thread in threading.enumerate() if thread.name == "straggle-heartbeat"]
-    assert not beating
+    ours = [thread for thread in threading.enumerate() if thread.name in ("straggle-watch", "straggle-heartbeat")]
+    assert not ours
+
+
+@pytest.mark.parametrize("thread_name", ["straggle-watch", "straggle-heartbeat"])
+def test_signs_of_life_go_on_where_one_connection_is_stuck(
+    thread_name: str, membership: Membership, connections: list[Cut]
+) -> None:
+    stuck = cut_one(connections, thread_name)
+    for _ in range(3):
+        before = signs_of_life(membership)
+        wait_until(lambda before=before: signs_of_life(membership) != before, "no sign of life")
+    stuck.link.set()
+
+
+def test_rank_that_has_no_answers_gives_no_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("straggle.merge.members.heartbeat.UNANSWERED_S", 0.3)
+    beats: list[float] = []
+    one = Heartbeat(object, lambda _store: beats.append(time.monotonic()))
+    one.start()
+    began_at = time.monotonic()
+    while time.monotonic() - began_at < 0.6:
+        one.answered()
+        time.sleep(0.05)
+    answered_at = time.monotonic()
+    time.sleep(0.6)
+    assert beats[-1] - answered_at < 0.5
+    one.answered()
+    wait_until(lambda: beats[-1] > answered_at + 0.5, "no sign of life")
+    one.stop()
+    for thread in one.threads:
+        thread.join()
