@@ -4,7 +4,7 @@ OMP_NUM_THREADS=1 SLOWNET=path/to/slownet.py python benchmarks/slow_member.py
 OMP_NUM_THREADS=1 SLOWNET=path/to/slownet.py python benchmarks/slow_member.py --normal-mb-per-s 20 --slow-mb-per-s 10
 
 Four ranks in network namespaces of this machine, with about 5.1 MB of gradients and 0.1 s of work a step that sleeps.
-From step 20 on the last rank's link carries 1 MB/s each way, and in step 80 it is back (or other rates, and steps).
+From step 40 on the last rank's link carries 1 MB/s each way, and in step 100 it is back (or other rates, and steps).
 Needs root. Parameters are compared at the end, unless the link is not back by then.
 """
 
@@ -29,7 +29,7 @@ from straggle.lab.local_ranks import run_on_ranks
 RANKS = 4
 ONE = RANKS - 1
 WIDTH, LAYERS, WORK_S = 400, 7, 0.1
-SLOW_FROM, STEPS = 20, 140
+SLOW_FROM, STEPS = 40, 160
 MTU = 9000
 PORT = 29517
 NETWORK = "10.83.0"
@@ -82,7 +82,7 @@ def main():
     parser.add_argument("--normal-mb-per-s", type=float, default=0.0, help="of all links (default: no limit)")
     parser.add_argument("--slow-mb-per-s", type=float, default=1.0, help="of the last rank's link, for a while")
     parser.add_argument("--no-links", action="store_true", help="without LinkPolicy")
-    parser.add_argument("--slow-to", type=int, default=80, help="step from which on the link is back")
+    parser.add_argument("--slow-to", type=int, default=100, help="step from which on the link is back")
     parser.add_argument("--log", action="store_true", help="what the ranks log")
     options = options_of(parser)
     try:

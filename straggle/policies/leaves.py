@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from straggle.policies.deadline import check_count, is_number
 from straggle.policies.merge_time import merge_seconds
@@ -48,6 +48,17 @@ class Places:
     returned_at: Mapping[int, int] = field(default_factory=dict)
     flaps: Mapping[int, int] = field(default_factory=dict)
 
+    def with_outside(self, ranks: Collection[int], *, members: bool) -> Places:
+        """The same, with these ranks outside of the ring from here on; ``members``: they are put out, and no leaves."""
+        flaps = dict(self.flaps)
+        for rank in ranks:
+            in_vain = self.step - self.returned_at.get(rank, -_REMEMBERED) < _REMEMBERED
+            flaps[rank] = flaps.get(rank, 0) + 1 if in_vain else 0
+        against = {rank: number for rank, number in self.against.items() if rank not in ranks}
+        if members:
+            return replace(self, out=self.out.union(ranks), against=against, flaps=flaps)
+        return replace(self, leaves=self.leaves.union(ranks), against=against, flaps=flaps)
+
 
 @dataclass(frozen=True)
 class LinkPolicy:
@@ -86,21 +97,29 @@ class LinkPolicy:
             for rank in range(len(seen.links))
             if (rank in entering if rank not in outside else not wanted[rank])
         }
-        leaves, out = set(now.leaves), set(now.out)
-        returned_at, flaps = dict(now.returned_at), dict(now.flaps)
+        places = replace(now, against=against)
         if entering and min(against[rank] for rank in entering) >= self.after_steps:
-            for rank in entering:
-                (out if seen.members else leaves).add(rank)
-                in_vain = now.step - returned_at.get(rank, -_REMEMBERED) < _REMEMBERED
-                flaps[rank] = flaps.get(rank, 0) + 1 if in_vain else 0
-                del against[rank]
-        for rank in outside:
-            if missed or against.get(rank, 0) >= self.return_steps * 2 ** min(flaps.get(rank, 0), _MAX_DOUBLED):
-                leaves.discard(rank)
-                out.discard(rank)
-                returned_at[rank] = now.step
-                against.pop(rank, None)
-        return Places(frozenset(leaves), frozenset(out), now.step + 1, against, returned_at, flaps)
+            places = places.with_outside(entering, members=seen.members)
+        returning = {
+            rank
+            for rank in outside
+            if missed or against.get(rank, 0) >= self.return_steps * 2 ** min(now.flaps.get(rank, 0), _MAX_DOUBLED)
+        }
+        return replace(
+            places,
+            leaves=places.leaves - returning,
+            out=places.out - returning,
+            step=now.step + 1,
+            against={rank: number for rank, number in places.against.items() if rank not in returning},
+            returned_at={**now.returned_at, **dict.fromkeys(returning, now.step)},
+        )
+
+    def leaving_now(self, now: Places, seen: SeenLinks) -> frozenset[int]:
+        """The members to put out in the middle of a merge that takes many times as long as usual, by these links.
+
+        The same question as after a merged step, and it is asked once: such a merge is itself the proof of many steps.
+        """
+        return self._entering(now.leaves | now.out, seen) if seen.members else frozenset()
 
     def _entering(self, outside: Collection[int], seen: SeenLinks) -> frozenset[int]:
         """The ranks of the ring that are better outside: the slowest one, or the slowest few together."""

@@ -23,6 +23,7 @@ class JobPings:
             merged_bytes=coordinator.num_bytes,
             sink=partial(setattr, training, "measured"),
             on_its_way=coordinator.merging.on_its_way,
+            on_long=coordinator.member.judge_long_merge,
         )
         self._member = coordinator.member
         self.begin, self.close = self._pings.begin, self._pings.close

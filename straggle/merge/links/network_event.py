@@ -28,19 +28,24 @@ class LongMerge:
 
     def __init__(self) -> None:
         self._usual_s: deque[float] = deque(maxlen=_REMEMBERED)
-        self._last = -1  # the step that was merged last
+        self._last = -1  # the step that was merged last,
+        self._last_s = 0.0  # and its seconds
         self._said = -2  # the last step of the event that was said
 
     def merged(self, step: int, network_s: float) -> None:
         """``step`` is merged, and was so long on the network."""
         if step > self._last:
-            self._last = step
+            self._last, self._last_s = step, network_s
             self._usual_s.append(network_s)
 
     def are_longer(self, step_s: float) -> bool:
         """Whether merges have become longer on the network, and steps of ``step_s`` with them."""
         lately, usual_s = list(self._usual_s)[-_FEW:], median(self._usual_s or [math.inf])
         return min(lately, default=0.0) > max(LONGER * usual_s, usual_s + MATTERS * step_s)
+
+    def lasts(self, seconds: float) -> bool:
+        """Whether the merge that has been on its way for so long is long, or the one before it was."""
+        return max(seconds, self._last_s) >= long_after_s(self._usual_s)
 
     def words(
         self,

@@ -1,7 +1,8 @@
 """The thread that pings: now and then, off the critical path, and never waited for by a step.
 
 What it measures goes into this rank's next row of telemetry, so that all ranks know all links. A ping begins when a
-merge has just ended, because the network is idle then, and the ranks take turns.
+merge has just ended, because the network is idle then, and the ranks take turns. While a merge takes many times as long
+as usual they do not wait for its end.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import logging
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from straggle.merge.links.addresses import own_address
 from straggle.merge.links.network_event import LongMerge
 from straggle.merge.links.ping import RESOLUTION_S, PingServer, ask_progress, measure
 from straggle.merge.links.ping_places import PingPlaces
-from straggle.merge.links.ping_plan import every_s, is_turn, largest_bytes, peers_of
+from straggle.merge.links.ping_plan import DISTANCES, every_s, is_turn, largest_bytes, peers_of
 from straggle.merge.store import JobStore, StoreUnreachable, default_store
 from straggle.policies.links import Link
 from straggle.policies.rank_links import ROUNDS, RankLink, Way, best_ways, others_link, rank_links
@@ -28,6 +29,8 @@ from straggle.policies.slow_links import SlowLinks, slow_in
 _LOOK_S = 0.5
 _BEGINS_S = 2.0  # a job that is over sooner opens no port
 _LONGEST_WAIT_S = 60.0  # for a merge to end
+_LONG_EVERY_S = 1.5  # between the beginnings of two pings while a merge is long
+_TWICE = 2  # so often a way is measured in a long merge before that says anything
 _DOUBTED = 4  # times as many bytes where a way looks slow, to be sure
 
 _log = logging.getLogger(__name__)
@@ -51,7 +54,9 @@ class Merged:
 class Pings:
     """Of one rank, until `close`; from the first merge on that comes ``begins_s`` seconds after it was made.
 
-    ``sink`` is given when each way was measured last, and the best of it in the last `ROUNDS` of pings.
+    ``sink`` is given when each way was measured last, and the best of it in the last `ROUNDS` of pings. ``on_long`` is
+    given each rank's link by what this rank has measured in as many rounds during merges that take many times as long
+    as usual, of ranks that have submitted all of their part.
     ``merged_bytes``: what a step merges. ``on_its_way()``: the step that is being merged, and for how many seconds all
     of this rank's part has been on its way (0: it is not).
     """
@@ -65,6 +70,7 @@ class Pings:
         merged_bytes: int,
         sink: Callable[[tuple[tuple[float, Way], ...]], None],
         on_its_way: Callable[[], tuple[int, float]],
+        on_long: Callable[[Sequence[RankLink]], None] | None = None,
         begins_s: float = _BEGINS_S,
     ) -> None:
         self.num_bytes = 0  # that were sent
@@ -72,18 +78,20 @@ class Pings:
         self._rank, self._world_size = rank, world_size
         self._places = PingPlaces(rank, store)
         self._merged_bytes = merged_bytes
-        self._sink, self._on_its_way, self._begins_s = sink, on_its_way, begins_s
+        self._sink, self._on_its_way, self._on_long, self._begins_s = sink, on_its_way, on_long, begins_s
         self._last: Callable[[], Merged] | None = None  # by the training thread
         self._turn = threading.Event()  # a merge has just ended after which this rank pings
         self._is_due, self._due_at = False, math.inf  # whether a ping waits for a merge to end, and since when
         self._looked_at = time.monotonic()
-        self._pinged_at = -math.inf
+        self._pinged_at = self._began_at = -math.inf  # the last ping was over, and began
         self._quickest_s = math.inf  # of the steps
         self._place, self._count = rank, world_size  # among the members
         self._rounds: deque[tuple[tuple[float, Way], ...]] = deque(maxlen=ROUNDS)  # the newest first
         self._number = 0
         self._doubted = 0  # how many of the last rounds, one after another, had a way that looked slow
         self._long = LongMerge()
+        self._num_long = 0  # rounds of pings since merges are long
+        self._submitted: dict[int, bool] = {}  # whether a peer that was pinged had, when this rank had
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -138,14 +146,25 @@ class Pings:
             self._forget()
             return
         self._quickest_s = min(self._quickest_s, merged.seconds)
-        if self._pings_now(merged):
-            self._ping(merged)
+        self._long.merged(merged.step, merged.network_s)
+        lasts = self._long.lasts(self._on_its_way()[1])
+        self._num_long = self._num_long if lasts else 0
+        if self._pings_now(merged, is_long=lasts):
+            self._began_at = time.monotonic()
+            self._ping(merged, is_long=lasts)
             self._pinged_at = time.monotonic()
+            if lasts:
+                self._num_long += 1
+                self._judge_long_merge()
         self._judge(merged)
         self._look_at_the_merge(merged)
 
-    def _pings_now(self, merged: Merged) -> bool:
+    def _pings_now(self, merged: Merged, *, is_long: bool) -> bool:
         """Whether a ping is due, and a merge has just ended in this rank's turn; or none has for long: one may hang."""
+        if is_long:
+            self._is_due = False
+            self._turn.clear()
+            return time.monotonic() - self._began_at >= _LONG_EVERY_S and not self._closing.is_set()
         if not self._is_due:
             self._turn.clear()
             if self._overdue_s(merged) < 0:
@@ -178,13 +197,17 @@ class Pings:
 
     # -- one round of pings
 
-    def _ping(self, merged: Merged) -> None:
+    def _ping(self, merged: Merged, *, is_long: bool) -> None:
+        """``is_long``: in the middle of a long merge, where a ping takes long, all peers are asked, and each once."""
         hosts = self._places.hosts(merged.members)
         others = others_link(rank_links(merged.ways, self._world_size), self._rank)
         found, doubted, is_busy = [], False, False
         out = tuple(self._places.hosts(merged.out))
-        for peer in (*out, *peers_of(self._rank, hosts, self._number)):
-            if (link := self._measured(peer, others, both_ways=peer in out)) is None:
+        numbers = range(DISTANCES) if is_long else (self._number,)
+        peers = dict.fromkeys(peer for number in numbers for peer in peers_of(self._rank, hosts, number))
+        for peer in (*out, *peers):
+            link = self._measured(peer, others, both_ways=peer in out, doubts=not is_long)
+            if link is None:
                 continue
             if _looks_slow(link, others):
                 if self._is_as_slow_itself(link):
@@ -211,12 +234,15 @@ class Pings:
             self._rounds.clear()
             self._sink(())
 
-    def _measured(self, peer: int, others: RankLink, *, both_ways: bool = False) -> Link | None:
-        """The way to a peer, measured again with more bytes where it looks slow; ``None``: the peer did not answer."""
+    def _measured(self, peer: int, others: RankLink, *, both_ways: bool, doubts: bool) -> Link | None:
+        """The way to a peer; where it looks slow and that ``doubts``, measured again with more bytes.
+
+        ``None``: the peer did not answer.
+        """
         largest = largest_bytes(self._merged_bytes)
         if (first := self._once(peer, largest, both_ways)) is None:
             return None
-        if not _looks_slow(first, others):
+        if not doubts or not _looks_slow(first, others):
             return first
         again = self._once(peer, _DOUBTED * largest, both_ways)
         if again is None:
@@ -233,12 +259,19 @@ class Pings:
                 self._places.forget(peer)
             return None
         self.num_bytes += measured.num_bytes
+        self._submitted[peer] = measured.progress >= self._on_its_way()[0]
         return measured.link
+
+    def _judge_long_merge(self) -> None:
+        """Tell what was measured in long merges, where that is enough; a rank that has not submitted is waited for."""
+        if self._on_long is not None and self._num_long >= ROUNDS:
+            times = Counter(way.target for one in self._rounds for _, way in one)
+            ways = [way for _, way in best_ways(self._rounds) if times[way.target] >= _TWICE]
+            self._on_long(rank_links((way for way in ways if self._submitted[way.target]), self._world_size))
 
     # -- what is said
 
     def _look_at_the_merge(self, merged: Merged) -> None:
-        self._long.merged(merged.step, merged.network_s)
         step, seconds = self._on_its_way()
         words = self._long.words(step, seconds, lambda: self._ask(merged.members), self.slow.now)
         if words is not None:

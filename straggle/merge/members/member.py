@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from straggle.merge.replay import Recorder
 from straggle.merge.round import Round
 from straggle.merge.telemetry import Table, absent_row
 from straggle.policies.history import History
+from straggle.policies.rank_links import RankLink
 
 _SHRINKS = 0.9  # of the merged steps that waited for a healed rank are left when it has taken as many
 _NEWCOMERS_LAG = 64  # steps that are merged before a rank which was let in counts as stuck
@@ -107,6 +108,8 @@ class Member:
             new = self._rank.channel.rank in view.joined and self.absent_until == sys.maxsize
             if new:
                 self._come_in(view, repair)
+            if self.links is not None:
+                self.links.follow(view, repair.step, new=new)
             if (current := merging.round) is not None and current.step == repair.completed:
                 current.buffers.use_telemetry(telemetry)
                 current.complete = True
@@ -140,6 +143,12 @@ class Member:
         lost = self._lost.setdefault(step, {})
         for rank, buckets in provenance.lost.items():
             lost.setdefault(rank, set()).update(buckets)
+
+    def judge_long_merge(self, links: Sequence[RankLink]) -> None:
+        """A merge takes many times as long as usual, and meanwhile this rank has measured these links."""
+        with self._lock:
+            if self.links is not None:
+                self.links.long_merge(links)
 
     def put_out(self) -> None:
         """This rank is no member any more: its steps have no merge before it is let in again."""

@@ -89,6 +89,7 @@ class View:
     giver: int = -1
     ended: frozenset[int] = frozenset()
     returning: frozenset[int] = frozenset()
+    by_link: frozenset[int] = frozenset()
     job: str = ""
     begun: bool = field(default=False, compare=False)
     joined: frozenset[int] = field(init=False)
@@ -113,7 +114,8 @@ class View:
         changes = tuple(Change.left(rank, gone[rank]) for rank in sorted(gone) if rank in self.members)
         ended = self.ended | {change.rank for change in changes if change.kind == "done"}
         returning = self.returning | {change.rank for change in changes if change.kind in ("returns", "link")}
-        return View(self.generation + 1, left, changes, ended=ended, returning=returning, job=self.job)
+        by_link = self.by_link | {change.rank for change in changes if change.kind == "link"}
+        return View(self.generation + 1, left, changes, ended=ended, returning=returning, by_link=by_link, job=self.job)
 
     def again(self) -> View:
         """The next view, with the same members."""
@@ -144,6 +146,7 @@ class View:
             giver,
             ended=self.ended - set(new),
             returning=self.returning - set(new),
+            by_link=self.by_link - set(new),
             job=self.job,
         )
 
@@ -174,14 +177,14 @@ class View:
         """As it lies in the store."""
         changes = [[change.rank, change.joined, change.reason, change.kind] for change in self.changes]
         members = {str(rank): self.members[rank] for rank in self.ranks}
-        apart = [sorted(self.ended), sorted(self.returning)]
+        apart = [sorted(self.ended), sorted(self.returning), sorted(self.by_link)]
         return json.dumps([self.generation, members, changes, self.step, self.giver, *apart, self.job, self.begun])
 
     @classmethod
     def decode(cls, text: str, world_size: int) -> View:
         """Raises ``ValueError`` for anything that is no view of such a job."""
         try:
-            generation, members, changes, step, giver, ended, returning, job, begun = json.loads(text)
+            generation, members, changes, step, giver, ended, returning, by_link, job, begun = json.loads(text)
             view = cls(
                 int(generation),
                 {int(rank): str(own) for rank, own in members.items()},
@@ -190,6 +193,7 @@ class View:
                 int(giver),
                 frozenset(map(int, ended)),
                 frozenset(map(int, returning)),
+                frozenset(map(int, by_link)),
                 str(job),
                 bool(begun),
             )

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from straggle.merge.links.pings import Merged, Pings
 from straggle.merge.store import JobStore, connect
 from straggle.policies.links import Link
-from straggle.policies.rank_links import Way
+from straggle.policies.rank_links import RankLink, Way
 
 LOCAL = "127.0.0.1"
 LIMIT_S = 60.0  # on a busy machine; it ends as soon as all have measured
@@ -36,6 +36,7 @@ class Rank:
         self.num_looks = 0  # at the merge that is on its way
         self.members = tuple(range(world_size))
         self.known: tuple[Way, ...] = ()  # of all ranks
+        self.in_long_merges: list[Sequence[RankLink]] = []
         self.pings = Pings(
             rank,
             world_size,
@@ -43,6 +44,7 @@ class Rank:
             merged_bytes=1 << 20,
             sink=self._take,
             on_its_way=self._look,
+            on_long=self.in_long_merges.append,
             begins_s=-math.inf,
         )
 
@@ -160,6 +162,25 @@ def test_a_way_that_is_no_slower_than_the_way_to_itself_is_not_said(
         step += 1
     assert one.pings.num_bytes >= enough
     assert one.ways == ()
+
+
+def test_in_a_long_merge_ranks_are_pinged_and_what_is_found_of_those_that_have_submitted_is_told(
+    ranks: Sequence[Rank],
+) -> None:
+    one, other, computing = ranks
+    for peer in (other, computing):
+        peer.pings.begin()
+    for step in range(10):
+        one.merge(step)
+        one.measured.wait(0.6)  # it has seen each of them
+    other.on_its_way, computing.on_its_way = (10, 2.0), (10, 0.0)
+    assert not one.in_long_merges
+    one.on_its_way = 10, 2.0  # and no merge ends
+    until = time.monotonic() + LIMIT_S
+    while time.monotonic() < until and not one.in_long_merges:
+        time.sleep(0.01)
+    links = one.in_long_merges[0]
+    assert [link.is_known for link in links] == [True, True, False]
 
 
 def _publish(store: Any, *, key: str, place: str) -> None:
