@@ -33,6 +33,7 @@ from straggle.merge.store import ANSWER_S, StoreUnreachable, peek
 _LOOK_S = 0.3  # between two looks at the others' signs of life and at the view: several requests, where a beat is one
 _QUICK_S = 0.5  # the silence that is enough where a connection has just broken
 _BROKEN_S = 3.0  # for how long a connection has just broken
+_DEAD_S = 60.0  # of silence of all members, who would put one another out: longer than most cuts of a link
 _LINGER_S = 2.0
 _NO_SIGN = "0 -1"  # of a member that has not been heard since the store was started anew
 _END_S = 5.0  # for threads to come back when the model is closed
@@ -86,6 +87,7 @@ class Membership:
         self.admitted: View | None = None  # the last view in which this rank let others in
         self.annulled = ""  # the job of a first view that was given up before it had begun
         self.kept_out: Mapping[int, Leaving] = {}  # ranks that are no members until their link is back; see `keep_out`
+        self.alone = False  # this rank is no member, and no member gives a sign of life; by the thread
         self.left_for_good = False  # by its own will, so it does not ask to be let in again
         self.changes: dict[tuple[int, bool], Change] = {}  # how each rank left and joined last, in views that were seen
         self._elastic = elastic
@@ -129,9 +131,22 @@ class Membership:
         return max(self._steps.values(), default=-1)
 
     def check_done(self) -> None:
-        """Raise `JobDone` where all others have ended their loops, and this rank has not."""
-        if self.view.is_done and not self.left_for_good:
-            raise JobDone(f"rank {self.rank} comes late: ranks {sorted(self.view.ended)} have ended their loops")
+        """Raise `JobDone` where all others have ended their loops, and this rank has not.
+
+        Where no member lives that could let this rank in, the job is done for those that have ended theirs; raises
+        `TooFewRanks` where nobody has.
+        """
+        view, ended = self.view, sorted(self.view.ended)
+        if self.left_for_good:
+            return
+        if view.is_done or (self.alone and ended):
+            raise JobDone(f"rank {self.rank} comes late: ranks {ended} have ended their loops")
+        if self.alone:
+            raise TooFewRanks(
+                f"rank {self.rank}: ranks {list(view.ranks)} were the members, and none of them gives a sign of life: "
+                "nobody has the job's state; begin from a checkpoint",
+                view.ranks,
+            )
 
     def begin(self, limit_s: float) -> bool:
         """Find the job's view, or agree on the first one with all ranks; whether this rank comes to a running job.
@@ -376,8 +391,8 @@ class Membership:
                 if view is None:
                     continue
                 is_member = view.members.get(self.rank) == self.incarnation
-                if not is_member:  # to know how far the others are, before it comes back
-                    self._hear(store, view, view.ranks)
+                if not is_member:
+                    self._look_from_outside(store, view)
                 self._saw(view)
                 if is_member and self.watches:
                     self._watch(store, view)
@@ -436,8 +451,7 @@ class Membership:
         silent = Leaving("silent", f"no sign of life for {limit_s:g} s")
         gone = dict.fromkeys(self._silence.longer_than(limit_s), silent)
         for rank in signs:
-            ended = self._exited(store, rank)
-            if ended is not None and ended.count >= int(view.members[rank].partition("-")[0]):
+            if (ended := self._ended(store, view, rank)) is not None:
                 gone[rank] = Leaving("ended", f"its process ended {ended}")
         gone = {**self._leaving_by_link(view.without(gone)), **gone}
         if gone:
@@ -446,6 +460,18 @@ class Membership:
             self.joins.hear(store, view, self.kept_out)
         else:
             self.joins.forget()
+
+    def _look_from_outside(self, store: Any, view: View) -> None:
+        """How far the members are, before this rank comes back; and whether there is one that could let it in."""
+        signs = self._hear(store, view, view.ranks)
+        self._silence.look(time.monotonic(), signs)
+        silent = set(self._silence.longer_than(_DEAD_S))
+        self.alone = bool(signs) and all(rank in silent or self._ended(store, view, rank) for rank in signs)
+
+    def _ended(self, store: Any, view: View, rank: int) -> Exited | None:
+        """How the process of this member ended, where its agent says so."""
+        ended = self._exited(store, rank)
+        return ended if ended is not None and ended.count >= int(view.members[rank].partition("-")[0]) else None
 
     def _leaving_by_link(self, view: View) -> dict[int, Leaving]:
         own = {rank: why for rank, why in self.kept_out.items() if rank in view.members}

@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from straggle.merge.members.agents import Exited
 from straggle.merge.members.heartbeat import Heartbeat
-from straggle.merge.members.membership import Membership
-from straggle.merge.members.view import Elastic
+from straggle.merge.members.membership import JobDone, Membership, TooFewRanks
+from straggle.merge.members.view import DONE, Elastic
 
 LIMIT_S = 20.0
 
@@ -123,3 +125,36 @@ def test_rank_that_has_no_answers_gives_no_sign_of_life(monkeypatch: pytest.Monk
     one.stop()
     for thread in one.threads:
         thread.join()
+
+
+def meet(store: Any, number: int, exited: Callable[[Any, int], Exited | None]) -> list[Membership]:
+    """Ranks that have met, and have wrapped their model."""
+    made = [
+        Membership(rank, number, Elastic(min_ranks=1), connect=lambda: store, exited=exited) for rank in range(number)
+    ]
+    with ThreadPoolExecutor(number) as threads:
+        list(threads.map(lambda own: own.begin(LIMIT_S) or own.has_wrapped(LIMIT_S), made))
+    return made
+
+
+@pytest.mark.parametrize("last_is_done", [True, False])
+def test_who_is_started_again_where_no_member_lives_waits_for_none(last_is_done: bool) -> None:
+    dead: dict[int, Exited] = {}
+    store = dist.HashStore()
+    first = meet(store, 2, lambda _, rank: dead.get(rank))
+    if last_is_done:
+        first[1].leave(DONE)
+    first[1].close()
+    again = Membership(0, 2, Elastic(min_ranks=1), connect=lambda: store, exited=lambda _, rank: dead.get(rank))
+    assert again.begin(LIMIT_S)  # it comes late
+    if not last_is_done:
+        dead[1] = Exited(0, 1.0, signal="SIGKILL")
+    looks = again.num_looks
+    wait_until(lambda: again.num_looks >= looks + 3, "no look at the store")
+    again.check_done()  # rank 0's first process is still a member, and beats
+    first[0].close()
+    dead[0] = Exited(0, 1.0, signal="SIGKILL")
+    wait_until(lambda: again.alone, "it does not see that the others are dead")
+    with pytest.raises(JobDone if last_is_done else TooFewRanks, match=r"ranks \[1\] have ended|none of them gives"):
+        again.check_done()
+    again.close()
