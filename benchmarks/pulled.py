@@ -7,8 +7,9 @@ torchrun --standalone --nproc-per-node 8 benchmarks/pulled.py --scenarios slow r
 Each rank has 8 micro-batches of 20 ms on average, a third of it forward. They sleep, so that ranks which share few
 cores do not contend for them. All ways have as many micro-batches in a step over all ranks. Scenarios: `none`, no rank
 is slow; `slow`, the last rank takes twice as long; `random`, a rank is held up before a step for 0.32 of a step's time,
-with chance 0.44; `stall`, the last rank stands still for a second before a step, every 60 steps; `stuck`, it does so in
-its third micro-batch.
+with chance 0.44; `stall`, the last rank stands still for a second before every 60th step (--stall-every); `stuck`, it
+does so in its third micro-batch. Of the steps with a stall there is what rank 0 saw, and what the capacity that was
+lost accounts for plus one micro-batch.
 
 A ratio is to the static split that waits for all ranks. The spread is that of the blocks: as many turns as --runs says,
 each of --block steps, after one that is left out. A step's seconds end with the slowest rank's.
@@ -18,7 +19,7 @@ import argparse
 import random
 import time
 from itertools import islice
-from statistics import fmean
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ LAYERS, WIDTH, ROWS = 4, 64, 4
 PARTS = 8  # micro-batches of a rank
 SCENARIOS = ("none", "slow", "random", "stall", "stuck")
 DELAY, CHANCE = 0.32 / 0.99, 0.44  # of a step's time, as DropCompute's authors have it
-STALL_S, EVERY = 1.0, 60
+STALL_S = 1.0
 
 
 class Way:
@@ -42,6 +43,7 @@ class Way:
     def __init__(self, arguments, scenario):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.scenario, self.part_s = scenario, arguments.part_ms / 1e3
+        self.stall_every = arguments.stall_every
         torch.manual_seed(0)
         slow = 2 if scenario == "slow" and self.rank == self.world_size - 1 else 1
         self.net = sleeping_net(WIDTH, LAYERS, slow * self.part_s)
@@ -81,20 +83,26 @@ class Way:
     def hold_up(self):
         if self.scenario == "random" and self.chance.random() < CHANCE:
             time.sleep(DELAY * PARTS * self.part_s)
-        if self.scenario == "stall" and self.stalls():
+        if self.scenario == "stall" and self.rank == self.world_size - 1 and self.stalls(self.number):
             time.sleep(STALL_S)
 
     def stand_still(self):
         """Before a forward pass."""
         self.begun += 1
-        if self.scenario == "stuck" and self.begun == 3 and self.stalls():
+        is_last = self.rank == self.world_size - 1
+        if self.scenario == "stuck" and is_last and self.begun == 3 and self.stalls(self.number):
             time.sleep(STALL_S)
 
-    def stalls(self):
-        return self.rank == self.world_size - 1 and self.number % EVERY == EVERY // 2
+    def stalls(self, number):
+        """Whether the last rank does so in this step."""
+        return is_stalled(number, self.stall_every)
 
     def close(self):
         self.model.close()
+
+
+def is_stalled(step, stall_every):
+    return step % stall_every == stall_every // 2
 
 
 class Ddp(Way):
@@ -171,6 +179,7 @@ def arguments_of(description: str | None) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--block", type=int, default=12, help="steps of one way before it is the next one's turn")
     parser.add_argument("--part-ms", type=float, default=20.0, help="of a micro-batch")
+    parser.add_argument("--stall-every", type=int, default=60, help="steps from one stall to the next")
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=SCENARIOS)
     parser.add_argument("--quick", action="store_true", help="two blocks of six steps")
     arguments = parser.parse_args()
@@ -226,6 +235,21 @@ def measure(arguments, scenario) -> None:
         )
         columns = ("", "step, mean", "ratio", "of blocks", "dropped", "drawn by each", "requests", "waited")
         print_table(title, columns, rows)
+        if scenario in ("stall", "stuck"):
+            print_stalled(ways, arguments.block)
+
+
+def print_stalled(ways, block) -> None:
+    """This rank's steps in which the last one stood still, but for the first turn, of ``block`` steps."""
+    world_size = dist.get_world_size()
+    usual_s = median(ways["static split"].step_s)
+    without_it = world_size * usual_s / (world_size - 1)
+    most_s = min(without_it, usual_s + STALL_S / world_size) + usual_s / PARTS
+    print(f"the capacity that was lost, and a micro-batch: {most_s:.3f} s")
+    for name, way in ways.items():
+        found = [own for number, own in enumerate(way.step_s) if number >= block and way.stalls(number)]
+        if found:
+            print(f"steps with a stall, {name}: {', '.join(f'{own:.3f}' for own in found)} s")
 
 
 def blocks_of(step_s, arguments) -> list[float]:

@@ -19,7 +19,7 @@ from statistics import fmean
 
 import torch
 import torch.distributed as dist
-from pulled import CHANCE, DELAY, EVERY, PARTS, STALL_S, Pulled, Way, arguments_of, blocks_of
+from pulled import CHANCE, DELAY, PARTS, STALL_S, Pulled, Way, arguments_of, blocks_of, is_stalled
 
 from straggle import LateHandling, QuantileDeadline, StagedDataParallel, WaitForAll
 from straggle.advise.pulled import pulled
@@ -74,7 +74,8 @@ def measure(arguments, scenario):
 
 def compared(arguments, scenario, ways, blocks):
     reports = ways[STATIC].reports
-    own_s = [part_s(scenario, step, [rank.compute_s for rank in report.ranks]) for step, report in enumerate(reports)]
+    compute_s = [[rank.compute_s for rank in report.ranks] for report in reports]
+    own_s = [part_s(scenario, arguments.stall_every, step, own) for step, own in enumerate(compute_s)]
     held_s = held_up(arguments, scenario, len(own_s[0]))
     kept = slice(arguments.block, None)
     beside_s = fmean(blocks[STATIC]) - float(simulated(own_s, held_s, WaitForAll(), 0.0).all_s[kept].mean())
@@ -102,10 +103,10 @@ def compared(arguments, scenario, ways, blocks):
     return rows
 
 
-def part_s(scenario, step, compute_s):
+def part_s(scenario, stall_every, step, compute_s):
     """Seconds of each micro-batch of each rank (ranks, micro-batches), from the seconds of all of a rank's."""
     times = (torch.tensor(compute_s) / PARTS).unsqueeze(1).repeat(1, PARTS)
-    if scenario == "stuck" and step % EVERY == EVERY // 2:
+    if scenario == "stuck" and is_stalled(step, stall_every):
         times[-1] -= STALL_S / PARTS
         times[-1, 2] += STALL_S
     return times
@@ -117,7 +118,7 @@ def held_up(arguments, scenario, num_ranks):
     for step in range((arguments.runs + 1) * arguments.block):
         late_s = DELAY * PARTS * arguments.part_ms / 1e3
         own_s = [late_s * (scenario == "random" and chance.random() < CHANCE) for chance in chances]
-        own_s[-1] += STALL_S * (scenario == "stall" and step % EVERY == EVERY // 2)
+        own_s[-1] += STALL_S * (scenario == "stall" and is_stalled(step, arguments.stall_every))
         held_s.append(torch.tensor(own_s))
     return held_s
 
