@@ -5,7 +5,8 @@ python benchmarks/healthy_links.py --loopback --minutes 30
 
 About 5.1 MB of gradients, and 0.1 s of work a step that sleeps. All ranks have a `LinkPolicy`. Without ``--loopback``
 they are in network namespaces of this machine, whose links have no limit; that needs root. Each line is what a rank
-said of a link or a long merge, with the load of the machine. ``--pings`` writes each ping to a file.
+said of a link or a long merge, with the load of the machine. With ``--members`` a rank is put out and not a leaf.
+``--pings`` writes each ping to a file.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from straggle.merge.links import pings
 RANKS = 4
 WIDTH, LAYERS, WORK_S = 400, 7, 0.1
 MTU = 9000
+MORE = 50  # steps after the one in which rank 0 has seen that the time is over: no rank is further by then
 
 
 class Said(logging.Handler):
@@ -65,11 +67,15 @@ def train(rank, names, folder, options):
         store = dist.FileStore(f"{folder}/store")
         dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     torch.manual_seed(0)
-    model = straggle.StagedDataParallel(sleeping_net(WIDTH, LAYERS, WORK_S), links=straggle.LinkPolicy())
+    members = straggle.Elastic() if options["members"] else None
+    net = sleeping_net(WIDTH, LAYERS, WORK_S)
+    model = straggle.StagedDataParallel(net, links=straggle.LinkPolicy(), members=members)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    if members:
+        model.register_state(optimizer=optimizer)
     until, seconds, load, leaves = time.monotonic() + 60 * options["minutes"], [], [], 0
-    more = torch.ones(1)
-    while more:
+    ends, end = dist.FileStore(f"{folder}/ends"), None
+    while end is None or model.last_report.step < end:
         began = time.perf_counter()
         with model.step():
             model(torch.randn(4, WIDTH)).square().mean().backward()
@@ -77,11 +83,14 @@ def train(rank, names, folder, options):
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - began)
         load.append(os.getloadavg()[0])
-        leaves += any(own.leaf_since is not None for own in model.last_report.ranks)
-        if len(seconds) % 50 == 0:  # all end after the same step
-            more = torch.tensor([float(time.monotonic() < until)])
-            dist.broadcast(more, 0)
-    return {"seconds": seconds, "load": load, "leaves": leaves, "bytes": model.ping_bytes}
+        leaves += any(own.leaf_since is not None or own.absent for own in model.last_report.ranks)
+        if rank == 0 and end is None and time.monotonic() > until:
+            ends.set("end", str(model.last_report.step + MORE))
+        if end is None and ends.check(["end"]):
+            end = int(ends.get("end"))
+    found = {"seconds": seconds, "load": load, "leaves": leaves, "bytes": model.ping_bytes}
+    model.close()
+    return found
 
 
 def measured(options):
@@ -97,6 +106,7 @@ def measured(options):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--members", action="store_true", help="ranks may be put out")
     parser.add_argument("--loopback", action="store_true", help="no namespaces")
     parser.add_argument("--niceness", type=int, default=-10, help="of what forwards packets (default: -10)")
     parser.add_argument("--pings", help="beginning of the names of files, one for each rank")
@@ -110,7 +120,9 @@ def main():
     load = first["load"]
     print(f"{len(first['seconds'])} steps, the median {1e3 * statistics.median(first['seconds']):.0f} ms")
     print(f"load {min(load):.1f} to {max(load):.1f}, {statistics.median(load):.1f} in the middle")
-    print(f"steps with a leaf: {first['leaves']}; {first['bytes'] / 1e6:.1f} MB of pings from rank 0")
+    print(
+        f"steps with a leaf, or without a member: {first['leaves']}; {first['bytes'] / 1e6:.1f} MB of pings from rank 0"
+    )
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ _LOOK_S = 0.5
 _BEGINS_S = 2.0  # a job that is over sooner opens no port
 _LONGEST_WAIT_S = 60.0  # for a merge to end
 _LONG_EVERY_S = 1.5  # between the beginnings of two pings while a merge is long
+_IN_VAIN_S = 300.0  # for which no merge is pinged in its middle, where that has found nothing: a rank is waited for
 _TWICE = 2  # so often a way is measured in a long merge before that says anything
 _DOUBTED = 4  # times as many bytes where a way looks slow, to be sure
 
@@ -91,6 +92,7 @@ class Pings:
         self._doubted = 0  # how many of the last rounds, one after another, had a way that looked slow
         self._long = LongMerge()
         self._num_long = 0  # rounds of pings since merges are long
+        self._in_vain_at = -math.inf  # since when they find nothing
         self._submitted: dict[int, bool] = {}  # whether a peer that was pinged had, when this rank had
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -147,13 +149,14 @@ class Pings:
             return
         self._quickest_s = min(self._quickest_s, merged.seconds)
         self._long.merged(merged.step, merged.network_s)
-        lasts = self._long.lasts(self._on_its_way()[1])
-        self._num_long = self._num_long if lasts else 0
-        if self._pings_now(merged, is_long=lasts):
+        in_vain = time.monotonic() - self._in_vain_at < _IN_VAIN_S
+        is_long = self._long.lasts(self._on_its_way()[1]) and not in_vain
+        self._num_long = self._num_long if is_long else 0
+        if self._pings_now(merged, is_long=is_long):
             self._began_at = time.monotonic()
-            self._ping(merged, is_long=lasts)
+            self._ping(merged, is_long=is_long)
             self._pinged_at = time.monotonic()
-            if lasts:
+            if is_long:
                 self._num_long += 1
                 self._judge_long_merge()
         self._judge(merged)
@@ -264,7 +267,11 @@ class Pings:
 
     def _judge_long_merge(self) -> None:
         """Tell what was measured in long merges, where that is enough; a rank that has not submitted is waited for."""
-        if self._on_long is not None and self._num_long >= ROUNDS:
+        if self._num_long < ROUNDS:
+            return
+        if not self._doubted:
+            self._in_vain_at = time.monotonic()
+        elif self._on_long is not None:
             times = Counter(way.target for one in self._rounds for _, way in one)
             ways = [way for _, way in best_ways(self._rounds) if times[way.target] >= _TWICE]
             self._on_long(rank_links((way for way in ways if self._submitted[way.target]), self._world_size))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import socket
 import threading
@@ -15,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from straggle.merge.links.pings import Merged, Pings
-from straggle.merge.store import JobStore, connect
+from straggle.merge.store import JobStore, connect, peek
 from straggle.policies.links import Link
 from straggle.policies.rank_links import RankLink, Way
 
@@ -164,23 +165,84 @@ def test_a_way_that_is_no_slower_than_the_way_to_itself_is_not_said(
     assert one.ways == ()
 
 
-def test_in_a_long_merge_ranks_are_pinged_and_what_is_found_of_those_that_have_submitted_is_told(
-    ranks: Sequence[Rank],
-) -> None:
-    one, other, computing = ranks
-    for peer in (other, computing):
+@contextlib.contextmanager
+def narrow_way(port: int) -> Iterator[int]:
+    """A port that leads to another one, to which it carries 1 MB a second."""
+    closing = threading.Event()
+
+    def carry(source: socket.socket, target: socket.socket, seconds: float) -> None:
+        with contextlib.suppress(OSError):
+            while part := source.recv(4096):
+                time.sleep(seconds)
+                target.sendall(part)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+    def serve(listener: socket.socket) -> None:
+        while not closing.is_set():
+            with contextlib.suppress(TimeoutError):
+                client, _ = listener.accept()
+                with client, socket.create_connection((LOCAL, port)) as peer:
+                    back = threading.Thread(target=carry, args=(peer, client, 0.0))
+                    back.start()
+                    carry(client, peer, 0.004)
+                    back.join()
+
+    with socket.create_server((LOCAL, 0)) as listener:
+        listener.settimeout(0.1)
+        thread = threading.Thread(target=serve, args=(listener,))
+        thread.start()
+        yield listener.getsockname()[1]
+        closing.set()
+        thread.join()
+
+
+def long_merge(ranks: Sequence[Rank]) -> None:
+    """Rank 0's merge of step 10 does not end, where the ones before took 10 ms; the others are known to be quick."""
+    one = ranks[0]
+    one.known = tuple(Way(a, b, Link(1e-4, 65e6)) for a, b in ((1, 2), (2, 1)))
+    for peer in ranks[1:]:
         peer.pings.begin()
+        peer.on_its_way = 10, 2.0
     for step in range(10):
         one.merge(step)
         one.measured.wait(0.6)  # it has seen each of them
-    other.on_its_way, computing.on_its_way = (10, 2.0), (10, 0.0)
     assert not one.in_long_merges
-    one.on_its_way = 10, 2.0  # and no merge ends
+    one.on_its_way = 10, 2.0
+
+
+@pytest.mark.parametrize("has_submitted", [True, False])
+def test_what_is_found_in_a_long_merge_of_ranks_that_have_submitted_is_told(
+    ranks: Sequence[Rank], has_submitted: bool
+) -> None:
+    one, slow, _ = ranks
+    slow.pings.begin()
     until = time.monotonic() + LIMIT_S
-    while time.monotonic() < until and not one.in_long_merges:
+    while time.monotonic() < until and (place := slow.store.ask(lambda store: peek(store, "ping/1"))) is None:
         time.sleep(0.01)
-    links = one.in_long_merges[0]
-    assert [link.is_known for link in links] == [True, True, False]
+    assert place is not None
+    with narrow_way(int(place.split()[0])) as port:
+        slow.store.ask(partial(_publish, key="ping/1", place=f"{port} {LOCAL}"))
+        long_merge(ranks)
+        slow.on_its_way = 10, 2.0 if has_submitted else 0.0
+        while time.monotonic() < until and not one.in_long_merges:
+            time.sleep(0.01)
+        links = one.in_long_merges[0]
+        one.pings.close()
+    assert [link.is_known for link in links] == [True, has_submitted, True]
+    assert links[2].down_bytes_per_s > 5e6
+    assert not links[1].down_bytes_per_s > 1.1e6
+
+
+def test_a_long_merge_in_which_no_link_is_slow_is_not_pinged_for_long(ranks: Sequence[Rank]) -> None:
+    one = ranks[0]
+    long_merge(ranks)
+    until, num_bytes = time.monotonic() + LIMIT_S, -1
+    while time.monotonic() < until and one.pings.num_bytes != num_bytes:
+        num_bytes = one.pings.num_bytes
+        time.sleep(2.5)
+    assert one.pings.num_bytes == num_bytes
+    assert not one.in_long_merges
 
 
 def _publish(store: Any, *, key: str, place: str) -> None:
