@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from straggle.merge.channel import PeerFailed
 from straggle.merge.members.member import Member
-from straggle.merge.members.membership import MembersChanged
+from straggle.merge.members.view_chain import MembersChanged
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.round import MergedStep, Round
 from straggle.merge.telemetry import Table, absent_row

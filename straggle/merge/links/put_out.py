@@ -33,7 +33,7 @@ class PutOut:
     """
 
     def __init__(self, policy: LinkPolicy, membership: Membership, *, num_bytes: int) -> None:
-        self._policy, self._membership = policy, membership
+        self._policy, self._membership, self._watch = policy, membership, membership.watch
         self._num_bytes = num_bytes
         self._places = Places()
         self._seen: SeenLinks | None = None  # after the last step
@@ -64,7 +64,7 @@ class PutOut:
         if self._membership.rank == min(self._membership.view.ranks, default=-1):
             for rank in before.out - places.out:
                 _log.info("step %d: rank %d may be let in again", step, rank)
-        kept = {rank: why for rank, why in self._membership.kept_out.items() if rank in places.out}
+        kept = {rank: why for rank, why in self._watch.kept_out.items() if rank in places.out}
         self._use(places, {rank: _why(seen.links, rank) for rank in places.out} | kept)
 
     def _followed(self, step: int) -> Places:
@@ -85,7 +85,7 @@ class PutOut:
             return
         gone = self._policy.leaving_now(self._places, replace(self._seen, links=links)) - {self._membership.rank}
         if gone and self._membership.rank == min(set(view.ranks) - gone, default=-1):
-            self._membership.keep_out({**self._membership.kept_out, **{rank: _why(links, rank) for rank in gone}})
+            self._watch.keep_out({**self._watch.kept_out, **{rank: _why(links, rank) for rank in gone}})
 
     def follow(self, view: View, step: int, *, new: bool) -> None:
         """The members are those of ``view`` from ``step`` on: all have the same ranks out because of their links.
@@ -94,14 +94,14 @@ class PutOut:
         """
         gone = frozenset() if new else view.by_link - self._by_link - self._places.out
         self._by_link, self._following = view.by_link, (step, gone)
-        known = self._membership.kept_out
+        known = self._watch.kept_out
         kept = {rank: known.get(rank, _NO_REASON) for rank in self._places.out | gone}
         if kept != known:
-            self._membership.keep_out(kept)
+            self._watch.keep_out(kept)
 
     def _use(self, places: Places, why: Mapping[int, Leaving]) -> None:
         self._places = places
-        self._membership.keep_out(why)
+        self._watch.keep_out(why)
 
     # -- for a member that is let in; by the training thread, while nothing else is called
 

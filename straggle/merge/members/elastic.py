@@ -21,8 +21,9 @@ from torch import Tensor
 from straggle.merge.channel import Channel, LongWait, PeerFailed, uncaught
 from straggle.merge.groups import GlooGroup, Groups, is_over
 from straggle.merge.members.agents import DONE, Exited, exited
-from straggle.merge.members.membership import JobDone, MembersChanged, Membership
+from straggle.merge.members.membership import JobDone, Membership
 from straggle.merge.members.view import Elastic, View
+from straggle.merge.members.view_chain import MembersChanged
 from straggle.merge.store import check_answers, connect_all, default_store
 
 _SLICE_S = 0.02
@@ -149,7 +150,7 @@ class ElasticChannel(Channel):
         return True
 
     def _is_annulled(self, view: View) -> bool:
-        return not view.has_begun and self.membership.annulled == view.job
+        return not view.has_begun and self.membership.chain.annulled == view.job
 
     def exchange(self, tensor: Tensor, view: View) -> list[Tensor]:
         """Every member's ``tensor``. Raises `MembersChanged` where there is a newer view before that."""
@@ -159,7 +160,7 @@ class ElasticChannel(Channel):
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's ``value``; when members may leave, for an absent rank that of the lowest member."""
-        if not self.membership.watches:
+        if not self.membership.watch.is_on:
             return super().gather(value)
         membership = self.membership
         membership.publish(f"gathered/{self.rank}", json.dumps(value))
@@ -216,8 +217,8 @@ class ElasticChannel(Channel):
                 if is_over(work, _SLICE_S):
                     return
             except RuntimeError as error:
-                self.membership.connection_broke()
-                if not self.membership.wait_newer(view.generation, self.give_up_s):
+                self.membership.watch.connection_broke()
+                if not self.membership.chain.wait_newer(view.generation, self.give_up_s):
                     raise PeerFailed(f"rank {self.rank}: {error}") from error
             if self.membership.view.generation > view.generation:
                 raise MembersChanged
@@ -234,12 +235,12 @@ class ElasticChannel(Channel):
                     return
             except RuntimeError:
                 broke = True
-                self.membership.connection_broke()
+                self.membership.watch.connection_broke()
             if broke:
                 time.sleep(_SLICE_S)
             if self._is_annulled(self.membership.view):
                 raise MetAnew
-            if self.generation == 0 and self.membership.view.generation > 0 and not self.membership.watches:
+            if self.generation == 0 and self.membership.view.generation > 0 and not self.membership.watch.is_on:
                 raise PeerFailed(f"{what}: {self.membership.view.said()}, while the model was wrapped")
             if time.monotonic() > until:
                 raise PeerFailed(self.explain(what))

@@ -71,7 +71,7 @@ class Healing:
             coordinator.member.check_ended()
             coordinator.member.is_back = True
             arrival, begins = self._arrival, coordinator.member.absent_until
-            if step < begins and (begins < sys.maxsize or step < self._membership.furthest_step):
+            if step < begins and (begins < sys.maxsize or step < self._membership.watch.furthest_step):
                 break  # its peers have made this step without it
             coordinator.member.awaits_state = True
             if begins == step and arrival is not None and arrival.state is not None:

@@ -1,31 +1,40 @@
-"""A rank's signs of life, which wait for no answer."""
+"""A rank's signs of life, which wait for no answer; and those of others."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from straggle.merge.members.view import View
+from straggle.merge.store import peek
 
 BEAT_S = 0.1
 UNANSWERED_S = 5.0  # after which a rank that hears nothing from the store says nothing either: it could not be led
+_NO_SIGN = "0 -1"  # of a member that has not been heard since the store was started anew
 
 
 class Heartbeat:
-    """Calls ``beat(store)`` ten times a second, on a thread and a connection of its own, from `start` to `stop`.
+    """Of one incarnation of a rank: a sign ten times a second, from `start` to `stop`; ``step()`` is told with it.
 
-    A sign of life is a word that is written, and the store says nothing to it. So signs come as often on a link that is
-    full or far, where an answer takes seconds, and a lost packet delays only what comes before it is sent again.
-    Who asks the store something calls `answered`: without answers for 5 s a rank is silent, as its link is cut in one
-    direction.
+    On a thread and a connection of its own. A sign of life is a word that is written, and the store says nothing to it.
+    So signs come as often on a link that is full or far, where an answer takes seconds, and a lost packet delays only
+    what comes before it is sent again. Who asks the store something calls `answered`: without answers for 5 s a rank is
+    silent, as its link is cut in one direction.
     """
 
-    def __init__(self, connect: Callable[[], Any], beat: Callable[[Any], None]) -> None:
-        self._connect, self._beat = connect, beat
+    def __init__(self, rank: int, incarnation: str, connect: Callable[[], Any], step: Callable[[], int]) -> None:
+        self._key = _key(rank, incarnation)
+        self._connect, self._step = connect, step
         self._answered_at = time.monotonic()
         self._stopping = threading.Event()
         self._life = 0  # which of the threads beats: one that is stuck has a successor
         self.threads: list[threading.Thread] = []  # that may still be there
+
+    def beat(self, store: Any) -> None:
+        """Give a sign now, by this connection."""
+        store.set(self._key, f"{time.monotonic()} {self._step()}")
 
     def start(self) -> None:
         """Begin."""
@@ -57,7 +66,21 @@ class Heartbeat:
                 continue
             try:
                 store = store or self._connect()
-                self._beat(store)
+                self.beat(store)
             except (RuntimeError, OSError):  # who watches says that the store is lost
                 store = None
                 self._stopping.wait(1.0)
+
+
+def signs_of(store: Any, view: View, ranks: Sequence[int]) -> dict[int, str]:
+    """The last signs of life of these members of a view."""
+    return {rank: peek(store, _key(rank, view.members[rank])) or _NO_SIGN for rank in ranks}
+
+
+def step_in(sign: str) -> int:
+    """The step that its rank was in."""
+    return int(sign.split(" ")[1])
+
+
+def _key(rank: int, incarnation: str) -> str:
+    return f"beat/{rank}/{incarnation}"

@@ -253,7 +253,7 @@ class Member:
         rank, stood_in = self._rank.channel.rank, table.stood_in_ranks()
         membership.step = self._rank.merging.step
         self._healing = self._healing & stood_in
-        membership.healing = stood_in
+        membership.watch.healing = stood_in
         if self._rank.stand_in.healing and self._catch_up is None and not self.fell_behind:
             self._tables.append((step, table))
         else:
@@ -264,7 +264,7 @@ class Member:
             if table.admits_of(rank):
                 self._gives_at = step + 1
             self._freeze()  # nothing of the next step is on its way when the others come in
-            membership.hold(step + 1, leads=table.admits_of(rank))
+            membership.chain.hold(step + 1, leads=table.admits_of(rank))
 
     def _judge_links(self, step: int, table: Table) -> None:
         if self.links is not None:
@@ -273,7 +273,7 @@ class Member:
     def _note_healing(self, ranks: frozenset[int]) -> None:
         self._healing = ranks
         if self._membership is not None:
-            self._membership.healing = ranks
+            self._membership.watch.healing = ranks
 
     def taken(self) -> None:
         """The training thread has taken a merged step."""

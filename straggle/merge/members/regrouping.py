@@ -12,9 +12,10 @@ import torch.distributed as dist
 
 from straggle.merge.members.elastic import ElasticChannel
 from straggle.merge.members.member import Member
-from straggle.merge.members.membership import MembersChanged, TooFewRanks
+from straggle.merge.members.membership import TooFewRanks
 from straggle.merge.members.provenance import provenance
 from straggle.merge.members.view import Leaving, MergeProgress, Silence, View, progress_length, repair
+from straggle.merge.members.view_chain import MembersChanged
 from straggle.merge.store import StoreUnreachable
 from straggle.report import MembersReport
 
@@ -50,7 +51,7 @@ class Regrouping:
 
     def start(self) -> None:
         """Start the thread: from now on the others go on where a member leaves."""
-        self._membership.watches = True
+        self._membership.watch.is_on = True
         self._thread.start()
 
     def close(self) -> None:
@@ -91,7 +92,7 @@ class Regrouping:
         """Do what is to be done now, or wait for a moment."""
         if self._membership.is_member and self.leaves is not None:
             self.leaves()
-        if self._membership.wait_newer(self._channel.generation, _LOOK_S):
+        if self._membership.chain.wait_newer(self._channel.generation, _LOOK_S):
             self._newer_at = time.monotonic()
             self._follow()
         elif time.monotonic() - self._newer_at > _RETURN_S:
@@ -102,10 +103,10 @@ class Regrouping:
     def _check_store(self) -> None:
         """Without its store no rank can leave or come back, so the job ends when that has been lost for too long."""
         membership = self._membership
-        signs = {_ANSWERS: str(membership.num_looks), _TURNS: str(membership.num_turns)}
+        signs = {_ANSWERS: str(membership.watch.num_looks), _TURNS: str(membership.watch.num_turns)}
         self._silence.look(time.monotonic(), signs)
         if _TURNS in self._silence.longer_than(_STUCK_S):
-            membership.connect_anew()
+            membership.watch.connect_anew()
             self._silence.forget(_TURNS)
         if _ANSWERS in self._silence.longer_than(self._channel.give_up_s):
             raise StoreUnreachable(
@@ -124,8 +125,8 @@ class Regrouping:
     def _follow(self) -> None:
         """Come to the newest view."""
         membership = self._membership
-        if membership.held is not None:
-            self._let_in(*membership.held)
+        if membership.chain.held is not None:
+            self._let_in(*membership.chain.held)
         view = membership.view
         if view.generation <= self._channel.generation:
             return
@@ -155,7 +156,7 @@ class Regrouping:
 
     def _say_why(self, view: View) -> None:
         """A rank that others have put out knows of it here."""
-        changes = view.changes_since(self._reported, dict(self._membership.changes))
+        changes = view.changes_since(self._reported, dict(self._membership.chain.changes))
         self._reported = view
         for change in changes:
             if change.rank == self._channel.rank and not change.joined and change.kind != "done":
@@ -164,7 +165,7 @@ class Regrouping:
                 )
 
     def _report(self, view: View, seconds: float) -> None:
-        changes = view.changes_since(self._reported, dict(self._membership.changes))
+        changes = view.changes_since(self._reported, dict(self._membership.chain.changes))
         self._reported = view
         if self.on_changed is not None and changes:
             self.on_changed(
@@ -213,7 +214,7 @@ class Regrouping:
 
     def _let_in(self, step: int, leads: bool) -> None:
         """The members wait for a view in which others come in."""
-        self._membership.held = None
+        self._membership.chain.held = None
         until = time.monotonic() + 5.0
         if leads:
             self._membership.admit(step)

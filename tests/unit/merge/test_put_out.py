@@ -18,10 +18,11 @@ SLOW = Leaving("link", "its link is slow")
 
 
 class Members:
-    """What is asked of `Membership`."""
+    """What is asked of `Membership` and its `Watch`."""
 
     def __init__(self, rank: int, least: int = 3) -> None:
         self.rank, self.least, self.view = rank, least, FIRST
+        self.watch = self
         self.kept_out: Mapping[int, Leaving] = {}
 
     @property
