@@ -589,14 +589,14 @@ def finish_steps_while_others_ask(rank):
         begin_step()
         membership.joins.wanted = {rank: "another incarnation"}
         coordinator.finish(truncated=False, scalars={})
-        held.append(membership.held)
-        membership.held, admits = None, coordinator.member.telemetry_of(0)
+        held.append(membership.chain.held)
+        membership.chain.held, admits = None, coordinator.member.telemetry_of(0)
         coordinator.member.regroup(channel.groups, view, Repair(1), torch.empty(0))
         begin_step()
         coordinator.member.freeze()
         coordinator.member.regroup(channel.groups, view, Repair(2, completed=1, giver=0), admits)
         coordinator.finish(truncated=False, scalars={})
-        held.append(membership.held)
+        held.append(membership.chain.held)
     finally:
         coordinator.close()
     return held
