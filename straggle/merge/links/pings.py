@@ -31,6 +31,7 @@ _BEGINS_S = 2.0  # a job that is over sooner opens no port
 _LONGEST_WAIT_S = 60.0  # for a merge to end
 _LONG_EVERY_S = 1.5  # between the beginnings of two pings while a merge is long
 _IN_VAIN_S = 300.0  # for which no merge is pinged in its middle, where that has found nothing: a rank is waited for
+_PAUSE_S = 60.0  # and where it has, but merges are as long as before: pings have a part of a narrow link
 _TWICE = 2  # so often a way is measured in a long merge before that says anything
 _DOUBTED = 4  # times as many bytes where a way looks slow, to be sure
 
@@ -92,7 +93,7 @@ class Pings:
         self._doubted = 0  # how many of the last rounds, one after another, had a way that looked slow
         self._long = LongMerge()
         self._num_long = 0  # rounds of pings since merges are long
-        self._in_vain_at = -math.inf  # since when they find nothing
+        self._pauses_until = -math.inf  # no merge is pinged in its middle
         self._submitted: dict[int, bool] = {}  # whether a peer that was pinged had, when this rank had
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -149,8 +150,7 @@ class Pings:
             return
         self._quickest_s = min(self._quickest_s, merged.seconds)
         self._long.merged(merged.step, merged.network_s)
-        in_vain = time.monotonic() - self._in_vain_at < _IN_VAIN_S
-        is_long = self._long.lasts(self._on_its_way()[1]) and not in_vain
+        is_long = self._long.lasts(self._on_its_way()[1]) and time.monotonic() >= self._pauses_until
         self._num_long = self._num_long if is_long else 0
         if self._pings_now(merged, is_long=is_long):
             self._began_at = time.monotonic()
@@ -270,7 +270,9 @@ class Pings:
         if self._num_long < ROUNDS:
             return
         if not self._doubted:
-            self._in_vain_at = time.monotonic()
+            self._pauses_until = time.monotonic() + _IN_VAIN_S
+        elif self._num_long > 2 * ROUNDS:
+            self._pauses_until = time.monotonic() + _PAUSE_S
         elif self._on_long is not None:
             times = Counter(way.target for one in self._rounds for _, way in one)
             ways = [way for _, way in best_ways(self._rounds) if times[way.target] >= _TWICE]
