@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from straggle.merge.links.addresses import own_address
 from straggle.merge.links.network_event import LongMerge
@@ -53,6 +53,16 @@ class Merged:
     out: tuple[int, ...] = ()
 
 
+@dataclass
+class _Round:
+    """One round of pings: what was found, whether a way looked slow, and whether this machine was busy."""
+
+    found: list[tuple[float, Way]] = field(default_factory=list)
+    doubted: bool = False
+    is_busy: bool = False
+    asks_out: bool = False  # the peers were pinged, and the ranks that were put out are to be
+
+
 class Pings:
     """Of one rank, until `close`; from the first merge on that comes ``begins_s`` seconds after it was made.
 
@@ -89,7 +99,8 @@ class Pings:
         self._quickest_s = math.inf  # of the steps
         self._place, self._count = rank, world_size  # among the members
         self._rounds: deque[tuple[tuple[float, Way], ...]] = deque(maxlen=ROUNDS)  # the newest first
-        self._number = 0
+        self._round: _Round | None = None  # that is not over
+        self._number = 0  # of rounds
         self._doubted = 0  # how many of the last rounds, one after another, had a way that looked slow
         self._long = LongMerge()
         self._num_long = 0  # rounds of pings since merges are long
@@ -201,28 +212,40 @@ class Pings:
     # -- one round of pings
 
     def _ping(self, merged: Merged, *, is_long: bool) -> None:
-        """``is_long``: in the middle of a long merge, where a ping takes long, all peers are asked, and each once."""
+        """Ping two peers or, in the next turn of the round, the ranks that were put out; a round is over with these.
+
+        One after another, so that a ping is over before the next merge begins. ``is_long``: in the middle of a long
+        merge, where a ping takes long, all peers are asked, and each once.
+        """
         hosts = self._places.hosts(merged.members)
         others = others_link(rank_links(merged.ways, self._world_size), self._rank)
-        found, doubted, is_busy = [], False, False
         out = tuple(self._places.hosts(merged.out))
-        numbers = range(DISTANCES) if is_long else (self._number,)
-        peers = dict.fromkeys(peer for number in numbers for peer in peers_of(self._rank, hosts, number))
-        for peer in (*out, *peers):
+        now = self._round = self._round or _Round()
+        if now.asks_out:
+            peers = out
+        else:
+            numbers = range(DISTANCES) if is_long else (self._number,)
+            peers = tuple(dict.fromkeys(peer for number in numbers for peer in peers_of(self._rank, hosts, number)))
+        for peer in peers:
             link = self._measured(peer, others, both_ways=peer in out, doubts=not is_long)
             if link is None:
                 continue
             if _looks_slow(link, others):
                 if self._is_as_slow_itself(link):
-                    is_busy = True
+                    now.is_busy = True
                     continue
-                doubted = True
-            found.append((time.monotonic(), Way(self._rank, peer, link)))
-        self._number += 1
-        if is_busy and not found:
+                now.doubted = True
+            now.found.append((time.monotonic(), Way(self._rank, peer, link)))
+        if out and not (now.asks_out or is_long):
+            now.asks_out = self._is_due = True
+            self._due_at = time.monotonic()
             return
-        self._doubted = self._doubted + 1 if doubted else 0
-        self._rounds.appendleft(tuple(found))
+        self._round = None
+        self._number += 1
+        if now.is_busy and not now.found:
+            return
+        self._doubted = self._doubted + 1 if now.doubted else 0
+        self._rounds.appendleft(tuple(now.found))
         if len(self._rounds) == ROUNDS:
             self._sink(best_ways(self._rounds))
 
@@ -233,6 +256,7 @@ class Pings:
 
     def _forget(self) -> None:
         """This rank is no member. When it is one again its link may be another, and its peers have measured that."""
+        self._round = None
         if self._rounds:
             self._rounds.clear()
             self._sink(())

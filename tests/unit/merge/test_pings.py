@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from straggle.merge.links import ping
 from straggle.merge.links.pings import Merged, Pings
 from straggle.merge.store import JobStore, connect, peek
 from straggle.policies.links import Link
@@ -36,6 +37,7 @@ class Rank:
         self.on_its_way = 0, 0.0
         self.num_looks = 0  # at the merge that is on its way
         self.members = tuple(range(world_size))
+        self.out: tuple[int, ...] = ()
         self.known: tuple[Way, ...] = ()  # of all ranks
         self.in_long_merges: list[Sequence[RankLink]] = []
         self.pings = Pings(
@@ -58,7 +60,7 @@ class Rank:
         self.measured.set()
 
     def merge(self, step: int) -> None:
-        self.pings.merged(step, lambda: Merged(step, 0.1, 0.01, self.members, self.known))
+        self.pings.merged(step, lambda: Merged(step, 0.1, 0.01, self.members, self.known, self.out))
 
 
 @pytest.fixture
@@ -94,6 +96,30 @@ def test_each_rank_measures_the_ways_to_its_two_neighbours_until_it_is_no_member
         ranks[0].merge(step)
         ranks[0].measured.wait(1.0)
     assert ranks[0].ways == ()
+
+
+def test_who_is_out_is_pinged_in_a_turn_of_its_own(ranks: Sequence[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    one, peer, out = ranks
+    one.members, one.out, step, turns = (0, 1), (2,), 0, list[tuple[int, bool]]()
+    measured = ping.measure
+
+    def measure(*place: Any, both_ways: bool) -> ping.Measured:
+        turns.append((step, both_ways))
+        return measured(*place, both_ways=both_ways)
+
+    monkeypatch.setattr("straggle.merge.links.pings.measure", measure)
+    for other in (peer, out):
+        other.pings.begin()
+    until = time.monotonic() + LIMIT_S
+    while time.monotonic() < until and {way.target for _, way in one.ways} != {1, 2}:
+        one.merge(step)
+        time.sleep(0.3)  # more than a ping takes here
+        step += 1
+    assert {way.target for _, way in one.ways} == {1, 2}
+    pinged = dict(turns)
+    assert len(pinged) == len(turns)  # in no turn both of them
+    in_turns = list(pinged.values())
+    assert in_turns[:4] == [False, True, False, True]
 
 
 def test_who_is_closed_before_its_first_merge_opens_no_port(ranks: Sequence[Rank]) -> None:
