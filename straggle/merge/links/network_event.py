@@ -44,8 +44,12 @@ class LongMerge:
         return min(lately, default=0.0) > max(LONGER * usual_s, usual_s + MATTERS * step_s)
 
     def lasts(self, seconds: float) -> bool:
-        """Whether the merge that has been on its way for so long is long, or the one before it was."""
-        return max(seconds, self._last_s) >= long_after_s(self._usual_s)
+        """Whether the merge that has been on its way for so long is long, or the one before it was.
+
+        Before it is known what is usual, as in a job that begins with a slow link, any that takes `LEAST_S` may be.
+        """
+        limit_s = long_after_s(self._usual_s) if len(self._usual_s) >= _ENOUGH else LEAST_S
+        return max(seconds, self._last_s) >= limit_s
 
     def words(
         self,

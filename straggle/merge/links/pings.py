@@ -293,13 +293,14 @@ class Pings:
         """Tell what was measured in long merges, where that is enough; a rank that has not submitted is waited for."""
         if self._num_long < ROUNDS:
             return
-        if not self._doubted:
+        times = Counter(way.target for one in self._rounds for _, way in one)
+        ways = [way for _, way in best_ways(self._rounds) if times[way.target] >= _TWICE]
+        links = rank_links(ways, self._world_size)
+        if not any(slow_in(link, others_link(links, rank)) for rank, link in enumerate(links)):
             self._pauses_until = time.monotonic() + _IN_VAIN_S
         elif self._num_long > 2 * ROUNDS:
             self._pauses_until = time.monotonic() + _PAUSE_S
         elif self._on_long is not None:
-            times = Counter(way.target for one in self._rounds for _, way in one)
-            ways = [way for _, way in best_ways(self._rounds) if times[way.target] >= _TWICE]
             self._on_long(rank_links((way for way in ways if self._submitted[way.target]), self._world_size))
 
     # -- what is said

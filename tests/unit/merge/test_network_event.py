@@ -95,3 +95,20 @@ def test_an_event_is_said_once_and_the_next_one_again() -> None:
     assert said(merges, 3.0, {1: 11}, step=11) is None
     assert said(merges, 3.0, {1: 12}, step=12) is None
     assert said(merges, 3.0, {1: 20}, step=20) is not None
+
+
+@pytest.mark.parametrize(
+    ("num_merges", "seconds", "lasts"),
+    [(10, 1.4, False), (10, 1.6, True), (3, 1.4, False), (3, 1.6, True)],  # what is usual is not known after three
+)
+def test_a_merge_lasts_until_one_is_over_that_was_not_long(num_merges: int, seconds: float, lasts: bool) -> None:
+    merges = after(num_merges)
+    assert merges.lasts(seconds) == lasts
+    merges.merged(num_merges, seconds)
+    assert merges.lasts(0.0) == lasts
+    merges.merged(num_merges + 1, 0.2)
+    assert not merges.lasts(0.0)
+
+
+def test_merges_that_always_take_long_are_not_long() -> None:
+    assert not after(10, 8.0).lasts(30.0)
