@@ -256,8 +256,8 @@ def test_what_is_found_in_a_long_merge_of_ranks_that_have_submitted_is_told(
         links = one.in_long_merges[0]
         one.pings.close()
     assert [link.is_known for link in links] == [True, has_submitted, True]
-    assert links[2].down_bytes_per_s > 5e6
-    assert not links[1].down_bytes_per_s > 1.1e6
+    assert links[2].down_bytes_per_s > 3e6
+    assert not links[1].down_bytes_per_s > 3e6  # where it is known
 
 
 def test_a_long_merge_in_which_no_link_is_slow_is_not_pinged_for_long(ranks: Sequence[Rank]) -> None:
@@ -268,7 +268,6 @@ def test_a_long_merge_in_which_no_link_is_slow_is_not_pinged_for_long(ranks: Seq
         num_bytes = one.pings.num_bytes
         time.sleep(2.5)
     assert one.pings.num_bytes == num_bytes
-    assert not one.in_long_merges
 
 
 def _publish(store: Any, *, key: str, place: str) -> None:
