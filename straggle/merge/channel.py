@@ -13,7 +13,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -342,6 +342,14 @@ class _Progress:
 
     merged: int = -1
     explained: bool = False
+    # in a notebook, that of another cell
+    earlier: BaseException | None = field(default_factory=lambda: getattr(sys, "last_value", None))
+
+    @property
+    def uncaught(self) -> BaseException | None:
+        """The exception that ends this process, where the interpreter leaves it for debuggers; ``None``: none does."""
+        error: BaseException | None = getattr(sys, "last_value", None)
+        return None if error is self.earlier else error
 
     @property
     def after(self) -> str:
@@ -369,18 +377,13 @@ class _End:
 def _end(store: JobStore, rank: int, progress: _Progress) -> None:
     """When the model is closed, or the process ends: leave word why, where the peers do not know yet."""
     if not progress.explained:
-        if (error := sys.exc_info()[1] or uncaught()) is not None:
+        if (error := sys.exc_info()[1] or progress.uncaught) is not None:
             store.post(partial(_leave_word, f"failure/{rank}", progress.raised(rank, error), _TROUBLE))
         else:
             why = "its loop was over, or it called sys.exit; use model.join(loader) for uneven data"
             word = f"{progress.merged} rank {rank} ended {progress.after} ({why})"
             store.post(partial(_leave_word, f"ended/{rank}", word, _ENDED))
     store.close()
-
-
-def uncaught() -> BaseException | None:
-    """The exception that ends this process, where the interpreter leaves it for debuggers; ``None``: there is none."""
-    return getattr(sys, "last_value", None)
 
 
 # -- what the store's thread does

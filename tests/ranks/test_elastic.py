@@ -314,6 +314,7 @@ def train_two_models(rank, board, first):
     rank 0 ends without it, and skips a model that it is too late for.
     """
     made = []
+    sys.last_value = ValueError("of another cell of a notebook, which ends nothing")
     for number, steps in enumerate((first, 5)):
         try:
             with staged(plain(), members=Elastic(min_ranks=1, suspect_s=0.5)) as model:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from straggle.merge.channel import Channel, LongWait, PeerFailed, uncaught
+from straggle.merge.channel import Channel, LongWait, PeerFailed
 from straggle.merge.groups import GlooGroup, Groups, is_over
 from straggle.merge.members.agents import DONE, Exited, exited
 from straggle.merge.members.membership import JobDone, Membership
@@ -249,7 +249,7 @@ class ElasticChannel(Channel):
 
     def close(self) -> None:
         """Leave the job: at the end of its loop when the others have come as far, and with the error that ends it."""
-        error = uncaught()
+        error = self._progress.uncaught
         if error is None or isinstance(error, PeerFailed) or self.membership.left_for_good:
             self.membership.leave_at_the_end()
         else:
