@@ -24,10 +24,17 @@ class Heartbeat:
     silent, as its link is cut in one direction.
     """
 
-    def __init__(self, rank: int, incarnation: str, connect: Callable[[], Any], step: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        incarnation: str,
+        connect: Callable[[], Any],
+        step: Callable[[], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._key = _key(rank, incarnation)
-        self._connect, self._step = connect, step
-        self._answered_at = time.monotonic()
+        self._connect, self._step, self._clock = connect, step, clock
+        self._answered_at = clock()
         self._stopping = threading.Event()
         self._life = 0  # which of the threads beats: one that is stuck has a successor
         self.threads: list[threading.Thread] = []  # that may still be there
@@ -43,7 +50,7 @@ class Heartbeat:
 
     def answered(self) -> None:
         """The store has answered a request just now."""
-        self._answered_at = time.monotonic()
+        self._answered_at = self._clock()
 
     def connect_anew(self) -> None:
         """Go on with a new connection: the old one may be dead, which nothing tells who only writes."""
@@ -62,7 +69,7 @@ class Heartbeat:
     def _run(self, life: int) -> None:
         store = None
         while not self._stopping.wait(BEAT_S) and self._life == life:
-            if time.monotonic() - self._answered_at > UNANSWERED_S:
+            if self._clock() - self._answered_at > UNANSWERED_S:
                 continue
             try:
                 store = store or self._connect()

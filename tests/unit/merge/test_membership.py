@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from straggle.merge.members.agents import Exited
-from straggle.merge.members.heartbeat import Heartbeat
+from straggle.merge.members.heartbeat import UNANSWERED_S, Heartbeat
 from straggle.merge.members.membership import JobDone, Membership, TooFewRanks
 from straggle.merge.members.view import DONE, Elastic
 
@@ -109,21 +109,30 @@ def test_signs_of_life_go_on_where_one_connection_is_stuck(
     stuck.link.set()
 
 
-def test_rank_that_has_no_answers_gives_no_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("straggle.merge.members.heartbeat.UNANSWERED_S", 0.3)
-    beats: list[float] = []
-    store = SimpleNamespace(set=lambda _key, _word: beats.append(time.monotonic()))
-    one = Heartbeat(0, "a", lambda: store, lambda: 0)
+def test_rank_that_has_no_answers_gives_no_sign_of_life() -> None:
+    beats, now, turns = [0], [0.0], [0]
+    store = SimpleNamespace(set=lambda _key, _word: beats.append(len(beats)))
+
+    def clock() -> float:
+        turns[0] += 1
+        return now[0]
+
+    def after_turns() -> int:
+        """Beats that were given when the thread has looked at the clock a few times more."""
+        until = turns[0] + 3
+        wait_until(lambda: turns[0] >= until, "the thread does nothing")
+        return len(beats)
+
+    one = Heartbeat(0, "a", lambda: store, lambda: 0, clock)
     one.start()
-    began_at = time.monotonic()
-    while time.monotonic() - began_at < 0.6:
-        one.answered()
-        time.sleep(0.05)
-    answered_at = time.monotonic()
-    time.sleep(0.6)
-    assert beats[-1] - answered_at < 0.5
+    before = after_turns()
+    assert after_turns() > before
+    now[0] = 1.1 * UNANSWERED_S
+    silent = after_turns()  # with what was on its way
+    assert after_turns() == silent
     one.answered()
-    wait_until(lambda: beats[-1] > answered_at + 0.5, "no sign of life")
+    after_turns()
+    assert after_turns() > silent
     one.stop()
     for thread in one.threads:
         thread.join()

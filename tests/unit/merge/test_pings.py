@@ -265,8 +265,9 @@ def test_a_long_merge_in_which_no_link_is_slow_is_not_pinged_for_long(ranks: Seq
     long_merge(ranks)
     until, num_bytes = time.monotonic() + LIMIT_S, -1
     while time.monotonic() < until and one.pings.num_bytes != num_bytes:
-        num_bytes = one.pings.num_bytes
-        time.sleep(2.5)
+        num_bytes, looks = one.pings.num_bytes, one.num_looks
+        while time.monotonic() < until and one.num_looks < looks + 16:  # at least two in each half a second
+            time.sleep(0.01)
     assert one.pings.num_bytes == num_bytes
 
 
