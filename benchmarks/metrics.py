@@ -16,7 +16,8 @@ from torch import nn
 
 import straggle
 from straggle.lab.jobs import process_group
-from straggle.merge.telemetry import StepRecord, Table
+from straggle.merge.step_record import StepRecord
+from straggle.merge.table import Table
 from straggle.observe.metrics import MetricsExporter, StepMetrics
 
 STEPS = 10  # in a turn
@@ -37,7 +38,7 @@ def timed(function, *arguments):
 
 def of_many_ranks(record, world_size):
     """The same step, had ``world_size`` ranks made it."""
-    rows = record.table._rows
+    rows = record.table.rows
     tiled = Table(rows.repeat(-(-world_size // len(rows)), 1)[:world_size], len(record.plan.stages))
     return StepRecord(record.step, record.seconds, record.deadline_s, record.plan, tiled, record.names)
 

@@ -44,7 +44,8 @@ from straggle.merge.rank_state import Entry
 from straggle.merge.replay import Decision, Recorder, Recording
 from straggle.merge.round import MergedStep
 from straggle.merge.saved_state import SavedState
-from straggle.merge.telemetry import NO_FINGERPRINT, StepRecord
+from straggle.merge.step_record import StepRecord
+from straggle.merge.telemetry import NO_FINGERPRINT
 from straggle.policies.deadline import Deadline, LateHandling, as_deadline
 from straggle.policies.estimators import Abstain, Estimator
 from straggle.policies.history import History

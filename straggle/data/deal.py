@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from straggle.merge.telemetry import StepRecord
+from straggle.merge.step_record import StepRecord
 
 
 @dataclass(frozen=True)

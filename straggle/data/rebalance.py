@@ -19,7 +19,8 @@ from typing import Any, final
 import torch
 
 from straggle.data.deal import Parts
-from straggle.merge.telemetry import StepRecord, Table
+from straggle.merge.step_record import StepRecord
+from straggle.merge.table import Table
 from straggle.parallel import StagedDataParallel
 from straggle.policies.deadline import check_count
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from straggle.extras import needs_extra
 from straggle.integrations.options import take_options, wrapped
-from straggle.merge.telemetry import StepRecord
+from straggle.merge.step_record import StepRecord
 from straggle.observe.scalars import StepScalars
 from straggle.parallel import StagedDataParallel
 

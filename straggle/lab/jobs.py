@@ -31,7 +31,7 @@ from straggle.lab.faults import FaultInjector
 from straggle.lab.restarts import fresh_store
 from straggle.lab.workloads.shard import Shard
 from straggle.lab.workloads.workload import Workload
-from straggle.merge.telemetry import StepRecord
+from straggle.merge.step_record import StepRecord
 from straggle.parallel import StagedDataParallel
 from straggle.report import StepReport
 from straggle.stop_signal import StopSignal

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from torch.utils.hooks import RemovableHandle
 
-from straggle.merge.telemetry import StepRecord
+from straggle.merge.step_record import StepRecord
 from straggle.report import MembersReport
 
 Hook = TypeVar("Hook")

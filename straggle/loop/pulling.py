@@ -21,7 +21,8 @@ from straggle.merge.coordinator import Coordinator
 from straggle.merge.pools.draws import Drawn, Draws, StoreCounters
 from straggle.merge.pools.pool import WINDOW, Did, Pool, even_parts, static_shares, sure_shares
 from straggle.merge.pools.pool_times import PoolTimes
-from straggle.merge.telemetry import StepRecord, Table
+from straggle.merge.step_record import StepRecord
+from straggle.merge.table import Table
 
 # A micro-batch beyond a rank's even part by so much is not asked for ahead: a slow rank that draws early what it can
 # only begin late is whom all others wait for. The answer that nothing is left, one beyond the even part, is.

@@ -8,7 +8,7 @@ from straggle.loop.open_step import OpenStep
 from straggle.merge.checks import left_out, too_few_passes
 from straggle.merge.options import Merge
 from straggle.merge.round import MergedStep
-from straggle.merge.telemetry import StepRecord
+from straggle.merge.step_record import StepRecord
 from straggle.step import Step
 
 _log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from straggle.backward.stages import Stage, StagePlan
-from straggle.merge.telemetry import Table
+from straggle.merge.table import Table
 from straggle.policies.cost import mean_cost_of, relative_cost
 from straggle.policies.deadline import Deadline, LateHandling, WaitForAll, next_deadline
 from straggle.policies.history import History, HistoryWindow

@@ -14,7 +14,8 @@ from straggle.merge.members.member import Member
 from straggle.merge.members.view_chain import MembersChanged
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.round import MergedStep, Round
-from straggle.merge.telemetry import Table, absent_row
+from straggle.merge.table import Table
+from straggle.merge.telemetry import absent_row
 
 
 class MergedSteps:

@@ -20,7 +20,8 @@ from straggle.merge.members.provenance import NO_CHANGE, MergedAmong, Provenance
 from straggle.merge.members.recorded_groups import StepGroups
 from straggle.merge.members.view import MergeProgress, Repair
 from straggle.merge.pools.draws import Drawn
-from straggle.merge.telemetry import Row, Table
+from straggle.merge.table import Table
+from straggle.merge.telemetry import Row
 from straggle.policies.fill_in import FillIn
 from straggle.policies.supplements import Supplement
 from straggle.report import CAUSES, Cause, Phase

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from straggle.merge.members.provenance import MergedAmong
 from straggle.merge.replay import Decision, Healed, RecordedMembers, RecordedStep, Recording, no_leaves
-from straggle.merge.telemetry import StepRecord
+from straggle.merge.step_record import StepRecord
 from straggle.observe.lines import LineWriter, is_cut
 from straggle.observe.recording import file_of
 from straggle.parallel import StagedDataParallel

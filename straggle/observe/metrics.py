@@ -23,7 +23,7 @@ with needs_extra("metrics"):
     from prometheus_client import Info
 
 from straggle.backward.stages import StagePlan
-from straggle.merge.telemetry import StepRecord
+from straggle.merge.step_record import StepRecord
 from straggle.observe.fairness import Contributions
 from straggle.observe.metric_series import LABELS, Series
 from straggle.observe.metrics_endpoint import Endpoint, Push, Security, Targets, check_port

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch.utils.hooks import RemovableHandle
 
-from straggle.merge.telemetry import StepRecord
+from straggle.merge.step_record import StepRecord
 from straggle.observe.wait_for_all import WaitForAllPrediction
 from straggle.parallel import StagedDataParallel
 from straggle.report import StepReport

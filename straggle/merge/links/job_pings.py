@@ -8,7 +8,8 @@ from functools import partial
 from straggle.merge.channel import Channel
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.links.pings import Merged, Pings
-from straggle.merge.telemetry import StepRecord, Table
+from straggle.merge.step_record import StepRecord
+from straggle.merge.table import Table
 
 
 class JobPings:

@@ -31,7 +31,7 @@ from straggle.merge.links.leaf_wire import TOKEN_BYTES, greet, greeted
 from straggle.merge.links.ring_side import RingSide
 from straggle.merge.links.seen import seen_links
 from straggle.merge.store import default_store
-from straggle.merge.telemetry import Table
+from straggle.merge.table import Table
 from straggle.policies.leaves import LinkPolicy, Places
 
 _FORM_S = 30.0  # for the ranks to meet

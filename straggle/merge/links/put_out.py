@@ -17,7 +17,7 @@ from typing import Any
 from straggle.merge.links.seen import seen_links
 from straggle.merge.members.membership import Membership
 from straggle.merge.members.view import Leaving, View
-from straggle.merge.telemetry import Table
+from straggle.merge.table import Table
 from straggle.policies.leaves import LinkPolicy, Places, SeenLinks
 from straggle.policies.rank_links import RankLink, others_link
 from straggle.policies.slow_links import compared

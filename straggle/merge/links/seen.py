@@ -8,7 +8,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from straggle.merge.telemetry import Table
+from straggle.merge.table import Table
 from straggle.policies.leaves import SeenLinks
 
 

@@ -20,7 +20,8 @@ from straggle.merge.members.view import MergeProgress, Repair, View
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.replay import Recorder
 from straggle.merge.round import Round
-from straggle.merge.telemetry import Table, absent_row
+from straggle.merge.table import Table
+from straggle.merge.telemetry import absent_row
 from straggle.policies.history import History
 from straggle.policies.rank_links import RankLink
 

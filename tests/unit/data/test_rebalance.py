@@ -15,7 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from straggle import Rebalance
 from straggle.data.rebalance import deal
 from straggle.lab.workloads.shard import Shard
-from straggle.merge.telemetry import Row, Table, absent_row
+from straggle.merge.table import Table
+from straggle.merge.telemetry import Row, absent_row
 from straggle.report import PHASES
 
 STAGES = (0.4, 0.6, 0.8, 1.0)  # of a rank's time, when each stage is complete

@@ -7,7 +7,8 @@ import torch
 
 from straggle import FirstK, FixedDeadline, LateHandling
 from straggle.merge.current_deadline import CurrentDeadline
-from straggle.merge.telemetry import Row, Table
+from straggle.merge.table import Table
+from straggle.merge.telemetry import Row
 from straggle.report import PHASES
 
 

@@ -14,7 +14,8 @@ from straggle.merge.links.leaf_rows import mark, missing_row, put_row, read_mark
 from straggle.merge.links.leaf_wire import MERGED, PART, TOKEN_BYTES, Message, Wire, close_all, greet, greeted
 from straggle.merge.links.patience import FirstSent, Patience
 from straggle.merge.links.seen import bytes_on_wire
-from straggle.merge.telemetry import LEAF_SINCE, Row, Table
+from straggle.merge.table import Table
+from straggle.merge.telemetry import LEAF_SINCE, Row
 from straggle.report import CAUSES, PHASES
 
 LINK = CAUSES.index("link")

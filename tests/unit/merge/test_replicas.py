@@ -6,7 +6,8 @@ from torch import nn
 
 from straggle import Merge
 from straggle.merge.checks import fingerprint
-from straggle.merge.telemetry import Row, Table
+from straggle.merge.table import Table
+from straggle.merge.telemetry import Row
 from straggle.report import PHASES
 
 

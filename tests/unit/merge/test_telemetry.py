@@ -10,7 +10,8 @@ import torch
 from straggle.backward.clocks import Stopwatch
 from straggle.merge.links.job_pings import merged_step
 from straggle.merge.rank_state import TrainingSide
-from straggle.merge.telemetry import MAX_WAYS, Row, Table, absent_row
+from straggle.merge.table import Table
+from straggle.merge.telemetry import MAX_WAYS, Row, absent_row
 from straggle.policies.links import Link
 from straggle.policies.rank_links import Way
 from straggle.report import PHASES

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from straggle import AutoDeadline, LateHandling, MedianDeadline, QuantileDeadline
-from straggle.merge.telemetry import Row, Table, absent_row
+from straggle.merge.table import Table
+from straggle.merge.telemetry import Row, absent_row
 from straggle.policies.auto_deadline import quorum_times
 from straggle.policies.deadline import next_deadline
 from straggle.policies.history import HistoryWindow

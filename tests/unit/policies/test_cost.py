@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from straggle.merge.current_deadline import CurrentDeadline
-from straggle.merge.telemetry import Row, Table
+from straggle.merge.table import Table
+from straggle.merge.telemetry import Row
 from straggle.policies.cost import check_cost, mean_cost_of, relative_cost
 from straggle.policies.deadline import Deadline, LateHandling, NextDeadline, QuantileDeadline
 from straggle.policies.history import History

@@ -22,7 +22,8 @@ from straggle import (
     QuantileDeadline,
     Shadow,
 )
-from straggle.merge.telemetry import MICROBATCH_SLOTS, Row, Table
+from straggle.merge.table import Table
+from straggle.merge.telemetry import MICROBATCH_SLOTS, Row
 from straggle.policies.auto_deadline import StepTimes, choose_threshold, expected_drop, longest_alike
 from straggle.policies.history import HistoryWindow, StepProgress
 from straggle.policies.step_model import StopRules, computed_share, simulate_step

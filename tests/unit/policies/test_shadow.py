@@ -9,7 +9,9 @@ import torch
 from training import Chain
 
 from straggle.backward.stages import plan_stages
-from straggle.merge.telemetry import Row, Table
+from straggle.merge.step_record import shadow_report
+from straggle.merge.table import Table
+from straggle.merge.telemetry import Row
 from straggle.policies.step_model import StopRules
 from straggle.report import PHASES
 
@@ -34,7 +36,7 @@ def a_row(unit_s: float, *, outside_s: float = 0.0, idle: bool = False) -> torch
 def shadow_of(rows: list[torch.Tensor], deadline_s: float, rules: StopRules):
     plan = plan_stages(Chain(NUM_STAGES), NUM_STAGES)
     slowest = max(float(row[: len(PHASES)].sum()) for row in rows)
-    return plan, Table(torch.stack(rows), NUM_STAGES).shadow(slowest + 0.1, deadline_s, rules, plan)
+    return plan, shadow_report(Table(torch.stack(rows), NUM_STAGES), slowest + 0.1, deadline_s, rules, plan)
 
 
 def test_slow_rank_would_have_stopped_at_the_deadline():

@@ -1,0 +1,140 @@
+"""A merged step as it came, and its report: what happened in it, on all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from straggle.backward.stages import StagePlan
+from straggle.merge.names import ScalarNames
+from straggle.merge.table import Table
+from straggle.merge.telemetry import COLUMN, LEAF_SINCE, MICROBATCH_SLOTS, NONFINITE, TIMES
+from straggle.policies.cost import relative_cost
+from straggle.policies.rank_links import RankLink
+from straggle.policies.step_model import StopRules, computed_share, simulate_step
+from straggle.report import CAUSES, RankReport, ShadowReport, StageReport, StepReport
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Cheap to keep: the report is built when it is first read, on any thread.
+
+    ``names`` are those of its scalars. ``shadow_s``: the deadline of a policy that is not enforced,
+    by whose ``rules`` the step would have ended; NaN: it is enforced. ``mean_cost``: that of `CurrentDeadline`.
+    """
+
+    step: int
+    seconds: float
+    deadline_s: float
+    plan: StagePlan
+    table: Table
+    names: ScalarNames
+    shadow_s: float = math.nan
+    rules: StopRules | None = None
+    mean_cost: float = math.nan
+
+    @cached_property
+    def report(self) -> StepReport:
+        """What happened in the step, on all ranks."""
+        table, rows = self.table, self.table.rows.tolist()
+        ranks = enumerate(zip(rows, table.links(), strict=True))
+        would = None
+        if self.rules is not None and not math.isnan(self.shadow_s):
+            would = shadow_report(table, self.seconds, self.shadow_s, self.rules, self.plan)
+        return StepReport(
+            self.step,
+            self.seconds,
+            self.deadline_s,
+            tuple(self._of_rank(rank, row, link) for rank, (row, link) in ranks),
+            self._of_stages(rows),
+            self._scalars(rows),
+            skipped=any(row[NONFINITE] for row in rows) and table.skipped(),
+            different_ranks=table.different_ranks(),
+            shadow=would,
+            pool_parts=max(table.pool_parts()),
+            pool_weight=max(table.column("pool_weight")),
+            ranks_without_store=table.ranks_without_store(),
+            network_s=table.network_s(self.seconds),
+        )
+
+    def _of_rank(self, rank: int, row: Sequence[float], link: RankLink) -> RankReport:
+        plan = self.plan
+        computed, _, stage_s, weights = (tuple(row[columns]) for columns in self.table.of_stages)
+        reach = sum(share * stage.numel for share, stage in zip(computed, plan.stages, strict=True)) / plan.numel
+        cause = int(row[COLUMN["cause"]])
+        return RankReport(
+            rank=rank,
+            **{name: row[COLUMN[name]] for name in (*TIMES, "compute_s", "overrun_s")},
+            wait_s=self.table.last_submitted_s - row[COLUMN["busy_s"]],
+            reach=reach,
+            stages=computed,
+            stage_s=stage_s,
+            late=bool(row[COLUMN["late"]]),
+            stood_in=bool(row[COLUMN["stood_in"]]),
+            cause=CAUSES[cause] if cause >= 0 else None,
+            idle=bool(row[COLUMN["idle"]]),
+            absent=bool(row[COLUMN["absent"]]),
+            weight=row[COLUMN["weight"]],
+            weights=tuple(row[COLUMN["weight"]] * weight for weight in weights),
+            nonfinite=int(row[NONFINITE]),
+            cost=relative_cost(row[COLUMN["cost"]], self.mean_cost),
+            parts=int(row[COLUMN["parts_done"]]),
+            latency_s=link.latency_s,
+            up_bytes_per_s=link.up_bytes_per_s,
+            down_bytes_per_s=link.down_bytes_per_s,
+            put_back=int(row[COLUMN["put_back"]]),
+            leaf_since=int(row[LEAF_SINCE]) if row[LEAF_SINCE] >= 0 else None,
+        )
+
+    def _of_stages(self, rows: Sequence[Sequence[float]]) -> tuple[StageReport, ...]:
+        of_rank, of_stages = COLUMN["weight"], self.table.of_stages
+        of_ranks = ([row[of_rank] * weight for weight in row[of_stages.weights]] for row in rows)
+        weights = [sum(column) for column in zip(*of_ranks, strict=True)]
+        estimated = [max(column) > 0 for column in zip(*(row[of_stages.estimated] for row in rows), strict=True)]
+        return tuple(
+            StageReport(stage.name, stage.numel, weights[index], estimated[index])
+            for index, stage in enumerate(self.plan.stages)
+        )
+
+    def _scalars(self, rows: Sequence[Sequence[float]]) -> dict[str, float]:
+        values: dict[float, list[float]] = {}
+        first = self.table.of_stages.weights.stop + MICROBATCH_SLOTS
+        for row in rows:
+            for key, value in zip(row[first::2], row[first + 1 :: 2], strict=True):
+                if key > 0:
+                    values.setdefault(key, []).append(value)
+        known = self.names.of(values)
+        return {known[key]: math.fsum(seen) / len(seen) for key, seen in values.items() if key in known}
+
+
+def shadow_report(table: Table, seconds: float, deadline_s: float, rules: StopRules, plan: StagePlan) -> ShadowReport:
+    """What a deadline of ``deadline_s`` would have made of a step of ``seconds`` in which all ranks were waited for."""
+    stage_share = torch.tensor([stage.numel / plan.numel for stage in plan.stages])
+    progress = table.progress(stage_share, "microbatch" if rules.finish_running else "stage")
+    busy_s, compute_s = (torch.tensor(table.column(name)).nan_to_num(0.0) for name in ("busy_s", "compute_s"))
+    # slots without a unit end with the one before
+    unit_s = progress.unit_s.where(progress.unit_share > 0, 0.0).nan_to_num(0.0).cummax(-1).values
+    unit_s = torch.cat([unit_s[:, :-1], torch.maximum(unit_s[:, -1:], compute_s.unsqueeze(1))], 1)
+    entered_s, has_data = progress.entered_s.nan_to_num(0.0), progress.weight > 0
+    would = simulate_step(unit_s, deadline_s, rules, entered_s)
+    part = computed_share(unit_s, would, rules) * has_data.unsqueeze(1)
+    given = part * progress.unit_share
+    by_stage = given.sum(1, keepdim=True).expand(-1, len(plan.stages))
+    if not rules.finish_running:  # the last micro-batch comes in stages
+        first = part.shape[1] - len(plan.stages)
+        last_share = progress.unit_share[:, first:].sum(1, keepdim=True)
+        by_stage = given[:, :first].sum(1, keepdim=True) + last_share * part[:, first:]
+    weight = progress.weight / progress.weight.sum().clamp(min=1e-12)
+    stages, reach = (by_stage * weight.unsqueeze(1)).sum(0), given.sum(1)
+    return ShadowReport(
+        deadline_s=deadline_s,
+        seconds=seconds - float(busy_s.max() - would.seconds),
+        late_ranks=tuple(would.late.nonzero().flatten().tolist()),
+        reach=tuple(reach.tolist()),
+        stages=tuple(stages.tolist()),
+        dropped_share=1.0 - float(reach[has_data].mean()) if bool(has_data.any()) else 0.0,
+    )

@@ -1,0 +1,291 @@
+"""The rows of all ranks for one step, and what they say: the same on every rank."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from straggle.backward.kept import UNDECIDED
+from straggle.merge.telemetry import (
+    COLUMN,
+    FIELDS,
+    MICROBATCH_SLOTS,
+    NONFINITE,
+    WAYS,
+    microbatch_slot,
+    row_length,
+    stage_columns,
+)
+from straggle.policies.deadline import Granularity
+from straggle.policies.history import StepProgress
+from straggle.policies.links import Link
+from straggle.policies.rank_links import RankLink, Way, rank_links
+from straggle.policies.untruncated import UntruncatedTime, untruncated_step
+
+
+@lru_cache(maxsize=64)
+def _slot_counts(num_microbatches: int) -> list[int]:
+    """How many micro-batches each slot stands for."""
+    counts = [0] * MICROBATCH_SLOTS
+    for number in range(num_microbatches):
+        counts[microbatch_slot(number, num_microbatches)] += 1
+    return counts
+
+
+@lru_cache(maxsize=64)
+def _unit_share(counts: tuple[int, ...], stage_share: tuple[float, ...], granularity: Granularity) -> Tensor:
+    """`StepProgress.unit_share` of ranks with these numbers of micro-batches; not to be written to."""
+    if granularity == "step":  # nothing comes before the end of the last micro-batch
+        return torch.ones(len(counts), 1)
+    share = torch.tensor([_slot_counts(number) for number in counts], dtype=torch.float32)
+    share /= share.sum(1, keepdim=True)
+    if granularity == "microbatch":
+        return share
+    of_stages = 1.0 - share[:, 1:].sum(1, keepdim=True)  # the last micro-batch comes in stages
+    return torch.cat([share[:, 1:], of_stages * torch.tensor(stage_share)], 1)
+
+
+_Given = TypeVar("_Given")
+
+
+def _most(given: Mapping[int, _Given]) -> _Given:
+    """What most ranks gave; of two that equally many gave, that of the lowest rank."""
+    if len(alike := set(given.values())) == 1:  # as in nearly every step; counting takes five times as long
+        return alike.pop()
+    return Counter(given[rank] for rank in sorted(given)).most_common(1)[0][0]
+
+
+def _minority(given: Mapping[int, _Given]) -> tuple[int, ...] | None:
+    """The ranks that gave something else than most; ``None`` where fewer than two gave anything."""
+    if len(given) < 2:
+        return None
+    most = _most(given)
+    return tuple(rank for rank, own in given.items() if own != most)
+
+
+class _Columns(dict[str, tuple[float, ...]]):
+    """By its name, what each rank's row has for a field; read when it is first asked for."""
+
+    def __init__(self, rows: Sequence[Sequence[float]]) -> None:
+        self._rows = rows
+
+    def __missing__(self, name: str) -> tuple[float, ...]:
+        column = COLUMN[name]
+        self[name] = found = tuple([row[column] for row in self._rows])
+        return found
+
+
+class Table:
+    """Made of a matrix of shape (ranks, `row_length`), on the CPU, or its numbers.
+
+    ``of_stages``: where a row has what it says of each stage.
+    """
+
+    def __init__(self, rows: Tensor | array[float], num_stages: int) -> None:
+        self._given = rows
+        self._num_stages, self.of_stages = num_stages, stage_columns(num_stages)
+        # every step needs some of these few numbers, and an operation on a tensor costs more than the entire list
+        if isinstance(rows, Tensor):
+            fixed: Sequence[Sequence[float]] = rows[:, : len(FIELDS)].tolist()
+        else:
+            starts = range(0, len(rows), row_length(num_stages))
+            fixed = [rows[start : start + len(FIELDS)] for start in starts]
+        self._columns, self.num_ranks = _Columns(fixed), len(fixed)
+        if any(self._columns["pool_parts"]):
+            self._weigh_by_pool()
+
+    def _weigh_by_pool(self) -> None:
+        """Of a step that has a pool, a rank that did not come to it had nothing: its weight is of another step."""
+        pools = self._columns["pool_parts"]
+        weights = zip(pools, self._columns["weight"], strict=True)
+        self._columns["weight"] = tuple(weight if parts else 0.0 for parts, weight in weights)
+        self.rows[:, COLUMN["weight"]] = torch.tensor(self._columns["weight"])
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """The matrix."""
+        if isinstance(self._given, Tensor):
+            return self._given
+        return torch.frombuffer(self._given, dtype=torch.float32).view(self.num_ranks, -1)
+
+    def pool_parts(self) -> list[int]:
+        """For each rank the micro-batches in its step's pool; 0: it had none, or did not come to it."""
+        return [int(number) for number in self._columns["pool_parts"]]
+
+    def parts_done(self) -> list[int]:
+        """Micro-batches of the pool that each rank computed."""
+        return [int(number) for number in self._columns["parts_done"]]
+
+    def compute_s(self) -> list[float]:
+        """Seconds from entering ``step()`` to the end of each rank's own work; NaN: it never entered."""
+        return list(self._columns["compute_s"])
+
+    def finished_ranks(self) -> list[bool]:
+        """Which ranks finished all of their own work."""
+        columns = (self._columns[name] for name in ("late", "idle", "absent", "cause"))
+        return [
+            not late and not idle and not absent and cause < 0
+            for late, idle, absent, cause in zip(*columns, strict=True)
+        ]
+
+    def weight(self) -> list[float]:
+        """Weight of each rank's step; 0 where it had no data, or is no member."""
+        columns = (self._columns[name] for name in ("weight", "idle", "absent"))
+        return [0.0 if idle or absent else own for own, idle, absent in zip(*columns, strict=True)]
+
+    def network_s(self, seconds: float) -> float:
+        """What was left of a step of ``seconds`` when the last rank had submitted.
+
+        Each rank counts from the end of the merge before, which all see nearly at once.
+        """
+        return max(0.0, seconds - self.last_submitted_s)
+
+    @property
+    def last_submitted_s(self) -> float:
+        """When the last rank had submitted, in seconds from the end of the merge before."""
+        return max(self._columns["busy_s"])
+
+    def costs(self) -> list[float]:
+        """What each rank's step costs; NaN where it gave nothing."""
+        return list(self._columns["cost"])
+
+    def untruncated_times(self) -> list[UntruncatedTime]:
+        """For each rank the time of all its own work in the step, with what a late one left."""
+        compute_s, finished = self.compute_s(), self.finished_ranks()
+        if all(finished):
+            return [UntruncatedTime(own_s) for own_s in compute_s]
+        counts = [int(number) for number in self._columns["num_microbatches"]]
+        return untruncated_step(compute_s, finished, counts, self._microbatch_s().tolist(), self._stage_s().tolist())
+
+    def any_late(self) -> bool:
+        """Whether some rank was late or stood in for."""
+        return any(self._columns["late"]) or any(self._columns["stood_in"])
+
+    def failed_ranks(self) -> list[int]:
+        """Ranks whose own code raised an error in this step."""
+        return [rank for rank, failed in enumerate(self._columns["failed"]) if failed]
+
+    def ranks_without_store(self) -> tuple[int, ...]:
+        """Ranks that the job's store did not answer."""
+        return tuple(rank for rank, without in enumerate(self._columns["without_store"]) if without)
+
+    def all_idle(self) -> bool:
+        """Whether no member has data any more."""
+        absent = self._columns["absent"]
+        return not all(absent) and all(map(max, self._columns["idle"], absent))
+
+    def stood_in_ranks(self) -> frozenset[int]:
+        """Ranks that were stood in for."""
+        return frozenset(rank for rank, stood_in in enumerate(self._columns["stood_in"]) if stood_in)
+
+    def rings_formed(self) -> list[int]:
+        """The number of the ring that each rank has formed last; negative: it could not."""
+        return [int(number) for number in self._columns["ring_formed"]]
+
+    def leaves(self) -> dict[int, int]:
+        """The ranks that were leaves in this step, and since which one."""
+        return {rank: int(since) for rank, since in enumerate(self._columns["leaf_since"]) if since >= 0}
+
+    def absent_ranks(self) -> frozenset[int]:
+        """Ranks that are no members."""
+        return frozenset(rank for rank, absent in enumerate(self._columns["absent"]) if absent)
+
+    def admits_of(self, rank: int) -> bool:
+        """Whether this rank lets others in after this step."""
+        return bool(self._columns["admits"][rank])
+
+    def admits(self) -> bool:
+        """Whether ranks are let in after this step."""
+        return any(self._columns["admits"])
+
+    def nonfinite_ranks(self) -> list[int]:
+        """Ranks of whose gradients some were left out, because they were not finite."""
+        return [rank for rank, number in enumerate(self._columns["nonfinite"]) if number]
+
+    def nothing_to_apply(self) -> bool:
+        """Whether the step changes nothing, because it is `skipped` or no rank had data for it."""
+        nothing = self.all_idle() or all(self._columns["absent"])
+        return nothing or (any(self._columns["nonfinite"]) and self.skipped())
+
+    def ways(self) -> list[Way]:
+        """The ways between ranks as they were measured last; the same on all ranks."""
+        columns = (self._columns[name] for name in WAYS)
+        slots = [tuple(zip(*four, strict=True)) for four in zip(*[iter(columns)] * 4, strict=True)]
+        return [
+            Way(rank, int(target), Link(latency_s, rate), age_s)
+            for slot in slots
+            for rank, (target, latency_s, rate, age_s) in enumerate(slot)
+            if target >= 0
+        ]
+
+    def links(self) -> tuple[RankLink, ...]:
+        """Each rank's link by these; the same on all ranks."""
+        return rank_links(self.ways(), self.num_ranks)
+
+    def skipped(self) -> bool:
+        """Whether no rank has anything that could be applied, but some have gradients that are not finite."""
+        nonfinite = self.rows[:, NONFINITE] > 0
+        nothing = self.rows[:, self.of_stages.computed].sum(1) == 0
+        return bool(nonfinite.any() and (nonfinite | nothing).all())
+
+    def different_ranks(self) -> tuple[int, ...] | None:
+        """Ranks whose parameters are not those of most ranks; ``None`` where that was not compared."""
+        high, low = (self._columns[f"fingerprint_{half}"] for half in ("high", "low"))
+        differ = _minority({rank: pair for rank, pair in enumerate(zip(high, low, strict=True)) if pair[0] >= 0})
+        if unlike := self.stepped_unlike():
+            return tuple(sorted({*unlike, *(differ or ())}))
+        return differ
+
+    def stepped_unlike(self) -> tuple[int, ...]:
+        """Ranks whose optimizers stepped more or less often than those of most ranks since the merge before."""
+        stepped = enumerate(self._columns["stepped"])
+        return _minority({rank: number for rank, number in stepped if not math.isnan(number)}) or ()
+
+    def kept(self) -> int:
+        """The mark of the gradients that most ranks keep beside the merged ones; `UNDECIDED` where none knows."""
+        known = {rank: mark for rank, mark in enumerate(self._columns["kept"]) if mark != UNDECIDED}
+        return int(_most(known)) if known else UNDECIDED
+
+    def progress(self, stage_share: Tensor, granularity: Granularity) -> StepProgress:
+        """How each rank came through the step; ``stage_share`` is the share of the model that each stage is."""
+        counts = tuple(map(int, self._columns["num_microbatches"]))
+        share = _unit_share(counts, tuple(stage_share.tolist()), granularity)
+        unit_s = self._microbatch_s()
+        if granularity == "step":
+            unit_s = unit_s.gather(1, torch.tensor([[microbatch_slot(number - 1, number)] for number in counts]))
+        if granularity == "stage":
+            unit_s = torch.cat([unit_s[:, :-1], self._stage_s()], 1)
+        computed = self.rows[:, self.of_stages.computed]
+        weight, overhead_s = torch.tensor(self.weight()), torch.tensor(max(0.0, min(self._columns["merge_s"])))
+        return StepProgress(unit_s, share, computed, weight, self._entered_s(), overhead_s)
+
+    def _stage_s(self) -> Tensor:
+        return self.rows[:, self.of_stages.stage_s]
+
+    def _microbatch_s(self) -> Tensor:
+        first = self.of_stages.weights.stop
+        return self.rows[:, first : first + MICROBATCH_SLOTS]
+
+    def _entered_s(self) -> Tensor:
+        """For each rank the seconds from the end of the step before to entering this one, or to its row.
+
+        NaN for one that is no member.
+        """
+        times = zip(self._columns["busy_s"], self._columns["compute_s"], self._columns["absent"], strict=True)
+        return torch.tensor(
+            [
+                math.nan if absent else max(0.0, busy_s if math.isnan(own_s) else busy_s - own_s)
+                for busy_s, own_s, absent in times
+            ]
+        )
+
+    def column(self, name: str) -> tuple[float, ...]:
+        """What each rank's row has for a field of `Row` that is one number."""
+        return self._columns[name]
