@@ -119,14 +119,6 @@ def build_parts(
         links=options.links,
     )
     coordinator.submit_hooks = registers.submit
-    members = None
-    if isinstance(channel, ElasticChannel):
-        regrouping = Regrouping(channel, coordinator.member, max_buckets=len(parameters.all))
-        healing = Healing(channel, coordinator, regrouping, module, module_buffers)
-        regrouping.on_changed = partial(_members_changed, weakref.ref(registers))
-        members = MembersParts(channel, regrouping, healing)
-        if channel.comes_late:
-            coordinator.member.put_out()
     device = parameters.all[0].device
     limited = device.type == "cuda" and not isinstance(options.deadline, WaitForAll)
     opened = OpenStep(
@@ -139,30 +131,35 @@ def build_parts(
         limit=HostLimit() if limited else None,
     )
     pulling = Pulling(opened, coordinator, channel)
-    if members is not None:
+    members = None
+    if isinstance(channel, ElasticChannel):
+        members = _members_parts(channel, coordinator, module, module_buffers, max_buckets=len(parameters.all))
+        members.regrouping.on_changed = partial(_members_changed, weakref.ref(registers))
         memory = SharedMemory(options.estimator, module)
         members.healing.register({"straggle.joins": joins, "straggle.estimator": memory, "straggle.pulling": pulling})
-        if coordinator.member.links is not None:
-            members.healing.register({"straggle.links": coordinator.member.links})
-    return ModelParts(
-        parameters,
-        channel,
-        coordinator,
-        members,
-        joins,
-        learner,
-        opened,
-        pulling,
-        ParameterHooks(module, parameters.all, opened),
-        RankState(
-            coordinator,
-            module,
-            options.estimator,
-            stages=options.stages,
-            world_size=channel.world_size,
-            pool=pulling,
-        ),
+    rank_state = RankState(
+        coordinator, module, options.estimator, stages=options.stages, world_size=channel.world_size, pool=pulling
     )
+    hooks = ParameterHooks(module, parameters.all, opened)
+    return ModelParts(parameters, channel, coordinator, members, joins, learner, opened, pulling, hooks, rank_state)
+
+
+def _members_parts(
+    channel: ElasticChannel,
+    coordinator: Coordinator,
+    module: nn.Module,
+    module_buffers: ModuleBuffers,
+    *,
+    max_buckets: int,
+) -> MembersParts:
+    """What follows the members; a process that comes late is none at first."""
+    regrouping = Regrouping(channel, coordinator.member, max_buckets=max_buckets)
+    healing = Healing(channel, coordinator, regrouping, module, module_buffers)
+    if coordinator.member.links is not None:
+        healing.register({"straggle.links": coordinator.member.links})
+    if channel.comes_late:
+        coordinator.member.put_out()
+    return MembersParts(channel, regrouping, healing)
 
 
 def _meet(module: nn.Module, wrapped: Wrapped, options: Options, process_group: dist.ProcessGroup | None) -> Channel:
