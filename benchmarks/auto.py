@@ -5,10 +5,10 @@ python benchmarks/auto.py --windows 100 --noise 0   # without its margin for noi
 
 Six ranks whose step takes 0.1 s: none slow, with 2, 5 and 10 % noise of each rank; all slow at once for a while (a busy
 machine); times as four ranks had on two cores that others used, too; one twice as slow; random stalls; heavy tails. And
-the delays of head-to-head, of five ranks with four micro-batches of 36 ms. Each choice sees 50 steps, and is judged by
-the 25 steps after them. Gain: gradient per second over that of waiting for all ranks. The oracle knows each step in
-advance, and takes the best threshold of the grid for it; seconds saved are those for as much gradient. The steps seen
-are as if no rank had been stopped.
+the delays of head-to-head, of five ranks with four micro-batches of 36 ms. Each choice sees 50 steps, and in 75 how
+ranks vary; it is judged by the 25 steps after them. Gain: gradient per second over that of waiting for all ranks. The
+oracle knows each step in advance, and takes the best threshold of the grid for it; seconds saved are those for as much
+gradient. The steps seen are as if no rank had been stopped.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from straggle.policies.deadline import quantile_of
 from straggle.policies.step_model import StopRules, computed_share, simulate_step
 from straggle.report import text_table
 
-RANKS, SEEN, JUDGED = 6, 50, 25
+RANKS, SEEN, LONGER, JUDGED = 6, 50, 75, 25
 PART_S, PARTS, PACED_RANKS = 0.036, 4, 5  # of head-to-head
 
 
@@ -187,17 +187,21 @@ def oracle(job, unit_s):
     return best
 
 
-def choose(job, unit_s, options):
+def step_times(job, unit_s):
     share = job.units.share.expand_as(unit_s)
     at_once, quorum_s = torch.zeros_like(unit_s[..., 0]), unit_s[..., -1].kthvalue(job.rules.quorum, dim=1).values
-    steps = StepTimes(unit_s, share, at_once, at_once[:, 0], quorum_s)
+    return StepTimes(unit_s, share, at_once, at_once[:, 0], quorum_s)
+
+
+def choose(job, longer_s, options):
+    unit_s = longer_s[-SEEN:]
     return choose_for(
-        steps,
+        step_times(job, unit_s),
         job.rules,
         longest_s=options.max_over_median * quantile_of(unit_s[..., -1].median(1).values, 0.1),
         least_gain=options.least_gain,
         noise=options.noise,
-        price=price_of(steps, dealt=options.dealt),
+        price=price_of(step_times(job, longer_s), dealt=options.dealt),
     )
 
 
@@ -205,7 +209,8 @@ def judge(job, draw, options):
     outcome_of = partial(outcome, job)
     unit_s = draw(torch.Generator().manual_seed(options.seed), SEEN + JUDGED * options.windows)
     starts = range(0, JUDGED * options.windows, JUDGED)
-    chosen = [choose(job, unit_s[first : first + SEEN], options) for first in starts]
+    ends = [first + SEEN for first in starts]
+    chosen = [choose(job, unit_s[max(0, end - LONGER) : end], options) for end in ends]
     judged = unit_s[SEEN:]
     parts = zip(judged.split(JUDGED), chosen, strict=True)
     each = [outcome_of(part, one.tau_s, one.after_quorum_s) for part, one in parts]

@@ -26,6 +26,7 @@ _FORWARD = 1 / 3  # of a micro-batch's time, in which no gradient comes
 _NOISE = 1.0  # standard errors by which a shorter threshold must be better
 _BUSY = 0.1  # this quantile over steps is that of a machine without other work
 _AT_FIRST = 10  # first steps: AutoDeadline chooses in each
+_LONGER = 1.5  # windows that show how ranks vary: in one, independent ranks too often seem to share a machine
 _ORDINARY = 0.05  # gain from which on gradients are dropped where no rank is slow, but each varies by itself
 _LITTLE = 0.005  # of all gradients: as much may be dropped for what ranks are behind a quorum now and then
 
@@ -307,8 +308,8 @@ class AutoDeadline(Deadline):
     takes it, too, where the best one promises less than ``least_gain`` (0.01: a hundredth more gradient per second), or
     less than the price of what it drops: half of it, or three times as much where work is dealt out by speed
     (`Rebalance`, `Step.pull`) or all ranks share a busy machine (`vary_together`), or five times where none stands out
-    there (`price_of`). The longest is ``max_over_median`` times the median rank's time in a quick step (the quickest
-    tenth). So a rank that was never slow before and stalls is not
+    there (`price_of`; how ranks vary is seen over 1.5 times ``window`` steps). The longest is ``max_over_median`` times
+    the median rank's time in a quick step (the quickest tenth). So a rank that was never slow before and stalls is not
     waited for either. With it, no rank is late by what ranks are behind a quorum now and then (`after_quorum_s`),
     however slow all of them are at once. It takes the longest, too, where what was dropped in the last ``window`` steps
     did not bring that much: gradient per second as it came, against waiting in the same steps (`kept`). Of thresholds
@@ -334,7 +335,8 @@ class AutoDeadline(Deadline):
         check_count("every", every, least=1)
         check_number("least_gain", least_gain, least=0, such_as="0.01 for a hundredth")
         check_number("max_over_median", max_over_median, above=1, such_as="1.4 for 1.4 times the median time")
-        self.window = window + every - 1  # those since the last choice are not looked at
+        self._seen, self._longer = window, int(_LONGER * window)  # steps, for a choice and for its price
+        self.window = self._longer + every - 1  # those since the last choice are not looked at
         self.warmup_steps = warmup_steps
         self.every = every
         self.least_gain = least_gain
@@ -356,20 +358,21 @@ class AutoDeadline(Deadline):
         since = min(number % self.every, max(0, number - _AT_FIRST + 1))  # steps since the last choice
         if self.chosen is None or history.num_steps - since != self._chosen_at:
             self._chosen_at = history.num_steps - since
-            seen = self.window - self.every + 1
-            seen = seen if dealt is None else min(seen, dealt - since)
-            self.chosen = self._choose(history.last(seen, before=since))
+            most = history.num_steps if dealt is None else dealt - since
+            seen, longer = (history.last(min(steps, most), before=since) for steps in (self._seen, self._longer))
+            self.chosen = self._choose(seen, longer)
         return NextDeadline(self.chosen.tau_s, self.chosen.dropped, self.chosen.after_quorum_s)
 
-    def _choose(self, history: History) -> Threshold:
+    def _choose(self, history: History, longer: History) -> Threshold:
         ranks, entered_s = history.compute_s.shape[1], history.progress.entered_s if history.progress else None
         members = None if entered_s is None or not len(entered_s) else int((~entered_s[-1].isnan()).sum())
         rules = StopRules.of(self, self._late_handling, ranks, members)
-        steps = StepTimes.of(history, partial(self._late_handling.quorum_among, wanted=self.quorum))
+        quorum = partial(self._late_handling.quorum_among, wanted=self.quorum)
+        steps, more = StepTimes.of(history, quorum), StepTimes.of(longer, quorum)
         longest_s = self.max_over_median * _usual_s(history.compute_s)
         if steps is None or not longest_s < math.inf:  # no rank came to a step that is seen
             return Threshold(math.inf, 0.0, 0.0)
-        price = price_of(steps, dealt=history.dealt)
+        price = price_of(more or steps, dealt=history.dealt)
         waits = self._broken(history, price)
         chosen = choose_for(steps, rules, longest_s=longest_s, least_gain=self.least_gain, price=price, waits=waits)
         rules = replace(rules, after_quorum_s=chosen.after_quorum_s)

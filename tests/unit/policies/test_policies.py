@@ -26,6 +26,7 @@ from straggle.merge.table import Table
 from straggle.merge.telemetry import MICROBATCH_SLOTS, Row
 from straggle.policies.auto_deadline import StepTimes, choose_threshold, expected_drop, longest_alike
 from straggle.policies.history import HistoryWindow, StepProgress
+from straggle.policies.ordinary import vary_together
 from straggle.policies.step_model import StopRules, computed_share, simulate_step
 from straggle.policies.untruncated import untruncated_entries, untruncated_times
 from straggle.policies.wrappers import dropped_per_stage
@@ -422,9 +423,9 @@ def test_auto_deadline_is_a_function_of_the_history_alone(every):
     generator = torch.Generator().manual_seed(0)
     times = torch.rand(90, 4, 3, generator=generator).exp().cumsum(-1)
     times[:, 3] *= 2
-    going_on, window = AutoDeadline(window=20, every=every), 19 + every
+    going_on = AutoDeadline(window=20, every=every)
     for end in range(1, 91):
-        seen = history(times[max(0, end - window) : end], end)
+        seen = history(times[max(0, end - going_on.window) : end], end)
         assert AutoDeadline(window=20, every=every).decide(seen) == going_on.decide(seen)
 
 
@@ -436,7 +437,7 @@ def test_auto_deadline_chooses_in_each_of_its_first_steps(every):
     policy = AutoDeadline(warmup_steps=3, every=every, window=20)
     decided, chosen = [], []
     for end in range(1, 60):
-        decided.append(policy.decide(history(times[max(0, end - 19 - every) : end], end)).seconds)
+        decided.append(policy.decide(history(times[max(0, end - policy.window) : end], end)).seconds)
         chosen.append(policy.chosen)
     assert [seconds == math.inf for seconds in decided[:4]] == [True, True, False, False]
     assert decided[8] == decided[7]  # one slow step of six is within the noise
@@ -448,7 +449,7 @@ def test_auto_deadline_chooses_in_each_of_its_first_steps(every):
 def test_auto_deadline_follows_a_rank_that_recovers():
     policy = AutoDeadline(window=20, every=5)
     times = torch.cat([one_slow(3.0, 40), one_slow(1.0, 40)])
-    decided = [policy.decide(history(times[max(0, end - 24) : end], end)).seconds for end in range(10, 81)]
+    decided = [policy.decide(history(times[max(0, end - policy.window) : end], end)).seconds for end in range(10, 81)]
     assert decided[0] < 4.0
     assert decided[-1] == pytest.approx(1.4 * 2.0)
 
@@ -464,7 +465,7 @@ def busy(steps, seed):
 def test_auto_deadline_does_not_swing_with_the_machine():
     """Late is relative: while all ranks are slow none is late, and a stall in the next step is not waited for."""
     times, policy = busy(300, seed=0), AutoDeadline()
-    decided = [policy.decide(history(times[max(0, end - 74) : end], end)).seconds for end in range(30, 301)]
+    decided = [policy.decide(history(times[max(0, end - policy.window) : end], end)).seconds for end in range(30, 301)]
     assert max(decided) < 1.1 * min(decided)
     assert max(decided) < 1.5 * 2.0  # and not six times as long
 
@@ -481,6 +482,15 @@ def test_auto_deadline_drops_little_where_ranks_differ_by_noise_only(seed):
     generator = torch.Generator().manual_seed(seed)
     times = (1 + 0.04 * torch.randn(50, 6, 1, generator=generator)) * torch.linspace(1.0, 2.0, 6)
     assert AutoDeadline().decide(history(times)).predicted_drop < 0.01
+
+
+def test_ranks_that_seem_to_share_a_machine_by_chance_are_seen_over_more_steps():
+    """In one window of fifty, independent ranks vary together as much as those of a busy machine do."""
+    generator = torch.Generator().manual_seed(177)
+    times = (0.3 * torch.randn(75, 5, 6, generator=generator)).exp().cumsum(-1)
+    assert vary_together(times[25:, :, -1])
+    assert AutoDeadline().decide(history(times[25:])).predicted_drop < 0.01
+    assert AutoDeadline().decide(history(times)).predicted_drop > 0.05
 
 
 @pytest.mark.parametrize(("noise", "index"), [(None, 0), (1.0, 1), (3.0, 2)])
