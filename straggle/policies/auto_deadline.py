@@ -379,10 +379,14 @@ class AutoDeadline(Deadline):
         return replace(chosen, dropped=expected_drop(steps, chosen.tau_s, rules, self._parts))
 
     def _broken(self, history: History, price: float) -> bool:
-        """Whether what was dropped in these steps brought less than it should have."""
+        """Whether what was dropped in these steps brought less than it should have.
+
+        Where ranks vary by themselves it was worth it if it was a gain: with as much gradient per second there are more
+        steps. Elsewhere it must have brought its price, because what is dropped for noise seems to pay now and then.
+        """
         progress = history.progress
         assert progress is not None
         compute_s = history.compute_s[-len(progress.unit_s) :]
         unit_s = untruncated_times(progress, compute_s.nan_to_num(0.0)).nan_to_num(0.0)
         waiting_s = (untruncated_entries(progress, compute_s) + unit_s.amax(-1)).amax(1)
-        return kept(progress, compute_s, waiting_s).broken(self.least_gain, price)
+        return kept(progress, compute_s, waiting_s).broken(self.least_gain, price if price > LOW else 0.0)
