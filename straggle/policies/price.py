@@ -2,13 +2,13 @@
 
 Gradient per second counts all gradients alike. But what a deadline drops are mostly those next to the input, and of the
 ranks with most to do; on a machine that is busy with other work a little more per second is had for a sixth of all
-gradients. So there is a price: the gain, for each share of the gradients that is dropped. With a price of 0.5, 0.1 is
-dropped for a gain of 0.05 at least.
+gradients. So there is a price: the gain, for each share of the gradients that is dropped. With a price of 0.3, 0.1 is
+dropped for a gain of 0.03 at least.
 """
 
 from __future__ import annotations
 
-LOW = 0.5  # where the ranks' times are independent, and their work is equal
+LOW = 0.3  # where the ranks' times are independent, and their work is equal
 # Where ranks have what they have time for, or share a busy machine: what is dropped of a slow rank, or a stalled one,
 # brings five to eight times as much, the noise of such a machine 0.2 to 0.8 times, and less when it is tried.
 HIGH = 3.0
