@@ -306,7 +306,7 @@ class AutoDeadline(Deadline):
     the longest threshold where no rank is slow as such, that is where ranks that need more than 1.4 times as long as a
     quorum cost less than 3 % of the steps' time; where each rank varies by itself, unless a shorter one gains 5 %. It
     takes it, too, where the best one promises less than ``least_gain`` (0.01: a hundredth more gradient per second), or
-    less than the price of what it drops: 0.3 of it, or three times as much where work is dealt out by speed
+    less than the price of what it drops: 0.3 times it, or three times it where work is dealt out by speed
     (`Rebalance`, `Step.pull`) or all ranks share a busy machine (`vary_together`), or five times where none stands out
     there (`price_of`; how ranks vary is seen over 1.5 times ``window`` steps). The longest is ``max_over_median`` times
     the median rank's time in a quick step (the quickest tenth). So a rank that was never slow before and stalls is not
