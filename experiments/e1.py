@@ -12,7 +12,7 @@ from torch import Generator, Tensor
 from experiments._plot import save_lines
 from experiments.result import Line, Result
 from straggle.lab.faults import dropcompute_factors
-from straggle.policies.auto_deadline import StepTimes, Threshold, choose_threshold
+from straggle.policies.thresholds import StepTimes, Threshold, choose_threshold
 
 RANKS, MICROBATCHES, STEPS = 16, 12, 44
 BASE_S, OVERHEAD_S = 0.3256, 1.97

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from straggle.policies.history import Progress
 
+_MORE = 1.25  # times what a rank had been given when it was stopped: it would have taken more
+
 
 class Mark(NamedTuple):
     """A place in a rank's work: the ``share`` that is done there, and when the rank came to it (NaN: it did not)."""
@@ -88,21 +90,54 @@ def untruncated_times(progress: Progress, compute_s: Tensor) -> Tensor:
     """``progress.unit_s`` with the times that a late rank would have taken for what it did not finish.
 
     They are its peers' typical times, times how much longer than they it took for what it did finish; ``compute_s``
-    (steps, ranks) is when it was stopped. Gives (steps, ranks, units), NaN where a rank did not enter a step.
+    (steps, ranks) is when it was stopped. Of a rank that finished nothing in any step, only that is known: it is taken
+    to need a quarter more. Gives (steps, ranks, units), NaN where a rank did not enter a step.
     """
+    seen = _seen(progress, compute_s)
+    slowness = seen.slowness.where(~seen.slowness.isnan(), (_MORE * seen.at_least).clamp(min=1.0))
+    left_s = (seen.typical_s * slowness.unsqueeze(1)).where(seen.missing, 0.0)
+    # the first missing one did not end before the rank was stopped; NaN where it never entered
+    wait_s = (compute_s.to(left_s).unsqueeze(-1) - seen.known_s - left_s).clamp(min=0.0).where(seen.first_missing, 0.0)
+    return seen.known_s + (left_s + wait_s).cumsum(-1)
+
+
+def any_unheard(progress: Progress, compute_s: Tensor, times: float) -> bool:
+    """Whether next to nothing is known of some rank: it finished nothing, and was stopped before ``times`` as long.
+
+    ``compute_s`` (steps, ranks): when ranks were stopped. A rank that has entered no step, or has no data, does not
+    count.
+    """
+    seen = _seen(progress, compute_s)
+    return bool((seen.slowness.isnan() & (seen.at_least > 0) & (seen.at_least < times)).any())
+
+
+class _Seen(NamedTuple):
+    """What some steps show: (steps, ranks, units) of ``known_s`` and the masks, (units,), and (ranks,) of the rest.
+
+    ``slowness``: how much longer than its peers a rank took for what it finished; NaN: it finished nothing.
+    ``at_least``: how much longer than they for their first unit it had taken when it was stopped; 0: it never was.
+    """
+
+    known_s: Tensor
+    missing: Tensor
+    first_missing: Tensor
+    typical_s: Tensor
+    slowness: Tensor
+    at_least: Tensor
+
+
+def _seen(progress: Progress, compute_s: Tensor) -> _Seen:
     used = progress.unit_share > 0
     unit_s = progress.unit_s.where(used, math.nan)  # a micro-batch that comes in stages has a time of its own, too
     known_s = unit_s.nan_to_num(0.0).cummax(-1).values  # of a unit that the rank does not have: the one before
     spent_s = unit_s - torch.cat([torch.zeros_like(unit_s[..., :1]), known_s[..., :-1]], -1)
     typical_s = spent_s.flatten(0, 1).nanmedian(0).values.nan_to_num(0.0)
-    slowness = (spent_s / typical_s.clamp(min=1e-9)).transpose(0, 1).flatten(1).nanmedian(1).values.nan_to_num(1.0)
-    expected_s = typical_s * slowness.unsqueeze(1)  # (ranks, units)
+    slowness = (spent_s / typical_s.clamp(min=1e-9)).transpose(0, 1).flatten(1).nanmedian(1).values
     missing = unit_s.isnan() & used
-    left_s = expected_s.where(missing, 0.0)
-    # the first missing one did not end before the rank was stopped; NaN where it never entered
-    first = missing & (missing.cumsum(-1) == 1)
-    wait_s = (compute_s.to(unit_s).unsqueeze(-1) - known_s - left_s).clamp(min=0.0).where(first, 0.0)
-    return known_s + (left_s + wait_s).cumsum(-1)
+    first_missing = missing & (missing.cumsum(-1) == 1)
+    stopped_s = compute_s.to(unit_s).nan_to_num(0.0).unsqueeze(-1).where(first_missing & (typical_s > 0), 0.0)
+    at_least = (stopped_s / typical_s.clamp(min=1e-9)).amax((0, 2))
+    return _Seen(known_s, missing, first_missing, typical_s, slowness, at_least)
 
 
 def untruncated_stages(stage_s: Tensor, compute_s: Tensor, stage_share: Tensor) -> Tensor:

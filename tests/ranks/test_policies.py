@@ -13,7 +13,7 @@ from straggle import (
     LateHandling,
     Shadow,
 )
-from straggle.policies.auto_deadline import StepTimes
+from straggle.policies.thresholds import StepTimes
 
 
 def until_two_have_finished(rank):

@@ -10,7 +10,7 @@ from experiments.e1 import literal_threshold
 from experiments.e3 import expected_slowest
 from experiments.e9 import expected_s
 from experiments.result import Line, Result
-from straggle.policies.auto_deadline import StepTimes, choose_threshold
+from straggle.policies.thresholds import StepTimes, choose_threshold
 
 FINE = Line("a", "1 +- 0.1", "1.05", True)
 TOLD = Line("b", "", "7")

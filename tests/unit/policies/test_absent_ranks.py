@@ -8,11 +8,11 @@ import torch
 from straggle import AutoDeadline, LateHandling, MedianDeadline, QuantileDeadline
 from straggle.merge.table import Table
 from straggle.merge.telemetry import Row, absent_row
-from straggle.policies.auto_deadline import quorum_times
 from straggle.policies.deadline import next_deadline
 from straggle.policies.history import HistoryWindow
 from straggle.policies.promise import kept
 from straggle.policies.step_model import StopRules
+from straggle.policies.thresholds import quorum_times
 from straggle.report import CAUSES, PHASES
 
 STAGES, STEPS = 4, 12

@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from straggle.policies.auto_deadline import StepTimes, choose_for, price_of
+from straggle.policies.auto_deadline import choose_for, price_of
 from straggle.policies.ordinary import differences, lag_that_drops, one_stands_out, vary_together
 from straggle.policies.price import HIGH, HIGHEST, LOW
 from straggle.policies.step_model import StopRules
+from straggle.policies.thresholds import StepTimes
 
 RULES = StopRules(quorum=2, grace_s=0.02)
 
@@ -147,8 +148,8 @@ SLOW = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 2.0])
     [
         (noise(50, 6, 0.27), LOW),  # each by itself
         (noise(50, 6, 0.27) * BUSY, HIGHEST),  # on a shared machine, none of them slow
-        (noise(50, 6, 0.27) * BUSY * SLOW, HIGH),  # one slow as such
-        (noise(50, 6, 0.27) * BUSY * torch.tensor([math.nan, *SLOW[1:]]), HIGH),  # and one absent
+        (noise(50, 6, 0.27) * BUSY * SLOW, LOW),  # one slow as such
+        (noise(50, 6, 0.27) * BUSY * torch.tensor([math.nan, *SLOW[1:]]), LOW),  # and one absent
         (noise(5, 6, 0.27) * BUSY[:5], HIGH),  # too few steps to know
     ],
 )

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from histories import history
 
 from straggle import (
     Anneal,
@@ -24,29 +25,16 @@ from straggle import (
 )
 from straggle.merge.table import Table
 from straggle.merge.telemetry import MICROBATCH_SLOTS, Row
-from straggle.policies.auto_deadline import StepTimes, choose_threshold, expected_drop, longest_alike
 from straggle.policies.history import HistoryWindow, StepProgress
 from straggle.policies.ordinary import vary_together
 from straggle.policies.promise import kept
 from straggle.policies.step_model import StopRules, computed_share, simulate_step
+from straggle.policies.thresholds import StepTimes, choose_threshold, expected_drop, longest_alike
 from straggle.policies.untruncated import untruncated_entries, untruncated_times
 from straggle.policies.wrappers import dropped_per_stage
 from straggle.report import PHASES
 
 NAN, INF = math.nan, math.inf
-
-
-def history(unit_s, num_steps=None, computed=None, overhead_s=0.0, unit_share=None, entered_s=None):
-    """Steps in which no rank was stopped, unless ``computed`` says so."""
-    unit_s = torch.as_tensor(unit_s, dtype=torch.float64)
-    steps, ranks, units = unit_s.shape
-    share = torch.full_like(unit_s, 1 / units) if unit_share is None else torch.as_tensor(unit_share).expand_as(unit_s)
-    computed = torch.ones(steps, ranks, units) if computed is None else torch.as_tensor(computed)
-    finished = (computed == 1).all(-1)
-    entered_s = torch.zeros(steps, ranks) if entered_s is None else torch.as_tensor(entered_s)
-    weight, overhead_s = torch.ones(steps, ranks), torch.full((steps,), float(overhead_s))
-    progress = Progress(unit_s, share, computed, share[0, 0], weight, entered_s, overhead_s)
-    return History(steps if num_steps is None else num_steps, unit_s[..., -1], finished, progress)
 
 
 # -- the median, and the first k
@@ -357,12 +345,12 @@ def test_auto_deadline_does_not_wait_in_the_middle_of_a_unit(entered_s):
     assert 3.3 < policy.decide(history(unit_s, entered_s=torch.full((30, 4), entered_s))).seconds < 3.45
 
 
-def test_auto_deadline_of_whole_microbatches_is_the_rules():
-    """A late rank's step ends with the last micro-batch that it finished, so the longest of equals is taken."""
-    quick, slow = torch.tensor([1.0, 2.0, 3.0, 3.2, 3.4]), torch.tensor([2.2, 4.4, 6.6, 7.0, 7.5])
+def test_auto_deadline_counts_the_micro_batch_that_a_late_rank_first_finishes():
+    """Any threshold above 3.5 s has the slow rank compute until 5 s; by the rule it would end with its second one."""
+    quick, slow = torch.tensor([1.0, 2.0, 3.0, 3.2, 3.4]), torch.tensor([2.0, 3.5, 5.0, 5.5, 6.0])
     policy = AutoDeadline()
-    policy.prepare(LateHandling(granularity="microbatch"))
-    assert 4.3 < policy.decide(history(torch.stack([quick, quick, quick, slow]).expand(30, 4, 5))).seconds < 4.4
+    policy.prepare(LateHandling(granularity="microbatch", grace_s=10.0))
+    assert 3.4 <= policy.decide(history(torch.stack([quick, quick, quick, slow]).expand(30, 4, 5))).seconds < 3.5
 
 
 def test_auto_deadline_does_not_count_a_rank_without_data():

@@ -1,0 +1,153 @@
+"""AutoDeadline in the simulator, where it sees of a late rank what is left of it, as in training."""
+
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from histories import history
+
+from straggle import AutoDeadline, Deadline, LateHandling
+from straggle.lab.simulate.communication import Constant
+from straggle.lab.simulate.ranks import simulate_times
+from straggle.lab.simulate.units import Work
+from straggle.policies.step_model import StopRules, computed_share, simulate_step
+from straggle.policies.untruncated import any_unheard, untruncated_times
+
+NAN = math.nan
+BEGUN, WINDOW = 50, 25  # steps until all is known that will be, and those of one choice
+
+
+def units_of(granularity):
+    return Work(0.1, num_stages=8, num_microbatches=4 if granularity == "microbatch" else 1).units(granularity)
+
+
+def one_slow(granularity, ranks, factor, apart, together, steps=300):
+    """Seconds of each unit, (steps, ranks, units): all vary by themselves and together, and one is slow as such."""
+    generator = torch.Generator().manual_seed(0)
+    own = apart * torch.randn(steps, ranks, generator=generator)
+    factors = (own + together * torch.randn(steps, 1, generator=generator)).exp()
+    factors[:, 1] *= factor
+    return factors.unsqueeze(2) * units_of(granularity).base_s
+
+
+def in_training(own_s, granularity, policy=None):
+    """What came of it, and the gradient per second over that of the best fixed threshold."""
+    units, late_handling = units_of(granularity), LateHandling(granularity=granularity)
+    done = simulate_times(own_s, units, policy or AutoDeadline(), late_handling, Constant())
+    rules = StopRules.of(AutoDeadline(), late_handling, own_s.shape[1])
+    fixed = [
+        rate(*fixed_steps(own_s[BEGUN:].cumsum(2), tau_s, units, rules)) for tau_s in torch.linspace(0.05, 0.8, 80)
+    ]
+    waiting = 1 / float(done.all_s[BEGUN:].mean())
+    return done, rate(done.step_s[BEGUN:], done.dropped[BEGUN:]) / max(*fixed, waiting)
+
+
+def fixed_steps(unit_s, tau_s, units, rules):
+    would = simulate_step(unit_s, float(tau_s), rules)
+    return would.seconds, 1 - (computed_share(unit_s, would, rules, units.silent) @ units.share).mean(1)
+
+
+def rate(seconds, dropped):
+    return float((1 - dropped).sum() / seconds.sum())
+
+
+@pytest.mark.parametrize(
+    ("granularity", "ranks", "factor", "apart", "together"),
+    [
+        ("stage", 3, 8, 0.03, 0.0),  # of which nothing is ever finished in time
+        ("stage", 3, 2, 0.03, 0.1),  # on a machine that all share
+        ("stage", 6, 4, 0.27, 0.24),
+        ("microbatch", 3, 4, 0.03, 0.0),  # whose second micro-batch runs when its peers end
+    ],
+)
+def test_slow_rank_is_dropped_for_good_by_what_is_left_of_it(granularity, ranks, factor, apart, together):
+    done, of_best = in_training(one_slow(granularity, ranks, factor, apart, together), granularity)
+    assert of_best > 0.95
+    window_s = done.step_s[BEGUN:].view(-1, WINDOW).mean(1)
+    assert window_s.max() < 1.5 * window_s.min()  # it does not wait for it now and then
+
+
+@pytest.mark.parametrize("granularity", ["stage", "microbatch"])
+def test_little_is_dropped_on_a_shared_machine_where_no_rank_is_slow(granularity):
+    done, _ = in_training(one_slow(granularity, 6, 1, 0.27, 0.24), granularity)
+    assert float(done.dropped[BEGUN:].mean()) < 0.01
+
+
+def test_rank_of_which_nothing_is_known_is_heard_out_in_one_step():
+    """Where all that a late rank has is dropped, nothing is ever known of one that always is."""
+    done, of_best = in_training(one_slow("step", 4, 4, 0.03, 0.0), "step")
+    assert of_best > 0.9
+    waited = (done.step_s[BEGUN:] > 0.3).int()
+    assert 1 <= int(waited.sum()) <= len(waited) / WINDOW
+    assert not (waited[1:] & waited[:-1]).any()
+
+
+def test_hearing_a_rank_out_is_a_function_of_the_history_alone():
+    class Twice(Deadline):
+        wants_progress = True
+
+        def __init__(self):
+            self.goes_on = AutoDeadline()
+            self.window = self.goes_on.window
+            self.heard = 0
+
+        def prepare(self, late_handling, parts=()):
+            self.begins = partial(self.prepared, late_handling, parts)
+            self.goes_on.prepare(late_handling, parts)
+
+        def prepared(self, late_handling, parts):
+            policy = AutoDeadline()
+            policy.prepare(late_handling, parts)
+            return policy
+
+        def decide(self, history):
+            decided = self.goes_on.decide(history)
+            assert self.begins().decide(history) == decided
+            self.heard += self.goes_on.chosen is not None and self.goes_on.chosen.hears
+            return decided
+
+    policy = Twice()
+    in_training(one_slow("step", 4, 4, 0.03, 0.0, steps=150), "step", policy)
+    assert policy.heard >= 1
+
+
+def stopped_in_forward(stopped_s):
+    """One of three ranks has finished nothing in any of 20 steps; it was stopped after ``stopped_s`` in the last."""
+    seen = torch.tensor([1.0, 1.5, 2.0, 2.5]).expand(20, 3, 4).clone()
+    seen[:, 2] = NAN
+    stops_s = torch.tensor([2.5, 2.5, 1.2]).repeat(20, 1)
+    stops_s[-1, 2] = stopped_s
+    return history(seen).progress, stops_s
+
+
+def test_rank_that_finished_nothing_is_slower_than_its_stops_show():
+    whole = untruncated_times(*stopped_in_forward(4.0))
+    assert whole[0, 2].tolist() == pytest.approx([5.0, 7.5, 10.0, 12.5])  # a quarter more than 4 s for the first unit
+    assert whole[0, 0].tolist() == [1.0, 1.5, 2.0, 2.5]
+
+
+@pytest.mark.parametrize(("stopped_s", "unheard"), [(1.2, True), (3.9, True), (4.1, False)])
+def test_rank_is_heard_out_when_it_had_four_times_as_long(stopped_s, unheard):
+    assert any_unheard(*stopped_in_forward(stopped_s), times=4.0) == unheard
+
+
+def test_rank_that_finished_something_or_never_entered_is_not_unheard():
+    progress, stops_s = stopped_in_forward(1.2)
+    progress.unit_s[3, 2, 0] = 1.1
+    assert not any_unheard(progress, stops_s, times=4.0)
+    progress.unit_s[3, 2, 0] = NAN
+    assert not any_unheard(progress, stops_s.index_fill(1, torch.tensor(2), NAN), times=4.0)
+
+
+@pytest.mark.parametrize(("weight", "drops"), [(0.1, True), (1.0, False)])
+def test_what_is_dropped_of_a_rank_counts_by_its_weight(weight, drops):
+    """Where work is dealt out, a rank that has a third of the work and takes 1.6 times as long is waited for."""
+    factor = torch.tensor([1.0, 1.0, 1.6]).view(1, 3, 1)
+    seen = replace(history((factor * torch.linspace(0.4, 1.0, 8)).expand(77, 3, 8)), dealt=True)
+    seen.progress.weight[:, 2] = weight
+    decided = AutoDeadline().decide(seen)
+    assert (decided.seconds < 1.3) == drops
+    if drops:
+        assert decided.predicted_drop < weight / (2 + weight)
