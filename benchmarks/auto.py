@@ -2,29 +2,35 @@
 
 python benchmarks/auto.py                           # about half a minute
 python benchmarks/auto.py --windows 100 --noise 0   # without its margin for noise
+python benchmarks/auto.py --in-training             # each choice sees what its own deadlines left: two minutes
 
 Six ranks whose step takes 0.1 s: none slow, with 2, 5 and 10 % noise of each rank; all slow at once for a while (a busy
 machine); times as four ranks had on two cores that others used, too; one twice as slow; random stalls; heavy tails. And
 the delays of head-to-head, of five ranks with four micro-batches of 36 ms. Each choice sees 50 steps, and in 75 how
 ranks vary; it is judged by the 25 steps after them. Gain: gradient per second over that of waiting for all ranks. The
 oracle knows each step in advance, and takes the best threshold of the grid for it; seconds saved are those for as much
-gradient. The steps seen are as if no rank had been stopped.
+gradient. The steps seen are as if no rank had been stopped; with ``--in-training`` they are those of the simulator,
+where a rank that was late is known as far as it came, as it is in a job. There, one rank is slow by more, on 3 to 8
+ranks, by itself and on machines that all ranks share, in stages and in whole micro-batches.
 """
 
 import argparse
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 
 import torch
 
 from straggle import AutoDeadline, LateHandling
 from straggle.lab.faults import dropcompute_factors
+from straggle.lab.simulate.communication import Constant
+from straggle.lab.simulate.ranks import simulate_times
 from straggle.lab.simulate.units import Units, Work
-from straggle.policies.auto_deadline import StepTimes, choose_for, price_of
+from straggle.policies.auto_deadline import choose_for, price_of
 from straggle.policies.deadline import quantile_of
 from straggle.policies.step_model import StopRules, computed_share, simulate_step
+from straggle.policies.thresholds import StepTimes
 from straggle.report import text_table
 
 RANKS, SEEN, LONGER, JUDGED = 6, 50, 75, 25
@@ -38,10 +44,11 @@ class Job:
     units: Units
     ranks: int
     step_s: float
+    late_handling: LateHandling = LateHandling()
 
     @property
     def rules(self):
-        return StopRules.of(AutoDeadline(), LateHandling(), self.ranks)
+        return StopRules.of(AutoDeadline(), self.late_handling, self.ranks)
 
     @property
     def grid(self):
@@ -119,9 +126,9 @@ SCENARIOS = {
 }
 
 
-def stretched(scenario):
+def stretched(scenario, units=ONE.units):
     """A step's units, each of them stretched alike: (steps, ranks, units)."""
-    return lambda generator, steps: (scenario(generator, steps).unsqueeze(2) * ONE.units.base_s).cumsum(2)
+    return lambda generator, steps: (scenario(generator, steps).unsqueeze(2) * units.base_s).cumsum(2)
 
 
 def paced(delays):
@@ -163,6 +170,33 @@ def everyone_noisy(generator, steps):
 JOBS = {name: (ONE, stretched(scenario)) for name, scenario in SCENARIOS.items()}
 for paced_one in (none, slow_rank, stall, dropcompute, everyone_noisy):
     JOBS[f"head-to-head: {paced_one.__name__}"] = (PACED, paced(paced_one))
+
+
+def slow_by(ranks, factor, apart, together):
+    """One of the ranks is slow; each varies by itself, and all of them at once."""
+
+    def factors(generator, steps):
+        own = apart * torch.randn(steps, ranks, generator=generator)
+        drawn = (own + together * torch.randn(steps, 1, generator=generator)).exp()
+        drawn[:, 1] *= factor
+        return drawn
+
+    return factors
+
+
+def training_jobs():
+    """Name, job, and what draws its steps: (steps, ranks, units)."""
+    ways = {
+        "stages": (ONE.units, LateHandling()),
+        "micro-batches": (Work(0.1, num_microbatches=4).units("microbatch"), LateHandling(granularity="microbatch")),
+    }
+    machines = {"3 % noise": (0.03, 0.0), "10 % shared": (0.03, 0.1), "a shared machine": (0.27, 0.24)}
+    for (way, (units, late_handling)), (machine, spread), ranks, factor in product(
+        ways.items(), machines.items(), (3, 6), (1, 1.5, 2, 4, 8)
+    ):
+        job = Job(units, ranks, 0.1, late_handling)
+        drawn = stretched(slow_by(ranks, factor, *spread), units)
+        yield f"{way}, {machine}, {ranks} ranks, one {factor} times as slow", job, drawn
 
 
 def outcome(job, unit_s, deadline_s, after_quorum_s=0.0):
@@ -233,6 +267,26 @@ def judge(job, draw, options):
     )
 
 
+def judge_in_training(job, draw, options):
+    unit_s = draw(torch.Generator().manual_seed(options.seed), SEEN + JUDGED * options.windows)
+    own_s = unit_s.diff(dim=2, prepend=torch.zeros_like(unit_s[..., :1]))
+    policy = AutoDeadline(least_gain=options.least_gain, max_over_median=options.max_over_median)
+    done = simulate_times(own_s, job.units, policy, job.late_handling, Constant())
+    judged, seconds, dropped = unit_s[SEEN:], done.step_s[SEEN:], done.dropped[SEEN:]
+    waiting, auto = rate(*outcome(job, judged, math.inf)), rate(seconds, dropped)
+    best_s = max(job.grid, key=lambda one_s: rate(*outcome(job, judged, one_s)))
+    best = outcome(job, judged, best_s)
+    windows = seconds.view(-1, JUDGED).mean(1)
+    return (
+        f"{auto / waiting - 1:.1%}",
+        f"{rate(*best) / waiting - 1:.1%} at {best_s:.3f} s",
+        f"{auto / max(waiting, rate(*best)):.3f}",
+        f"{float(dropped.mean()):.2%}",
+        f"{float(best[1].mean()):.2%}",
+        f"{float(windows.max() / windows.min()):.2f}",
+    )
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=40)
@@ -242,7 +296,13 @@ def main():
     parser.add_argument("--max-over-median", type=float, default=1.4)
     parser.add_argument("--only", default="", help="scenarios with this in their name")
     parser.add_argument("--dealt", action="store_true", help="as where work is dealt out by speed")
+    parser.add_argument("--in-training", action="store_true", help="it sees what its own deadlines left of the steps")
     options = parser.parse_args()
+    if options.in_training:
+        names = ("", "gain", "of the best fixed", "over it", "dropped", "by the best", "longest window over shortest")
+        rows = [(name, *judge_in_training(*job, options)) for name, *job in training_jobs() if options.only in name]
+        print(text_table([names, *rows]))
+        return
     names = ("", "gain", "of the best fixed", "over it", "over the oracle", "of the seconds it saves")
     rows = [(*names, "dropped", "by the best", "longest step", "changes over 10 %")]
     rows += [(name, *judge(*job, options)) for name, job in JOBS.items() if options.only in name]
