@@ -393,6 +393,7 @@ WAYS = {
     "report": "the same with model.last_report read after every step",
     "auto": "as complete, with AutoDeadline, which gets every rank's progress and chooses again every 25 steps; "
     "never hit",
+    "auto itself": "as complete, with AutoDeadline(): a step's deadline is 1.4 times the median rank's time",
     "first k": "as complete, with FirstK of half of the ranks and a grace that is never over: each writes to the store "
     "that it has finished, and asks for its peers",
 }
@@ -403,6 +404,8 @@ def wrap(way, model):
         return DistributedDataParallel(model)
     if way == "auto":
         return StagedDataParallel(model, deadline=AutoDeadline(least_gain=1000.0, max_over_median=1000.0))
+    if way == "auto itself":
+        return StagedDataParallel(model, deadline=AutoDeadline())
     if way == "first k":
         return StagedDataParallel(model, deadline=FirstK(dist.get_world_size() // 2, grace_s=1000.0))
     staged = StagedDataParallel(model, deadline=QuantileDeadline(0.5, slack=1000.0))

@@ -125,7 +125,7 @@ def post_at(deadline_s: float, merged_at: float, *, any_late: bool) -> float:
 
 def _notice_s(deadline_s: float) -> float:
     """How long before the deadline who has finished says so; half of it is left to who asks."""
-    return min(max(0.004, 0.04 * deadline_s), 0.1)
+    return min(max(0.004, 0.04 * deadline_s), 0.2 * deadline_s, 0.1)
 
 
 Action = Sleep | Post | Ask | Stop | PutBack | SubmitForStuck | CompletePartial | End

@@ -34,6 +34,7 @@ from straggle.merge.rank_state import MergeSide, TrainingSide
 from straggle.merge.round import Round
 
 _log = logging.getLogger(__name__)
+_SOON_S = 0.005  # peers may learn so much later that a rank has finished
 
 
 class StandIn:
@@ -66,6 +67,7 @@ class StandIn:
         self.healing = False  # the training thread waits for its state, and gives nothing; with the lock held
         self._waited_since = math.inf  # when a quorum was seen to wait
         self._asked_at = -math.inf  # when none was, last
+        self._looks_at = math.inf  # when the thread decides next, unless it is woken; in the past: it is at work
         self._unposted = False  # the peers are to learn that this rank has finished the step, if it comes to that
         self._partial: Round | None = None  # submitted, and the training thread does not wait for its merge
         self._posted_stuck_s = 0  # for how long the peers know the training thread to be stuck
@@ -121,17 +123,19 @@ class StandIn:
     def work_done(self, now: float, *, truncated: bool) -> bool:
         """The training thread has submitted its own work; whether it is to post that itself, at once.
 
-        Otherwise the stand-in posts it: when the peers want to know, if the step is not over by then; and the end of a
-        step that is ``truncated``, because no peer waits to hear of that, but all for the training thread.
+        Otherwise the stand-in posts it: when the peers want to know, if the step is not over by then; where it looks in
+        a moment anyway, because a step that is over by then costs no message (not after one in which some rank was
+        late); and the end of a step that is ``truncated``, because no peer waits to hear of that, but all for the
+        training thread.
         """
         deadline_s = self._limits().shortest_s
         if deadline_s == math.inf:
             return False
         due = now >= post_at(deadline_s, self._merging.merged_at, any_late=self._merging.any_late)
-        if due and not truncated:
+        if due and not truncated and (self._merging.any_late or self._looks_at > now + _SOON_S):
             return True
         self._unposted = True
-        if due:
+        if due and truncated:
             self._wakes.notify()
         return False
 
@@ -183,7 +187,9 @@ class StandIn:
             action = decide(now, self._situation(), self._limits())
             match action:
                 case Sleep(until):
+                    self._looks_at = until
                     self._wakes.wait(None if until == math.inf else until - now)
+                    self._looks_at = -math.inf
                 case Post(finished, stuck_s):
                     words = self._words(stuck_s)
                     changed, self._posted_stuck_s = stuck_s != self._posted_stuck_s, stuck_s

@@ -269,6 +269,23 @@ def test_who_finishes_when_peers_want_to_know_posts_it_and_the_stand_in_posts_al
     assert channel.posted == [0]
 
 
+@pytest.mark.parametrize(("any_late", "expected"), [(False, [True, False]), (True, [True, True])])
+def test_who_finishes_shortly_before_the_stand_in_looks_leaves_the_post_to_it(monkeypatch, any_late, expected):
+    """A step that is over by then costs no message. After one in which some rank was late it is posted at once."""
+    clock, channel, at_once = [10.0], Told(), []
+    stand_in, _, merging, _ = at_begin_of_step(clock, channel)
+    merging.any_late = any_late
+    monkeypatch.setattr(
+        stand_in._wakes, "wait", lambda _: at_once.append(stand_in.work_done(clock[0], truncated=False))
+    )
+    for clock[0] in (10.965, 10.9765):  # it asks at 10.98
+        assert acts(stand_in)
+    assert (at_once, channel.posted) == (expected, [])
+    clock[0] = 10.98
+    assert acts(stand_in)
+    assert channel.posted == [0] * (not any_late)
+
+
 def test_stand_in_says_what_the_training_thread_is_stuck_in_and_when_it_is_not_any_more():
     clock, channel = [10.0], Told()
     stand_in, training, merging, deadline = at_begin_of_step(clock, channel)

@@ -160,7 +160,13 @@ def test_the_stand_in(now, at, limits, expected):
 
 @pytest.mark.parametrize(
     ("deadline_s", "any_late", "expected"),
-    [(10.0, False, 109.9), (1.0, False, 100.96), (0.01, False, 100.006), (10.0, True, -math.inf)],
+    [
+        (10.0, False, 109.9),
+        (1.0, False, 100.96),
+        (0.03, False, 100.026),
+        (0.01, False, 100.008),  # not before most of the step is over
+        (10.0, True, -math.inf),
+    ],
 )
 def test_peers_want_to_know_of_a_finished_rank_shortly_before_one_of_them_could_be_late(deadline_s, any_late, expected):
     assert post_at(deadline_s, 100.0, any_late=any_late) == pytest.approx(expected)
