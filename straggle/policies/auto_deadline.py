@@ -171,15 +171,17 @@ class AutoDeadline(Deadline):
         return self._choose_from(seen, longer, may_hear)
 
     def _choose_from(self, history: History, longer: History, may_hear: bool) -> Threshold:
-        ranks, entered_s = history.compute_s.shape[1], history.progress.entered_s if history.progress else None
-        members = None if entered_s is None or not len(entered_s) else int((~entered_s[-1].isnan()).sum())
+        ranks, progress = history.compute_s.shape[1], history.progress
+        if progress is None or not len(progress.unit_s):
+            return Threshold(math.inf, 0.0, 0.0)
+        members = int((~progress.entered_s[-1].isnan()).sum())
         rules = StopRules.of(self, self._late_handling, ranks, members)
         quorum = partial(self._late_handling.quorum_among, wanted=self.quorum)
-        steps, more = StepTimes.of(history, quorum), StepTimes.of(longer, quorum)
+        more, with_data = StepTimes.of(longer, quorum), int((progress.weight > 0).any(1).sum())
         longest_s = self.max_over_median * _usual_s(history.compute_s)
-        if steps is None or not longest_s < math.inf:  # no rank came to a step that is seen
+        if more is None or not with_data or not longest_s < math.inf:  # no rank came to a step that is seen
             return Threshold(math.inf, 0.0, 0.0)
-        price = price_of(more or steps, dealt=history.dealt)
+        steps, price = more.last(with_data), price_of(more, dealt=history.dealt)
         waits = self._broken(history, price)
         if waits and may_hear and self._unheard(history):
             return Threshold(_HEARD * _usual_s(history.compute_s), 0.0, 0.0, hears=True)
@@ -201,6 +203,8 @@ class AutoDeadline(Deadline):
         """
         progress = history.progress
         assert progress is not None
+        if not bool((progress.computed < 1).any()):  # nothing was dropped
+            return False
         compute_s = history.compute_s[-len(progress.unit_s) :]
         unit_s = untruncated_times(progress, compute_s.nan_to_num(0.0)).nan_to_num(0.0)
         waiting_s = (untruncated_entries(progress, compute_s) + unit_s.amax(-1)).amax(1)

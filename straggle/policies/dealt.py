@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
 SETTLED = 3  # steps with the same weights, from which on they are the ranks' shares
@@ -21,9 +22,9 @@ def steps_since_dealt(weight: Tensor) -> int | None:
     to the shares before them: the last step of an epoch has fewer samples, and what is drawn from a pool, or weighted
     by tokens, differs from step to step.
     """
-    changes = (weight[1:] != weight[:-1]).any(1)
-    if not changes.any():
+    if torch.equal(weight[1:], weight[:-1]):
         return None
+    changes = (weight[1:] != weight[:-1]).any(1)
     begins: list[int] = [0, *(changes.nonzero().flatten() + 1).tolist(), len(weight)]
     settled = [first for first, end in pairwise(begins) if end - first >= SETTLED]
     for first, before in pairwise(reversed(settled)):

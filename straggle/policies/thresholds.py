@@ -57,6 +57,10 @@ class StepTimes:
         end_s = self.entered_s + self.unit_s[..., -1]
         return end_s.where((self.unit_share > 0).any(-1), math.nan)
 
+    def last(self, steps: int) -> StepTimes:
+        """The last ``steps`` of them."""
+        return StepTimes(**{name: value[-steps:] for name, value in vars(self).items()})
+
     @staticmethod
     def entered_at_once(unit_s: Tensor, overhead_s: Tensor) -> StepTimes:
         """Steps that all ranks enter when they begin, for which no quorum is needed, of equal units."""
@@ -95,10 +99,10 @@ def quorum_times(end_s: Tensor, members: Tensor, quorum: Callable[[int], int]) -
     A step without any has a quorum at its begin.
     """
     ordered = end_s.masked_fill(~members, math.inf).sort(1).values
-    numbers = members.sum(1).tolist()
-    wanted = [min(max(1, quorum(number)), number) for number in numbers]
-    times = [0.0 if not place else float(row[place - 1]) for row, place in zip(ordered, wanted, strict=True)]
-    return torch.tensor(times, dtype=end_s.dtype)
+    numbers = members.sum(1)
+    wanted = {number: min(max(1, quorum(number)), number) for number in set(numbers.tolist())}
+    places = torch.tensor([wanted[number] for number in numbers.tolist()]).unsqueeze(1)
+    return ordered.gather(1, (places - 1).clamp(min=0)).where(places > 0, 0.0).squeeze(1)
 
 
 @dataclass(frozen=True)
