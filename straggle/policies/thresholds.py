@@ -160,7 +160,7 @@ def by_the_rule(
 ) -> Outcomes:
     """What comes of 200 thresholds by DropCompute's rule (`choose_threshold`)."""
     own_s = steps.unit_s.nan_to_num(math.inf, posinf=math.inf)
-    tau = _candidates(own_s.where(steps.unit_share > 0, math.inf), longest_s)
+    tau = _candidates(own_s.where(steps.unit_share > 0, math.inf), longest_s, _CANDIDATES)
     needs_s = _needed(own_s, steps, grace_s)
     ordered, order = needs_s.flatten(1).sort(dim=1)
     kept = steps.unit_share.flatten(1).gather(1, order).cumsum(1) / own_s.shape[1]
@@ -184,7 +184,7 @@ def by_running_units(steps: StepTimes, rules: StopRules, longest_s: float) -> Ou
     at its begin, but the rank computes until its end.
     """
     own_s = steps.unit_s.nan_to_num(math.inf, posinf=math.inf)
-    tau = _candidates(own_s.where(steps.unit_share > 0, math.inf), longest_s)[:: _CANDIDATES // _SIMULATED]
+    tau = _candidates(own_s.where(steps.unit_share > 0, math.inf), longest_s, _SIMULATED)
     done = [simulate_step(own_s, float(one_s), rules, steps.entered_s) for one_s in tau]
     brought = torch.stack([(one.reached * steps.unit_share).sum(-1).mean(1) for one in done], 1)
     end_s = steps.end_s.nan_to_num(0.0)
@@ -201,14 +201,14 @@ def longest_alike(gains: Tensor, best: int, noise: float) -> int:
     return int((behind.mean(0) <= noise * error + 1e-9).nonzero().max())
 
 
-def _candidates(own_s: Tensor, longest_s: float | None) -> Tensor:
-    """Thresholds from the first useful one to the longest."""
+def _candidates(own_s: Tensor, longest_s: float | None, number: int) -> Tensor:
+    """So many thresholds, from the first useful one to the longest."""
     shortest = float(own_s[..., min(_FIRST_UNIT, own_s.shape[-1] - 1) :].min())
     if longest_s is None:
         if not own_s.isfinite().any():
             raise ValueError("unit_s has no finite time: there is no threshold to choose")
         longest_s = float(own_s[own_s.isfinite()].max())
-    return torch.linspace(min(shortest, longest_s), longest_s, _CANDIDATES, dtype=own_s.dtype)
+    return torch.linspace(min(shortest, longest_s), longest_s, number, dtype=own_s.dtype)
 
 
 def _needed(own_s: Tensor, steps: StepTimes, grace_s: float) -> Tensor:
