@@ -79,7 +79,7 @@ launch_options() {
 
 # run MODULE key=value ...: check the configuration once, then start the workers
 run() {
-  local name=$1 workers cores where nodes=${NNODES:-1} ranks=
+  local name=$1 workers cores where nodes=${NNODES:-1} ranks= word folder=
   shift
   install train
   case " $* " in *" --"* | *" -h "*) exec "$venv/bin/python" -m straggle "$name" "$@" ;; esac
@@ -96,8 +96,10 @@ run() {
   fi
   case " $* " in
     *" members=elastic "*) # each worker with an agent of its own: torchrun ends all of them when one dies
+      for word in "$@"; do case $word in run_dir=*) folder=${word#run_dir=} ;; esac done # for the workers' process ids
       # shellcheck disable=SC2046,SC2086
-      exec "$venv/bin/python" -m straggle launch $(launch_options $where) --nproc-per-node "$workers" -m straggle "$name" "$@"
+      exec "$venv/bin/python" -m straggle launch $(launch_options $where) --nproc-per-node "$workers" \
+        ${folder:+--run-dir "$folder"} -m straggle "$name" "$@"
       ;;
   esac
   # shellcheck disable=SC2086  # several arguments on purpose

@@ -244,6 +244,11 @@ def test_workers_that_may_come_back_are_started_by_straggle_launch(
     assert launch_arguments(words, {"STRAGGLE_JOB_SECRET": "shared"}).script == "straggle"
 
 
+def test_process_ids_of_workers_that_may_come_back_are_in_the_folder_of_the_run(tmp_path: Path) -> None:
+    printed = launch_of(tmp_path, "members=elastic", "run_dir=my runs/first", WORKERS="3")
+    assert "--nproc-per-node 3 --run-dir my runs/first -m straggle train" in " ".join(printed.split())
+
+
 def test_null_switches_one_fault_off() -> None:
     assert list(build_faults(load("train", ["faults.stall=null"]))) == ["pace", "slow"]
     assert build_faults(load("train", ["faults=none"])) == {}

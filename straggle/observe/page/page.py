@@ -61,8 +61,11 @@ def write_page(runs: Sequence[Run], steps: Sequence[int], path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     # written beside it first: a reader never sees half a page
     half = path.with_name(path.name + ".part")
-    half.write_text(page(runs, steps), encoding="utf-8")
-    half.replace(path)
+    try:
+        half.write_text(page(runs, steps), encoding="utf-8")
+        half.replace(path)
+    finally:
+        half.unlink(missing_ok=True)  # of a full disk it would take what is left
     return path
 
 

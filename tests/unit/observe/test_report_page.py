@@ -20,7 +20,7 @@ from straggle import StepReport
 from straggle.commands import result
 from straggle.commands.report import arguments
 from straggle.observe.findings import advise
-from straggle.observe.page.page import write_report
+from straggle.observe.page.page import write_page, write_report
 from straggle.observe.run import read_reports, read_run, read_steps
 from straggle.observe.run_numbers import numbers_of
 from straggle.observe.summary import summarize
@@ -366,3 +366,12 @@ def test_summary_has_the_page_s_numbers(tmp_path: Path) -> None:
     lost = [sum(8 * (1 - step.ranks[rank].reach) for step in steps) for rank in range(4)]
     assert summary["dropped_samples_per_rank"] == [round(samples) for samples in lost]
     assert summarize(steps[:1], {"loss": 1.5}, ["a"] * 4, samples_per_step=8)["dropped_share_per_stage"] == {}
+
+
+def test_half_a_page_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a full disk it would take what is left."""
+    (tmp_path / "report.html").mkdir()  # so that it cannot be put in place
+    monkeypatch.setattr("straggle.observe.page.page.page", lambda *_: "half a page")
+    with pytest.raises(IsADirectoryError):
+        write_page([], [], tmp_path / "report.html")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
