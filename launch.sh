@@ -79,7 +79,7 @@ launch_options() {
 
 # run MODULE key=value ...: check the configuration once, then start the workers
 run() {
-  local name=$1 workers cores where nodes=${NNODES:-1} ranks= word folder=
+  local name=$1 workers cores where nodes=${NNODES:-1} ranks='' word folder=''
   shift
   install train
   case " $* " in *" --"* | *" -h "*) exec "$venv/bin/python" -m straggle "$name" "$@" ;; esac
