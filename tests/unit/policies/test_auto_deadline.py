@@ -151,3 +151,12 @@ def test_what_is_dropped_of_a_rank_counts_by_its_weight(weight, drops):
     assert (decided.seconds < 1.3) == drops
     if drops:
         assert decided.predicted_drop < weight / (2 + weight)
+
+
+@pytest.mark.parametrize(("steps_ago", "drops"), [(50, False), (45, True)])
+def test_choice_is_made_from_the_last_fifty_steps(steps_ago, drops):
+    """How ranks vary is seen over 75, of which the first ones are no reason to drop anything."""
+    times = torch.linspace(0.4, 1.0, 8).repeat(75, 4, 1)
+    times[: 75 - steps_ago, 3] *= 3.0  # until so many steps ago
+    decided = AutoDeadline().decide(history(times, 77))
+    assert (decided.predicted_drop > 0.01) == drops
