@@ -29,7 +29,7 @@ from straggle.lab.simulate.ranks import simulate_times
 from straggle.lab.simulate.units import Units, Work
 from straggle.policies.auto_deadline import choose_for, price_of
 from straggle.policies.deadline import quantile_of
-from straggle.policies.step_model import StopRules, computed_share, simulate_step
+from straggle.policies.step_model import StopRules, computed_share, parts_of, simulate_step
 from straggle.policies.thresholds import StepTimes
 from straggle.report import text_table
 
@@ -236,6 +236,7 @@ def choose(job, longer_s, options):
         least_gain=options.least_gain,
         noise=options.noise,
         price=price_of(step_times(job, longer_s), dealt=options.dealt),
+        parts=parts_of(len(job.units.stage_share), job.late_handling.granularity, job.units.checks),
     )
 
 

@@ -23,7 +23,7 @@ from straggle.policies.deadline import (
     next_deadline,
 )
 from straggle.policies.history import HistoryWindow, StepProgress
-from straggle.policies.step_model import StopRules, computed_share, simulate_step
+from straggle.policies.step_model import StopRules, computed_share, parts_of, simulate_step
 from straggle.policies.wrappers import DropBudget
 
 WORTH_IT = 1.01  # effective speedup, from which on a policy is recommended
@@ -120,10 +120,8 @@ def replay(
     overlaps with nothing, so it costs the network's time once more. Otherwise a late rank stops at once.
     """
     late_handling = late_handling or LateHandling()
-    policy.prepare(late_handling)
-    rules = StopRules.of(policy, late_handling, timings.num_ranks)
-    if cautious:
-        rules = replace(rules, checks=1)
+    rules = replace(StopRules.of(policy, late_handling, timings.num_ranks), checks=int(cautious))
+    policy.prepare(late_handling, parts_of(len(timings.stage_share), late_handling.granularity, rules.checks))
     window = HistoryWindow(policy.window, timings.num_ranks)
     stage_share = torch.from_numpy(timings.stage_share).float()
     if policy.wants_progress:

@@ -38,6 +38,7 @@ def choose_for(
     noise: float = _NOISE,
     price: float = LOW,
     waits: bool = False,
+    parts: Sequence[int] = (),
 ) -> Threshold:
     """`AutoDeadline`'s choice: the longest threshold unless a rank is slow as such and a shorter one pays (`pays`).
 
@@ -45,19 +46,31 @@ def choose_for(
     ``waits`` it is the longest in any case. Then no rank is late by what ranks are behind a quorum (`after_quorum_s`).
     So where all are slow at once, as on a busy machine, what is dropped is what a slow rank leaves, and not the
     ordinary difference between ranks.
+
+    Whether it pays to drop anything is decided as if only whole stages came in. How much then knows the ``parts`` in
+    which the last units come (`Deadline.prepare`): the time that is saved is worth more than a part of a stage.
     """
     seen = differences(steps.end_s, steps.quorum_s, steps.overhead_s)
     longest = Threshold(longest_s, 0.0, 0.0, after_quorum_s(steps, rules, longest_s, seen.lag_s, max(price, HIGH)))
     if waits or not (seen.any_slow or price == LOW):
         return longest
+
+    def worth_it(one: Threshold) -> bool:
+        enough = one.gain >= max(least_gain, 0.0 if seen.any_slow else _ORDINARY)
+        return enough and one.tau_s < longest_s and pays(one.gain, one.dropped, price)
+
     if rules.finish_running:
         outcomes = by_running_units(steps, rules, longest_s)
     else:
         outcomes = by_the_rule(steps, rules.grace_s, longest_s, waits_until_tau=True)
     chosen = outcomes.best(least_gain, noise)
-    least_gain = max(least_gain, 0.0 if seen.any_slow else _ORDINARY)
-    worth_it = chosen.gain >= least_gain and pays(chosen.gain, chosen.dropped, price)
-    return chosen if worth_it and chosen.tau_s < longest_s else longest
+    if not worth_it(chosen):
+        return longest
+    if parts:
+        outcomes = by_the_rule(steps.in_parts(parts), rules.grace_s, longest_s, waits_until_tau=True)
+        finer = outcomes.best(least_gain, noise)
+        return finer if worth_it(finer) else chosen
+    return chosen
 
 
 def price_of(steps: StepTimes, *, dealt: bool) -> float:
@@ -185,7 +198,15 @@ class AutoDeadline(Deadline):
         waits = self._broken(history, price)
         if waits and may_hear and self._unheard(history):
             return Threshold(_HEARD * _usual_s(history.compute_s), 0.0, 0.0, hears=True)
-        chosen = choose_for(steps, rules, longest_s=longest_s, least_gain=self.least_gain, price=price, waits=waits)
+        chosen = choose_for(
+            steps,
+            rules,
+            longest_s=longest_s,
+            least_gain=self.least_gain,
+            price=price,
+            waits=waits,
+            parts=self._parts,
+        )
         rules = replace(rules, after_quorum_s=chosen.after_quorum_s)
         return replace(chosen, dropped=expected_drop(steps, chosen.tau_s, rules, self._parts))
 

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from straggle.policies.deadline import Deadline, LateHandling
+from straggle.policies.deadline import Deadline, Granularity, LateHandling
+
+_MANY = 100  # parts of a stage
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,14 @@ class StopRules:
         return StopRules(
             quorum, policy.grace_s, granularity == "microbatch", late_handling.grace_s, granularity == "step"
         )
+
+
+def parts_of(num_stages: int, granularity: Granularity, checks: int) -> list[int]:
+    """For `Deadline.prepare`: in how many parts each stage comes, where ranks stop at so many ``checks`` of it.
+
+    Of many it makes no difference how many they are, so as many stand for any moment.
+    """
+    return [checks or _MANY] * num_stages if granularity == "stage" else []
 
 
 @dataclass(frozen=True)

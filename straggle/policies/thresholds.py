@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ _CANDIDATES = 200  # thresholds that are looked at
 _SIMULATED = 50  # where each is simulated
 _FIRST_UNIT = 5  # none before any rank has finished this one (from 0)
 _FORWARD = 1 / 3  # of a micro-batch's time, in which no gradient comes
+_PARTS = 4  # of a stage that are looked at, at most
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,30 @@ class StepTimes:
     def last(self, steps: int) -> StepTimes:
         """The last ``steps`` of them."""
         return StepTimes(**{name: value[-steps:] for name, value in vars(self).items()})
+
+    def in_parts(self, parts: Sequence[int]) -> StepTimes:
+        """The same in finer units, where the last ``len(parts)`` of them are stages that come in so many parts.
+
+        No unit is cut into more than four. Of a micro-batch before the stages the parts come after its forward pass.
+        The first stage stays whole, because how much of its time is a forward pass is not known.
+        """
+        if not (0 < len(parts) <= (units := self.unit_s.shape[-1])):
+            return self
+        first_stage = units - len(parts)
+        number = [_PARTS] * first_stage + [1] + [min(_PARTS, own) for own in parts[1:]]
+        silent = [_FORWARD] * first_stage + [0.0] * len(parts)
+        done = [
+            own + (1 - own) * (part + 1) / count
+            for count, own in zip(number, silent, strict=True)
+            for part in range(count)
+        ]
+        counts = torch.tensor(number)
+        begin_s = torch.cat([torch.zeros_like(self.unit_s[..., :1]), self.unit_s[..., :-1]], -1)
+        begin_s, end_s, share = (
+            value.repeat_interleave(counts, -1) for value in (begin_s, self.unit_s, self.unit_share / counts)
+        )
+        unit_s = begin_s + (end_s - begin_s) * torch.tensor(done, dtype=end_s.dtype)
+        return replace(self, unit_s=unit_s.where(end_s.isfinite(), end_s), unit_share=share)
 
     @staticmethod
     def entered_at_once(unit_s: Tensor, overhead_s: Tensor) -> StepTimes:

@@ -20,7 +20,7 @@ from straggle.lab.simulate.units import Units, Work
 from straggle.policies.deadline import Deadline, LateHandling, NextDeadline, next_deadline
 from straggle.policies.history import HistoryWindow, StepProgress
 from straggle.policies.leaves import LinkPolicy
-from straggle.policies.step_model import SimulatedStep, StopRules, computed_share, simulate_step
+from straggle.policies.step_model import SimulatedStep, StopRules, computed_share, parts_of, simulate_step
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,9 @@ class Cluster:
         shown = min(ranks, history_ranks)
         self._rules = replace(StopRules.of(deadline, late_handling, ranks), checks=units.checks)
         # of those that it is shown, the same share makes a quorum
-        deadline.prepare(replace(late_handling, quorum=math.ceil(self._rules.quorum * shown / ranks)))
+        quorum = math.ceil(self._rules.quorum * shown / ranks)
+        parts = parts_of(len(units.stage_share), late_handling.granularity, units.checks)
+        deadline.prepare(replace(late_handling, quorum=quorum), parts)
         self._policy = deadline
         self._units = units
         self._shown = torch.linspace(0, ranks - 1, shown).round().to(torch.int64)

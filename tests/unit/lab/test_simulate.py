@@ -200,7 +200,7 @@ class Watching(Deadline):
     def __init__(self):
         self.seen = []
 
-    def prepare(self, late_handling):
+    def prepare(self, late_handling, parts=()):
         self.late_handling = late_handling
 
     def decide(self, history):

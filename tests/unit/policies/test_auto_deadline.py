@@ -19,22 +19,23 @@ NAN = math.nan
 BEGUN, WINDOW = 50, 25  # steps until all is known that will be, and those of one choice
 
 
-def units_of(granularity):
-    return Work(0.1, num_stages=8, num_microbatches=4 if granularity == "microbatch" else 1).units(granularity)
+def units_of(granularity, num_microbatches=None):
+    num_microbatches = num_microbatches or (4 if granularity == "microbatch" else 1)
+    return Work(0.1, num_stages=8, num_microbatches=num_microbatches).units(granularity)
 
 
-def one_slow(granularity, ranks, factor, apart, together, steps=300):
+def one_slow(granularity, ranks, factor, apart, together, steps=300, num_microbatches=None):
     """Seconds of each unit, (steps, ranks, units): all vary by themselves and together, and one is slow as such."""
     generator = torch.Generator().manual_seed(0)
     own = apart * torch.randn(steps, ranks, generator=generator)
     factors = (own + together * torch.randn(steps, 1, generator=generator)).exp()
     factors[:, 1] *= factor
-    return factors.unsqueeze(2) * units_of(granularity).base_s
+    return factors.unsqueeze(2) * units_of(granularity, num_microbatches).base_s
 
 
-def in_training(own_s, granularity, policy=None):
+def in_training(own_s, granularity, policy=None, num_microbatches=None):
     """What came of it, and the gradient per second over that of the best fixed threshold."""
-    units, late_handling = units_of(granularity), LateHandling(granularity=granularity)
+    units, late_handling = units_of(granularity, num_microbatches), LateHandling(granularity=granularity)
     done = simulate_times(own_s, units, policy or AutoDeadline(), late_handling, Constant())
     rules = StopRules.of(AutoDeadline(), late_handling, own_s.shape[1])
     fixed = [
@@ -67,6 +68,20 @@ def test_slow_rank_is_dropped_for_good_by_what_is_left_of_it(granularity, ranks,
     assert of_best > 0.95
     window_s = done.step_s[BEGUN:].view(-1, WINDOW).mean(1)
     assert window_s.max() < 1.5 * window_s.min()  # it does not wait for it now and then
+
+
+@pytest.mark.parametrize(("ranks", "factor", "num_microbatches"), [(3, 4, 1), (6, 2, 1), (6, 2, 4)])
+def test_noise_of_the_quick_ranks_costs_parts_of_stages_and_not_whole_ones(ranks, factor, num_microbatches):
+    """Where one is slow as such, the best threshold cuts off what the others vary by, too."""
+    own_s = one_slow("stage", ranks, factor, 0.03, 0.0, num_microbatches=num_microbatches)
+    _, of_best = in_training(own_s, "stage", num_microbatches=num_microbatches)
+    assert of_best > 0.99
+
+
+def test_little_is_dropped_where_ranks_vary_each_by_itself_by_a_tenth():
+    """Parts of stages would be worth it, at 6 % of all gradients; whole ones hardly ever are."""
+    done, _ = in_training(one_slow("stage", 6, 1, 0.1, 0.0, steps=550), "stage")
+    assert float(done.dropped[BEGUN:].mean()) < 0.01
 
 
 @pytest.mark.parametrize("granularity", ["stage", "microbatch"])

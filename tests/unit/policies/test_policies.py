@@ -312,6 +312,23 @@ def test_expected_drop_has_nothing_of_a_rank_that_has_not_entered():
         assert expected_drop(steps, 3.0, rules) == 0.5
 
 
+def test_steps_in_parts_have_the_ends_of_parts_of_units():
+    unit_s = torch.tensor([[[3.0, 5.0, 7.0, math.inf]]])  # a micro-batch, and another one in three stages
+    share = torch.tensor([[[0.5, 0.1, 0.3, 0.1]]])
+    fine = replace(StepTimes.entered_at_once(unit_s, torch.zeros(1)), unit_share=share).in_parts((9, 2, 7))
+    after_forward = [1.5, 2.0, 2.5, 3.0]
+    assert fine.unit_s.flatten().tolist() == pytest.approx([*after_forward, 5.0, 6.0, 7.0, *[math.inf] * 4])
+    wanted = [0.125] * 4 + [0.1] + [0.15] * 2 + [0.025] * 4
+    assert fine.unit_share.flatten().tolist() == pytest.approx(wanted)
+    assert torch.equal(fine.end_s, torch.tensor([[math.inf]]))
+
+
+def test_steps_without_stages_have_no_parts():
+    steps = StepTimes.entered_at_once(torch.tensor([[[3.0, 5.0]]]), torch.zeros(1))
+    assert steps.in_parts(()) is steps
+    assert steps.in_parts((4, 4, 4)) is steps  # of stages that no rank had
+
+
 def one_slow(factor, steps=30, stages=6):
     quick = torch.linspace(1.0, 2.0, stages)
     return torch.stack([quick, quick, quick, factor * quick]).expand(steps, 4, stages)
