@@ -366,14 +366,14 @@ class StagedDataParallel(nn.Module):
         """Go on from what `straggle_state` gave on this rank; before the first step, on all ranks.
 
         With another number of ranks each may load that of any: policies go on with the history of the ranks that there
-        are, and the estimator begins anew.
+        are, and the estimator begins again.
         Raises ``ValueError`` for the state of other stages, another estimator or model.
         """
         self._before_first_step("load_straggle_state")
         if self.rank == 0 and (ranks := state.get("ranks", self.world_size)) != self.world_size:
             _log.warning(
                 "the saved state is of %s ranks, and this run has %d: policies go on with the history of those that "
-                "there are, and estimators begin anew",
+                "there are, and estimators begin again",
                 ranks,
                 self.world_size,
             )

@@ -233,7 +233,7 @@ class Checkpoint:
         if not as_many:
             _log.log(
                 _on_rank0(),
-                "%s is of %d ranks, and this run has %d: shares, and random states of ranks that are new, begin anew",
+                "%s is of %d ranks, and this run has %d: shares, and random states of ranks that are new, begin again",
                 _named(found),
                 found.state["ranks"],
                 dist.get_world_size(),

@@ -149,7 +149,7 @@ class Ledger:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], shares: Sequence[int] | None = None) -> None:
-        """Go on from there; with another number of ranks or another batch size, what is left is dealt anew.
+        """Go on from there; with another number of ranks or another batch size, what is left is dealt again.
 
         ``shares`` are then those from here on, where they are not equal ones.
         Raises ``ValueError`` for the state of another number of samples.

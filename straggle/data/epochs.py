@@ -37,7 +37,7 @@ class Epochs:
     What a rank was to bring and did not is dealt again at the end of the epoch, to the ranks that are then there: what
     it had while it was absent, and what it had in a step to which it gave at most the share ``repeat_up_to`` of its
     gradient (0: only where all of it is missing). A sample of a rank that is there is dealt at most three times again.
-    When ranks leave or come back, what is left of the epoch is dealt anew, and the loader begins again.
+    When ranks leave or come back, what is left of the epoch is dealt again, and the loader begins again.
     With ``rebalance`` a rank has ``batch_size`` times its share: 1 where the shares are samples.
 
     All ranks deal alike, from the telemetry of the merged steps, without a message. There is one step for each batch.
@@ -141,7 +141,7 @@ class Epochs:
         return self._ledger.deal.of(step, self._model.rank)
 
     def _of_one_deal(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Batches until what is left is dealt anew, or the epoch is over."""
+        """Batches until what is left is dealt again, or the epoch is over."""
         ledger, loads = self._ledger, self._num_loads
         deal = ledger.position[:2]
         for batch in loader:

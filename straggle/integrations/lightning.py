@@ -42,7 +42,7 @@ class StagedStrategy(DDPStrategy):
 
     - A ``training_step`` that returns ``None`` on some ranks leaves these out of the step's mean.
     - Loaders may have different lengths: a rank with no more batches takes part with weight 0 until all are done.
-    - Validation and checkpoints belong to no step: nobody is late in them, and all ranks wait for each other at their
+    - Validation and checkpoints belong to no step: no rank is late in them, and all ranks wait for each other at their
       end. Checkpoints have what policies and estimators know on all ranks alike.
     - The loggers get the numbers of `StepScalars` every ``log_every_n_steps`` optimizer steps.
     - No rank asks rank 0 in every batch whether it has got a SIGTERM: that would wait for rank 0.

@@ -26,7 +26,7 @@ def take_options(words: dict[str, Any]) -> dict[str, Any]:
 
 
 def wrapped(module: nn.Module, options: Mapping[str, Any]) -> StagedDataParallel:
-    """The module as a replica of the job; one that is wrapped already is closed and wrapped anew, as before a run."""
+    """The module as a replica of the job; one that is wrapped already is closed and wrapped again, as before a run."""
     if isinstance(module, StagedDataParallel):
         module.close()
         module = module.module

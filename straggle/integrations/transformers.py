@@ -41,7 +41,7 @@ class StagedTrainerMixin:
       collective. A late rank counts with the gradients that it computed.
     - The logged loss is the mean over the ranks that finished a micro-batch, weighted in the same way. The numbers of
       `StepScalars` are logged with it: ranks late, gradients dropped, seconds waited and saved.
-    - Evaluation and saving belong to no step: nobody is late in them, and all ranks wait for each other at their end.
+    - Evaluation and saving belong to no step: no rank is late in them, and all ranks wait for each other at their end.
     - A checkpoint has ``straggle_RANK.pt`` of each rank; without that a resumed run begins with an empty history.
 
     Raises ``ValueError`` for what would wait for a stuck rank or is merged in another way: DeepSpeed, FSDP,

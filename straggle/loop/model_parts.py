@@ -193,7 +193,7 @@ def _make_alike(module: nn.Module, wrapped: Wrapped, channel: Channel) -> None:
 
 
 def _become_alike(module: nn.Module, wrapped: Wrapped, channel: ElasticChannel) -> bool:
-    """The same among ranks that may be started again meanwhile; false where the ranks have to meet anew for it."""
+    """The same among ranks that may be started again meanwhile; false where the ranks have to meet again for it."""
     try:
         _make_alike(module, wrapped, channel)
         return channel.membership.has_wrapped(channel.give_up_s)

@@ -71,7 +71,7 @@ class RankState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` gave. Raises ``ValueError`` for the state of something else.
 
-        With another number of ranks, what is the rank's own begins anew.
+        With another number of ranks, what is the rank's own begins again.
         """
         if _HISTORY + "num_steps" not in state:
             raise ValueError(f"no state of straggle_state(): it has no {_HISTORY}num_steps, but {list(state)[:3]}")

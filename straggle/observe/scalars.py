@@ -62,7 +62,7 @@ class StepScalars:
                 self._counts[name] += 1
 
     def take(self) -> dict[str, float]:
-        """The means, by name; those of the steps to come begin anew."""
+        """The means, by name; those of the steps to come begin again."""
         means = {name: total / self._counts[name] for name, total in self._sums.items()}
         self._sums.clear()
         self._counts.clear()

@@ -40,7 +40,7 @@ def choose_for(
     waits: bool = False,
     parts: Sequence[int] = (),
 ) -> Threshold:
-    """`AutoDeadline`'s choice: the longest threshold unless a rank is slow as such and a shorter one pays (`pays`).
+    """`AutoDeadline`'s choice: the longest threshold unless a rank is clearly slow and a shorter one pays (`pays`).
 
     Where ranks vary, each by itself (``price`` is `LOW`), one that gains much (`_ORDINARY`) is taken, too. With
     ``waits`` it is the longest in any case. Then no rank is late by what ranks are behind a quorum (`after_quorum_s`).
@@ -117,7 +117,7 @@ class AutoDeadline(Deadline):
 
     It weighs what is dropped against the seconds that are saved, on the clock that it is enforced by. A late rank is
     waited for until the threshold, and not until its last unit before, as the rule has it for micro-batches. It takes
-    the longest threshold where no rank is slow as such, that is where ranks that need more than 1.4 times as long as a
+    the longest threshold where no rank is clearly slow, that is where ranks that need more than 1.4 times as long as a
     quorum cost less than 3 % of the steps' time; where each rank varies by itself, unless a shorter one gains 5 %. It
     takes it, too, where the best one promises less than ``least_gain`` (0.01: a hundredth more gradient per second), or
     less than the price of what it drops: 0.3 times it, or three times it where work is dealt out by speed (`Rebalance`,

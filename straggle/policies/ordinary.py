@@ -1,4 +1,4 @@
-"""Is a rank slow as such, or do ranks only differ as they ordinarily do?
+"""Is a rank clearly slow, or do ranks only differ as they ordinarily do?
 
 A rank is slow in a step that it ends later than 1.4 times the moment at which a quorum has. What
 the others are behind the quorum is the ordinary lag: it is no reason to drop anything, however much a deadline would
@@ -111,7 +111,7 @@ def vary_together(end_s: Tensor) -> bool:
 
 
 def one_stands_out(end_s: Tensor, quorum_s: Tensor) -> bool:
-    """Whether some rank is slow as such, and not each of them now and then; ``end_s`` (steps, ranks), ``quorum_s``.
+    """Whether some rank is clearly slow, and not each of them now and then; ``end_s`` (steps, ranks), ``quorum_s``.
 
     By a variance analysis of how far ranks are beyond 1.4 times the quorum's time: ``F``, the ranks' part over that
     within them, is 1 for ranks that are alike. Of one step nothing is known, and the answer is yes.

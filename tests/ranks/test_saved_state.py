@@ -132,7 +132,7 @@ def load_of_two(_rank, state):
 def test_state_of_another_number_of_ranks_brings_the_history_of_those_that_there_are():
     states = run_ranks(state_of_two, 2)
     ((kept, num_steps, compute_s),) = run_ranks(load_of_two, 1, states[1])
-    assert (kept, num_steps) == (0, 2)  # the estimator begins anew
+    assert (kept, num_steps) == (0, 2)  # the estimator begins again
     assert compute_s == states[0]["history.compute_s"][:, :1].tolist()
 
 

@@ -47,7 +47,7 @@ class PingPlaces:
         return self._places[rank]
 
     def forget(self, rank: int) -> None:
-        """It does not answer there: look again next time, because it may have been started anew."""
+        """It does not answer there: look again next time, because it may have been restarted."""
         self._places.pop(rank, None)
 
 

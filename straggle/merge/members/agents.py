@@ -66,7 +66,7 @@ def started(store: Any, rank: int) -> int | None:
 def last_count(store: Any, rank: int) -> int:
     """The number of the last process of this rank that is known of, -1 if none is.
 
-    A store that was started anew may know of its end, and not of its start.
+    A store that was restarted may know of its end, and not of its start.
     """
     ended = exited(store, rank)
     return max(-1 if ended is None else ended.count, -1 if (count := started(store, rank)) is None else count)

@@ -38,7 +38,7 @@ Found = TypeVar("Found")
 
 
 class MetAnew(Exception):
-    """A rank was started again while the model was wrapped: all of them meet anew, and wrap it once more."""
+    """A rank was started again while the model was wrapped: all of them meet again, and wrap it once more."""
 
 
 class ElasticChannel(Channel):
@@ -59,7 +59,7 @@ class ElasticChannel(Channel):
         global _num_models
         if self._queued:
             raise ValueError(
-                "members=Elastic() needs a gloo process group: nccl's groups cannot be formed anew in a running job; "
+                "members=Elastic() needs a gloo process group: nccl's groups cannot be formed again in a running job; "
                 'write dist.init_process_group("gloo"), or leave members out'
             )
         corner, _num_models = f"straggle/elastic/{_num_models}", _num_models + 1

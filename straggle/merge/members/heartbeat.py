@@ -12,7 +12,7 @@ from straggle.merge.store import peek
 
 BEAT_S = 0.1
 UNANSWERED_S = 5.0  # after which a rank that hears nothing from the store says nothing either: it could not be led
-_NO_SIGN = "0 -1"  # of a member that has not been heard since the store was started anew
+_NO_SIGN = "0 -1"  # of a member that has not been heard since the store was restarted
 
 
 class Heartbeat:

@@ -62,7 +62,7 @@ class Joins:
         self._number = 0
 
     def forget(self) -> None:
-        """Another rank leads; should this one lead again, it hears anew who asks."""
+        """Another rank leads; should this one lead again, it hears again who asks."""
         self.wanted, self._number = {}, 0
 
     def take(self, store: Any, view: View) -> dict[int, str]:

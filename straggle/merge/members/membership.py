@@ -108,7 +108,7 @@ class Membership:
         """Raise `JobDone` where all others have ended their loops, and this rank has not.
 
         Where no member lives that could let this rank in, the job is done for those that have ended theirs; raises
-        `TooFewRanks` where nobody has.
+        `TooFewRanks` where none has.
         """
         view, ended = self.view, sorted(self.view.ended)
         if self.left_for_good:
@@ -264,7 +264,7 @@ class Membership:
         return self._seal.open(key, sealed)
 
     def note(self, key: str, word: str) -> None:
-        """Say this again where the store is started anew."""
+        """Say this again where the store is restarted."""
         self._refill.note(key, word)
 
     def spawn(self, target: Callable[..., None], *args: Any) -> threading.Thread:

@@ -1,4 +1,4 @@
-"""A job's store that was started anew is empty: what its members say again, so that it is the job's store once more.
+"""A job's store that was restarted is empty: what its members say again, so that it is the job's store once more.
 
 Each rank leaves the newest view that it knows. As soon as all members of the newest of these have, or after a moment
 enough of them, the view that follows it is written, with the same members. It is a new one, because nobody can say what
@@ -55,7 +55,7 @@ class Refill:
         """Say again what this rank knows; ``view`` is the newest that it has seen. To be called until there is one."""
         if self._began_at is None:
             self._began_at = time.monotonic()
-            _log.warning("rank %d: the job's store was started anew; its members say again what it knew", self._rank)
+            _log.warning("rank %d: the job's store was restarted; its members say again what it knew", self._rank)
         for key, word in list(self._words.items()):
             store.compare_set(key, "", word)
         key = f"known/{self._rank}"

@@ -13,7 +13,7 @@ _KEY = "view"
 
 
 class StoreEmptied(dist.DistStoreError):
-    """The job's store has no view: it was started anew, or its ranks are to agree on a first one."""
+    """The job's store has no view: it was restarted, or its ranks are to agree on a first one."""
 
 
 class StoredView:

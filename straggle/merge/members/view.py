@@ -123,7 +123,7 @@ class View:
 
     @property
     def is_done(self) -> bool:
-        """Whether nobody is left because their loops are over."""
+        """Whether none is left because their loops are over."""
         return not self.members and bool(self.ended)
 
     def shortfall(self, least: int, *, with_returning: bool) -> bool:
@@ -234,8 +234,8 @@ class Seal:
 class Silence:
     """Since when each watched member has sent no sign of life, by this rank's own clock.
 
-    ``interval_s`` is how often it looks. Where it did not look for long, because it was stopped itself, it begins anew:
-    it cannot tell whose silence that was.
+    ``interval_s`` is how often it looks. Where it did not look for long, because it was stopped itself, it begins
+    again: it cannot tell whose silence that was.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -254,7 +254,7 @@ class Silence:
         }
 
     def forget(self, rank: int) -> None:
-        """Its silence begins anew."""
+        """Its silence begins again."""
         self._signs.pop(rank, None)
 
     def longer_than(self, seconds: float) -> tuple[int, ...]:

@@ -114,7 +114,7 @@ class ViewChain:
             if known is not None and view.job != known.job:
                 if known.has_begun:
                     raise ValueError("the job's store has the members of another job")
-                raise StoreEmptied("the ranks of the job have met anew")
+                raise StoreEmptied("the ranks of the job have met again")
         except StoreEmptied:
             if known is not None and not known.has_begun:
                 self.annulled = known.job

@@ -150,7 +150,7 @@ class Watch:
         return _LOOK_S if quiet and time.monotonic() - self._broken_at >= _BROKEN_S else BEAT_S
 
     def _read_or_fill(self, store: Any) -> View | None:
-        """The view; ``None`` where the store was started anew, and this rank has done its part for there to be one."""
+        """The view; ``None`` where the store was restarted, and this rank has done its part for there to be one."""
         try:
             view = self._chain.read(store)
         except StoreEmptied:

@@ -201,7 +201,7 @@ class Watching(Deadline):
         self.seen = []
 
     def prepare(self, late_handling, parts=()):
-        self.late_handling = late_handling
+        self.late_handling, self.parts = late_handling, parts
 
     def decide(self, history):
         self.seen.append(history)
@@ -225,6 +225,15 @@ def test_policy_is_shown_some_of_very_many_ranks_and_their_share_of_the_quorum()
     simulate(2, 1000, Work(1.0), NoDelay(), policy, late_handling=LateHandling(quorum=900), history_ranks=10)
     assert policy.seen[-1].compute_s.shape == (2, 10)
     assert policy.late_handling.quorum == 9
+
+
+@pytest.mark.parametrize(
+    ("granularity", "checks", "parts"), [("stage", 3, [3, 3]), ("stage", 0, [100, 100]), ("microbatch", 0, [])]
+)
+def test_policy_is_told_in_how_many_parts_a_late_rank_drops_stages(granularity, checks, parts):
+    policy, work = Watching(), Work(1.0, num_stages=2, checks_per_stage=checks)
+    simulate(1, 4, work, NoDelay(), policy, late_handling=LateHandling(granularity=granularity))
+    assert policy.parts == parts
 
 
 def test_quorum_of_more_ranks_than_there_are_is_refused():

@@ -236,4 +236,4 @@ def test_slow_look_is_no_stop():
 def test_member_that_is_watched_no_more_is_forgotten():
     silence = Silence(0.25)
     assert looked(silence, *every(0.25, 0.0, 1.25, {1: "a"}), (1.5, {2: "b"})) == ()
-    assert looked(silence, (1.75, {1: "a", 2: "b"})) == ()  # it has come back: its time begins anew
+    assert looked(silence, (1.75, {1: "a", 2: "b"})) == ()  # it has come back: its time begins again

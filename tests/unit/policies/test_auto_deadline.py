@@ -25,7 +25,7 @@ def units_of(granularity, num_microbatches=None):
 
 
 def one_slow(granularity, ranks, factor, apart, together, steps=300, num_microbatches=None):
-    """Seconds of each unit, (steps, ranks, units): all vary by themselves and together, and one is slow as such."""
+    """Seconds of each unit, (steps, ranks, units): all vary by themselves and together, and one is clearly slow."""
     generator = torch.Generator().manual_seed(0)
     own = apart * torch.randn(steps, ranks, generator=generator)
     factors = (own + together * torch.randn(steps, 1, generator=generator)).exp()
@@ -72,7 +72,7 @@ def test_slow_rank_is_dropped_for_good_by_what_is_left_of_it(granularity, ranks,
 
 @pytest.mark.parametrize(("ranks", "factor", "num_microbatches"), [(3, 4, 1), (6, 2, 1), (6, 2, 4)])
 def test_noise_of_the_quick_ranks_costs_parts_of_stages_and_not_whole_ones(ranks, factor, num_microbatches):
-    """Where one is slow as such, the best threshold cuts off what the others vary by, too."""
+    """Where one is clearly slow, the best threshold cuts off what the others vary by, too."""
     own_s = one_slow("stage", ranks, factor, 0.03, 0.0, num_microbatches=num_microbatches)
     _, of_best = in_training(own_s, "stage", num_microbatches=num_microbatches)
     assert of_best > 0.99

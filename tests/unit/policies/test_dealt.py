@@ -43,7 +43,7 @@ def test_times_of_other_shares_are_forgotten():
     before = [([1.0, 1.0, 1.0, 2.0], A)] * 20
     after = [([1.12, 1.13, 1.12, 1.25], B)] * 3
     policy = AutoDeadline()
-    assert policy.decide(history_of(before)).seconds < 1.1  # rank 3 is slow as such
+    assert policy.decide(history_of(before)).seconds < 1.1  # rank 3 is clearly slow
     assert policy.decide(history_of(before + after)).seconds == pytest.approx(1.4 * 1.12)
     assert AutoDeadline().decide(history_of(before + after)).seconds == pytest.approx(1.4 * 1.12)  # of a resumed run
 

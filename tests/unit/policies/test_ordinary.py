@@ -1,4 +1,4 @@
-"""Whether a rank is slow as such, of steps whose times are written down, and what AutoDeadline makes of it."""
+"""Whether a rank is clearly slow, of steps whose times are written down, and what AutoDeadline makes of it."""
 
 import math
 from dataclasses import replace
@@ -75,7 +75,7 @@ def test_ranks_of_a_busy_machine_vary_together_and_independent_ones_do_not():
     busy = noise(50, 1, 0.2, seed=1)
     assert not vary_together(noise(50, 4, 0.2))
     assert vary_together(noise(50, 4, 0.2) * busy)
-    assert not vary_together(noise(50, 4, 0.2) * torch.tensor([1.0, 1.0, 1.0, 2.0]))  # one is slow as such
+    assert not vary_together(noise(50, 4, 0.2) * torch.tensor([1.0, 1.0, 1.0, 2.0]))  # one is clearly slow
     absent = torch.tensor([1.0, 1.0, 1.0, math.nan])
     assert not vary_together(noise(50, 4, 0.2) * absent)
     assert vary_together(noise(50, 4, 0.2) * busy * absent)
@@ -148,7 +148,7 @@ SLOW = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 2.0])
     [
         (noise(50, 6, 0.27), LOW),  # each by itself
         (noise(50, 6, 0.27) * BUSY, HIGHEST),  # on a shared machine, none of them slow
-        (noise(50, 6, 0.27) * BUSY * SLOW, LOW),  # one slow as such
+        (noise(50, 6, 0.27) * BUSY * SLOW, LOW),  # one clearly slow
         (noise(50, 6, 0.27) * BUSY * torch.tensor([math.nan, *SLOW[1:]]), LOW),  # and one absent
         (noise(5, 6, 0.27) * BUSY[:5], HIGH),  # too few steps to know
     ],
