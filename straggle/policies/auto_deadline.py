@@ -57,7 +57,7 @@ def choose_for(
 
     def worth_it(one: Threshold) -> bool:
         enough = one.gain >= max(least_gain, 0.0 if seen.any_slow else _ORDINARY)
-        return enough and one.tau_s < longest_s and pays(one.gain, one.dropped, price)
+        return enough and pays(one.gain, one.dropped, price)
 
     if rules.finish_running:
         outcomes = by_running_units(steps, rules, longest_s)

@@ -108,11 +108,18 @@ def test_ranks_that_vary_by_themselves_are_a_reason_where_much_is_gained(price, 
     assert (chosen(factor, price=price).tau_s < 1.2) == is_shorter
 
 
-def test_rank_that_is_slow_as_such_is_a_reason_and_then_no_time_after_the_quorum_is_given():
+def test_clearly_slow_rank_is_a_reason_and_then_no_time_after_the_quorum_is_given():
     one = chosen([[1.0, 1.0, 1.01, 2.0]] * 50)
     assert one.tau_s < 1.1
     assert one.after_quorum_s == 0.0
     assert one.gain > 0.5
+
+
+def test_longest_deadline_that_pays_gives_no_time_after_the_quorum_either():
+    """As on a machine that is busy in most steps, and was not in those that the longest deadline is taken from."""
+    one = chosen((noise(50, 4, 0.03) * torch.tensor([1.36, 1.36, 1.36, 6.0])).tolist())
+    assert (one.tau_s, one.after_quorum_s) == (1.4, 0.0)
+    assert one.gain > 1
 
 
 def test_slow_rank_of_which_nothing_is_gained_leaves_the_longest():
