@@ -90,8 +90,9 @@ def untruncated_times(progress: Progress, compute_s: Tensor) -> Tensor:
     """``progress.unit_s`` with the times that a late rank would have taken for what it did not finish.
 
     They are its peers' typical times, times how much longer than they it took for what it did finish; ``compute_s``
-    (steps, ranks) is when it was stopped. Of a rank that finished nothing in any step, only that is known: it is taken
-    to need a quarter more. Gives (steps, ranks, units), NaN where a rank did not enter a step.
+    (steps, ranks) is when it was stopped. Where it finished nothing, only that is known: it is taken to need a quarter
+    more. So a rank that comes to its first unit in its quickest steps alone is not taken to be that quick. Gives
+    (steps, ranks, units), NaN where a rank did not enter a step.
     """
     seen = _seen(progress, compute_s)
     slowness = seen.slowness.where(~seen.slowness.isnan(), (_MORE * seen.at_least).clamp(min=1.0))
@@ -114,7 +115,7 @@ def any_unheard(progress: Progress, compute_s: Tensor, times: float) -> bool:
 class _Seen(NamedTuple):
     """What some steps show: (steps, ranks, units) of ``known_s`` and the masks, (units,), and (ranks,) of the rest.
 
-    ``slowness``: how much longer than its peers a rank took for what it finished; NaN: it finished nothing.
+    ``slowness``: how much longer than its peers a rank takes, the median over steps; NaN: it finished nothing in any.
     ``at_least``: how much longer than they for their first unit it had taken when it was stopped; 0: it never was.
     """
 
@@ -132,12 +133,17 @@ def _seen(progress: Progress, compute_s: Tensor) -> _Seen:
     known_s = unit_s.nan_to_num(0.0).cummax(-1).values  # of a unit that the rank does not have: the one before
     spent_s = unit_s - torch.cat([torch.zeros_like(unit_s[..., :1]), known_s[..., :-1]], -1)
     typical_s = spent_s.flatten(0, 1).nanmedian(0).values.nan_to_num(0.0)
-    slowness = (spent_s / typical_s.clamp(min=1e-9)).transpose(0, 1).flatten(1).nanmedian(1).values
+    slower = (spent_s / typical_s.clamp(min=1e-9)).nanmedian(2).values  # in each step
     missing = unit_s.isnan() & used
     first_missing = missing & (missing.cumsum(-1) == 1)
     stopped_s = compute_s.to(unit_s).nan_to_num(0.0).unsqueeze(-1).where(first_missing & (typical_s > 0), 0.0)
-    at_least = (stopped_s / typical_s.clamp(min=1e-9)).amax((0, 2))
-    return _Seen(known_s, missing, first_missing, typical_s, slowness, at_least)
+    at_least = (stopped_s / typical_s.clamp(min=1e-9)).amax(2)
+    heard = slower.nanmedian(0).values
+    # a rank that finishes something only where it is quick is slower than those steps say
+    unheard = slower.isnan() & (at_least > 0)
+    with_unheard = slower.where(~unheard, (_MORE * at_least).clamp(min=1.0)).nanmedian(0).values
+    slowness = torch.maximum(heard, with_unheard)  # NaN where nothing was heard
+    return _Seen(known_s, missing, first_missing, typical_s, slowness, at_least.amax(0))
 
 
 def untruncated_stages(stage_s: Tensor, compute_s: Tensor, stage_share: Tensor) -> Tensor:

@@ -60,6 +60,7 @@ def rate(seconds, dropped):
         ("stage", 3, 8, 0.03, 0.0),  # of which nothing is ever finished in time
         ("stage", 3, 2, 0.03, 0.1),  # on a machine that all share
         ("stage", 6, 4, 0.27, 0.24),
+        ("stage", 3, 4, 0.27, 0.24),  # which finishes something only in its quickest steps
         ("microbatch", 3, 4, 0.03, 0.0),  # whose second micro-batch runs when its peers end
     ],
 )
@@ -141,6 +142,16 @@ def test_rank_that_finished_nothing_is_slower_than_its_stops_show():
     whole = untruncated_times(*stopped_in_forward(4.0))
     assert whole[0, 2].tolist() == pytest.approx([5.0, 7.5, 10.0, 12.5])  # a quarter more than 4 s for the first unit
     assert whole[0, 0].tolist() == [1.0, 1.5, 2.0, 2.5]
+
+
+@pytest.mark.parametrize(("num_heard", "first_s"), [(5, 2.5), (15, 2.0)])
+def test_rank_that_finishes_something_in_its_quickest_steps_alone_is_slower_than_these_say(num_heard, first_s):
+    progress, stops_s = stopped_in_forward(2.0)
+    stops_s[:, 2] = 2.0
+    progress.unit_s[:num_heard, 2, 0] = 1.1
+    whole = untruncated_times(progress, stops_s)
+    slowness = 2.5 if num_heard < 10 else 1.1
+    assert whole[-1, 2].tolist() == pytest.approx([first_s + slowness * own for own in (0.0, 0.5, 1.0, 1.5)])
 
 
 @pytest.mark.parametrize(("stopped_s", "unheard"), [(1.2, True), (3.9, True), (4.1, False)])
