@@ -11,7 +11,7 @@ ranks vary; it is judged by the 25 steps after them. Gain: gradient per second o
 oracle knows each step in advance, and takes the best threshold of the grid for it; seconds saved are those for as much
 gradient. The steps seen are as if no rank had been stopped; with ``--in-training`` they are those of the simulator,
 where a rank that was late is known as far as it came, as it is in a job. There, one rank is slow by more, on 3 to 8
-ranks, by itself and on machines that all ranks share, in stages and in whole micro-batches.
+ranks, by itself and on machines that all ranks share, in stages, in whole micro-batches and in whole steps.
 """
 
 import argparse
@@ -189,6 +189,7 @@ def training_jobs():
     ways = {
         "stages": (ONE.units, LateHandling()),
         "micro-batches": (Work(0.1, num_microbatches=4).units("microbatch"), LateHandling(granularity="microbatch")),
+        "steps": (Work(0.1).units("step"), LateHandling(granularity="step")),
     }
     machines = {"3 % noise": (0.03, 0.0), "10 % shared": (0.03, 0.1), "a shared machine": (0.27, 0.24)}
     for (way, (units, late_handling)), (machine, spread), ranks, factor in product(
