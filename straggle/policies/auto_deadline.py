@@ -47,8 +47,8 @@ def choose_for(
     So where all are slow at once, as on a busy machine, what is dropped is what a slow rank leaves, and not the
     ordinary difference between ranks.
 
-    Whether it pays to drop anything is decided as if only whole stages came in. How much then knows the ``parts`` in
-    which the last units come (`Deadline.prepare`): the time that is saved is worth more than a part of a stage.
+    Whether it pays to drop anything is decided as if only whole stages came in. The threshold is then chosen with the
+    ``parts`` of the last units that come in one by one (`Deadline.prepare`): less is lost by a shorter one.
     """
     seen = differences(steps.end_s, steps.quorum_s, steps.overhead_s)
     longest = Threshold(longest_s, 0.0, 0.0, after_quorum_s(steps, rules, longest_s, seen.lag_s, max(price, HIGH)))
@@ -116,22 +116,22 @@ class AutoDeadline(Deadline):
     """The threshold of DropCompute's rule (`choose_threshold`) over the last ``window`` steps, chosen again and again.
 
     It weighs what is dropped against the seconds that are saved, on the clock that it is enforced by. A late rank is
-    waited for until the threshold, and not until its last unit before, as the rule has it for micro-batches. It takes
-    the longest threshold where no rank is clearly slow, that is where ranks that need more than 1.4 times as long as a
-    quorum cost less than 3 % of the steps' time; where each rank varies by itself, unless a shorter one gains 5 %. It
-    takes it, too, where the best one promises less than ``least_gain`` (0.01: a hundredth more gradient per second), or
-    less than the price of what it drops: 0.3 times it, or three times it where work is dealt out by speed (`Rebalance`,
-    `Step.pull`) or all ranks share a busy machine and none stands out (`vary_together`), or five times where they
-    clearly do (`price_of`; how ranks vary is seen over 1.5 times ``window`` steps). The longest is ``max_over_median``
-    times the median rank's time in a quick step (the quickest tenth). So a rank that was never slow before and stalls
-    is not waited for either. With it, no rank is late by what ranks are behind a quorum now and then
-    (`after_quorum_s`), however slow all of them are at once. It takes the longest, too, where what was dropped in the
-    last ``window`` steps did not bring that much: gradient per second as it came, against waiting in the same steps
-    (`kept`). Where nothing is known of some rank by then, that rank has four times the median's time in one step first.
-    Of thresholds that differ by no more than noise (one standard error), it takes the longest. ``every``: steps between
-    two choices; in its first ten steps it chooses in each. Where work is dealt out by speed, it begins again when
-    shares change: times from before are not those of the new shares (`steps_since_dealt`). It predicts what the last
-    choice is expected to drop.
+    waited for until the threshold, and not until its last unit before, as the rule has it for micro-batches; of the
+    unit that it is in, what it has finished counts (`StepTimes.in_parts`). It takes the longest threshold where no rank
+    is clearly slow, that is where ranks that need more than 1.4 times as long as a quorum cost less than 3 % of the
+    steps' time; where each rank varies by itself, unless a shorter one gains 5 %. It takes it, too, where the best one
+    promises less than ``least_gain`` (0.01: a hundredth more gradient per second), or less than the price of what it
+    drops: 0.3 times it, or three times it where work is dealt out by speed (`Rebalance`, `Step.pull`) or all ranks
+    share a busy machine and none stands out (`vary_together`), or five times where they clearly do (`price_of`; how
+    ranks vary is seen over 1.5 times ``window`` steps). The longest is ``max_over_median`` times the median rank's time
+    in a quick step (the quickest tenth). So a rank that was never slow before and stalls is not waited for either. With
+    it, no rank is late by what ranks are behind a quorum now and then (`after_quorum_s`), however slow all of them are
+    at once. It takes the longest, too, where what was dropped in the last ``window`` steps did not bring that much:
+    gradient per second as it came, against waiting in the same steps (`kept`). Where nothing is known of some rank by
+    then, that rank has four times the median's time in one step first. Of thresholds that differ by no more than noise
+    (one standard error), it takes the longest. ``every``: steps between two choices; in its first ten steps it chooses
+    in each. Where work is dealt out by speed, it begins again when shares change: times from before are not those of
+    the new shares (`steps_since_dealt`). It predicts what the last choice is expected to drop.
     """
 
     wants_progress = True
