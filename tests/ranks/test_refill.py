@@ -1,15 +1,15 @@
-"""The job's store dies and is started anew, empty: its members train on, and may leave and come back as before."""
+"""The job's store dies and is restarted, empty: its members train on, and may leave and come back as before."""
 
 import pytest
 from job_loop import Loop, absent, check_equal, gives_again, joined, left, plain, train
 from members import run_job
 
-AGAIN = "the job's store was started anew"
+AGAIN = "the job's store was restarted"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 2])
-def test_rank_that_dies_after_the_store_was_started_anew_comes_back(killed):
+def test_rank_that_dies_after_the_store_was_restarted_comes_back(killed):
     with run_job(3, train, Loop(plain), served=True) as job:
         peers = [rank for rank in range(3) if rank != killed]
         job.walk(10)
@@ -47,7 +47,7 @@ def test_rank_that_dies_with_the_store_is_put_out_and_comes_back():
 
 
 @pytest.mark.slow
-def test_rank_that_was_stopped_while_the_store_was_started_anew_does_not_bring_back_the_old_view():
+def test_rank_that_was_stopped_while_the_store_was_restarted_does_not_bring_back_the_old_view():
     with run_job(3, train, Loop(plain), served=True) as job:
         job.walk(10)
         job.stop(2)

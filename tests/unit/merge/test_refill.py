@@ -1,4 +1,4 @@
-"""Which view is the job's again where its store was started anew: a pure decision, and the words in an empty store."""
+"""Which view is the job's again where its store was restarted: a pure decision, and the words in an empty store."""
 
 import pytest
 import torch.distributed as dist
