@@ -383,7 +383,7 @@ def test_newcomer_with_another_model_or_other_options_is_refused_and_the_job_goe
 
 
 def be_late(rank, step, board):
-    if rank == 1 and step >= 10 and step % 10 == 0:
+    if rank == 1 and step >= 10 and board.made(0) - step < 10:  # its peers make 40 steps meanwhile
         time.sleep(0.4)
 
 
