@@ -89,24 +89,30 @@ class GlooGroup(GlooCollectives):
     """A gloo group of the members of one generation, which meet in a corner of the store. Raises where one is missing.
 
     gloo cannot abort a collective: `drop` lets go of the group when those that were launched have ended, which a
-    connection that is lost, or the group's time limit, brings about.
+    connection that is lost, or the group's time limit, brings about. So it holds them; call `forget_ended` each step.
     """
 
     def __init__(self, store: Any, place: int, size: int, form_s: float, limit_s: float) -> None:
         super().__init__(gloo_group(store, place, size, form_s))
         self._group.set_timeout(timedelta(seconds=limit_s))
-        self._works: list[dist.Work] = []
+        self._works: set[dist.Work] = set()  # any thread may launch one
 
     def drop(self) -> None:
         """Use it no more."""
-        works, group, self._works, self._group = self._works, self._group, [], None
+        works, group, self._works, self._group = self._works, self._group, set(), None
         _dropped.append((group, works))
         _let_go()
 
+    def forget_ended(self) -> None:
+        """Hold no collective any longer that is over.
+
+        Each has some memory of its own, and lies among that of gradients and of the optimizer. Where those of many
+        steps are held, what is free between them goes back to the system, and each step asks for it again.
+        """
+        self._works.difference_update([work for work in tuple(self._works) if work.is_completed()])
+
     def _launched(self, work: dist.Work) -> dist.Work:
-        if len(self._works) > 64:
-            self._works = [running for running in self._works if not running.is_completed()]
-        self._works.append(work)
+        self._works.add(work)
         return work
 
 
@@ -164,7 +170,7 @@ def _begun(work: dist.Work | None) -> dist.Work:
     return work
 
 
-_dropped: list[tuple[Any, list[dist.Work]]] = []  # groups, and what was launched in them
+_dropped: list[tuple[Any, set[dist.Work]]] = []  # groups, and what was launched in them
 
 
 def _let_go() -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from straggle.merge.buffers import StageBuffers
-from straggle.merge.groups import Group
+from straggle.merge.groups import GlooGroup, Group
 from straggle.merge.links.leaf_rows import mark, missing_row, put_row
 from straggle.merge.links.leaf_wire import COMING, DONE, MERGED, PART, ROW, Message, Wire, close_all
 from straggle.merge.links.patience import Patience
@@ -35,7 +35,7 @@ class RingSide:
     """
 
     def __init__(
-        self, rank: int, ranks: Sequence[int], ring: Group, *, max_lag: int, max_bytes: int, stretch: float
+        self, rank: int, ranks: Sequence[int], ring: GlooGroup, *, max_lag: int, max_bytes: int, stretch: float
     ) -> None:
         self._place, self._size = ranks.index(rank), len(ranks)
         self._ring = ring
@@ -79,8 +79,9 @@ class RingSide:
                     leaf.begin(step)
         return cast("Group", StepBuckets(step, buffers, stages, self._launching.put))
 
-    def merged(self, step: int) -> None:
+    def merged(self, step: int) -> None:  # noqa: ARG002
         """The step is merged, and all know its telemetry."""
+        self._ring.forget_ended()
 
     def missed(self, step: int) -> frozenset[int]:  # noqa: ARG002
         """A rank of the ring has its part in all that it has merged."""

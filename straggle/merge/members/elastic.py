@@ -50,6 +50,7 @@ class ElasticChannel(Channel):
     def __init__(self, elastic: Elastic, *, give_up_s: float) -> None:
         self._elastic = elastic
         self._formed: Groups | None = None
+        self._made: Sequence[GlooGroup] = ()  # the same, as what they are here
         self.generation = -1
         self.ended: BaseException | None = None  # what ended the job for this rank
         self.closing = False
@@ -106,6 +107,11 @@ class ElasticChannel(Channel):
         """The process groups of today's members."""
         return self._formed
 
+    def merged(self, step: int) -> None:
+        super().merged(step)
+        for group in self._made:
+            group.forget_ended()
+
     @property
     def awaited(self) -> Sequence[int]:
         """The members."""
@@ -142,11 +148,10 @@ class ElasticChannel(Channel):
                 return False
         if len(made) < 2:
             return False
-        old, self._formed = self._formed, Groups(made[0], made[1], view.ranks)
+        self._formed, old, self._made = Groups(made[0], made[1], view.ranks), self._made, made
         self.generation = view.generation
-        if old is not None:
-            for group in (old.gradients, old.control):
-                group.drop()
+        for group in old:
+            group.drop()
         return True
 
     def _is_annulled(self, view: View) -> bool:
