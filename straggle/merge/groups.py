@@ -159,8 +159,13 @@ def is_over(work: dist.Work, seconds: float) -> bool:
 
 def succeeded(work: dist.Work) -> bool:
     """Whether a gloo collective is over by now, and did not fail."""
+    return work.is_completed() and succeeds(work, 0.001)
+
+
+def succeeds(work: dist.Work, seconds: float) -> bool:
+    """Whether a gloo collective is over within this time, and did not fail."""
     try:
-        return work.is_completed() and is_over(work, 0.001)
+        return is_over(work, seconds)
     except RuntimeError:
         return False
 

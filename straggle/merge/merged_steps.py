@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from straggle.merge.channel import PeerFailed
+from straggle.merge.groups import succeeded
 from straggle.merge.members.member import Member
 from straggle.merge.members.view_chain import MembersChanged
 from straggle.merge.rank_parts import RankParts
@@ -81,6 +82,9 @@ class MergedSteps:
             later = members and leaves is not None and leaves.are_there
             if members and not (apart or later) and current.last_message is None:
                 current.last_message = self._rounds.groups.gradients.barrier()
+        # a thread that wakes for each bucket, and then for the barrier, takes the core from those that merge
+        if current.last_message is not None and self._channel.ends_soon(current.last_message):
+            works = [(work, name) for work, name in works if not succeeded(work)]
         for work, name in works:
             self._channel.wait(work, current.step, f"{where}, stage {name}", give_up_s, epoch)
             if on_merged is not None:

@@ -1,4 +1,4 @@
-"""What a group of gloo holds of what was launched in it."""
+"""What a group of gloo holds of what was launched in it, and how that ends."""
 
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -6,13 +6,17 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
-from straggle.merge.groups import GlooGroup, is_over
+from straggle.merge.groups import GlooGroup, is_over, succeeds
+
+
+def two_ranks(limit_s=5.0):
+    store = dist.HashStore()
+    with ThreadPoolExecutor(2) as ranks:
+        return ranks.map(lambda rank: GlooGroup(store, rank, 2, 5.0, limit_s), range(2))
 
 
 def test_group_holds_no_collective_that_is_over_and_all_that_are_not():
-    store = dist.HashStore()
-    with ThreadPoolExecutor(2) as ranks:
-        here, there = ranks.map(lambda rank: GlooGroup(store, rank, 2, 5.0, 5.0), range(2))
+    here, there = two_ranks()
     works = [here.all_reduce(torch.ones(4)), here.all_reduce(torch.ones(4))]
     first = there.all_reduce(torch.ones(4))
     assert is_over(first, 5.0)
@@ -29,5 +33,31 @@ def test_group_holds_no_collective_that_is_over_and_all_that_are_not():
     assert is_over(held[1](), 5.0)
     here.forget_ended()
     assert held[1]() is None
+    for group in (here, there):
+        group.drop()
+
+
+def test_barrier_ends_when_all_that_was_launched_before_it_is_over_on_all_ranks():
+    here, there = two_ranks()
+    mine = here.all_reduce(torch.ones(4)), here.barrier()
+    assert not succeeds(mine[1], 0.001)
+
+    theirs = [there.all_reduce(torch.ones(4))]
+    assert succeeds(mine[0], 5.0)
+    assert not succeeds(mine[1], 0.001)
+
+    theirs.append(there.barrier())
+    assert all(succeeds(work, 5.0) for work in (*mine, *theirs))
+    for group in (here, there):
+        group.drop()
+
+
+def test_collective_that_fails_has_not_succeeded_when_it_is_over():
+    here, there = two_ranks(limit_s=0.05)
+    late, after_it = here.all_reduce(torch.ones(4)), here.barrier()
+    assert not succeeds(after_it, 5.0)
+    assert not succeeds(late, 5.0)
+    assert late.is_completed()
+    assert after_it.is_completed()
     for group in (here, there):
         group.drop()
