@@ -23,10 +23,12 @@ def main():
     options.add_argument("--ranks", type=int, default=4)
     options.add_argument("--steps", type=int, default=400, help="of each")
     options.add_argument("--sleep-s", type=float, default=0.03)
+    options.add_argument("--width", type=int, default=740, help="of six square layers: 3.3 million parameters")
     options = kinds.add_parser("overhead-rank")
     options.add_argument("--folder", type=Path)
     options.add_argument("--steps", type=int)
     options.add_argument("--sleep-s", type=float)
+    options.add_argument("--width", type=int)
     options = kinds.add_parser("faults")
     options.add_argument("--runs", type=int, default=3)
     options.add_argument("--steps", type=int, default=40)
@@ -63,7 +65,7 @@ def main():
 def _overhead(given):
     from members_overhead import overhead
 
-    return overhead(given.ranks, given.steps, given.sleep_s)
+    return overhead(given.ranks, given.steps, given.sleep_s, given.width)
 
 
 def _faults(given):
@@ -108,7 +110,7 @@ def _faults_rank(given):
 def _overhead_rank(given):
     from members_overhead import rank_main
 
-    rank_main(given.folder, given.steps, given.sleep_s)
+    rank_main(given.folder, given.steps, given.sleep_s, given.width)
 
 
 COMMANDS = {

@@ -9,17 +9,16 @@ from pathlib import Path
 from members_job import Job
 from paired import median_ratio
 
-WIDTH = 740  # six square layers of it: 3.3 million parameters, 40 MB with Adam's state
 WARMUP, TURN = 20, 10  # steps
 
 
-def overhead(ranks, steps, sleep_s):
+def overhead(ranks, steps, sleep_s, width):
     """A turn is 10 steps of the one and 10 of the other, in an order that is drawn; rank 0's times.
 
     CPU is of all threads of its process. That is less in doubt than the time where the cores do other work too.
     """
     script = str(Path(__file__).with_name("members.py"))
-    job = Job(ranks, script, "overhead-rank", "--steps", str(steps), "--sleep-s", str(sleep_s))
+    job = Job(ranks, script, "overhead-rank", "--steps", str(steps), "--sleep-s", str(sleep_s), "--width", str(width))
     if status := job.wait(limit_s=900):
         print(job.words())
         return status
@@ -35,7 +34,7 @@ def overhead(ranks, steps, sleep_s):
     return 0
 
 
-def rank_main(folder, steps, sleep_s):
+def rank_main(folder, steps, sleep_s, width):
     """One rank: trains both models, and rank 0 leaves the mean seconds of a step in each turn, and its CPU seconds."""
     import torch
     import torch.distributed as dist
@@ -45,11 +44,11 @@ def rank_main(folder, steps, sleep_s):
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    inputs, draw = torch.ones(2, WIDTH), random.Random(0)
+    inputs, draw = torch.ones(2, width), random.Random(0)
     models = {}
     for name, members in (("off", None), ("on", straggle.Elastic())):
         torch.manual_seed(0)
-        net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+        net = nn.Sequential(*[nn.Linear(width, width) for _ in range(6)])
         model = straggle.StagedDataParallel(net, members=members)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
         model.register_state(optimizer=optimizer)
