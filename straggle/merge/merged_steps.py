@@ -75,7 +75,7 @@ class MergedSteps:
             epoch, works, apart = self._channel.epoch, current.works, self._rounds.tells_apart(current.step)
             if current.complete:
                 return epoch
-            if self._rounds.groups is None:
+            if self._rounds.groups is None or current.abandoned:
                 raise MembersChanged
             members, leaves = self._rank.membership is not None, self._rounds.leaves
             # where ranks are outside of the ring, the members' group knows nothing of what was launched

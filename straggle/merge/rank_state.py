@@ -252,5 +252,7 @@ class MergeSide:
         self.merged_at, self.times_at_merge = now, self._stopwatch.read()
 
     def restore(self, step: int) -> None:
-        """The rank goes on from another run, or comes to a job that is in ``step``."""
+        """The rank goes on from another run, or comes to a job that is in ``step``; what it has begun is given up."""
+        if self.round is not None:
+            self.round.abandoned = True
         self.step, self.round = step, None

@@ -130,7 +130,7 @@ class Round:
         self.layout = layout
         self._works: list[list[dist.Work]] = []  # of each bucket whose merge has begun
         self._merged: set[int] = set()  # buckets that are known to be merged
-        self.abandoned = False  # this rank was put out before it was merged
+        self.abandoned = False  # the rank has given it up: it was put out, or goes on in another step
         self.row: Row | None = None  # its telemetry, and the changes that go with it
         self.changes: Tensor | None = None
         self.last_message: dist.Work | None = None  # where members change: over when all members have all of the step

@@ -64,6 +64,7 @@ class StandIn:
         self._thread: threading.Thread | None = None
         self._closing = False
         self._paused = False
+        self._out = False  # this rank is no member
         self.healing = False  # the training thread waits for its state, and gives nothing; with the lock held
         self._waited_since = math.inf  # when a quorum was seen to wait
         self._asked_at = -math.inf  # when none was, last
@@ -108,6 +109,10 @@ class StandIn:
         self._paused = False
         self._wakes.notify()
 
+    def put_out(self) -> None:
+        """This rank is no member: begin nothing, whatever its training thread does, until it is let in (`heal`)."""
+        self._out = True
+
     def entered(self, now: float) -> None:
         """The training thread has entered its step."""
         if now >= self._merging.merged_at + self._limits().shortest_s:
@@ -148,6 +153,7 @@ class StandIn:
     def heal(self, healing: bool) -> None:
         """Submit nothing for every step, at once, until the training thread has its state; or no longer."""
         self.healing, self._paused = healing, False
+        self._out = self._out and not healing
         self._wakes.notify()
 
     def end(self, error: BaseException) -> None:
@@ -252,7 +258,7 @@ class StandIn:
             asked_at=self._asked_at,
             unposted=self._unposted,
             posted_stuck_s=self._posted_stuck_s,
-            paused=self._paused,
+            paused=self._paused or self._out,
             healing=self.healing,
             put_back_at=training.put_back_at if training.is_in(merging.step) else math.inf,
             closing=self._closing,

@@ -19,6 +19,7 @@ from straggle import (
     Abstain,
     BalancedByTime,
     Elastic,
+    FixedDeadline,
     JobDone,
     LateHandling,
     Merge,
@@ -612,6 +613,55 @@ def give_ones(coordinator, parameters):
     """All gradients of a step, in one backward pass."""
     coordinator.waiting.extend((index, torch.ones_like(own), 0.0) for index, own in enumerate(parameters))
     coordinator.merge_waiting()
+
+
+def begun_while_it_is_out(rank, catches_up):
+    """A rank that has its state again is put out while it takes what was merged meanwhile, and its loop goes on.
+
+    Whether it had to, and what is begun in its place while it is out and its peers take longer than the deadline.
+    """
+    model, late_handling = mlp(), LateHandling()
+    channel = ElasticChannel(Elastic(min_ranks=1), give_up_s=60.0)
+    view = channel.membership.view
+    coordinator = Coordinator(
+        list(model.parameters()),
+        plan_stages(model),
+        channel,
+        deadline=CurrentDeadline(FixedDeadline(0.001, warmup_steps=0), late_handling, world_size=1),
+        fill_in=FillIn(Abstain(), late_handling),
+        merge=Merge(),
+        num_changes=0,
+        membership=channel.membership,
+    )
+    member, merging, history = coordinator.member, coordinator.merging, coordinator.history
+    coordinator.start()
+    try:
+        member.put_out()
+        member.awaits_state = True
+        member.regroup(channel.groups, view.with_joined(view.members, step=0, giver=rank), Repair(0), torch.empty(0))
+        while merging.step < 3:
+            time.sleep(0.001)
+        member.healed(0, history, 0.001)
+        lags = coordinator.lag > 0
+        member.put_out()
+        coordinator.deadline.members(2)
+        channel.post_finished(merging.step)
+        if not catches_up:  # but makes a pause, for an evaluation
+            coordinator.pause()
+            coordinator.resume()
+        while catches_up and coordinator.training.step <= merging.step:
+            coordinator.enter(Entry())
+            coordinator.finish(truncated=False, scalars={})
+        time.sleep(0.3)
+        return lags, merging.round
+    finally:
+        coordinator.close()
+
+
+@pytest.mark.parametrize("catches_up", [True, False])
+def test_nothing_is_begun_in_the_place_of_a_rank_that_is_out(catches_up):
+    # it would be finished among the members that let the rank in again, and these are in another step
+    assert run_ranks(begun_while_it_is_out, 1, catches_up) == [(True, None)]
 
 
 def take_telemetry_of_who_has_left(rank):

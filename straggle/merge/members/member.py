@@ -158,13 +158,12 @@ class Member:
             self._rank.channel.epoch += 1
             self._rank.rounds.merge_among_none()
             self.absent_until, self._gives_at = sys.maxsize, -1
+            self._tables, self._catch_up = [], None
             self.is_back = self.is_back and self.fell_behind  # then it is known already that it was away
             self.fell_behind = False
-            if merging.round is not None:
-                merging.round.abandoned = True
             merging.restore(merging.step)
             self._rank.ring.clear()
-            self._rank.stand_in.pause()
+            self._rank.stand_in.put_out()
             self._rank.training.stop_up_to(sys.maxsize)
             if self.links is not None:
                 self.links.begin_anew()
