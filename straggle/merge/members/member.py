@@ -68,6 +68,11 @@ class Member:
         """Merge each step among those that were members then; before the first step, on all ranks alike."""
         self._rank.rounds.replay_members(groups)
 
+    @property
+    def is_out(self) -> bool:
+        """Whether it is no member, or waits for the view that lets it in."""
+        return self.absent_until == sys.maxsize and not self.fell_behind
+
     # -- the members change; called by the thread that leads this rank from view to view
 
     def freeze(self) -> MergeProgress:
@@ -78,7 +83,7 @@ class Member:
     def _freeze(self) -> MergeProgress:
         self._rank.channel.epoch += 1
         self._rank.rounds.merge_among_none()
-        if self.absent_until == sys.maxsize and not self.fell_behind:
+        if self.is_out:
             return MergeProgress(-1)
         current = self._rank.merging.round
         return MergeProgress(self._rank.merging.step) if current is None else current.freeze()

@@ -136,6 +136,8 @@ class Regrouping:
             self._member.put_out()
             self._channel.generation = view.generation
             return
+        if self._asked_at is not None and not self._member.is_out:
+            self._member.put_out()  # this view was there before the one that put it out was followed
         began_at = time.monotonic()
         progress = self._member.freeze()
         joins = progress.step < 0
