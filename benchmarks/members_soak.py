@@ -53,6 +53,10 @@ class Orders:
         self._open = False
         return self._path.read_text()
 
+    def again(self):
+        """The step was cut short before it came to what was ordered."""
+        self._open = True
+
 
 def rank_main(folder):
     """Train until the file ``end`` says that it is over."""
@@ -110,6 +114,9 @@ def rank_main(folder):
             if str(error) == "ends":
                 raise
             done["error"] += 1
+        else:
+            if order is not None:
+                orders.again()
         optimizer.step()
         optimizer.zero_grad()
         report = model.last_report
