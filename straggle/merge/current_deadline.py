@@ -16,7 +16,7 @@ from straggle.backward.stages import Stage, StagePlan
 from straggle.merge.table import Table
 from straggle.policies.cost import mean_cost_of, relative_cost
 from straggle.policies.deadline import Deadline, LateHandling, WaitForAll, next_deadline
-from straggle.policies.history import History, HistoryWindow
+from straggle.policies.history import History, HistoryWindow, ProgressRow, StepProgress
 from straggle.policies.step_model import StopRules
 
 
@@ -38,6 +38,7 @@ class CurrentDeadline:
         self._num_members = world_size
         self._policy, self._world_size = policy, world_size
         self._window = HistoryWindow(policy.window, world_size)
+        self._plain_share: tuple[float, ...] = ()
         self._stage_share: Tensor | None = None  # of the model, where the policy looks at more than times
 
     @property
@@ -93,12 +94,13 @@ class CurrentDeadline:
         if self._policy.wants_progress:
             numel = torch.tensor([stage.numel for stage in plan.stages], dtype=torch.float32)
             self._stage_share = numel / numel.sum()
+            self._plain_share = tuple(self._stage_share.tolist())
             self._window.watch(self._stage_share)
 
     def decide(self, table: Table) -> None:
         """A step is merged: the deadline of the next one."""
-        shares = self._stage_share
-        progress = None if shares is None else table.progress(shares, self.late_handling.granularity)
+        shares, granularity = self._stage_share, self.late_handling.granularity
+        progress: StepProgress | ProgressRow | None = None
         if any(table.pool_parts()):
             self.work_is_dealt()
         compute_s, costs = table.compute_s(), table.costs()
@@ -107,8 +109,11 @@ class CurrentDeadline:
         if not math.isnan(self.mean_cost):
             relative = [self.relative_cost(cost) for cost in costs]
             compute_s = [own_s / own for own_s, own in zip(compute_s, relative, strict=True)]
-            if progress is not None:
-                progress = replace(progress, unit_s=progress.unit_s / torch.tensor(relative).unsqueeze(1))
+            if shares is not None:
+                measured = table.progress(shares, granularity)
+                progress = replace(measured, unit_s=measured.unit_s / torch.tensor(relative).unsqueeze(1))
+        elif shares is not None:
+            progress = table.progress_row(self._plain_share, granularity)
         decided = next_deadline(self._policy, self._window.append(compute_s, table.finished_ranks(), progress))
         self.predicted_drop, self.after_quorum_s = decided.predicted_drop, decided.after_quorum_s
         if self.rules.after_quorum_s != self.after_quorum_s:

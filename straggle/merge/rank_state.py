@@ -169,7 +169,7 @@ class TrainingSide:
 
     def ways(self, now: float) -> tuple[Way, ...]:
         """Ways to peers as they were measured last, with how long ago that was."""
-        return tuple(replace(way, age_s=now - at) for at, way in self.measured)
+        return tuple(Way(way.source, way.target, way.link, now - at) for at, way in self.measured)
 
     def stop(self) -> None:
         """Ask it to leave the step that it is in or enters next."""

@@ -24,7 +24,7 @@ from straggle.merge.telemetry import (
     stage_columns,
 )
 from straggle.policies.deadline import Granularity
-from straggle.policies.history import StepProgress
+from straggle.policies.history import ProgressRow, StepProgress
 from straggle.policies.links import Link
 from straggle.policies.rank_links import RankLink, Way, rank_links
 from straggle.policies.untruncated import UntruncatedTime, untruncated_step
@@ -50,6 +50,14 @@ def _unit_share(counts: tuple[int, ...], stage_share: tuple[float, ...], granula
         return share
     of_stages = 1.0 - share[:, 1:].sum(1, keepdim=True)  # the last micro-batch comes in stages
     return torch.cat([share[:, 1:], of_stages * torch.tensor(stage_share)], 1)
+
+
+@lru_cache(maxsize=64)
+def _unit_shares(
+    counts: tuple[int, ...], stage_share: tuple[float, ...], granularity: Granularity
+) -> tuple[array[float], ...]:
+    """The same for each rank, as plain memory."""
+    return tuple(array("f", own) for own in _unit_share(counts, stage_share, granularity).tolist())
 
 
 _Given = TypeVar("_Given")
@@ -264,7 +272,28 @@ class Table:
             unit_s = torch.cat([unit_s[:, :-1], self._stage_s()], 1)
         computed = self.rows[:, self.of_stages.computed]
         weight, overhead_s = torch.tensor(self.weight()), torch.tensor(max(0.0, min(self._columns["merge_s"])))
-        return StepProgress(unit_s, share, computed, weight, self._entered_s(), overhead_s)
+        return StepProgress(unit_s, share, computed, weight, torch.tensor(self._entered()), overhead_s)
+
+    def progress_row(self, stage_share: tuple[float, ...], granularity: Granularity) -> ProgressRow:
+        """The same as plain memory, for who does not look at it yet."""
+        counts = tuple(map(int, self._columns["num_microbatches"]))
+        shares, weights, entered_s = _unit_shares(counts, stage_share, granularity), self.weight(), self._entered()
+        overhead_s = max(0.0, min(self._columns["merge_s"]))
+        given = array("f", self._given.flatten().tolist()) if isinstance(self._given, Tensor) else self._given
+        length, numbers = row_length(self._num_stages), array("f")
+        stage_s, computed, slots = self.of_stages.stage_s, self.of_stages.computed, self.of_stages.weights.stop
+        for rank, (count, share) in enumerate(zip(counts, shares, strict=True)):
+            first = rank * length
+            if granularity == "step":
+                numbers.append(given[first + slots + microbatch_slot(count - 1, count)])
+            else:
+                numbers += given[first + slots : first + slots + MICROBATCH_SLOTS - (granularity == "stage")]
+            if granularity == "stage":
+                numbers += given[first + stage_s.start : first + stage_s.stop]
+            numbers += share
+            numbers += given[first + computed.start : first + computed.stop]
+            numbers.extend((weights[rank], entered_s[rank], overhead_s))
+        return ProgressRow(numbers, len(shares[0]), self._num_stages)
 
     def _stage_s(self) -> Tensor:
         return self.rows[:, self.of_stages.stage_s]
@@ -273,18 +302,16 @@ class Table:
         first = self.of_stages.weights.stop
         return self.rows[:, first : first + MICROBATCH_SLOTS]
 
-    def _entered_s(self) -> Tensor:
+    def _entered(self) -> list[float]:
         """For each rank the seconds from the end of the step before to entering this one, or to its row.
 
         NaN for one that is no member.
         """
         times = zip(self._columns["busy_s"], self._columns["compute_s"], self._columns["absent"], strict=True)
-        return torch.tensor(
-            [
-                math.nan if absent else max(0.0, busy_s if math.isnan(own_s) else busy_s - own_s)
-                for busy_s, own_s, absent in times
-            ]
-        )
+        return [
+            math.nan if absent else max(0.0, busy_s if math.isnan(own_s) else busy_s - own_s)
+            for busy_s, own_s, absent in times
+        ]
 
     def column(self, name: str) -> tuple[float, ...]:
         """What each rank's row has for a field of `Row` that is one number."""

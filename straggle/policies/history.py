@@ -121,6 +121,19 @@ class StepProgress:
     overhead_s: Tensor
 
 
+@dataclass(frozen=True)
+class ProgressRow:
+    """A step's `StepProgress` as plain memory, in float32.
+
+    For each rank, one after the other, its ``unit_s``, ``unit_share`` and ``computed``, and then its ``weight``,
+    ``entered_s`` and the step's ``overhead_s``.
+    """
+
+    numbers: array[float]
+    num_units: int
+    num_stages: int
+
+
 class HistoryWindow:
     """The steps that a policy sees: each row is written twice, so that the window always lies in one piece."""
 
@@ -137,7 +150,10 @@ class HistoryWindow:
         self._progress: ProgressWindow | None = None
 
     def append(
-        self, compute_s: Sequence[float], finished: Sequence[bool], progress: StepProgress | None = None
+        self,
+        compute_s: Sequence[float],
+        finished: Sequence[bool],
+        progress: StepProgress | ProgressRow | None = None,
     ) -> History:
         """Add a merged step, a number for each rank; the history as it is now."""
         ranks, slot = len(compute_s), self._num_steps % self._window
@@ -182,30 +198,58 @@ class ProgressWindow:
         self._window = window
         self.stage_share = stage_share
         self._rows: Tensor | None = None  # (steps, ranks, all numbers of a rank): one write is cheaper than six
+        self._numbers = array("f")  # the same memory, where the numbers are in float32
         self._widths: list[int] = []
+        self._views: dict[int, Progress] = {}  # of a full window, by its end
         self._num_steps = 0
 
-    def append(self, step: StepProgress) -> None:
+    def append(self, step: StepProgress | ProgressRow) -> None:
         """Add a step."""
+        slot = self._num_steps % self._window
+        if isinstance(step, ProgressRow):
+            self._write_numbers(step, slot)
+        else:
+            self._write(step, slot)
+        self._num_steps += 1
+
+    def _write(self, step: StepProgress, slot: int) -> None:
         overhead_s = step.overhead_s.to(step.weight).expand_as(step.weight)
         alone = torch.stack([step.weight, step.entered_s, overhead_s], 1)
         row = torch.cat([step.unit_s, step.unit_share, step.computed, alone], 1)
         if self._rows is None:
-            self._rows = row.new_zeros((2 * self._window, *row.shape))
             self._widths = [part.shape[1] for part in (step.unit_s, step.unit_share, step.computed, alone)]
-        slot = self._num_steps % self._window
+            self._rows = self._allocate(len(row), row.dtype)
         self._rows[slot] = self._rows[slot + self._window] = row
-        self._num_steps += 1
+
+    def _write_numbers(self, step: ProgressRow, slot: int) -> None:
+        """A tensor's operations would take ten times as long, and every step of every rank waits for this."""
+        length = len(step.numbers)
+        if self._rows is None:
+            self._widths = [step.num_units, step.num_units, step.num_stages, 3]
+            self._rows = self._allocate(length // sum(self._widths), torch.float32)
+        for row in (slot, slot + self._window):
+            self._numbers[row * length : (row + 1) * length] = step.numbers
+
+    def _allocate(self, num_ranks: int, dtype: torch.dtype) -> Tensor:
+        shape = 2 * self._window, num_ranks, sum(self._widths)
+        if dtype is not torch.float32:
+            return torch.zeros(shape, dtype=dtype)
+        self._numbers = array("f", bytes(4 * math.prod(shape)))
+        return torch.frombuffer(self._numbers, dtype=dtype).view(shape)
 
     def read(self) -> Progress | None:
         """The progress as it is now; its tensors are views."""
         if self._rows is None:
             return None
         end = (self._num_steps - 1) % self._window + self._window + 1
-        rows = self._rows[end - min(self._num_steps, self._window) : end]
-        unit_s, unit_share, computed, alone = torch.split(rows, self._widths, -1)
-        weight, entered_s, overhead_s = alone.unbind(-1)
-        return Progress(unit_s, unit_share, computed, self.stage_share, weight, entered_s, overhead_s[:, 0])
+        if (seen := self._views.get(end)) is None:
+            rows = self._rows[end - min(self._num_steps, self._window) : end]
+            unit_s, unit_share, computed, alone = torch.split(rows, self._widths, -1)
+            weight, entered_s, overhead_s = alone.unbind(-1)
+            seen = Progress(unit_s, unit_share, computed, self.stage_share, weight, entered_s, overhead_s[:, 0])
+            if self._num_steps >= self._window:
+                self._views[end] = seen
+        return seen
 
     def restore(self, progress: Progress) -> None:
         """Go on from a saved progress."""

@@ -2,6 +2,7 @@
 
 import math
 import random
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -670,6 +671,32 @@ def test_units_are_whole_and_in_the_order_of_time(num_microbatches, granularity)
     assert float(step.overhead_s) == 0.25
     assert step.entered_s.tolist() == [0.5, 0.5]
     assert step.computed.tolist() == [[1.0, 0.5]] * 2
+
+
+@pytest.mark.parametrize("of_numbers", [True, False])
+@pytest.mark.parametrize("num_microbatches", [1, 3, 40])
+@pytest.mark.parametrize("granularity", ["stage", "microbatch", "step"])
+def test_progress_as_plain_memory_is_the_same_to_the_bit(granularity, num_microbatches, of_numbers):
+    rows = [
+        row(
+            compute_s=NAN if rank == 2 else 0.1 + rank, busy_s=0.3 + rank, merge_s=0.1 * (rank + 1), idle=rank == 1,
+            weight=1 / (rank + 3), num_microbatches=num_microbatches + rank, stage_s=(0.7 * rank, NAN),
+            microbatch_s=tuple(number / 7 for number in range(num_microbatches)),
+        ).numbers()
+        for rank in range(3)
+    ]  # fmt: skip
+    numbers = array("f", [number for own in rows for number in own])
+    as_tensor = torch.frombuffer(numbers, dtype=torch.float32).view(3, -1)
+    share, windows = torch.tensor([0.25, 0.75]), [HistoryWindow(2, 3), HistoryWindow(2, 3)]
+    for window in windows:
+        window.watch(share)
+    for _ in range(3):
+        table = Table(numbers if of_numbers else as_tensor, 2)
+        made = table.progress(share, granularity), table.progress_row(tuple(share.tolist()), granularity)
+        seen = [window.append([1.0] * 3, [True] * 3, own) for window, own in zip(windows, made, strict=True)]
+        tensors, plain = (own.tensors() for own in seen)
+        assert tensors.keys() == plain.keys()
+        assert all(torch.equal(tensors[name].nan_to_num(-1), plain[name].nan_to_num(-1)) for name in tensors)
 
 
 def test_progress_of_a_window_is_that_of_its_last_steps_and_survives_being_saved():
