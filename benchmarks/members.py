@@ -41,6 +41,7 @@ def main():
     options.add_argument("--steps", type=int, default=20000)
     options.add_argument("--changes", type=int, default=200, help="how often a rank is put out, at least")
     options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--variant", choices=("plain", "norm", "microbatches", "whole", "carry"), default="plain")
     options.add_argument("--quick", action="store_true", help="2,000 steps, 15 changes")
     options = kinds.add_parser("goodput")
     options.add_argument("--methods", default="straggle,torchrun,forking,torchft", help="those of these, in turn")
@@ -52,6 +53,7 @@ def main():
     options.add_argument("--quick", action="store_true", help="straggle only, 60 s")
     options = kinds.add_parser("soak-rank")
     options.add_argument("--folder", type=Path)
+    options.add_argument("--variant")
     options = kinds.add_parser("faults-rank")
     options.add_argument("--folder", type=Path)
     options.add_argument("--sleep-s", type=float)
@@ -83,7 +85,7 @@ def _healing(given):
 def _soak(given):
     from members_soak import soak
 
-    return soak(*((2000, 15) if given.quick else (given.steps, given.changes)), given.seed)
+    return soak(*((2000, 15) if given.quick else (given.steps, given.changes)), given.seed, given.variant)
 
 
 def _goodput(given):
@@ -98,7 +100,7 @@ def _goodput(given):
 def _soak_rank(given):
     from members_soak import rank_main
 
-    rank_main(given.folder)
+    rank_main(given.folder, given.variant)
 
 
 def _faults_rank(given):

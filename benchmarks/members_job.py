@@ -147,10 +147,10 @@ def read(path):
 
 
 def digest(module):
-    """A hash of all parameters."""
+    """A hash of all parameters and buffers."""
     import hashlib
 
     content = hashlib.sha256()
-    for parameter in module.parameters():
-        content.update(parameter.detach().numpy().tobytes())
+    for value in module.state_dict().values():
+        content.update(value.numpy().tobytes())
     return content.hexdigest()[:16]

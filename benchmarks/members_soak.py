@@ -2,7 +2,8 @@
 
 The controller sends signals: SIGKILL, SIGSTOP, and SIGUSR1, on which a rank raises in its step what the file
 ``order.RANK`` says. Stalls and NaN are each rank's own, by chance. Rank 1 is never killed and its code never ends its
-process, so that what one process holds can be compared between the first tenth of the run and its end.
+process, so that what one process holds can be compared between the first tenth of the run and its end. Now and then a
+rank makes a pause of its own.
 """
 
 import collections
@@ -58,7 +59,7 @@ class Orders:
         self._open = True
 
 
-def rank_main(folder):
+def rank_main(folder, variant):
     """Train until the file ``end`` says that it is over."""
     import faulthandler
     import logging
@@ -75,13 +76,17 @@ def rank_main(folder):
     dist.init_process_group("gloo")
     rank, start = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    norm = [nn.BatchNorm1d(64)] if variant == "norm" else []
+    net = nn.Sequential(nn.Linear(32, 64), *norm, nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    granularity = {"microbatches": "microbatch", "whole": "step"}.get(variant, "stage")
     model = straggle.StagedDataParallel(
         net,
         deadline=straggle.QuantileDeadline(0.9, slack=1.5),
-        late_handling=straggle.LateHandling(max_lag=32),
+        estimator=straggle.Carry() if variant == "carry" else straggle.Abstain(),
+        late_handling=straggle.LateHandling(max_lag=32, granularity=granularity),
         members=straggle.Elastic(min_ranks=1, suspect_s=SUSPECT_S),
     )
+    num_microbatches = 3 if variant == "microbatches" else 1
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     step = model.register_state(optimizer=optimizer)
     orders, lines, chance = Orders(folder, rank), Lines(folder, rank), random.Random(f"{rank} {start}")
@@ -93,19 +98,19 @@ def rank_main(folder):
     end = End(folder)
     while not end.reached(step):
         try:
-            with model.step():
+            with model.step(num_microbatches):
                 order = orders.next()
                 if order == "data":
                     raise OrderedError("caught")
                 time.sleep(_pause_s(chance, done))
                 if order == "forward":
                     raise OrderedError("caught")
-                inputs = torch.randn(16, 32, generator=torch.Generator().manual_seed(8 * step + rank))
-                loss = (model(inputs) - inputs[:, :8]).square().mean()
-                if chance.random() < 1 / 300:
-                    done["NaN"] += 1
-                    loss = loss * float("nan")
-                loss.backward()
+                inputs = torch.randn(48, 32, generator=torch.Generator().manual_seed(8 * step + rank))
+                is_nan = chance.random() < 1 / 300
+                done["NaN"] += is_nan
+                for part in inputs.chunk(num_microbatches):
+                    loss = (model(part) - part[:, :8]).square().mean() / num_microbatches
+                    (loss * (float("nan") if is_nan else 1.0)).backward()
                 if order == "end":
                     raise OrderedError("caught")
                 if order == "exit":
@@ -129,6 +134,10 @@ def rank_main(folder):
             lines.write("hash", step, digest(net), all(p.isfinite().all().item() for p in net.parameters()), dict(done))
         if step % 10 == 0:
             lines.write("step", step, own.absent)
+        if chance.random() < 1 / 200:
+            done["pause"] += 1
+            with model.pause():
+                time.sleep(0.01)
     (folder / f"hash.{rank}").write_text(f"{step} {digest(net)}")
     model.close()
 
@@ -167,9 +176,9 @@ class Seen:
 class Soak:
     """Injects faults, and looks at what becomes of them."""
 
-    def __init__(self, steps, changes, seed):
+    def __init__(self, steps, changes, seed, variant):
         self.steps, self.changes = steps, changes
-        self.job = Job(RANKS, str(Path(__file__).with_name("members.py")), "soak-rank")
+        self.job = Job(RANKS, str(Path(__file__).with_name("members.py")), "soak-rank", "--variant", variant)
         self.seen, self.chance = Seen(), random.Random(seed)
         self.faults = collections.Counter()
         self.ended_by_us = 0
@@ -329,10 +338,10 @@ def unexplained(job, ended_by_us):
     return found
 
 
-def soak(steps, changes, seed):
+def soak(steps, changes, seed, variant):
     """Run it and print what came out; the exit status."""
     began = time.time()
-    run = Soak(steps, changes, seed)
+    run = Soak(steps, changes, seed, variant)
     try:
         well = run.run()
         problems = list(run.seen.problems)
