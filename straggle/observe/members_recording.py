@@ -115,6 +115,7 @@ def read_members_recording(folder: Path, rank: int, world_size: int) -> Recordin
     leaf = next((left for file in files for _, left in sorted(file.left.items()) if left.leaves), None)
     if leaf is not None:
         raise ValueError(f"{folder}: {no_leaves(leaf)}")
+    _leave_out_steps_of_old_members(files, generations)
     steps = _steps(files, generations, folder)
     own = files[rank]
     order, seconds = next((file.plan for file in files if file.plan is not None), ((), ()))
@@ -181,6 +182,24 @@ def _read(path: Path, world_size: int) -> _File:
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from None
     return file
+
+
+def _leave_out_steps_of_old_members(files: Sequence[_File], generations: Mapping[int, tuple[int, ...]]) -> None:
+    """A rank that was stopped may end a step that its peers have begun anew without it, and learn of that later.
+
+    gloo's threads of theirs still give it what it lacks: a group cannot be ended while a collective is on its way. What
+    it made of the step counts for nothing, as its state is replaced.
+    """
+    latest: dict[int, int] = {}
+    for file in files:
+        for step, decision in file.left.items():
+            if decision.among is not None:
+                latest[step] = max(latest.get(step, 0), decision.among.generations[-1])
+    for rank, file in enumerate(files):
+        for step, decision in file.left.items():
+            is_old = decision.among is not None and decision.among.generations[-1] < latest[step]
+            if is_old and rank not in generations.get(latest[step], (rank,)):
+                file.left[step] = replace(decision, among=None)
 
 
 def _steps(
