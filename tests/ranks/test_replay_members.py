@@ -115,7 +115,9 @@ def check(folder, outcomes, estimator, late, world_size):
     assert [random for _, random, _ in outcomes] == [random for _, random, _ in replayed]
     again_of = {step: loss for _, _, losses in replayed for step, loss in losses.items()}  # the ranks' mean, on each
     for _, _, losses in outcomes:
-        assert losses == {step: again_of[step] for step in losses}
+        # what a stopped rank makes of the step in which its peers put it out is no step of the job
+        sure = {step: loss for step, loss in losses.items() if step + 1 in losses or step + 1 == end}
+        assert sure == {step: again_of[step] for step in sure}
     return [read_members_recording(folder, rank, world_size) for rank in range(world_size)]
 
 
