@@ -228,7 +228,10 @@ class ProgressWindow:
             self._widths = [step.num_units, step.num_units, step.num_stages, 3]
             self._rows = self._allocate(length // sum(self._widths), torch.float32)
         for row in (slot, slot + self._window):
-            self._numbers[row * length : (row + 1) * length] = step.numbers
+            if self._numbers:
+                self._numbers[row * length : (row + 1) * length] = step.numbers
+            else:  # it goes on from a history in another dtype
+                self._rows[row] = torch.frombuffer(step.numbers, dtype=torch.float32).view(self._rows[row].shape)
 
     def _allocate(self, num_ranks: int, dtype: torch.dtype) -> Tensor:
         shape = 2 * self._window, num_ranks, sum(self._widths)

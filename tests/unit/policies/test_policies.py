@@ -26,7 +26,7 @@ from straggle import (
 )
 from straggle.merge.table import Table
 from straggle.merge.telemetry import MICROBATCH_SLOTS, Row
-from straggle.policies.history import HistoryWindow, StepProgress
+from straggle.policies.history import HistoryWindow, ProgressRow, StepProgress
 from straggle.policies.ordinary import vary_together
 from straggle.policies.promise import kept
 from straggle.policies.step_model import StopRules, computed_share, simulate_step
@@ -697,6 +697,19 @@ def test_progress_as_plain_memory_is_the_same_to_the_bit(granularity, num_microb
         tensors, plain = (own.tensors() for own in seen)
         assert tensors.keys() == plain.keys()
         assert all(torch.equal(tensors[name].nan_to_num(-1), plain[name].nan_to_num(-1)) for name in tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_plain_memory_goes_on_from_tensors_of_any_dtype(dtype):
+    window, units = HistoryWindow(3, 2), torch.full((2, 2), 7.0, dtype=dtype)
+    window.watch(torch.tensor([0.5, 0.5]))
+    alone = torch.ones(2, dtype=dtype), torch.zeros(2, dtype=dtype), torch.tensor(0.5, dtype=dtype)
+    window.append([1.0] * 2, [True] * 2, StepProgress(units, units / 14, units / 7, *alone))
+    of_rank = [8.0, 9.0, 0.5, 0.5, 1.0, 1.0, 2.0, 0.25, 0.75]
+    seen = window.append([1.0] * 2, [True] * 2, ProgressRow(array("f", of_rank * 2), 2, 2)).progress
+    assert seen.unit_s.tolist() == [[[7.0, 7.0]] * 2, [[8.0, 9.0]] * 2]
+    assert seen.weight.tolist() == [[1.0, 1.0], [2.0, 2.0]]
+    assert seen.overhead_s.tolist() == [0.5, 0.75]
 
 
 def test_progress_of_a_window_is_that_of_its_last_steps_and_survives_being_saved():
