@@ -163,7 +163,6 @@ class Member:
             self._rank.channel.epoch += 1
             self._rank.rounds.merge_among_none()
             self.absent_until, self._gives_at = sys.maxsize, -1
-            self._tables, self._catch_up = [], None
             self.is_back = self.is_back and self.fell_behind  # then it is known already that it was away
             self.fell_behind = False
             merging.restore(merging.step)
