@@ -295,8 +295,8 @@ class Soak:
         if self.seen.step and (not self.held or time.time() - self._held_at > 2.0):
             self._held_at = time.time()
             for name, pid in (("rank 1", self.job.pid(SURVIVOR)), ("launcher", self.job.process.pid)):
-                if pid is not None:
-                    self.held.setdefault(name, []).append((self.seen.step, *holds(pid)))
+                if pid is not None and (own := holds(pid)) is not None:
+                    self.held.setdefault(name, []).append((self.seen.step, *own))
 
     def _hangs(self):
         self.seen.problems.append(f"it hangs: no step for {PROGRESS_S:g} s after step {self.seen.step}")
@@ -310,8 +310,10 @@ class Soak:
 
 
 def holds(pid):
-    """Threads, descriptors, and memory in MB of a process."""
+    """Threads, descriptors, and memory in MB of a process; ``None`` of one that has ended and is not waited for yet."""
     words = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    if "VmRSS" not in words:
+        return None
     return int(words["Threads"]), len(os.listdir(f"/proc/{pid}/fd")), int(words["VmRSS"].split()[0]) / 1024
 
 
