@@ -151,6 +151,7 @@ class Round:
         self.num_in = [0] * len(layout.numel)  # for each parameter, the gradients that are in, one for each pass
         self.last_in = [-1] * len(layout.numel)  # and the number of the last of these passes
         self._num_in_pass = 0  # parameters whose gradient of the running pass is in
+        self._num_dropped = 0  # gradients that were in
         self._unused: dict[int, int] = {}  # for some parameters, the passes that are over without a gradient: bits
         self.num_over = 0  # passes that are over
         self.max_over = sys.maxsize
@@ -159,8 +160,8 @@ class Round:
 
     @property
     def num_gradients(self) -> int:
-        """Finished gradients that are in, over all micro-batches."""
-        return sum(self.num_in)
+        """Finished gradients that came in, over all micro-batches, also where a whole step was dropped with them."""
+        return sum(self.num_in) + self._num_dropped
 
     def draw(self, drawn: Drawn) -> None:
         """The rank has this of the step's pool: a pass for each micro-batch, in this order."""
@@ -270,6 +271,7 @@ class Round:
             return [1.0] * len(self.num_in)
         computed = [self._share(index, count) for index, count in enumerate(self.num_in)]
         if self._all_or_nothing and min(computed) < 1:
+            self._num_dropped += sum(self.num_in)
             self.num_in = [0] * len(computed)
             computed = [0.0] * len(computed)
         return computed

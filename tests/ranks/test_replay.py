@@ -14,6 +14,8 @@ from straggle.merge.replay import Decision, Recording
 from straggle.observe.recording import DecisionWriter, read_recording
 
 STEPS = 30
+PARTLY = LateHandling(grace_s=0.005, max_lag=4)
+WHOLE = LateHandling(grace_s=0.03, max_lag=4, granularity="step")
 
 
 class Noisy(nn.Module):
@@ -30,7 +32,7 @@ class Noisy(nn.Module):
         return self.layers(x)
 
 
-def train(rank, folder, replay, estimator):
+def train(rank, folder, replay, estimator, late_handling):
     """Trains under random stalls, or as recorded; parameters, buffers and random state, and what happened."""
     torch.manual_seed(0)
     module = Noisy()
@@ -48,7 +50,7 @@ def train(rank, folder, replay, estimator):
     places[1].weight.register_post_accumulate_grad_hook(sleep)
     reports = []
     path = folder / f"rank{rank}.jsonl"
-    options = {"deadline": 0.02, "late_handling": LateHandling(grace_s=0.005, max_lag=4), "estimator": estimator}
+    options = {"deadline": 0.02, "late_handling": late_handling, "estimator": estimator}
     with staged(module, **options) as model:
         if replay:
             model.replay(read_recording(path))
@@ -71,11 +73,17 @@ def train(rank, folder, replay, estimator):
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
-    "estimator", [LastOwn(0.5), ErrorFeedback(LastOwn(0.5)), Carry()], ids=lambda value: type(value).__name__
+    ("estimator", "late_handling"),
+    [
+        pytest.param(LastOwn(0.5), PARTLY, id="LastOwn"),
+        pytest.param(ErrorFeedback(LastOwn(0.5)), PARTLY, id="ErrorFeedback"),
+        pytest.param(Carry(), PARTLY, id="Carry"),
+        pytest.param(LastOwn(0.5), WHOLE, id="whole-steps"),  # it remembers what was dropped, too
+    ],
 )
-def test_replayed_run_equals_the_recorded_one_bit_for_bit(tmp_path, estimator, world_size):
-    first = run_ranks(train, world_size, tmp_path, False, estimator)
-    again = run_ranks(train, world_size, tmp_path, True, estimator)
+def test_replayed_run_equals_the_recorded_one_bit_for_bit(tmp_path, estimator, late_handling, world_size):
+    first = run_ranks(train, world_size, tmp_path, False, estimator, late_handling)
+    again = run_ranks(train, world_size, tmp_path, True, estimator, late_handling)
     assert first[0][2] + first[0][3] > 0  # some rank was late, or this shows nothing
     for (state, computed, _, _), (state_again, computed_again, _, _) in zip(first, again, strict=True):
         assert state == state_again
