@@ -175,6 +175,7 @@ class MergedSteps:
         buffers, training, deadline = self._rounds.new_buffers(), self._rank.training, self._rank.deadline
         buffers.rows[:] = absent_row(len(self._rounds.plan.stages))
         now = self._rank.stopwatch.now()
+        num_gradients, num_over = self._member.given_up(training.step)
         return MergedStep(
             step=training.step,
             plan=self._rounds.plan,
@@ -185,6 +186,6 @@ class MergedSteps:
             shadow_s=deadline.shadow_s,
             merged_at=now,
             stood_in=True,
-            num_gradients=0,
-            num_over=0,
+            num_gradients=num_gradients,
+            num_over=num_over,
         )

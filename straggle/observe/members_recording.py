@@ -252,7 +252,11 @@ def _decision(file: _File, rank: int, step: int, recorded: RecordedStep) -> Deci
         if submitted.left_at is None and left_at is not None:
             return replace(submitted, left_at=left_at)
         return submitted
-    if any(rank in ranks for ranks in (*recorded.buckets, recorded.telemetry)) or left is not None:
-        # what it launched was complete; of what it had not launched nothing was merged, nor shown to its estimator
-        return Decision(step, sys.maxsize, left_at, False, None, left_at is not None)
-    return Decision(step, 0, 0, True, 0, True)
+    gave = any(rank in ranks for ranks in (*recorded.buckets, recorded.telemetry))
+    if left is None and not gave:
+        return Decision(step, 0, 0, True, 0, True)
+    # what it launched was complete; of what it had not launched nothing was merged, nor shown to its estimator
+    taken, over = sys.maxsize, None
+    if left is not None and (left.num_gradients or not gave):
+        taken, over = left.num_gradients, left.num_over
+    return Decision(step, taken, left_at, False, over, left_at is not None or not taken)

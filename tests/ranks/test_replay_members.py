@@ -1,5 +1,6 @@
 """A run in which ranks were killed, stopped and started again is repeated bit for bit from what each rank wrote."""
 
+import contextlib
 import time
 
 import pytest
@@ -14,6 +15,7 @@ from straggle.backward import stages
 from straggle.observe.members_recording import MembersRecorder, read_members_recording
 
 WIDTH = 32
+EARLY, MIDDLE = 8, 5  # layers, as a backward pass comes to them
 
 
 class Noisy(nn.Module):
@@ -31,16 +33,27 @@ class Noisy(nn.Module):
 
 
 class Stuck:
-    """While a file says so, the backward pass of a rank stands still in the middle layer, and says so in another."""
+    """While a file says so, the backward pass of a rank stands still in that layer, and says so in another file."""
 
-    def __init__(self, module, folder, rank):
-        self._wanted, self._reached = folder / f"stuck{rank}", folder / f"reached{rank}"
-        module.layers[5].weight.register_post_accumulate_grad_hook(self._look)
+    def __init__(self, module, folder, rank, layer):
+        self._wanted, self._reached = folder / f"stuck{rank}.{layer}", folder / f"reached{rank}.{layer}"
+        module.layers[layer].weight.register_post_accumulate_grad_hook(self._look)
 
     def _look(self, _parameter):
         while self._wanted.exists():
             self._reached.touch()
             time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def stuck(job, folder, rank, layer):
+    """In this block a rank's backward pass stands still in this layer; it has come to it when the block begins."""
+    wanted, reached = folder / f"stuck{rank}.{layer}", folder / f"reached{rank}.{layer}"
+    wanted.touch()
+    job.wait(reached.exists, f"rank {rank} is in layer {layer}")
+    yield
+    wanted.unlink()
+    reached.unlink()
 
 
 def loop(rank, module, model, steps, end):
@@ -67,18 +80,19 @@ def momentum(optimizer):
     return lambda parameter: optimizer.state[parameter]["momentum_buffer"]
 
 
-def wrapped(rank, estimator, late, members):
+def wrapped(rank, estimator, grace_s, members):
     stages.BUCKET_BYTES = 1  # a layer is a bucket of its own
     torch.manual_seed(0)
     module = Noisy()
     torch.manual_seed(rank)
-    options = {"deadline": 0.05, "late_handling": LateHandling(grace_s=0.02)} if late else {}
+    options = {} if grace_s is None else {"deadline": 0.05, "late_handling": LateHandling(grace_s=grace_s)}
     return module, lambda: StagedDataParallel(module, estimator=estimator, members=members, **options)
 
 
-def record(rank, board, folder, estimator, late):
-    module, wrap = wrapped(rank, estimator, late, Elastic(min_ranks=1))
-    Stuck(module, folder, rank)
+def record(rank, board, folder, estimator, grace_s):
+    module, wrap = wrapped(rank, estimator, grace_s, Elastic(min_ranks=1))
+    for layer in (EARLY, MIDDLE):
+        Stuck(module, folder, rank, layer)
     model = wrap()
 
     def made(step):
@@ -89,8 +103,8 @@ def record(rank, board, folder, estimator, late):
         return loop(rank, module, model, made, lambda: board.end)
 
 
-def again(rank, folder, estimator, late, end):
-    module, wrap = wrapped(rank, estimator, late, None)
+def again(rank, folder, estimator, grace_s, end):
+    module, wrap = wrapped(rank, estimator, grace_s, None)
     model = wrap()
     model.replay(read_members_recording(folder, rank, model.world_size))
     return loop(rank, module, model, lambda _: None, lambda: end)
@@ -99,18 +113,18 @@ def again(rank, folder, estimator, late, end):
 def kill_in_backward(job, folder, *ranks):
     """Kill ranks when one of them stands in the middle of a backward pass, and its peers have what can be merged."""
     for rank in ranks:
-        (folder / f"stuck{rank}").touch()
-    job.wait(lambda: any((folder / f"reached{rank}").exists() for rank in ranks), "one is in the middle")
+        (folder / f"stuck{rank}.{MIDDLE}").touch()
+    job.wait(lambda: any((folder / f"reached{rank}.{MIDDLE}").exists() for rank in ranks), "one is in the middle")
     time.sleep(0.3)
     job.kill(*ranks)
     for rank in ranks:
-        (folder / f"stuck{rank}").unlink()
-        (folder / f"reached{rank}").unlink(missing_ok=True)
+        (folder / f"stuck{rank}.{MIDDLE}").unlink()
+        (folder / f"reached{rank}.{MIDDLE}").unlink(missing_ok=True)
 
 
-def check(folder, outcomes, estimator, late, world_size):
+def check(folder, outcomes, estimator, grace_s, world_size):
     end = max(max(losses) for _, _, losses in outcomes) + 1
-    replayed = run_ranks(again, world_size, folder, estimator, late, end)
+    replayed = run_ranks(again, world_size, folder, estimator, grace_s, end)
     assert {state for state, _, _ in outcomes} == {state for state, _, _ in replayed}
     assert [random for _, random, _ in outcomes] == [random for _, random, _ in replayed]
     again_of = {step: loss for _, _, losses in replayed for step, loss in losses.items()}  # the ranks' mean, on each
@@ -123,7 +137,7 @@ def check(folder, outcomes, estimator, late, world_size):
 
 @pytest.mark.slow
 def test_run_with_killed_stopped_and_restarted_ranks_is_replayed_bit_for_bit(tmp_path):
-    with run_job(4, record, tmp_path, Abstain(), False) as job:
+    with run_job(4, record, tmp_path, Abstain(), None) as job:
         job.walk(10)
         kill_in_backward(job, tmp_path, 2)
         job.walk(10, [0, 1, 3])
@@ -140,7 +154,7 @@ def test_run_with_killed_stopped_and_restarted_ranks_is_replayed_bit_for_bit(tmp
         job.walk(10)
         job.meet()
         outcomes = job.finish()
-    recordings = check(tmp_path, outcomes, Abstain(), False, 4)
+    recordings = check(tmp_path, outcomes, Abstain(), None, 4)
     members = recordings[0].members
     sizes = {len(ranks) for step in members.steps for ranks in step.buckets}
     assert sizes == {2, 3, 4}
@@ -155,7 +169,7 @@ def test_run_with_killed_stopped_and_restarted_ranks_is_replayed_bit_for_bit(tmp
     "estimator", [LastOwn(0.5), ErrorFeedback(LastOwn(0.5))], ids=lambda value: type(value).__name__
 )
 def test_rank_that_was_late_before_it_was_killed_gives_the_same_in_the_replay(tmp_path, estimator):
-    with run_job(3, record, tmp_path, estimator, True) as job:
+    with run_job(3, record, tmp_path, estimator, 0.02) as job:
         job.walk(20)
         kill_in_backward(job, tmp_path, 2)  # its stand-in has submitted what was finished
         job.walk(10, [0, 1])
@@ -167,5 +181,30 @@ def test_rank_that_was_late_before_it_was_killed_gives_the_same_in_the_replay(tm
         job.walk(10)
         job.meet()
         outcomes = job.finish()
-    recordings = check(tmp_path, outcomes, estimator, True, 3)
+    recordings = check(tmp_path, outcomes, estimator, 0.02, 3)
     assert any(decision.stood_in and decision.num_gradients > 0 for decision in recordings[2].decisions)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "estimator", [LastOwn(0.5), ErrorFeedback(LastOwn(0.5))], ids=lambda value: type(value).__name__
+)
+def test_rank_that_was_put_out_within_a_pass_remembers_in_the_replay_what_it_had_computed(tmp_path, estimator):
+    grace_s = 10.0  # who is late leaves the step itself, with estimates
+    with run_job(3, record, tmp_path, estimator, grace_s) as job:
+        job.walk(20)
+        with stuck(job, tmp_path, 1, MIDDLE):
+            job.stop(1)
+            job.walk(10, [0, 2])
+            job.resume(1)
+            time.sleep(1.0)  # it learns that it is out, and what it computes from here on counts for nothing
+        with stuck(job, tmp_path, 1, EARLY):  # in the first step after it was healed
+            time.sleep(0.3)
+        job.walk(10)
+        job.meet()
+        outcomes = job.finish()
+    recordings = check(tmp_path, outcomes, estimator, grace_s, 3)
+    (healed,) = recordings[1].members.healed
+    own = recordings[1].decisions
+    assert any(decision.left_at and 0 < decision.num_gradients < 14 for decision in own[:healed])
+    assert any(decision.left_at and 0 < decision.num_gradients < 14 for decision in own[healed:])

@@ -56,6 +56,7 @@ class Member:
         self._tables: list[tuple[int, Table]] = []  # of the steps that were merged while this rank waits for its state
         self._gives_at = -1  # the step at whose beginning this rank's state is another's
         self._lost: dict[int, dict[int, set[int]]] = {}  # by step and rank, buckets that a change of members took
+        self._given_up: dict[int, tuple[int, int]] = {}  # the step in which it was put out last, as `given_up` has it
 
     def record(self, recorder: Recorder) -> None:
         """Tell this one from here on; before the first step."""
@@ -165,6 +166,8 @@ class Member:
             self.absent_until, self._gives_at = sys.maxsize, -1
             self.is_back = self.is_back and self.fell_behind  # then it is known already that it was away
             self.fell_behind = False
+            if (current := merging.round) is not None and current.step == self._rank.training.step:
+                self._given_up = {current.step: (current.num_gradients, current.num_over)}
             merging.restore(merging.step)
             self._rank.ring.clear()
             self._rank.stand_in.put_out()
@@ -231,6 +234,10 @@ class Member:
     def lost_of(self, step: int) -> Mapping[int, set[int]]:
         """By rank, the buckets of ``step`` that a change of members took."""
         return self._lost.get(step, {})
+
+    def given_up(self, step: int) -> tuple[int, int]:
+        """How far this rank had come in ``step`` when it was put out in it: finished gradients, and passes."""
+        return self._given_up.get(step, (0, 0))
 
     def telemetry_merged(self, current: Round) -> None:
         """Who was no member when the telemetry was merged has none; the members may have changed since."""

@@ -55,8 +55,10 @@ OTHERS = [left(0, 0, 0, 0), NEXT, left(1, 0, 1, 1, lost={0: [1]}), left(2, 1, 1,
             [left(0, 0, 0, 0), submitted(1, (2, None, True, 0, False, True)), left(1, decision=ABSENT)],
             Decision(1, 2, 3, True, 0, False),
         ),
+        # put out in the middle of its pass, which it left at its next gradient: that counted for nothing
+        ([left(0, 0, 0, 0), left(1, decision=(7, 9, True, 0, False, True))], Decision(1, 7, 9, False, 0, True)),
         # stopped: it ended the step with what was still on its way to it, while its peers made it without it
-        ([left(0, 0, 0, 0), left(1, 0, 0, 0)], Decision(1, sys.maxsize, None, False, None, False)),
+        ([left(0, 0, 0, 0), left(1, 0, 0, 0)], Decision(1, 12, None, False, 1, False)),
         # killed when it was late itself
         ([left(0, 0, 0, 0), submitted(1, (5, 4, False, 0, False, True))], Decision(1, 5, 4, False, 0, False)),
     ],
