@@ -64,7 +64,7 @@ class Pulling:
         if opened.idle or self._is_stopped():
             opened.draw(lambda: self._has((), weights))
             yield from ((number, ()) for number in range(opened.idle))  # whose forward pass ends the block
-        elif replayed is not None and replayed.num_gradients < sys.maxsize:
+        elif replayed is not None and (replayed.drawn is not None or replayed.num_gradients < sys.maxsize):
             own = replayed.drawn or ()
             opened.draw(lambda: self._has(own, weights))
             yield from ((number, own[place + 1 :]) for place, number in enumerate(own))

@@ -233,6 +233,8 @@ class Coordinator:
         """This rank has what ``has()`` says of its step's pool; before it begins a pass, of ``draws`` that go on."""
         with self._lock:
             self.training.draw(drawn := has(), draws)
+            if self.member.recorder is not None and not drawn.is_open:  # what is complete is merged from here on
+                self.member.recorder.drew(self.training.step, drawn.numbers)
             if (current := self._own_round()) is not None:
                 current.draw(drawn)
         return drawn

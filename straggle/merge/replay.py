@@ -96,6 +96,9 @@ class Recorder(Protocol):
     def partial(self, decision: Decision) -> None:
         """This rank is about to submit less than all of its step."""
 
+    def drew(self, step: int, numbers: Sequence[int]) -> None:
+        """This rank has these micro-batches of its step's pool and, as far as is known now, no more."""
+
     def regrouped(self, generation: int, ranks: Sequence[int]) -> None:
         """From here on these ranks are the members."""
 

@@ -89,6 +89,15 @@ class Submission:
     def _record(self, current: Round) -> None:
         """Before the peers can have it, say that this rank gives less than all of the step."""
         if self._member.recorder is not None and (current.stood_in or current.left_at is not None):
-            taken, left_at, over = current.num_gradients, current.left_at, current.num_over
-            state = current.idle, current.entered
-            self._member.recorder.partial(Decision(current.step, taken, left_at, current.stood_in, over, *state))
+            self._member.recorder.partial(
+                Decision(
+                    current.step,
+                    current.num_gradients,
+                    current.left_at,
+                    current.stood_in,
+                    current.num_over,
+                    current.idle,
+                    current.entered,
+                    drawn=None if current.drawn is None else current.drawn.numbers,
+                )
+            )

@@ -56,6 +56,10 @@ class MembersRecorder:
         """As `Recorder` has it."""
         self._write({"submitted": decision.step, **_plain(decision)})
 
+    def drew(self, step: int, numbers: Sequence[int]) -> None:
+        """As `Recorder` has it."""
+        self._write({"drew": step, "numbers": list(numbers)})
+
     def regrouped(self, generation: int, ranks: Sequence[int]) -> None:
         """As `Recorder` has it."""
         self._write({"generation": generation, "members": list(ranks)})
@@ -125,8 +129,9 @@ def read_members_recording(folder: Path, rank: int, world_size: int) -> Recordin
 
 @dataclass
 class _File:
-    """What one rank wrote: by step, what it submitted where that was not all, and how it left the step."""
+    """What one rank wrote: by step, what it drew, what it submitted where that was not all, and how it left."""
 
+    drew: dict[int, tuple[int, ...]] = field(default_factory=dict)
     submitted: dict[int, Decision] = field(default_factory=dict)
     left: dict[int, Decision] = field(default_factory=dict)
     healed: dict[int, Healed] = field(default_factory=dict)
@@ -142,7 +147,9 @@ class _File:
             )
         if line.get("ranks", world_size) != world_size:
             raise ValueError(f"recorded on {line['ranks']} ranks, and this run has {world_size}: start as many")
-        if "submitted" in line:
+        if "drew" in line:
+            self.drew[line["drew"]] = tuple(line["numbers"])
+        elif "submitted" in line:
             self.submitted[line["submitted"]] = _as_decision(line, line["submitted"])
         elif "step" in line:
             self.left[line["step"]] = _as_decision(line, line["step"])
@@ -160,7 +167,8 @@ def _as_decision(line: Mapping[str, Any], step: int) -> Decision:
         lost = {int(rank): tuple(buckets) for rank, buckets in among["lost"].items()}
         among = MergedAmong(tuple(among["generations"]), lost)
     taken, state = (line["num_gradients"], line["left_at"], line["stood_in"], line["num_over"]), line["idle"]
-    return Decision(step, *taken, state, line["entered"], among, leaves=tuple(line.get("leaves", ())))
+    drawn = None if line.get("drawn") is None else tuple(line["drawn"])
+    return Decision(step, *taken, state, line["entered"], among, drawn, tuple(line.get("leaves", ())))
 
 
 def _random(text: str) -> Tensor:
@@ -256,7 +264,7 @@ def _decision(file: _File, rank: int, step: int, recorded: RecordedStep) -> Deci
     if left is None and not gave:
         return Decision(step, 0, 0, True, 0, True)
     # what it launched was complete; of what it had not launched nothing was merged, nor shown to its estimator
-    taken, over = sys.maxsize, None
+    taken, over, drawn = sys.maxsize, None, file.drew.get(step)
     if left is not None and (left.num_gradients or not gave):
-        taken, over = left.num_gradients, left.num_over
-    return Decision(step, taken, left_at, False, over, left_at is not None or not taken)
+        taken, over, drawn = left.num_gradients, left.num_over, left.drawn
+    return Decision(step, taken, left_at, False, over, left_at is not None or not taken, drawn=drawn)

@@ -56,20 +56,24 @@ def stuck(job, folder, rank, layer):
     reached.unlink()
 
 
-def loop(rank, module, model, steps, end):
-    """Trains from the step that the job is in; the loss of each step that this rank made."""
+def loop(rank, module, model, steps, end, num_parts=0):
+    """Trains from the step that the job is in; the loss of each step that this rank made.
+
+    ``num_parts``: of each step's pool, from which the ranks draw; 0: there is none.
+    """
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
     losses, step = {}, model.register_state(optimizer=optimizer)
     while step < end():
         with model.step() as opened:
-            loss = model(features(rank, step)).square().mean()
-            opened.log(loss=loss.item())
-            loss.backward()
+            for part in opened.pull(range(num_parts)) if num_parts else [rank]:
+                loss = model(features(part, step)).square().mean()
+                opened.log(loss=loss.item())
+                loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         report = model.last_report
         if not report.ranks[rank].absent:
-            losses[report.step] = report.scalars["loss"]
+            losses[report.step] = report.scalars.get("loss")
         step = report.step + 1
         steps(step)
     state = digest([*module.parameters(), *module.buffers(), *map(momentum(optimizer), module.parameters())])
@@ -89,7 +93,7 @@ def wrapped(rank, estimator, grace_s, members):
     return module, lambda: StagedDataParallel(module, estimator=estimator, members=members, **options)
 
 
-def record(rank, board, folder, estimator, grace_s):
+def record(rank, board, folder, estimator, grace_s, num_parts=0):
     module, wrap = wrapped(rank, estimator, grace_s, Elastic(min_ranks=1))
     for layer in (EARLY, MIDDLE):
         Stuck(module, folder, rank, layer)
@@ -100,14 +104,14 @@ def record(rank, board, folder, estimator, grace_s):
         board.note(rank, step)
 
     with MembersRecorder(model, folder):
-        return loop(rank, module, model, made, lambda: board.end)
+        return loop(rank, module, model, made, lambda: board.end, num_parts)
 
 
-def again(rank, folder, estimator, grace_s, end):
+def again(rank, folder, estimator, grace_s, end, num_parts):
     module, wrap = wrapped(rank, estimator, grace_s, None)
     model = wrap()
     model.replay(read_members_recording(folder, rank, model.world_size))
-    return loop(rank, module, model, lambda _: None, lambda: end)
+    return loop(rank, module, model, lambda _: None, lambda: end, num_parts)
 
 
 def kill_in_backward(job, folder, *ranks):
@@ -122,9 +126,9 @@ def kill_in_backward(job, folder, *ranks):
         (folder / f"reached{rank}.{MIDDLE}").unlink(missing_ok=True)
 
 
-def check(folder, outcomes, estimator, grace_s, world_size):
+def check(folder, outcomes, estimator, grace_s, world_size, num_parts=0):
     end = max(max(losses) for _, _, losses in outcomes) + 1
-    replayed = run_ranks(again, world_size, folder, estimator, grace_s, end)
+    replayed = run_ranks(again, world_size, folder, estimator, grace_s, end, num_parts)
     assert {state for state, _, _ in outcomes} == {state for state, _, _ in replayed}
     assert [random for _, random, _ in outcomes] == [random for _, random, _ in replayed]
     again_of = {step: loss for _, _, losses in replayed for step, loss in losses.items()}  # the ranks' mean, on each
@@ -208,3 +212,25 @@ def test_rank_that_was_put_out_within_a_pass_remembers_in_the_replay_what_it_had
     own = recordings[1].decisions
     assert any(decision.left_at and 0 < decision.num_gradients < 14 for decision in own[:healed])
     assert any(decision.left_at and 0 < decision.num_gradients < 14 for decision in own[healed:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_parts", [3, 8])
+def test_pool_of_which_a_killed_or_stopped_rank_had_drawn_is_replayed(tmp_path, num_parts):
+    with run_job(3, record, tmp_path, Abstain(), None, num_parts) as job:
+        job.walk(20)
+        kill_in_backward(job, tmp_path, 2)  # of three micro-batches each rank has one, of which some is merged then
+        job.walk(10, [0, 1])
+        job.start(2)
+        job.walk(10)
+        with stuck(job, tmp_path, 1, MIDDLE):
+            job.stop(1)
+            job.walk(10, [0, 2])
+            job.resume(1)
+            time.sleep(1.0)  # it learns that it is out
+        job.walk(10)
+        job.meet()
+        outcomes = job.finish()
+    recordings = check(tmp_path, outcomes, Abstain(), None, 3, num_parts)
+    drawn = [sum(len(own.decisions[step].drawn or ()) for own in recordings) for step in range(20)]
+    assert max(drawn) == num_parts

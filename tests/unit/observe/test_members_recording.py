@@ -43,6 +43,11 @@ OTHERS = [left(0, 0, 0, 0), NEXT, left(1, 0, 1, 1, lost={0: [1]}), left(2, 1, 1,
     [
         # killed: it gave all of what was merged with it
         ([left(0, 0, 0, 0)], Decision(1, sys.maxsize, None, False, None, False)),
+        # the same, of a pool
+        (
+            [left(0, 0, 0, 0), {"drew": 1, "numbers": [4, 7]}],
+            Decision(1, sys.maxsize, None, False, None, False, drawn=(4, 7)),
+        ),
         # stopped, and put out: it left its pass when it was back
         ([left(0, 0, 0, 0), left(1, decision=ABSENT)], PUT_OUT),
         # killed before it had entered the step, for which its stand-in had submitted
