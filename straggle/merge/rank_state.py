@@ -59,6 +59,7 @@ class TrainingSide:
         self.weight = 1.0
         self.cost = math.nan  # what its step takes by right, in the user's unit
         self.drawn: Drawn | None = None  # of its step's pool, where that has one
+        self._pulled = False  # the step before had a pool
         self.num_put_back = 0  # micro-batches of it that it had drawn and did not begin; by the stand-in
         self.part_began_at = math.inf  # the last one
         self.pool_times = PoolTimes()
@@ -84,6 +85,7 @@ class TrainingSide:
         """
         self.entry, self.entered_at = entry, now
         began_at = merging.merged_at if self.came_late and merging.step == self.step else now
+        self._pulled = self.drawn is not None
         self.clock_from, self.work_from = began_at, began_at if self.ran_past_merge else now
         self.weight, self.cost, self.microbatch_s, self.drawn = 1.0, math.nan, [], None
         self.num_put_back, self._draws = 0, None
@@ -139,6 +141,13 @@ class TrainingSide:
     def is_in(self, step: int) -> bool:
         """Whether it is in this step; where it replays, whether it was when the step was submitted."""
         return self.step == step and self.entered_at is not None and self.entry.entered
+
+    # -- whoever submits
+
+    @property
+    def pulls(self) -> bool:
+        """Whether its step has a pool; before it has drawn of one, whether the step before had."""
+        return self._pulled or self.drawn is not None
 
     # -- the stand-in
 

@@ -40,7 +40,7 @@ class Submission:
         own = current.own_part(self._rank.stopwatch.phase, truncated=truncated, failed=failed)
         if not truncated:
             training.microbatch_finished()
-        if min(own.computed) < 1 and not training.entry.idle:
+        if min(own.computed) < 1 and self._had_work(current):
             own = self._estimate(current, own)
         return self._submit(current, own, scalars, changes)
 
@@ -59,11 +59,16 @@ class Submission:
         """Submit what the training thread finished, and nothing for the rest; when that was."""
         current.stood_in = True
         own = current.finished_part(self._rank.stopwatch.phase)
-        if not self._rank.training.entry.idle:
+        if self._had_work(current):
             current.abstain(own, self._fill_in, self._parameters)
         now = self._submit(current, own, {}, None)
         self._rank.training.stop_up_to(current.step)
         return now
+
+    def _had_work(self, current: Round) -> bool:
+        """Whether what is not computed is missing: who has no data, or none of the step's pool, has dropped nothing."""
+        training, drawn = self._rank.training, current.drawn
+        return not training.entry.idle and not (training.pulls if drawn is None else not drawn.numbers)
 
     def _submit(self, current: Round, own: Contribution, scalars: Mapping[str, float], changes: Tensor | None) -> float:
         """Launch all collectives that are left, the last with the telemetry; when that was."""
@@ -78,7 +83,7 @@ class Submission:
         current.buffers.write_telemetry(channel.rank, row.numbers(), changes)
         current.row, current.changes = row, changes
         current.idle, current.entered = training.entry.idle, training.is_in(current.step)
-        self._record(current)
+        self._record(current, own)
         current.close(own, weights)
         if not training.entry.idle:
             self._rank.rounds.note_reached(row.computed)
@@ -86,9 +91,10 @@ class Submission:
         merging.submit(now)
         return now
 
-    def _record(self, current: Round) -> None:
+    def _record(self, current: Round, own: Contribution) -> None:
         """Before the peers can have it, say that this rank gives less than all of the step."""
-        if self._member.recorder is not None and (current.stood_in or current.left_at is not None):
+        partly = current.stood_in or current.left_at is not None or min(own.computed) < 1
+        if self._member.recorder is not None and partly:
             self._member.recorder.partial(
                 Decision(
                     current.step,
