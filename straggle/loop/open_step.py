@@ -158,6 +158,8 @@ class OpenStep(PassWatcher):
         max_over = None if replayed is None else replayed.num_over
         if (kept := self._kept.mark, max_over) != (entry.kept, entry.max_over):
             entry = replace(entry, kept=kept, max_over=max_over)
+        if replayed is not None:
+            entry = replace(entry, replays=True)
         self._coordinator.enter(entry)
         self.step = step
 
@@ -224,15 +226,13 @@ class OpenStep(PassWatcher):
 
     def decision(self, merged: MergedStep) -> Decision:
         """What this rank decided in the step that it left, for a recording."""
-        # what it had when it was submitted: its stand-in may have put some of it back
-        drawn = self._coordinator.training.drawn.numbers if self._coordinator.training.drawn is not None else None
         decision = Decision(
             merged.step,
             merged.num_gradients,
             self._left_at,
             merged.stood_in,
             merged.num_over,
-            drawn=drawn,
+            drawn=merged.drew,
             leaves=tuple(merged.table.leaves()),
         )
         if merged.among is None:

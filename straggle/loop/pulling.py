@@ -64,11 +64,10 @@ class Pulling:
         if opened.idle or self._is_stopped():
             opened.draw(lambda: self._has((), weights))
             yield from ((number, ()) for number in range(opened.idle))  # whose forward pass ends the block
-        elif replayed is not None and (replayed.drawn is not None or replayed.num_gradients < sys.maxsize):
-            own = replayed.drawn or ()
+        elif replayed is not None and (own := replayed.drawn) is not None:
             opened.draw(lambda: self._has(own, weights))
             yield from ((number, own[place + 1 :]) for place, number in enumerate(own))
-        else:
+        elif replayed is None or replayed.num_gradients == sys.maxsize:  # beyond the end of the recording
             yield from self._drawn(weights)
 
     def _drawn(self, weights: tuple[float, ...]) -> Iterator[tuple[int, Sequence[int]]]:

@@ -27,7 +27,7 @@ class Entry:
     ``idle``: it has no data for it. ``fingerprint``: of its parameters, where the ranks compare them in this step.
     ``stepped``: how often its optimizers stepped since the merge before. ``kept``: the mark of the gradients that it
     keeps, where that is decided. ``max_over``: as many of its passes are taken for over, where it replays. ``entered``:
-    false where it replays a step that was submitted before it had entered it.
+    false where it replays a step that was submitted before it had entered it. ``replays``: it does as recorded.
     """
 
     num_microbatches: int = 1
@@ -37,6 +37,7 @@ class Entry:
     kept: int = NONE
     max_over: int | None = None
     entered: bool = True
+    replays: bool = False
 
 
 class TrainingSide:
@@ -85,7 +86,7 @@ class TrainingSide:
         """
         self.entry, self.entered_at = entry, now
         began_at = merging.merged_at if self.came_late and merging.step == self.step else now
-        self._pulled = self.drawn is not None
+        self._pulled = self.drawn is not None and not entry.replays  # what was known then is recorded
         self.clock_from, self.work_from = began_at, began_at if self.ran_past_merge else now
         self.weight, self.cost, self.microbatch_s, self.drawn = 1.0, math.nan, [], None
         self.num_put_back, self._draws = 0, None

@@ -21,8 +21,9 @@ class Decision:
     ``num_over``: how many of its backward passes were over by then; ``None`` in recordings that do not say it.
     ``idle``: it had no data for the last step that it had entered; ``None``: the loop says so. ``entered``: false where
     it was stood in for before it had entered this one. ``among``: whose gradients were merged, where members come and
-    go; ``None`` on a rank that was none. ``drawn``: the micro-batches that it drew from the step's pool, in order;
-    ``None``: it drew none. ``leaves``: the ranks that were outside of the ring, which cannot be repeated.
+    go; ``None`` on a rank that was none. ``drawn``: the micro-batches that it had drawn from the step's pool, in order;
+    ``None``: the step had no pool, as far as was known when it was submitted. ``leaves``: the ranks that were outside
+    of the ring, which cannot be repeated.
     """
 
     step: int

@@ -125,6 +125,7 @@ class Round:
         self.num_microbatches = 1
         self.weight = 1.0
         self.drawn: Drawn | None = None  # of the step's pool, where that has one
+        self.drew: tuple[int, ...] | None = None  # the same when it was submitted, as a `Decision` has it
         self.stage_s = [math.nan] * len(layout.plan.stages)  # when each stage was complete
         self.lost = frozenset[int]() if recorded is None else recorded.lost  # that a change of members took from it
         self.layout = layout
@@ -454,3 +455,4 @@ class MergedStep:
     idle: bool = False
     entered: bool = True
     among: MergedAmong | None = None
+    drew: tuple[int, ...] | None = None

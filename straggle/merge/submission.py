@@ -36,7 +36,7 @@ class Submission:
         changes: Tensor | None,
     ) -> float:
         """Submit the training thread's own step; when that was."""
-        training = self._rank.training
+        training, current.drew = self._rank.training, self._drew(current)
         own = current.own_part(self._rank.stopwatch.phase, truncated=truncated, failed=failed)
         if not truncated:
             training.microbatch_finished()
@@ -57,7 +57,7 @@ class Submission:
 
     def finished(self, current: Round) -> float:
         """Submit what the training thread finished, and nothing for the rest; when that was."""
-        current.stood_in = True
+        current.stood_in, current.drew = True, self._drew(current)
         own = current.finished_part(self._rank.stopwatch.phase)
         if self._had_work(current):
             current.abstain(own, self._fill_in, self._parameters)
@@ -67,8 +67,13 @@ class Submission:
 
     def _had_work(self, current: Round) -> bool:
         """Whether what is not computed is missing: who has no data, or none of the step's pool, has dropped nothing."""
-        training, drawn = self._rank.training, current.drawn
-        return not training.entry.idle and not (training.pulls if drawn is None else not drawn.numbers)
+        return not self._rank.training.entry.idle and current.drew != ()
+
+    def _drew(self, current: Round) -> tuple[int, ...] | None:
+        """What it has of its step's pool; ``None``: there is none, as far as is known."""
+        if current.drawn is None:
+            return () if self._rank.training.pulls else None
+        return current.drawn.numbers
 
     def _submit(self, current: Round, own: Contribution, scalars: Mapping[str, float], changes: Tensor | None) -> float:
         """Launch all collectives that are left, the last with the telemetry; when that was."""
@@ -104,6 +109,6 @@ class Submission:
                     current.num_over,
                     current.idle,
                     current.entered,
-                    drawn=None if current.drawn is None else current.drawn.numbers,
+                    drawn=current.drew,
                 )
             )
