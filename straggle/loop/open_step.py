@@ -414,7 +414,9 @@ class OpenStep(PassWatcher):
         """Of the module's buffers, where this rank has finished its forward passes."""
         assert self.step is not None
         num_passes = max(self._num_forward, self.pass_number + 1)
-        finished = not self._in_forward and (num_passes >= self.step.num_microbatches or not truncated)
+        drawn = self._coordinator.training.drawn  # of which the stand-in may have put some back
+        most = self.step.num_microbatches if drawn is None else len(drawn.numbers)
+        finished = not self._in_forward and (num_passes >= most or not truncated)
         return self._module_buffers.changes() if finished and self._num_forward > 0 else None
 
     def _changes_or_fail(self, *, truncated: bool) -> Tensor | None:
