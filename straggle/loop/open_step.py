@@ -159,7 +159,7 @@ class OpenStep(PassWatcher):
         if (kept := self._kept.mark, max_over) != (entry.kept, entry.max_over):
             entry = replace(entry, kept=kept, max_over=max_over)
         if replayed is not None:
-            entry = replace(entry, replays=True)
+            entry = replace(entry, pulled=replayed.drawn is not None)
         self._coordinator.enter(entry)
         self.step = step
 

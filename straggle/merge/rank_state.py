@@ -27,7 +27,8 @@ class Entry:
     ``idle``: it has no data for it. ``fingerprint``: of its parameters, where the ranks compare them in this step.
     ``stepped``: how often its optimizers stepped since the merge before. ``kept``: the mark of the gradients that it
     keeps, where that is decided. ``max_over``: as many of its passes are taken for over, where it replays. ``entered``:
-    false where it replays a step that was submitted before it had entered it. ``replays``: it does as recorded.
+    false where it replays a step that was submitted before it had entered it. ``pulled``:
+    where it replays, whether the step was known to have a pool.
     """
 
     num_microbatches: int = 1
@@ -37,7 +38,7 @@ class Entry:
     kept: int = NONE
     max_over: int | None = None
     entered: bool = True
-    replays: bool = False
+    pulled: bool | None = None
 
 
 class TrainingSide:
@@ -60,7 +61,7 @@ class TrainingSide:
         self.weight = 1.0
         self.cost = math.nan  # what its step takes by right, in the user's unit
         self.drawn: Drawn | None = None  # of its step's pool, where that has one
-        self._pulled = False  # the step before had a pool
+        self._pulled = False  # the step before the one that it has entered had a pool
         self.num_put_back = 0  # micro-batches of it that it had drawn and did not begin; by the stand-in
         self.part_began_at = math.inf  # the last one
         self.pool_times = PoolTimes()
@@ -86,7 +87,7 @@ class TrainingSide:
         """
         self.entry, self.entered_at = entry, now
         began_at = merging.merged_at if self.came_late and merging.step == self.step else now
-        self._pulled = self.drawn is not None and not entry.replays  # what was known then is recorded
+        self._pulled = self.drawn is not None
         self.clock_from, self.work_from = began_at, began_at if self.ran_past_merge else now
         self.weight, self.cost, self.microbatch_s, self.drawn = 1.0, math.nan, [], None
         self.num_put_back, self._draws = 0, None
@@ -146,9 +147,16 @@ class TrainingSide:
     # -- whoever submits
 
     @property
-    def pulls(self) -> bool:
-        """Whether its step has a pool; before it has drawn of one, whether the step before had."""
-        return self._pulled or self.drawn is not None
+    def expects_pool(self) -> bool:
+        """Whether a step of which it has drawn nothing has a pool, as far as is known: as the last one of which it is.
+
+        A step that it has entered is known when it has drawn, or has begun to compute without that.
+        """
+        if self.entry.pulled is not None:
+            return self.entry.pulled
+        drew = self.drawn is not None
+        is_known = self.entered_at is None or self.stopwatch.phase in ("forward", "backward")
+        return drew if is_known else drew or self._pulled
 
     # -- the stand-in
 

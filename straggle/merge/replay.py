@@ -15,7 +15,7 @@ from straggle.merge.members.provenance import MergedAmong
 class Decision:
     """One rank's part in one step: what of it went into the merge, and where its pass ended.
 
-    ``num_gradients``: how many finished gradients (of parameters, over all micro-batches) were merged; autograd
+    ``num_gradients``: how many finished gradients (of parameters, over all micro-batches) were in by then; autograd
     finishes them in the same order again. ``left_at``: how often the pass had asked whether to go on before it was
     asked to leave; ``None``: it was not. ``stood_in``: the rest was submitted by the stand-in, without estimates.
     ``num_over``: how many of its backward passes were over by then; ``None`` in recordings that do not say it.

@@ -152,7 +152,7 @@ class Round:
         self.num_in = [0] * len(layout.numel)  # for each parameter, the gradients that are in, one for each pass
         self.last_in = [-1] * len(layout.numel)  # and the number of the last of these passes
         self._num_in_pass = 0  # parameters whose gradient of the running pass is in
-        self._num_dropped = 0  # gradients that were in
+        self._num_dropped = 0  # gradients that were in, and are dropped with the whole step
         self._unused: dict[int, int] = {}  # for some parameters, the passes that are over without a gradient: bits
         self.num_over = 0  # passes that are over
         self.max_over = sys.maxsize

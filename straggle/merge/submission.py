@@ -36,7 +36,7 @@ class Submission:
         changes: Tensor | None,
     ) -> float:
         """Submit the training thread's own step; when that was."""
-        training, current.drew = self._rank.training, self._drew(current)
+        training, current.drew = self._rank.training, None if current.drawn is None else current.drawn.numbers
         own = current.own_part(self._rank.stopwatch.phase, truncated=truncated, failed=failed)
         if not truncated:
             training.microbatch_finished()
@@ -57,7 +57,11 @@ class Submission:
 
     def finished(self, current: Round) -> float:
         """Submit what the training thread finished, and nothing for the rest; when that was."""
-        current.stood_in, current.drew = True, self._drew(current)
+        current.stood_in = True
+        if current.drawn is not None:
+            current.drew = current.drawn.numbers
+        elif self._rank.training.expects_pool:
+            current.drew = ()
         own = current.finished_part(self._rank.stopwatch.phase)
         if self._had_work(current):
             current.abstain(own, self._fill_in, self._parameters)
@@ -68,12 +72,6 @@ class Submission:
     def _had_work(self, current: Round) -> bool:
         """Whether what is not computed is missing: who has no data, or none of the step's pool, has dropped nothing."""
         return not self._rank.training.entry.idle and current.drew != ()
-
-    def _drew(self, current: Round) -> tuple[int, ...] | None:
-        """What it has of its step's pool; ``None``: there is none, as far as is known."""
-        if current.drawn is None:
-            return () if self._rank.training.pulls else None
-        return current.drawn.numbers
 
     def _submit(self, current: Round, own: Contribution, scalars: Mapping[str, float], changes: Tensor | None) -> float:
         """Launch all collectives that are left, the last with the telemetry; when that was."""

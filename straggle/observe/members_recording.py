@@ -45,6 +45,7 @@ class MembersRecorder:
         self._lock = threading.Lock()
         self._file = LineWriter(path, keep_bytes=_complete_bytes(path) if model.comes_late else 0)
         self._planned = False
+        self._drew: tuple[int, Sequence[int]] = (-1, ())  # as it was written last
         if first_step:
             self._write({"resumed": first_step})
         elif not model.comes_late:
@@ -58,7 +59,9 @@ class MembersRecorder:
 
     def drew(self, step: int, numbers: Sequence[int]) -> None:
         """As `Recorder` has it."""
-        self._write({"drew": step, "numbers": list(numbers)})
+        if (step, numbers) != self._drew:
+            self._drew = (step, numbers)
+            self._write({"drew": step, "numbers": list(numbers)})
 
     def regrouped(self, generation: int, ranks: Sequence[int]) -> None:
         """As `Recorder` has it."""
@@ -121,6 +124,7 @@ def read_members_recording(folder: Path, rank: int, world_size: int) -> Recordin
         raise ValueError(f"{folder}: {no_leaves(leaf)}")
     _leave_out_steps_of_old_members(files, generations)
     steps = _steps(files, generations, folder)
+    _check_draws(files, steps, folder)
     own = files[rank]
     order, seconds = next((file.plan for file in files if file.plan is not None), ((), ()))
     decisions = tuple(_decision(own, rank, step, recorded) for step, recorded in enumerate(steps))
@@ -248,6 +252,18 @@ def _step(
         for rank, own in word.lost.items():
             lost[rank] = tuple(sorted({*lost.get(rank, ()), *own}))
     return RecordedStep(tuple(buckets), telemetry, lost)
+
+
+def _check_draws(files: Sequence[_File], steps: Sequence[RecordedStep], folder: Path) -> None:
+    """Raises ``ValueError``, on all ranks, where one gave something of a pool and what it had drawn is in no file."""
+    for step in {step for file in files for step, decision in file.left.items() if decision.drawn is not None}:
+        for rank, file in enumerate(files):
+            decision = _decision(file, rank, step, steps[step])
+            if decision.num_gradients and decision.drawn is None:
+                raise ValueError(
+                    f"{folder}: what rank {rank} had drawn in step {step} is not recorded; it could not be written, as "
+                    "on a full disk, or an older version of straggle recorded the run"
+                )
 
 
 def _decision(file: _File, rank: int, step: int, recorded: RecordedStep) -> Decision:

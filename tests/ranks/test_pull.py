@@ -302,6 +302,72 @@ def test_draws_are_recorded_and_a_run_is_repeated_bit_for_bit():
         assert drawn == list(range(NUM_PARTS)) or number % 3 == 2  # what was on its way to a stopped rank is lost
 
 
+def put_back_and_stopped(rank):
+    """Rank 1 is stopped in the backward pass of its first micro-batch, all that it has left; and again as recorded."""
+    store, hashes, decisions, learned = dist.distributed_c10d._get_default_store(), [], [], ((), ())
+    for replays in (False, True):
+        module = Noisy()
+        with staged(module, deadline=None) as model:
+            if replays:
+                model.replay(Recording(*map(tuple, learned), tuple(decisions)))
+            for number in range(2):
+                if number == 1:  # as in the test of a stuck rank
+                    model.pulling.load_state_dict(
+                        {"done": [[[1 / 3, 1e-3]] * 3] * 4, "present": [True] * 3, "draws": True}
+                    )
+                with model.step() as step:
+                    for done, x in enumerate(step.pull(parts_of(number, 12))):
+                        if number == 1 and not replays and rank != 1 and done == 0:
+                            store.wait(["it is put back"])
+                        loss = loss_of(model, x)
+                        if number == 1 and not replays and rank == 1:
+                            while not model.pulling.num_put_back:
+                                time.sleep(0.001)
+                            store.set("it is put back", "")
+                            step.stop()
+                        loss.backward()
+                module.zero_grad()
+                if not replays:
+                    decisions.append(model.last_decision)
+                    learned = model.learned
+        hashes.append(digest(module.buffers()))
+    return hashes, decisions[1]
+
+
+def test_statistics_of_a_stopped_rank_are_those_of_what_it_did_not_put_back_in_a_replay_too():
+    ranks = run_ranks(put_back_and_stopped, 3, timeout_s=25.0)
+    assert len({own for hashes, _ in ranks for own in hashes}) == 1
+    decision = ranks[1][1]
+    assert len(decision.drawn) == 1
+    assert decision.left_at is not None
+
+
+def plain_after_a_pool(rank):
+    """In the second step, which has no pool, rank 1 is stopped in the backward pass."""
+    module = Chain()
+    stopper = Stopper(module)
+    with staged(module, estimator=LastOwn(0.5)) as model:
+        with model.step() as step:
+            for x in step.pull([1.0] * NUM_PARTS):
+                model(x).backward()
+        module.zero_grad()
+        with model.step() as step:
+            stopper.arm(step, 2 if rank else None)
+            model(1.0).backward()
+        return model.last_report, model.last_decision
+
+
+def test_a_step_without_a_pool_has_its_estimates_though_the_one_before_had_one():
+    (report, _), (_, decision) = run_ranks(plain_after_a_pool, 2)
+    own = report.ranks[1]
+    assert report.late_ranks == (1,)
+    assert min(own.stages) < 1
+    # in the order of backward, as the shares are; a stage that a rank has counts 1, and an estimate half
+    assert [stage.weight for stage in report.stages] == pytest.approx([1 + (1 + share) / 2 for share in own.stages])
+    assert [stage.estimated for stage in report.stages] == [share < 1 for share in own.stages]
+    assert decision.drawn is None
+
+
 def leaves_its_loop(rank):
     """Rank 1 goes out of its loop after one micro-batch."""
     module = mlp()

@@ -132,8 +132,8 @@ class Regrouping:
             return
         self._check_number(view, with_returning=True)
         if not membership.is_member:
-            self._say_why(view)
             self._member.put_out()
+            self._say_why(view)
             self._channel.generation = view.generation
             return
         if self._asked_at is not None and not self._member.is_out:

@@ -17,6 +17,10 @@ def left(step, *generations, decision=FULL, lost=None):
     return {"step": step, **submitted(step, decision), "among": among}
 
 
+def of_pool(line, *numbers):
+    return {**line, "drawn": numbers}
+
+
 def submitted(step, decision):
     names = ("num_gradients", "left_at", "stood_in", "num_over", "idle", "entered")
     return dict(zip(names, decision, strict=True)) | {"submitted": step, "among": None}
@@ -97,6 +101,12 @@ def test_line_that_a_process_was_killed_in_is_left_out(tmp_path):
         (OTHERS, [{"resumed": 40}], "went on from a checkpoint of step 40"),
         (OTHERS, [{"ranks": 5}], "recorded on 5 ranks, and this run has 3: start as many"),
         (OTHERS, [{"step": 0}], "not a recording of a run with members"),
+        ([of_pool(left(0, 0, 0, 0), 1)], [], "what rank 2 had drawn in step 0 is not recorded"),
+        (
+            [of_pool(left(0, 0, 0, 0), 1)],
+            [submitted(0, (2, 5, True, 0, False, True))],
+            "what rank 2 had drawn in step 0",
+        ),
     ],
 )
 def test_what_cannot_be_replayed_is_refused_with_the_step_and_why(tmp_path, others, own, words):
