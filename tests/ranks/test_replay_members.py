@@ -33,16 +33,36 @@ class Noisy(nn.Module):
 
 
 class Stuck:
-    """While a file says so, the backward pass of a rank stands still in that layer, and says so in another file."""
+    """While a file says so, the backward pass of a rank stands still in its middle, and says so in another file."""
 
-    def __init__(self, module, folder, rank, layer):
-        self._wanted, self._reached = folder / f"stuck{rank}.{layer}", folder / f"reached{rank}.{layer}"
-        module.layers[layer].weight.register_post_accumulate_grad_hook(self._look)
+    def __init__(self, module, folder, rank):
+        self._wanted, self._reached = folder / f"stuck{rank}", folder / f"reached{rank}"
+        module.layers[MIDDLE].weight.register_post_accumulate_grad_hook(self._look)
 
     def _look(self, _parameter):
         while self._wanted.exists():
             self._reached.touch()
             time.sleep(0.01)
+
+
+class Stops:
+    """When a file says so, a rank is late early in its backward pass, until it was so in a step that counted."""
+
+    def __init__(self, module, folder, rank):
+        self._rank, self._wanted, self._step = rank, folder / f"stops{rank}", None
+        module.layers[EARLY].weight.register_post_accumulate_grad_hook(self._look)
+
+    def _look(self, _parameter):
+        if self._wanted.exists():
+            self._step.stop()
+
+    def entered(self, step):
+        self._step = step
+
+    def left(self, report):
+        own = report.ranks[self._rank]
+        if self._wanted.exists() and own.late and not own.stood_in:
+            self._wanted.unlink()
 
 
 def wait_out(job, rank):
@@ -52,17 +72,17 @@ def wait_out(job, rank):
 
 
 @contextlib.contextmanager
-def stuck(job, folder, rank, layer):
-    """In this block a rank's backward pass stands still in this layer; it has come to it when the block begins."""
-    wanted, reached = folder / f"stuck{rank}.{layer}", folder / f"reached{rank}.{layer}"
+def stuck(job, folder, rank):
+    """In this block a rank's backward pass stands still in its middle; it has come to it when the block begins."""
+    wanted, reached = folder / f"stuck{rank}", folder / f"reached{rank}"
     wanted.touch()
-    job.wait(reached.exists, f"rank {rank} is in layer {layer}")
+    job.wait(reached.exists, f"rank {rank} is in the middle")
     yield
     wanted.unlink()
     reached.unlink()
 
 
-def loop(rank, module, model, steps, end, num_parts=0):
+def loop(rank, module, model, steps, end, num_parts=0, stops=None):
     """Trains from the step that the job is in; the loss of each step that this rank made.
 
     ``num_parts``: of each step's pool, from which the ranks draw; 0: there is none.
@@ -71,6 +91,8 @@ def loop(rank, module, model, steps, end, num_parts=0):
     losses, step = {}, model.register_state(optimizer=optimizer)
     while step < end():
         with model.step() as opened:
+            if stops is not None:
+                stops.entered(opened)
             for part in opened.pull(range(num_parts)) if num_parts else [rank]:
                 loss = model(features(part, step)).square().mean()
                 opened.log(loss=loss.item())
@@ -81,6 +103,8 @@ def loop(rank, module, model, steps, end, num_parts=0):
         if not report.ranks[rank].absent:
             losses[report.step] = report.scalars.get("loss")
         step = report.step + 1
+        if stops is not None:
+            stops.left(report)
         steps(step)
     state = digest([*module.parameters(), *module.buffers(), *map(momentum(optimizer), module.parameters())])
     return state, digest([torch.get_rng_state()]), losses
@@ -90,19 +114,19 @@ def momentum(optimizer):
     return lambda parameter: optimizer.state[parameter]["momentum_buffer"]
 
 
-def wrapped(rank, estimator, grace_s, members):
+def wrapped(rank, estimator, budget_s, members):
     stages.BUCKET_BYTES = 1  # a layer is a bucket of its own
     torch.manual_seed(0)
     module = Noisy()
     torch.manual_seed(rank)
-    options = {} if grace_s is None else {"deadline": 0.05, "late_handling": LateHandling(grace_s=grace_s)}
+    options = {} if budget_s is None else {"deadline": budget_s, "late_handling": LateHandling(grace_s=0.02)}
     return module, lambda: StagedDataParallel(module, estimator=estimator, members=members, **options)
 
 
-def record(rank, board, folder, estimator, grace_s, num_parts=0):
-    module, wrap = wrapped(rank, estimator, grace_s, Elastic(min_ranks=1))
-    for layer in (EARLY, MIDDLE):
-        Stuck(module, folder, rank, layer)
+def record(rank, board, folder, estimator, budget_s, num_parts=0):
+    module, wrap = wrapped(rank, estimator, budget_s, Elastic(min_ranks=1))
+    Stuck(module, folder, rank)
+    stops = Stops(module, folder, rank)
     model = wrap()
 
     def made(step):
@@ -110,11 +134,11 @@ def record(rank, board, folder, estimator, grace_s, num_parts=0):
         board.note(rank, step)
 
     with MembersRecorder(model, folder):
-        return loop(rank, module, model, made, lambda: board.end, num_parts)
+        return loop(rank, module, model, made, lambda: board.end, num_parts, stops)
 
 
-def again(rank, folder, estimator, grace_s, end, num_parts):
-    module, wrap = wrapped(rank, estimator, grace_s, None)
+def again(rank, folder, estimator, budget_s, end, num_parts):
+    module, wrap = wrapped(rank, estimator, budget_s, None)
     model = wrap()
     model.replay(read_members_recording(folder, rank, model.world_size))
     return loop(rank, module, model, lambda _: None, lambda: end, num_parts)
@@ -123,18 +147,18 @@ def again(rank, folder, estimator, grace_s, end, num_parts):
 def kill_in_backward(job, folder, *ranks):
     """Kill ranks when one of them stands in the middle of a backward pass, and its peers have what can be merged."""
     for rank in ranks:
-        (folder / f"stuck{rank}.{MIDDLE}").touch()
-    job.wait(lambda: any((folder / f"reached{rank}.{MIDDLE}").exists() for rank in ranks), "one is in the middle")
+        (folder / f"stuck{rank}").touch()
+    job.wait(lambda: any((folder / f"reached{rank}").exists() for rank in ranks), "one is in the middle")
     time.sleep(0.3)
     job.kill(*ranks)
     for rank in ranks:
-        (folder / f"stuck{rank}.{MIDDLE}").unlink()
-        (folder / f"reached{rank}.{MIDDLE}").unlink(missing_ok=True)
+        (folder / f"stuck{rank}").unlink()
+        (folder / f"reached{rank}").unlink(missing_ok=True)
 
 
-def check(folder, outcomes, estimator, grace_s, world_size, num_parts=0):
+def check(folder, outcomes, estimator, budget_s, world_size, num_parts=0):
     end = max(max(losses) for _, _, losses in outcomes) + 1
-    replayed = run_ranks(again, world_size, folder, estimator, grace_s, end, num_parts)
+    replayed = run_ranks(again, world_size, folder, estimator, budget_s, end, num_parts)
     assert {state for state, _, _ in outcomes} == {state for state, _, _ in replayed}
     assert [random for _, random, _ in outcomes] == [random for _, random, _ in replayed]
     again_of = {step: loss for _, _, losses in replayed for step, loss in losses.items()}  # the ranks' mean, on each
@@ -179,7 +203,7 @@ def test_run_with_killed_stopped_and_restarted_ranks_is_replayed_bit_for_bit(tmp
     "estimator", [LastOwn(0.5), ErrorFeedback(LastOwn(0.5))], ids=lambda value: type(value).__name__
 )
 def test_rank_that_was_late_before_it_was_killed_gives_the_same_in_the_replay(tmp_path, estimator):
-    with run_job(3, record, tmp_path, estimator, 0.02) as job:
+    with run_job(3, record, tmp_path, estimator, 0.05) as job:
         job.walk(20)
         kill_in_backward(job, tmp_path, 2)  # its stand-in has submitted what was finished
         job.walk(10, [0, 1])
@@ -191,7 +215,7 @@ def test_rank_that_was_late_before_it_was_killed_gives_the_same_in_the_replay(tm
         job.walk(10)
         job.meet()
         outcomes = job.finish()
-    recordings = check(tmp_path, outcomes, estimator, 0.02, 3)
+    recordings = check(tmp_path, outcomes, estimator, 0.05, 3)
     assert any(decision.stood_in and decision.num_gradients > 0 for decision in recordings[2].decisions)
 
 
@@ -200,20 +224,19 @@ def test_rank_that_was_late_before_it_was_killed_gives_the_same_in_the_replay(tm
     "estimator", [LastOwn(0.5), ErrorFeedback(LastOwn(0.5))], ids=lambda value: type(value).__name__
 )
 def test_rank_that_was_put_out_within_a_pass_remembers_in_the_replay_what_it_had_computed(tmp_path, estimator):
-    grace_s = 10.0  # who is late leaves the step itself, with estimates
-    with run_job(3, record, tmp_path, estimator, grace_s) as job:
+    with run_job(3, record, tmp_path, estimator, None) as job:
         job.walk(20)
-        with stuck(job, tmp_path, 1, MIDDLE):
+        with stuck(job, tmp_path, 1):
             job.stop(1)
             job.walk(10, [0, 2])
             job.resume(1)
             wait_out(job, 1)
-        with stuck(job, tmp_path, 1, EARLY):  # in the first step after it was healed
-            time.sleep(0.3)
+            (tmp_path / "stops1").touch()  # before it has computed anything again
+        job.wait(lambda: not (tmp_path / "stops1").exists(), "it was late in a step that counted")
         job.walk(10)
         job.meet()
         outcomes = job.finish()
-    recordings = check(tmp_path, outcomes, estimator, grace_s, 3)
+    recordings = check(tmp_path, outcomes, estimator, None, 3)
     (healed,) = recordings[1].members.healed
     own = recordings[1].decisions
     assert any(decision.left_at and 0 < decision.num_gradients < 14 for decision in own[:healed])
@@ -229,7 +252,7 @@ def test_pool_of_which_a_killed_or_stopped_rank_had_drawn_is_replayed(tmp_path, 
         job.walk(10, [0, 1])
         job.start(2)
         job.walk(10)
-        with stuck(job, tmp_path, 1, MIDDLE):
+        with stuck(job, tmp_path, 1):
             job.stop(1)
             job.walk(10, [0, 2])
             job.resume(1)
