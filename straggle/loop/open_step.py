@@ -159,7 +159,7 @@ class OpenStep(PassWatcher):
         if (kept := self._kept.mark, max_over) != (entry.kept, entry.max_over):
             entry = replace(entry, kept=kept, max_over=max_over)
         if replayed is not None:
-            entry = replace(entry, pulled=replayed.drawn is not None)
+            entry = replace(entry, had_work=replayed.had_work)
         self._coordinator.enter(entry)
         self.step = step
 
@@ -226,14 +226,17 @@ class OpenStep(PassWatcher):
 
     def decision(self, merged: MergedStep) -> Decision:
         """What this rank decided in the step that it left, for a recording."""
+        # also what it drew after it had been submitted: of that it has run passes
+        drawn = self._coordinator.training.drawn
         decision = Decision(
             merged.step,
             merged.num_gradients,
             self._left_at,
             merged.stood_in,
             merged.num_over,
-            drawn=merged.drew,
+            drawn=None if drawn is None else drawn.numbers,
             leaves=tuple(merged.table.leaves()),
+            had_work=merged.had_work,
         )
         if merged.among is None:
             return decision

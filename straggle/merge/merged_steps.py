@@ -168,7 +168,7 @@ class MergedSteps:
             idle=current.idle,
             entered=current.entered,
             among=None if self._member.recorder is None else current.merged_among(lost),
-            drew=current.drew,
+            had_work=current.had_work,
         )
 
     def _nothing(self) -> MergedStep:
@@ -189,5 +189,4 @@ class MergedSteps:
             stood_in=True,
             num_gradients=num_gradients,
             num_over=num_over,
-            drew=None if training.drawn is None else training.drawn.numbers,
         )

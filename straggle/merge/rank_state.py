@@ -27,8 +27,8 @@ class Entry:
     ``idle``: it has no data for it. ``fingerprint``: of its parameters, where the ranks compare them in this step.
     ``stepped``: how often its optimizers stepped since the merge before. ``kept``: the mark of the gradients that it
     keeps, where that is decided. ``max_over``: as many of its passes are taken for over, where it replays. ``entered``:
-    false where it replays a step that was submitted before it had entered it. ``pulled``:
-    where it replays, whether the step was known to have a pool.
+    false where it replays a step that was submitted before it had entered it. ``had_work``:
+    as a `Decision` has it, where it replays.
     """
 
     num_microbatches: int = 1
@@ -38,7 +38,7 @@ class Entry:
     kept: int = NONE
     max_over: int | None = None
     entered: bool = True
-    pulled: bool | None = None
+    had_work: bool | None = None
 
 
 class TrainingSide:
@@ -152,8 +152,6 @@ class TrainingSide:
 
         A step that it has entered is known when it has drawn, or has begun to compute without that.
         """
-        if self.entry.pulled is not None:
-            return self.entry.pulled
         drew = self.drawn is not None
         is_known = self.entered_at is None or self.stopwatch.phase in ("forward", "backward")
         return drew if is_known else drew or self._pulled

@@ -22,8 +22,8 @@ class Decision:
     ``idle``: it had no data for the last step that it had entered; ``None``: the loop says so. ``entered``: false where
     it was stood in for before it had entered this one. ``among``: whose gradients were merged, where members come and
     go; ``None`` on a rank that was none. ``drawn``: the micro-batches that it had drawn from the step's pool, in order;
-    ``None``: the step had no pool, as far as was known when it was submitted. ``leaves``: the ranks that were outside
-    of the ring, which cannot be repeated.
+    ``None``: it drew none. ``leaves``: the ranks that were outside of the ring, which cannot be repeated. ``had_work``:
+    whether what was not computed was missing; ``None``: nothing was, or the recording does not say it.
     """
 
     step: int
@@ -36,6 +36,7 @@ class Decision:
     among: MergedAmong | None = None
     drawn: tuple[int, ...] | None = None
     leaves: tuple[int, ...] = ()
+    had_work: bool | None = None
 
 
 def no_leaves(leaf: Decision) -> str:

@@ -120,12 +120,12 @@ class Round:
         self.buffers = buffers
         self.closed = False  # all collectives are launched
         self.stood_in = False
+        self.had_work: bool | None = None  # as a `Decision` has it
         self.idle, self.entered = False, True  # whether its rank had no data for it, and had entered it
         self.left_at: int | None = None  # as in a `Decision`, where the training thread submitted it late
         self.num_microbatches = 1
         self.weight = 1.0
         self.drawn: Drawn | None = None  # of the step's pool, where that has one
-        self.drew: tuple[int, ...] | None = None  # the same when it was submitted, as a `Decision` has it
         self.stage_s = [math.nan] * len(layout.plan.stages)  # when each stage was complete
         self.lost = frozenset[int]() if recorded is None else recorded.lost  # that a change of members took from it
         self.layout = layout
@@ -455,4 +455,4 @@ class MergedStep:
     idle: bool = False
     entered: bool = True
     among: MergedAmong | None = None
-    drew: tuple[int, ...] | None = None
+    had_work: bool | None = None

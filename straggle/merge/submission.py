@@ -36,7 +36,7 @@ class Submission:
         changes: Tensor | None,
     ) -> float:
         """Submit the training thread's own step; when that was."""
-        training, current.drew = self._rank.training, None if current.drawn is None else current.drawn.numbers
+        training = self._rank.training
         own = current.own_part(self._rank.stopwatch.phase, truncated=truncated, failed=failed)
         if not truncated:
             training.microbatch_finished()
@@ -58,10 +58,6 @@ class Submission:
     def finished(self, current: Round) -> float:
         """Submit what the training thread finished, and nothing for the rest; when that was."""
         current.stood_in = True
-        if current.drawn is not None:
-            current.drew = current.drawn.numbers
-        elif self._rank.training.expects_pool:
-            current.drew = ()
         own = current.finished_part(self._rank.stopwatch.phase)
         if self._had_work(current):
             current.abstain(own, self._fill_in, self._parameters)
@@ -71,7 +67,12 @@ class Submission:
 
     def _had_work(self, current: Round) -> bool:
         """Whether what is not computed is missing: who has no data, or none of the step's pool, has dropped nothing."""
-        return not self._rank.training.entry.idle and current.drew != ()
+        training, drawn = self._rank.training, current.drawn
+        if (had_work := training.entry.had_work) is None:
+            drew = bool(drawn.numbers) if drawn is not None else not (current.stood_in and training.expects_pool)
+            had_work = drew and not training.entry.idle
+        current.had_work = had_work
+        return had_work
 
     def _submit(self, current: Round, own: Contribution, scalars: Mapping[str, float], changes: Tensor | None) -> float:
         """Launch all collectives that are left, the last with the telemetry; when that was."""
@@ -107,6 +108,7 @@ class Submission:
                     current.num_over,
                     current.idle,
                     current.entered,
-                    drawn=current.drew,
+                    drawn=None if current.drawn is None else current.drawn.numbers,
+                    had_work=current.had_work,
                 )
             )

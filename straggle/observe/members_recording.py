@@ -172,7 +172,8 @@ def _as_decision(line: Mapping[str, Any], step: int) -> Decision:
         among = MergedAmong(tuple(among["generations"]), lost)
     taken, state = (line["num_gradients"], line["left_at"], line["stood_in"], line["num_over"]), line["idle"]
     drawn = None if line.get("drawn") is None else tuple(line["drawn"])
-    return Decision(step, *taken, state, line["entered"], among, drawn, tuple(line.get("leaves", ())))
+    leaves = tuple(line.get("leaves", ()))
+    return Decision(step, *taken, state, line["entered"], among, drawn, leaves, line.get("had_work"))
 
 
 def _random(text: str) -> Tensor:
