@@ -284,4 +284,5 @@ def _decision(file: _File, rank: int, step: int, recorded: RecordedStep) -> Deci
     taken, over, drawn = sys.maxsize, None, file.drew.get(step)
     if left is not None and (left.num_gradients or not gave):
         taken, over, drawn = left.num_gradients, left.num_over, left.drawn
-    return Decision(step, taken, left_at, False, over, left_at is not None or not taken, drawn=drawn)
+    idle = left_at is not None or not taken
+    return Decision(step, taken, left_at, False, over, idle, drawn=drawn, had_work=False)

@@ -9,7 +9,7 @@ from straggle.merge.replay import Decision, RecordedStep
 from straggle.observe.members_recording import read_members_recording
 
 FULL, ABSENT = (12, None, False, 1, False, True), (0, 3, True, 0, False, True)
-PUT_OUT = Decision(1, sys.maxsize, 3, False, None, True)
+PUT_OUT = Decision(1, sys.maxsize, 3, False, None, True, had_work=False)
 
 
 def left(step, *generations, decision=FULL, lost=None):
@@ -46,11 +46,11 @@ OTHERS = [left(0, 0, 0, 0), NEXT, left(1, 0, 1, 1, lost={0: [1]}), left(2, 1, 1,
     ("own", "expected"),
     [
         # killed: it gave all of what was merged with it
-        ([left(0, 0, 0, 0)], Decision(1, sys.maxsize, None, False, None, False)),
+        ([left(0, 0, 0, 0)], Decision(1, sys.maxsize, None, False, None, False, had_work=False)),
         # the same, of a pool
         (
             [left(0, 0, 0, 0), {"drew": 1, "numbers": [4, 7]}],
-            Decision(1, sys.maxsize, None, False, None, False, drawn=(4, 7)),
+            Decision(1, sys.maxsize, None, False, None, False, drawn=(4, 7), had_work=False),
         ),
         # stopped, and put out: it left its pass when it was back
         ([left(0, 0, 0, 0), left(1, decision=ABSENT)], PUT_OUT),
@@ -65,9 +65,17 @@ OTHERS = [left(0, 0, 0, 0), NEXT, left(1, 0, 1, 1, lost={0: [1]}), left(2, 1, 1,
             Decision(1, 2, 3, True, 0, False),
         ),
         # put out in the middle of its pass, which it left at its next gradient: that counted for nothing
-        ([left(0, 0, 0, 0), left(1, decision=(7, 9, True, 0, False, True))], Decision(1, 7, 9, False, 0, True)),
+        (
+            [left(0, 0, 0, 0), left(1, decision=(7, 9, True, 0, False, True))],
+            Decision(1, 7, 9, False, 0, True, had_work=False),
+        ),
+        # the same before its last gradient, after which it is asked no more: nothing of it is missing either
+        (
+            [left(0, 0, 0, 0), left(1, decision=(11, None, True, 0, False, True))],
+            Decision(1, 11, None, False, 0, False, had_work=False),
+        ),
         # stopped: it ended the step with what was still on its way to it, while its peers made it without it
-        ([left(0, 0, 0, 0), left(1, 0, 0, 0)], Decision(1, 12, None, False, 1, False)),
+        ([left(0, 0, 0, 0), left(1, 0, 0, 0)], Decision(1, 12, None, False, 1, False, had_work=False)),
         # killed when it was late itself
         ([left(0, 0, 0, 0), submitted(1, (5, 4, False, 0, False, True))], Decision(1, 5, 4, False, 0, False)),
     ],
