@@ -156,7 +156,8 @@ class Round:
         self._unused: dict[int, int] = {}  # for some parameters, the passes that are over without a gradient: bits
         self.num_over = 0  # passes that are over
         self.max_over = sys.maxsize
-        self._missing = [len(stage.parameters) for stage in layout.plan.stages]  # parameters that are not complete
+        self._complete: set[int] = set()  # parameters of which all is in
+        self._missing = [len(stage.parameters) for stage in layout.plan.stages]  # how many are not complete
         buffers.begin()
 
     @property
@@ -235,6 +236,7 @@ class Round:
         stage = self.layout.stage_of[index]
         if self._factors is not None or index in self._supplemented:
             self._unusual[index] = Share(self.weight * self._weight(index, 1.0), True)
+        self._complete.add(index)
         self._missing[stage] -= 1
         if self._missing[stage] > 0:
             return False
@@ -243,6 +245,13 @@ class Round:
             return True
         self._launch_complete()
         return True
+
+    def complete_after_all(self) -> list[int]:
+        """Parameters of which all is in, though more could have come: what the rank had beside it was put back."""
+        if self.drawn is None or not self.drawn.numbers:
+            return []
+        most = self.num_microbatches
+        return [index for index, count in enumerate(self.num_in) if count == most and index not in self._complete]
 
     def finished_part(self, phase: Phase) -> Contribution:
         """What a rank computed that is stood in for in this phase."""

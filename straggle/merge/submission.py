@@ -37,6 +37,7 @@ class Submission:
     ) -> float:
         """Submit the training thread's own step; when that was."""
         training = self._rank.training
+        self._complete(current)
         own = current.own_part(self._rank.stopwatch.phase, truncated=truncated, failed=failed)
         if not truncated:
             training.microbatch_finished()
@@ -58,12 +59,21 @@ class Submission:
     def finished(self, current: Round) -> float:
         """Submit what the training thread finished, and nothing for the rest; when that was."""
         current.stood_in = True
+        self._complete(current)
         own = current.finished_part(self._rank.stopwatch.phase)
         if self._had_work(current):
             current.abstain(own, self._fill_in, self._parameters)
         now = self._submit(current, own, {}, None)
         self._rank.training.stop_up_to(current.step)
         return now
+
+    def _complete(self, current: Round) -> None:
+        """Of a pool, what is complete may be known only now; it counts like any other that is."""
+        after_s = self._rank.stopwatch.now() - (self._rank.training.entered_at or 0.0)
+        for index in current.complete_after_all():
+            if self._fill_in.reads_own:
+                current.add(index, self._fill_in.computed(self._parameters[index], current.read(index)))
+            current.parameter_complete(index, after_s)
 
     def _had_work(self, current: Round) -> bool:
         """Whether what is not computed is missing: who has no data, or none of the step's pool, has dropped nothing."""

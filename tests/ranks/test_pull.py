@@ -10,7 +10,7 @@ from ranks import Raised, digest, run_ranks, staged
 from torch import nn
 from training import Chain, Stopper, features, grads, mlp, shared
 
-from straggle import ErrorFeedback, LastOwn
+from straggle import Abstain, ErrorFeedback, LastOwn, Merge
 from straggle.merge.replay import Recording
 
 pytestmark = pytest.mark.light
@@ -340,6 +340,60 @@ def test_statistics_of_a_stopped_rank_are_those_of_what_it_did_not_put_back_in_a
     decision = ranks[1][1]
     assert len(decision.drawn) == 1
     assert decision.left_at is not None
+
+
+def all_that_it_has_left(rank, estimator, weighting):
+    """Rank 1 finishes all that it has not put back of a step, and is late in the ones around it; again as recorded."""
+    store, runs, decisions, learned = dist.distributed_c10d._get_default_store(), [], [], ((), ())
+    for replays in (False, True):
+        module = Chain()
+        stopper, merged = Stopper(module), []
+        with staged(module, estimator=estimator, merge=Merge(weighting=weighting)) as model:
+            if replays:
+                model.replay(Recording(*map(tuple, learned), tuple(decisions)))
+            for number in range(4):
+                # as in the test of a stuck rank; the other pools are dealt out equally
+                done = [[[1 / 3, 1e-3]] * 3] * 4
+                model.pulling.load_state_dict({"done": done, "present": [True] * 3, "draws": number == 2})
+                with model.step() as step:
+                    if number in (1, 3) and not replays:
+                        stopper.arm(step, 7 if rank == 1 else None)
+                    for place, x in enumerate(step.pull([1.0 + number] * 12)):
+                        if number == 2 and not replays and rank != 1 and place == 0:
+                            store.wait(["it is put back"])
+                        loss = model(x)
+                        if number == 2 and not replays and rank == 1:
+                            while not model.pulling.num_put_back:
+                                time.sleep(0.001)
+                            store.set("it is put back", "")
+                            store.wait(["others are done/0", "others are done/2"])
+                        loss.backward()
+                    if number == 2 and not replays and rank != 1:
+                        store.set(f"others are done/{rank}", "")
+                merged.append(grads(module))
+                module.zero_grad()
+                if not replays:
+                    decisions.append(model.last_decision)
+                    learned = model.learned
+        runs.append(merged)
+    return runs, decisions
+
+
+@pytest.mark.parametrize(
+    ("estimator", "weighting"),
+    [(Abstain(), "inverse_probability"), (ErrorFeedback(), "count"), (LastOwn(), "count")],
+    ids=["inverse_probability", "ErrorFeedback", "LastOwn"],
+)
+def test_what_a_rank_has_left_after_it_put_some_back_counts_as_all_of_its_step(estimator, weighting):
+    ranks = run_ranks(all_that_it_has_left, 3, estimator, weighting, timeout_s=25.0)
+    (first, again), _ = ranks[0]
+    assert [digest(own) for own in first] == [digest(own) for own in again]
+    _, late, own, late_again = ranks[1][1]
+    assert (len(own.drawn), own.num_gradients, own.left_at) == (1, 5, None)
+    assert None not in (late.left_at, late_again.left_at)
+    if weighting == "inverse_probability":  # whatever a rank counts, it has the gradient that all have
+        for layer, gradient in enumerate(first[2]):
+            torch.testing.assert_close(gradient, torch.full_like(gradient, 3.0 * (layer + 1)))
 
 
 def plain_after_a_pool(rank):
