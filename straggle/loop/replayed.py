@@ -63,8 +63,8 @@ class Replayed:
         if (healed := self._healed.get(step)) is None:
             return
         torch.set_rng_state(healed.random)
+        self._coordinator.begin_anew(started=healed.started)
         if healed.started:
-            self._coordinator.begin_anew()
             self._options.estimator.forget_own()
 
 

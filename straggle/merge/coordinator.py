@@ -155,10 +155,16 @@ class Coordinator:
             self.deadline.watch(self.plan)
         self._stand_in.start(self._submit_for_stuck, self._merged_steps.complete)
 
-    def begin_anew(self) -> None:
-        """Between two steps: forget what a process that is started again does not know."""
+    def begin_anew(self, *, started: bool) -> None:
+        """Between two steps: forget what a rank that comes back does not know, in a process that is ``started`` again.
+
+        Or in the same one.
+        """
         with self._lock:
-            self._rounds.begin_anew()
+            if started:
+                self._rounds.begin_anew()
+            else:
+                self._rounds.come_back()
 
     def pause(self) -> None:
         """Until `resume` the stand-in sleeps, and no step's time goes by."""

@@ -56,7 +56,12 @@ class Rounds:
 
     def begin_anew(self) -> None:
         """Between two steps: forget what a process that is started again does not know."""
-        self._usage, self.reached = Usage(), ReachedShares(self._merge.probability_window)
+        self._usage = Usage()
+        self.come_back()
+
+    def come_back(self) -> None:
+        """This rank was away: how far it came in the steps before says nothing of those from here on."""
+        self.reached = ReachedShares(self._merge.probability_window)
 
     def replay_members(self, groups: RecordedGroups) -> None:
         """Merge each step among those that were members then; before the first step, on all ranks alike."""

@@ -10,12 +10,12 @@ from ranks import digest, run_ranks
 from torch import nn
 from training import features
 
-from straggle import Abstain, Elastic, ErrorFeedback, LastOwn, LateHandling, StagedDataParallel
+from straggle import Abstain, Elastic, ErrorFeedback, LastOwn, LateHandling, Merge, StagedDataParallel
 from straggle.backward import stages
 from straggle.observe.members_recording import MembersRecorder, read_members_recording
 
 WIDTH = 32
-EARLY, MIDDLE = 8, 5  # layers, as a backward pass comes to them
+EARLY, MIDDLE, LAST = 8, 5, 0  # layers, as a backward pass comes to them
 
 
 class Noisy(nn.Module):
@@ -33,16 +33,20 @@ class Noisy(nn.Module):
 
 
 class Stuck:
-    """While a file says so, the backward pass of a rank stands still in its middle, and says so in another file."""
+    """While a file says so, the backward pass of a rank stands still in a layer, and says so in another file."""
 
-    def __init__(self, module, folder, rank):
-        self._wanted, self._reached = folder / f"stuck{rank}", folder / f"reached{rank}"
-        module.layers[MIDDLE].weight.register_post_accumulate_grad_hook(self._look)
+    def __init__(self, module, folder, rank, layer):
+        self._wanted, self._reached = files_of(folder, rank, layer)
+        module.layers[layer].weight.register_post_accumulate_grad_hook(self._look)
 
     def _look(self, _parameter):
         while self._wanted.exists():
             self._reached.touch()
             time.sleep(0.01)
+
+
+def files_of(folder, rank, layer):
+    return folder / f"stuck{layer}.{rank}", folder / f"reached{layer}.{rank}"
 
 
 class Stops:
@@ -72,11 +76,11 @@ def wait_out(job, rank):
 
 
 @contextlib.contextmanager
-def stuck(job, folder, rank):
-    """In this block a rank's backward pass stands still in its middle; it has come to it when the block begins."""
-    wanted, reached = folder / f"stuck{rank}", folder / f"reached{rank}"
+def stuck(job, folder, rank, layer=MIDDLE):
+    """In this block a rank's backward pass stands still in a layer; it has come to it when the block begins."""
+    wanted, reached = files_of(folder, rank, layer)
     wanted.touch()
-    job.wait(reached.exists, f"rank {rank} is in the middle")
+    job.wait(reached.exists, f"rank {rank} is in layer {layer}")
     yield
     wanted.unlink()
     reached.unlink()
@@ -114,18 +118,21 @@ def momentum(optimizer):
     return lambda parameter: optimizer.state[parameter]["momentum_buffer"]
 
 
-def wrapped(rank, estimator, budget_s, members):
+def wrapped(rank, choice, budget_s, members):
+    """``choice``: an estimator, or how gradients are weighted."""
     stages.BUCKET_BYTES = 1  # a layer is a bucket of its own
     torch.manual_seed(0)
     module = Noisy()
     torch.manual_seed(rank)
     options = {} if budget_s is None else {"deadline": budget_s, "late_handling": LateHandling(grace_s=0.02)}
-    return module, lambda: StagedDataParallel(module, estimator=estimator, members=members, **options)
+    options |= {"merge" if isinstance(choice, Merge) else "estimator": choice}
+    return module, lambda: StagedDataParallel(module, members=members, **options)
 
 
-def record(rank, board, folder, estimator, budget_s, num_parts=0):
-    module, wrap = wrapped(rank, estimator, budget_s, Elastic(min_ranks=1))
-    Stuck(module, folder, rank)
+def record(rank, board, folder, choice, budget_s, num_parts=0):
+    module, wrap = wrapped(rank, choice, budget_s, Elastic(min_ranks=1))
+    for layer in (MIDDLE, LAST):
+        Stuck(module, folder, rank, layer)
     stops = Stops(module, folder, rank)
     model = wrap()
 
@@ -137,8 +144,8 @@ def record(rank, board, folder, estimator, budget_s, num_parts=0):
         return loop(rank, module, model, made, lambda: board.end, num_parts, stops)
 
 
-def again(rank, folder, estimator, budget_s, end, num_parts):
-    module, wrap = wrapped(rank, estimator, budget_s, None)
+def again(rank, folder, choice, budget_s, end, num_parts):
+    module, wrap = wrapped(rank, choice, budget_s, None)
     model = wrap()
     model.replay(read_members_recording(folder, rank, model.world_size))
     return loop(rank, module, model, lambda _: None, lambda: end, num_parts)
@@ -146,19 +153,20 @@ def again(rank, folder, estimator, budget_s, end, num_parts):
 
 def kill_in_backward(job, folder, *ranks):
     """Kill ranks when one of them stands in the middle of a backward pass, and its peers have what can be merged."""
-    for rank in ranks:
-        (folder / f"stuck{rank}").touch()
-    job.wait(lambda: any((folder / f"reached{rank}").exists() for rank in ranks), "one is in the middle")
+    files = [files_of(folder, rank, MIDDLE) for rank in ranks]
+    for wanted, _ in files:
+        wanted.touch()
+    job.wait(lambda: any(reached.exists() for _, reached in files), "one is in the middle")
     time.sleep(0.3)
     job.kill(*ranks)
-    for rank in ranks:
-        (folder / f"stuck{rank}").unlink()
-        (folder / f"reached{rank}").unlink(missing_ok=True)
+    for wanted, reached in files:
+        wanted.unlink()
+        reached.unlink(missing_ok=True)
 
 
-def check(folder, outcomes, estimator, budget_s, world_size, num_parts=0):
+def check(folder, outcomes, choice, budget_s, world_size, num_parts=0):
     end = max(max(losses) for _, _, losses in outcomes) + 1
-    replayed = run_ranks(again, world_size, folder, estimator, budget_s, end, num_parts)
+    replayed = run_ranks(again, world_size, folder, choice, budget_s, end, num_parts)
     assert {state for state, _, _ in outcomes} == {state for state, _, _ in replayed}
     assert [random for _, random, _ in outcomes] == [random for _, random, _ in replayed]
     again_of = {step: loss for _, _, losses in replayed for step, loss in losses.items()}  # the ranks' mean, on each
@@ -241,6 +249,24 @@ def test_rank_that_was_put_out_within_a_pass_remembers_in_the_replay_what_it_had
     own = recordings[1].decisions
     assert any(decision.left_at and 0 < decision.num_gradients < 14 for decision in own[:healed])
     assert any(decision.left_at and 0 < decision.num_gradients < 14 for decision in own[healed:])
+
+
+@pytest.mark.slow
+def test_rank_that_comes_back_weighs_its_gradients_as_one_that_has_not_been_late_yet(tmp_path):
+    weighting = Merge(weighting="inverse_probability")
+    with run_job(3, record, tmp_path, weighting, None) as job:
+        job.walk(20)
+        with stuck(job, tmp_path, 1, LAST):  # where nothing asks any more whether it is late
+            job.stop(1)
+            job.walk(10, [0, 2])
+            job.resume(1)
+            wait_out(job, 1)
+        job.walk(10)
+        job.meet()
+        outcomes = job.finish()
+    recordings = check(tmp_path, outcomes, weighting, None, 3)
+    (healed,) = recordings[1].members.healed
+    assert any(own.left_at is None and 0 < own.num_gradients < 14 for own in recordings[1].decisions[:healed])
 
 
 @pytest.mark.slow

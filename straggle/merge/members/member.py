@@ -139,6 +139,7 @@ class Member:
         self.absent_until, self._tables, self._catch_up = view.step, [], None
         merging.restore(repair.step)
         self._last_taken_at = repair.step
+        self._rank.rounds.come_back()
         merging.begin_now(self._rank.stopwatch.now())
         training.stop_up_to(view.step - 1)
         if repair.num_launched:
