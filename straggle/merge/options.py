@@ -34,8 +34,8 @@ class Merge:
 
     ``weighting``: by "count", every gradient that was computed counts the same. By "inverse_probability", a rank weighs
     what it computed of a stage by the inverse of its own probability of coming so far: the share of the stage that it
-    submitted over its last ``probability_window`` steps, since it was away last; at most ``max_weight``. So a rank that is often late counts,
-    over many steps, as much in the input layers as in the output layers.
+    submitted over its last ``probability_window`` steps, since it was away last; at most ``max_weight``. So a rank that
+    is often late counts, over many steps, as much in the input layers as in the output layers.
 
     ``wire_dtype``: ``torch.bfloat16``, or its name, halves the bytes of float32 gradients: each rank rounds its own,
     and they are summed so, as by DDP's ``bf16_compress_hook``. Weights stay exact, and replicas the same.
