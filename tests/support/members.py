@@ -18,7 +18,7 @@ import struct
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -201,11 +201,17 @@ class Job:
             process.kill()
             process.join()
 
-    def _signal(self, number: int, ranks: Iterable[int]) -> None:
+    def _signal(self, number: int, ranks: Sequence[int]) -> None:
         with open(self.folder / "store", "a") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             for rank in ranks:
                 os.kill(self._processes[rank].pid, number)
+            if number == signal.SIGSTOP:  # one that waits for the lock could have it before it stops
+                self.wait(lambda: all(map(self._stands, ranks)), f"ranks {ranks} have stopped")
+
+    def _stands(self, rank: int) -> bool:
+        threads = Path(f"/proc/{self._processes[rank].pid}/task").glob("*/stat")
+        return all(path.read_text().rpartition(")")[2].split()[0] == "T" for path in threads)
 
     def _collect(self) -> None:
         for rank, connection in self._connections.items():
