@@ -125,7 +125,7 @@ class StagedDataParallel(nn.Module):
         self.default_weight = 1.0  # of a step whose `Step.weight` the loop does not set
         self.learned: tuple[list[int], list[float]] = ([], [])  # what the stages were planned from
         self._last_decision: Decision | None = None
-        self._replayed = Replayed(self._coordinator, self._channel, options)
+        self._replayed = Replayed(self._coordinator, self._channel, options, self.module)
         self._healed_recorder = HealedRecorder(self._coordinator)
         self._names = ScalarNames(self._channel)
         self._warnings = StepWarnings(self.rank, options.merge, self._open)

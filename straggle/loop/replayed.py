@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping
 
 import torch
+from torch import Tensor, nn
 
 from straggle.loop.model_parts import Options
 from straggle.merge.channel import Channel
@@ -22,11 +23,13 @@ class Replayed:
     ``learned``: what the stages were planned from then; ``None``: that is not recorded.
     """
 
-    def __init__(self, coordinator: Coordinator, channel: Channel, options: Options) -> None:
+    def __init__(self, coordinator: Coordinator, channel: Channel, options: Options, module: nn.Module) -> None:
         self._coordinator, self._channel, self._options = coordinator, channel, options
+        self._module = module
         self._decisions: Iterator[Decision] | None = None
         self.learned: tuple[list[int], list[float]] | None = None
         self._healed: Mapping[int, Healed] = {}
+        self._givers: Mapping[int, Mapping[int, int]] = {}
 
     @property
     def is_on(self) -> bool:
@@ -48,7 +51,7 @@ class Replayed:
         why_not = _why_not(members, self._options, self._channel.rank, on_cuda=on_cuda)
         if whys := sorted(filter(None, set(self._channel.gather(why_not)))):
             raise ValueError(f"a run whose members came and went cannot be replayed so: {'; '.join(whys)}")
-        self._healed = members.healed
+        self._healed, self._givers = members.healed, members.givers
         groups = RecordedGroups(members, rank=self._channel.rank, world_size=self._channel.world_size)
         self._coordinator.member.replay(groups)
 
@@ -60,12 +63,24 @@ class Replayed:
 
     def begin_as_then(self, step: int) -> None:
         """Where the recorded rank had just taken the state of a peer before ``step``, go on as it did."""
+        for rank, giver in sorted(self._givers.get(step, {}).items()):
+            self._give_buffers(rank, giver)
         if (healed := self._healed.get(step)) is None:
             return
         torch.set_rng_state(healed.random)
         self._coordinator.begin_anew(started=healed.started)
         if healed.started:
             self._options.estimator.forget_own()
+
+    def _give_buffers(self, rank: int, giver: int) -> None:
+        """The parameters are the same on all ranks; buffers that are not merged are each rank's own."""
+        parameters = dict(self._module.named_parameters())
+        for name, value in self._module.state_dict().items():
+            if name not in parameters and isinstance(value, Tensor):
+                given = value.detach().clone()
+                self._channel.broadcast(given, giver)
+                if self._channel.rank == rank:
+                    value.copy_(given)
 
 
 class HealedRecorder:
@@ -79,7 +94,7 @@ class HealedRecorder:
         """The training thread enters ``step``; ``started``: it is the first one of its process."""
         num_healed, recorder = healing.report.num_states, self._coordinator.member.recorder
         if num_healed > self._num_healed and recorder is not None:
-            recorder.healed(step, started=started)
+            recorder.healed(step, started=started, giver=healing.giver)
         self._num_healed = num_healed
 
 

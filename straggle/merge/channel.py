@@ -151,10 +151,10 @@ class Channel:
         """Wait for all ranks. Raises `PeerFailed` where one ended instead, or does not come within ``give_up_s``."""
         self._gather(torch.zeros(1), f"the end of the pause, where all ranks wait give_up_s={self.give_up_s:g} at most")
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Overwrite ``tensor`` with rank 0's. Raises `PeerFailed` where a rank ended instead."""
-        what = "rank 0's parameters and buffers"
-        self._between_steps(what, partial(self.groups.gradients.broadcast, tensor, 0))
+    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
+        """Overwrite ``tensor`` with that of rank ``source``. Raises `PeerFailed` where a rank ended instead."""
+        what = f"rank {source}'s parameters and buffers"
+        self._between_steps(what, partial(self.groups.gradients.broadcast, tensor, source))
 
     def of_rank0(self, numbers: Tensor) -> Tensor:
         """Rank 0's ``numbers``, on the CPU; overwrites this rank's. Raises `PeerFailed` where a rank ended instead."""

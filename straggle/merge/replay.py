@@ -62,18 +62,27 @@ class RecordedStep:
 
 @dataclass(frozen=True)
 class Healed:
-    """A rank came back with the step of this. ``random``: torch's random state then. ``started``: in a new process."""
+    """A rank came back with the step of this.
+
+    ``random``: torch's random state then. ``started``: in a new process. ``giver``: the rank whose state it has;
+    ``None`` in recordings that do not say it.
+    """
 
     random: Tensor
     started: bool
+    giver: int | None = None
 
 
 @dataclass(frozen=True)
 class RecordedMembers:
-    """Who was a member in each step from 0 on, and before which steps this rank took the state of a peer."""
+    """Who was a member in each step from 0 on, and before which steps this rank took the state of a peer.
+
+    ``givers``: before these steps, whose state each of these ranks took, which is the same on all ranks.
+    """
 
     steps: tuple[RecordedStep, ...]
     healed: Mapping[int, Healed] = field(default_factory=dict)
+    givers: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -104,5 +113,5 @@ class Recorder(Protocol):
     def regrouped(self, generation: int, ranks: Sequence[int]) -> None:
         """From here on these ranks are the members."""
 
-    def healed(self, step: int, *, started: bool) -> None:
-        """This rank enters ``step`` with the state of a peer; ``started``: it is the first step of its process."""
+    def healed(self, step: int, *, started: bool, giver: int) -> None:
+        """This rank enters ``step`` with the state of ``giver``; ``started``: it is the first step of its process."""

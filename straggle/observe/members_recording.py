@@ -67,9 +67,10 @@ class MembersRecorder:
         """As `Recorder` has it."""
         self._write({"generation": generation, "members": list(ranks)})
 
-    def healed(self, step: int, *, started: bool) -> None:
+    def healed(self, step: int, *, started: bool, giver: int) -> None:
         """As `Recorder` has it."""
-        self._write({"healed": step, "started": started, "random": bytes(torch.get_rng_state().tolist()).hex()})
+        random = bytes(torch.get_rng_state().tolist()).hex()
+        self._write({"healed": step, "started": started, "giver": giver, "random": random})
 
     def _step(self, record: StepRecord) -> None:
         if not self._planned:
@@ -128,7 +129,17 @@ def read_members_recording(folder: Path, rank: int, world_size: int) -> Recordin
     own = files[rank]
     order, seconds = next((file.plan for file in files if file.plan is not None), ((), ()))
     decisions = tuple(_decision(own, rank, step, recorded) for step, recorded in enumerate(steps))
-    return Recording(tuple(order), tuple(seconds), decisions, RecordedMembers(steps, own.healed))
+    return Recording(tuple(order), tuple(seconds), decisions, RecordedMembers(steps, own.healed, _givers(files)))
+
+
+def _givers(files: Sequence[_File]) -> dict[int, dict[int, int]]:
+    """By step and rank, whose state it took."""
+    found: dict[int, dict[int, int]] = {}
+    for rank, file in enumerate(files):
+        for step, healed in file.healed.items():
+            if healed.giver is not None:
+                found.setdefault(step, {})[rank] = healed.giver
+    return found
 
 
 @dataclass
@@ -158,7 +169,7 @@ class _File:
         elif "step" in line:
             self.left[line["step"]] = _as_decision(line, line["step"])
         elif "healed" in line:
-            self.healed[line["healed"]] = Healed(_random(line["random"]), line["started"])
+            self.healed[line["healed"]] = Healed(_random(line["random"]), line["started"], line.get("giver"))
         elif "generation" in line:
             self.generations[line["generation"]] = tuple(line["members"])
         elif line.get("order"):

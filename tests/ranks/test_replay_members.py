@@ -110,8 +110,8 @@ def loop(rank, module, model, steps, end, num_parts=0, stops=None):
         if stops is not None:
             stops.left(report)
         steps(step)
-    state = digest([*module.parameters(), *module.buffers(), *map(momentum(optimizer), module.parameters())])
-    return state, digest([torch.get_rng_state()]), losses
+    state = digest([*module.parameters(), *map(momentum(optimizer), module.parameters())])
+    return state, digest([torch.get_rng_state(), *module.buffers()]), losses
 
 
 def momentum(optimizer):
@@ -168,7 +168,7 @@ def check(folder, outcomes, choice, budget_s, world_size, num_parts=0):
     end = max(max(losses) for _, _, losses in outcomes) + 1
     replayed = run_ranks(again, world_size, folder, choice, budget_s, end, num_parts)
     assert {state for state, _, _ in outcomes} == {state for state, _, _ in replayed}
-    assert [random for _, random, _ in outcomes] == [random for _, random, _ in replayed]
+    assert [own for _, own, _ in outcomes] == [own for _, own, _ in replayed]
     again_of = {step: loss for _, _, losses in replayed for step, loss in losses.items()}  # the ranks' mean, on each
     for _, _, losses in outcomes:
         # what a stopped rank makes of the step in which its peers put it out is no step of the job
@@ -252,9 +252,9 @@ def test_rank_that_was_put_out_within_a_pass_remembers_in_the_replay_what_it_had
 
 
 @pytest.mark.slow
-def test_rank_that_comes_back_weighs_its_gradients_as_one_that_has_not_been_late_yet(tmp_path):
-    weighting = Merge(weighting="inverse_probability")
-    with run_job(3, record, tmp_path, weighting, None) as job:
+def test_rank_that_comes_back_weighs_as_one_that_was_not_late_yet_and_has_the_buffers_of_its_peer(tmp_path):
+    merge = Merge(weighting="inverse_probability", buffers="local")
+    with run_job(3, record, tmp_path, merge, None) as job:
         job.walk(20)
         with stuck(job, tmp_path, 1, LAST):  # where nothing asks any more whether it is late
             job.stop(1)
@@ -264,7 +264,7 @@ def test_rank_that_comes_back_weighs_its_gradients_as_one_that_has_not_been_late
         job.walk(10)
         job.meet()
         outcomes = job.finish()
-    recordings = check(tmp_path, outcomes, weighting, None, 3)
+    recordings = check(tmp_path, outcomes, merge, None, 3)
     (healed,) = recordings[1].members.healed
     assert any(own.left_at is None and 0 < own.num_gradients < 14 for own in recordings[1].decisions[:healed])
 

@@ -51,6 +51,7 @@ class Healing:
         self._registered: Mapping[str, Any] = {}
         self._arrival: _Arrival | None = None
         self.report = HealingReport()
+        self.giver = -1  # whose state this rank took last
         regrouping.on_joined, regrouping.leaves = self.let_in, self.leave_if_lost
         regrouping.is_back = lambda: coordinator.member.is_back and coordinator.is_planned
 
@@ -161,7 +162,7 @@ class Healing:
         if arrival is not None:
             seconds, nbytes = time.monotonic() - arrival.began_at, _num_bytes(state)
             self.report = HealingReport(before.num_states + 1, before.nbytes + nbytes, before.seconds + seconds)
-        self._arrival = None
+        self._arrival, self.giver = None, view.giver
         self._module.load_state_dict(state["module"])
         self._module_buffers.begin_anew()
         for name, own in state["registered"].items():
