@@ -241,8 +241,6 @@ class Round:
         if self._missing[stage] > 0:
             return False
         self.stage_s[stage] = after_s
-        if self._all_or_nothing:
-            return True
         self._launch_complete()
         return True
 
@@ -344,8 +342,10 @@ class Round:
     def _launch_complete(self) -> None:
         """Launch the buckets that are complete; the last one waits for the end of the step.
 
-        The telemetry goes with it.
+        The telemetry goes with it. Of a step that may be dropped as a whole, all wait.
         """
+        if self._all_or_nothing:
+            return
         ends = self.layout.bucket_ends
         while len(self._works) < len(ends) - 1 and not any(self._missing[: ends[len(self._works)]]):
             if not self._launch_allreduce(self._unusual):

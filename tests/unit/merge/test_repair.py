@@ -415,3 +415,16 @@ def test_ring_is_ahead_of_a_leaf_that_has_not_launched_what_is_given(launched, m
     leaf, ring = MergeProgress(7, launched), MergeProgress(7, 3, frozenset(merged_by_others))
     assert repair({0: ring, 1: leaf}).is_ahead_of(leaf) is ahead
     assert not repair({0: ring, 1: leaf}).is_ahead_of(ring)
+
+
+def test_of_a_step_that_is_dropped_as_a_whole_nothing_is_merged_before_it_is_whole():
+    member, place = Member(0, at(0)), Place()
+    terms = RoundTerms(None, 0, all_or_nothing=True)  # the members change when the step begins
+    member.round = Round(0, LAYOUT, new_buffers(), terms)
+    member.compute(2)
+    member.round.regroup(place, Repair(0), {0: 0}, new_buffers, new=False, generation=1)
+    assert place.works == []
+    member.stand_in()
+    assert len(place.works) == len(ALL)
+    assert member.round.num_gradients == 2
+    assert not any(member.round.buffers.gives(bucket) for bucket in BUCKETS)
