@@ -1,0 +1,278 @@
+"""Jobs drawn by chance, whose ranks are late, killed and stopped, are recorded and repeated bit for bit.
+
+Which job it is follows from its number; where a signal meets a rank does not. More of them, or the one that failed:
+
+    STRAGGLE_JOBS=100:140 ./launch.sh test tests/ranks/test_replay_by_chance.py
+"""
+
+import os
+import random
+import time
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from members import run_job
+from ranks import digest, run_ranks
+from recorded import LAST, MIDDLE, Noisy, Stops, Stuck, kill_in_backward, stuck
+from torch import nn
+from training import features
+
+from straggle import (
+    Abstain,
+    AutoDeadline,
+    Elastic,
+    ErrorFeedback,
+    FirstK,
+    LastMerged,
+    LastOwn,
+    LateHandling,
+    MedianDeadline,
+    Merge,
+    MovingAverage,
+    QuantileDeadline,
+    StagedDataParallel,
+    Zero,
+)
+from straggle.backward import stages
+from straggle.observe.members_recording import MembersRecorder, read_members_recording
+from straggle.observe.recording import DecisionWriter, file_of, read_recording
+
+JOBS = range(*map(int, os.environ.get("STRAGGLE_JOBS", "0:3").split(":")))
+HITS_OF_MEMBERS = ("kill", "kill in backward", "stop", "stop in backward", "short stop", "stall")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One job; ``options`` are those of the model. A share of the losses is NaN, and of the micro-batches skipped."""
+
+    number: int
+    world_size: int
+    has_members: bool
+    num_parts: int  # of each step's pool; 0: there is none
+    num_microbatches: int
+    options: dict = field(hash=False)
+    hits: tuple  # kind, rank, and a number from 0 to 1
+    nan: float
+    skipped: float
+    stalls: float
+    weighs: bool
+    costs: bool
+    is_adam: bool
+    in_buckets: bool  # a layer is a bucket of its own
+
+    @property
+    def merges_buffers(self):
+        return self.options["merge"].buffers != "local"
+
+
+def draw(number):
+    chance = random.Random(number)
+    pick, world_size = chance.choice, chance.choice([3, 4])
+    work = pick(["plain", "micro-batches", "pool", "pool"])
+    granularity = pick(["stage", "stage", "microbatch" if work == "micro-batches" else "stage", "step"])
+    estimators = [Abstain(), Zero(), LastOwn(0.5), LastMerged(0.5), MovingAverage(0.5)]
+    if granularity != "step":
+        estimators += [ErrorFeedback(), ErrorFeedback(LastOwn(0.5)), ErrorFeedback(LastMerged(0.5))]
+    deadlines = [None, 0.05, 0.05, QuantileDeadline(0.6, slack=1.2), AutoDeadline(), FirstK(2), MedianDeadline()]
+    has_members = chance.random() < 0.75
+    kinds = HITS_OF_MEMBERS if has_members else ("short stop", "stall")
+    return Plan(
+        number,
+        world_size,
+        has_members,
+        num_parts=pick([world_size, 5, 8]) if work == "pool" else 0,
+        num_microbatches=pick([2, 3]) if work == "micro-batches" else 1,
+        options={
+            "deadline": pick(deadlines),
+            "estimator": pick(estimators),
+            "late_handling": LateHandling(grace_s=pick([0.005, 0.02]), granularity=granularity),
+            "merge": Merge(
+                buffers=pick(["mean", "mean", "rank0", "local"]),
+                nonfinite=pick(["drop", "drop", "keep"]),
+                weighting=pick(["count", "count", "inverse_probability"]),
+                probability_window=10,
+                wire_dtype=pick([None, None, "bfloat16"]),
+                check_every=10,
+            ),
+        },
+        hits=tuple((pick(kinds), chance.randrange(world_size), chance.random()) for _ in range(chance.randint(2, 4))),
+        nan=pick([0.0, 0.0, 0.05]),
+        skipped=pick([0.0, 0.0, 0.1]),
+        stalls=pick([0.0, 0.02, 0.05]),
+        weighs=pick([False, True]),
+        costs=pick([False, True]),
+        is_adam=pick([False, True]),
+        in_buckets=pick([False, True, True]),
+    )
+
+
+class Stalls:
+    """By chance, at the ends and in the middle of each pass."""
+
+    def __init__(self, module, share):
+        self._chance, self._share = random.Random(), share
+        for layer in (LAST, MIDDLE):
+            module.layers[layer].register_forward_pre_hook(self._stall)
+            module.layers[layer].weight.register_post_accumulate_grad_hook(self._stall)
+
+    def _stall(self, *_):
+        if self._chance.random() < self._share:
+            time.sleep(self._chance.choice([0.02, 0.06, 0.15]))
+
+
+def at_random(*key):
+    """From 0 to 1, the same in a replay."""
+    return random.Random(repr(key)).random()
+
+
+def micro_batches(plan, rank, step, opened):
+    if not plan.num_parts:
+        return [rank + 10 * number for number in range(plan.num_microbatches)]
+    return (part for part in opened.pull(range(plan.num_parts)) if at_random("skip", part, step) >= plan.skipped)
+
+
+def train(rank, plan, module, model, end, made=lambda _: None, stops=None):
+    """The state after each step that this rank made; its own at the end; and the loss of each step."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+    if plan.is_adam:
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.003)
+    states, losses, step = {}, {}, model.register_state(optimizer=optimizer)
+    while step < end():
+        with model.step(plan.num_microbatches) as opened:
+            if stops is not None:
+                stops.entered(opened)
+            if plan.weighs and not plan.num_parts:
+                opened.weight = 1 + int(3 * at_random("weight", rank, step))
+            if plan.costs:
+                opened.cost = 1 + at_random("cost", rank, step)
+            for part in micro_batches(plan, rank, step, opened):
+                loss = model(features(part, step)).square().mean() / plan.num_microbatches
+                if at_random("NaN", part, step) < plan.nan:
+                    loss = loss * float("nan")
+                opened.log(loss=loss.item())
+                loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        report = model.last_report
+        assert not report.different_ranks
+        if not report.ranks[rank].absent:
+            states[report.step] = digest(state_of(plan, module, optimizer))
+            losses[report.step] = repr(report.scalars.get("loss"))
+        step = report.step + 1
+        if stops is not None:
+            stops.left(report)
+        made(step)
+    return states, digest([torch.get_rng_state(), *module.buffers()]), losses
+
+
+def state_of(plan, module, optimizer):
+    """All that is the same on all ranks."""
+    own = [optimizer.state[parameter] for parameter in module.parameters()]
+    memory = [value for state in own for _, value in sorted(state.items()) if isinstance(value, torch.Tensor)]
+    return [*module.parameters(), *memory, *(module.buffers() if plan.merges_buffers else ())]
+
+
+def wrapped(rank, plan, members=None) -> tuple[nn.Module, StagedDataParallel]:
+    if plan.in_buckets:
+        stages.BUCKET_BYTES = 1
+    torch.manual_seed(0)
+    module = Noisy()
+    torch.manual_seed(rank)
+    return module, lambda: StagedDataParallel(module, members=members, **plan.options)
+
+
+class Recorder:
+    """Of a job without members, as `MembersRecorder` is of one with them."""
+
+    def __init__(self, model, folder):
+        self._writer = DecisionWriter(file_of(folder, model.rank))
+        model.register_step_hook(lambda _: self._writer.write(model.last_decision, model.learned))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *ended):
+        self._writer.__exit__(*ended)
+
+
+def record(rank, board, folder, plan):
+    module, wrap = wrapped(rank, plan, Elastic(min_ranks=1) if plan.has_members else None)
+    for layer in (MIDDLE, LAST):
+        Stuck(module, folder, rank, layer)
+    Stalls(module, plan.stalls)
+    stops = Stops(module, folder, rank)
+    model = wrap()
+
+    def made(step):
+        time.sleep(0.01)
+        board.note(rank, step)
+
+    with (MembersRecorder if plan.has_members else Recorder)(model, folder):
+        return train(rank, plan, module, model, lambda: board.end, made, stops)
+
+
+def repeat(rank, folder, plan, end):
+    module, wrap = wrapped(rank, plan)
+    model = wrap()
+    if plan.has_members:
+        model.replay(read_members_recording(folder, rank, model.world_size))
+    else:
+        model.replay(read_recording(file_of(folder, rank)))
+    return train(rank, plan, module, model, lambda: end)
+
+
+def hit(job, folder, kind, rank, share):
+    others = [other for other in range(job.world_size) if other != rank]
+    match kind:
+        case "kill" | "kill in backward":
+            if kind == "kill":
+                job.kill(rank)
+            else:
+                kill_in_backward(job, folder, rank)
+            job.walk(8, others)
+            job.start(rank)
+        case "stop":
+            job.stop(rank)
+            job.walk(8, others)
+            job.resume(rank)
+        case "stop in backward":
+            with stuck(job, folder, rank, LAST if share < 0.4 else MIDDLE):
+                job.stop(rank)
+                job.walk(8, others)
+                job.resume(rank)
+                time.sleep(share)
+        case "short stop":
+            job.stop(rank)
+            time.sleep(0.1 + 2 * share)
+            job.resume(rank)
+        case "stall":
+            with stuck(job, folder, rank):
+                time.sleep(0.05 + 0.35 * share)
+    job.walk(5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", JOBS)
+def test_job_drawn_by_chance_is_repeated_bit_for_bit(tmp_path, number):
+    plan = draw(number)
+    with run_job(plan.world_size, record, tmp_path, plan) as job:
+        job.walk(12)
+        for kind, rank, share in plan.hits:
+            job.walk(3)
+            job.meet()
+            hit(job, tmp_path, kind, rank, share)
+        job.walk(3)
+        job.meet()
+        outcomes = job.finish()
+    end = 1 + max(max(states) for states, _, _ in outcomes)
+    again = run_ranks(repeat, plan.world_size, tmp_path, plan, end)
+    for which in (0, 2):  # states and losses, the same on all ranks that made a step
+        of_replay = {step: own for outcome in again for step, own in outcome[which].items()}
+        for rank, outcome in enumerate(outcomes):
+            # what a stopped rank makes of the step in which its peers put it out is no step of the job
+            sure = [step for step in outcome[which] if step + 1 in outcome[which] or step + 1 == end]
+            differ = [step for step in sure if outcome[which][step] != of_replay.get(step)]
+            assert not differ, f"rank {rank} differs in its replay from step {differ[0]} on: {plan}"
+    there = [rank for rank, (states, _, _) in enumerate(outcomes) if end - 1 in states]
+    assert [outcomes[rank][1] for rank in there] == [again[rank][1] for rank in there], plan
