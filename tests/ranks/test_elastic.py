@@ -173,6 +173,24 @@ def test_leader_that_dies_while_it_gives_its_state_is_replaced():
 
 
 @pytest.mark.slow
+def test_the_only_one_with_the_state_is_waited_for_while_it_is_stopped():
+    with run_job(2, train, Loop(plain, ballast=BALLAST, elastic=Elastic(min_ranks=1, suspect_s=1.0))) as job:
+        job.walk(6)
+        job.kill(1)
+        job.walk(6, [0])
+        job.start(1)
+        wait_logged(job, "rank 1 joined: came back")
+        job.stop(0)
+        time.sleep(4.0)  # nothing but waiting for four times suspect_s lets it go on
+        job.resume(0)
+        job.walk(6)
+        outcomes = job.finish()
+    check_equal(outcomes)
+    assert set(left(outcomes[0])) == {1}
+    assert outcomes[1].begun >= 6
+
+
+@pytest.mark.slow
 def test_newcomer_that_dies_while_its_state_arrives_is_put_out_and_may_come_again():
     with run_job(3, train, Loop(plain, ballast=BALLAST)) as job:
         job.walk(6)

@@ -137,6 +137,8 @@ class Member:
         """This rank is let in: it gives nothing until it has its state."""
         training, merging = self._rank.training, self._rank.merging
         self.absent_until, self._tables, self._catch_up = view.step, [], None
+        if self._membership is not None:
+            self._membership.watch.is_out = False
         merging.restore(repair.step)
         self._last_taken_at = repair.step
         self._rank.rounds.come_back()
@@ -165,6 +167,8 @@ class Member:
             self._rank.channel.epoch += 1
             self._rank.rounds.merge_among_none()
             self.absent_until, self._gives_at = sys.maxsize, -1
+            if self._membership is not None:
+                self._membership.watch.is_out = True
             self.is_back = self.is_back and self.fell_behind  # then it is known already that it was away
             self.fell_behind = False
             if (current := merging.round) is not None and current.step == self._rank.training.step:
@@ -220,6 +224,7 @@ class Member:
                 self._judge_links(number, table)
             self._tables = []
             self._catch_up = training.step, sys.maxsize
+            self._note_healing(self._healing)
             self._end_healing_if_caught_up()
 
     # -- both threads, with the lock held
@@ -264,7 +269,7 @@ class Member:
             return
         rank, stood_in = self._rank.channel.rank, table.stood_in_ranks()
         membership.step = self._rank.merging.step
-        self._healing = self._healing & stood_in
+        self._note_healing(self._healing & stood_in)
         membership.watch.healing = stood_in
         if self._rank.stand_in.healing and self._catch_up is None and not self.fell_behind:
             self._tables.append((step, table))
@@ -286,6 +291,8 @@ class Member:
         self._healing = ranks
         if self._membership is not None:
             self._membership.watch.healing = ranks
+            own = {self._rank.channel.rank} if self._catch_up is not None else set()
+            self._membership.watch.without_state = ranks - own
 
     def taken(self) -> None:
         """The training thread has taken a merged step."""

@@ -22,7 +22,7 @@ from straggle.merge.store import StoreUnreachable
 _LOOK_S = 0.3  # between two looks at the others' signs of life and at the view: several requests, where a beat is one
 _QUICK_S = 0.5  # the silence that is enough where a connection has just broken
 _BROKEN_S = 3.0  # for how long a connection has just broken
-_DEAD_S = 60.0  # of silence of all members, who would put one another out: longer than most cuts of a link
+_DEAD_S = 60.0  # of silence of all that have the job's state: longer than most cuts of a link
 
 _log = logging.getLogger(__name__)
 
@@ -48,6 +48,8 @@ class Watch:
     ) -> None:
         self.is_on = False  # whether it puts silent members out, from the time on when the rank can go on without them
         self.healing: frozenset[int] = frozenset()  # members that could give no state now; by whoever merges
+        self.without_state: frozenset[int] = frozenset()  # members that wait for theirs; by whoever merges
+        self.is_out = False  # this rank is none, or its view is not formed yet; by whoever merges
         self.kept_out: Mapping[int, Leaving] = {}  # ranks that are no members until their link is back; see `keep_out`
         self.alone = False  # this rank is no member, and no member gives a sign of life
         self.num_looks = 0  # that the store has answered
@@ -189,6 +191,9 @@ class Watch:
         for rank in signs:
             if (ended := self._ended(store, view, rank)) is not None:
                 gone[rank] = Leaving("ended", f"its process ended {ended}")
+        if not (broken or self._have_state(view.without(gone), view)):
+            dead = self._silence.longer_than(_DEAD_S)
+            gone = {rank: why for rank, why in gone.items() if why is not silent or rank in dead}
         gone = {**self._leaving_by_link(view.without(gone)), **gone}
         if gone:
             self._chain.propose(store, view, view.without(gone))
@@ -196,6 +201,11 @@ class Watch:
             self._joins.hear(store, view, self.kept_out)
         else:
             self._joins.forget()
+
+    def _have_state(self, left: View, view: View) -> bool:
+        """Whether some of those that are left could go on; without one, who has been stopped is waited for."""
+        joined = view.joined if self.is_out else frozenset()
+        return bool(set(left.ranks) - self.without_state - joined)
 
     def _look_from_outside(self, store: Any, view: View) -> None:
         """How far the members are, before this rank comes back; and whether there is one that could let it in."""
