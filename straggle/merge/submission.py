@@ -46,15 +46,19 @@ class Submission:
         return self._submit(current, own, scalars, changes)
 
     def _estimate(self, current: Round, own: Contribution) -> Contribution:
-        """Let the estimator fill in. Where it fails, the peers learn of it, and the rank ends with this step."""
+        """Let the estimator fill in."""
         try:
             return current.estimate(own, self._fill_in, self._parameters)
         except Exception as error:
-            self.error = error
-            if self._rank.membership is None:
-                self._rank.training.fail()
-                self._rank.channel.post_failure(f"{self._rank.where(current.step)}: {error!r}")
+            self._estimator_failed(current, error)
             return own
+
+    def _estimator_failed(self, current: Round, error: Exception) -> None:
+        """The peers learn of it, and the rank ends with this step."""
+        self.error = error
+        if self._rank.membership is None:
+            self._rank.training.fail()
+            self._rank.channel.post_failure(f"{self._rank.where(current.step)}: {error!r}")
 
     def finished(self, current: Round) -> float:
         """Submit what the training thread finished, and nothing for the rest; when that was."""
@@ -72,7 +76,10 @@ class Submission:
         after_s = self._rank.stopwatch.now() - (self._rank.training.entered_at or 0.0)
         for index in current.complete_after_all():
             if self._fill_in.reads_own:
-                current.add(index, self._fill_in.computed(self._parameters[index], current.read(index)))
+                try:
+                    current.add(index, self._fill_in.computed(self._parameters[index], current.read(index)))
+                except Exception as error:
+                    self._estimator_failed(current, error)
             current.parameter_complete(index, after_s)
 
     def _had_work(self, current: Round) -> bool:

@@ -159,10 +159,10 @@ def train(rank, plan, module, model, end, made=lambda _: None, stops=None):
         if not report.ranks[rank].absent:
             states[report.step] = digest(state_of(plan, module, optimizer))
             losses[report.step] = repr(report.scalars.get("loss"))
+            made(report.step + 1)  # a rank that is out of the job is not hit before it is back
         step = report.step + 1
         if stops is not None:
             stops.left(report)
-        made(step)
     return states, digest([torch.get_rng_state(), *module.buffers()]), losses
 
 
