@@ -22,6 +22,7 @@ from straggle import (
     Abstain,
     AutoDeadline,
     Elastic,
+    Epochs,
     ErrorFeedback,
     FirstK,
     LastMerged,
@@ -51,6 +52,7 @@ class Plan:
     has_members: bool
     num_parts: int  # of each step's pool; 0: there is none
     num_microbatches: int
+    has_epochs: bool  # a data set is dealt to the ranks that are there
     options: dict = field(hash=False)
     hits: tuple  # kind, rank, and a number from 0 to 1
     nan: float
@@ -69,7 +71,7 @@ class Plan:
 def draw(number):
     chance = random.Random(number)
     pick, world_size = chance.choice, chance.choice([3, 4])
-    work = pick(["plain", "micro-batches", "pool", "pool"])
+    work = pick(["plain", "epochs", "micro-batches", "pool", "pool"])
     granularity = pick(["stage", "stage", "microbatch" if work == "micro-batches" else "stage", "step"])
     estimators = [Abstain(), Zero(), LastOwn(0.5), LastMerged(0.5), MovingAverage(0.5)]
     if granularity != "step":
@@ -83,6 +85,7 @@ def draw(number):
         has_members,
         num_parts=pick([world_size, 5, 8]) if work == "pool" else 0,
         num_microbatches=pick([2, 3]) if work == "micro-batches" else 1,
+        has_epochs=work == "epochs",
         options={
             "deadline": pick(deadlines),
             "estimator": pick(estimators),
@@ -126,10 +129,17 @@ def at_random(*key):
     return random.Random(repr(key)).random()
 
 
-def micro_batches(plan, rank, step, opened):
+def micro_batches(plan, rank, step, opened, samples):
+    if samples is not None:
+        return [samples]
     if not plan.num_parts:
         return [rank + 10 * number for number in range(plan.num_microbatches)]
     return (part for part in opened.pull(range(plan.num_parts)) if at_random("skip", part, step) >= plan.skipped)
+
+
+def batch_of(part, step):
+    """``part``: the number of a micro-batch, or those of samples."""
+    return features(part, step) if isinstance(part, int) else torch.cat([features(own, 0, rows=2) for own in part])
 
 
 def train(rank, plan, module, model, end, made=lambda _: None, stops=None):
@@ -137,8 +147,12 @@ def train(rank, plan, module, model, end, made=lambda _: None, stops=None):
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
     if plan.is_adam:
         optimizer = torch.optim.Adam(module.parameters(), lr=0.003)
-    states, losses, step = {}, {}, model.register_state(optimizer=optimizer)
+    states, losses, registered = {}, {}, {"optimizer": optimizer}
+    if plan.has_epochs:
+        registered["epochs"] = Epochs(model, num_samples=100, batch_size=4)
+    step = model.register_state(**registered)
     while step < end():
+        samples = tuple(registered["epochs"].draw().tolist()) if plan.has_epochs else None
         with model.step(plan.num_microbatches) as opened:
             if stops is not None:
                 stops.entered(opened)
@@ -146,8 +160,8 @@ def train(rank, plan, module, model, end, made=lambda _: None, stops=None):
                 opened.weight = 1 + int(3 * at_random("weight", rank, step))
             if plan.costs:
                 opened.cost = 1 + at_random("cost", rank, step)
-            for part in micro_batches(plan, rank, step, opened):
-                loss = model(features(part, step)).square().mean() / plan.num_microbatches
+            for part in micro_batches(plan, rank, step, opened, samples):
+                loss = model(batch_of(part, step)).square().mean() / plan.num_microbatches
                 if at_random("NaN", part, step) < plan.nan:
                     loss = loss * float("nan")
                 opened.log(loss=loss.item())
@@ -157,7 +171,8 @@ def train(rank, plan, module, model, end, made=lambda _: None, stops=None):
         report = model.last_report
         assert not report.different_ranks
         if not report.ranks[rank].absent:
-            states[report.step] = digest(state_of(plan, module, optimizer))
+            dealt = registered["epochs"].state_dict() if plan.has_epochs else None
+            states[report.step] = digest(state_of(plan, module, optimizer)), repr(dealt)
             losses[report.step] = repr(report.scalars.get("loss"))
             made(report.step + 1)  # a rank that is out of the job is not hit before it is back
         step = report.step + 1
