@@ -199,7 +199,7 @@ class Soak:
             if enough and not end_said and len(self._free()) == RANKS:
                 end_said = True
                 self.job.end_at(self.seen.step + END_AHEAD)
-            elif not enough and (not due or self.seen.step >= due[0]) and self._hit():
+            elif not (enough or end_said) and (not due or self.seen.step >= due[0]) and self._hit():
                 due = due[1:]
             if time.time() - self.seen.at > PROGRESS_S:
                 self._hangs()
