@@ -156,10 +156,7 @@ class Coordinator:
         self._stand_in.start(self._submit_for_stuck, self._merged_steps.complete)
 
     def begin_anew(self, *, started: bool) -> None:
-        """Between two steps: forget what a rank that comes back does not know, in a process that is ``started`` again.
-
-        Or in the same one.
-        """
+        """Between two steps: forget what a rank that comes back does not know; ``started``: in a new process."""
         with self._lock:
             if started:
                 self._rounds.begin_anew()

@@ -169,7 +169,9 @@ class _File:
         elif "step" in line:
             self.left[line["step"]] = _as_decision(line, line["step"])
         elif "healed" in line:
-            self.healed[line["healed"]] = Healed(_random(line["random"]), line["started"], line.get("giver"))
+            if (giver := line.get("giver")) is not None and giver not in range(world_size):
+                raise ValueError(f"step {line['healed']} has the state of {giver!r}, which is no rank of {world_size}")
+            self.healed[line["healed"]] = Healed(_random(line["random"]), line["started"], giver)
         elif "generation" in line:
             self.generations[line["generation"]] = tuple(line["members"])
         elif line.get("order"):

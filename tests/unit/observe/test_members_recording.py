@@ -37,6 +37,7 @@ def write(folder, *files):
         (folder / f"rank{rank}.jsonl").write_text(text)
 
 
+HEALED = {"healed": 2, "started": False, "random": "00"}
 NEXT = {"generation": 1, "members": [0, 1]}
 # rank 2 leaves in step 1, of which one bucket was merged before
 OTHERS = [left(0, 0, 0, 0), NEXT, left(1, 0, 1, 1, lost={0: [1]}), left(2, 1, 1, 1)]
@@ -99,6 +100,12 @@ def test_line_that_a_process_was_killed_in_is_left_out(tmp_path):
     assert read_members_recording(tmp_path, 2, 3).decisions[1].num_gradients == sys.maxsize
 
 
+@pytest.mark.parametrize(("giver", "givers"), [({"giver": 0}, {2: {2: 0}}), ({}, {})], ids=["said", "not-said"])
+def test_all_ranks_know_whose_state_one_took(tmp_path, giver, givers):
+    write(tmp_path, OTHERS, OTHERS, [left(0, 0, 0, 0), HEALED | giver])
+    assert [read_members_recording(tmp_path, rank, 3).members.givers for rank in range(3)] == [givers] * 3
+
+
 @pytest.mark.parametrize(
     ("others", "own", "words"),
     [
@@ -109,6 +116,7 @@ def test_line_that_a_process_was_killed_in_is_left_out(tmp_path):
         (OTHERS, [{"resumed": 40}], "went on from a checkpoint of step 40"),
         (OTHERS, [{"ranks": 5}], "recorded on 5 ranks, and this run has 3: start as many"),
         (OTHERS, [{"step": 0}], "not a recording of a run with members"),
+        (OTHERS, [HEALED | {"giver": 3}], "step 2 has the state of 3, which is no rank of 3"),
         ([of_pool(left(0, 0, 0, 0), 1)], [], "what rank 2 had drawn in step 0 is not recorded"),
         (
             [of_pool(left(0, 0, 0, 0), 1)],
