@@ -6,7 +6,7 @@ import pytest
 import torch
 from members import run_job
 from ranks import digest, run_ranks
-from recorded import LAST, MIDDLE, Noisy, Stops, Stuck, kill_in_backward, stuck, wait_out
+from recorded import LAST, MIDDLE, Noisy, Stops, Stuck, kill_in_backward, put_out_in_backward
 from training import features
 
 from straggle import Abstain, Elastic, ErrorFeedback, LastOwn, LateHandling, Merge, StagedDataParallel
@@ -149,11 +149,7 @@ def test_rank_that_was_late_before_it_was_killed_gives_the_same_in_the_replay(tm
 def test_rank_that_was_put_out_within_a_pass_remembers_in_the_replay_what_it_had_computed(tmp_path, estimator):
     with run_job(3, record, tmp_path, estimator, None) as job:
         job.walk(20)
-        with stuck(job, tmp_path, 1):
-            job.stop(1)
-            job.walk(10, [0, 2])
-            job.resume(1)
-            wait_out(job, 1)
+        with put_out_in_backward(job, tmp_path, 1, [0, 2]):
             (tmp_path / "stops1").touch()  # before it has computed anything again
         job.wait(lambda: not (tmp_path / "stops1").exists(), "it was late in a step that counted")
         job.walk(10)
@@ -171,11 +167,8 @@ def test_rank_that_comes_back_weighs_as_one_that_was_not_late_yet_and_has_the_bu
     merge = Merge(weighting="inverse_probability", buffers="local")
     with run_job(3, record, tmp_path, merge, None) as job:
         job.walk(20)
-        with stuck(job, tmp_path, 1, LAST):  # where nothing asks any more whether it is late
-            job.stop(1)
-            job.walk(10, [0, 2])
-            job.resume(1)
-            wait_out(job, 1)
+        with put_out_in_backward(job, tmp_path, 1, [0, 2], LAST):  # where nothing asks any more whether it is late
+            pass
         job.walk(10)
         job.meet()
         outcomes = job.finish()
@@ -193,11 +186,8 @@ def test_pool_of_which_a_killed_or_stopped_rank_had_drawn_is_replayed(tmp_path, 
         job.walk(10, [0, 1])
         job.start(2)
         job.walk(10)
-        with stuck(job, tmp_path, 1):
-            job.stop(1)
-            job.walk(10, [0, 2])
-            job.resume(1)
-            wait_out(job, 1)
+        with put_out_in_backward(job, tmp_path, 1, [0, 2]):
+            pass
         job.walk(10)
         job.meet()
         outcomes = job.finish()

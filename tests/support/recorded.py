@@ -77,6 +77,17 @@ def stuck(job, folder, rank, layer=MIDDLE):
     reached.unlink()
 
 
+@contextlib.contextmanager
+def put_out_in_backward(job, folder, rank, others, layer=MIDDLE):
+    """The same, and when the block begins the rank has been stopped, and has learned that it is out of the job."""
+    with stuck(job, folder, rank, layer):
+        job.stop(rank)
+        job.walk(10, others)
+        job.resume(rank)
+        wait_out(job, rank)
+        yield
+
+
 def kill_in_backward(job, folder, *ranks):
     """Kill ranks when one of them stands in the middle of a backward pass, and its peers have what can be merged."""
     files = [files_of(folder, rank, MIDDLE) for rank in ranks]
