@@ -498,6 +498,7 @@ class StagedDataParallel(nn.Module):
             shadow_s=merged.shadow_s,
             rules=self._coordinator.deadline.rules,
             mean_cost=self._coordinator.deadline.mean_cost,
+            merged_weights=merged.merged_weights,
         )
 
     def _learn(self, times: FinishTimes) -> None:

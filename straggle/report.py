@@ -79,7 +79,8 @@ class RankReport:
 class StageReport:
     """One stage: ``weight`` is the sum over ranks, by default ``world_size`` when all ranks computed it.
 
-    Gradients that were left out because they were not finite still count in it.
+    Gradients that were left out because they were not finite still count in it. So does what a rank gave before it left
+    in this step (`Elastic`): it has no row that could say so.
     """
 
     name: str

@@ -245,6 +245,14 @@ class StageBuffers:
         flat.tail.view(2, -1).mul_(finite)
         self._finite.append(finite)
 
+    def merged_weights(self) -> list[float]:
+        """After all merges: for each parameter, the weight of all that is in its gradient."""
+        weights = [0.0] * len(self.views)
+        for flat in chain.from_iterable(self._buckets):
+            for index, weight in zip(flat.parameters, flat.plain_tail.tolist(), strict=False):  # then their presence
+                weights[index] = weight
+        return weights
+
     def normalize(self) -> list[Share]:
         """After all merges: scale each gradient to the weighted mean, in place, and say what is in it."""
         for bucket in range(len(self._buckets)):

@@ -169,6 +169,7 @@ class MergedSteps:
             entered=current.entered,
             among=None if self._member.recorder is None else current.merged_among(lost),
             had_work=current.had_work,
+            merged_weights=current.merged_weights() if current.has_more_than_told else (),
         )
 
     def _nothing(self) -> MergedStep:

@@ -407,6 +407,15 @@ class Round:
         generations = [self._generations[bucket] for bucket in range(len(self.layout.buckets))]
         return MergedAmong((*generations, self.told[0]), {rank: tuple(sorted(own)) for rank, own in lost.items()})
 
+    @property
+    def has_more_than_told(self) -> bool:
+        """Whether gradients may be in it of ranks that have left since, and so have no row in its telemetry."""
+        return self.recorded is not None or any(own != self.told[0] for own in self._generations.values())
+
+    def merged_weights(self) -> tuple[float, ...]:
+        """For each stage, the weight of all that was merged."""
+        return self.layout.by_stage(self.buffers.merged_weights())
+
     def regroup(
         self,
         group: Group,
@@ -465,3 +474,4 @@ class MergedStep:
     entered: bool = True
     among: MergedAmong | None = None
     had_work: bool | None = None
+    merged_weights: tuple[float, ...] = ()  # of each stage, where ranks that have left since may have given to it

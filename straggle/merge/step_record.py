@@ -18,6 +18,8 @@ from straggle.policies.rank_links import RankLink
 from straggle.policies.step_model import StopRules, computed_share, simulate_step
 from straggle.report import CAUSES, RankReport, ShadowReport, StageReport, StepReport
 
+_ROUNDING = 1e-4  # of sums of weights
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -25,6 +27,7 @@ class StepRecord:
 
     ``names`` are those of its scalars. ``shadow_s``: the deadline of a policy that is not enforced,
     by whose ``rules`` the step would have ended; NaN: it is enforced. ``mean_cost``: that of `CurrentDeadline`.
+    ``merged_weights``: that of each stage, where it may be more than what the ``table`` says of those that are left.
     """
 
     step: int
@@ -36,6 +39,7 @@ class StepRecord:
     shadow_s: float = math.nan
     rules: StopRules | None = None
     mean_cost: float = math.nan
+    merged_weights: tuple[float, ...] = ()
 
     @cached_property
     def report(self) -> StepReport:
@@ -94,11 +98,22 @@ class StepRecord:
         of_rank, of_stages = COLUMN["weight"], self.table.of_stages
         of_ranks = ([row[of_rank] * weight for weight in row[of_stages.weights]] for row in rows)
         weights = [sum(column) for column in zip(*of_ranks, strict=True)]
+        if self.merged_weights:
+            weights = list(map(self._with_those_that_left, weights, self.merged_weights))
         estimated = [max(column) > 0 for column in zip(*(row[of_stages.estimated] for row in rows), strict=True)]
         return tuple(
             StageReport(stage.name, stage.numel, weights[index], estimated[index])
             for index, stage in enumerate(self.plan.stages)
         )
+
+    def _with_those_that_left(self, told: float, merged: float) -> float:
+        """The weight of a stage, of which the rows tell so much and so much was merged.
+
+        Where something was left out because it was not finite, less was merged than the rows tell.
+        """
+        pool_weight = max(self.table.column("pool_weight"))
+        merged *= pool_weight / self.table.num_ranks if pool_weight else 1.0  # a pool counts as one step of all ranks
+        return merged if merged > (1 + _ROUNDING) * told else told
 
     def _scalars(self, rows: Sequence[Sequence[float]]) -> dict[str, float]:
         values: dict[float, list[float]] = {}

@@ -5,16 +5,15 @@ Which job it is follows from its number; where a signal meets a rank does not. M
     STRAGGLE_JOBS=100:140 ./launch.sh test tests/ranks/test_replay_by_chance.py
 """
 
-import os
 import random
 import time
 from dataclasses import dataclass, field
 
 import pytest
 import torch
-from members import run_job
+from by_chance import JOBS, at_random, draw_hits, made_to_be_hit, run_with_hits
 from ranks import digest, run_ranks
-from recorded import LAST, MIDDLE, Noisy, Stops, Stuck, kill_in_backward, stuck
+from recorded import Noisy
 from torch import nn
 from training import features
 
@@ -38,9 +37,6 @@ from straggle import (
 from straggle.backward import stages
 from straggle.observe.members_recording import MembersRecorder, read_members_recording
 from straggle.observe.recording import DecisionWriter, file_of, read_recording
-
-JOBS = range(*map(int, os.environ.get("STRAGGLE_JOBS", "0:3").split(":")))
-HITS_OF_MEMBERS = ("kill", "kill in backward", "stop", "stop in backward", "short stop", "stall")
 
 
 @dataclass(frozen=True)
@@ -78,7 +74,6 @@ def draw(number):
         estimators += [ErrorFeedback(), ErrorFeedback(LastOwn(0.5)), ErrorFeedback(LastMerged(0.5))]
     deadlines = [None, 0.05, 0.05, QuantileDeadline(0.6, slack=1.2), AutoDeadline(), FirstK(2), MedianDeadline()]
     has_members = chance.random() < 0.75
-    kinds = HITS_OF_MEMBERS if has_members else ("short stop", "stall")
     return Plan(
         number,
         world_size,
@@ -99,7 +94,7 @@ def draw(number):
                 check_every=10,
             ),
         },
-        hits=tuple((pick(kinds), chance.randrange(world_size), chance.random()) for _ in range(chance.randint(2, 4))),
+        hits=draw_hits(chance, world_size, has_members=has_members),
         nan=pick([0.0, 0.0, 0.05]),
         skipped=pick([0.0, 0.0, 0.1]),
         stalls=pick([0.0, 0.02, 0.05]),
@@ -108,25 +103,6 @@ def draw(number):
         is_adam=pick([False, True]),
         in_buckets=pick([False, True, True]),
     )
-
-
-class Stalls:
-    """By chance, at the ends and in the middle of each pass."""
-
-    def __init__(self, module, share):
-        self._chance, self._share = random.Random(), share
-        for layer in (LAST, MIDDLE):
-            module.layers[layer].register_forward_pre_hook(self._stall)
-            module.layers[layer].weight.register_post_accumulate_grad_hook(self._stall)
-
-    def _stall(self, *_):
-        if self._chance.random() < self._share:
-            time.sleep(self._chance.choice([0.02, 0.06, 0.15]))
-
-
-def at_random(*key):
-    """From 0 to 1, the same in a replay."""
-    return random.Random(repr(key)).random()
 
 
 def micro_batches(plan, rank, step, opened, samples):
@@ -213,10 +189,7 @@ class Recorder:
 
 def record(rank, board, folder, plan):
     module, wrap = wrapped(rank, plan, Elastic(min_ranks=1) if plan.has_members else None)
-    for layer in (MIDDLE, LAST):
-        Stuck(module, folder, rank, layer)
-    Stalls(module, plan.stalls)
-    stops = Stops(module, folder, rank)
+    stops = made_to_be_hit(module, folder, rank, plan.stalls)
     model = wrap()
 
     def made(step):
@@ -237,49 +210,11 @@ def repeat(rank, folder, plan, end):
     return train(rank, plan, module, model, lambda: end)
 
 
-def hit(job, folder, kind, rank, share):
-    others = [other for other in range(job.world_size) if other != rank]
-    match kind:
-        case "kill" | "kill in backward":
-            if kind == "kill":
-                job.kill(rank)
-            else:
-                kill_in_backward(job, folder, rank)
-            job.walk(8, others)
-            job.start(rank)
-        case "stop":
-            job.stop(rank)
-            job.walk(8, others)
-            job.resume(rank)
-        case "stop in backward":
-            with stuck(job, folder, rank, LAST if share < 0.4 else MIDDLE):
-                job.stop(rank)
-                job.walk(8, others)
-                job.resume(rank)
-                time.sleep(share)
-        case "short stop":
-            job.stop(rank)
-            time.sleep(0.1 + 2 * share)
-            job.resume(rank)
-        case "stall":
-            with stuck(job, folder, rank):
-                time.sleep(0.05 + 0.35 * share)
-    job.walk(5)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("number", JOBS)
 def test_job_drawn_by_chance_is_repeated_bit_for_bit(tmp_path, number):
     plan = draw(number)
-    with run_job(plan.world_size, record, tmp_path, plan) as job:
-        job.walk(12)
-        for kind, rank, share in plan.hits:
-            job.walk(3)
-            job.meet()
-            hit(job, tmp_path, kind, rank, share)
-        job.walk(3)
-        job.meet()
-        outcomes = job.finish()
+    outcomes = run_with_hits(plan.world_size, plan.hits, record, tmp_path, plan)
     end = 1 + max(max(states) for states, _, _ in outcomes)
     again = run_ranks(repeat, plan.world_size, tmp_path, plan, end)
     for which in (0, 2):  # states and losses, the same on all ranks that made a step

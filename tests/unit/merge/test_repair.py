@@ -366,6 +366,7 @@ def check(stay, newcomers, *, meanwhile):
     buckets = [[view.tolist() for view in member.round.buffers.views] for member in everyone]
     assert all(own == buckets[0] for own in buckets)
     for member in everyone:
+        assert member.round.merged_weights() == tuple(map(len, expected))
         assert counted(member.round) == expected
         if member in stay:
             assert member.round.lost == frozenset(range(here[member.rank])) - merged

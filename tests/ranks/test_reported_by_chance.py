@@ -1,0 +1,238 @@
+"""What is merged is what the report says that each rank gave, whatever happened meanwhile: jobs drawn by chance.
+
+As with `test_replay_by_chance.py`, STRAGGLE_JOBS says which.
+"""
+
+import math
+import random
+import time
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from by_chance import JOBS, at_random, draw_hits, made_to_be_hit, run_with_hits
+from torch import nn
+
+from straggle import (
+    Abstain,
+    AutoDeadline,
+    Elastic,
+    ErrorFeedback,
+    FirstK,
+    LastMerged,
+    LateHandling,
+    MedianDeadline,
+    Merge,
+    QuantileDeadline,
+    StagedDataParallel,
+    Zero,
+)
+from straggle.backward import stages
+
+NUM_LAYERS = 9
+LAYERS = [f"layers.{number}" for number in range(NUM_LAYERS)]
+TOLERANCE = 1e-4  # of sums in float32, relative
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, h, factor):
+        return h + self.weight * factor
+
+
+class Scales(nn.Module):
+    """The gradient of each layer's weight is the factor that it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Scale() for _ in range(NUM_LAYERS))
+
+    def forward(self, factors):
+        h = torch.zeros(())
+        for layer, factor in zip(self.layers, factors, strict=True):
+            h = layer(h, factor)
+        return h
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One job; ``options`` are those of the model. A share of the gradients is NaN."""
+
+    world_size: int
+    has_members: bool
+    options: dict = field(hash=False)
+    hits: tuple  # kind, rank, and a number from 0 to 1
+    num_parts: int = 0  # of each step's pool; 0: there is none
+    num_microbatches: int = 1
+    nan: float = 0.0
+    stalls: float = 0.0
+    weighs: bool = False
+    in_buckets: bool = True  # a layer is a bucket of its own
+
+    @property
+    def estimator(self):
+        return self.options["estimator"]
+
+    @property
+    def weighs_by_chance(self):
+        return self.options["merge"].weighting == "inverse_probability"
+
+
+def draw(number):
+    chance = random.Random(number)
+    pick, world_size = chance.choice, chance.choice([3, 4])
+    work = pick(["plain", "micro-batches", "pool"])
+    granularity = pick(["stage", "stage", "microbatch" if work == "micro-batches" else "stage", "step"])
+    weighting = pick(["count", "count", "inverse_probability"])
+    estimators = [Abstain(), Abstain()]
+    if weighting == "count":
+        estimators += [Zero(), LastMerged(0.5)]
+        if granularity != "step" and work == "plain":
+            estimators += [ErrorFeedback()]
+    estimator = pick(estimators)
+    deadlines = [None, 0.05, 0.05, QuantileDeadline(0.6, slack=1.2), AutoDeadline(), FirstK(2), MedianDeadline()]
+    has_members = chance.random() < 0.75
+    return Plan(
+        world_size,
+        has_members,
+        options={
+            "deadline": pick(deadlines),
+            "estimator": estimator,
+            "late_handling": LateHandling(grace_s=pick([0.005, 0.02]), granularity=granularity),
+            "merge": Merge(weighting=weighting, probability_window=10, check_every=10),
+        },
+        hits=draw_hits(chance, world_size, has_members=has_members),
+        num_parts=pick([world_size, 5, 8]) if work == "pool" else 0,
+        num_microbatches=pick([2, 3]) if work == "micro-batches" else 1,
+        nan=pick([0.0, 0.0, 0.05]) if isinstance(estimator, Abstain) else 0.0,
+        stalls=pick([0.0, 0.02, 0.05]),
+        weighs=pick([False, True]),
+        in_buckets=pick([False, True, True]),
+    )
+
+
+def factor_of(plan, rank, step, part, layer):
+    if at_random("NaN", rank, step, layer) < plan.nan:
+        return math.nan
+    own = 1 + int(8 * at_random(rank, step, layer))
+    return own if plan.num_parts else own * (1 + part)  # who draws which part of a pool is not known
+
+
+def own_gradient(plan, rank, step, layer, share=1.0):
+    """The mean over the first micro-batches, this share of them."""
+    done = 1 if plan.num_parts else round(share * plan.num_microbatches)
+    return sum(factor_of(plan, rank, step, part, layer) for part in range(done)) / done
+
+
+class Expected:
+    """What a rank expects to be merged, from the reports alone."""
+
+    def __init__(self, plan):
+        self._plan = plan
+        self._members, self._last = set(), {}
+        self.num_left = 0  # stages with something of a rank that left in their step
+
+    def problems(self, report, gradients):
+        """The stages whose gradient is another."""
+        found = []
+        for number, stage in enumerate(report.stages):
+            merged = gradients[stage.name]
+            expected = None if report.skipped else self._merged(report, number, stage)
+            same = merged is None if expected is None else merged == pytest.approx(expected, rel=TOLERANCE)
+            if not same:
+                shares = {own.rank: (own.stages[number], own.weights[number], own.cause) for own in report.ranks}
+                found.append(f"step {report.step}, {stage}: {merged} and not {expected}; {shares}")
+        return found
+
+    def note(self, report, gradients):
+        """This is what was merged."""
+        self._members = {own.rank for own in report.ranks if not own.absent}
+        self._last |= {name: own for name, own in gradients.items() if own is not None}
+
+    def _merged(self, report, number, stage):
+        given = [self._given_by(own, number, report.step, stage) for own in report.ranks]
+        left = stage.weight - sum(own.weights[number] for own in report.ranks)
+        if left > TOLERANCE * stage.weight:
+            (rank,) = {own.rank for own in report.ranks if own.absent} & self._members
+            given.append((left, left * own_gradient(self._plan, rank, report.step, layer_of(stage))))
+            self.num_left += 1
+        if weight := sum(own for own, _ in given):
+            return sum(own for _, own in given) / weight
+        return self._last.get(stage.name) if isinstance(self._plan.estimator, LastMerged) else None
+
+    def _given_by(self, own, number, step, stage):
+        """The weight of what a rank gave, and that times its gradient."""
+        share, weight = own.stages[number], own.weights[number]
+        filled_in = 0.0 if self._plan.weighs_by_chance else weight - own.weight * share
+        if isinstance(self._plan.estimator, ErrorFeedback):
+            filled_in = 0.0  # by the gradient itself
+        gradient = own_gradient(self._plan, own.rank, step, layer_of(stage), share) if share else 0.0
+        if math.isnan(gradient):
+            return 0.0, 0.0
+        of_estimate = self._last.get(stage.name, 0.0) if isinstance(self._plan.estimator, LastMerged) else 0.0
+        return weight, (weight - filled_in) * gradient + filled_in * of_estimate
+
+
+def layer_of(stage):
+    return LAYERS.index(stage.name)
+
+
+def train(rank, board, folder, plan):
+    """Stages whose merged gradient is not what it should be, and how many had something of a rank that left."""
+    if plan.in_buckets:
+        stages.BUCKET_BYTES = 1
+    module, members = Scales(), Elastic(min_ranks=1) if plan.has_members else None
+    stops = made_to_be_hit(module, folder, rank, plan.stalls)
+    model = StagedDataParallel(module, stages=LAYERS, members=members, **plan.options)
+    step, expected, next_step = model.register_state(), Expected(plan), 0
+    problems, num_left = [], 0
+    while step < board.end:
+        with model.step(plan.num_microbatches) as opened:
+            stops.entered(opened)
+            if plan.weighs and not plan.num_parts:
+                opened.weight = 1 + int(3 * at_random("weight", rank, step))
+            parts = opened.pull(range(plan.num_parts)) if plan.num_parts else range(plan.num_microbatches)
+            for part in parts:
+                factors = [factor_of(plan, rank, step, part, layer) for layer in range(NUM_LAYERS)]
+                (model(factors) / plan.num_microbatches).backward()
+        report, gradients = model.last_report, gradients_of(module)
+        if not report.ranks[rank].absent:
+            if report.step == next_step:
+                problems += expected.problems(report, gradients)
+            else:  # it was away, and has not seen all that was merged
+                num_left += expected.num_left
+                expected = Expected(plan)
+            expected.note(report, gradients)
+            next_step = report.step + 1
+            time.sleep(0.01)
+            board.note(rank, next_step)
+        model.zero_grad()
+        step = report.step + 1
+        stops.left(report)
+    return problems, num_left + expected.num_left
+
+
+def gradients_of(module):
+    layers = zip(LAYERS, module.layers, strict=True)
+    return {name: None if layer.weight.grad is None else layer.weight.grad.item() for name, layer in layers}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", JOBS)
+def test_what_is_merged_is_what_the_report_says(tmp_path, number):
+    plan = draw(number)
+    for rank, (problems, _) in enumerate(run_with_hits(plan.world_size, plan.hits, train, tmp_path, plan)):
+        assert not problems, f"rank {rank}, {plan}: {problems}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_parts", [0, 3], ids=["own-batches", "pool"])
+def test_what_a_rank_gave_before_it_left_in_a_step_counts_in_its_stages(tmp_path, num_parts):
+    options = {"estimator": Abstain(), "merge": Merge()}
+    plan = Plan(3, True, options, hits=(("kill in backward", 1, 0.0),), num_parts=num_parts)
+    outcomes = run_with_hits(plan.world_size, plan.hits, train, tmp_path, plan)
+    assert all(problems == [] for problems, _ in outcomes)
+    assert outcomes[0][1] == outcomes[2][1] > 0
