@@ -92,7 +92,8 @@ class StageBuffers:
         self._scale = torch.tensor(1 / world_size)  # a tensor, because a number is made into one at each call
         self.views: list[Tensor] = [torch.empty(0)] * len(parameters)
         self.rows = torch.empty(0)
-        buckets = [[index for stage in bucket for index in stage.parameters] for bucket in plan.buckets()]
+        self._stages = plan.buckets()
+        buckets = [[index for stage in bucket for index in stage.parameters] for bucket in self._stages]
         length = row_length(len(plan.stages))
         last = world_size * length + num_changes
         self._buckets = [self._allocate(bucket, parameters, last if bucket is buckets[-1] else 0) for bucket in buckets]
@@ -245,13 +246,15 @@ class StageBuffers:
         flat.tail.view(2, -1).mul_(finite)
         self._finite.append(finite)
 
-    def merged_weights(self) -> list[float]:
-        """After all merges: for each parameter, the weight of all that is in its gradient."""
-        weights = [0.0] * len(self.views)
-        for flat in chain.from_iterable(self._buckets):
-            for index, weight in zip(flat.parameters, flat.plain_tail.tolist(), strict=False):  # then their presence
-                weights[index] = weight
-        return weights
+    def weights_in(self, bucket: int) -> tuple[float, ...]:
+        """For each stage of a bucket, the mean weight over its elements of what is in it now."""
+        weights: dict[int, float] = {}
+        for flat in self._buckets[bucket]:
+            weights |= zip(flat.parameters, flat.plain_tail.tolist(), strict=False)  # then their presence
+        return tuple(
+            sum(weights[index] * self.views[index].numel() for index in stage.parameters) / (stage.numel or 1)
+            for stage in self._stages[bucket]
+        )
 
     def normalize(self) -> list[Share]:
         """After all merges: scale each gradient to the weighted mean, in place, and say what is in it."""

@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -414,7 +415,7 @@ class Round:
 
     def merged_weights(self) -> tuple[float, ...]:
         """For each stage, the weight of all that was merged."""
-        return self.layout.by_stage(self.buffers.merged_weights())
+        return tuple(chain.from_iterable(map(self.buffers.weights_in, range(len(self.layout.buckets)))))
 
     def regroup(
         self,

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import cast
 
 import torch.distributed as dist
@@ -44,6 +45,7 @@ class Bucket:
     """One bucket of one step on its way. ``stages``: the numbers of its stages, ``num_stages``: of the entire plan.
 
     ``rows``: the telemetry, which goes with the last bucket. ``gives``: this rank gives anything to it beside these.
+    ``weights()``: for each of its stages, the weight of what is in it now.
     ``launched`` in the ring, with the parts of the leaves in ``taken``.
     """
 
@@ -54,6 +56,7 @@ class Bucket:
     num_stages: int
     rows: Tensor | None
     gives: bool
+    weights: Callable[[], Sequence[float]]
     work: Pending
     launched: list[dist.Work] = field(default_factory=list)
     taken: frozenset[int] = frozenset()
@@ -87,7 +90,8 @@ class StepBuckets:
             rows = self._buffers.rows if number + 1 == len(self._stages) else None
             num_stages = sum(map(len, self._stages))
             own, gives = self._stages[number], self._buffers.gives(number)
-            bucket = Bucket(self._step, number, self._messages, own, num_stages, rows, gives, work)
+            weights = partial(self._buffers.weights_in, number)
+            bucket = Bucket(self._step, number, self._messages, own, num_stages, rows, gives, weights, work)
             self._number, self._messages, self._work = number + 1, [], Pending()
             self._take(bucket)
         return cast("dist.Work", work)

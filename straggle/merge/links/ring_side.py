@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from operator import sub
 from queue import SimpleQueue
 from typing import cast
 
@@ -49,7 +50,8 @@ class RingSide:
         self._finishing: SimpleQueue[Bucket | None] = SimpleQueue()
         self._free = threading.Semaphore()  # one bucket at a time: the later it is launched, the more has come for it
         self._merged_at = time.monotonic()
-        self._marks: dict[int, set[int]] = {}  # of the running step: for each leaf the stages that came in time
+        # of the running step: for each leaf the stages that came in time, and with what weight
+        self._marks: dict[int, dict[int, float]] = {}
         self._threads = [
             threading.Thread(target=self._guarded, args=run, name=f"straggle-ring-{word}", daemon=True)
             for word, run in (
@@ -136,7 +138,7 @@ class RingSide:
                 lambda: self._problem or all(leaf.done >= step - 1 - self._max_lag for leaf in self._leaves.values())
             )
         self._patience.begin()
-        self._marks = {leaf: set() for leaf in self._leaves}
+        self._marks = {leaf: {} for leaf in self._leaves}
 
     def _add_parts(self, bucket: Bucket) -> None:
         """Add what leaves sent of this bucket, if it comes in time."""
@@ -148,10 +150,12 @@ class RingSide:
             parts = {rank: leaf.take(step, number) for rank, leaf in self._leaves.items()}
         for rank, part in parts.items():
             if part is not None and len(part) in (0, bucket.nbytes):
+                before = bucket.weights()
                 if part:
                     _add(bucket.messages, part)
                 bucket.taken |= {rank}
-                self._marks[rank].update(bucket.stages)
+                added = map(sub, bucket.weights(), before)
+                self._marks[rank].update(zip(bucket.stages, added, strict=True))
 
     def _write_rows(self, rows: Tensor, bucket: Bucket) -> None:
         for rank, leaf in self._leaves.items():
@@ -162,7 +166,7 @@ class RingSide:
                     current = leaf.row_of == bucket.step
                 row = None if came is None else torch.frombuffer(came, dtype=rows.dtype)
                 row = row if row is not None and current else missing_row(bucket.num_stages, row)
-            put_row(rows, rank, row)
+            put_row(rows, rank, row, bucket.num_stages)
             mark(rows, rank, self._marks[rank], bucket.num_stages)
 
     def _finish(self, bucket: Bucket) -> None:

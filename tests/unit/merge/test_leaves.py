@@ -68,10 +68,10 @@ def test_rows_of_all_parents_say_what_of_a_leaf_came_in_time() -> None:
     own = [torch.zeros(3, len(row_of((1.0,) * 3).encode())) for _ in range(2)]
     for rank, rows in enumerate(own):
         rows[rank] = row_of((1.0, 1.0, 1.0)).encode()
-    put_row(own[0], 2, None)
-    mark(own[0], 2, [0], 3)
-    put_row(own[1], 2, row_of((1.0, 1.0, 0.5)).encode())
-    mark(own[1], 2, [2], 3)
+    put_row(own[0], 2, None, 3)
+    mark(own[0], 2, {0: 1.0}, 3)
+    put_row(own[1], 2, row_of((1.0, 1.0, 0.5)).encode(), 3)
+    mark(own[1], 2, {2: 0.5}, 3)
     merged = own[0] + own[1]
     read_marks(merged, {2: 5}, 3)
     assert merged[2, :1].item() == pytest.approx(0.1)
@@ -84,9 +84,11 @@ def test_rows_of_all_parents_say_what_of_a_leaf_came_in_time() -> None:
 def test_a_row_that_did_not_come_has_what_its_rank_said_last() -> None:
     last = Row(**{**vars(row_of((1.0, 1.0))), "ring_formed": 7}).encode()
     rows = missing_row(2, last).unsqueeze(0)
-    mark(rows, 0, [0, 1], 2)
+    mark(rows, 0, {0: 2.0, 1: 0.0}, 2)  # it gave nothing to the second stage
     read_marks(rows, {0: 5}, 2)
     table = Table(rows, 2)
+    assert table.weight() == [2.0]
+    assert rows[0, table.of_stages.computed].tolist() == rows[0, table.of_stages.weights].tolist() == [1.0, 0.0]
     assert (table.rings_formed(), table.leaves()) == ([7], {0: 5})
     assert math.isnan(table.compute_s()[0])
     assert table.finished_ranks() == [False]
