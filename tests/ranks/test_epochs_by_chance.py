@@ -3,6 +3,8 @@
 As with `test_replay_by_chance.py`, STRAGGLE_JOBS says which.
 """
 
+import json
+import os
 import random
 import time
 from dataclasses import dataclass, field
@@ -96,13 +98,16 @@ def batches(plan, epochs):
 
 
 def train(rank, board, folder, plan):
-    """By step: the epoch that the next one is in, which samples were merged, how many are lost, and who is absent."""
+    """Write of each step the epoch of the next one, which samples were merged, how many are lost, and who is absent.
+
+    To a file for each process: one that is killed has nothing to return.
+    """
     if plan.in_buckets:
         stages.BUCKET_BYTES = 1
     module, members = Samples(), Elastic(min_ranks=1) if plan.has_members else None
     stops = made_to_be_hit(module, folder, rank, plan.stalls)
     model = StagedDataParallel(module, stages=LAYERS, members=members, **plan.options)
-    registered, steps = {}, {}
+    registered, written = {}, (folder / f"steps{rank}.{os.getpid()}").open("w")
     if plan.rebalances:
         registered["rebalance"] = Rebalance(model, total=BATCH_SIZE * model.world_size, window=4)
     epochs = Epochs(model, num_samples=NUM_SAMPLES, batch_size=BATCH_SIZE, rebalance=registered.get("rebalance"))
@@ -113,14 +118,15 @@ def train(rank, board, folder, plan):
             model(samples).backward()
         report = model.last_report
         if not report.ranks[rank].absent:
-            steps[report.step] = epochs.number, counts(module, report), epochs.num_lost, report.absent_ranks
+            own = report.step, epochs.number, counts(module, report), epochs.num_lost, report.absent_ranks
+            print(json.dumps(own), file=written, flush=True)
             time.sleep(0.01)
             board.note(rank, report.step + 1)
         model.zero_grad()
         stops.left(report)
         if report.step + 1 >= board.end:
             break
-    return steps
+    return "done"
 
 
 def counts(module, report):
@@ -132,21 +138,29 @@ def counts(module, report):
     return {sample: count for sample, count in enumerate(found.round().int().tolist()) if count}
 
 
+def read(path):
+    """The steps that a process wrote; it may have been killed while it wrote one."""
+    lines = path.read_text().split("\n")[:-1]
+    return {step: own for step, *own in map(json.loads, lines)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", JOBS)
 def test_each_sample_of_an_epoch_is_merged_once(tmp_path, number):
     plan = draw(number)
-    outcomes = run_with_hits(plan.world_size, plan.hits, train, tmp_path, plan)
-    steps = {step: own for outcome in outcomes for step, own in outcome.items()}
-    assert sorted(steps) == list(range(len(steps)))
-    for outcome in outcomes:
+    run_with_hits(number, plan, train, tmp_path)
+    processes = {path.name: read(path) for path in sorted(tmp_path.glob("steps*"))}
+    steps = {}
+    for name, own in processes.items():
         # what a stopped rank makes of the step in which its peers put it out is no step of the job
-        assert all(own == steps[step] for step, own in outcome.items() if step + 1 in outcome), plan
+        for step in (step for step in own if step + 1 in own):
+            assert own[step] == steps.setdefault(step, own[step]), f"{plan}: {name}, step {step}"
+    assert sorted(steps) == list(range(len(steps)))
     check_epochs(plan, steps)
 
 
 def check_epochs(plan, steps):
-    num_epochs, lost_before, absent_before = steps[len(steps) - 1][0], 0, ()
+    num_epochs, lost_before, absent_before = steps[len(steps) - 1][0], 0, []
     assert num_epochs > 2
     for epoch in range(num_epochs):
         merged_in, left_in = {}, set()

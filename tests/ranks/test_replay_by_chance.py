@@ -214,7 +214,7 @@ def repeat(rank, folder, plan, end):
 @pytest.mark.parametrize("number", JOBS)
 def test_job_drawn_by_chance_is_repeated_bit_for_bit(tmp_path, number):
     plan = draw(number)
-    outcomes = run_with_hits(plan.world_size, plan.hits, record, tmp_path, plan)
+    outcomes = run_with_hits(number, plan, record, tmp_path)
     end = 1 + max(max(states) for states, _, _ in outcomes)
     again = run_ranks(repeat, plan.world_size, tmp_path, plan, end)
     for which in (0, 2):  # states and losses, the same on all ranks that made a step

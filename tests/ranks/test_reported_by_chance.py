@@ -239,7 +239,7 @@ def gradients_of(module):
 @pytest.mark.parametrize("number", JOBS)
 def test_what_is_merged_is_what_the_report_says(tmp_path, number):
     plan = draw(number)
-    for rank, (problems, _) in enumerate(run_with_hits(plan.world_size, plan.hits, train, tmp_path, plan)):
+    for rank, (problems, _) in enumerate(run_with_hits(number, plan, train, tmp_path)):
         assert not problems, f"rank {rank}, {plan}: {problems}"
 
 
@@ -248,6 +248,6 @@ def test_what_is_merged_is_what_the_report_says(tmp_path, number):
 def test_what_a_rank_gave_before_it_left_in_a_step_counts_in_its_stages(tmp_path, num_parts):
     options = {"estimator": Abstain(), "merge": Merge()}
     plan = Plan(3, True, options, hits=(("kill in backward", 1, 0.0),), num_parts=num_parts)
-    outcomes = run_with_hits(plan.world_size, plan.hits, train, tmp_path, plan)
+    outcomes = run_with_hits(num_parts, plan, train, tmp_path)
     assert all(problems == [] for problems, _ in outcomes)
     assert outcomes[0][1] == outcomes[2][1] > 0

@@ -47,11 +47,14 @@ def draw_hits(chance, world_size, *, has_members):
     )
 
 
-def run_with_hits(world_size, hits, function, folder, *args):
-    """What ``function(rank, board, folder, *args)`` returns on each rank, which were hit meanwhile."""
-    with run_job(world_size, function, folder, *args) as job:
+def run_with_hits(number, plan, function, folder):
+    """What ``function(rank, board, folder, plan)`` returns on each rank, which were hit meanwhile.
+
+    Every other job has a store that is a server, as on a cluster.
+    """
+    with run_job(plan.world_size, function, folder, plan, served=number % 2 == 1) as job:
         job.walk(12)
-        for kind, rank, share in hits:
+        for kind, rank, share in plan.hits:
             job.walk(3)
             job.meet()
             _hit(job, folder, kind, rank, share)
