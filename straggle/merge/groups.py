@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -100,8 +101,9 @@ class GlooGroup(GlooCollectives):
     def drop(self) -> None:
         """Use it no more."""
         works, group, self._works, self._group = self._works, self._group, set(), None
-        _dropped.append((group, works))
-        _let_go()
+        with _dropping:
+            _dropped.append((group, works))
+        let_go()
 
     def forget_ended(self) -> None:
         """Hold no collective any longer that is over.
@@ -175,9 +177,19 @@ def _begun(work: dist.Work | None) -> dist.Work:
     return work
 
 
+_dropping = threading.Lock()
 _dropped: list[tuple[Any, set[dist.Work]]] = []  # groups, and what was launched in them
 
 
-def _let_go() -> None:
-    """Free the groups in which nothing is on its way any more; the others when the next one is dropped."""
-    _dropped[:] = [(group, works) for group, works in _dropped if not all(work.is_completed() for work in works)]
+def let_go() -> bool:
+    """Free the groups that were dropped and in which nothing is on its way any more; whether these are all of them.
+
+    gloo closes the connections of a group one after another, 10 ms each.
+    """
+    kept: list[tuple[Any, set[dist.Work]]] = []
+    ended: list[tuple[Any, set[dist.Work]]] = []
+    with _dropping:
+        for group, works in _dropped:
+            (ended if all(work.is_completed() for work in works) else kept).append((group, works))
+        _dropped[:] = kept
+    return not kept  # what has ended is freed as this one returns, without the lock

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from straggle.merge.channel import Channel, LongWait, PeerFailed
-from straggle.merge.groups import GlooGroup, Groups, is_over
+from straggle.merge.groups import GlooGroup, Groups, is_over, let_go
 from straggle.merge.members.agents import DONE, Exited, exited
 from straggle.merge.members.membership import JobDone, Membership
 from straggle.merge.members.view import Elastic, View
@@ -30,6 +30,7 @@ _SLICE_S = 0.02
 _MERGE_SLICE_S = 0.1  # each slice that ends before a merge does costs 0.2 ms of CPU, for gloo's error that says so
 _FORM_S = 20.0  # for the members of a view to meet
 _OLD_S = 600.0  # after which gloo itself ends what was launched
+_OLD_LOOK_S = 0.1  # between two looks whether it has ended
 _num_models = 0  # that were wrapped so in this process: its models have their corners of the store in this order
 
 _log = logging.getLogger(__name__)
@@ -150,9 +151,15 @@ class ElasticChannel(Channel):
             return False
         self._formed, old, self._made = Groups(made[0], made[1], view.ranks), self._made, made
         self.generation = view.generation
-        for group in old:
-            group.drop()
+        self.membership.spawn(self._drop, old)
         return True
+
+    def _drop(self, groups: Sequence[GlooGroup]) -> None:
+        """On a thread of its own: freeing a group takes long, and the members wait for the one that forms the next."""
+        for group in groups:
+            group.drop()
+        while not (let_go() or self.closing):
+            time.sleep(_OLD_LOOK_S)
 
     def _is_annulled(self, view: View) -> bool:
         return not view.has_begun and self.membership.chain.annulled == view.job

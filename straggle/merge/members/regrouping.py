@@ -20,6 +20,7 @@ from straggle.merge.store import StoreUnreachable
 from straggle.report import MembersReport
 
 _LOOK_S = 0.2  # between two looks at what there is to do
+_ASKED_LOOK_S = 0.02  # the same of a rank that asks to be let in: from then on the members wait for it
 _ASK_AGAIN_S = 2.0
 _STUCK_S = 12.0  # in one request to the store; a connection is made, or not, in less
 _ANSWERS, _TURNS = 0, 1  # what the store's silence is known by: its answers, and whether any request ends
@@ -92,7 +93,10 @@ class Regrouping:
         """Do what is to be done now, or wait for a moment."""
         if self._membership.is_member and self.leaves is not None:
             self.leaves()
-        if self._membership.chain.wait_newer(self._channel.generation, _LOOK_S):
+        asks = self._asked_at is not None and not self._membership.is_member
+        if asks:
+            self._membership.look()
+        if self._membership.chain.wait_newer(self._channel.generation, _ASKED_LOOK_S if asks else _LOOK_S):
             self._newer_at = time.monotonic()
             self._follow()
         elif time.monotonic() - self._newer_at > _RETURN_S:

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
-from straggle.merge.groups import GlooGroup, is_over, succeeds
+from straggle.merge.groups import GlooGroup, is_over, let_go, succeeds
 
 
 def two_ranks(limit_s=5.0):
@@ -61,3 +61,17 @@ def test_collective_that_fails_has_not_succeeded_when_it_is_over():
     assert after_it.is_completed()
     for group in (here, there):
         group.drop()
+
+
+def test_group_that_is_dropped_is_held_until_what_was_launched_in_it_is_over():
+    here, there = two_ranks()
+    work = here.all_reduce(torch.ones(4))
+    here.drop()
+    assert not let_go()  # or gloo would wait for a rank that may not come
+
+    other = there.all_reduce(torch.ones(4))
+    assert is_over(other, 5.0)
+    assert is_over(work, 5.0)
+    assert let_go()
+    there.drop()
+    assert let_go()
