@@ -44,9 +44,10 @@ class Encoded:
     data: Tensor
 
 
-def encode(state: Any) -> Encoded:
+def encode(state: Any, room: Tensor | None = None) -> Encoded:
     """A snapshot of nested dicts (keys: str, int), lists, tuples, plain values and dense tensors on any device.
 
+    ``room``: flat uint8 memory on the CPU for ``data``, which is used where it is enough.
     Parameters become plain tensors, an ``OrderedDict`` becomes a dict: the versions of modules, an attribute of
     ``module.state_dict()``, are not sent. Raises ``TypeError`` for what cannot be, with its place:
     ``optimizer.state[3].hook``.
@@ -54,8 +55,10 @@ def encode(state: Any) -> Encoded:
     tensors: list[tuple[Tensor, list[Node]]] = []
     tree = _describe(state, (), tensors)
     tensors.sort(key=lambda pair: -pair[0].itemsize)  # so each begins at a multiple of its item's size, without gaps
-    data = torch.empty(sum(tensor.nbytes for tensor, _ in tensors), dtype=torch.uint8, device="cpu")
-    end = 0
+    num_bytes, end = sum(tensor.nbytes for tensor, _ in tensors), 0
+    if room is None or len(room) < num_bytes:
+        room = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+    data = room[:num_bytes]
     for tensor, node in tensors:
         begin, end = end, end + tensor.nbytes
         node += begin, tensor.nbytes

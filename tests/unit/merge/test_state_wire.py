@@ -169,6 +169,15 @@ def test_what_is_encoded_is_a_snapshot():
     assert decode(encoded.header, encoded.data)["weight"].tolist() == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(("num_bytes", "is_used"), [(0, False), (39, False), (40, True), (100, True)])
+def test_state_is_encoded_into_memory_that_is_there_where_that_is_enough(num_bytes, is_used):
+    state, room = {"a": torch.arange(8.0), "b": torch.ones(1, dtype=torch.int64)}, torch.full((num_bytes,), 7).byte()
+    encoded = encode(state, room)
+    assert torch.equal(encoded.data, encode(state).data)
+    assert (encoded.data.data_ptr() == room.data_ptr()) == is_used
+    assert content(decode(encoded.header, encoded.data)) == content(state)
+
+
 def test_what_is_decoded_has_memory_of_its_own():
     encoded = encode([torch.arange(5.0), torch.arange(3.0)])
     first, second = decode(encoded.header, encoded.data)
