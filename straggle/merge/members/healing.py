@@ -132,14 +132,13 @@ class Healing:
         return f"the state of the job did not come: {arrival.error}" if arrival.error is not None else ""
 
     def _make_room(self) -> None:
-        """Where a rank asks this one to be let in, it is let in after a step in which memory for a state was taken."""
-        wanted = bool(self._membership.joins.wanted)
-        if wanted and self._room is None:
+        """Where a rank asks this one to be let in, it is let in after the step in which memory for a state was taken."""
+        if not self._membership.joins.wanted:
+            self._room = None
+        elif self._room is None:
             self._room = _Room(_num_bytes(self._state()))
             self._membership.spawn(self._room.take)
-        elif not wanted:
-            self._room = None
-        self._coordinator.member.has_room = wanted
+        self._coordinator.member.has_room = self._room is not None and self._room.is_taken
 
     def _give(self, step: int) -> None:
         began_at = time.monotonic()
@@ -194,12 +193,16 @@ class _Room:
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
-        self.memory: torch.Tensor | None = None  # when all of it is there
+        self.memory: torch.Tensor | None = None  # all of it
+        self.is_taken = False  # or there is not enough, which is said where the state is copied
 
     def take(self) -> None:
-        memory = torch.empty(self._num_bytes, dtype=torch.uint8, device="cpu")
-        memory[::_PAGE_BYTES].zero_()
-        self.memory = memory
+        try:
+            memory = torch.empty(self._num_bytes, dtype=torch.uint8, device="cpu")
+            memory[::_PAGE_BYTES].zero_()
+            self.memory = memory
+        finally:
+            self.is_taken = True
 
 
 class _Arrival:
