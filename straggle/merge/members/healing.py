@@ -132,7 +132,7 @@ class Healing:
         return f"the state of the job did not come: {arrival.error}" if arrival.error is not None else ""
 
     def _make_room(self) -> None:
-        """Where a rank asks this one to be let in, it is let in after the step in which memory for a state was taken."""
+        """Who asks this rank to be let in comes in after the step in which memory for the state was taken."""
         if not self._membership.joins.wanted:
             self._room = None
         elif self._room is None:
