@@ -607,7 +607,7 @@ def finish_steps_while_others_ask(rank):
     coordinator.start()
     try:
         begin_step()
-        membership.joins.wanted, coordinator.member.has_room = {rank: "another incarnation"}, True
+        membership.joins.wanted, coordinator.member.has_room = {rank: "another incarnation"}, lambda: True
         coordinator.finish(truncated=False, scalars={})
         held.append(membership.chain.held)
         membership.chain.held, admits = None, coordinator.member.telemetry_of(0)

@@ -55,6 +55,7 @@ class Healing:
         self.report = HealingReport()
         self.giver = -1  # whose state this rank took last
         regrouping.on_joined, regrouping.leaves = self.let_in, self.leave_if_lost
+        coordinator.member.has_room = self._has_room
         regrouping.is_back = lambda: coordinator.member.is_back and coordinator.is_planned
 
     def register(self, objects: Mapping[str, Any]) -> None:
@@ -138,12 +139,13 @@ class Healing:
         elif self._room is None:
             self._room = _Room(_num_bytes(self._state()))
             self._membership.spawn(self._room.take)
-        self._coordinator.member.has_room = self._room is not None and self._room.is_taken
+
+    def _has_room(self) -> bool:
+        return (room := self._room) is not None and room.is_taken  # another thread may ask
 
     def _give(self, step: int) -> None:
         began_at = time.monotonic()
         room, self._room = self._room, None
-        self._coordinator.member.has_room = False
         encoded = encode(self._state(), None if room is None else room.memory)
         _log.info("rank %d: copied its state in %.3f s", self._channel.rank, time.monotonic() - began_at)
         self._membership.spawn(self._send, encoded, step)

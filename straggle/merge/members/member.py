@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -35,8 +35,8 @@ class Member:
 
     Three kinds of callers. The thread that leads the rank from view to view (`elastic.py`) calls `freeze`,
     `telemetry_of`, `regroup`, `put_out` and `end`, and `healing.py` what is beside them; these take the lock. What the
-    coordinator and its other parts call stands at the end, and is called with the lock held. ``is_back``,
-    ``awaits_state`` and ``has_room`` are written by the training thread alone.
+    coordinator and its other parts call stands at the end, and is called with the lock held. ``is_back`` and
+    ``awaits_state`` are written by the training thread alone.
     """
 
     def __init__(self, rank: RankParts) -> None:
@@ -49,7 +49,7 @@ class Member:
         self.fell_behind = False  # a member that needs a state, because more steps were merged than may wait for it
         self.is_back = False  # the training thread has been between two steps since
         self.awaits_state = False  # it does nothing else
-        self.has_room = False  # for its state, which others are to be given; by the training thread
+        self.has_room: Callable[[], bool] = lambda: False  # for its state, which others are to be given
         self._last_taken_at = 0  # the step that was being merged when it took one last
         self._catch_up: tuple[int, int] | None = None  # a healed rank: the step that it is to come to, and from how far
         self._healing: frozenset[int] = frozenset()  # members that wait for their state
@@ -237,7 +237,7 @@ class Member:
         stages are planned no rank can merge with newcomers.
         """
         wanted = self._membership is not None and bool(self._membership.joins.wanted)
-        return wanted and self.has_room and self._rank.stand_in.started and not current.stood_in
+        return wanted and self.has_room() and self._rank.stand_in.started and not current.stood_in
 
     def lost_of(self, step: int) -> Mapping[int, set[int]]:
         """By rank, the buckets of ``step`` that a change of members took."""
