@@ -58,7 +58,10 @@ def test_killed_ranks_come_back_with_the_state_of_the_others():
             job.start(rank)
             job.walk(6)
         outcomes = job.finish()
+        copied = [line for line in job.log().splitlines() if "copied its state" in line]
     check_equal(outcomes)
+    assert len(copied) == 2
+    assert all("into memory that was there" in line for line in copied)  # the peers wait for the copy alone
     assert gives_again(outcomes[1], 0, 2)
     zero, one, two = outcomes
     assert one.begun == 0

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from straggle.merge.channel import PeerFailed
 from straggle.merge.coordinator import Coordinator
@@ -30,6 +31,7 @@ from straggle.report import HealingReport
 _SEND_S = 60.0
 _MAX_BYTES = 1 << 40
 _PAGE_BYTES = 4096  # or more of them
+_OTHER_BYTES = 1 << 20  # of samplers, schedulers, and the policy's history
 
 _log = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ class Healing:
         self._registered: Mapping[str, Any] = {}
         self._arrival: _Arrival | None = None
         self._room: _Room | None = None  # for the state of this rank, which another one is to be given
+        self._given_bytes = 0  # the last time
         self.report = HealingReport()
         self.giver = -1  # whose state this rank took last
         regrouping.on_joined, regrouping.leaves = self.let_in, self.leave_if_lost
@@ -137,8 +140,16 @@ class Healing:
         if not self._membership.joins.wanted:
             self._room = None
         elif self._room is None:
-            self._room = _Room(_num_bytes(self._state()))
+            self._room = _Room(self._expected_bytes())
             self._membership.spawn(self._room.take)
+
+    def _expected_bytes(self) -> int:
+        """Of the state that is to be given, asked only of what lends its tensors: others may copy them, or wait."""
+        states: list[Any] = [self._module.state_dict()]
+        for name, value in self._registered.items():
+            if name.startswith("straggle.") or isinstance(value, (nn.Module, Optimizer)):
+                states.append(value.state_dict())
+        return max(self._given_bytes, _num_bytes(states) + _OTHER_BYTES)
 
     def _has_room(self) -> bool:
         return (room := self._room) is not None and room.is_taken  # another thread may ask
@@ -147,7 +158,14 @@ class Healing:
         began_at = time.monotonic()
         room, self._room = self._room, None
         encoded = encode(self._state(), None if room is None else room.memory)
-        _log.info("rank %d: copied its state in %.3f s", self._channel.rank, time.monotonic() - began_at)
+        self._given_bytes = len(encoded.data)
+        was_there = room is not None and room.has(encoded.data)
+        _log.info(
+            "rank %d: copied its state in %.3f s, into memory that was %s",
+            self._channel.rank,
+            time.monotonic() - began_at,
+            "there" if was_there else "taken for it",
+        )
         self._membership.spawn(self._send, encoded, step)
 
     def _state(self) -> dict[str, Any]:
@@ -197,6 +215,9 @@ class _Room:
         self._num_bytes = num_bytes
         self.memory: torch.Tensor | None = None  # all of it
         self.is_taken = False  # or there is not enough, which is said where the state is copied
+
+    def has(self, data: torch.Tensor) -> bool:
+        return self.memory is not None and self.memory.data_ptr() == data.data_ptr()
 
     def take(self) -> None:
         try:
