@@ -244,10 +244,9 @@ def test_what_is_merged_is_what_the_report_says(tmp_path, number):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_parts", [0, 3], ids=["own-batches", "pool"])
-def test_what_a_rank_gave_before_it_left_in_a_step_counts_in_its_stages(tmp_path, num_parts):
+def test_what_a_rank_gave_before_it_left_in_a_step_counts_in_its_stages(tmp_path):
     options = {"estimator": Abstain(), "merge": Merge()}
-    plan = Plan(3, True, options, hits=(("kill in backward", 1, 0.0),), num_parts=num_parts)
-    outcomes = run_with_hits(num_parts, plan, train, tmp_path)
+    plan = Plan(3, True, options, hits=(("kill in backward", 1, 0.0),))
+    outcomes = run_with_hits(0, plan, train, tmp_path)
     assert all(problems == [] for problems, _ in outcomes)
     assert outcomes[0][1] == outcomes[2][1] > 0

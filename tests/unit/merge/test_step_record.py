@@ -1,0 +1,43 @@
+"""What a report says that the rows of the ranks do not."""
+
+import math
+
+import pytest
+import torch
+from training import mlp
+
+from straggle.backward.stages import plan_stages
+from straggle.merge.names import ScalarNames
+from straggle.merge.step_record import StepRecord
+from straggle.merge.table import Table
+from straggle.merge.telemetry import Row
+from straggle.report import PHASES
+
+WEIGHTS = (2.0, 1.0)  # of the ranks that are left
+PLAN = plan_stages(mlp())
+NUM_STAGES = len(PLAN.stages)
+
+
+def weights(merged, pool_weight=0.0):
+    """Those of the stages, of which so much was ``merged`` in each."""
+    alike = {"computed": (1.0,) * NUM_STAGES, "estimated": (0.0,) * NUM_STAGES, "stage_s": (math.nan,) * NUM_STAGES}
+    pool = {"pool_parts": int(pool_weight), "pool_weight": pool_weight}
+    rows = [Row(dict.fromkeys(PHASES, 0.0), 0.1, 0.1, weight=own, **alike, **pool).encode() for own in (*WEIGHTS, 0.0)]
+    record = StepRecord(
+        0, 0.1, math.inf, PLAN, Table(torch.stack(rows), NUM_STAGES), ScalarNames({}), merged_weights=merged
+    )
+    return [stage.weight for stage in record.report.stages]
+
+
+@pytest.mark.parametrize("merged", [(), (3.0,) * NUM_STAGES, (2.0,) * NUM_STAGES], ids=["", "same", "not-finite"])
+def test_weight_of_a_stage_is_the_sum_over_the_ranks(merged):
+    assert weights(merged) == [3.0] * NUM_STAGES
+
+
+def test_what_was_merged_of_a_rank_that_has_left_counts_too():
+    assert weights((4.0, *(3.0,) * (NUM_STAGES - 1))) == [4.0] + [3.0] * (NUM_STAGES - 1)
+
+
+def test_of_a_pool_too():
+    # of five parts the third rank, which has left, had two; a pool counts as one step of all three ranks
+    assert weights((3.0,) * NUM_STAGES, pool_weight=5.0) == [5.0] * NUM_STAGES
