@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -95,7 +96,8 @@ class Regrouping:
             self.leaves()
         asks = self._asked_at is not None and not self._membership.is_member
         if asks:
-            self._membership.look()
+            with contextlib.suppress(ValueError):  # a view of another job; who watches says so
+                self._membership.look()
         if self._membership.chain.wait_newer(self._channel.generation, _ASKED_LOOK_S if asks else _LOOK_S):
             self._newer_at = time.monotonic()
             self._follow()
