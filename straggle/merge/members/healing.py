@@ -92,9 +92,10 @@ class Healing:
     def take_first(self) -> None:
         """Of a rank that comes to a running job, before its first step: wait for the state, and go on from there."""
         until = time.monotonic() + self._channel.give_up_s
-        self._coordinator.member.awaits_state = self._coordinator.member.is_back = True
+        self._coordinator.member.awaits_state = True
         while (arrival := self._arrival) is None or arrival.state is None or not self._takes_part_from(arrival.view):
             self._coordinator.member.check_ended()
+            self._coordinator.member.is_back = True  # also after it was put out because its state did not come
             if time.monotonic() > until:
                 raise PeerFailed(
                     f"rank {self._channel.rank} has asked to be let in, and the members (ranks "
