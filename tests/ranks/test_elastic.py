@@ -761,3 +761,41 @@ def test_rank_that_enters_its_next_step_right_after_its_own_error_is_healed():
     assert [own[2] for own in results] == [0, 1, 1]
     assert len({own[:2] for own in results}) == 1
     assert results[0][3] == ()
+
+
+def without_memory_at_first(rank, board):
+    """Training in which the first state that comes to a process finds too little memory. The step of its end."""
+    empty, refused = torch.empty, []
+
+    def scarce(*size, **options):
+        if options.get("dtype") is torch.uint8 and size[0] > 0 and not refused:
+            refused.append(size)
+            raise MemoryError("no memory")
+        return empty(*size, **options)
+
+    model = StagedDataParallel(mlp(), members=Elastic(min_ranks=1))
+    if model.rank == 2:
+        torch.empty = scarce
+    step = model.register_state()
+    while step < board.end:
+        with model.step():
+            model(features(rank, step)).sum().backward()
+        model.zero_grad()
+        step = model.last_report.step + 1
+        board.note(rank, step)
+        time.sleep(0.01)
+    return step
+
+
+@pytest.mark.slow
+def test_new_process_whose_first_state_did_not_come_asks_again():
+    with run_job(3, without_memory_at_first) as job:
+        job.walk(6)
+        job.kill(2)
+        job.walk(6, [0, 1])
+        job.start(2)
+        job.walk(6)
+        outcomes = job.finish()
+        log = job.log()
+    assert len(set(outcomes)) == 1
+    assert log.count("the state of the job did not come: no memory") >= 1
