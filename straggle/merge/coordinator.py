@@ -117,6 +117,12 @@ class Coordinator:
         return self._stand_in.started
 
     @property
+    def is_merging(self) -> bool:
+        """Whether gradients of this rank are on their way."""
+        with self.merging.lock:
+            return (current := self.merging.round) is not None and current.travels
+
+    @property
     def plan(self) -> StagePlan:
         """The stages as they are planned now."""
         return self._rounds.plan

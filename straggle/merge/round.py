@@ -389,6 +389,12 @@ class Round:
         names = self.layout.bucket_names
         return [(work, name) for works, name in zip(self._works, names, strict=False) for work in works]
 
+    @property
+    def travels(self) -> bool:
+        """Whether anything that was launched is not over."""
+        last = [] if self.last_message is None else [self.last_message]
+        return not all(work.is_completed() for work in (*chain.from_iterable(self._works), *last))
+
     def merged_early(self) -> list[int]:
         """The first buckets whose merges are over while those of others are not; none where all are over."""
         over = 0

@@ -21,6 +21,7 @@ from straggle.merge.channel import PeerFailed
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.groups import gloo_group
 from straggle.merge.members.elastic import ElasticChannel
+from straggle.merge.members.pace import Pace
 from straggle.merge.members.regrouping import Regrouping
 from straggle.merge.members.state_wire import Encoded, encode, receive, send
 from straggle.merge.members.view import TOO_FAR_BEHIND, Leaving, View
@@ -187,10 +188,17 @@ class Healing:
         if view.step > step:
             return
         for rank in sorted(view.joined):
+            pause = self._pace(encoded, step).pause
             try:
-                send(encoded, _pair(self._channel, view, rank, place=0), 1)
+                send(encoded, _pair(self._channel, view, rank, place=0), 1, pause)
             except (RuntimeError, ValueError, OSError) as error:
                 _log.warning("rank %d could not send its state to rank %d: %s", self._channel.rank, rank, error)
+
+    def _pace(self, encoded: Encoded, step: int) -> Pace:
+        """Of a state as of ``step``: the newcomer keeps what is merged meanwhile, of which it is to be the larger."""
+        coordinator = self._coordinator
+        most = max(coordinator.deadline.late_handling.max_lag, len(encoded.data) // max(1, coordinator.num_bytes))
+        return Pace(lambda: coordinator.is_merging, lambda: self._membership.step >= step + most)
 
     def _take(self, view: View, state: Mapping[str, Any], *, loaders_too: bool) -> None:
         """Go on from a state; ``loaders_too``: what the loop iterates over begins there as well."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from reprlib import repr as in_short
 from typing import Any, TypeAlias
@@ -21,9 +23,11 @@ Node: TypeAlias = Any  # of JSON
 Path: TypeAlias = "tuple[str | int, ...]"
 
 MAX_DEPTH = 50  # lists in dicts in tuples
-CHUNK_BYTES = 64 * 2**20  # of one message: each has the group's time limit to itself
+CHUNK_BYTES = 2**18, 2**24  # of one message, at least and at most; each has the group's time limit to itself
 
-_MAGIC = int.from_bytes(b"straggl\x01", "big")  # the last byte is the version
+_NUM_CHUNKS = 256
+
+_MAGIC = int.from_bytes(b"straggl\x02", "big")  # the last byte is the version
 _TAG = 0x5747
 _NAMES = (
     "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex32 complex64 "
@@ -81,15 +85,23 @@ def decode(header: bytes, data: Tensor) -> Any:
     return _build(tree, (), data)
 
 
-def send(encoded: Encoded, group: Any, peer: int) -> None:
+def send(encoded: Encoded, group: Any, peer: int, pause: Callable[[int, float], None] = lambda *_: None) -> None:
     """Send a state to the other member of a ``ProcessGroupGloo``, which has to `receive` it.
 
+    ``pause(num_bytes, seconds)`` is called after each chunk but the last, with what it took until the peer had it.
     Raises ``RuntimeError`` where the peer is gone, or takes no chunk within the group's time limit: drop the group.
     """
     header = torch.frombuffer(bytearray(encoded.header), dtype=torch.uint8)
     sizes = torch.tensor([_MAGIC, len(header), len(encoded.data)], dtype=torch.int64, device="cpu")
-    for chunk in (sizes, *_chunks(header), *_chunks(encoded.data)):
+    group.send([sizes], peer, _TAG).wait()
+    chunks = [*_chunks(header), *_chunks(encoded.data)]
+    has_it = torch.zeros(1, dtype=torch.uint8, device="cpu")
+    for number, chunk in enumerate(chunks, 1):
+        began_at = time.monotonic()
         group.send([chunk], peer, _TAG).wait()
+        group.recv([has_it], peer, _TAG).wait()  # not before that: what was sent may wait in the system
+        if number < len(chunks):
+            pause(len(chunk), time.monotonic() - began_at)
 
 
 def receive(group: Any, peer: int, *, max_bytes: int) -> Any:
@@ -109,13 +121,17 @@ def receive(group: Any, peer: int, *, max_bytes: int) -> Any:
     if header_bytes + data_bytes > max_bytes:
         raise ValueError(f"{announced}, more than max_bytes={max_bytes}")
     header, data = bytearray(header_bytes), torch.empty(data_bytes, dtype=torch.uint8, device="cpu")
+    has_it = torch.ones(1, dtype=torch.uint8, device="cpu")
     for chunk in (*_chunks(torch.frombuffer(header, dtype=torch.uint8)), *_chunks(data)):
         group.recv([chunk], peer, _TAG).wait()
+        group.send([has_it], peer, _TAG).wait()
     return decode(bytes(header), data)
 
 
 def _chunks(flat: Tensor) -> list[Tensor]:
-    return [flat[begin : begin + CHUNK_BYTES] for begin in range(0, len(flat), CHUNK_BYTES)]
+    least, most = CHUNK_BYTES
+    size = min(max(least, len(flat) // _NUM_CHUNKS), most)
+    return [flat[begin : begin + size] for begin in range(0, len(flat), size)]
 
 
 def _describe(value: Any, path: Path, tensors: list[tuple[Tensor, list[Node]]]) -> Node:

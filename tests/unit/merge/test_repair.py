@@ -211,6 +211,25 @@ class Member:
             self.stand_in()
 
 
+def test_gradients_travel_from_the_first_that_is_launched_until_the_last_is_there():
+    peers = [Member(rank, MergeProgress(0, 0)) for rank in OLD]
+    member = peers[0]
+    assert not member.round.travels
+    for peer in peers:
+        peer.compute(1)
+    assert member.round.travels
+    run([peer.old for peer in peers])
+    assert not member.round.travels, "between two buckets"
+    for peer in peers:
+        peer.compute(3)
+    assert member.round.travels
+    run([peer.old for peer in peers])
+    member.round.last_message = Work()
+    assert member.round.travels, "the sign that all have it"
+    member.round.last_message.done = True
+    assert not member.round.travels
+
+
 def subsets(of):
     return [frozenset(s) for s in chain.from_iterable(combinations(of, size) for size in range(len(of) + 1))]
 

@@ -5,6 +5,7 @@ import math
 import reprlib
 import struct
 import threading
+import time
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from datetime import timedelta
 from enum import IntEnum
@@ -576,14 +577,53 @@ def test_state_of_30_mb_arrives_bit_for_bit():
     assert content(came) == content(state)
 
 
-@pytest.mark.parametrize("num_bytes", [0, CHUNK_BYTES, CHUNK_BYTES + 1])
-def test_data_may_be_empty_or_longer_than_one_message(num_bytes):
-    torch.manual_seed(0)
-    tensor = torch.randint(256, (num_bytes,), dtype=torch.uint8)
-    encoded = encode([tensor])
-    sent, came = between(lambda group: send(encoded, group, 1), lambda group: receive(group, 0, max_bytes=2**30))
+LEAST, _ = CHUNK_BYTES
+
+
+@pytest.mark.parametrize(("num_bytes", "num_chunks"), [(0, 0), (LEAST, 1), (LEAST + 1, 2), (512 * LEAST, 256)])
+def test_data_may_be_empty_or_longer_than_one_message(num_bytes, num_chunks):
+    tensor = torch.arange(num_bytes // 8 + 1).view(torch.uint8)[:num_bytes]
+    encoded, pauses = encode([tensor]), []
+    sent, came = between(
+        lambda group: send(encoded, group, 1, lambda *chunk: pauses.append(chunk)),
+        lambda group: receive(group, 0, max_bytes=2**31),
+    )
     assert sent is None
     assert torch.equal(came[0], tensor)
+    sizes = [own for own, _ in pauses]
+    assert len(sizes) == num_chunks  # one follows the header, and none the last chunk
+    assert sizes[:1] in ([], [len(encoded.header)])
+    assert num_bytes - LEAST * 2 <= sum(sizes[1:]) < max(1, num_bytes)
+
+
+class SlowGroup:
+    """An end of a group that takes the data's first chunk late, and notes how many were said to be there by then."""
+
+    def __init__(self, group, pauses):
+        self._group, self._pauses, self.num_there = group, pauses, -1
+
+    def recv(self, tensors, peer, tag):
+        if len(tensors[0]) == LEAST and self.num_there < 0:
+            time.sleep(0.3)
+            self.num_there = len(self._pauses)
+        return self._group.recv(tensors, peer, tag)
+
+    def send(self, tensors, peer, tag):
+        return self._group.send(tensors, peer, tag)
+
+
+def test_what_was_sent_and_has_not_arrived_is_not_taken_for_sent():
+    pauses = []
+
+    def receiver(group):
+        slow = SlowGroup(group, pauses)
+        receive(slow, 0, max_bytes=2**30)
+        return slow.num_there
+
+    encoded = encode([torch.zeros(LEAST)])
+    sent, num_there = between(lambda group: send(encoded, group, 1, lambda *chunk: pauses.append(chunk)), receiver)
+    assert sent is None
+    assert num_there == 1  # the header
 
 
 def test_states_follow_one_another_in_both_directions():
@@ -619,10 +659,10 @@ def announce(numbers):
 
 
 def test_peer_that_sends_something_else_is_refused():
-    magic = int.from_bytes(b"straggl\x01", "big")
+    magic = int.from_bytes(b"straggl\x02", "big")
     for numbers, said in [
-        ([1, 2, 3], "rank 0 sends no state of this version: it began with 0x1, not 0x7374726167676c01"),
-        ([magic + 1, 2, 3], "rank 0 sends no state of this version: it began with 0x7374726167676c02"),
+        ([1, 2, 3], "rank 0 sends no state of this version: it began with 0x1, not 0x7374726167676c02"),
+        ([magic + 1, 2, 3], "rank 0 sends no state of this version: it began with 0x7374726167676c03"),
         ([magic, 0, 3], "rank 0 announced a header of 0 bytes and data of 3 bytes, which no state has"),
         ([magic, -1, 3], "rank 0 announced a header of -1 bytes"),
         ([magic, 1, -3], "data of -3 bytes, which no state has"),
@@ -634,6 +674,6 @@ def test_peer_that_sends_something_else_is_refused():
 
 
 def test_peer_that_ends_in_the_middle_is_an_error_at_once():
-    magic = int.from_bytes(b"straggl\x01", "big")
+    magic = int.from_bytes(b"straggl\x02", "big")
     _, came = between(announce([magic, 10, 1000]), lambda group: receive(group, 0, max_bytes=10_000), limit_s=600)
     assert isinstance(came, RuntimeError)

@@ -1,0 +1,63 @@
+"""How long a state that is sent to a newcomer waits for gradients."""
+
+import pytest
+
+from straggle.merge.members.pace import Pace
+
+
+class Clock:
+    """Time that passes only in `sleep`."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def now(self):
+        return self.seconds
+
+    def sleep(self, seconds):
+        self.seconds += seconds
+
+
+def paused(pace, clock, sent_s):
+    began_at = clock.seconds
+    pace.pause(1000, sent_s)
+    return clock.seconds - began_at
+
+
+@pytest.mark.parametrize(
+    ("merging_s", "pressing_at", "waited"),
+    [
+        (0.0, 1e9, 0.0),  # no gradients are on their way
+        (0.3, 1e9, 0.3),  # until they have arrived
+        (1e9, 1e9, 1.2),  # gradients never end: six times what the chunk took
+        (1e9, 0.0, 0.0),  # the newcomer has waited long enough
+        (1e9, 0.5, 0.5),
+    ],
+)
+def test_pause_ends_with_the_gradients_that_slow_it_down_or_after_six_times_the_chunk(merging_s, pressing_at, waited):
+    clock = Clock()
+    merges = [False]
+    pace = Pace(
+        lambda: merges[0] and clock.seconds < merging_s,
+        lambda: clock.seconds >= pressing_at,
+        now=clock.now,
+        sleep=clock.sleep,
+    )
+    assert paused(pace, clock, 0.1) == 0  # so it is known what it takes alone
+    merges[0] = True
+    assert paused(pace, clock, 0.2) == pytest.approx(waited, abs=0.002)
+
+
+def test_state_that_gradients_do_not_slow_down_goes_in_turns_with_them():
+    clock = Clock()
+    pace = Pace(lambda: True, lambda: False, now=clock.now, sleep=clock.sleep)
+    assert paused(pace, clock, 0.2) == pytest.approx(0.2, abs=0.002)  # nothing better is known
+    assert paused(pace, clock, 0.22) == pytest.approx(0.22, abs=0.002)
+    assert paused(pace, clock, 0.1) == pytest.approx(0.1, abs=0.002)
+    assert paused(pace, clock, 0.2) == pytest.approx(1.2, abs=0.002)
+
+
+def test_no_pause_is_as_long_as_the_newcomer_waits_for_a_chunk():
+    clock = Clock()
+    pace = Pace(lambda: True, lambda: False, now=clock.now, sleep=clock.sleep)
+    assert paused(pace, clock, 30.0) == pytest.approx(5.0, abs=0.002)
