@@ -35,7 +35,8 @@ def main():
     options = kinds.add_parser("healing")
     options.add_argument("--turns", type=int, default=20)
     options.add_argument("--sleep-s", type=float, default=0.04)
-    options.add_argument("--ballast-mb", type=int, default=0, help="of state beside the 40 MB: healing takes longer")
+    options.add_argument("--width", type=int, default=740, help="of six square layers: 3.3 million parameters")
+    options.add_argument("--ballast-mb", type=int, default=0, help="of state that is neither parameters nor Adam's")
     options.add_argument("--quick", action="store_true", help="4 turns")
     options = kinds.add_parser("soak")
     options.add_argument("--steps", type=int, default=20000)
@@ -57,6 +58,7 @@ def main():
     options = kinds.add_parser("faults-rank")
     options.add_argument("--folder", type=Path)
     options.add_argument("--sleep-s", type=float)
+    options.add_argument("--width", type=int)
     options.add_argument("--ballast-mb", type=int)
     given = parser.parse_args()
     if not given.what.endswith("-rank"):
@@ -79,7 +81,7 @@ def _faults(given):
 def _healing(given):
     from members_healing import healing
 
-    return healing(4 if given.quick else given.turns, given.sleep_s, given.ballast_mb)
+    return healing(4 if given.quick else given.turns, given.sleep_s, given.width, given.ballast_mb)
 
 
 def _soak(given):
@@ -106,7 +108,7 @@ def _soak_rank(given):
 def _faults_rank(given):
     from members_faults import rank_main
 
-    rank_main(given.folder, given.sleep_s, given.ballast_mb)
+    rank_main(given.folder, given.sleep_s, given.width, given.ballast_mb)
 
 
 def _overhead_rank(given):

@@ -10,14 +10,15 @@ from pathlib import Path
 from members_job import End, Job, Lines, digest
 
 RANKS = 4
-WIDTH = 740  # six square layers of it: 3.3 million parameters, 40 MB with Adam's state
+WIDTH = 740  # of six square layers: 3.3 million parameters, 40 MB with Adam's state
 WARMUP = 10
 
 
-def rank_main(folder, sleep_s, ballast_mb):
+def rank_main(folder, sleep_s, width, ballast_mb):
     """One rank: trains, and leaves when each step ended and a hash of the parameters at the end."""
     import torch
     import torch.distributed as dist
+    from sleeping import sleeping_net
     from torch import nn
 
     import straggle
@@ -26,7 +27,7 @@ def rank_main(folder, sleep_s, ballast_mb):
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(0)
-    net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+    net = sleeping_net(width, 5, sleep_s)
     model = straggle.StagedDataParallel(net, members=straggle.Elastic())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     lines = Lines(folder, rank)
@@ -34,11 +35,10 @@ def rank_main(folder, sleep_s, ballast_mb):
     ballast = nn.Module()
     ballast.register_buffer("zeros", torch.zeros(ballast_mb << 18))
     step = model.register_state(optimizer=optimizer, ballast=ballast)
-    inputs = torch.ones(2, WIDTH)
+    inputs = torch.ones(2, width)
     end = End(folder)
     while not end.reached(step):
         with model.step():
-            time.sleep(sleep_s)
             model(inputs).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -51,10 +51,10 @@ def rank_main(folder, sleep_s, ballast_mb):
     model.close()
 
 
-def start(steps=None, *, sleep_s=0.03, ballast_mb=0):
+def start(steps=None, *, sleep_s=0.03, width=WIDTH, ballast_mb=0):
     """A job of such ranks; without ``steps`` until `Job.end_at`."""
     script = str(Path(__file__).with_name("members.py"))
-    words = ("--sleep-s", str(sleep_s), "--ballast-mb", str(ballast_mb))
+    words = ("--sleep-s", str(sleep_s), "--width", str(width), "--ballast-mb", str(ballast_mb))
     return Job(RANKS, script, "faults-rank", *words, end=steps)
 
 

@@ -24,9 +24,9 @@ PHASES = {
 }
 
 
-def healing(turns, sleep_s, ballast_mb):
+def healing(turns, sleep_s, width, ballast_mb):
     """Print the table; 1 where the job did not end well."""
-    job = start(sleep_s=sleep_s, ballast_mb=ballast_mb)
+    job = start(sleep_s=sleep_s, width=width, ballast_mb=ballast_mb)
     found = {how: [] for how in HOW}
     try:
         wait_for(job, 0, USUAL_STEPS)
