@@ -1,27 +1,15 @@
 """How long a state that is sent to a newcomer waits for gradients."""
 
 import pytest
+from clock import Clock
 
 from straggle.merge.members.pace import Pace
 
 
-class Clock:
-    """Time that passes only in `sleep`."""
-
-    def __init__(self):
-        self.seconds = 0.0
-
-    def now(self):
-        return self.seconds
-
-    def sleep(self, seconds):
-        self.seconds += seconds
-
-
 def paused(pace, clock, sent_s):
-    began_at = clock.seconds
+    began_at = clock()
     pace.pause(1000, sent_s)
-    return clock.seconds - began_at
+    return clock() - began_at
 
 
 @pytest.mark.parametrize(
@@ -36,12 +24,13 @@ def paused(pace, clock, sent_s):
 )
 def test_pause_ends_with_the_gradients_that_slow_it_down_or_after_six_times_the_chunk(merging_s, pressing_at, waited):
     clock = Clock()
+    began_at = clock()
     merges = [False]
     pace = Pace(
-        lambda: merges[0] and clock.seconds < merging_s,
-        lambda: clock.seconds >= pressing_at,
-        now=clock.now,
-        sleep=clock.sleep,
+        lambda: merges[0] and clock() < began_at + merging_s,
+        lambda: clock() >= began_at + pressing_at,
+        now=clock,
+        sleep=clock.advance,
     )
     assert paused(pace, clock, 0.1) == 0  # so it is known what it takes alone
     merges[0] = True
@@ -50,7 +39,7 @@ def test_pause_ends_with_the_gradients_that_slow_it_down_or_after_six_times_the_
 
 def test_state_that_gradients_do_not_slow_down_goes_in_turns_with_them():
     clock = Clock()
-    pace = Pace(lambda: True, lambda: False, now=clock.now, sleep=clock.sleep)
+    pace = Pace(lambda: True, lambda: False, now=clock, sleep=clock.advance)
     assert paused(pace, clock, 0.2) == pytest.approx(0.2, abs=0.002)  # nothing better is known
     assert paused(pace, clock, 0.22) == pytest.approx(0.22, abs=0.002)
     assert paused(pace, clock, 0.1) == pytest.approx(0.1, abs=0.002)
@@ -59,5 +48,5 @@ def test_state_that_gradients_do_not_slow_down_goes_in_turns_with_them():
 
 def test_no_pause_is_as_long_as_the_newcomer_waits_for_a_chunk():
     clock = Clock()
-    pace = Pace(lambda: True, lambda: False, now=clock.now, sleep=clock.sleep)
+    pace = Pace(lambda: True, lambda: False, now=clock, sleep=clock.advance)
     assert paused(pace, clock, 30.0) == pytest.approx(5.0, abs=0.002)
