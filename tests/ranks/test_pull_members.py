@@ -116,3 +116,47 @@ def test_what_a_frozen_rank_had_drawn_is_drawn_by_the_others_and_counts_once_tho
     assert report.dropped_share == pytest.approx(0.0)
     mean = sum(range(1, NUM_PARTS + 1)) / NUM_PARTS
     assert zero[1] == one[1] == pytest.approx([(layer + 1) * mean for layer in range(len(zero[1]))])
+
+
+def one_comes_back(rank, board):
+    """Rank 2 is started again, and its peers do not go on with the step that it comes to before it has drawn."""
+    module, steps, reports = mlp(), Steps(), []
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    model = StagedDataParallel(module, members=Elastic(suspect_s=60.0))
+    model.register_state(optimizer=optimizer, steps=steps)
+    comes_back, has_drawn = steps.number > 0, board.folder / "has drawn"
+    while steps.number < board.end:
+        was_absent = model.last_report is not None and 2 in model.last_report.absent_ranks
+        with model.step() as step:
+            for part in step.pull([features(part, steps.number) for part in range(NUM_PARTS)]):
+                while was_absent and 2 in model.member_ranks and not has_drawn.exists():
+                    time.sleep(0.01)
+                if comes_back:
+                    has_drawn.touch()
+                model(part).square().mean().backward()
+            if comes_back:
+                has_drawn.touch()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.number += 1
+        reports.append(model.last_report)
+        board.note(rank, steps.number)
+    result = digest(module.parameters()), reports
+    model.close()
+    return result
+
+
+def test_rank_that_comes_to_a_step_which_was_submitted_for_it_draws_nothing_that_would_be_lost():
+    with run_job(3, one_comes_back) as job:
+        job.wait(lambda: min(map(job.board.made, range(3))) > 3, "all have made some steps")
+        job.kill(2)
+        job.wait(lambda: min(job.board.made(0), job.board.made(1)) > job.board.made(2) + 3, "the others go on")
+        job.start(2)
+        job.wait(lambda: job.board.made(2) > 0, "it is back")
+        job.meet()
+        (first, reports), (second, _), (third, _) = job.finish()
+    assert first == second == third
+    away = [report.step for report in reports if report.absent_ranks]
+    done = {report.step: sum(own.parts for own in report.ranks) for report in reports}
+    assert away
+    assert {step for step, number in done.items() if number != NUM_PARTS} <= {away[0]}  # in which it died

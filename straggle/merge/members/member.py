@@ -214,7 +214,8 @@ class Member:
         )
         with self._lock:
             training.restore(step)
-            training.stop_only_up_to(max(step, merging.step) - 1)
+            # nor does it take part in a step that the stand-in has submitted meanwhile: nothing that it did is merged
+            training.stop_only_up_to(max(step - 1, merging.step if merging.submitted else merging.step - 1))
             for number in [number for number in ring if number < step]:
                 del ring[number]
             deadline.restore(history)
