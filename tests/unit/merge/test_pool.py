@@ -226,7 +226,7 @@ def test_only_what_a_dead_rank_had_drawn_is_lost_in_every_order(shares):
         assert all(drawer.phase == "done" for drawer in job.drawers if drawer.rank != job.dead)
 
 
-@pytest.mark.parametrize(("shares", "back"), [((0, 0, 2), 2), ((1, 0, 1), 0)])
+@pytest.mark.parametrize(("shares", "back"), [((0, 0, 2), 2), pytest.param((1, 0, 1), 0, marks=pytest.mark.slow)])
 def test_what_a_stuck_rank_puts_back_is_drawn_once_in_every_order(shares, back):
     ends, _ = explore(Pool(4, shares), deaths=False, back=back)
     assert any(set(job.back) & set(job.parts[other]) for job in ends for other in range(3) if other != back)
