@@ -3,6 +3,7 @@
 python benchmarks/members.py overhead --ranks 2                   # members on and off, in turns, nothing happens
 python benchmarks/members.py faults --runs 3                      # SIGKILL, and SIGSTOP for 5 s, of one rank of four
 python benchmarks/members.py healing --turns 20                   # a step of the peers while one rank is healed
+python benchmarks/members.py healing --ranks 2                    # on two cores: one for each rank
 python benchmarks/members.py soak --steps 20000 --changes 200     # hundreds of changes; status 1 if anything is wrong
 python benchmarks/members.py goodput --torchft-python PATH        # useful steps under random kills, beside DDP
 
@@ -11,6 +12,7 @@ of about 50 ms of which most is sleep, 3.3 million parameters with Adam: 40 MB o
 """
 
 import argparse
+import os
 import signal
 import sys
 from pathlib import Path
@@ -33,6 +35,7 @@ def main():
     options.add_argument("--runs", type=int, default=3)
     options.add_argument("--steps", type=int, default=40)
     options = kinds.add_parser("healing")
+    options.add_argument("--ranks", type=int, default=4)
     options.add_argument("--turns", type=int, default=20)
     options.add_argument("--sleep-s", type=float, default=0.04)
     options.add_argument("--width", type=int, default=740, help="of six square layers: 3.3 million parameters")
@@ -60,6 +63,7 @@ def main():
     options.add_argument("--sleep-s", type=float)
     options.add_argument("--width", type=int)
     options.add_argument("--ballast-mb", type=int)
+    options.add_argument("--pin", action="store_true")
     given = parser.parse_args()
     if not given.what.endswith("-rank"):
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a job is ended with its controller
@@ -81,7 +85,7 @@ def _faults(given):
 def _healing(given):
     from members_healing import healing
 
-    return healing(4 if given.quick else given.turns, given.sleep_s, given.width, given.ballast_mb)
+    return healing(given.ranks, 4 if given.quick else given.turns, given.sleep_s, given.width, given.ballast_mb)
 
 
 def _soak(given):
@@ -106,6 +110,9 @@ def _soak_rank(given):
 
 
 def _faults_rank(given):
+    if given.pin:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"])]})
     from members_faults import rank_main
 
     rank_main(given.folder, given.sleep_s, given.width, given.ballast_mb)

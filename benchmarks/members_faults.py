@@ -28,7 +28,7 @@ def rank_main(folder, sleep_s, width, ballast_mb):
     rank = dist.get_rank()
     torch.manual_seed(0)
     net = sleeping_net(width, 5, sleep_s)
-    model = straggle.StagedDataParallel(net, members=straggle.Elastic())
+    model = straggle.StagedDataParallel(net, members=straggle.Elastic(min_ranks=1))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     lines = Lines(folder, rank)
     lines.write(-1, [], [])  # it is up
@@ -51,11 +51,13 @@ def rank_main(folder, sleep_s, width, ballast_mb):
     model.close()
 
 
-def start(steps=None, *, sleep_s=0.03, width=WIDTH, ballast_mb=0):
-    """A job of such ranks; without ``steps`` until `Job.end_at`."""
+def start(steps=None, *, ranks=RANKS, sleep_s=0.03, width=WIDTH, ballast_mb=0):
+    """A job of such ranks; without ``steps`` until `Job.end_at`. Each has a core of its own, if there are enough."""
     script = str(Path(__file__).with_name("members.py"))
     words = ("--sleep-s", str(sleep_s), "--width", str(width), "--ballast-mb", str(ballast_mb))
-    return Job(RANKS, script, "faults-rank", *words, end=steps)
+    if ranks <= len(os.sched_getaffinity(0)):
+        words += ("--pin",)
+    return Job(ranks, script, "faults-rank", *words, end=steps)
 
 
 def wait_for(job, rank, step):

@@ -1,4 +1,4 @@
-"""What a step costs the peers while one rank of four is healed; see `benchmarks/members.py`.
+"""What a step costs the peers while one rank is healed; see `benchmarks/members.py`.
 
 In one run a rank is stopped and goes on, or is killed and comes back, in turns. So a drift of the machine meets all
 phases of a turn: all ranks take part; the rank is missed (one long step, left out here); the peers are without it; it
@@ -11,7 +11,7 @@ import signal
 import statistics
 import time
 
-from members_faults import RANKS, end, start, wait_back, wait_for
+from members_faults import end, start, wait_back, wait_for
 
 USUAL_STEPS = 40
 STOPPED_S = 4.0  # longer than the suspicion time
@@ -24,14 +24,14 @@ PHASES = {
 }
 
 
-def healing(turns, sleep_s, width, ballast_mb):
+def healing(ranks, turns, sleep_s, width, ballast_mb):
     """Print the table; 1 where the job did not end well."""
-    job = start(sleep_s=sleep_s, width=width, ballast_mb=ballast_mb)
+    job = start(ranks=ranks, sleep_s=sleep_s, width=width, ballast_mb=ballast_mb)
     found = {how: [] for how in HOW}
     try:
         wait_for(job, 0, USUAL_STEPS)
         for turn in range(turns):
-            how, rank = HOW[turn % 2], 1 + turn % (RANKS - 1)
+            how, rank = HOW[turn % 2], 1 + turn % (ranks - 1)
             found[how].append(_turn(job, rank, how))
         job.end_at(job.lines(0)[-1][1] + 40)
         parameters = end(job)

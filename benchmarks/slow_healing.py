@@ -2,6 +2,7 @@
 
 OMP_NUM_THREADS=1 SLOWNET=path/to/slownet.py python benchmarks/slow_healing.py
 OMP_NUM_THREADS=1 SLOWNET=path/to/slownet.py python benchmarks/slow_healing.py --mb-per-s 20 --ballast-mb 60
+OMP_NUM_THREADS=1 SLOWNET=path/to/slownet.py python benchmarks/slow_healing.py --latency-ms 25 --ballast-mb 60
 
 Four ranks in network namespaces of this machine, with about 5.1 MB of gradients and 0.1 s of work a step that sleeps.
 Each link between two of them carries so many megabytes a second, each way. In step 40 one rank is stopped for 4 s; it
@@ -83,7 +84,7 @@ def stop(pid_file):
 def measured(options):
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        links = {None: Slow(bytes_per_s=1e6 * options.mb_per_s)}
+        links = {None: Slow(bytes_per_s=1e6 * options.mb_per_s, delay_s=1e-3 * options.latency_ms)}
         made = hosts(RANKS, links, forwarder=options.slownet, mtu=MTU, network=NETWORK, prefix="sh")
         return run_on_ranks(train, RANKS, stack.enter_context(made), folder, vars(options))
 
@@ -91,6 +92,7 @@ def measured(options):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb-per-s", type=float, default=50.0, help="of each link")
+    parser.add_argument("--latency-ms", type=float, default=0.0, help="of each link, each way")
     parser.add_argument("--ballast-mb", type=int, default=100, help="of state beside 5 MB of parameters")
     parser.add_argument("--rank", type=int, default=RANKS - 1, choices=range(1, RANKS), help="which one is stopped")
     parser.add_argument("--max-lag", type=int, default=8, help="LateHandling.max_lag")

@@ -10,7 +10,19 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from job_loop import Loop, absent, check_equal, gives_again, joined, left, plain, train, wider, with_batch_norm
+from job_loop import (
+    Loop,
+    Position,
+    absent,
+    check_equal,
+    gives_again,
+    joined,
+    left,
+    plain,
+    train,
+    wider,
+    with_batch_norm,
+)
 from members import run_job
 from ranks import Raised, die, digest, run_ranks, staged
 from training import features, mlp
@@ -34,6 +46,7 @@ from straggle.merge.coordinator import Coordinator
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.members.agents import over
 from straggle.merge.members.elastic import ElasticChannel
+from straggle.merge.members.pace import Pace
 from straggle.merge.members.view import Leaving, Repair
 from straggle.merge.rank_state import Entry
 from straggle.merge.telemetry import Row
@@ -799,3 +812,37 @@ def test_new_process_whose_first_state_did_not_come_asks_again():
         log = job.log()
     assert len(set(outcomes)) == 1
     assert log.count("the state of the job did not come: no memory") >= 1
+
+
+def note_pauses(rank, board):
+    """Training in which the pauses of who gives its state are noted: the bytes and seconds of the chunks before them."""
+    pauses = []
+
+    def pause(_pace, num_bytes, seconds):
+        pauses.append((num_bytes, seconds))
+
+    Pace.pause = pause
+    model = StagedDataParallel(mlp(), members=Elastic(min_ranks=1))
+    step = model.register_state(data=Position(2**20))
+    while step < board.end:
+        with model.step():
+            model(features(rank, step)).sum().backward()
+        model.zero_grad()
+        step = model.last_report.step + 1
+        board.note(rank, step)
+        time.sleep(0.01)
+    return pauses
+
+
+@pytest.mark.slow
+def test_who_gives_its_state_pauses_between_the_chunks():
+    with run_job(2, note_pauses) as job:
+        job.walk(6)
+        job.kill(1)
+        job.walk(6, [0])
+        job.start(1)
+        job.walk(6)
+        pauses, newcomers = job.finish()
+    assert newcomers == []
+    assert len(pauses) > 2
+    assert all(num_bytes > 0 and seconds > 0 for num_bytes, seconds in pauses)

@@ -23,11 +23,12 @@ Node: TypeAlias = Any  # of JSON
 Path: TypeAlias = "tuple[str | int, ...]"
 
 MAX_DEPTH = 50  # lists in dicts in tuples
-CHUNK_BYTES = 2**18, 2**24  # of one message, at least and at most; each has the group's time limit to itself
+CHUNK_BYTES = 2**18, 2**24  # the first ones' at least, and any one's at most; each has the group's time limit to itself
 
-_NUM_CHUNKS = 256
+_NUM_CHUNKS = 256  # as long as the network's latency is short beside a chunk
+_OUTWEIGHS = 4.0  # times the latency, that a chunk is to take
 
-_MAGIC = int.from_bytes(b"straggl\x02", "big")  # the last byte is the version
+_MAGIC = int.from_bytes(b"straggl\x03", "big")  # the last byte is the version
 _TAG = 0x5747
 _NAMES = (
     "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex32 complex64 "
@@ -85,23 +86,39 @@ def decode(header: bytes, data: Tensor) -> Any:
     return _build(tree, (), data)
 
 
-def send(encoded: Encoded, group: Any, peer: int, pause: Callable[[int, float], None] = lambda *_: None) -> None:
+def send(
+    encoded: Encoded,
+    group: Any,
+    peer: int,
+    pause: Callable[[int, float], None] = lambda *_: None,
+    *,
+    now: Callable[[], float] = time.monotonic,
+) -> None:
     """Send a state to the other member of a ``ProcessGroupGloo``, which has to `receive` it.
 
     ``pause(num_bytes, seconds)`` is called after each chunk but the last, with what it took until the peer had it.
     Raises ``RuntimeError`` where the peer is gone, or takes no chunk within the group's time limit: drop the group.
     """
+    has_it = torch.zeros(1, dtype=torch.uint8, device="cpu")
+
+    def took_s(*messages: Tensor) -> float:
+        began_at = now()
+        for message in messages:
+            group.send([message], peer, _TAG).wait()
+        group.recv([has_it], peer, _TAG).wait()  # not before that: what was sent may wait in the system
+        return now() - began_at
+
     header = torch.frombuffer(bytearray(encoded.header), dtype=torch.uint8)
     sizes = torch.tensor([_MAGIC, len(header), len(encoded.data)], dtype=torch.int64, device="cpu")
-    group.send([sizes], peer, _TAG).wait()
-    chunks = [*_chunks(header), *_chunks(encoded.data)]
-    has_it = torch.zeros(1, dtype=torch.uint8, device="cpu")
-    for number, chunk in enumerate(chunks, 1):
-        began_at = time.monotonic()
-        group.send([chunk], peer, _TAG).wait()
-        group.recv([has_it], peer, _TAG).wait()  # not before that: what was sent may wait in the system
-        if number < len(chunks):
-            pause(len(chunk), time.monotonic() - began_at)
+    chunk_size, left = _ChunkSize(len(encoded.data), took_s(sizes)), len(header) + len(encoded.data)
+    for flat in (header, encoded.data):
+        while len(flat):
+            chunk, flat = flat[: chunk_size.num_bytes], flat[chunk_size.num_bytes :]
+            seconds = took_s(torch.tensor([len(chunk)], dtype=torch.int64, device="cpu"), chunk)
+            chunk_size.took(len(chunk), seconds)
+            left -= len(chunk)
+            if left:
+                pause(len(chunk), seconds)
 
 
 def receive(group: Any, peer: int, *, max_bytes: int) -> Any:
@@ -110,7 +127,7 @@ def receive(group: Any, peer: int, *, max_bytes: int) -> Any:
     Raises ``ValueError`` where the peer announces more than ``max_bytes``, or no state of this version, and
     ``RuntimeError`` where it is gone. After either drop the group, so that the peer's `send` ends too.
     """
-    sizes = torch.zeros(3, dtype=torch.int64, device="cpu")
+    sizes, size = torch.zeros(3, dtype=torch.int64, device="cpu"), torch.zeros(1, dtype=torch.int64, device="cpu")
     group.recv([sizes], peer, _TAG).wait()
     magic, header_bytes, data_bytes = sizes.tolist()
     announced = f"rank {peer} announced a header of {header_bytes} bytes and data of {data_bytes} bytes"
@@ -122,16 +139,37 @@ def receive(group: Any, peer: int, *, max_bytes: int) -> Any:
         raise ValueError(f"{announced}, more than max_bytes={max_bytes}")
     header, data = bytearray(header_bytes), torch.empty(data_bytes, dtype=torch.uint8, device="cpu")
     has_it = torch.ones(1, dtype=torch.uint8, device="cpu")
-    for chunk in (*_chunks(torch.frombuffer(header, dtype=torch.uint8)), *_chunks(data)):
-        group.recv([chunk], peer, _TAG).wait()
-        group.send([has_it], peer, _TAG).wait()
+    group.send([has_it], peer, _TAG).wait()
+    for flat in (torch.frombuffer(header, dtype=torch.uint8), data):
+        begin = 0
+        while begin < len(flat):
+            group.recv([size], peer, _TAG).wait()
+            end = begin + int(size)
+            if not begin < end <= len(flat):
+                raise ValueError(f"{announced}, and a chunk of {int(size)} bytes where {len(flat) - begin} are left")
+            group.recv([flat[begin:end]], peer, _TAG).wait()
+            group.send([has_it], peer, _TAG).wait()
+            begin = end
     return decode(bytes(header), data)
 
 
-def _chunks(flat: Tensor) -> list[Tensor]:
-    least, most = CHUNK_BYTES
-    size = min(max(least, len(flat) // _NUM_CHUNKS), most)
-    return [flat[begin : begin + size] for begin in range(0, len(flat), size)]
+class _ChunkSize:
+    """How many bytes the next chunk is to have: few, so that gradients get their turn, and more where it would travel
+    for hardly longer than its answer.
+
+    ``latency_s``: what a message without content took until it was answered; gradients may have held it up.
+    """
+
+    def __init__(self, num_bytes: int, latency_s: float) -> None:
+        least, most = CHUNK_BYTES
+        self.num_bytes = min(max(least, num_bytes // _NUM_CHUNKS), most)
+        self._latency_s, self._most = latency_s, most
+
+    def took(self, num_bytes: int, seconds: float) -> None:
+        """What a chunk took until the peer had it."""
+        self._latency_s = min(self._latency_s, seconds)
+        if num_bytes == self.num_bytes and seconds < _OUTWEIGHS * self._latency_s:
+            self.num_bytes = min(2 * self.num_bytes, self._most)
 
 
 def _describe(value: Any, path: Path, tensors: list[tuple[Tensor, list[Node]]]) -> Node:

@@ -13,6 +13,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from clock import Clock
 from torch import nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, RMSprop
 from torch.optim.lr_scheduler import (
@@ -584,7 +585,7 @@ def test_data_may_be_empty_or_longer_than_one_message(num_bytes, num_chunks):
     tensor = torch.arange(num_bytes // 8 + 1).view(torch.uint8)[:num_bytes]
     encoded, pauses = encode([tensor]), []
     sent, came = between(
-        lambda group: send(encoded, group, 1, lambda *chunk: pauses.append(chunk)),
+        lambda group: send(encoded, group, 1, lambda *chunk: pauses.append(chunk), now=Clock()),
         lambda group: receive(group, 0, max_bytes=2**31),
     )
     assert sent is None
@@ -603,28 +604,53 @@ class Over:
 
 
 class Calls:
-    """An end of a group that notes what it is asked for: what it sends is taken by the system at once."""
+    """An end of a group that notes what it is asked for: what it sends is taken by the system at once.
 
-    def __init__(self):
+    An answer comes ``latency_s`` after all bytes that were sent before it have come, of which ``bytes_a_second`` do.
+    """
+
+    def __init__(self, latency_s=0.0, bytes_a_second=1e9):
         self.noted = []
+        self.clock = Clock()
+        self._latency_s, self._bytes_a_second = latency_s, bytes_a_second
+        self._on_their_way = 0
 
     def send(self, tensors, _peer, _tag):
         self.noted.append(("send", tensors[0].nbytes))
+        self._on_their_way += tensors[0].nbytes
         return Over()
 
     def recv(self, tensors, _peer, _tag):
         self.noted.append(("recv", tensors[0].nbytes))
+        self.clock.advance(self._latency_s + self._on_their_way / self._bytes_a_second)
+        self._on_their_way = 0
         return Over()
 
 
 def test_a_chunk_was_on_its_way_until_the_peer_says_that_it_has_it():
     calls, encoded = Calls(), encode([torch.zeros(2 * LEAST + 1, dtype=torch.uint8)])
-    send(encoded, calls, 1, lambda num_bytes, _seconds: calls.noted.append(("pause", num_bytes)))
-    header = len(encoded.header)
-    noted = [("send", 3 * 8)]
-    for size in (header, LEAST, LEAST, 1):
-        noted += [("send", size), ("recv", 1), ("pause", size)]
+    send(encoded, calls, 1, lambda num_bytes, _seconds: calls.noted.append(("pause", num_bytes)), now=calls.clock)
+    noted = [("send", 3 * 8), ("recv", 1)]
+    for size in (len(encoded.header), LEAST, LEAST, 1):
+        noted += [("send", 8), ("send", size), ("recv", 1), ("pause", size)]
     assert calls.noted == noted[:-1]
+
+
+@pytest.mark.parametrize(
+    ("latency_s", "bytes_a_second", "longer"),
+    [
+        (0.0002, 50e6, 1.05),  # as within a rack: gradients get their turn after each quarter of a MB
+        (0.05, 50e6, 1.75),
+        (0.05, 1e9, 10.0),  # a MB is nothing to such a network: 16 MB and the answer
+        (0.2, 20e6, 1.75),
+    ],
+)
+def test_latency_does_not_slow_down_a_state_by_much(latency_s, bytes_a_second, longer):
+    calls, encoded = Calls(latency_s, bytes_a_second), encode([torch.zeros(64_000_000, dtype=torch.uint8)])
+    began_at, chunks = calls.clock(), []
+    send(encoded, calls, 1, lambda *chunk: chunks.append(chunk), now=calls.clock)
+    assert calls.clock() - began_at < longer * len(encoded.data) / bytes_a_second
+    assert max(seconds for _, seconds in chunks) < max(0.01, 8 * latency_s)
 
 
 def test_states_follow_one_another_in_both_directions():
@@ -660,10 +686,10 @@ def announce(numbers):
 
 
 def test_peer_that_sends_something_else_is_refused():
-    magic = int.from_bytes(b"straggl\x02", "big")
+    magic = int.from_bytes(b"straggl\x03", "big")
     for numbers, said in [
-        ([1, 2, 3], "rank 0 sends no state of this version: it began with 0x1, not 0x7374726167676c02"),
-        ([magic + 1, 2, 3], "rank 0 sends no state of this version: it began with 0x7374726167676c03"),
+        ([1, 2, 3], "rank 0 sends no state of this version: it began with 0x1, not 0x7374726167676c03"),
+        ([magic + 1, 2, 3], "rank 0 sends no state of this version: it began with 0x7374726167676c04"),
         ([magic, 0, 3], "rank 0 announced a header of 0 bytes and data of 3 bytes, which no state has"),
         ([magic, -1, 3], "rank 0 announced a header of -1 bytes"),
         ([magic, 1, -3], "data of -3 bytes, which no state has"),
@@ -674,7 +700,23 @@ def test_peer_that_sends_something_else_is_refused():
         assert said in str(came)
 
 
+@pytest.mark.parametrize("size", [0, -1, 11, 2**62])
+def test_chunk_that_is_no_part_of_what_was_announced_is_refused(size):
+    magic, has_it = int.from_bytes(b"straggl\x03", "big"), torch.zeros(1, dtype=torch.uint8)
+
+    def sender(group):
+        announce([magic, 10, 1000])(group)
+        group.recv([has_it], 1, 0x5747).wait()
+        announce([size])(group)
+
+    _, came = between(sender, lambda group: receive(group, 0, max_bytes=10_000))
+    assert isinstance(came, ValueError)
+    assert str(came) == (
+        f"rank 0 announced a header of 10 bytes and data of 1000 bytes, and a chunk of {size} bytes where 10 are left"
+    )
+
+
 def test_peer_that_ends_in_the_middle_is_an_error_at_once():
-    magic = int.from_bytes(b"straggl\x02", "big")
+    magic = int.from_bytes(b"straggl\x03", "big")
     _, came = between(announce([magic, 10, 1000]), lambda group: receive(group, 0, max_bytes=10_000), limit_s=600)
     assert isinstance(came, RuntimeError)
