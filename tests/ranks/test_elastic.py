@@ -815,7 +815,7 @@ def test_new_process_whose_first_state_did_not_come_asks_again():
 
 
 def note_pauses(rank, board):
-    """Training in which the pauses of who gives its state are noted: the bytes and seconds of the chunks before them."""
+    """Training in which the pauses of who gives its state are noted: the bytes and seconds of the chunks before."""
     pauses = []
 
     def pause(_pace, num_bytes, seconds):
