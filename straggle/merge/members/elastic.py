@@ -121,11 +121,11 @@ class ElasticChannel(Channel):
     def form(self, view: View, limit_s: float = _FORM_S) -> bool:
         """Meet the other members of a view; false where there is a newer one, or where they do not come."""
         place, size = view.ranks.index(self.rank), len(view.ranks)
-        made: list[GlooGroup] = []
+        made: dict[str, GlooGroup] = {}
         given_up = threading.Event()
+        corner, until = f"generation/{view.job}/{view.generation}", time.monotonic() + limit_s
 
         def meet() -> None:
-            corner, until = f"generation/{view.job}/{view.generation}", time.monotonic() + limit_s
             try:
                 with self.membership.connection(corner) as store:
                     store.set(f"here/{place}", "")
@@ -133,11 +133,20 @@ class ElasticChannel(Channel):
                     while not store.check([f"here/{other}" for other in range(size)]):
                         if given_up.wait(_SLICE_S / 4) or time.monotonic() > until:
                             return
-                for name in ("gradients", "control"):
-                    with self.membership.connection(f"{corner}/{name}") as store:
-                        made.append(GlooGroup(store, place, size, limit_s, _OLD_S))
             except (RuntimeError, OSError) as error:
-                _log.info("rank %d: generation %d was not formed: %s", self.rank, view.generation, error)
+                self._note_unformed(view, error)
+                return
+            # at the same time: each asks the store for one rank after the other
+            control = self.membership.spawn(make, "control")
+            make("gradients")
+            control.join()
+
+        def make(name: str) -> None:
+            try:
+                with self.membership.connection(f"{corner}/{name}") as store:
+                    made[name] = GlooGroup(store, place, size, limit_s, _OLD_S)
+            except (RuntimeError, OSError) as error:
+                self._note_unformed(view, error)
 
         # on a thread that is left to itself where a member dies meanwhile: nothing else ends this
         thread = self.membership.spawn(meet)
@@ -149,10 +158,14 @@ class ElasticChannel(Channel):
                 return False
         if len(made) < 2:
             return False
-        self._formed, old, self._made = Groups(made[0], made[1], view.ranks), self._made, made
+        self._formed = Groups(made["gradients"], made["control"], view.ranks)
+        old, self._made = self._made, tuple(made.values())
         self.generation = view.generation
         self.membership.spawn(self._drop, old)
         return True
+
+    def _note_unformed(self, view: View, error: Exception) -> None:
+        _log.info("rank %d: generation %d was not formed: %s", self.rank, view.generation, error)
 
     def _drop(self, groups: Sequence[GlooGroup]) -> None:
         """On a thread of its own: freeing a group takes long, and the members wait for the one that forms the next."""

@@ -93,6 +93,7 @@ class Membership:
             exited=exited,
         )
         self._threads: list[threading.Thread] = []
+        self._spawning = threading.Lock()
 
     @property
     def view(self) -> View:
@@ -269,10 +270,10 @@ class Membership:
 
     def spawn(self, target: Callable[..., None], *args: Any) -> threading.Thread:
         """Start a thread that waits for other ranks, and may be left to itself; `close` waits for it, for a moment."""
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
         thread = threading.Thread(target=target, args=args, name="straggle-members", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        with self._spawning:
+            thread.start()
+            self._threads = [*(own for own in self._threads if own.is_alive()), thread]
         return thread
 
     def corner(self, name: str) -> str:
