@@ -776,6 +776,18 @@ def test_rank_that_enters_its_next_step_right_after_its_own_error_is_healed():
     assert results[0][3] == ()
 
 
+def walk_to_the_end(model, step, rank, board):
+    """Steps of about 10 ms, until the test has said which is the last. Their number."""
+    while step < board.end:
+        with model.step():
+            model(features(rank, step)).sum().backward()
+        model.zero_grad()
+        step = model.last_report.step + 1
+        board.note(rank, step)
+        time.sleep(0.01)
+    return step
+
+
 def without_memory_at_first(rank, board):
     """Training in which the first state that comes to a process finds too little memory. The step of its end."""
     empty, refused = torch.empty, []
@@ -789,15 +801,7 @@ def without_memory_at_first(rank, board):
     model = StagedDataParallel(mlp(), members=Elastic(min_ranks=1))
     if model.rank == 2:
         torch.empty = scarce
-    step = model.register_state()
-    while step < board.end:
-        with model.step():
-            model(features(rank, step)).sum().backward()
-        model.zero_grad()
-        step = model.last_report.step + 1
-        board.note(rank, step)
-        time.sleep(0.01)
-    return step
+    return walk_to_the_end(model, model.register_state(), rank, board)
 
 
 @pytest.mark.slow
@@ -816,21 +820,15 @@ def test_new_process_whose_first_state_did_not_come_asks_again():
 
 def note_pauses(rank, board):
     """Training in which the pauses of who gives its state are noted: the bytes and seconds of the chunks before."""
-    pauses = []
+    pauses, pace_pause = [], Pace.pause
 
-    def pause(_pace, num_bytes, seconds):
+    def pause(pace, num_bytes, seconds):
         pauses.append((num_bytes, seconds))
+        pace_pause(pace, num_bytes, seconds)
 
     Pace.pause = pause
     model = StagedDataParallel(mlp(), members=Elastic(min_ranks=1))
-    step = model.register_state(data=Position(2**20))
-    while step < board.end:
-        with model.step():
-            model(features(rank, step)).sum().backward()
-        model.zero_grad()
-        step = model.last_report.step + 1
-        board.note(rank, step)
-        time.sleep(0.01)
+    walk_to_the_end(model, model.register_state(data=Position(2**20)), rank, board)
     return pauses
 
 
