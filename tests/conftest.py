@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cpu_time import used_s
+from cpu_time import slowness, used_s
 
 TESTS = Path(__file__).parent
 LEVELS = ("unit", "ranks", "commands", "cluster", "docs")
 PROCESSES = ("ranks", "commands", "cluster")  # a busy machine may starve one: tried a second time, and listed
-LIMIT_S = 5.0  # of CPU
+LIMIT_S = 5.0  # of a nominal core's CPU
 
 # each connection of a TCPStore asks a name server who 127.0.0.1 is, and an answer that is lost would cost 5 s
 os.environ.setdefault("RES_OPTIONS", "timeout:1")
@@ -49,10 +49,11 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     item.user_properties.append(("cpu_s", round(seconds, 2)))
     may_be_slow = any(item.get_closest_marker(name) for name in ("slow", "docker", "gpu"))
     may_be_slow |= item.config.pluginmanager.hasplugin("_cov")  # which takes as long again
-    if seconds > LIMIT_S and not may_be_slow:
+    if seconds > LIMIT_S and not may_be_slow and seconds > LIMIT_S * (times := slowness()):
         pytest.fail(
-            f"took {seconds:.1f} s of CPU, and a test that is not slow takes at most {LIMIT_S:.0f}: make it lighter "
-            "(fewer ranks or steps, one run for several tests), or mark it slow",
+            f"took {seconds:.1f} s of CPU of a core that is {times:.1f} times as slow as a nominal one, and a test that "
+            f"is not slow takes at most {LIMIT_S:.0f} of that: make it lighter (fewer ranks or steps, one run for "
+            "several tests), or mark it slow",
             pytrace=False,
         )
     return result

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from straggle.extras import needs_extra
 
 with needs_extra("train"):
     from hydra import compose
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import DictConfig, ListConfig, OmegaConf
 
 METHODS = "methods"  # a group with several options chosen at once
 GROUPS = (
@@ -81,11 +82,23 @@ def unknown_key(key: str, valid: DictConfig) -> str:
     for depth in range(len(names) - 1, 0, -1):
         root = ".".join(names[:depth])
         if isinstance(part := OmegaConf.select(valid, root), DictConfig):
-            keys = ", ".join(str(name) for name in part if name != "_target_") or "no keys"
-            return f"unknown key {key}; {root} has {keys}"
+            keys = ", ".join(_keys_of(part)) or "no keys"
+            return f"unknown key {key}; {root} has {keys}" + "".join(_options_with(names[depth], root))
     plain = [str(name) for name in valid if name not in GROUPS]
     lines, groups = [f"unknown key {key}; valid keys: {', '.join(plain)}"], groups_of(valid)
     return "\n".join([*lines, "and groups, with keys of their own:", *groups] if groups else lines)
+
+
+def _options_with(name: str, group: str) -> Iterator[str]:
+    """What to add of the options of a group that do have a key of this name, or of one that is nearly this."""
+    for option in options_of(group) if group in GROUPS else ():
+        option_keys = _keys_of(OmegaConf.load(config_dir() / group / f"{option}.yaml"))
+        if similar := get_close_matches(name, option_keys, 1):
+            yield f"; {group}={option} has {similar[0]}"
+
+
+def _keys_of(part: DictConfig | ListConfig) -> list[str]:
+    return [str(name) for name in part if name != "_target_"]
 
 
 def groups_of(valid: DictConfig, chosen: Collection[str] = ()) -> list[str]:

@@ -140,6 +140,8 @@ def test_view_says_who_is_a_leaf_since_when_and_how_much_came() -> None:
             "deadline=soon: choose one of anneal, auto, budget, first_k, fixed, median, none, quantile, shadow",
         ),
         (["deadline.budget_s=1"], "unknown key deadline.budget_s; deadline has window, warmup_steps, every"),
+        (["deadline.k=3"], "max_over_median; deadline=first_k has k"),
+        (["members.min_rank=2"], "unknown key members.min_rank; members has no keys; members=elastic has min_ranks"),
         (["+faults.slow.speed=1"], "unknown key faults.slow.speed; faults.slow has factor, ranks"),
         (["steps=many"], "steps=many: must be an integer of at least 1"),
         (["deadline=quantile", "deadline.q=1.5"], "q=1.5: a quantile lies between 0 and 1"),
