@@ -65,7 +65,7 @@ def check(results):
 
 
 def test_what_leaves_merge_with_the_ring_is_the_mean_over_what_came_in_time():
-    results = run_ranks(train_chain, 4, [(3, {3}), (20, {1, 3}), (45, ())], 90)
+    results = run_ranks(train_chain, 4, [(3, {3}), (12, {1, 3}), (25, ())], 50)
     check(results)
     reports = [report for _, report in results[0]]
     assert {rank.cause for report in reports for rank in report.ranks if rank.reach < 1} <= {"link"}
@@ -74,7 +74,7 @@ def test_what_leaves_merge_with_the_ring_is_the_mean_over_what_came_in_time():
     since = [report.ranks[3].leaf_since for report in reports]
     first = since.index(next(filter(None, since)))
     assert 4 <= first == since[first]  # the ring is formed in a step or more
-    assert since == [None] * first + [first] * since.count(first) + [None] * (90 - first - since.count(first))
+    assert since == [None] * first + [first] * since.count(first) + [None] * (50 - first - since.count(first))
     assert {report.ranks[0].leaf_since for report in reports} == {None}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import pytest
 
@@ -100,8 +100,7 @@ def test_static_shares_are_the_entire_pool():
 # -- the protocol, exhaustively
 
 
-@dataclass(frozen=True)
-class Store:
+class Store(NamedTuple):
     drawn: int = 0
     owners: tuple[Owner | None, ...] = ()
     taken: tuple[int, ...] = ()
@@ -109,9 +108,9 @@ class Store:
     def asked(self, request: Request) -> tuple[Store, Owner | int]:
         if isinstance(request, Count):
             if request.rank is None:
-                return replace(self, drawn=self.drawn + request.amount), self.drawn + request.amount
+                return self._replace(drawn=self.drawn + request.amount), self.drawn + request.amount
             taken = self.taken[request.rank] + request.amount
-            return replace(self, taken=_with(self.taken, request.rank, taken)), taken
+            return self._replace(taken=_with(self.taken, request.rank, taken)), taken
         owner = self.owners[request.rank]
         match request:
             case Claim():
@@ -120,11 +119,10 @@ class Store:
                 owner = request.numbers if owner == "own" else owner
             case Seize():
                 owner = "open" if owner in (None, "own") else owner
-        return replace(self, owners=_with(self.owners, request.rank, owner)), owner
+        return self._replace(owners=_with(self.owners, request.rank, owner)), owner
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """``dead``: a rank that has died, with what its last request gave it. ``parts``: what each rank has.
 
     ``back``: what a rank, as long as it may, has put back.
@@ -158,9 +156,9 @@ def asks(job: Job, pool: Pool, rank: int, *, dies: bool):
     store, answer = job.store.asked(request)
     drawer, more = job.drawers[rank].answered(pool, answer)
     parts = _with(job.parts, rank, (*job.parts[rank], *more))
-    yield replace(job, store=store, drawers=_with(job.drawers, rank, drawer), parts=parts)
+    yield job._replace(store=store, drawers=_with(job.drawers, rank, drawer), parts=parts)
     if dies and job.dead is None:
-        yield from (replace(job, dead=rank), replace(job, store=store, parts=parts, dead=rank))
+        yield from (job._replace(dead=rank), job._replace(store=store, parts=parts, dead=rank))
 
 
 def puts_back(job: Job, pool: Pool, rank: int, *, dies: bool):
@@ -171,13 +169,13 @@ def puts_back(job: Job, pool: Pool, rank: int, *, dies: bool):
     for kept in range(len(own)):
         drawer = job.drawers[rank].put_back(own[kept:])
         drawers, parts = _with(job.drawers, rank, drawer), _with(job.parts, rank, own[:kept])
-        yield from asks(replace(job, drawers=drawers, parts=parts, back=own[kept:]), pool, rank, dies=dies)
+        yield from asks(job._replace(drawers=drawers, parts=parts, back=own[kept:]), pool, rank, dies=dies)
 
 
 def learns(job: Job, pool: Pool, rank: int):
     """A rank that still draws learns that the dead one is no member, before it asks the next time."""
     if job.dead is not None and (drawer := job.drawers[rank].without(frozenset({job.dead}))) != job.drawers[rank]:
-        yield from asks(replace(job, drawers=_with(job.drawers, rank, drawer)), pool, rank, dies=False)
+        yield from asks(job._replace(drawers=_with(job.drawers, rank, drawer)), pool, rank, dies=False)
 
 
 def explore(pool: Pool, *, deaths: bool, back: int | None = None, leaves: bool = False) -> tuple[list[Job], int]:
@@ -200,9 +198,11 @@ def explore(pool: Pool, *, deaths: bool, back: int | None = None, leaves: bool =
             after += learns(job, pool, rank) if leaves else ()
         if all(drawer.request(pool) is None for drawer in job.drawers if drawer.rank != job.dead):
             ends.append(job)
-        new = [one for one in after if one not in seen]
-        seen.update(new)
-        left += new
+        for one in after:
+            before = len(seen)
+            seen.add(one)  # hashing one is most of the work: once
+            if len(seen) > before:
+                left.append(one)
     return ends, len(seen)
 
 
