@@ -51,9 +51,9 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     may_be_slow |= item.config.pluginmanager.hasplugin("_cov")  # which takes as long again
     if seconds > LIMIT_S and not may_be_slow and seconds > LIMIT_S * (times := slowness()):
         pytest.fail(
-            f"took {seconds:.1f} s of CPU of a core that is {times:.1f} times as slow as a nominal one, and a test that "
-            f"is not slow takes at most {LIMIT_S:.0f} of that: make it lighter (fewer ranks or steps, one run for "
-            "several tests), or mark it slow",
+            f"took {seconds:.1f} s of CPU of a core {times:.1f} times as slow as a nominal one, and a test that is not "
+            f"slow takes at most {LIMIT_S:.0f} of that: make it lighter (fewer ranks or steps, one run for several "
+            "tests), or mark it slow",
             pytrace=False,
         )
     return result

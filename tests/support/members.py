@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import gc
 import logging
 import multiprocessing
 import os
@@ -262,6 +263,7 @@ def _member_main(
     environment: dict[str, str],
     place: tuple[str, str, int] | None,
 ) -> None:
+    gc.freeze()
     os.environ.update({"GLOO_SOCKET_IFNAME": "lo", "TORCH_GLOO_LAZY_INIT": "1", **environment})
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(start)
     torch.set_num_threads(1)
