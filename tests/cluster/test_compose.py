@@ -30,8 +30,8 @@ MEMBERS = (FILES[0], "docker-compose.members.yml")
 SECRET = {"STRAGGLE_JOB_SECRET": "0123456789abcdef" * 2}
 BASE = "python:3.11-slim"
 NUM_WORKERS = 4
-PACE = 16.0  # longer sleeps than the cluster has by itself leave the cores to other tests
-SLOW_CPUS = 0.025  # well below the sixteenth of a core that a rank of that pace wants; torch is imported before
+PACE = 8.0  # longer sleeps than the cluster has by itself leave the cores to other tests
+SLOW_CPUS = 0.05  # well below the eighth of a core that a rank of that pace wants; torch is imported before
 STOPPED_BY_SIGTERM = 128 + 15
 
 
