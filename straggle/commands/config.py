@@ -79,8 +79,8 @@ def run_configured(name: str, work: Callable[[DictConfig], None], usage: str) ->
     Ends the program with status 2, and a message from rank 0, if the command line is not valid, as `complain_and_exit`
     says, or ``work`` raises `ConfigurationError`. What the program logs goes to its standard output.
 
-    Hydra's own flags, such as ``--multirun`` and ``--cfg job``, and its keys are left to `hydra.main`; without them
-    the configuration that was checked is used, as that function would compose it twice more, for 0.7 s of each worker.
+    Hydra's own flags, such as ``--multirun`` and ``--cfg job``, and its keys are left to `hydra.main`. Without them the
+    configuration that was checked is used: that function composes it twice more, for half a second of each worker.
     """
     words = sys.argv[1:]
     if {"-h", "--help"} & set(words):

@@ -20,6 +20,17 @@ def test_command_writes_numbers_that_agree_with_each_other_and_a_picture(tmp_pat
     assert (tmp_path / "simulation.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("words", "printed"),
+    [
+        (("ranks=4", "steps=5", "hydra.verbose=true"), "effective speedup"),  # its keys
+        (("ranks=4", "steps=5", "--cfg", "job"), "ranks: 4"),  # and its flags
+    ],
+)
+def test_what_is_for_hydra_is_left_to_it(words, printed, tmp_path):
+    assert printed in run_command("simulate", 1, *words, folder=tmp_path)
+
+
 @pytest.mark.slow
 def test_a_hundred_thousand_ranks_stay_within_four_gibibytes():
     script = (
