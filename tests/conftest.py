@@ -13,6 +13,7 @@ from cpu_time import slowness, used_s
 TESTS = Path(__file__).parent
 LEVELS = ("unit", "ranks", "commands", "cluster", "docs")
 PROCESSES = ("ranks", "commands", "cluster")  # a busy machine may starve one: tried a second time, and listed
+_SHOWN = 4000  # characters of a failure that was tried again; its end says what was wrong
 LIMIT_S = 5.0  # of a nominal core's CPU
 
 # each connection of a TCPStore asks a name server who 127.0.0.1 is, and an answer that is lost would cost 5 s
@@ -57,3 +58,10 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
             pytrace=False,
         )
     return result
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Why a test was tried again: no more is known of it where it has passed then."""
+    for report in terminalreporter.stats.get("rerun", ()):
+        terminalreporter.section(f"first try of {report.nodeid}")
+        terminalreporter.line(report.longreprtext[-_SHOWN:])
