@@ -82,19 +82,20 @@ def unknown_key(key: str, valid: DictConfig) -> str:
     for depth in range(len(names) - 1, 0, -1):
         root = ".".join(names[:depth])
         if isinstance(part := OmegaConf.select(valid, root), DictConfig):
-            keys = ", ".join(_keys_of(part)) or "no keys"
-            return f"unknown key {key}; {root} has {keys}" + "".join(_options_with(names[depth], root))
+            chosen, name = _keys_of(part), names[depth]
+            others = () if get_close_matches(name, chosen) else _options_with(name, root)
+            return "; ".join([f"unknown key {key}", f"{root} has {', '.join(chosen) or 'no keys'}", *others])
     plain = [str(name) for name in valid if name not in GROUPS]
     lines, groups = [f"unknown key {key}; valid keys: {', '.join(plain)}"], groups_of(valid)
     return "\n".join([*lines, "and groups, with keys of their own:", *groups] if groups else lines)
 
 
 def _options_with(name: str, group: str) -> Iterator[str]:
-    """What to add of the options of a group that do have a key of this name, or of one that is nearly this."""
+    """What is said of each option of a group that has a key of this name, or of one that is nearly this."""
     for option in options_of(group) if group in GROUPS else ():
         option_keys = _keys_of(OmegaConf.load(config_dir() / group / f"{option}.yaml"))
         if similar := get_close_matches(name, option_keys, 1):
-            yield f"; {group}={option} has {similar[0]}"
+            yield f"{group}={option} has {similar[0]}"
 
 
 def _keys_of(part: DictConfig | ListConfig) -> list[str]:

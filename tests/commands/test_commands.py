@@ -174,6 +174,12 @@ def test_wrong_key_or_value_is_refused_with_the_valid_ones(keys: list[str], mess
     assert message in str(error.value)
 
 
+def test_other_options_are_named_only_where_the_chosen_one_has_no_such_key() -> None:
+    with pytest.raises(ConfigurationError) as error:
+        load("train", ["members=elastic", "members.min_rank=2"])
+    assert str(error.value) == "unknown key members.min_rank; members has min_ranks, suspect_s"
+
+
 @pytest.mark.parametrize(
     ("name", "keys", "message"),
     [

@@ -57,6 +57,7 @@ def test_rank_that_is_killed_comes_back_and_no_step_is_lost_or_written_twice(tmp
     # a rank that does not come is not waited for, and the others do all
     done = {report.step: sum(own.parts for own in report.ranks if not own.absent) for report in reports}
     assert {step for step, number in done.items() if number != 6} <= {absent[0]}
+    assert not any(report.late_ranks for report in reports if report.absent_ranks)
     left, joined = (change for _, change in read_members(tmp_path / "run"))
     assert (left.generation, left.kinds, left.ranks) == (1, ("ended",), (1, 2))
     assert (joined.generation, joined.kinds, joined.ranks) == (2, ("joined",), (0, 1, 2))
