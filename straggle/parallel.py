@@ -7,6 +7,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
@@ -59,6 +60,14 @@ Batch = TypeVar("Batch")
 _OF_A_REPLICA = ("rank", "world_size", "learned", "_coordinator", "_current_deadline", "_rank_state")
 
 
+@dataclass
+class _LastStep:
+    """What was merged last, and what this rank decided in that step: attributes of a module are slow to set."""
+
+    record: StepRecord | None = None
+    decision: Callable[[], Decision] | None = None
+
+
 class StagedDataParallel(nn.Module):
     """Replaces ``DistributedDataParallel``; see the module `straggle` for the loop.
 
@@ -105,7 +114,7 @@ class StagedDataParallel(nn.Module):
             links,
             own_group=process_group is not None and process_group is not dist.group.WORLD,
         )
-        self._last_record: StepRecord | None = None
+        self._last = _LastStep()
         self._registers = HookRegisters()
         self._of_the_job: frozenset[str] = frozenset()  # attributes that no copy has; none yet
         self._join_job(process_group)
@@ -124,7 +133,6 @@ class StagedDataParallel(nn.Module):
         self.idle = False  # this rank has no data for the steps from here on: it takes part with weight 0
         self.default_weight = 1.0  # of a step whose `Step.weight` the loop does not set
         self.learned: tuple[list[int], list[float]] = ([], [])  # what the stages were planned from
-        self._last_decision: Decision | None = None
         self._replayed = Replayed(self._coordinator, self._channel, options, self.module)
         self._healed_recorder = HealedRecorder(self._coordinator)
         self._names = ScalarNames(self._channel)
@@ -147,7 +155,7 @@ class StagedDataParallel(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the module and the options: it is in no step, and joins the job when its own first step begins."""
         state = {name: value for name, value in self.__dict__.items() if name not in self._of_the_job}
-        return {**state, "_last_record": None, "_registers": HookRegisters(), "_of_the_job": frozenset()}
+        return {**state, "_last": _LastStep(), "_registers": HookRegisters(), "_of_the_job": frozenset()}
 
     def __getattr__(self, name: str) -> Any:
         if name in INSTEAD:
@@ -171,7 +179,7 @@ class StagedDataParallel(nn.Module):
         self._join_job(None)
 
     def _before_first_step(self, method: str) -> None:
-        if self._in_step() or self._last_record is not None:
+        if self._in_step() or self._last.record is not None:
             raise RuntimeError(f"{method}() comes before the first step")
         self._join_first()
 
@@ -276,7 +284,7 @@ class StagedDataParallel(nn.Module):
         """
 
         def all_idle() -> bool:
-            return self._last_record is not None and self._last_record.table.all_idle()
+            return self._last.record is not None and self._last.record.table.all_idle()
 
         set_idle = partial(setattr, self, "idle")
         return self._joins.batches(loader, self.rank, set_idle=set_idle, all_idle=all_idle)
@@ -284,7 +292,7 @@ class StagedDataParallel(nn.Module):
     @property
     def last_report(self) -> StepReport | None:
         """What happened in the last step, on all ranks; ``None`` before the first. Built when it is asked for."""
-        return None if self._last_record is None else self._last_record.report
+        return None if self._last.record is None else self._last.record.report
 
     def work_is_dealt(self) -> None:
         """Say, on all ranks alike, that each has as much of a step as it has time for; `Rebalance` and pools do.
@@ -382,7 +390,7 @@ class StagedDataParallel(nn.Module):
     @property
     def last_decision(self) -> Decision | None:
         """What this rank decided in its last step: recorded for each step, it makes the run repeatable (`replay`)."""
-        return self._last_decision
+        return None if self._last.decision is None else self._last.decision()
 
     def replay(self, recording: Recording) -> None:
         """Decide as in a recorded run instead of by the clock; before the first step, on all ranks alike.
@@ -450,7 +458,7 @@ class StagedDataParallel(nn.Module):
             if self._comes_late:
                 self._come_late(self._members)
             self._members.healing.before_step()
-            started = self._last_record is None
+            started = self._last.record is None
             self._healed_recorder.enters(self._members.healing, self._coordinator.training.step, started=started)
         number = self._coordinator.training.step
         self._replayed.begin_as_then(number)
@@ -466,7 +474,7 @@ class StagedDataParallel(nn.Module):
             step.num_microbatches,
             idle=self.idle,
             fingerprint=fingerprint(self._wrapped.all) if checked else NO_FINGERPRINT,
-            stepped=math.nan if self._last_record is None else self._steps.number,
+            stepped=math.nan if self._last.record is None else self._steps.number,
         )
 
     def _leave(self, step: Step, error: BaseException | None) -> bool:
@@ -476,9 +484,9 @@ class StagedDataParallel(nn.Module):
             return False
         if step.optimizer is not None:
             self._steps.stepped_in_block(step.optimizer)
-        self._last_decision = self._open.decision(merged)
+        self._last.decision = self._open.decision(merged)
         self._warnings.merged(step, merged)
-        record = self._last_record = self._record(merged)
+        record = self._last.record = self._record(merged)
         self.pulling.merged(record)
         self._pings.merged(record)
         if (times := self._learner.step_complete()) is not None:

@@ -21,10 +21,10 @@ class KeptGradients:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = parameters
-        entered = {index: p.grad for index, p in enumerate(parameters) if p.grad is not None}
-        self._entered = {index: (gradient, gradient._version) for index, gradient in entered.items()}
+        there = ((index, parameter.grad) for index, parameter in enumerate(parameters))
+        self._entered = {index: (gradient, gradient._version) for index, gradient in there if gradient is not None}
         self._aside: dict[int, Tensor] | None = None
-        self.decided = not entered
+        self.decided = not self._entered
         self.gradients: dict[int, Tensor] = {}
         self._written: list[int] = []  # kept, but not as they were on entering
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
-from operator import is_, methodcaller
+from operator import is_
 
 import torch
 from torch import nn
@@ -67,9 +67,6 @@ class StagePlan:
         return sum(stage.numel for stage in self.stages)
 
 
-_values = methodcaller("values")
-
-
 class Registered:
     """The parameters and modules that a module has now, by identity, to notice what is replaced, added or tied."""
 
@@ -79,13 +76,18 @@ class Registered:
         tables = [table for child in module.modules() for table in (child._parameters, child._modules)]
         self._empty = [table for table in tables if not table]
         self._tables = [table for table in tables if table]
-        self._entries = [entry for table in self._tables for entry in table.values()]
+        self._now = [table.values() for table in self._tables]  # of a dict, what it has when they are looked at
+        self._entries = [*chain.from_iterable(self._now)]
+
+    def __reduce__(self) -> tuple[type[Registered], tuple[nn.Module]]:
+        """A copy has those of the copied module."""
+        return Registered, (self._module,)
 
     def unchanged(self) -> bool:
         """Whether all of them are still the same; every step of every rank asks this."""
         if any(self._empty) or sum(map(len, self._tables)) != len(self._entries):
             return False
-        return all(map(is_, chain.from_iterable(map(_values, self._tables)), self._entries))
+        return all(map(is_, chain.from_iterable(self._now), self._entries))
 
     def differences(self) -> str:
         """The parameters that are not what they were, in words; empty where only modules without any are others."""

@@ -10,6 +10,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -33,6 +34,7 @@ from straggle.step import Step
 
 _log = logging.getLogger(__name__)
 _STRIDED = torch.strided
+_NOTHING_KEPT = KeptGradients(())
 _NO_RUN = -2  # is no number of a run, nor that of being outside of all
 
 
@@ -135,7 +137,7 @@ class OpenStep(PassWatcher):
         self._kept = KeptGradients(self._parameters)
         self._replayed = replayed
         if replayed is not None and replayed.idle is not None:
-            entry = replace(entry, idle=replayed.idle, entered=replayed.entered)
+            entry = entry._replace(idle=replayed.idle, entered=replayed.entered)
         self._idle = entry.idle and (replayed is None or replayed.idle is None)  # otherwise it stops as recorded
         by_clock: StopRule = ByClock(self._coordinator.training) if replayed is None else AsRecorded(replayed)
         self._rule = NoData() if self._idle else by_clock
@@ -157,9 +159,9 @@ class OpenStep(PassWatcher):
         self.stopwatch.enter("data")
         max_over = None if replayed is None else replayed.num_over
         if (kept := self._kept.mark, max_over) != (entry.kept, entry.max_over):
-            entry = replace(entry, kept=kept, max_over=max_over)
+            entry = entry._replace(kept=kept, max_over=max_over)
         if replayed is not None:
-            entry = replace(entry, had_work=replayed.had_work)
+            entry = entry._replace(had_work=replayed.had_work)
         self._coordinator.enter(entry)
         self.step = step
 
@@ -215,7 +217,7 @@ class OpenStep(PassWatcher):
             self._optimizing.finish()
             self._optimizing = None  # lets go of the optimizer and the gradients
             self.stopwatch.enter("data")
-        self._kept = KeptGradients(())  # lets go of what was there before
+        self._kept = _NOTHING_KEPT  # lets go of what was there before
         return merged
 
     def release(self, error: DeadlineReached) -> None:
@@ -224,23 +226,10 @@ class OpenStep(PassWatcher):
         release_graph(error, self._outputs)
         self._outputs.clear()
 
-    def decision(self, merged: MergedStep) -> Decision:
-        """What this rank decided in the step that it left, for a recording."""
+    def decision(self, merged: MergedStep) -> Callable[[], Decision]:
+        """What gives what this rank decided in the step that it left, for a recording."""
         # also what it drew after it had been submitted: of that it has run passes
-        drawn = self._coordinator.training.drawn
-        decision = Decision(
-            merged.step,
-            merged.num_gradients,
-            self._left_at,
-            merged.stood_in,
-            merged.num_over,
-            drawn=None if drawn is None else drawn.numbers,
-            leaves=tuple(merged.table.leaves()),
-            had_work=merged.had_work,
-        )
-        if merged.among is None:
-            return decision
-        return replace(decision, idle=merged.idle, entered=merged.entered, among=merged.among)
+        return partial(_decision, merged, self._left_at, self._coordinator.training.drawn)
 
     @property
     def _left_at(self) -> int | None:
@@ -471,6 +460,11 @@ class OpenStep(PassWatcher):
                 parameter.grad = kept.get(index)
             return
         shares = merged.buffers.normalize()
+        plain = not (kept or self._early or fill_in.reads_merged)
+        if plain and shares[0].weight > 0 and shares[0].present and shares.count(shares[0]) == len(shares):
+            for parameter, gradient in zip(self._parameters, merged.buffers.views, strict=True):
+                parameter.grad = gradient
+            return
         for index, (parameter, gradient, share) in enumerate(
             zip(self._parameters, merged.buffers.views, shares, strict=True)
         ):
@@ -485,3 +479,19 @@ class OpenStep(PassWatcher):
                 parameter.grad = gradient.copy_(substitute) if substitute is not None else None
             if index in kept:
                 parameter.grad = kept[index] if parameter.grad is None else parameter.grad.add_(kept[index])
+
+
+def _decision(merged: MergedStep, left_at: int | None, drawn: Drawn | None) -> Decision:
+    decision = Decision(
+        merged.step,
+        merged.num_gradients,
+        left_at,
+        merged.stood_in,
+        merged.num_over,
+        drawn=None if drawn is None else drawn.numbers,
+        leaves=tuple(merged.table.leaves()),
+        had_work=merged.had_work,
+    )
+    if merged.among is None:
+        return decision
+    return replace(decision, idle=merged.idle, entered=merged.entered, among=merged.among)

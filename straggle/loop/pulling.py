@@ -20,7 +20,7 @@ from straggle.merge.channel import Channel
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.pools.draws import Drawn, Draws, StoreCounters
 from straggle.merge.pools.pool import WINDOW, Did, Pool, even_parts, static_shares, sure_shares
-from straggle.merge.pools.pool_times import PoolTimes
+from straggle.merge.pools.pool_times import NEVER, PoolTimes
 from straggle.merge.step_record import StepRecord
 from straggle.merge.table import Table
 
@@ -122,11 +122,11 @@ class Pulling:
     def merged(self, record: StepRecord) -> None:
         """Learn from a merged step. Raises ``ValueError``, on all ranks, where their pools differ."""
         table = record.table
-        if not (pools := {number for number in table.pool_parts() if number}):
+        if not table.has_pool:
             self._step_s.clear()  # such a step is waited for
-            self._expect(PoolTimes())
+            self._expect(NEVER)
             return
-        if len(pools) > 1:
+        if len(pools := {number for number in table.pool_parts() if number}) > 1:
             raise ValueError(
                 f"step {record.step}: step.pull() was given {table.pool_parts()} micro-batches by ranks 0, 1, ...: all "
                 "ranks draw from one pool, so give every rank all micro-batches of the step"
@@ -141,7 +141,7 @@ class Pulling:
         return PoolTimes.usual(self._step_s, [did.part_s for did in own if did is not None and did.share])
 
     def _expect(self, times: PoolTimes) -> None:
-        if times != self._coordinator.training.pool_times:
+        if times is not (before := self._coordinator.training.pool_times) and times != before:
             with self._coordinator.merging.lock:  # the stand-in reads it
                 self._coordinator.training.pool_times = times
 

@@ -85,7 +85,7 @@ class StageBuffers:
         self._num_changes = num_changes
         self._wire_dtype = wire_dtype
         self._merged: dict[int, Share] = {}  # of the buckets that are normalized
-        self._sums: dict[int, Tensor] = {}  # of large gradients to which nothing was added since
+        self._sums: dict[int, float] = {}  # of large gradients to which nothing was added since
         self._large: set[int] = set()
         self._finite: list[Tensor] = []  # which of this rank's gradients were, for the buckets that were looked at
         self._rank = -1  # whose row was written
@@ -126,8 +126,8 @@ class StageBuffers:
         else:
             torch.mul(gradient, self._scale if weight == 1.0 else weight / self._world_size, out=self.views[index])
         if index in self._large:
-            if complete:
-                self._sums[index] = self.views[index].sum(dtype=torch.float32)
+            if complete:  # a number: a tensor that stays would lie between freed gradients, and break up their memory
+                self._sums[index] = self.views[index].sum(dtype=torch.float32).item()
             else:
                 self._sums.pop(index, None)
 
@@ -236,8 +236,8 @@ class StageBuffers:
             # one pass over what was not summed yet is enough
             summed = all(index in self._sums for index in flat.large)
             sums = [self._sums[index] for index in flat.large] if summed else []
-            sums += [part.sum(dtype=torch.float32) for part in (flat.between if summed else (flat.gradients,))]
-            if all(math.isfinite(own.item()) for own in sums):
+            sums += [part.sum(dtype=torch.float32).item() for part in (flat.between if summed else (flat.gradients,))]
+            if all(map(math.isfinite, sums)):
                 return
             finite = torch.stack([torch.isfinite(view).all() for view in views])
             bad = ~finite

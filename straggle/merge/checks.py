@@ -9,6 +9,7 @@ import hashlib
 import sys
 from collections.abc import Iterable
 from inspect import unwrap
+from operator import attrgetter
 from types import FrameType
 
 import torch
@@ -131,9 +132,12 @@ def _is_sharded(parameter: Tensor) -> bool:
     return module is not None and isinstance(parameter, module.DTensor)
 
 
+_kind = attrgetter("dtype", "device")
+
+
 def kinds_of(parameters: Iterable[Tensor]) -> list[tuple[torch.dtype, torch.device]]:
     """What the buffers of the merge are made for."""
-    return [(parameter.dtype, parameter.device) for parameter in parameters]
+    return list(map(_kind, parameters))
 
 
 def check_kinds(named: Iterable[tuple[str, Tensor]], wrapped: Iterable[tuple[torch.dtype, torch.device]]) -> None:

@@ -101,7 +101,7 @@ class CurrentDeadline:
         """A step is merged: the deadline of the next one."""
         shares, granularity = self._stage_share, self.late_handling.granularity
         progress: StepProgress | ProgressRow | None = None
-        if any(table.pool_parts()):
+        if table.has_pool:
             self.work_is_dealt()
         compute_s, costs = table.compute_s(), table.costs()
         if math.isnan(self.mean_cost):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -106,7 +105,7 @@ class MergedSteps:
         assert groups is not None
         current.buffers.use_telemetry(torch.zeros_like(current.buffers.telemetry))
         # asked again: while the members change, a step may be submitted that others are let in before
-        row = replace(current.lost_in(current.row), admits=self._member.admits(current))
+        row = current.lost_in(current.row)._replace(admits=self._member.admits(current))
         current.buffers.write_telemetry(self._channel.rank, row.numbers(), current.changes)
         current.told = rounds.generation, rounds.ranks if recorded is None else recorded.told
         group = groups.control if recorded is None else recorded.telemetry

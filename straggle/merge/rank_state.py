@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from straggle.backward.clocks import Stopwatch
 from straggle.backward.kept import NONE, UNDECIDED
 from straggle.merge.pools.draws import Drawn, Draws
-from straggle.merge.pools.pool_times import PoolTimes
+from straggle.merge.pools.pool_times import NEVER
 from straggle.merge.round import MergedStep, Round
 from straggle.merge.telemetry import NO_FINGERPRINT
 from straggle.policies.rank_links import Way
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """What the training thread enters a step with.
 
     ``idle``: it has no data for it. ``fingerprint``: of its parameters, where the ranks compare them in this step.
@@ -64,7 +63,7 @@ class TrainingSide:
         self._pulled = False  # the step before the one that it has entered had a pool
         self.num_put_back = 0  # micro-batches of it that it had drawn and did not begin; by the stand-in
         self.part_began_at = math.inf  # the last one
-        self.pool_times = PoolTimes()
+        self.pool_times = NEVER
         self._draws: Draws | None = None
         # appended to without the lock, which costs too much for each micro-batch: a reader may see one less
         self.microbatch_s: list[float] = []  # when each was finished
@@ -94,7 +93,7 @@ class TrainingSide:
 
     def keep(self, kept: int) -> None:
         """The mark of the gradients that it keeps is decided."""
-        self.entry = replace(self.entry, kept=kept)
+        self.entry = self.entry._replace(kept=kept)
 
     def weigh(self, weight: float) -> None:
         """Its step has this weight."""
@@ -107,7 +106,7 @@ class TrainingSide:
     def draw(self, drawn: Drawn, draws: Draws | None) -> None:
         """It has this of its step's pool, from these draws where it was not dealt out."""
         self.drawn, self._draws, self.part_began_at = drawn, draws, self.stopwatch.now()
-        self.entry = replace(self.entry, num_microbatches=max(1, len(drawn.numbers)))
+        self.entry = self.entry._replace(num_microbatches=max(1, len(drawn.numbers)))
 
     def microbatch_finished(self) -> None:
         """It has finished a micro-batch of its step. Needs no lock."""
@@ -172,7 +171,7 @@ class TrainingSide:
         assert self._draws is not None
         self.num_put_back += self._draws.put_back(self.drawn.num_begun)
         self.drawn = self.drawn.without_unbegun()
-        self.entry = replace(self.entry, num_microbatches=max(1, len(self.drawn.numbers)))
+        self.entry = self.entry._replace(num_microbatches=max(1, len(self.drawn.numbers)))
         if current is not None:
             current.draw(self.drawn)
 

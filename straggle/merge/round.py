@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -381,7 +382,7 @@ class Round:
             tuple(share * own for share, own in zip(shares, kept, strict=True))
             for shares in (row.computed, row.estimated, row.weights or row.computed)
         )
-        return replace(row, computed=computed, estimated=estimated, weights=weights, cause=cause)
+        return row._replace(computed=computed, estimated=estimated, weights=weights, cause=cause)
 
     @property
     def works(self) -> list[tuple[dist.Work, str]]:
@@ -462,8 +463,7 @@ class Round:
             self._launch_complete()
 
 
-@dataclass(frozen=True)
-class MergedStep:
+class MergedStep(NamedTuple):
     """A step that all ranks have merged, waiting for this rank to apply it."""
 
     step: int

@@ -115,7 +115,7 @@ class StandIn:
 
     def entered(self, now: float) -> None:
         """The training thread has entered its step."""
-        if now >= self._merging.merged_at + self._limits().shortest_s:
+        if now >= self._merging.merged_at + self._shortest_s:
             self._wakes.notify()  # it sleeps until it would submit for a rank that has not entered
 
     def wake(self) -> None:
@@ -133,8 +133,7 @@ class StandIn:
         late); and the end of a step that is ``truncated``, because no peer waits to hear of that, but all for the
         training thread.
         """
-        deadline_s = self._limits().shortest_s
-        if deadline_s == math.inf:
+        if (deadline_s := self._shortest_s) == math.inf:
             return False
         due = now >= post_at(deadline_s, self._merging.merged_at, any_late=self._merging.any_late)
         if due and not truncated and (self._merging.any_late or self._looks_at > now + _SOON_S):
@@ -230,6 +229,15 @@ class StandIn:
             else:
                 self._asked_at = self._stopwatch.now()
 
+    @property
+    def _shortest_s(self) -> float:
+        """`Limits.shortest_s`, of which every step asks twice."""
+        return min(self._deadline.late_after_s, self._pool_s)
+
+    @property
+    def _pool_s(self) -> float:
+        return self._training.pool_times.step_s if self._deadline.can_be_late else math.inf
+
     def _limits(self) -> Limits:
         deadline = self._deadline
         max_lag = deadline.late_handling.max_lag
@@ -238,7 +246,7 @@ class StandIn:
             deadline.after_quorum_s,
             grace_s=deadline.late_handling.grace_s,
             max_lag=sys.maxsize if self._heals and max_lag else max_lag,
-            pool_s=self._training.pool_times.step_s if deadline.can_be_late else math.inf,
+            pool_s=self._pool_s,
         )
 
     def _situation(self) -> Situation:

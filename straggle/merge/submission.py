@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from torch import Tensor, nn
 
@@ -98,9 +97,9 @@ class Submission:
         without_store = not channel.store.reachable
         row = row_of(training, merging, current, own, weights, scalars, without_store=without_store)
         if (leaves := self._rank.rounds.leaves) is not None:
-            row = replace(row, ring_formed=leaves.formed)
+            row = row._replace(ring_formed=leaves.formed)
         if self._member.admits(current):
-            row = replace(row, admits=True)
+            row = row._replace(admits=True)
         current.buffers.write_telemetry(channel.rank, row.numbers(), changes)
         current.row, current.changes = row, changes
         current.idle, current.entered = training.entry.idle, training.is_in(current.step)

@@ -93,7 +93,7 @@ class _Columns(dict[str, tuple[float, ...]]):
 class Table:
     """Made of a matrix of shape (ranks, `row_length`), on the CPU, or its numbers.
 
-    ``of_stages``: where a row has what it says of each stage.
+    ``of_stages``: where a row has what it says of each stage. ``has_pool``: the step had a pool of micro-batches.
     """
 
     def __init__(self, rows: Tensor | array[float], num_stages: int) -> None:
@@ -106,7 +106,8 @@ class Table:
             starts = range(0, len(rows), row_length(num_stages))
             fixed = [rows[start : start + len(FIELDS)] for start in starts]
         self._columns, self.num_ranks = _Columns(fixed), len(fixed)
-        if any(self._columns["pool_parts"]):
+        self.has_pool = any(self._columns["pool_parts"])
+        if self.has_pool:
             self._weigh_by_pool()
 
     def _weigh_by_pool(self) -> None:
@@ -253,12 +254,15 @@ class Table:
 
     def stepped_unlike(self) -> tuple[int, ...]:
         """Ranks whose optimizers stepped more or less often than those of most ranks since the merge before."""
-        stepped = enumerate(self._columns["stepped"])
-        return _minority({rank: number for rank, number in stepped if not math.isnan(number)}) or ()
+        if len(set(stepped := self._columns["stepped"])) == 1:  # as after nearly every step
+            return ()
+        return _minority({rank: number for rank, number in enumerate(stepped) if not math.isnan(number)}) or ()
 
     def kept(self) -> int:
         """The mark of the gradients that most ranks keep beside the merged ones; `UNDECIDED` where none knows."""
-        known = {rank: mark for rank, mark in enumerate(self._columns["kept"]) if mark != UNDECIDED}
+        if len(of_all := set(marks := self._columns["kept"])) == 1:
+            return int(of_all.pop())
+        known = {rank: mark for rank, mark in enumerate(marks) if mark != UNDECIDED}
         return int(_most(known)) if known else UNDECIDED
 
     def progress(self, stage_share: Tensor, granularity: Granularity) -> StepProgress:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -50,8 +50,7 @@ STANDING = [COLUMN[name] for name in ("ring_formed", *WAYS)]  # what a rank says
 NO_FINGERPRINT = -1
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One rank's telemetry for one step; times in seconds, ``cause`` an index into ``CAUSES`` or -1.
 
     ``computed``, ``estimated`` and ``weights`` (of all that it submits; empty: as computed) are relative to the rank's
@@ -97,7 +96,7 @@ class Row:
     parts_done: int = 0
     put_back: int = 0
     ways: tuple[Way, ...] = ()
-    scalars: Mapping[str, float] = field(default_factory=dict)
+    scalars: Mapping[str, float] = MappingProxyType({})
 
     def encode(self) -> Tensor:
         """The row as a tensor of `row_length` elements."""

@@ -157,9 +157,10 @@ class HistoryWindow:
     ) -> History:
         """Add a merged step, a number for each rank; the history as it is now."""
         ranks, slot = len(compute_s), self._num_steps % self._window
+        seconds, flags = array("d", compute_s), bytes(finished)
         for row in (slot, slot + self._window):
-            self._seconds[row * ranks : (row + 1) * ranks] = array("d", compute_s)
-            self._flags[row * ranks : (row + 1) * ranks] = bytes(finished)
+            self._seconds[row * ranks : (row + 1) * ranks] = seconds
+            self._flags[row * ranks : (row + 1) * ranks] = flags
         self._num_steps += 1
         if self._progress is not None and progress is not None:
             self._progress.append(progress)

@@ -31,3 +31,6 @@ class PoolTimes:
             _LONGER * median(step_s) if len(step_s) >= _MIN_STEPS else math.inf,
             max(_SHORTEST_S, _STUCK * median(part_s)) if len(part_s) >= _MIN_STEPS else math.inf,
         )
+
+
+NEVER = PoolTimes()

@@ -76,13 +76,13 @@ def test_rows_of_all_parents_say_what_of_a_leaf_came_in_time() -> None:
     read_marks(merged, {2: 5}, 3)
     assert merged[2, :1].item() == pytest.approx(0.1)
     expected = row_of((1.0, 0.0, 0.5))
-    encoded = Row(**{**vars(expected), "cause": LINK, "weights": (1.0, 0.0, 0.5)}).encode()
+    encoded = expected._replace(cause=LINK, weights=(1.0, 0.0, 0.5)).encode()
     encoded[LEAF_SINCE] = 5
     assert torch.equal(merged[2].nan_to_num(-9), encoded.nan_to_num(-9))
 
 
 def test_a_row_that_did_not_come_has_what_its_rank_said_last() -> None:
-    last = Row(**{**vars(row_of((1.0, 1.0))), "ring_formed": 7}).encode()
+    last = row_of((1.0, 1.0))._replace(ring_formed=7).encode()
     rows = missing_row(2, last).unsqueeze(0)
     mark(rows, 0, {0: 2.0, 1: 0.0}, 2)  # it gave nothing to the second stage
     read_marks(rows, {0: 5}, 2)

@@ -15,7 +15,7 @@ def sides(clock):
 
 
 def merged_step(*, stood_in):
-    nothing = dict.fromkeys(MergedStep.__dataclass_fields__)
+    nothing = dict.fromkeys(MergedStep._fields)
     return MergedStep(**{**nothing, "merged_at": MERGED_AT, "stood_in": stood_in})
 
 
