@@ -65,7 +65,7 @@ class _LastStep:
     """What was merged last, and what this rank decided in that step: attributes of a module are slow to set."""
 
     record: StepRecord | None = None
-    decision: Callable[[], Decision] | None = None
+    decision: Decision | None = None
 
 
 class StagedDataParallel(nn.Module):
@@ -390,7 +390,7 @@ class StagedDataParallel(nn.Module):
     @property
     def last_decision(self) -> Decision | None:
         """What this rank decided in its last step: recorded for each step, it makes the run repeatable (`replay`)."""
-        return None if self._last.decision is None else self._last.decision()
+        return self._last.decision
 
     def replay(self, recording: Recording) -> None:
         """Decide as in a recorded run instead of by the clock; before the first step, on all ranks alike.

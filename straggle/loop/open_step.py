@@ -10,7 +10,6 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -226,10 +225,23 @@ class OpenStep(PassWatcher):
         release_graph(error, self._outputs)
         self._outputs.clear()
 
-    def decision(self, merged: MergedStep) -> Callable[[], Decision]:
-        """What gives what this rank decided in the step that it left, for a recording."""
+    def decision(self, merged: MergedStep) -> Decision:
+        """What this rank decided in the step that it left, for a recording."""
         # also what it drew after it had been submitted: of that it has run passes
-        return partial(_decision, merged, self._left_at, self._coordinator.training.drawn)
+        drawn = self._coordinator.training.drawn
+        decision = Decision(
+            merged.step,
+            merged.num_gradients,
+            self._left_at,
+            merged.stood_in,
+            merged.num_over,
+            drawn=None if drawn is None else drawn.numbers,
+            leaves=tuple(merged.table.leaves()),
+            had_work=merged.had_work,
+        )
+        if merged.among is None:
+            return decision
+        return replace(decision, idle=merged.idle, entered=merged.entered, among=merged.among)
 
     @property
     def _left_at(self) -> int | None:
@@ -479,19 +491,3 @@ class OpenStep(PassWatcher):
                 parameter.grad = gradient.copy_(substitute) if substitute is not None else None
             if index in kept:
                 parameter.grad = kept[index] if parameter.grad is None else parameter.grad.add_(kept[index])
-
-
-def _decision(merged: MergedStep, left_at: int | None, drawn: Drawn | None) -> Decision:
-    decision = Decision(
-        merged.step,
-        merged.num_gradients,
-        left_at,
-        merged.stood_in,
-        merged.num_over,
-        drawn=None if drawn is None else drawn.numbers,
-        leaves=tuple(merged.table.leaves()),
-        had_work=merged.had_work,
-    )
-    if merged.among is None:
-        return decision
-    return replace(decision, idle=merged.idle, entered=merged.entered, among=merged.among)
