@@ -180,7 +180,8 @@ def test_leader_that_dies_while_it_gives_its_state_is_replaced():
         job.kill(0)
         job.walk(6, [1, 2, 3])
         job.start(0)
-        job.walk(40)  # its state takes a while, and its loop is hardly faster than theirs
+        job.walk(40)
+        job.meet()  # its state takes a while, and its loop is hardly faster than theirs
         outcomes = job.finish()
     check_equal(outcomes)
     assert gives_again(outcomes[1], 0, 3)
