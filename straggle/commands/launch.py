@@ -50,10 +50,11 @@ class Job:
 def worker_environment(job: Job, local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
     """What a worker finds: torchrun's variables, and those of straggle; the agent adds the number of the start.
 
-    ``inherited`` is the launcher's own environment, with the job's secret. The number of threads, and how nccl and gloo
-    behave, are as they stand there.
+    ``inherited`` is the launcher's own environment, with the job's secret. The number of threads and of glibc's heaps,
+    and how nccl and gloo behave, are as they stand there.
     """
     rank = job.node_rank * job.nproc_per_node + local_rank
+    cores = max(1, _num_cores() // job.nproc_per_node)
     of_torchrun = {
         "RANK": rank,
         "LOCAL_RANK": local_rank,
@@ -71,7 +72,8 @@ def worker_environment(job: Job, local_rank: int, inherited: Mapping[str, str]) 
         "TORCHELASTIC_USE_AGENT_STORE": True,  # torch connects to the launcher's store instead of serving its own
     }
     unless_given = {
-        "OMP_NUM_THREADS": max(1, _num_cores() // job.nproc_per_node),
+        "OMP_NUM_THREADS": cores,
+        "MALLOC_ARENA_MAX": max(2, cores),  # threads that come and go with the members share heaps: fewer grow
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
         "TORCH_GLOO_LAZY_INIT": 1,  # a worker that comes back connects to no peer until it is used: none awaits it
     }

@@ -28,7 +28,7 @@ LIMIT_S = 60.0  # for what takes a tenth of a second, or never comes
 # of torchrun's own: where its `record` leaves errors, the signals of its own processes, and a name for this machine
 ONLY_TORCHRUN = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
 OF_THE_STORE = {"MASTER_ADDR", "MASTER_PORT"}
-OURS = {"STRAGGLE_ELASTIC", "STRAGGLE_JOB_SECRET", "TORCH_GLOO_LAZY_INIT"}
+OURS = {"MALLOC_ARENA_MAX", "STRAGGLE_ELASTIC", "STRAGGLE_JOB_SECRET", "TORCH_GLOO_LAZY_INIT"}
 
 # leaves its environment and its process id, then does what the rest of it says
 HEAD = """\

@@ -69,11 +69,12 @@ def test_ranks_of_a_node_follow_those_of_the_node_before() -> None:
 
 
 def test_what_the_user_has_set_stays_and_what_an_outer_job_has_set_does_not() -> None:
-    users = {"OMP_NUM_THREADS": "3", "TORCH_GLOO_LAZY_INIT": "0", "PATH": "/bin"}
+    users = {"OMP_NUM_THREADS": "3", "MALLOC_ARENA_MAX": "7", "TORCH_GLOO_LAZY_INIT": "0", "PATH": "/bin"}
     found = worker_environment(JOB, 0, {**users, **SECRET, "RANK": "17", "MASTER_ADDR": "elsewhere"})
     assert found.items() >= {**users, **SECRET, "RANK": "4", "MASTER_ADDR": "node0"}.items()
     plain = worker_environment(replace(JOB, nproc_per_node=10**6), 0, SECRET)
-    assert (plain["OMP_NUM_THREADS"], plain["TORCH_GLOO_LAZY_INIT"]) == ("1", "1")
+    names = ("OMP_NUM_THREADS", "MALLOC_ARENA_MAX", "TORCH_GLOO_LAZY_INIT")
+    assert [plain[name] for name in names] == ["1", "2", "1"]
 
 
 @pytest.mark.parametrize(
