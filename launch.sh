@@ -28,17 +28,31 @@ HELP
 
 # install EXTRA: the package with an extra, pinned, into .venv; does nothing if that is already there
 install() {
-  local stamp
+  local stamp python=$venv/bin/python
   stamp=$venv/.installed-$1-$(cat "$here/pyproject.toml" "$here/constraints.txt" | cksum | cut -d' ' -f1)
   [ -e "$stamp" ] && return
-  if ! [ -x "$venv/bin/python" ]; then
-    echo "setting up $venv (once, about a minute)" >&2
+  if ! [ -x "$python" ]; then
+    echo "setting up $venv (once, a minute or two)" >&2
     "${PYTHON:-python3}" -m venv "$venv"
+    pip_install --upgrade pip || true # the one that comes with Python works too, and takes twice as long
   fi
   # torch first and by itself: a range in another package then never fetches a second build of it
-  "$venv/bin/python" -m pip install --quiet --constraint "$here/constraints.txt" torch >&2
-  "$venv/bin/python" -m pip install --quiet --constraint "$here/constraints.txt" --editable "${here}[$1]" >&2
+  pip_install torch
+  compile & # beside what follows, which leaves the other cores idle
+  pip_install --editable "${here}[$1]"
+  wait
+  compile
   touch "$stamp"
+}
+
+# pip_install WHAT...: pinned, into .venv
+pip_install() {
+  "$venv/bin/python" -m pip install --quiet --no-compile --constraint "$here/constraints.txt" "$@" >&2
+}
+
+# what was installed, on all cores; pip would do it on one. Some packages have files that are no Python of this version
+compile() {
+  "$venv/bin/python" -m compileall -qq -j 0 "$venv/lib" >&2 || true
 }
 
 # torchrun's arguments: this machine alone, or this node of a cluster

@@ -9,6 +9,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import time
 import urllib.parse
 import urllib.request
@@ -162,7 +163,7 @@ def worker_image() -> str:
         wheels = ROOT / "docker" / "wheels"
         constraint = ("--constraint", str(ROOT / "constraints.txt"))
         wanted = ("torch", f"{ROOT}[train]", "hatchling")
-        run("pip", "wheel", "--quiet", "--wheel-dir", str(wheels), *constraint, *wanted, timeout=600)
+        run(sys.executable, "-m", "pip", "wheel", "--quiet", "--wheel-dir", str(wheels), *constraint, *wanted, timeout=600)
         arguments += ["--build-arg", "PIP_NO_INDEX=1"]
     dockerfile = str(ROOT / "docker" / "Dockerfile")
     build = ("docker", "build", *arguments, "-f", dockerfile, "-t", "straggle-test", str(ROOT))
