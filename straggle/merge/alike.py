@@ -33,7 +33,9 @@ def describe(value: Any) -> Described:
     if not isinstance(value, (Deadline, Estimator)) and not is_dataclass(value):
         return kind.__qualname__
     state = vars(value)
-    names = [name for name in inspect.signature(kind).parameters if name in state or f"_{name}" in state]
+    # a constructor that is no Python function takes nothing, and to be told so by `signature` takes milliseconds
+    takes = inspect.signature(kind).parameters if inspect.isfunction(kind.__init__) else ()
+    names = [name for name in takes if name in state or f"_{name}" in state]
     names = names or [name for name in state if name != "memory"]  # which is no option
     return [kind.__qualname__, {name: describe(state.get(name, state.get(f"_{name}"))) for name in names}]
 
