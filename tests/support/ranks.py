@@ -41,15 +41,19 @@ _MODULES = [
     "torch._dynamo",  # which the first optimizer imports
     "torch.distributed.tensor",
     "torch.nn.parallel",
+    "torch.profiler._cupti_monitor",  # which the first step of an optimizer imports
     "torch.utils.checkpoint",
     "sklearn.datasets",
     "straggle",
-    "straggle.lab.workloads",
+    "straggle.lab.workloads.digits",
+    "straggle.lab.workloads.text",
+    "straggle.observe.metrics_endpoint",
     "hydra.compose",  # which the first configuration imports
     "straggle.commands.train",
     "straggle.commands.compare",
     "straggle.commands.launch",
     "torch.distributed.run",
+    "tests.support.preloaded",
 ]
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(_MODULES)
