@@ -163,7 +163,8 @@ def worker_image() -> str:
         wheels = ROOT / "docker" / "wheels"
         constraint = ("--constraint", str(ROOT / "constraints.txt"))
         wanted = ("torch", f"{ROOT}[train]", "hatchling")
-        run(sys.executable, "-m", "pip", "wheel", "--quiet", "--wheel-dir", str(wheels), *constraint, *wanted, timeout=600)
+        pip = (sys.executable, "-m", "pip", "wheel", "--quiet")
+        run(*pip, "--wheel-dir", str(wheels), *constraint, *wanted, timeout=600)
         arguments += ["--build-arg", "PIP_NO_INDEX=1"]
     dockerfile = str(ROOT / "docker" / "Dockerfile")
     build = ("docker", "build", *arguments, "-f", dockerfile, "-t", "straggle-test", str(ROOT))

@@ -43,7 +43,6 @@ _MODULES = [
     "torch.nn.parallel",
     "torch.profiler._cupti_monitor",  # which the first step of an optimizer imports
     "torch.utils.checkpoint",
-    "sklearn.datasets",
     "straggle",
     "straggle.lab.workloads.digits",
     "straggle.lab.workloads.text",

@@ -3,8 +3,11 @@
 The data are the 1,797 images of 8 x 8 pixels that come with scikit-learn.
 """
 
+from importlib.util import find_spec
+from pathlib import Path
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from straggle.extras import needs_extra
 from straggle.lab.workloads.workload import Batch, LabelledSamples, require_positive
@@ -52,8 +55,25 @@ def _block(channels_in: int, channels_out: int) -> nn.Module:
 
 def _load() -> Batch:
     """Images (samples, 1, 8, 8) with values from 0 to 1, and their digits."""
+    numbers = _from_file()
+    images, digits = (numbers[:, :-1], numbers[:, -1]) if numbers is not None else _from_library()
+    return images.view(-1, 1, _IMAGE_SIZE, _IMAGE_SIZE) / 16, digits.to(torch.int64)
+
+
+def _from_file() -> Tensor | None:
+    """What `load_digits` reads, a digit after each image; importing scikit-learn takes two seconds in each process."""
+    if (library := find_spec("sklearn")) is None or not library.submodule_search_locations:
+        return None
+    path = Path(library.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
+    if not path.exists():
+        return None
+    import numpy as np
+
+    return torch.from_numpy(np.loadtxt(path, delimiter=",", dtype=np.float32))
+
+
+def _from_library() -> tuple[Tensor, Tensor]:
     with needs_extra("train"):
         from sklearn.datasets import load_digits
     images, digits = load_digits(return_X_y=True)
-    x = torch.tensor(images, dtype=torch.float32).view(-1, 1, _IMAGE_SIZE, _IMAGE_SIZE) / 16
-    return x, torch.tensor(digits, dtype=torch.int64)
+    return torch.tensor(images, dtype=torch.float32), torch.tensor(digits)

@@ -314,6 +314,21 @@ def test_digits_are_learned_in_a_few_epochs():
     assert digits.evaluate(model)["accuracy"] > 0.95
 
 
+def test_digits_are_those_of_scikit_learn_which_is_not_imported_for_them(monkeypatch):
+    from sklearn.datasets import load_digits
+
+    images, digits = load_digits(return_X_y=True)
+    theirs = {(*image.tolist(), digit) for image, digit in zip(images, digits, strict=True)}
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    both = Digits()
+    ours = {
+        (*(16 * image).flatten().tolist(), digit.item())
+        for pair in (both.training, both.validation)
+        for image, digit in zip(*pair, strict=True)
+    }
+    assert ours == theirs
+
+
 def test_scikit_learn_is_missed_only_where_digits_are_made_and_the_message_names_the_extra(monkeypatch):
     for name in ("sklearn", "sklearn.datasets"):
         monkeypatch.setitem(sys.modules, name, None)
