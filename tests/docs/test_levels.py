@@ -1,6 +1,7 @@
 """The folders of tests are levels: what lies in a folder needs no more than the folder says."""
 
 import ast
+from functools import cache
 
 import pytest
 from repository import ROOT
@@ -77,12 +78,13 @@ def reached_into(path):
                 yield text.rpartition(".")[2]
 
 
-OF_THE_LIBRARY = {
-    name for path in (ROOT / "straggle").rglob("*.py") for name in defined(path) if is_private(name) and name != "_"
-}
+@cache
+def of_the_library():
+    paths = (ROOT / "straggle").rglob("*.py")
+    return {name for path in paths for name in defined(path) if is_private(name) and name != "_"}
 
 
 @pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
 def test_no_private_name_of_the_library_is_reached_into(path):
     allowed = ALLOWED.get(str(path.relative_to(ROOT)), set())
-    assert OF_THE_LIBRARY.intersection(reached_into(path)) == allowed
+    assert of_the_library().intersection(reached_into(path)) == allowed
