@@ -8,6 +8,7 @@ few measurements. One slow neighbour, or a moment in which a machine was busy, m
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -67,13 +68,15 @@ def best_ways(rounds: Iterable[Iterable[tuple[float, Way]]]) -> tuple[tuple[floa
 
 def rank_links(ways: Iterable[Way], num_ranks: int) -> tuple[RankLink, ...]:
     """Each rank's link. Between two ranks alone it is not known which end of a way is slow: both have its rate."""
-    fresh = [way for way in ways if way.age_s <= MAX_AGE_S and max(way.source, way.target) < num_ranks]
-    return tuple(_rank_link(rank, fresh) for rank in range(num_ranks))
+    sent, received = ([list[Link]() for _ in range(num_ranks)] for _ in range(2))
+    for way in ways:
+        if way.age_s <= MAX_AGE_S and 0 <= way.source < num_ranks and 0 <= way.target < num_ranks:
+            sent[way.source].append(way.link)
+            received[way.target].append(way.link)
+    return tuple(map(_rank_link, sent, received))
 
 
-def _rank_link(rank: int, ways: Sequence[Way]) -> RankLink:
-    sent = [way.link for way in ways if way.source == rank]
-    received = [way.link for way in ways if way.target == rank]
+def _rank_link(sent: Sequence[Link], received: Sequence[Link]) -> RankLink:
     return RankLink(
         min(_known(link.latency_s for link in (*sent, *received)), default=math.nan),
         max(_known(link.bytes_per_s for link in sent), default=math.nan),
@@ -86,14 +89,17 @@ def links_of(report: StepReport) -> tuple[RankLink, ...]:
     return tuple(RankLink(rank.latency_s, rank.up_bytes_per_s, rank.down_bytes_per_s) for rank in report.ranks)
 
 
+def others_links(links: Sequence[RankLink]) -> tuple[RankLink, ...]:
+    """For each rank the middle of the other ranks' links; NaN where none is known."""
+    latencies = _medians_of_others([link.latency_s for link in links])
+    up = _medians_of_others([link.up_bytes_per_s for link in links])
+    down = _medians_of_others([link.down_bytes_per_s for link in links])
+    return tuple(map(RankLink, latencies, up, down))
+
+
 def others_link(links: Sequence[RankLink], rank: int) -> RankLink:
-    """The middle of the other ranks' links; NaN where none is known."""
-    others = [link for number, link in enumerate(links) if number != rank]
-    return RankLink(
-        _median(link.latency_s for link in others),
-        _median(link.up_bytes_per_s for link in others),
-        _median(link.down_bytes_per_s for link in others),
-    )
+    """Of `others_links` that of one rank."""
+    return others_links(links)[rank]
 
 
 def ring_cost_s(link: RankLink, others: RankLink, *, num_bytes: float, num_ranks: int) -> float:
@@ -114,6 +120,18 @@ def _known(values: Iterable[float]) -> list[float]:
     return [value for value in values if not math.isnan(value)]
 
 
-def _median(values: Iterable[float]) -> float:
-    known = _known(values)
-    return median(known) if known else math.nan
+def _medians_of_others(values: Sequence[float]) -> list[float]:
+    """For each value the median of the others that are known; they are sorted once, for jobs of many ranks."""
+    known = sorted(_known(values))
+    of_all = median(known) if known else math.nan
+    half, is_odd = divmod(len(known) - 1, 2)
+
+    def without(place: int) -> float:
+        def at(number: int) -> float:
+            return known[number + (number >= place)]
+
+        return at(half) if is_odd else (at(half - 1) + at(half)) / 2
+
+    if len(known) == 1:
+        return [of_all if math.isnan(value) else math.nan for value in values]
+    return [of_all if math.isnan(value) else without(bisect_left(known, value)) for value in values]

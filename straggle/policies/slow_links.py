@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from straggle.policies.rank_links import RankLink, others_link, ring_cost_s
+from straggle.policies.rank_links import RankLink, others_links, ring_cost_s
 
 TIMES = 1.5  # as slow as the others' links, from which on a link may be slow
 STILL = 1.25  # and until which it is, once it was
@@ -64,10 +64,9 @@ class SlowLinks:
         passed_s = step_s if passed_s is None else passed_s
         found = list[tuple[float, SlowLink]]()
         was = {slow.rank for slow in self.now}
-        for rank, link in enumerate(links):
-            others = others_link(links, rank)
-            cost_s = ring_cost_s(link, others, num_bytes=num_bytes, num_ranks=len(links))
+        for rank, (link, others) in enumerate(zip(links, others_links(links), strict=True)):
             slow = slow_in(link, others, times=STILL if rank in was else TIMES)
+            cost_s = ring_cost_s(link, others, num_bytes=num_bytes, num_ranks=len(links)) if slow else 0.0
             if not slow or cost_s < (_STILL_MATTERS if rank in was else MATTERS) * step_s:
                 self._seen.pop(rank, None)
                 continue

@@ -23,7 +23,7 @@ from straggle.merge.links.ping_places import PingPlaces
 from straggle.merge.links.ping_plan import DISTANCES, every_s, is_turn, largest_bytes, peers_of
 from straggle.merge.store import JobStore, StoreUnreachable, default_store
 from straggle.policies.links import Link
-from straggle.policies.rank_links import ROUNDS, RankLink, Way, best_ways, others_link, rank_links
+from straggle.policies.rank_links import ROUNDS, RankLink, Way, best_ways, others_link, others_links, rank_links
 from straggle.policies.slow_links import SlowLinks, slow_in
 
 _LOOK_S = 0.5
@@ -296,7 +296,7 @@ class Pings:
         times = Counter(way.target for one in self._rounds for _, way in one)
         ways = [way for _, way in best_ways(self._rounds) if times[way.target] >= _TWICE]
         links = rank_links(ways, self._world_size)
-        if not any(slow_in(link, others_link(links, rank)) for rank, link in enumerate(links)):
+        if not any(map(slow_in, links, others_links(links))):
             self._pauses_until = time.monotonic() + _IN_VAIN_S
         elif self._num_long > 2 * ROUNDS:
             self._pauses_until = time.monotonic() + _PAUSE_S

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
+from dataclasses import asdict
+from statistics import median
 
 import pytest
 
 from straggle.policies.links import Link
 from straggle.policies.merge_time import merge_seconds
-from straggle.policies.rank_links import MAX_AGE_S, RankLink, Way, best_ways, others_link, rank_links, ring_cost_s
+from straggle.policies.rank_links import (
+    MAX_AGE_S,
+    RankLink,
+    Way,
+    best_ways,
+    others_link,
+    others_links,
+    rank_links,
+    ring_cost_s,
+)
 
 FAST, SLOW = 20e6, 1e6
 
@@ -81,6 +93,18 @@ def test_what_is_old_or_was_not_measured_is_not_known() -> None:
     assert links[1].latency_s == 0.001
     assert math.isnan(others_link(links, 1).up_bytes_per_s)
     assert ring_cost_s(links[1], links[2], num_bytes=1e6, num_ranks=3) == 0
+
+
+@pytest.mark.parametrize("num_ranks", range(8))
+def test_links_of_the_others_are_the_medians_without_a_rank_s_own(num_ranks: int) -> None:
+    draw = random.Random(num_ranks)
+    for _ in range(200):
+        links = [RankLink(*draw.choices([math.nan, 1.0, 2.0, 2.5, 7.0, math.inf], k=3)) for _ in range(num_ranks)]
+        for rank, found in enumerate(others_links(links)):
+            for name, value in asdict(found).items():
+                others = [getattr(link, name) for number, link in enumerate(links) if number != rank]
+                known = [other for other in others if not math.isnan(other)]
+                assert value == median(known) if known else math.isnan(value)
 
 
 def test_what_a_link_costs_is_the_ring_with_it_less_the_ring_without() -> None:
