@@ -34,7 +34,8 @@ install() {
   if ! [ -x "$python" ]; then
     echo "setting up $venv (once, a minute or two)" >&2
     "${PYTHON:-python3}" -m venv "$venv"
-    pip_install --upgrade pip || true # the one that comes with Python works too, and takes twice as long
+    # the one that comes with Python works too, and takes twice as long
+    pip_install --upgrade pip || echo "going on with the pip that is there" >&2
   fi
   # torch first and by itself: a range in another package then never fetches a second build of it
   pip_install torch
