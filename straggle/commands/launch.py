@@ -73,7 +73,7 @@ def worker_environment(job: Job, local_rank: int, inherited: Mapping[str, str]) 
     }
     unless_given = {
         "OMP_NUM_THREADS": cores,
-        "MALLOC_ARENA_MAX": max(2, cores),  # threads that come and go with the members share heaps: fewer grow
+        "MALLOC_ARENA_MAX": max(2, cores),  # fewer heaps grow as threads come and go with the members
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
         "TORCH_GLOO_LAZY_INIT": 1,  # a worker that comes back connects to no peer until it is used: none awaits it
     }

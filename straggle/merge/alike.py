@@ -33,8 +33,9 @@ def describe(value: Any) -> Described:
     if not isinstance(value, (Deadline, Estimator)) and not is_dataclass(value):
         return kind.__qualname__
     state = vars(value)
-    # a constructor that is no Python function takes nothing, and to be told so by `signature` takes milliseconds
-    takes = inspect.signature(kind).parameters if inspect.isfunction(kind.__init__) else ()
+    # a class without a constructor takes nothing, and `signature` takes milliseconds to say so
+    has_one = any("__init__" in vars(base) or "__new__" in vars(base) for base in kind.__mro__ if base is not object)
+    takes = inspect.signature(kind).parameters if has_one else ()
     names = [name for name in takes if name in state or f"_{name}" in state]
     names = names or [name for name in state if name != "memory"]  # which is no option
     return [kind.__qualname__, {name: describe(state.get(name, state.get(f"_{name}"))) for name in names}]
