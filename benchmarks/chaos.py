@@ -22,7 +22,6 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -422,7 +421,7 @@ def bare(staged):
         stages = len(coordinator.plan.stages)
         if stages not in rows:
             ones, zeros = (1.0,) * stages, (0.0,) * stages
-            rows[stages] = replace(row, computed=ones, estimated=zeros, stage_s=zeros, weights=ones).numbers()
+            rows[stages] = row._replace(computed=ones, estimated=zeros, stage_s=zeros, weights=ones).numbers()
         current.buffers.write_telemetry(dist.get_rank(), rows[stages], changes)
         current.close(own, current.weights(own))
         now = coordinator.stopwatch.now()
