@@ -2,6 +2,7 @@
 
 python benchmarks/gpu.py text --rounds 40
 python benchmarks/gpu.py gpt2 --rounds 20         # GPT-2 small, 8 x 512 tokens, bfloat16; needs transformers
+python benchmarks/gpu.py gpt2 --samples 16 --tokens 1024 --rounds 10
 
 With one rank nothing travels: this is the cost of hooks, copies and host work beside the kernels. The last lines are of
 the staged backward by itself: device time of a pass that is stopped at half of its stages.
@@ -25,12 +26,12 @@ WARMUP = 5
 STEPS = 10  # in a turn
 
 
-def model_and_loss(name):
+def model_and_loss(name, samples=None, length=512):
     """A model on the device, and its loss on a fixed batch as a function of the model."""
     if name == "gpt2":
         from transformers import GPT2Config, GPT2LMHeadModel
 
-        tokens = torch.randint(50257, (8, 512), device="cuda")
+        tokens = torch.randint(50257, (samples or 8, length), device="cuda")
         model = GPT2LMHeadModel(GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).cuda()
 
         def loss(model):
@@ -39,7 +40,7 @@ def model_and_loss(name):
 
         return model, loss
     workload = Text()
-    batch = tuple(part.cuda() for part in workload.batch(torch.arange(64)))
+    batch = tuple(part.cuda() for part in workload.batch(torch.arange(samples or 64)))
     return workload.model().cuda(), lambda model: workload.loss(model, batch)
 
 
@@ -118,11 +119,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload", choices=["text", "gpt2"])
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--samples", type=int, help="of a step; default: 64, and 8 of gpt2")
+    parser.add_argument("--tokens", type=int, default=512, help="of a sample of gpt2")
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    model, compute_loss = model_and_loss(options.workload)
+    model, compute_loss = model_and_loss(options.workload, options.samples, options.tokens)
     ways = {}
     for way in ("DDP", "DDP again", "straggle, no deadline", "straggle, a deadline"):
         ways[way] = one_step(way, wrapped(way, copy.deepcopy(model)), compute_loss)

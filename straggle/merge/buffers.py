@@ -10,7 +10,7 @@ import math
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 
 import torch
 import torch.distributed as dist
@@ -48,7 +48,7 @@ class _Flat:
     The tail is fp32 or finer. It lies at the end of the gradients' buffer where that is, and travels in one message.
     ``wire``: the gradients as they travel, where that is not as they are; the tail goes beside them, exact.
     ``plain_tail``: the tail as plain memory. ``large`` of the parameters are summed as they are copied, to see whether
-    they are finite; ``between`` is the rest.
+    they are finite; ``between`` is the rest. ``both``: gradients and tail, one tensor where they lie together.
     """
 
     parameters: tuple[int, ...]
@@ -59,6 +59,7 @@ class _Flat:
     plain_tail: Numbers
     large: tuple[int, ...]
     between: tuple[Tensor, ...]
+    both: tuple[Tensor, ...]
 
 
 class StageBuffers:
@@ -87,7 +88,7 @@ class StageBuffers:
         self._merged: dict[int, Share] = {}  # of the buckets that are normalized
         self._sums: dict[int, float] = {}  # of large gradients to which nothing was added since
         self._large: set[int] = set()
-        self._finite: list[Tensor] = []  # which of this rank's gradients were, for the buckets that were looked at
+        self._bad: list[Tensor] = []  # which of this rank's gradients were left out, where they were looked at
         self._rank = -1  # whose row was written
         self._scale = torch.tensor(1 / world_size)  # a tensor, because a number is made into one at each call
         self.views: list[Tensor] = [torch.empty(0)] * len(parameters)
@@ -111,7 +112,7 @@ class StageBuffers:
 
     def begin(self) -> None:
         """A new step begins."""
-        self._finite, self._merged, self._rank, self._sums = [], {}, -1, {}
+        self._bad, self._merged, self._rank, self._sums = [], {}, -1, {}
         if self.telemetry is not self._with_last:
             self.use_telemetry(self._with_last)
 
@@ -192,8 +193,8 @@ class StageBuffers:
         return group.all_reduce(self.telemetry)
 
     def _count_nonfinite(self) -> None:
-        if self._finite and self._rank >= 0:  # the row says 0 already
-            self.rows[self._rank, NONFINITE] = (~torch.cat(self._finite)).sum()
+        if self._bad and self._rank >= 0:  # the row says 0 already
+            self.rows[self._rank, NONFINITE] = torch.cat(self._bad).sum()
 
     def num_messages(self, bucket: int) -> int:
         """How many messages a bucket goes in."""
@@ -215,7 +216,7 @@ class StageBuffers:
 
     def take_over(self, other: StageBuffers, lost: Collection[int]) -> None:
         """Copy what another has, but for the ``lost`` buckets, into these, which are zeros."""
-        self._finite = other._finite
+        self._bad = other._bad
         for number, (mine, theirs) in enumerate(zip(self._buckets, other._buckets, strict=True)):
             for flat, its in zip(mine, theirs, strict=True):
                 if number in lost:
@@ -226,25 +227,29 @@ class StageBuffers:
                     flat.gradients.copy_(its.gradients)
 
     def _leave_out_nonfinite(self, flat: _Flat) -> None:
-        """Make zeros with weight 0 of gradients that have elements which are not finite."""
-        views = [self.views[index] for index in flat.parameters]
+        """Make zeros with weight 0 of gradients that have elements which are not finite.
+
+        On a device all of a bucket are left out where one of them is such. That takes four kernels, without waiting for
+        the device; to mask each by itself takes one more for each, and launching them as long as the rest of the merge.
+        """
         if flat.gradients.is_cuda:
-            # without waiting for the device, and with few kernels; NaN is not less than infinity either
-            finite = torch.stack(torch._foreach_norm(views, math.inf)) < math.inf
-            bad = ~finite
-        else:
-            # one pass over what was not summed yet is enough
-            summed = all(index in self._sums for index in flat.large)
-            sums = [self._sums[index] for index in flat.large] if summed else []
-            sums += [part.sum(dtype=torch.float32).item() for part in (flat.between if summed else (flat.gradients,))]
-            if all(map(math.isfinite, sums)):
-                return
-            finite = torch.stack([torch.isfinite(view).all() for view in views])
-            bad = ~finite
+            bad = ~(torch.linalg.vector_norm(flat.gradients, math.inf) < math.inf)  # NaN is not less either
+            for data in flat.both:
+                data.masked_fill_(bad, 0.0)
+            self._bad.append(bad.expand(len(flat.parameters)))
+            return
+        # one pass over what was not summed yet is enough
+        summed = all(index in self._sums for index in flat.large)
+        sums = [self._sums[index] for index in flat.large] if summed else []
+        sums += [part.sum(dtype=torch.float32).item() for part in (flat.between if summed else (flat.gradients,))]
+        if all(map(math.isfinite, sums)):
+            return
+        views = [self.views[index] for index in flat.parameters]
+        bad = torch.stack([~torch.isfinite(view).all() for view in views])
         for view, is_bad in zip(views, bad.unbind(), strict=True):
             view.masked_fill_(is_bad, 0.0)
-        flat.tail.view(2, -1).mul_(finite)
-        self._finite.append(finite)
+        flat.tail.view(2, -1).masked_fill_(bad, 0.0)
+        self._bad.append(bad)
 
     def weights_in(self, bucket: int) -> tuple[float, ...]:
         """For each stage of a bucket, the mean weight over its elements of what is in it now."""
@@ -258,32 +263,31 @@ class StageBuffers:
 
     def normalize(self) -> list[Share]:
         """After all merges: scale each gradient to the weighted mean, in place, and say what is in it."""
-        for bucket in range(len(self._buckets)):
-            self.normalize_bucket(bucket)
+        self._normalize([flat for bucket in self._buckets for flat in bucket])
         return [self._merged[index] for index in range(len(self.views))]
 
     def normalize_bucket(self, bucket: int) -> dict[int, Share]:
         """The same for the parameters of one bucket, after its merge; it may be asked again."""
-        of_all, merged = Share(float(self._world_size), True), dict[int, Share]()
-        for flat in self._buckets[bucket]:
-            if flat.parameters[0] in self._merged:
-                merged |= {index: self._merged[index] for index in flat.parameters}
-                continue
+        self._normalize(self._buckets[bucket])
+        return {index: self._merged[index] for flat in self._buckets[bucket] for index in flat.parameters}
+
+    def _normalize(self, flats: Sequence[_Flat]) -> None:
+        of_all = Share(float(self._world_size), True)
+        new = [flat for flat in flats if flat.parameters[0] not in self._merged]
+        for flat, tail in zip(new, _tails(new), strict=True):
             if flat.wire is not None:
                 flat.gradients.copy_(flat.wire)
-            tail, count = flat.plain_tail.tolist(), len(flat.parameters)
+            count = len(flat.parameters)
             if tail.count(self._world_size) == len(tail):  # of all ranks, as in nearly every step
-                merged |= dict.fromkeys(flat.parameters, of_all)
+                self._merged |= dict.fromkeys(flat.parameters, of_all)
                 continue
             for index, weight, present in zip(flat.parameters, tail[:count], tail[count:], strict=True):
                 if weight == self._world_size and present:
-                    merged[index] = of_all
+                    self._merged[index] = of_all
                 else:
-                    merged[index] = Share(weight, present > 0)
+                    self._merged[index] = Share(weight, present > 0)
                     if weight > 0:
                         self.views[index].mul_(self._world_size / weight)
-        self._merged |= merged
-        return merged
 
     def _is_large(self, parameter: Tensor) -> bool:
         return self._drop_nonfinite and not parameter.is_cuda and parameter.nbytes >= _LARGE_BYTES
@@ -313,7 +317,9 @@ class StageBuffers:
             large = tuple(i for i in members if self._is_large(parameters[i]))
             self._large |= set(large)
             between = _between(data[:end], [ends[i] for i in large])
-            flats.append(_Flat(tuple(members), data[:end], tail, messages, wire, Numbers(tail), large, between))
+            both = (data[: end + extra[0]],) if exact else (data[:end], tail)
+            plain = Numbers(tail)
+            flats.append(_Flat(tuple(members), data[:end], tail, messages, wire, plain, large, between, both))
             self.rows = numbers[extra[0] :]
         return flats
 
@@ -322,6 +328,15 @@ class StageBuffers:
         count = 1 if data.is_cuda else math.ceil(data.nbytes / largest_message_bytes(self._world_size))
         size = -(-data.numel() // (count * _ALIGN)) * _ALIGN
         return tuple(data[start : start + size] for start in range(0, data.numel(), size))
+
+
+def _tails(flats: Sequence[_Flat]) -> list[list[float]]:
+    """The tail of each of these; those on a device come by one copy, because each is waited for."""
+    if flats and flats[0].tail.is_cuda and len({flat.tail.device for flat in flats}) == 1:
+        numbers = torch.cat([flat.tail for flat in flats]).tolist()
+        ends = list(accumulate(len(flat.tail) for flat in flats))
+        return [numbers[end - len(flat.tail) : end] for flat, end in zip(flats, ends, strict=True)]
+    return [flat.plain_tail.tolist() for flat in flats]
 
 
 def _between(data: Tensor, parts: Iterable[tuple[int, int]]) -> tuple[Tensor, ...]:

@@ -41,8 +41,6 @@ class JobGroup:
         self._group = group
 
     def all_reduce(self, tensor: Tensor) -> dist.Work:
-        if tensor.is_cuda:
-            return _begun(dist.all_reduce(tensor, group=self._group, async_op=True))
         return self._group.allreduce([tensor])  # what torch does around it costs as much as the launch
 
     def all_gather(self, tensors: Sequence[Tensor], tensor: Tensor) -> dist.Work:

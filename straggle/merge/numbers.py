@@ -34,7 +34,8 @@ class Numbers:
     def write(self, numbers: array[float]) -> None:
         """Set the first ones, from float32."""
         if self._memory is None:
-            self._tensor[: len(numbers)].copy_(torch.frombuffer(numbers, dtype=torch.float32))
+            # they are read at once, into memory of the driver: no wait for what the device has to do before
+            self._tensor[: len(numbers)].copy_(torch.frombuffer(numbers, dtype=torch.float32), non_blocking=True)
         else:
             same = numbers if self._format == "f" else array(self._format, numbers)
             self._memory[: len(numbers)] = same

@@ -28,7 +28,8 @@ class Merge:
     the same on every rank; "local" leaves each rank its own.
 
     ``nonfinite``: "drop" leaves gradients with NaN or infinite elements out of the merge, and skips the step where no
-    rank has others; "keep" merges them as they are, as DDP does, which a ``GradScaler`` relies on.
+    rank has others; on a CUDA device it leaves out all that travel in one bucket with such a gradient. "keep" merges
+    them as they are, as DDP does, which a ``GradScaler`` relies on.
 
     ``check_every``: once in this many steps the ranks compare parameters (`StepReport.different_ranks`); 0: never.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import Stopper
 
 from straggle import FinishedStage, StagedBackward
+from straggle.backward import stages
 from straggle.lab.workloads.digits import Digits
 from straggle.lab.workloads.text import Text
 from straggle.lab.workloads.workload import Workload
@@ -130,6 +132,32 @@ def test_a_late_rank_is_left_out_of_the_mean_on_the_device() -> None:
     # d/dw1 = w2 x = 3 x, d/dw2 = w1 x = 2 x; rank 1 (x = 2) is stopped after w2
     for gradients in run_ranks(merge_on_one_device, 2):
         assert gradients == [3.0, 2.0 * (1 + 2) / 2]
+
+
+def merge_with_nan(rank: int, bucket_bytes: int) -> tuple[list[float], int]:
+    stages.BUCKET_BYTES = bucket_bytes
+    module = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)).cuda()
+    for parameter, value in zip(module.parameters(), (2.0, 3.0), strict=True):
+        nn.init.constant_(parameter, value)
+    if rank == 1:
+        module[0].weight.register_hook(lambda gradient: gradient * math.nan)
+    x = torch.full((1, 1), float(rank + 1), device="cuda")
+    with staged(module, stages=2) as model:
+        for _ in range(3):  # before and after the stages are planned
+            module.zero_grad()
+            with model.step():
+                model(x).sum().backward()
+        assert model.last_report is not None
+        gradients = [parameter.grad.item() for parameter in module.parameters()]
+        return gradients, model.last_report.ranks[1].nonfinite
+
+
+@pytest.mark.parametrize(("bucket_bytes", "expected"), [(1, ([3.0, 3.0], 1)), (2**20, ([3.0, 2.0], 2))])
+def test_a_bucket_with_a_nan_is_left_out_of_the_mean_on_the_device(
+    bucket_bytes: int, expected: tuple[list[float], int]
+) -> None:
+    # as above; rank 1 has a NaN in w1, and w2 is in a bucket of its own, or in the same
+    assert run_ranks(merge_with_nan, 2, bucket_bytes) == [expected, expected]
 
 
 # -- the staged backward by itself
