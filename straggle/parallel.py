@@ -271,6 +271,7 @@ class StagedDataParallel(nn.Module):
         order, seconds = members.channel.plan()
         self._learner.skip()
         self._use_plan(list(map(int, order)), seconds)
+        self._coordinator.make_spare()
         members.regrouping.start()
         members.regrouping.ask()
 

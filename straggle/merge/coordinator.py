@@ -161,6 +161,11 @@ class Coordinator:
             self.deadline.watch(self.plan)
         self._stand_in.start(self._submit_for_stuck, self._merged_steps.complete)
 
+    def make_spare(self) -> None:
+        """Before this rank asks to be let in: take the memory of its first round."""
+        with self._lock:
+            self._rounds.make_spare()
+
     def begin_anew(self, *, started: bool) -> None:
         """Between two steps: forget what a rank that comes back does not know; ``started``: in a new process."""
         with self._lock:

@@ -144,6 +144,10 @@ class Rounds:
             wire_dtype=self._merge.dtype_on_wire,
         )
 
+    def make_spare(self) -> None:
+        """Take the memory of the next round now, as a rank does for whose first round others will wait."""
+        self._spare = self._spare or self.new_buffers()
+
     def hold(self, buffers: StageBuffers) -> None:
         """The parameters have their gradients in these, until `free_held`."""
         self._held = buffers
