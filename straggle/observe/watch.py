@@ -29,6 +29,7 @@ from straggle.backward.optimizer_hooks import around_steps
 from straggle.backward.stages import StagePlan, plan_stages, trainable
 from straggle.observe.lines import LineWriter
 from straggle.observe.pauses import PauseDetector
+from straggle.observe.stage_ends import StageEnds
 from straggle.observe.watched_links import WatchedLinks
 
 PHASES = ("outside", "optimizer", "data", "forward", "backward", "wait")
@@ -101,7 +102,7 @@ class _Recorder:
         self._phase, self._since = "outside", self._now()
         self._detector = PauseDetector()
         self._detector.start()
-        self._finished: list[tuple[int, Any]] = []  # gradients of the running pass, in their order
+        self._ends = StageEnds(self._now)
         self._began: Any = None  # the step's first forward pass
         self._microbatches: list[Any] = []
         self._in_pass = self._synced = False
@@ -155,7 +156,7 @@ class _Recorder:
     def _backward_begins(self, _gradient: Tensor | None) -> None:
         if not self._in_pass:
             self._in_pass = True
-            self._finished = []
+            self._ends.begin()
             self._mark("backward")
             # callbacks run in their order when the graph is done: this one before DDP's, which is queued later
             _queue_callback(self._computed)
@@ -163,13 +164,14 @@ class _Recorder:
     def _gradient(self, index: int, _parameter: Tensor) -> None:
         if self._began is not None:
             self._backward_begins(None)
-            self._finished.append((index, self._now()))
+            self._ends.gradient(index)
 
     def _computed(self) -> None:
         """This rank's own work of the pass is done."""
         if not self._in_pass:
             return
         self._in_pass = False
+        self._ends.over()
         self._mark("wait")
         self._microbatches.append(self._since)
         if self._synced:
@@ -202,10 +204,19 @@ class _Recorder:
         if self._plan is None:  # as this rank finished its gradients
             module = self._module()
             assert module is not None
-            self._plan = _plan(module, [index for index, _ in self._finished])
+            self._plan = _plan(module, [index for index, _ in self._ends.moments])
             self._file.write_header(self._plan)
+            self._ends.follow(self._plan)
         pauses = self._detector.take()
-        parts = (self._seconds, self._merged, self._since, self._began, computed, self._microbatches, self._finished)
+        parts = (
+            self._seconds,
+            self._merged,
+            self._since,
+            self._began,
+            computed,
+            self._microbatches,
+            self._ends.moments,
+        )
         ways = self._links.words()
         self._file.write(self._since, partial(_record, self._step, self._plan, parts, pauses, ways))
         self._links.merged(self._step)
