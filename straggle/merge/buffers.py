@@ -128,7 +128,7 @@ class StageBuffers:
             torch.mul(gradient, self._scale if weight == 1.0 else weight / self._world_size, out=self.views[index])
         if index in self._large:
             if complete:  # a number: a tensor that stays would lie between freed gradients, and break up their memory
-                self._sums[index] = self.views[index].sum(dtype=torch.float32).item()
+                self._sums[index] = _sum(self.views[index])
             else:
                 self._sums.pop(index, None)
 
@@ -241,7 +241,7 @@ class StageBuffers:
         # one pass over what was not summed yet is enough
         summed = all(index in self._sums for index in flat.large)
         sums = [self._sums[index] for index in flat.large] if summed else []
-        sums += [part.sum(dtype=torch.float32).item() for part in (flat.between if summed else (flat.gradients,))]
+        sums += [_sum(part) for part in (flat.between if summed else (flat.gradients,))]
         if all(map(math.isfinite, sums)):
             return
         views = [self.views[index] for index in flat.parameters]
@@ -325,9 +325,20 @@ class StageBuffers:
 
     def _messages(self, data: Tensor) -> tuple[Tensor, ...]:
         """One, or as many equal ones as it takes for none to pay more latencies than a small one."""
+        data = _real(data).view(-1)  # nccl has no complex numbers
         count = 1 if data.is_cuda else math.ceil(data.nbytes / largest_message_bytes(self._world_size))
         size = -(-data.numel() // (count * _ALIGN)) * _ALIGN
         return tuple(data[start : start + size] for start in range(0, data.numel(), size))
+
+
+def _real(data: Tensor) -> Tensor:
+    """The same numbers, as real ones."""
+    return torch.view_as_real(data) if data.is_complex() else data
+
+
+def _sum(data: Tensor) -> float:
+    """Is finite where all elements are and it does not overflow."""
+    return float(_real(data).sum(dtype=torch.float32).item())
 
 
 def _tails(flats: Sequence[_Flat]) -> list[list[float]]:

@@ -120,3 +120,45 @@ def test_unknown_choices_are_refused():
         Merge(nonfinite="zero")
     with pytest.raises(ValueError, match="buffers='sum': choose one of mean, rank0, local"):
         Merge(buffers="sum")
+
+
+class Complex(nn.Module):
+    """A small complex parameter and a large one, which is summed as it is copied; and a real one."""
+
+    def __init__(self):
+        super().__init__()
+        self.small = nn.Parameter(torch.full((3,), 1 + 2j))
+        self.large = nn.Parameter(torch.full((2**15,), 2 - 1j))
+        self.real = nn.Parameter(torch.ones(3))
+
+    def forward(self, factor):
+        return factor * ((self.small.abs() ** 2).sum() + (self.large.abs() ** 2).sum() + self.real.sum())
+
+
+def train_complex(rank, poison):
+    """Gradients of the last of three steps, and which ranks had bad ones; a rank's factor is its number plus 1."""
+    module = Complex()
+    if rank == 1 and poison is not None:
+        name, value = poison
+        module.get_parameter(name).register_hook(
+            lambda gradient: gradient.clone().index_fill_(0, torch.tensor(1), value)
+        )
+    with staged(module) as model:
+        for _ in range(3):
+            module.zero_grad()
+            with model.step():
+                model(rank + 1.0).backward()
+        report = model.last_report
+        return {name: own.grad[0].item() for name, own in module.named_parameters()}, [
+            r.nonfinite for r in report.ranks
+        ]
+
+
+@pytest.mark.parametrize("name", ["small", "large"])
+@pytest.mark.parametrize("value", [complex(math.nan, 0.0), complex(0.0, math.nan), complex(0.0, math.inf)], ids=str)
+@pytest.mark.filterwarnings("error")
+def test_complex_gradients_are_looked_at_in_both_parts(name, value):
+    of_all = {"small": 3 + 6j, "large": 6 - 3j, "real": 1.5}
+    expected = {**of_all, name: {"small": 2 + 4j, "large": 4 - 2j}[name]}  # the mean over rank 0 alone
+    assert run_ranks(train_complex, 2, None) == [(of_all, [0, 0])] * 2
+    assert run_ranks(train_complex, 2, (name, value)) == [(expected, [0, 1])] * 2

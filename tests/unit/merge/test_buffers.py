@@ -54,3 +54,29 @@ def test_what_is_added_to_a_gradient_that_was_finite_is_seen(index):
     writes = [(i, None, False, True) for i in range(4)]
     assert merged([*writes, (index, math.nan, True, False)]) == [i != index for i in range(4)]
     assert merged([*writes, (index, None, True, False)]) == [True] * 4
+
+
+@pytest.mark.filterwarnings("error")  # torch warns where the imaginary part is lost
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+@pytest.mark.parametrize("bad", [None, complex(math.nan, 0.0), complex(0.0, math.nan)], ids=str)
+def test_complex_gradients_travel_as_real_numbers_and_are_looked_at_in_both_parts(size, bad):
+    sent = []
+
+    class Group(Alone):
+        def all_reduce(self, tensor):
+            sent.append(tensor.dtype)
+            return super().all_reduce(tensor)
+
+    parameter = nn.Parameter(torch.zeros(size, dtype=torch.complex64))
+    module = nn.ParameterList([parameter])
+    buffers = StageBuffers(plan_stages(module, 1), [parameter], 1, drop_nonfinite=True)
+    buffers.begin()
+    gradient = torch.full((size,), 1 + 2j)
+    buffers.accumulate(0, gradient, add=False, complete=True)
+    if bad is not None:
+        buffers.accumulate(0, torch.zeros(size, dtype=torch.complex64).index_fill_(0, torch.tensor(3), bad), add=True)
+    buffers.all_reduce(0, {}, Group())
+    (share,) = buffers.normalize()
+    assert set(sent) == {torch.float32}
+    assert share.weight == (bad is None)
+    assert torch.equal(buffers.views[0], gradient * share.weight)
