@@ -36,8 +36,7 @@ class StageEnds:
 
     def gradient(self, index: int) -> None:
         """Parameter ``index`` has its gradient."""
-        if self._stages:
-            stage = self._stage_of[index]
+        if (stage := self._stage_of.get(index)) is not None:
             self._nums[stage] += 1
             if self._nums[stage] < self._nums_before[stage]:
                 return

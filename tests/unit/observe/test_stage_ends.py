@@ -61,3 +61,9 @@ def test_moments_of_a_pass_that_is_over_stay_as_they_are_in_the_next(ends):
     moments = ends.moments
     one_pass(ends, ALL)
     assert moments == list(zip(ALL, range(len(ALL)), strict=True))
+
+
+def test_gradient_of_a_parameter_that_is_in_no_stage_has_a_moment_of_its_own(ends):
+    ends.follow(PLAN)  # such as of what was frozen when the stages were planned
+    one_pass(ends, [*ALL, len(ALL)])
+    assert one_pass(ends, [*ALL, len(ALL)])[-1] == len(ALL)
