@@ -203,6 +203,7 @@ class OpenStep(PassWatcher):
                 changes=self._changes_or_fail(truncated=truncated) if self._module_buffers.numel else None,
                 abstain=self._replayed is not None and self._replayed.stood_in,
                 left_at=self._left_at,
+                num_drawn=self._num_drawn,
                 on_merged=None if self._optimizing is None else self._step_early,
             )
         finally:
@@ -238,6 +239,7 @@ class OpenStep(PassWatcher):
             drawn=None if drawn is None else drawn.numbers,
             leaves=tuple(merged.table.leaves()),
             had_work=merged.had_work,
+            num_drawn=None if drawn is None or merged.num_drawn == len(drawn.numbers) else merged.num_drawn,
         )
         if merged.among is None:
             return decision
@@ -247,6 +249,11 @@ class OpenStep(PassWatcher):
     def _left_at(self) -> int | None:
         """How often the pass had asked whether to go on when this rank was late; ``None``: it is not."""
         return self._num_checks if self.stopped or self.goes_on else None
+
+    @property
+    def _num_drawn(self) -> int | None:
+        """In a replay, how many micro-batches it had drawn when its part was submitted; ``None``: all."""
+        return None if self._replayed is None else self._replayed.num_drawn
 
     @property
     def optimizing(self) -> bool:
@@ -410,7 +417,9 @@ class OpenStep(PassWatcher):
             return True
         assert self.step is not None
         changes = self._changes(truncated=True)
-        return self._coordinator.submit_partial(self.step.scalars, changes, left_at=self._num_checks)
+        return self._coordinator.submit_partial(
+            self.step.scalars, changes, left_at=self._num_checks, num_drawn=self._num_drawn
+        )
 
     # -- what is merged beside the gradients
 
@@ -419,7 +428,7 @@ class OpenStep(PassWatcher):
         assert self.step is not None
         num_passes = max(self._num_forward, self.pass_number + 1)
         drawn = self._coordinator.training.drawn  # of which the stand-in may have put some back
-        most = self.step.num_microbatches if drawn is None else len(drawn.numbers)
+        most = self.step.num_microbatches if drawn is None else len(drawn.numbers[: self._num_drawn])
         finished = not self._in_forward and (num_passes >= most or not truncated)
         return self._module_buffers.changes() if finished and self._num_forward > 0 else None
 

@@ -307,16 +307,19 @@ class Coordinator:
             "model.step(num_microbatches=<number of backward passes>)"
         )
 
-    def submit_partial(self, scalars: Mapping[str, float], changes: Tensor | None, *, left_at: int) -> bool:
+    def submit_partial(
+        self, scalars: Mapping[str, float], changes: Tensor | None, *, left_at: int, num_drawn: int | None = None
+    ) -> bool:
         """The training thread is late in its backward pass: submit what it has, while it goes on.
 
-        The stand-in waits for the merge. False where the pass has to end instead.
+        The stand-in waits for the merge. False where the pass has to end instead. ``num_drawn``: as in a `Decision`.
         """
         with self._lock:
             if not self._fill_in.finishes_late or not self._stand_in.started:
                 return False
             if (current := self._open_own_round()) is not None:
                 current.left_at = left_at
+                current.draw_only(num_drawn)
                 self._submission.own(current, truncated=True, scalars=scalars, changes=changes)
                 self._stand_in.submitted_partial(current)
             return True
@@ -330,14 +333,15 @@ class Coordinator:
         changes: Tensor | None = None,
         abstain: bool = False,
         left_at: int | None = None,
+        num_drawn: int | None = None,
         on_merged: Callable[[Round], None] | None = None,
     ) -> MergedStep:
         """The training thread's work for its step is over: merge the rest, wait for the peers, and take the result.
 
         ``truncated``: it was cut short; ``failed``: a backward pass did not come to its end. ``changes`` of the
         module's buffers, where the rank finished its forward pass; ``abstain``: give what is finished and nothing else,
-        as the stand-in does. ``left_at``: as a `Decision` has it. ``on_merged(round)`` is called while this waits,
-        after each message that was merged.
+        as the stand-in does. ``left_at`` and ``num_drawn``: as a `Decision` has them. ``on_merged(round)`` is called
+        while this waits, after each message that was merged.
         Raises `PeerFailed` when a rank failed in this step or cannot be reached.
         """
         posts = False
@@ -348,6 +352,7 @@ class Coordinator:
             self.training.leave(merges=mine, ran_past_merge=self._fill_in.finishes_late and not mine)
             if current is not None:
                 current.left_at = left_at
+                current.draw_only(num_drawn)
                 if abstain:
                     now = self._submission.finished(current)
                 else:

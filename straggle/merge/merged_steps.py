@@ -168,6 +168,7 @@ class MergedSteps:
             entered=current.entered,
             among=None if self._member.recorder is None else current.merged_among(lost),
             had_work=current.had_work,
+            num_drawn=None if current.drawn is None else len(current.drawn.numbers),
             merged_weights=current.merged_weights() if current.has_more_than_told else (),
         )
 

@@ -23,7 +23,8 @@ class Decision:
     it was stood in for before it had entered this one. ``among``: whose gradients were merged, where members come and
     go; ``None`` on a rank that was none. ``drawn``: the micro-batches that it had drawn from the step's pool, in order;
     ``None``: it drew none. ``leaves``: the ranks that were outside of the ring, which cannot be repeated. ``had_work``:
-    whether what was not computed was missing; ``None``: nothing was, or the recording does not say it.
+    whether what was not computed was missing; ``None``: nothing was, or the recording does not say it. ``num_drawn``:
+    how many of ``drawn`` it had when its part was submitted; ``None``: all, or the recording does not say it.
     """
 
     step: int
@@ -37,6 +38,7 @@ class Decision:
     drawn: tuple[int, ...] | None = None
     leaves: tuple[int, ...] = ()
     had_work: bool | None = None
+    num_drawn: int | None = None
 
 
 def no_leaves(leaf: Decision) -> str:

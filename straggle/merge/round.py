@@ -172,6 +172,11 @@ class Round:
         self.drawn, self.num_microbatches = drawn, len(drawn.numbers)
         self.weight = drawn.scale * drawn.weight
 
+    def draw_only(self, number: int | None) -> None:
+        """In a replay: so many of what it has drawn had been drawn when its part was submitted; ``None``: all."""
+        if number is not None and self.drawn is not None:
+            self.draw(self.drawn.first(number))
+
     def accumulate(self, finished: Sequence[Finished], number: int = 0) -> list[tuple[int, float]]:
         """Take these gradients of pass ``number``; the parameters that are complete with them, and since when."""
         num_in, last_in, buffers, complete = self.num_in, self.last_in, self.buffers, []
@@ -481,4 +486,5 @@ class MergedStep(NamedTuple):
     entered: bool = True
     among: MergedAmong | None = None
     had_work: bool | None = None
+    num_drawn: int | None = None  # of the step's pool, when the rank's part was submitted
     merged_weights: tuple[float, ...] = ()  # of each stage, where ranks that have left since may have given to it

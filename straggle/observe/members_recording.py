@@ -186,7 +186,9 @@ def _as_decision(line: Mapping[str, Any], step: int) -> Decision:
     taken, state = (line["num_gradients"], line["left_at"], line["stood_in"], line["num_over"]), line["idle"]
     drawn = None if line.get("drawn") is None else tuple(line["drawn"])
     leaves = tuple(line.get("leaves", ()))
-    return Decision(step, *taken, state, line["entered"], among, drawn, leaves, line.get("had_work"))
+    return Decision(
+        step, *taken, state, line["entered"], among, drawn, leaves, line.get("had_work"), line.get("num_drawn")
+    )
 
 
 def _random(text: str) -> Tensor:

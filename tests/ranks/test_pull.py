@@ -10,7 +10,7 @@ from ranks import Raised, digest, run_ranks, staged
 from torch import nn
 from training import Chain, Stopper, features, grads, mlp, shared
 
-from straggle import Abstain, ErrorFeedback, LastOwn, Merge
+from straggle import Abstain, ErrorFeedback, FixedDeadline, LastOwn, Merge
 from straggle.merge.replay import Recording
 
 pytestmark = pytest.mark.light
@@ -394,6 +394,43 @@ def test_what_a_rank_has_left_after_it_put_some_back_counts_as_all_of_its_step(e
     if weighting == "inverse_probability":  # whatever a rank counts, it has the gradient that all have
         for layer, gradient in enumerate(first[2]):
             torch.testing.assert_close(gradient, torch.full_like(gradient, 3.0 * (layer + 1)))
+
+
+def drawn_after_it_was_stood_in_for(rank):
+    """In the second step rank 1 has another micro-batch once that is merged; again as recorded."""
+    runs, decisions, learned = [], [], ((), ())
+    for replays in (False, True):
+        module, merged = Chain(), []
+        deadline = None if replays else FixedDeadline(0.2)
+        with staged(module, deadline=deadline, merge=Merge(weighting="inverse_probability")) as model:
+            if replays:
+                model.replay(Recording(*map(tuple, learned), tuple(decisions)))
+            for number in range(4):
+                model.pulling.load_state_dict(
+                    {"done": [[[1 / 2, 1e-3]] * 2] * 4, "present": [True] * 2, "draws": number == 1}
+                )
+                with model.step() as step:
+                    for x in step.pull([1.0 + number + rank] * 4):
+                        model(x).backward()
+                        if number == 1 and rank == 1 and not replays:
+                            while not model.lag:
+                                time.sleep(0.001)
+                merged.append(digest(module.parameters()) + digest(p.grad for p in module.parameters()))
+                module.zero_grad()
+                if not replays:
+                    decisions.append(model.last_decision)
+                    learned = model.learned
+        runs.append(merged)
+    return runs, decisions
+
+
+def test_what_is_drawn_after_the_step_is_submitted_is_no_part_of_it_in_a_replay_either():
+    ranks = run_ranks(drawn_after_it_was_stood_in_for, 2, timeout_s=25.0)
+    decision = ranks[1][1][1]
+    assert decision.stood_in
+    assert 0 < decision.num_drawn < len(decision.drawn)
+    for (first, again), _ in ranks:
+        assert first == again
 
 
 def plain_after_a_pool(rank):

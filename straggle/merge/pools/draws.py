@@ -54,6 +54,10 @@ class Drawn:
         """What it has not begun."""
         return self.numbers[self.num_begun :]
 
+    def first(self, number: int) -> Drawn:
+        """Only the first ``number`` of them, and no more."""
+        return replace(self, numbers=self.numbers[:number], weights=self.weights[:number], is_open=False)
+
     def without_unbegun(self) -> Drawn:
         """Only what it has begun; there may be more."""
         kept = self.num_begun
