@@ -401,7 +401,7 @@ def drawn_after_it_was_stood_in_for(rank):
     runs, decisions, learned = [], [], ((), ())
     for replays in (False, True):
         module, merged = Chain(), []
-        deadline = None if replays else FixedDeadline(0.2)
+        deadline = None if replays else FixedDeadline(1.0)  # long beside a micro-batch
         with staged(module, deadline=deadline, merge=Merge(weighting="inverse_probability")) as model:
             if replays:
                 model.replay(Recording(*map(tuple, learned), tuple(decisions)))
