@@ -95,7 +95,8 @@ class _Recorder:
     def __init__(
         self, model: DistributedDataParallel, file: _File, links: WatchedLinks, clock: Callable[[], float]
     ) -> None:
-        parameters = [parameter for _, parameter in trainable(model.module)]
+        self._named = trainable(model.module)  # until there is a plan of them: some may be frozen by then
+        parameters = [parameter for _, parameter in self._named]
         self._module = weakref.ref(model.module)
         self._now = partial(moment, parameters[0].device, clock)
         self._seconds: dict[str, list[tuple[Any, Any]]] = {}
@@ -204,7 +205,8 @@ class _Recorder:
         if self._plan is None:  # as this rank finished its gradients
             module = self._module()
             assert module is not None
-            self._plan = _plan(module, [index for index, _ in self._ends.moments])
+            self._plan = _plan(module, self._named, [index for index, _ in self._ends.moments])
+            self._named = []
             self._file.write_header(self._plan)
             self._ends.follow(self._plan)
         pauses = self._detector.take()
@@ -250,11 +252,11 @@ def _record(
     }
 
 
-def _plan(module: nn.Module, finished: list[int]) -> StagePlan:
+def _plan(module: nn.Module, named: list[tuple[str, nn.Parameter]], finished: list[int]) -> StagePlan:
     """Stages in the order in which the gradients were finished; parameters without one come last."""
-    number = len(trainable(module))
     seen = list(dict.fromkeys(finished))
-    return plan_stages(module, None, [*seen, *sorted(set(range(number)) - set(seen), reverse=True)])
+    order = [*seen, *sorted(set(range(len(named))) - set(seen), reverse=True)]
+    return plan_stages(module, None, order, named=named)
 
 
 def _queue_callback(callback: Callable[[], None]) -> None:

@@ -130,6 +130,27 @@ def test_each_second_is_in_the_phase_in_which_it_passed(tmp_path):
         assert (line["compute_s"], line["microbatch_s"]) == (63, [63])
 
 
+def freeze_after_watching(rank, folder):
+    model = DistributedDataParallel(mlp(), find_unused_parameters=True)
+    with straggle.watch(model, folder):
+        first = next(model.module.parameters())
+        first.requires_grad_(False)
+        for number in range(4):
+            if number == 2:
+                first.requires_grad_(True)
+            model(features(rank, number)).square().mean().backward()
+    return [json.loads(line) for line in (folder / "watch" / "rank0.jsonl").read_text().splitlines()]
+
+
+def test_parameters_may_be_frozen_and_unfrozen_while_they_are_watched(tmp_path):
+    head, *lines = run_ranks(freeze_after_watching, 1, tmp_path)[0]
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    for line in lines:
+        assert len(line["stage_s"]) == len(head["stages"])
+        assert line["stage_s"] == sorted(line["stage_s"])
+        assert 0 < line["stage_s"][-1] <= line["compute_s"]
+
+
 def refuse(rank, folder):
     model = DistributedDataParallel(mlp())
     callbacks = len(gc.callbacks)
