@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,18 +17,11 @@ from typing import Any
 
 from straggle.commands import durable
 from straggle.commands.restarting import RestartRules, StaysDown, failed_again, job_ends, next_start
+from straggle.commands.worker_process import Process, Program, ServerEnded, Starter, new_process
 from straggle.merge.members import agents
 from straggle.merge.members.agents import Exited
 from straggle.merge.store import JobStore, StoreUnreachable
 
-# Has the kernel kill the worker when its launcher dies, whatever it dies of. Only the process itself can ask for that.
-# It is a program that becomes the worker, and no preexec_fn: after a fork of a process with threads Python code may
-# hang, and the launcher with it. The launcher may have died already: then the worker has another parent.
-_DIE_WITH_LAUNCHER = """\
-import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
-if os.getppid() == int(sys.argv[1]): os.execv(sys.argv[2], sys.argv[2:])
-"""
 _CANNOT_START = 127  # as a shell says it
 
 
@@ -41,11 +33,12 @@ def say(words: str) -> None:
 
 @dataclass(frozen=True)
 class Worker:
-    """A rank's command line and environment, and the folders for its output and its process id, if wanted."""
+    """A rank's program and environment, how it is started, and the folders for its output and its process id."""
 
     rank: int
-    command: Sequence[str]
+    program: Program
     environment: Mapping[str, str]
+    starter: Starter = new_process
     log_dir: Path | None = None
     pids_dir: Path | None = None
 
@@ -67,7 +60,7 @@ class Agent:
         self._ended = ended
         self._stopping = threading.Event()
         self._lock = threading.Lock()  # a process is started either before the launcher stops all, or not at all
-        self._process: subprocess.Popen[bytes] | None = None  # under the lock
+        self._process: Process | None = None  # under the lock
         self._thread = threading.Thread(target=self._run, name=f"agent of rank {worker.rank}", daemon=True)
 
     def start(self) -> None:
@@ -160,7 +153,7 @@ class Agent:
         self._clean_up(status)
         return exited
 
-    def _start(self, count: int) -> subprocess.Popen[bytes] | None:
+    def _start(self, count: int) -> Process | None:
         worker = self._worker
         environment = {**worker.environment, "TORCHELASTIC_RESTART_COUNT": str(count)}
         with contextlib.ExitStack() as stack:
@@ -170,14 +163,11 @@ class Agent:
             stack.enter_context(self._lock)
             if self._stopping.is_set():
                 return None
-            self._process = subprocess.Popen(
-                [*_dying_with_launcher(), *worker.command],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # Ctrl-C in a terminal reaches the launcher alone, which tells the workers
-            )
+            try:
+                self._process = worker.starter(worker.program, environment, output)
+            except ServerEnded as error:
+                say(f"rank {self.rank}: {error}; a new process loads everything itself")
+                self._process = new_process(worker.program, environment, output)
         self._write_pid(self._process.pid)
         return self._process
 
@@ -201,13 +191,6 @@ class Agent:
             return self._store.ask(request)
         except StoreUnreachable:
             return None
-
-
-def _dying_with_launcher() -> Sequence[str]:
-    # elsewhere there is no such request to the kernel, and a launcher that is killed by SIGKILL leaves its workers
-    if sys.platform != "linux":
-        return ()
-    return (sys.executable, "-ISc", _DIE_WITH_LAUNCHER, str(os.getpid()))
 
 
 def _kill_group(leader: int) -> None:

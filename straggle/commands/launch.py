@@ -8,6 +8,7 @@ straggle launch --store-only --port 29500
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import secrets
 import signal
@@ -24,9 +25,11 @@ from straggle.commands.launcher import Events, Launcher, next_event, serve_until
 from straggle.commands.nodes import Nodes
 from straggle.commands.restarting import RestartRules
 from straggle.commands.store_host import LOOPBACK, Endpoint, answers, connect, serve_store
+from straggle.commands.worker_process import ForkServer, Program, Starter, new_process
 from straggle.merge.members import agents
 from straggle.merge.store import JobStore
 
+OF_ONE_RANK = ("RANK", "LOCAL_RANK", "ROLE_RANK")  # of a node's workers; the rest of their environment is the same
 _JOIN_POLL_S = 0.5
 
 
@@ -100,7 +103,7 @@ def launch(given: argparse.Namespace) -> int:
             watched=(f"{agents.PREFIX}/started/0",),
         )
         try:
-            return _launcher(given, endpoint, store, events).run(serves=hosts)
+            return _run(given, endpoint, store, events, serves=hosts)
         finally:
             store.close()
 
@@ -115,24 +118,33 @@ def main() -> int:
         return 2
 
 
-def _launcher(given: argparse.Namespace, endpoint: Endpoint, store: JobStore, events: Events) -> Launcher:
+def _run(given: argparse.Namespace, endpoint: Endpoint, store: JobStore, events: Events, *, serves: bool) -> int:
     run_id = given.rdzv_id or (str(uuid.uuid4()) if given.nnodes == 1 else "none")  # as torchrun does
-    command = (sys.executable, "-u", *(["-m"] if given.module else []), given.script, *given.arguments)
     job = Job(given.nproc_per_node, given.nnodes, given.node_rank, endpoint, run_id, given.max_restarts)
     secret = os.environ.get(SECRET) or secrets.token_hex(16)  # one for all workers
-    inherited = {**os.environ, SECRET: secret}
-    rules = RestartRules(given.max_restarts, given.restart_delay_s)
-    log_dir, pids_dir = _folder(given.log_dir), _folder(_pids_dir(given))
-    workers = [
-        Worker(int(environment["RANK"]), command, environment, log_dir, pids_dir)
-        for environment in (worker_environment(job, rank, inherited) for rank in range(job.nproc_per_node))
-    ]
-    return Launcher(
-        [Agent(worker, rules, store, world_size=job.world_size, ended=events) for worker in workers],
-        events,
-        Nodes(store, node_rank=job.node_rank, num_nodes=job.num_nodes),
-        grace_s=given.grace_s,
-    )
+    environments = [worker_environment(job, rank, {**os.environ, SECRET: secret}) for rank in range(job.nproc_per_node)]
+    with contextlib.ExitStack() as stack:
+        starter: Starter = new_process
+        if given.preload:
+            of_all = {name: value for name, value in environments[0].items() if name not in OF_ONE_RANK}
+            starter = server = stack.enter_context(contextlib.closing(ForkServer(given.preload, of_all)))
+            while not server.wait_ready(_JOIN_POLL_S):
+                if isinstance(event := next_event(events, 0.0), signal.Signals):
+                    return 128 + event
+        program = Program(given.script, tuple(given.arguments), given.module)
+        log_dir, pids_dir = _folder(given.log_dir), _folder(_pids_dir(given))
+        workers = [
+            Worker(int(environment["RANK"]), program, environment, starter, log_dir, pids_dir)
+            for environment in environments
+        ]
+        rules = RestartRules(given.max_restarts, given.restart_delay_s)
+        launcher = Launcher(
+            [Agent(worker, rules, store, world_size=job.world_size, ended=events) for worker in workers],
+            events,
+            Nodes(store, node_rank=job.node_rank, num_nodes=job.num_nodes),
+            grace_s=given.grace_s,
+        )
+        return launcher.run(serves=serves)
 
 
 def _store_only(words: Sequence[str]) -> int:

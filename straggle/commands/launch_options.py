@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,14 @@ def parser() -> argparse.ArgumentParser:
     _add(options, "--grace-s", type=_seconds, default=10.0, metavar="S", help="from SIGTERM to SIGKILL (10)")
     _add(options, "--log-dir", type=Path, metavar="DIR", help="one file for each rank and start; else passed through")
     _add(options, "--run-dir", type=Path, metavar="DIR", help=f"process ids are in DIR/pids; else in ${PIDS_DIR}")
+    _add(
+        options,
+        "--preload",
+        type=_modules,
+        default=(),
+        metavar="MODULE,...",
+        help="load these once, such as torch, and fork each worker from there",
+    )
     options.add_argument("-m", "--module", action="store_true", help="the script is a module, as with python -m")
     options.add_argument("script", help="what each worker runs, by this Python")
     options.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the script")
@@ -93,6 +102,15 @@ def _count(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text}: must be an integer of at least 0")
     return int(text)
+
+
+def _modules(text: str) -> tuple[str, ...]:
+    if sys.platform != "linux":
+        raise argparse.ArgumentTypeError("needs Linux: leave it out")
+    names = tuple(text.split(","))
+    if not all(part.isidentifier() for name in names for part in name.split(".")):
+        raise argparse.ArgumentTypeError(f"{text}: must be names of modules, with commas between them")
+    return names
 
 
 def _seconds(text: str) -> float:

@@ -10,97 +10,33 @@ import signal
 import socket
 import subprocess
 import sys
-import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from launch_jobs import (
+    WAITS,
+    alive,
+    launched,
+    left,
+    script,
+    starts,
+    store_of,
+    wait_for,
+    wait_for_end,
+    wait_until,
+)
 from ranks import Started, started_command
 from repository import ROOT
-from torch.distributed import TCPStore
 
 from straggle.merge.members import agents
 from straggle.merge.members.agents import DO_NOT_RESTART, Exited
 
-LIMIT_S = 60.0  # for what takes a tenth of a second, or never comes
 # of torchrun's own: where its `record` leaves errors, the signals of its own processes, and a name for this machine
 ONLY_TORCHRUN = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}
 OF_THE_STORE = {"MASTER_ADDR", "MASTER_PORT"}
+BOTH_WAYS = pytest.mark.parametrize("way", [(), ("--preload=json",)], ids=["new process", "forked"])
 OURS = {"MALLOC_ARENA_MAX", "STRAGGLE_ELASTIC", "STRAGGLE_JOB_SECRET", "TORCH_GLOO_LAZY_INIT"}
-
-# leaves its environment and its process id, then does what the rest of it says
-HEAD = """\
-import json, os, signal, subprocess, sys, time
-from pathlib import Path
-rank, count = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-def leave(what, text=""):
-    Path(f"{what}.{rank}.{count}.part").write_text(text)
-    os.replace(f"{what}.{rank}.{count}.part", f"{what}.{rank}.{count}")
-def wait_for(name):
-    while not Path(name).exists():
-        time.sleep(0.01)
-"""
-WAITS = 'leave("pid", str(os.getpid())); wait_for("end")'
-
-
-def script(folder: Path, body: str) -> Path:
-    path = folder / "worker.py"
-    path.write_text(HEAD + 'leave("environment", json.dumps(dict(os.environ)))\n' + textwrap.dedent(body))
-    return path
-
-
-@contextlib.contextmanager
-def launched(folder: Path, body: str, *options: object, **environment: str) -> Iterator[Started]:
-    """`straggle launch` with these options, over workers that run ``body``."""
-    with started_command("launch", *options, script(folder, body), folder=folder, environment=environment) as job:
-        yield job
-
-
-def wait_until(job: Started, condition: Callable[[], Any]) -> None:
-    until = time.monotonic() + LIMIT_S
-    while not condition():
-        assert job.process.is_alive(), job.log.read_text()
-        assert time.monotonic() < until, job.log.read_text()
-        time.sleep(0.01)
-
-
-def left(folder: Path, what: str, rank: int, count: int = 0) -> str:
-    return (folder / f"{what}.{rank}.{count}").read_text()
-
-
-def starts(folder: Path, rank: int) -> int:
-    """How often this rank was started."""
-    return len(list(folder.glob(f"environment.{rank}.*")))
-
-
-def wait_for(job: Started, folder: Path, *files: str) -> None:
-    wait_until(job, lambda: all((folder / file).exists() for file in files))
-
-
-def store_of(folder: Path) -> TCPStore:
-    """The store of the job, as rank 0 finds it."""
-    environment = json.loads(left(folder, "environment", 0))
-    return TCPStore(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]))
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_for_end(pid: int) -> None:
-    """Of a process that somebody has ended; fails the test, and ends it, if nobody has."""
-    until = time.monotonic() + LIMIT_S
-    while alive(pid):
-        if time.monotonic() > until:
-            os.kill(pid, signal.SIGKILL)
-            raise AssertionError(f"process {pid} still runs")
-        time.sleep(0.01)
-
 
 # -- the environment
 
@@ -139,10 +75,11 @@ def test_workers_share_a_secret_that_is_drawn_for_each_job(tmp_path: Path) -> No
     assert secrets[0] != secrets[1]
 
 
-def test_arguments_and_modules_reach_the_worker_as_they_stand(tmp_path: Path) -> None:
+@BOTH_WAYS
+def test_arguments_and_modules_reach_the_worker_as_they_stand(way: tuple[str, ...], tmp_path: Path) -> None:
     script(tmp_path, 'leave("arguments", json.dumps(sys.argv[1:]))')
     words = ["--nproc-per-node", "4", "-m", "--store-only", "a b"]
-    with started_command("launch", "-m", "worker", *words, folder=tmp_path) as job:
+    with started_command("launch", *way, "-m", "worker", *words, folder=tmp_path) as job:
         assert job.status() == 0, job.log.read_text()
     assert json.loads(left(tmp_path, "arguments", 0)) == words
 
@@ -165,8 +102,9 @@ def test_killed_worker_is_known_in_the_store_before_it_is_started_again(tmp_path
         assert alive(int(left(tmp_path, "pid", 0)))
 
 
-def test_killed_worker_comes_back_and_the_others_do_not_notice(tmp_path: Path) -> None:
-    with launched(tmp_path, WAITS, "--nproc-per-node=3", "--restart-delay-s=0") as job:
+@BOTH_WAYS
+def test_killed_worker_comes_back_and_the_others_do_not_notice(way: tuple[str, ...], tmp_path: Path) -> None:
+    with launched(tmp_path, WAITS, *way, "--nproc-per-node=3", "--restart-delay-s=0") as job:
         wait_for(job, tmp_path, *(f"pid.{rank}.0" for rank in range(3)))
         for count in range(2):
             os.kill(int(left(tmp_path, "pid", 1, count)), signal.SIGKILL)
@@ -178,12 +116,13 @@ def test_killed_worker_comes_back_and_the_others_do_not_notice(tmp_path: Path) -
     assert [starts(tmp_path, rank) for rank in range(3)] == [1, 3, 1]
 
 
-def test_what_a_killed_worker_had_started_dies_with_it(tmp_path: Path) -> None:
+@BOTH_WAYS
+def test_what_a_killed_worker_had_started_dies_with_it(way: tuple[str, ...], tmp_path: Path) -> None:
     body = """
     loader = subprocess.Popen(["sleep", "1000"])
     leave("loader", str(loader.pid))
     """
-    with launched(tmp_path, body + WAITS, "--restart-delay-s=0") as job:
+    with launched(tmp_path, body + WAITS, *way, "--restart-delay-s=0") as job:
         wait_for(job, tmp_path, "pid.0.0")
         os.kill(int(left(tmp_path, "pid", 0)), signal.SIGKILL)
         wait_until(job, lambda: not alive(int(left(tmp_path, "loader", 0))))
@@ -269,7 +208,8 @@ def test_worker_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:
 # -- the end of a launcher
 
 
-def test_told_to_end_it_lets_workers_save_and_leaves_no_process(tmp_path: Path) -> None:
+@BOTH_WAYS
+def test_told_to_end_it_lets_workers_save_and_leaves_no_process(way: tuple[str, ...], tmp_path: Path) -> None:
     body = """
     if rank == "0":
         signal.signal(signal.SIGTERM, lambda *_: (leave("saved"), sys.exit(0)))
@@ -277,7 +217,7 @@ def test_told_to_end_it_lets_workers_save_and_leaves_no_process(tmp_path: Path) 
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         leave("loader", str(subprocess.Popen(["sleep", "1000"]).pid))
     """
-    with launched(tmp_path, body + WAITS, "--nproc-per-node=2", "--grace-s=1", "--restart-delay-s=0") as job:
+    with launched(tmp_path, body + WAITS, *way, "--nproc-per-node=2", "--grace-s=1", "--restart-delay-s=0") as job:
         wait_for(job, tmp_path, "pid.0.0", "pid.1.0")
         os.kill(job.pid, signal.SIGTERM)
         assert job.status() == 128 + signal.SIGTERM
@@ -307,8 +247,9 @@ def test_told_to_end_between_two_starts_it_starts_nothing(tmp_path: Path) -> Non
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
-def test_worker_does_not_outlive_a_launcher_that_was_killed(tmp_path: Path) -> None:
-    with launched(tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAITS) as job:
+@BOTH_WAYS
+def test_worker_does_not_outlive_a_launcher_that_was_killed(way: tuple[str, ...], tmp_path: Path) -> None:
+    with launched(tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAITS, *way) as job:
         wait_for(job, tmp_path, "pid.0.0")
         pid = int(left(tmp_path, "pid", 0))
         os.kill(job.pid, signal.SIGKILL)
@@ -319,9 +260,10 @@ def test_worker_does_not_outlive_a_launcher_that_was_killed(tmp_path: Path) -> N
 # -- files
 
 
-def test_each_start_has_a_log_and_the_process_id_is_there_while_it_runs(tmp_path: Path) -> None:
+@BOTH_WAYS
+def test_each_start_has_a_log_and_the_process_id_is_there_while_it_runs(way: tuple[str, ...], tmp_path: Path) -> None:
     body = 'print("out of", rank, count); print("err of", rank, count, file=sys.stderr)\n' + WAITS
-    options = ["--nproc-per-node=2", "--restart-delay-s=0", "--log-dir=logs", "--run-dir=run"]
+    options = [*way, "--nproc-per-node=2", "--restart-delay-s=0", "--log-dir=logs", "--run-dir=run"]
     with launched(tmp_path, body, *options) as job:
         wait_for(job, tmp_path, "pid.0.0", "pid.1.0", "run/pids/rank1")
         first = int((tmp_path / "run" / "pids" / "rank1").read_text())

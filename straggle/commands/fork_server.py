@@ -1,0 +1,179 @@
+"""A process that has modules loaded, and that workers are forked from: `straggle launch --preload`.
+
+``fork_server.py FD MODULE ...``. It is run as a file, so that it loads no module but these and a few of Python's own,
+and it never has a thread. On the socket FD it says ``ready``, or why it cannot be. Each message from there brings two
+sockets' worth of descriptors, and a worker is forked for each: its own socket and, if wanted, the file for its output.
+On its own socket a worker finds what it is to run, as JSON; the server writes its process id there, and its exit status
+once it has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import io
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import threading
+import traceback
+import types
+import zipfile
+from collections.abc import Sequence
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+
+
+class CannotFork(Exception):
+    """The modules cannot be loaded here, or no worker could be forked from a process that has loaded them."""
+
+
+def preload(modules: Sequence[str]) -> None:
+    """Load these modules; raises ``CannotFork`` with what to do."""
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except Exception as error:
+            if not (isinstance(error, ModuleNotFoundError) and error.name == name):
+                traceback.print_exc()
+            raise CannotFork(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
+        if started := [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]:
+            raise CannotFork(
+                f"{name} starts threads ({', '.join(started)}), which no fork has: leave it to the workers"
+            )
+    torch: Any = sys.modules.get("torch")
+    if torch is not None:
+        importlib.import_module("torch._dynamo")  # as the first optimizer does, for half of torch's time
+        if torch.cuda.is_initialized():
+            raise CannotFork("a module uses a CUDA device as it is loaded, which no fork can: leave it to the workers")
+
+
+def serve(control: socket.socket) -> socket.socket:
+    """Fork a worker for each message, until the launcher has gone. Returns in each worker, with its own socket."""
+    server = os.getpid()
+    selector = selectors.DefaultSelector()
+    selector.register(control, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.data is not None:
+                _report_end(selector, key)
+                continue
+            _, descriptors, _, _ = socket.recv_fds(control, 1, 2)
+            if not descriptors:
+                raise SystemExit(0)
+            own, output = socket.socket(fileno=descriptors[0]), descriptors[1:]
+            pid = _fork()
+            if pid == 0:
+                _leave_server(control, selector, server)
+                _redirect(output)
+                return own
+            for descriptor in output:
+                os.close(descriptor)
+            if pid is None:
+                own.close()
+            else:
+                _send(own, pid)
+                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, own))
+
+
+def run(own: socket.socket) -> None:
+    """Become the worker: its environment, arguments and program, as if a new process had begun with them."""
+    with own, own.makefile() as request:
+        wanted = json.load(request)
+    os.environ.clear()
+    os.environ.update(wanted["environment"])
+    program, sys.argv[1:] = wanted["program"], wanted["arguments"]
+    sys.argv[0] = program
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # Python's own does so by itself, and torch begins with a constant
+    if wanted["module"]:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    elif os.path.isdir(program) or zipfile.is_zipfile(program):
+        sys.path.pop(0)  # it puts its own there
+        runpy.run_path(program, run_name="__main__")
+    else:
+        _run_file(program)
+
+
+def _run_file(path: str) -> None:
+    """As ``python path`` does; `runpy` would change ``sys.argv[0]``, and take the module away before Python's end."""
+    sys.path[0] = os.path.dirname(os.path.realpath(path))
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__file__ = os.path.abspath(path)
+    with io.open_code(main.__file__) as file:
+        code = compile(file.read(), main.__file__, "exec")
+    exec(code, main.__dict__)
+
+
+def _fork() -> int | None:
+    """0 in the worker; in the server its process id, and ``None`` if there may be no process more."""
+    try:
+        return os.fork()
+    except OSError:
+        return None
+
+
+def _report_end(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
+    pid, own = key.data
+    selector.unregister(key.fileobj)
+    os.close(key.fd)
+    _, status = os.waitpid(pid, 0)
+    _send(own, os.waitstatus_to_exitcode(status))
+    own.close()
+
+
+def _leave_server(control: socket.socket, selector: selectors.BaseSelector, server: int) -> None:
+    """Nothing that the server has open stays open in a worker, which the kernel kills when the server dies."""
+    os.setsid()  # Ctrl-C in a terminal reaches the launcher alone, and what the worker starts can be ended with it
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != server:
+        os._exit(1)
+    control.close()
+    for key in list(selector.get_map().values()):
+        if key.data is not None:
+            os.close(key.fd)
+            key.data[1].close()
+    selector.close()
+
+
+def _redirect(output: Sequence[int]) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    for descriptor in output:
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+
+
+def _send(own: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # the launcher may have gone
+        own.sendall(f"{number}\n".encode())
+
+
+def main() -> None:
+    """Serve; ends as a worker in each worker."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+        preload(sys.argv[2:])
+    except OSError as error:
+        control.send(f"no process can be waited for by a descriptor here: {error}".encode())
+    except CannotFork as error:
+        control.send(str(error).encode())
+    else:
+        control.send(b"ready")
+        gc.collect()
+        gc.freeze()  # what is there now is looked at by no worker's collector, which would copy its pages
+        run(serve(control))
+
+
+if __name__ == "__main__":
+    main()
