@@ -94,7 +94,7 @@ launch_options() {
 
 # run MODULE key=value ...: check the configuration once, then start the workers
 run() {
-  local name=$1 workers cores where nodes=${NNODES:-1} ranks='' word folder=''
+  local name=$1 workers cores where nodes=${NNODES:-1} ranks='' word folder='' preload=''
   shift
   install train
   case " $* " in *" --"* | *" -h "*) exec "$venv/bin/python" -m straggle "$name" "$@" ;; esac
@@ -112,9 +112,10 @@ run() {
   case " $* " in
     *" members=elastic "*) # each worker with an agent of its own: torchrun ends all of them when one dies
       for word in "$@"; do case $word in run_dir=*) folder=${word#run_dir=} ;; esac done # for the workers' process ids
+      if [ "$(uname)" = Linux ]; then preload=straggle.commands.$name; fi
       # shellcheck disable=SC2046,SC2086
       exec "$venv/bin/python" -m straggle launch $(launch_options $where) --nproc-per-node "$workers" \
-        ${folder:+--run-dir "$folder"} -m straggle "$name" "$@"
+        ${folder:+--run-dir "$folder"} ${preload:+--preload "$preload"} -m straggle "$name" "$@"
       ;;
   esac
   # shellcheck disable=SC2086  # several arguments on purpose

@@ -20,12 +20,13 @@ from straggle.observe.run import read_reports
 from straggle.report import StepReport
 
 KEYS = ("batch_size=4", "deadline=none", "metrics=none", "report=false", "members=elastic")
+PRELOAD = ("--preload", "straggle.commands.train")
 ALONE = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 
 
 def train(folder: Path, *keys: str, world_size: int, launch: tuple[str, ...] = ()) -> tuple[int, str]:
     """The status that the launcher ends with, and what was printed."""
-    words = ("--nproc-per-node", world_size, *launch, "-m", "straggle", "train", *KEYS, *keys, "run_dir=run")
+    words = ("--nproc-per-node", world_size, *PRELOAD, *launch, "-m", "straggle", "train", *KEYS, *keys, "run_dir=run")
     with started_command("launch", *words, folder=folder, environment=ALONE) as job:
         return ended(job)
 
@@ -44,14 +45,14 @@ def test_rank_that_is_killed_comes_back_and_no_step_is_lost_or_written_twice(tmp
     """Rank 0, which writes, of a job whose ranks draw from a pool: what it does not draw the others do."""
     # it is killed early, and the run is long enough for a busy machine to start it again
     pace = "+faults.delay={_target_: straggle.lab.faults.RandomDelay, probability: 1, seconds: 0.15}"
-    keys = (*TINY, "work=pulled", "num_microbatches=2", "steps=120", "faults=kill", "~faults.pace")
+    keys = (*TINY, "work=pulled", "num_microbatches=2", "steps=60", "faults=kill", "~faults.pace")
     keys += (pace, "faults.kill.rank=0", "faults.kill.step=5")
     status, printed = train(tmp_path, *keys, world_size=3, launch=("--restart-delay-s", "0"))
     assert status == 0, printed
     assert "members: rank 0 left: " in printed
     assert re.search(r"absent: 0 for \d+ s \(", printed)
     reports = steps_of(tmp_path)
-    assert [report.step for report in reports] == list(range(120))
+    assert [report.step for report in reports] == list(range(60))
     absent = [report.step for report in reports if report.absent_ranks == (0,)]
     assert absent == list(range(absent[0], absent[-1] + 1))
     # a rank that does not come is not waited for, and the others do all
@@ -68,7 +69,7 @@ def test_rank_that_is_killed_comes_back_and_no_step_is_lost_or_written_twice(tmp
     assert summary["absent_steps_per_rank"][0] == len(absent)
     assert len(summary["parameters_sha256"]) == 3
     assert len(set(summary["parameters_sha256"])) == 1
-    words = ("replay=run", "run_dir=again", "steps=120", "metrics=none", "report=false")
+    words = ("replay=run", "run_dir=again", "steps=60", "metrics=none", "report=false")
     assert "parameters as in run: identical" in run_command("train", 3, *words, folder=tmp_path)
     again = list(read_reports(tmp_path / "again" / "trace.jsonl"))
     assert [own.scalars for own in again] == [own.scalars for own in reports]
@@ -98,7 +99,7 @@ def free_port() -> int:
 @pytest.mark.slow
 def test_store_that_dies_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     port, trace = free_port(), tmp_path / "run" / "trace.jsonl"
-    launch = ("--nproc-per-node", 2, "--external-store", "--rdzv-endpoint", f"127.0.0.1:{port}")
+    launch = ("--nproc-per-node", 2, *PRELOAD, "--external-store", "--rdzv-endpoint", f"127.0.0.1:{port}")
     train = ("-m", "straggle", "train", *KEYS, *TINY, "late_handling.give_up_s=15", "steps=1000000", "run_dir=run")
     with (
         started_command("launch", "--store-only", "--port", port, folder=tmp_path, environment=ALONE) as store,
