@@ -40,6 +40,7 @@ def main():
     options.add_argument("--sleep-s", type=float, default=0.04)
     options.add_argument("--width", type=int, default=740, help="of six square layers: 3.3 million parameters")
     options.add_argument("--ballast-mb", type=int, default=0, help="of state that is neither parameters nor Adam's")
+    options.add_argument("--preload", action="store_true", help="workers are forked, and need not load torch")
     options.add_argument("--quick", action="store_true", help="4 turns")
     options = kinds.add_parser("soak")
     options.add_argument("--steps", type=int, default=20000)
@@ -85,7 +86,8 @@ def _faults(given):
 def _healing(given):
     from members_healing import healing
 
-    return healing(given.ranks, 4 if given.quick else given.turns, given.sleep_s, given.width, given.ballast_mb)
+    turns = 4 if given.quick else given.turns
+    return healing(given.ranks, turns, given.sleep_s, given.width, given.ballast_mb, given.preload)
 
 
 def _soak(given):

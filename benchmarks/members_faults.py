@@ -51,13 +51,13 @@ def rank_main(folder, sleep_s, width, ballast_mb):
     model.close()
 
 
-def start(steps=None, *, ranks=RANKS, sleep_s=0.03, width=WIDTH, ballast_mb=0):
+def start(steps=None, *, ranks=RANKS, sleep_s=0.03, width=WIDTH, ballast_mb=0, preload=False):
     """A job of such ranks; without ``steps`` until `Job.end_at`. Each has a core of its own, if there are enough."""
     script = str(Path(__file__).with_name("members.py"))
     words = ("--sleep-s", str(sleep_s), "--width", str(width), "--ballast-mb", str(ballast_mb))
     if ranks <= len(os.sched_getaffinity(0)):
         words += ("--pin",)
-    return Job(ranks, script, "faults-rank", *words, end=steps)
+    return Job(ranks, script, "faults-rank", *words, end=steps, preload=preload)
 
 
 def wait_for(job, rank, step):

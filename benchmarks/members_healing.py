@@ -24,9 +24,9 @@ PHASES = {
 }
 
 
-def healing(ranks, turns, sleep_s, width, ballast_mb):
+def healing(ranks, turns, sleep_s, width, ballast_mb, preload):
     """Print the table; 1 where the job did not end well."""
-    job = start(ranks=ranks, sleep_s=sleep_s, width=width, ballast_mb=ballast_mb)
+    job = start(ranks=ranks, sleep_s=sleep_s, width=width, ballast_mb=ballast_mb, preload=preload)
     found = {how: [] for how in HOW}
     try:
         wait_for(job, 0, USUAL_STEPS)
@@ -45,17 +45,22 @@ def healing(ranks, turns, sleep_s, width, ballast_mb):
 
 
 def _turn(job, rank, how):
-    """The durations of rank 0's steps in the usual phase, without this rank, and while it is healed."""
+    """The durations of rank 0's steps in the usual phase, without this rank, and while it is healed.
+
+    And the time from when it was killed, or was let go on, to the end of the first step to which it has given.
+    """
     begun = job.lines(0)[-1][1]
     wait_for(job, 0, begun + USUAL_STEPS)
     hit = job.lines(0)[-1][1]
+    at = time.time()
     job.signal(rank, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
     if how == "stopped":
         time.sleep(STOPPED_S)
+        at = time.time()
         job.signal(rank, signal.SIGCONT)
     back = wait_back(job, rank, hit, of=0)
     lines = [line for line in job.lines(0)[1:] if begun < line[1] <= back]
-    phases = {"usual": [], "without": [], "let in": [], "healing": []}
+    phases = {"usual": [], "without": [], "let in": [], "healing": [], "back": [lines[-1][0] - at]}
     for before, after in itertools.pairwise(lines):
         _, step, absent, silent = after
         if rank in absent and rank in before[2]:  # the first such step is the one in which it was missed
@@ -70,6 +75,8 @@ def _turn(job, rank, how):
 def _show(how, turns):
     usual = [statistics.median(own["usual"]) for own in turns]
     print(f"\none rank {how}, {len(turns)} turns; the usual step takes {1000 * statistics.median(usual):.0f} ms")
+    back = sorted(own["back"][0] for own in turns)
+    print(f"  it takes part again after {statistics.median(back):.2f} s ({back[0]:.2f} to {back[-1]:.2f})")
     for phase, names in PHASES.items():
         steps = [[second for name in names for second in own[name]] for own in turns]
         ratios = sorted(statistics.median(own) / base for own, base in zip(steps, usual, strict=True) if own)

@@ -13,15 +13,17 @@ from pathlib import Path
 class Job:
     """``script`` with ``arguments`` on so many ranks, which find the folder in ``--folder``; see `Lines`.
 
-    ``end`` is the step before which all loops end, if it is known already.
+    ``end`` is the step before which all loops end, if it is known already. Workers load torch themselves, or are forked
+    from a process that has (``preload``).
     """
 
-    def __init__(self, ranks, script, *arguments, end=None):
+    def __init__(self, ranks, script, *arguments, end=None, preload=False):
         self.ranks = ranks
         self._folder = tempfile.TemporaryDirectory()
         self.folder = Path(self._folder.name)
         command = [sys.executable, "-m", "straggle", "launch", "--nproc-per-node", str(ranks), "--run-dir"]
         command += [str(self.folder), "--restart-delay-s", "0", "--max-restarts", "100000"]
+        command += ["--preload", "torch,straggle"] if preload else []
         command += ["--log-dir", str(self.folder / "logs"), script, *arguments, "--folder", str(self.folder)]
         if end is not None:
             self.end_at(end)
