@@ -241,8 +241,8 @@ class OpenStep(PassWatcher):
             had_work=merged.had_work,
             num_drawn=None if drawn is None or merged.num_drawn == len(drawn.numbers) else merged.num_drawn,
         )
-        if merged.among is None:
-            return decision
+        if merged.among is None and merged.entered:
+            return decision  # the loop says whether there are data for the step
         return replace(decision, idle=merged.idle, entered=merged.entered, among=merged.among)
 
     @property

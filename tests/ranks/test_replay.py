@@ -7,7 +7,7 @@ import pytest
 import torch
 from ranks import digest, run_ranks, staged
 from torch import nn
-from training import features
+from training import Signals, features, mlp
 
 from straggle import Carry, ErrorFeedback, LastOwn, LateHandling
 from straggle.merge.replay import Decision, Recording
@@ -92,6 +92,38 @@ def test_replayed_run_equals_the_recorded_one_bit_for_bit(tmp_path, estimator, l
         recorded = read_recording(tmp_path / f"rank{rank}.jsonl")
         assert len(recorded.decisions) == STEPS
         assert recorded == read_recording(tmp_path / f"rank{rank}.again")
+
+
+def run_out_of_data_while_stuck(rank, folder, replay):
+    """Rank 1 is stuck with the last of its batches. Who had no data, by step and rank, and the parameters."""
+    signals, path, no_data = Signals(), folder / f"rank{rank}.jsonl", []
+    module = mlp()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    with staged(module, deadline=0.02, late_handling=LateHandling(grace_s=0.0, max_lag=8)) as model:
+        if replay:
+            model.replay(read_recording(path))
+        with DecisionWriter(folder / f"rank{rank}.again" if replay else path) as writer:
+            for number, x in enumerate(model.join([features(rank, number) for number in range(2 if rank else 7)])):
+                if (rank, number) == (0, 5) and not replay:
+                    signals.send("on")
+                with model.step():
+                    if (rank, number) == (1, 1) and not replay:
+                        signals.wait("on")
+                    model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                no_data.append(tuple(own.idle for own in model.last_report.ranks))
+                writer.write(model.last_decision, model.learned)
+    return no_data, digest(module.parameters())
+
+
+def test_rank_that_was_stood_in_for_before_it_had_no_data_has_data_in_the_replay_too(tmp_path):
+    first = run_ranks(run_out_of_data_while_stuck, 2, tmp_path, False)
+    assert first[0] == first[1]
+    no_data = first[0][0]
+    assert no_data[2:5] == [(False, False)] * 3  # it had not entered these
+    assert no_data[-1] == (True, True)
+    assert run_ranks(run_out_of_data_while_stuck, 2, tmp_path, True) == first
 
 
 def test_recording_that_does_not_begin_at_step_0_is_refused(tmp_path):

@@ -5,6 +5,7 @@ Which job it is follows from its number; where a signal meets a rank does not. M
     STRAGGLE_JOBS=100:140 ./launch.sh test tests/ranks/test_replay_by_chance.py
 """
 
+import itertools
 import random
 import time
 from dataclasses import dataclass, field
@@ -58,6 +59,7 @@ class Plan:
     costs: bool
     is_adam: bool
     in_buckets: bool  # a layer is a bucket of its own
+    joins: bool  # ranks have not all as many batches
 
     @property
     def merges_buffers(self):
@@ -102,7 +104,14 @@ def draw(number):
         costs=pick([False, True]),
         is_adam=pick([False, True]),
         in_buckets=pick([False, True, True]),
+        joins=not has_members and work != "epochs" and pick([False, True]),  # a new process has all its batches anew
     )
+
+
+def batches(plan, rank, model):
+    """Without end."""
+    for epoch in itertools.count():
+        yield from model.join(range(2 + int(12 * at_random("batches", rank, epoch)))) if plan.joins else (None,)
 
 
 def micro_batches(plan, rank, step, opened, samples):
@@ -127,7 +136,9 @@ def train(rank, plan, module, model, end, made=lambda _: None, stops=None):
     if plan.has_epochs:
         registered["epochs"] = Epochs(model, num_samples=100, batch_size=4)
     step = model.register_state(**registered)
-    while step < end():
+    for _ in batches(plan, rank, model):
+        if step >= end():
+            break
         samples = tuple(registered["epochs"].draw().tolist()) if plan.has_epochs else None
         with model.step(plan.num_microbatches) as opened:
             if stops is not None:
