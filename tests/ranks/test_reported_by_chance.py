@@ -25,6 +25,7 @@ from straggle import (
     LinkPolicy,
     MedianDeadline,
     Merge,
+    MovingAverage,
     QuantileDeadline,
     StagedDataParallel,
     Zero,
@@ -34,6 +35,8 @@ from straggle.policies.leaves import Places
 
 NUM_LAYERS = 9
 LAYERS = [f"layers.{number}" for number in range(NUM_LAYERS)]
+OF_MERGED = (LastMerged, MovingAverage)
+DECAY = 0.5
 TOLERANCE = 1e-4  # of sums in float32, relative
 
 
@@ -109,7 +112,7 @@ def draw(number):
     weighting = pick(["count", "count", "inverse_probability"])
     estimators = [Abstain(), Abstain()]
     if weighting == "count":
-        estimators += [Zero(), LastMerged(0.5)]
+        estimators += [Zero(), LastMerged(0.5), MovingAverage(DECAY)]
         if granularity != "step" and work == "plain":
             estimators += [ErrorFeedback()]
     estimator = pick(estimators)
@@ -154,15 +157,16 @@ def own_gradient(plan, rank, step, layer, share=1.0):
 class Expected:
     """What a rank expects to be merged, from the reports alone."""
 
-    def __init__(self, plan):
+    def __init__(self, plan, *, was_away=False):
         self._plan = plan
-        self._members, self._last = set(), {}
+        self._knows = not (was_away and isinstance(plan.estimator, MovingAverage))  # it has not seen what was averaged
+        self._members, self._kept = set(), {}
         self.num_left = 0  # stages with something of a rank that left in their step
 
     def problems(self, report, gradients):
         """The stages whose gradient is another."""
         found = []
-        for number, stage in enumerate(report.stages):
+        for number, stage in enumerate(report.stages if self._knows else ()):
             merged = gradients[stage.name]
             no_data = report.skipped or all(own.idle for own in report.ranks if not own.absent)
             expected = None if no_data else self._merged(report, number, stage)
@@ -175,7 +179,10 @@ class Expected:
     def note(self, report, gradients):
         """This is what was merged."""
         self._members = {own.rank for own in report.ranks if not own.absent}
-        self._last |= {name: own for name, own in gradients.items() if own is not None}
+        for name, own in gradients.items():
+            if own is not None:
+                before = self._kept.get(name, own) if isinstance(self._plan.estimator, MovingAverage) else own
+                self._kept[name] = DECAY * before + (1 - DECAY) * own
 
     def _merged(self, report, number, stage):
         given = [self._given_by(own, number, report.step, stage) for own in report.ranks]
@@ -186,7 +193,7 @@ class Expected:
             self.num_left += 1
         if weight := sum(own for own, _ in given):
             return sum(own for _, own in given) / weight
-        return self._last.get(stage.name) if isinstance(self._plan.estimator, LastMerged) else None
+        return self._kept.get(stage.name) if isinstance(self._plan.estimator, OF_MERGED) else None
 
     def _given_by(self, own, number, step, stage):
         """The weight of what a rank gave, and that times its gradient."""
@@ -197,7 +204,7 @@ class Expected:
         gradient = own_gradient(self._plan, own.rank, step, layer_of(stage), share) if share else 0.0
         if math.isnan(gradient):
             return 0.0, 0.0
-        of_estimate = self._last.get(stage.name, 0.0) if isinstance(self._plan.estimator, LastMerged) else 0.0
+        of_estimate = self._kept.get(stage.name, 0.0) if isinstance(self._plan.estimator, OF_MERGED) else 0.0
         return weight, (weight - filled_in) * gradient + filled_in * of_estimate
 
 
@@ -237,7 +244,7 @@ def train(rank, board, folder, plan):
                 problems += expected.problems(report, gradients)
             else:  # it was away, and has not seen all that was merged
                 num_left += expected.num_left
-                expected = Expected(plan)
+                expected = Expected(plan, was_away=True)
             expected.note(report, gradients)
             next_step = report.step + 1
             time.sleep(0.01)
