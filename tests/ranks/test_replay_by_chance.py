@@ -21,6 +21,7 @@ from training import features
 from straggle import (
     Abstain,
     AutoDeadline,
+    Carry,
     Elastic,
     Epochs,
     ErrorFeedback,
@@ -68,14 +69,14 @@ class Plan:
 
 def draw(number):
     chance = random.Random(number)
-    pick, world_size = chance.choice, chance.choice([3, 4])
+    pick, world_size, has_members = chance.choice, chance.choice([3, 4]), chance.random() < 0.75
     work = pick(["plain", "epochs", "micro-batches", "pool", "pool"])
     granularity = pick(["stage", "stage", "microbatch" if work == "micro-batches" else "stage", "step"])
     estimators = [Abstain(), Zero(), LastOwn(0.5), LastMerged(0.5), MovingAverage(0.5)]
     if granularity != "step":
         estimators += [ErrorFeedback(), ErrorFeedback(LastOwn(0.5)), ErrorFeedback(LastMerged(0.5))]
+        estimators += [] if has_members else [Carry(), Carry()]
     deadlines = [None, 0.05, 0.05, QuantileDeadline(0.6, slack=1.2), AutoDeadline(), FirstK(2), MedianDeadline()]
-    has_members = chance.random() < 0.75
     return Plan(
         number,
         world_size,
