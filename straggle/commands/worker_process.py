@@ -27,6 +27,8 @@ if os.getppid() == int(sys.argv[1]): os.execv(sys.argv[2], sys.argv[2:])
 # its own folder is not where modules are looked for: those of these names are Python's
 _RUN_FILE = "import runpy, sys; runpy.run_path(sys.argv.pop(1), run_name='__main__')"
 _SERVER = Path(__file__).with_name("fork_server.py")
+# a module that asks whether there is a CUDA device begins to use none, which no process that is forked then could
+_NO_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _ENDED = "the process that workers are forked from has ended, or cannot fork"
 _LONGEST = 65536  # bytes of what the server says of modules that it cannot load
 
@@ -99,7 +101,7 @@ class ForkServer:
             words = [sys.executable, "-u", "-c", _RUN_FILE, str(_SERVER), str(theirs.fileno()), *modules]
             self._process = subprocess.Popen(
                 [*_dying_with_launcher(), *words],
-                env=environment,
+                env={**_NO_CUDA, **environment},
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks, staged
+from ranks import run_ranks, staged, started_command
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from training import Stopper
@@ -242,3 +243,15 @@ def test_stopped_passes_of_the_staged_backward_leave_no_memory_behind() -> None:
         if number in (10, 999):
             allocated.append(torch.cuda.memory_allocated())
     assert allocated[0] == allocated[1]
+
+
+def test_worker_that_is_forked_from_a_process_with_torch_loaded_has_the_device(tmp_path: Path) -> None:
+    """The library that it loads asks for devices, too."""
+    (tmp_path / "asks.py").write_text(
+        "import torch\nnum_devices = torch.cuda.device_count(), torch.cuda.is_available()\n"
+    )
+    (tmp_path / "worker.py").write_text("import torch\nprint('sum', torch.ones(3, device='cuda').sum().item())\n")
+    words = ("--preload=asks", "--max-restarts=0", tmp_path / "worker.py")
+    with started_command("launch", *words, folder=tmp_path) as job:
+        assert job.status() == 0, job.log.read_text()
+    assert "sum 3.0" in job.log.read_text()
