@@ -91,7 +91,7 @@ def _flat(read: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
 
 def _choices() -> dict[str, set[str]]:
     from straggle.commands.config_keys import config_dir
-    from straggle.commands.launch_options import parser
+    from straggle.commands.launching.options import parser
 
     choices: dict[str, set[str]] = {name: set() for name in COMMANDS}
     for name in choices:

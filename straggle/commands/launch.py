@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-from straggle.commands.agent import Agent, Worker, say
-from straggle.commands.launch_options import PIDS_DIR, SECRET, arguments
-from straggle.commands.launcher import Events, Launcher, next_event, serve_until_signal, signals_into
-from straggle.commands.nodes import Nodes
-from straggle.commands.restarting import RestartRules
-from straggle.commands.store_host import LOOPBACK, Endpoint, answers, connect, serve_store
-from straggle.commands.worker_process import ForkServer, Program, Starter, new_process
+from straggle.commands.launching.agent import Agent, Worker, say
+from straggle.commands.launching.launcher import Events, Launcher, next_event, serve_until_signal, signals_into
+from straggle.commands.launching.nodes import Nodes
+from straggle.commands.launching.options import PIDS_DIR, SECRET, arguments
+from straggle.commands.launching.restarting import RestartRules
+from straggle.commands.launching.store_host import LOOPBACK, Endpoint, answers, connect, serve_store
+from straggle.commands.launching.worker_process import ForkServer, Program, Starter, new_process
 from straggle.merge.members import agents
 from straggle.merge.store import JobStore
 

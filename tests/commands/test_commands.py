@@ -23,7 +23,7 @@ from straggle import MembersReport, RankReport, StageReport, StepReport
 from straggle.__main__ import COMMANDS, main
 from straggle.commands.config import load
 from straggle.commands.config_keys import ConfigurationError
-from straggle.commands.launch_options import arguments as launch_arguments
+from straggle.commands.launching.options import arguments as launch_arguments
 from straggle.lab.build import build_faults
 from straggle.observe.console import LiveView
 from straggle.observe.trace import TraceWriter, read_trace
@@ -220,6 +220,9 @@ def launch_of(folder: Path, *words: str, **environment: str) -> str:
     return done.stdout
 
 
+PRELOAD = "--preload straggle.commands.train " if sys.platform == "linux" else ""
+
+
 def test_launch_checks_the_configuration_for_its_number_of_workers(tmp_path: Path) -> None:
     for nodes, ranks in ({"WORKERS": "3"}, "3"), ({"WORKERS": "3", "NNODES": "2"}, "6"), ({"NNODES": "1:2"}, "none"):
         printed = launch_of(tmp_path, "steps=2", **{"MASTER_ADDR": "node0", "NODE_RANK": "0", **nodes})
@@ -245,7 +248,7 @@ def test_workers_that_may_come_back_are_started_by_straggle_launch(
     environment: dict[str, str], where: str, tmp_path: Path
 ) -> None:
     printed = launch_of(tmp_path, "members=elastic", "steps=2", WORKERS="3", **environment)
-    expected = f"-m straggle launch {where} --nproc-per-node 3 -m straggle train members=elastic steps=2"
+    expected = f"-m straggle launch {where} --nproc-per-node 3 {PRELOAD}-m straggle train members=elastic steps=2"
     assert expected in " ".join(printed.split())
     assert "torchrun" not in printed
     words = expected.removeprefix("-m straggle launch ").split()
@@ -254,7 +257,7 @@ def test_workers_that_may_come_back_are_started_by_straggle_launch(
 
 def test_process_ids_of_workers_that_may_come_back_are_in_the_folder_of_the_run(tmp_path: Path) -> None:
     printed = launch_of(tmp_path, "members=elastic", "run_dir=my runs/first", WORKERS="3")
-    assert "--nproc-per-node 3 --run-dir my runs/first -m straggle train" in " ".join(printed.split())
+    assert f"--nproc-per-node 3 --run-dir my runs/first {PRELOAD}-m straggle train" in " ".join(printed.split())
 
 
 def test_null_switches_one_fault_off() -> None:

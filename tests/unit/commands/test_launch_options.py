@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from straggle.commands.launch import Job, worker_environment
-from straggle.commands.launch_options import arguments
-from straggle.commands.store_host import Endpoint
+from straggle.commands.launching.options import arguments
+from straggle.commands.launching.store_host import Endpoint
 
 TWO_NODES = ["--nnodes", "2", "--rdzv-endpoint", "node0:29500"]
 SECRET = {"STRAGGLE_JOB_SECRET": "s"}

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from straggle.commands.restarting import RestartRules, StartAgain, StaysDown, failed_again, job_ends, next_start
+from straggle.commands.launching.restarting import (
+    RestartRules,
+    StartAgain,
+    StaysDown,
+    failed_again,
+    job_ends,
+    next_start,
+)
 from straggle.merge.members.agents import DO_NOT_RESTART, Exited
 
 RULES = RestartRules(max_restarts=3, delay_s=0.5)

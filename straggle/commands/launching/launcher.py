@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
 
-from straggle.commands.agent import Agent, say
-from straggle.commands.nodes import BEAT_S, Nodes
+from straggle.commands.launching.agent import Agent, say
+from straggle.commands.launching.nodes import BEAT_S, Nodes
 from straggle.merge.members.agents import WRONG_CONFIGURATION
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from straggle.commands.store_host import Endpoint
+from straggle.commands.launching.store_host import Endpoint
 
 SECRET = "STRAGGLE_JOB_SECRET"
 PIDS_DIR = "STRAGGLE_PIDS_DIR"

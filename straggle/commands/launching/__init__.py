@@ -1,0 +1,1 @@
+"""Workers that are started, and started again: what `straggle launch` is made of."""
