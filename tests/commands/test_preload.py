@@ -46,8 +46,9 @@ SEEN = """\
 import atexit, random, threading
 state = dict(globals())
 leave("seen", json.dumps({
-    "argv": sys.argv, "path": sys.path[0], "file": __file__, "name": __name__, "stdin": sys.stdin.read(),
-    "spec": str(__spec__), "leader": os.getsid(0) == os.getpid(), "folder": os.getcwd(),
+    "argv": sys.argv, "path": [*map(os.path.abspath, sys.path)], "file": __file__, "name": __name__,
+    "spec": str(__spec__ and __spec__.name), "package": __package__, "folder": os.getcwd(),
+    "leader": os.getsid(0) == os.getpid(), "stdin": sys.stdin.read(),
     "main": sys.modules["__main__"].__dict__ is globals(), "signals": [str(signal.getsignal(n)) for n in (2, 15)],
     "environment": {name: value for name, value in os.environ.items() if name[:6] != "MASTER" and name[-2:] != "ID"},
     "open": sorted(os.readlink(f"/proc/self/fd/{n}").split("[")[0] for n in os.listdir("/proc/self/fd") if int(n) > 2
@@ -58,13 +59,18 @@ threading.Thread(target=lambda: (time.sleep(0.1), leave("thread"))).start()
 """
 
 
-def test_worker_finds_what_a_new_process_finds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", [("elsewhere/worker.py",), ("elsewhere",), ("-m", "elsewhere.worker")])
+@pytest.mark.parametrize("safe", ["", "1"], ids=["", "safe path"])
+def test_worker_finds_what_a_new_process_finds(program: tuple[str, ...], safe: str, tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
     (tmp_path / "elsewhere").mkdir()
+    path = script(tmp_path / "elsewhere", SEEN)
+    if program == ("elsewhere",):
+        path.rename(path.with_name("__main__.py"))
     for way in ((), ("--preload=json",)):
-        path = script(tmp_path / "elsewhere", SEEN)
-        words = [*way, "--nproc-per-node=2", path.relative_to(tmp_path), "a", "b c"]
-        environment = {"STRAGGLE_JOB_SECRET": "s", "OMP_NUM_THREADS": "3"}
+        words = [*way, "--nproc-per-node=2", *program, "a", "b c"]
+        environment = {"STRAGGLE_JOB_SECRET": "s", "OMP_NUM_THREADS": "3", "PYTHONSAFEPATH": safe}
+        environment |= {"PYTHONPATH": str(tmp_path)} if safe else {}
         with started_command("launch", *words, folder=tmp_path, environment=environment) as job:
             assert job.status() == 0, job.log.read_text()
         seen.append(json.loads(left(tmp_path, "seen", 1)))

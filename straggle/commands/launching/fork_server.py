@@ -93,18 +93,25 @@ def run(own: socket.socket) -> None:
     sys.argv[0] = program
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # Python's own does so by itself, and torch begins with a constant
+    if not getattr(sys.flags, "safe_path", False):  # nothing to take away where Python was told to add nothing
+        del sys.path[0]
     if wanted["module"]:
+        _look_first_in(os.getcwd())
         runpy.run_module(program, run_name="__main__", alter_sys=True)
     elif os.path.isdir(program) or zipfile.is_zipfile(program):
-        sys.path.pop(0)  # it puts its own there
-        runpy.run_path(program, run_name="__main__")
+        runpy.run_path(program, run_name="__main__")  # which adds it to the path
     else:
+        _look_first_in(os.path.dirname(os.path.realpath(program)))
         _run_file(program)
+
+
+def _look_first_in(folder: str) -> None:
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, folder)
 
 
 def _run_file(path: str) -> None:
     """As ``python path`` does; `runpy` would change ``sys.argv[0]``, and take the module away before Python's end."""
-    sys.path[0] = os.path.dirname(os.path.realpath(path))
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__file__ = os.path.abspath(path)
     with io.open_code(main.__file__) as file:
