@@ -251,7 +251,7 @@ class Cluster:
         began_at = time.monotonic()
         while not done():
             if time.monotonic() - began_at > timeout_s:
-                logs = self.compose("logs", "--tail", "30")
+                logs = self.compose("logs", "--tail", "30") + self.compose("top")
                 slowness = {labels["rank"]: value for labels, value in self.query("rank:straggle_slowness:ratio30s")}
                 found = f"steps {self.steps()}, slowness {slowness}"
                 raise AssertionError(f"waited {timeout_s} s in vain for {what}; {found}\n{logs}")
