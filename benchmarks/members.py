@@ -47,6 +47,7 @@ def main():
     options.add_argument("--changes", type=int, default=200, help="how often a rank is put out, at least")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--variant", choices=("plain", "norm", "microbatches", "whole", "carry"), default="plain")
+    options.add_argument("--preload", action="store_true", help="workers are forked, and need not load torch")
     options.add_argument("--quick", action="store_true", help="2,000 steps, 15 changes")
     options = kinds.add_parser("goodput")
     options.add_argument("--methods", default="straggle,torchrun,forking,torchft", help="those of these, in turn")
@@ -93,7 +94,8 @@ def _healing(given):
 def _soak(given):
     from members_soak import soak
 
-    return soak(*((2000, 15) if given.quick else (given.steps, given.changes)), given.seed, given.variant)
+    steps, changes = (2000, 15) if given.quick else (given.steps, given.changes)
+    return soak(steps, changes, given.seed, given.variant, given.preload)
 
 
 def _goodput(given):

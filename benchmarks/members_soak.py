@@ -176,9 +176,11 @@ class Seen:
 class Soak:
     """Injects faults, and looks at what becomes of them."""
 
-    def __init__(self, steps, changes, seed, variant):
+    def __init__(self, steps, changes, seed, variant, preload):
         self.steps, self.changes = steps, changes
-        self.job = Job(RANKS, str(Path(__file__).with_name("members.py")), "soak-rank", "--variant", variant)
+        self.job = Job(
+            RANKS, str(Path(__file__).with_name("members.py")), "soak-rank", "--variant", variant, preload=preload
+        )
         self.seen, self.chance = Seen(), random.Random(seed)
         self.faults = collections.Counter()
         self.ended_by_us = 0
@@ -340,10 +342,10 @@ def unexplained(job, ended_by_us):
     return found
 
 
-def soak(steps, changes, seed, variant):
+def soak(steps, changes, seed, variant, preload):
     """Run it and print what came out; the exit status."""
     began = time.time()
-    run = Soak(steps, changes, seed, variant)
+    run = Soak(steps, changes, seed, variant, preload)
     try:
         well = run.run()
         problems = list(run.seen.problems)
