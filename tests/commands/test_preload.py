@@ -97,6 +97,15 @@ def test_status_is_that_of_the_program(body: str, status: int, said: str, tmp_pa
     assert said in job.log.read_text()
 
 
+def test_script_that_is_not_there_is_not_started_again(tmp_path: Path) -> None:
+    with started_command("launch", "--preload=json", "none_such.py", folder=tmp_path) as job:
+        assert job.status() == 2  # as with a new process
+    said = job.log.read_text()
+    assert "can't open file" in said
+    assert "its configuration is wrong" in said
+    assert "Traceback" not in said
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -114,8 +114,13 @@ def _run_file(path: str) -> None:
     """As ``python path`` does; `runpy` would change ``sys.argv[0]``, and take the module away before Python's end."""
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     main.__file__ = os.path.abspath(path)
-    with io.open_code(main.__file__) as file:
-        code = compile(file.read(), main.__file__, "exec")
+    try:
+        with io.open_code(main.__file__) as file:
+            text = file.read()
+    except OSError as error:
+        sys.stderr.write(f"{sys.executable}: can't open file {main.__file__!r}: {error}\n")
+        raise SystemExit(2) from None  # as of a command line that is wrong: it is not started again
+    code = compile(text, main.__file__, "exec")
     exec(code, main.__dict__)
 
 
