@@ -494,6 +494,8 @@ class StagedDataParallel(nn.Module):
             self._learn(times)
         self._warnings.of_different_replicas(record)
         self._registers.step_merged(record)
+        if self._members is not None:
+            self._members.healing.after_step()
         return error is not None
 
     def _record(self, merged: MergedStep) -> StepRecord:

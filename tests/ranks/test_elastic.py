@@ -345,6 +345,31 @@ def test_rank_that_comes_when_the_others_are_done_is_told_so():
     assert (error.kind, error.message) == ("JobDone", "rank 2 comes late: ranks [0, 1] have ended their loops")
 
 
+def train_to_the_end(rank, board, stuck_at):
+    """Rank 2 stands still in one step until the others have made their last one, and walks on; they close late."""
+    late_handling = LateHandling(max_lag=2)
+    elastic = Elastic(min_ranks=1, suspect_s=1.0)
+    with staged(plain(), deadline=FixedDeadline(0.02), late_handling=late_handling, members=elastic) as model:
+        for step in range(30):
+            with model.step():
+                while (rank, step) == (2, stuck_at) and board.made(0) < 30:
+                    threading.Event().wait(0.005)
+                model(torch.full((2, 4), rank + 1.0)).square().mean().backward()
+            board.note(rank, step + 1)
+        while board.made(2) < 29:
+            threading.Event().wait(0.005)
+        return digest(model.module.parameters())
+
+
+@pytest.mark.parametrize("stuck_at", [20, 25])
+def test_rank_that_is_out_in_its_last_step_does_not_end_with_an_old_model(stuck_at):
+    with run_job(3, train_to_the_end, stuck_at) as job:
+        zero, one, two = (job.result(rank) for rank in range(3))
+    assert zero == one
+    assert isinstance(two, Raised)
+    assert (two.kind, two.message) == ("JobDone", "rank 2 comes late: ranks [0, 1] have ended their loops")
+
+
 def train_two_models(rank, board, first):
     """``first`` steps with one model and five with the next. Rank 1 dies in the middle of the first one, whose loop
     rank 0 ends without it, and skips a model that it is too late for.

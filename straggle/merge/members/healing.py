@@ -8,6 +8,7 @@ merged meanwhile from the ring.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -30,6 +31,7 @@ from straggle.policies.history import History
 from straggle.report import HealingReport
 
 _SEND_S = 60.0
+_SAY_S = 10.0  # of waiting after a step
 _MAX_BYTES = 1 << 40
 _PAGE_BYTES = 4096  # or more of them
 _OTHER_BYTES = 1 << 20  # of samplers, schedulers, and the policy's history
@@ -89,6 +91,35 @@ class Healing:
             else:
                 time.sleep(0.005)
         coordinator.member.awaits_state = False
+
+    def after_step(self) -> None:
+        """After a step that was made without this rank: wait until it is known that its loop goes on.
+
+        A loop that ended with this step would end with an older model than the others'. Raises `JobDone` where theirs
+        have ended.
+        """
+        member, following = self._coordinator.member, self._coordinator.training.step
+        say_at = time.monotonic() + _SAY_S
+        while member.absent_until >= following and not self._is_made(following):
+            member.check_ended()
+            member.is_back = member.awaits_state = True
+            if time.monotonic() > say_at:
+                say_at = math.inf
+                _log.warning(
+                    "rank %d was out in step %d, and its peers have not made step %d yet: it waits to be let in, or to "
+                    "hear that their loops have ended",
+                    self._channel.rank,
+                    following - 1,
+                    following,
+                )
+            time.sleep(0.005)
+        member.awaits_state = False
+
+    def _is_made(self, step: int) -> bool:
+        """Whether the members have made or begun this step, as far as this rank, which is out, knows."""
+        if (begins := self._coordinator.member.absent_until) < sys.maxsize:
+            return step < begins or ((arrival := self._arrival) is not None and arrival.state is not None)
+        return step < self._membership.watch.furthest_step
 
     def take_first(self) -> None:
         """Of a rank that comes to a running job, before its first step: wait for the state, and go on from there."""
