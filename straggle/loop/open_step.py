@@ -160,7 +160,7 @@ class OpenStep(PassWatcher):
         if (kept := self._kept.mark, max_over) != (entry.kept, entry.max_over):
             entry = entry._replace(kept=kept, max_over=max_over)
         if replayed is not None:
-            entry = entry._replace(had_work=replayed.had_work)
+            entry = entry._replace(had_work=replayed.had_work, num_drawn=replayed.num_drawn)
         self._coordinator.enter(entry)
         self.step = step
 
@@ -203,7 +203,6 @@ class OpenStep(PassWatcher):
                 changes=self._changes_or_fail(truncated=truncated) if self._module_buffers.numel else None,
                 abstain=self._replayed is not None and self._replayed.stood_in,
                 left_at=self._left_at,
-                num_drawn=self._num_drawn,
                 on_merged=None if self._optimizing is None else self._step_early,
             )
         finally:
@@ -249,11 +248,6 @@ class OpenStep(PassWatcher):
     def _left_at(self) -> int | None:
         """How often the pass had asked whether to go on when this rank was late; ``None``: it is not."""
         return self._num_checks if self.stopped or self.goes_on else None
-
-    @property
-    def _num_drawn(self) -> int | None:
-        """In a replay, how many micro-batches it had drawn when its part was submitted; ``None``: all."""
-        return None if self._replayed is None else self._replayed.num_drawn
 
     @property
     def optimizing(self) -> bool:
@@ -417,9 +411,7 @@ class OpenStep(PassWatcher):
             return True
         assert self.step is not None
         changes = self._changes(truncated=True)
-        return self._coordinator.submit_partial(
-            self.step.scalars, changes, left_at=self._num_checks, num_drawn=self._num_drawn
-        )
+        return self._coordinator.submit_partial(self.step.scalars, changes, left_at=self._num_checks)
 
     # -- what is merged beside the gradients
 
@@ -427,8 +419,9 @@ class OpenStep(PassWatcher):
         """Of the module's buffers, where this rank has finished its forward passes."""
         assert self.step is not None
         num_passes = max(self._num_forward, self.pass_number + 1)
-        drawn = self._coordinator.training.drawn  # of which the stand-in may have put some back
-        most = self.step.num_microbatches if drawn is None else len(drawn.numbers[: self._num_drawn])
+        training = self._coordinator.training  # the stand-in may have put some back of what it had drawn
+        drawn = None if training.drawn is None else training.drawn.first(training.entry.num_drawn)
+        most = self.step.num_microbatches if drawn is None else len(drawn.numbers)
         finished = not self._in_forward and (num_passes >= most or not truncated)
         return self._module_buffers.changes() if finished and self._num_forward > 0 else None
 

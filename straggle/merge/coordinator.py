@@ -293,8 +293,12 @@ class Coordinator:
         return [self.waiting.popleft() for _ in range(len(self.waiting))]
 
     def _discard(self, late: Iterable[Finished]) -> None:
+        if not self._fill_in.finishes_late:
+            return
+        share = self.training.late_share(self._pass_number)
+        scale = 1.0 if self.training.drawn is None else share  # a pool's loss is that of one micro-batch alone
         for index, gradient, _ in late:
-            self._fill_in.came_late(self._parameters[index], gradient, 1 / self.training.entry.num_microbatches)
+            self._fill_in.came_late(self._parameters[index], gradient if scale == 1 else gradient * scale, share)
 
     def _too_many(self, index: int, *, twice: bool) -> str:
         stage = next(stage.name for stage in self.plan.stages if index in stage.parameters)
@@ -307,19 +311,17 @@ class Coordinator:
             "model.step(num_microbatches=<number of backward passes>)"
         )
 
-    def submit_partial(
-        self, scalars: Mapping[str, float], changes: Tensor | None, *, left_at: int, num_drawn: int | None = None
-    ) -> bool:
+    def submit_partial(self, scalars: Mapping[str, float], changes: Tensor | None, *, left_at: int) -> bool:
         """The training thread is late in its backward pass: submit what it has, while it goes on.
 
-        The stand-in waits for the merge. False where the pass has to end instead. ``num_drawn``: as in a `Decision`.
+        The stand-in waits for the merge. False where the pass has to end instead.
         """
         with self._lock:
             if not self._fill_in.finishes_late or not self._stand_in.started:
                 return False
             if (current := self._open_own_round()) is not None:
                 current.left_at = left_at
-                current.draw_only(num_drawn)
+                current.draw_only(self.training.entry.num_drawn)
                 self._submission.own(current, truncated=True, scalars=scalars, changes=changes)
                 self._stand_in.submitted_partial(current)
             return True
@@ -333,15 +335,14 @@ class Coordinator:
         changes: Tensor | None = None,
         abstain: bool = False,
         left_at: int | None = None,
-        num_drawn: int | None = None,
         on_merged: Callable[[Round], None] | None = None,
     ) -> MergedStep:
         """The training thread's work for its step is over: merge the rest, wait for the peers, and take the result.
 
         ``truncated``: it was cut short; ``failed``: a backward pass did not come to its end. ``changes`` of the
         module's buffers, where the rank finished its forward pass; ``abstain``: give what is finished and nothing else,
-        as the stand-in does. ``left_at`` and ``num_drawn``: as a `Decision` has them. ``on_merged(round)`` is called
-        while this waits, after each message that was merged.
+        as the stand-in does. ``left_at``: as a `Decision` has it. ``on_merged(round)`` is called after each message
+        that was merged, while this waits.
         Raises `PeerFailed` when a rank failed in this step or cannot be reached.
         """
         posts = False
@@ -352,7 +353,7 @@ class Coordinator:
             self.training.leave(merges=mine, ran_past_merge=self._fill_in.finishes_late and not mine)
             if current is not None:
                 current.left_at = left_at
-                current.draw_only(num_drawn)
+                current.draw_only(self.training.entry.num_drawn)
                 if abstain:
                     now = self._submission.finished(current)
                 else:

@@ -26,8 +26,8 @@ class Entry(NamedTuple):
     ``idle``: it has no data for it. ``fingerprint``: of its parameters, where the ranks compare them in this step.
     ``stepped``: how often its optimizers stepped since the merge before. ``kept``: the mark of the gradients that it
     keeps, where that is decided. ``max_over``: as many of its passes are taken for over, where it replays. ``entered``:
-    false where it replays a step that was submitted before it had entered it. ``had_work``:
-    as a `Decision` has it, where it replays.
+    false where it replays a step that was submitted before it had entered it. ``had_work`` and ``num_drawn``: as a
+    `Decision` has them, where it replays.
     """
 
     num_microbatches: int = 1
@@ -38,6 +38,7 @@ class Entry(NamedTuple):
     max_over: int | None = None
     entered: bool = True
     had_work: bool | None = None
+    num_drawn: int | None = None
 
 
 class TrainingSide:
@@ -60,6 +61,7 @@ class TrainingSide:
         self.weight = 1.0
         self.cost = math.nan  # what its step takes by right, in the user's unit
         self.drawn: Drawn | None = None  # of its step's pool, where that has one
+        self._submitted: Drawn | None = None  # the same when its part was submitted; by whoever submits
         self._pulled = False  # the step before the one that it has entered had a pool
         self.num_put_back = 0  # micro-batches of it that it had drawn and did not begin; by the stand-in
         self.part_began_at = math.inf  # the last one
@@ -89,7 +91,7 @@ class TrainingSide:
         self._pulled = self.drawn is not None
         self.clock_from, self.work_from = began_at, began_at if self.ran_past_merge else now
         self.weight, self.cost, self.microbatch_s, self.drawn = 1.0, math.nan, [], None
-        self.num_put_back, self._draws = 0, None
+        self.num_put_back, self._draws, self._submitted = 0, None, None
 
     def keep(self, kept: int) -> None:
         """The mark of the gradients that it keeps is decided."""
@@ -143,7 +145,19 @@ class TrainingSide:
         """Whether it is in this step; where it replays, whether it was when the step was submitted."""
         return self.step == step and self.entered_at is not None and self.entry.entered
 
+    def late_share(self, number: int) -> float:
+        """Which share of what was submitted for it pass ``number`` is, whose gradients came after that."""
+        if (drawn := self.drawn) is None:
+            return 1 / self.entry.num_microbatches
+        submitted = self._submitted or drawn.first(self.entry.num_drawn)  # a replay discards before it submits
+        return drawn.weights[number] / (submitted.weight or drawn.weight)
+
     # -- whoever submits
+
+    def submit(self, current: Round) -> None:
+        """Its part of this round is on its way."""
+        if self.step == current.step and self.entered_at is not None:
+            self._submitted = current.drawn
 
     @property
     def expects_pool(self) -> bool:

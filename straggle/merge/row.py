@@ -26,7 +26,7 @@ def row_of(
     now, times, layout = training.stopwatch.now(), training.stopwatch.read(), current.layout
     in_step = training.is_in(merging.step)
     entry, before = training.entry, merging.times_at_merge
-    drawn = training.drawn if in_step else None
+    drawn = current.drawn if in_step else None
     # a rank for which nothing was left in the pool had no data for this step
     idle = in_step and (entry.idle or (drawn is not None and not drawn.numbers and not own.late))
     computed = layout.by_stage(own.computed)

@@ -108,6 +108,7 @@ class Submission:
         if not training.entry.idle:
             self._rank.rounds.note_reached(row.computed)
         now = self._rank.stopwatch.now()
+        training.submit(current)
         merging.submit(now)
         return now
 

@@ -51,7 +51,7 @@ class SupplementingEstimator(Estimator):
         """
 
     def observe_late(self, parameter: nn.Parameter, gradient: Tensor, share: float) -> None:
-        """See the gradient of one backward pass, a ``share`` of the step's, that came after the step was submitted."""
+        """See what of the step's gradient, a ``share`` of it, one backward pass gave after the step was submitted."""
 
     def shared_state_dict(self, names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:  # noqa: ARG002
         """Nothing: what is due to a rank's later contributions is its own."""

@@ -10,7 +10,8 @@ from ranks import Raised, digest, run_ranks, staged
 from torch import nn
 from training import Chain, Stopper, features, grads, mlp, shared
 
-from straggle import Abstain, ErrorFeedback, FixedDeadline, LastOwn, Merge
+from straggle import Abstain, Carry, ErrorFeedback, FixedDeadline, LastOwn, Merge
+from straggle.backward import stages
 from straggle.merge.replay import Recording
 
 pytestmark = pytest.mark.light
@@ -264,7 +265,38 @@ class Noisy(nn.Module):
         return self.layers(x)
 
 
-def recorded_and_repeated(rank):
+def finished_late(rank, weights):
+    """Rank 1 is late in the second of its micro-batches of the second step; which that was, and what was merged."""
+    stages.BUCKET_BYTES = 1
+    module, results = Chain(4), []
+    stopper, names = Stopper(module), [f"layers.{number}" for number in range(len(module.layers))]
+    with staged(module, estimator=Carry(), stages=names) as model:
+        for number in range(3):
+            drawn = []
+            model.pulling.load_state_dict({"done": [], "present": [True] * 2, "draws": False})  # dealt out equally
+            with model.step() as step:
+                stopper.arm(step, len(names) + 1 if (rank, number) == (1, 1) else None)
+                for part in step.pull(range(4), weights=weights):
+                    drawn.append(part)
+                    model(1.0 + part + 10 * number).backward()
+            merged = [layer.weight.grad[0].item() / layer.scale for layer in module.layers]
+            results.append((drawn, merged, model.last_report.ranks[1]))
+            model.zero_grad()
+    return results
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0, 1.0), (1.0, 2.0, 3.0, 1.0)])
+def test_a_late_micro_batch_counts_by_its_share_of_what_its_rank_had_drawn(weights):
+    (_, *first), (_, late, _) = run_ranks(finished_late, 2, list(weights))
+    begun, _, _ = late
+    share = weights[begun[1]] / first[0][2].weight
+    joined = share * first[1][2].weight
+    whole = sum(weight * (21.0 + part) for part, weight in enumerate(weights))
+    after = (whole + joined * (11.0 + begun[1])) / (sum(weights) + joined)
+    assert first[1][1] == pytest.approx([after] * 3 + [whole / sum(weights)])
+
+
+def recorded_and_repeated(rank, estimator):
     """Trains with random stops, and again as it was recorded; hashes of all parameters and buffers."""
     hashes, reports, decisions, learned = [], [], [], ((), ())
     for replays in (False, True):
@@ -272,7 +304,7 @@ def recorded_and_repeated(rank):
         stopper = Stopper(module)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         draws = torch.Generator().manual_seed(rank)
-        with staged(module) as model:
+        with staged(module, estimator=estimator) as model:
             if replays:
                 model.replay(Recording(*map(tuple, learned), tuple(decisions)))
             for number in range(12):
@@ -291,8 +323,9 @@ def recorded_and_repeated(rank):
     return hashes, reports[:12] == reports[12:], [sorted(one.drawn) for one in decisions]
 
 
-def test_draws_are_recorded_and_a_run_is_repeated_bit_for_bit():
-    first, second = run_ranks(recorded_and_repeated, 2)
+@pytest.mark.parametrize("estimator", [None, Carry()], ids=["none", "Carry"])
+def test_draws_are_recorded_and_a_run_is_repeated_bit_for_bit(estimator):
+    first, second = run_ranks(recorded_and_repeated, 2, estimator)
     assert first[0][0] == first[0][1] == second[0][0] == second[0][1]
     assert first[1]
     assert second[1]

@@ -54,8 +54,10 @@ class Drawn:
         """What it has not begun."""
         return self.numbers[self.num_begun :]
 
-    def first(self, number: int) -> Drawn:
-        """Only the first ``number`` of them, and no more."""
+    def first(self, number: int | None) -> Drawn:
+        """Only the first ``number`` of them, and no more; ``None``: as it is."""
+        if number is None:
+            return self
         return replace(self, numbers=self.numbers[:number], weights=self.weights[:number], is_open=False)
 
     def without_unbegun(self) -> Drawn:
