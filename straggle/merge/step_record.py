@@ -27,7 +27,7 @@ class StepRecord:
 
     ``names`` are those of its scalars. ``shadow_s``: the deadline of a policy that is not enforced,
     by whose ``rules`` the step would have ended; NaN: it is enforced. ``mean_cost``: that of `CurrentDeadline`.
-    ``merged_weights``: that of each stage, where it may be more than what the ``table`` says of those that are left.
+    ``merged_weights``: that of each stage, where it may not be what the ``table`` says of those that are there.
     """
 
     step: int
@@ -99,21 +99,21 @@ class StepRecord:
         of_ranks = ([row[of_rank] * weight for weight in row[of_stages.weights]] for row in rows)
         weights = [sum(column) for column in zip(*of_ranks, strict=True)]
         if self.merged_weights:
-            weights = list(map(self._with_those_that_left, weights, self.merged_weights))
+            weights = list(map(self._as_merged, weights, self.merged_weights))
         estimated = [max(column) > 0 for column in zip(*(row[of_stages.estimated] for row in rows), strict=True)]
         return tuple(
             StageReport(stage.name, stage.numel, weights[index], estimated[index])
             for index, stage in enumerate(self.plan.stages)
         )
 
-    def _with_those_that_left(self, told: float, merged: float) -> float:
+    def _as_merged(self, told: float, merged: float) -> float:
         """The weight of a stage, of which the rows tell so much and so much was merged.
 
-        Where something was left out because it was not finite, less was merged than the rows tell.
+        That is more where a rank gave something and left, and less where something was not finite.
         """
         pool_weight = max(self.table.column("pool_weight"))
         merged *= pool_weight / self.table.num_ranks if pool_weight else 1.0  # a pool counts as one step of all ranks
-        return merged if merged > (1 + _ROUNDING) * told else told
+        return merged if abs(merged - told) > _ROUNDING * told else told
 
     def _scalars(self, rows: Sequence[Sequence[float]]) -> dict[str, float]:
         values: dict[float, list[float]] = {}
