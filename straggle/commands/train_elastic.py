@@ -25,7 +25,7 @@ from straggle.commands.result import finish, metrics_of, write_config, write_pag
 from straggle.commands.run_dir import one_run_of_members
 from straggle.lab.jobs import StagedJob, process_group
 from straggle.merge.members.agents import DO_NOT_RESTART
-from straggle.merge.members.membership import TooFewRanks
+from straggle.merge.members.membership import JobDone, TooFewRanks
 from straggle.merge.store import StoreUnreachable, connect_all, default_store
 from straggle.observe.console import LiveView
 from straggle.observe.members import HandedOnTrace, MembersWriter, writer_of
@@ -64,6 +64,8 @@ def train_elastic(config: DictConfig, *, resumes: Callable[[Checkpoint], bool]) 
                 _train(job, config, checkpoint, first_step, observed)
             told.set("over", "")
             _end(job, config, checkpoint, told)
+        except JobDone as error:
+            sys.stdout.write(f"{error}: there is nothing left to do for this rank\n")
         except TooFewRanks as error:
             if told.check(["over"]):  # the others are done, and have left
                 exit_at_once()

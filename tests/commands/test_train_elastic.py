@@ -90,6 +90,29 @@ def test_too_few_ranks_leave_a_checkpoint_from_which_a_run_goes_on(tmp_path: Pat
     assert len(set(json.loads((tmp_path / "run" / "summary.json").read_text())["parameters_sha256"])) == 1
 
 
+@pytest.mark.slow
+def test_rank_that_is_out_when_the_others_end_says_so_and_ends_without_an_error(tmp_path: Path) -> None:
+    pace = "+faults.delay={_target_: straggle.lab.faults.RandomDelay, probability: 1, seconds: 0.05}"
+    few = (*KEYS, *TINY, "faults=none", pace, "members.min_ranks=1", "steps=30", "run_dir=run")
+    launch, trace = ("--nproc-per-node", 2, "--run-dir", "run", *PRELOAD), tmp_path / "run" / "trace.jsonl"
+
+    def made() -> int:
+        return trace.read_text().count("\n") if trace.exists() else 0
+
+    with started_command("launch", *launch, "-m", "straggle", "train", *few, folder=tmp_path, environment=ALONE) as job:
+        for steps, number in ((5, signal.SIGSTOP), (30, signal.SIGCONT)):
+            until = time.monotonic() + 200  # to start, however busy the machine is
+            while made() < steps:
+                assert time.monotonic() < until, job.log.read_text()
+                time.sleep(0.02)
+            os.kill(int((tmp_path / "run" / "pids" / "rank1").read_text()), number)
+        status, printed = ended(job)
+    assert status == 0, printed
+    assert "rank 1 comes late: ranks [0] have ended their loops: there is nothing left to do for this rank" in printed
+    assert "Traceback" not in printed
+    assert len(json.loads((tmp_path / "run" / "summary.json").read_text())["parameters_sha256"]) == 1
+
+
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
