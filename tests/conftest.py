@@ -17,7 +17,7 @@ _SHOWN = 4000  # characters of a failure that was tried again; its end says what
 LIMIT_S = 5.0  # of a nominal core's CPU
 
 # each connection of a TCPStore asks a name server who 127.0.0.1 is, and an answer that is lost would cost 5 s
-os.environ.setdefault("RES_OPTIONS", "timeout:1")
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # large pages: a rank, which is forked from a process that has torch loaded, begins and ends in half the time
 os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
 

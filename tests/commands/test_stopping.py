@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.run
 from ranks import rank_environment, run_command, run_ranks, staged, started, straggle_main
 from repository import ROOT
-from torch.distributed import TCPStore
+from stores import serve_store
 from training import TINY, Signals, features, mlp
 
 from straggle import FixedDeadline, LateHandling
@@ -129,7 +129,7 @@ def run_of_torchrun(folder, *keys):
 @contextlib.contextmanager
 def run_of_ranks(folder, *keys):
     """The same of its ranks alone, the second of which is to be told."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = serve_store()
     with contextlib.ExitStack() as stack:
         ranks = [
             stack.enter_context(started(straggle_main, "train", *keys, folder=folder, environment=own))

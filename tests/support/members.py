@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from network import Network, enter
 from ranks import Raised  # which sets what the server of forks has loaded
+from stores import serve_store
 
 _context = multiprocessing.get_context("forkserver")
 _POLL_S = 0.02
@@ -294,6 +295,6 @@ def _member_main(
 def _serve_store(connection: Any, namespace: str, port: int) -> None:
     if namespace:
         enter(namespace)
-    store = dist.TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
+    store = serve_store("0.0.0.0", port)
     connection.send(store.port)
     signal.pause()

@@ -30,8 +30,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from stores import serve_store
 from torch import Tensor, nn
-from torch.distributed import TCPStore
 
 from straggle import StagedDataParallel
 
@@ -110,7 +110,7 @@ def run_command(word: str, world_size: int, *keys: str, folder: Path, status: in
     With the environment and the store that torchrun's agent gives them. A rank that does not end with ``status``, or
     not in ``timeout_s``, fails the test at once, with what all have printed.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = serve_store()
     with tempfile.TemporaryDirectory() as logs:
         starts = [
             (

@@ -17,7 +17,14 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
+from straggle.commands.launching import store_host
+
 _context = multiprocessing.get_context("forkserver")
+
+
+def serve_store(host: str = "127.0.0.1", port: int = 0) -> TCPStore:
+    """A job's store that asks no name server, as torch's own does for each client: who waits for it waits meanwhile."""
+    return store_host.serve_store(store_host.Endpoint(host, port)).server
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ def store_server(port: int = 0) -> Iterator[StoreServer]:
 
 
 def _serve(connection: Connection, port: int) -> None:
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    store = serve_store(port=port)
     connection.send(store.port)
     time.sleep(3600)
 
