@@ -79,8 +79,8 @@ class RankReport:
 class StageReport:
     """One stage: ``weight`` is the sum over ranks, by default ``world_size`` when all ranks computed it.
 
-    What a rank gave before it left in this step (`Elastic`) counts in it: it has no row that could say so. Gradients
-    that were left out because they were not finite do not, though they do in `RankReport.weights`.
+    Gradients that were left out because they were not finite still count in it. So does what a rank gave before it left
+    in this step (`Elastic`): it has no row that could say so. Where both happened, it is of what was merged.
     """
 
     name: str

@@ -152,12 +152,11 @@ class MergedSteps:
         if self._rounds.leaves is not None:
             matrix = torch.frombuffer(rows, dtype=torch.float32).view(self._channel.world_size, -1)
             self._rounds.leaves.read(current.step, matrix, num_stages)
-        table = Table(rows, num_stages)
         return MergedStep(
             step=current.step,
             plan=self._rounds.plan,
             buffers=current.buffers,
-            table=table,
+            table=Table(rows, num_stages),
             seconds=now - self._rank.merging.merged_at,
             deadline_s=self._rank.deadline.seconds,
             shadow_s=self._rank.deadline.shadow_s,
@@ -170,7 +169,7 @@ class MergedSteps:
             among=None if self._member.recorder is None else current.merged_among(lost),
             had_work=current.had_work,
             num_drawn=None if current.drawn is None else len(current.drawn.numbers),
-            merged_weights=current.merged_weights() if current.has_more_than_told or table.nonfinite_ranks() else (),
+            merged_weights=current.merged_weights() if current.has_more_than_told else (),
         )
 
     def _nothing(self) -> MergedStep:

@@ -149,6 +149,8 @@ class TrainingSide:
         """Which share of what was submitted for it pass ``number`` is, whose gradients came after that."""
         if (drawn := self.drawn) is None:
             return 1 / self.entry.num_microbatches
+        if number >= len(drawn.weights):  # a pass too many, which a step that is not late refuses
+            return 0.0
         submitted = self._submitted or drawn.first(self.entry.num_drawn)  # a replay discards before it submits
         return drawn.weights[number] / (submitted.weight or drawn.weight)
 

@@ -423,7 +423,9 @@ class Round:
     @property
     def has_more_than_told(self) -> bool:
         """Whether gradients may be in it of ranks that have left since, and so have no row in its telemetry."""
-        return self.recorded is not None or any(own != self.told[0] for own in self._generations.values())
+        if self.recorded is not None:
+            return self.recorded.changed
+        return any(own != self.told[0] for own in self._generations.values())
 
     def merged_weights(self) -> tuple[float, ...]:
         """For each stage, the weight of all that was merged."""

@@ -27,7 +27,7 @@ class StepRecord:
 
     ``names`` are those of its scalars. ``shadow_s``: the deadline of a policy that is not enforced,
     by whose ``rules`` the step would have ended; NaN: it is enforced. ``mean_cost``: that of `CurrentDeadline`.
-    ``merged_weights``: that of each stage, where it may not be what the ``table`` says of those that are there.
+    ``merged_weights``: that of each stage, where it may be more than what the ``table`` says of those that are left.
     """
 
     step: int
@@ -109,11 +109,13 @@ class StepRecord:
     def _as_merged(self, told: float, merged: float) -> float:
         """The weight of a stage, of which the rows tell so much and so much was merged.
 
-        That is more where a rank gave something and left, and less where something was not finite.
+        It is more where a rank gave something and left. Where gradients of others were left out as well, because they
+        were not finite, the rows tell of these too, so that what was merged says it alone.
         """
         pool_weight = max(self.table.column("pool_weight"))
         merged *= pool_weight / self.table.num_ranks if pool_weight else 1.0  # a pool counts as one step of all ranks
-        return merged if abs(merged - told) > _ROUNDING * told else told
+        is_more = merged > (1 + _ROUNDING) * told
+        return merged if is_more or self.table.nonfinite_ranks() else told
 
     def _scalars(self, rows: Sequence[Sequence[float]]) -> dict[str, float]:
         values: dict[float, list[float]] = {}

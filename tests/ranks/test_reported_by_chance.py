@@ -184,18 +184,26 @@ class Expected:
                 self._kept[name] = DECAY * before + (1 - DECAY) * own
 
     def _merged(self, report, number, stage):
-        """What it may be: what a rank that left gave may be an estimate, which no row says."""
+        """What it may be: no row says whether what a rank gave that left was an estimate.
+
+        Nor does one say whether that rank had given anything to any stage. If it had, what was not finite counts in no
+        stage's weight.
+        """
         given = [self._given_by(own, number, report.step, stage) for own in report.ranks]
-        left = stage.weight - sum(weight for weight, _ in given)
-        if left > TOLERANCE * stage.weight:
-            (rank,) = {own.rank for own in report.ranks if own.absent} & self._members
-            of_left = {own_gradient(self._plan, rank, report.step, layer_of(stage)), self._estimate(stage)} - {None}
-            self.num_left += 1
-        else:
-            left, of_left = 0.0, {0.0}
-        if weight := left + sum(own for own, _ in given):
-            return [(sum(own for _, own in given) + left * own) / weight for own in of_left]
-        return [self._estimate(stage) if isinstance(self._plan.estimator, OF_MERGED) else None]
+        of_rows = sum(own.weights[number] for own in report.ranks)
+        gone = {own.rank for own in report.ranks if own.absent} & self._members
+        expected, lefts = [], {stage.weight - own for own in (of_rows, *[sum(own for own, _ in given)] * bool(gone))}
+        for left in (own if own > TOLERANCE * stage.weight else 0.0 for own in lefts):
+            of_left = {0.0}
+            if left:
+                (rank,) = gone
+                of_left = {own_gradient(self._plan, rank, report.step, layer_of(stage)), self._estimate(stage)} - {None}
+            if weight := left + sum(own for own, _ in given):
+                expected += [(sum(own for _, own in given) + left * own) / weight for own in of_left]
+            else:
+                expected.append(self._estimate(stage) if isinstance(self._plan.estimator, OF_MERGED) else None)
+        self.num_left += stage.weight - of_rows > TOLERANCE * stage.weight
+        return expected
 
     def _estimate(self, stage):
         """What a rank puts in place of its own gradient; ``None``: nothing."""

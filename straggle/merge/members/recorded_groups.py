@@ -22,13 +22,14 @@ from straggle.merge.replay import RecordedMembers, RecordedStep
 class StepGroups:
     """Those of one step: for each bucket and for the telemetry. ``lost``: buckets that this rank gives zeros to.
 
-    ``told``: the ranks whose telemetry there is.
+    ``told``: the ranks whose telemetry there is. ``changed``: other ranks gave to some bucket.
     """
 
     buckets: tuple[Group, ...]
     telemetry: Group
     lost: frozenset[int]
     told: tuple[int, ...]
+    changed: bool
 
 
 class RecordedGroups:
@@ -52,6 +53,7 @@ class RecordedGroups:
             self._among(recorded.telemetry),
             lost,
             recorded.telemetry,
+            changed=any(ranks != recorded.telemetry for ranks in recorded.buckets),
         )
 
     def tells_apart(self, step: int) -> bool:

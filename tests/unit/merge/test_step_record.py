@@ -10,7 +10,7 @@ from straggle.backward.stages import plan_stages
 from straggle.merge.names import ScalarNames
 from straggle.merge.step_record import StepRecord
 from straggle.merge.table import Table
-from straggle.merge.telemetry import Row
+from straggle.merge.telemetry import NONFINITE, Row
 from straggle.report import PHASES
 
 WEIGHTS = (2.0, 1.0)  # of the ranks that are left
@@ -18,14 +18,14 @@ PLAN = plan_stages(mlp())
 NUM_STAGES = len(PLAN.stages)
 
 
-def weights(merged, pool_weight=0.0):
-    """Those of the stages, of which so much was ``merged`` in each."""
+def weights(merged, pool_weight=0.0, nonfinite=0):
+    """Those of the stages, of which so much was ``merged`` in each; ``nonfinite``: gradients of the second rank."""
     alike = {"computed": (1.0,) * NUM_STAGES, "estimated": (0.0,) * NUM_STAGES, "stage_s": (math.nan,) * NUM_STAGES}
     pool = {"pool_parts": int(pool_weight), "pool_weight": pool_weight}
     rows = [Row(dict.fromkeys(PHASES, 0.0), 0.1, 0.1, weight=own, **alike, **pool).encode() for own in (*WEIGHTS, 0.0)]
-    record = StepRecord(
-        0, 0.1, math.inf, PLAN, Table(torch.stack(rows), NUM_STAGES), ScalarNames({}), merged_weights=merged
-    )
+    rows = torch.stack(rows)
+    rows[1, NONFINITE] = nonfinite
+    record = StepRecord(0, 0.1, math.inf, PLAN, Table(rows, NUM_STAGES), ScalarNames({}), merged_weights=merged)
     return [stage.weight for stage in record.report.stages]
 
 
@@ -36,6 +36,12 @@ def test_weight_of_a_stage_is_the_sum_over_the_ranks(merged):
 
 def test_what_was_merged_of_a_rank_that_has_left_counts_too():
     assert weights((4.0, *(3.0,) * (NUM_STAGES - 1))) == [4.0] + [3.0] * (NUM_STAGES - 1)
+
+
+def test_it_counts_also_where_less_was_merged_because_something_was_not_finite():
+    # the third rank gave half before it left, and the second rank's one was left out
+    assert weights((2.5, *(3.5,) * (NUM_STAGES - 1)), nonfinite=1) == [2.5] + [3.5] * (NUM_STAGES - 1)
+    assert weights((), nonfinite=1) == [3.0] * NUM_STAGES
 
 
 def test_of_a_pool_too():
