@@ -431,7 +431,7 @@ def test_what_a_rank_has_left_after_it_put_some_back_counts_as_all_of_its_step(e
 
 def drawn_after_it_was_stood_in_for(rank):
     """In the second step rank 1 has another micro-batch once that is merged; again as recorded."""
-    runs, decisions, learned = [], [], ((), ())
+    store, runs, decisions, learned = dist.distributed_c10d._get_default_store(), [], [], ((), ())
     for replays in (False, True):
         module, merged = Chain(), []
         deadline = None if replays else FixedDeadline(1.0)  # long beside a micro-batch
@@ -443,9 +443,12 @@ def drawn_after_it_was_stood_in_for(rank):
                     {"done": [[[1 / 2, 1e-3]] * 2] * 4, "present": [True] * 2, "draws": number == 1}
                 )
                 with model.step() as step:
+                    if number == 1 and rank == 0 and not replays:
+                        store.wait(["rank 1 has asked for two"])  # or all but one may be drawn by then
                     for x in step.pull([1.0 + number + rank] * 4):
                         model(x).backward()
                         if number == 1 and rank == 1 and not replays:
+                            store.set("rank 1 has asked for two", "")
                             while not model.lag:
                                 time.sleep(0.001)
                 merged.append(digest(module.parameters()) + digest(p.grad for p in module.parameters()))
