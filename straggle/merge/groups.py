@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
-import threading
+import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -89,19 +91,19 @@ class GlooGroup(GlooCollectives):
 
     gloo cannot abort a collective: `drop` lets go of the group when those that were launched have ended, which a
     connection that is lost, or the group's time limit, brings about. So it holds them; call `forget_ended` each step.
+    A process that ends meanwhile does not wait for them.
     """
 
     def __init__(self, store: Any, place: int, size: int, form_s: float, limit_s: float) -> None:
         super().__init__(gloo_group(store, place, size, form_s))
         self._group.set_timeout(timedelta(seconds=limit_s))
         self._works: set[dist.Work] = set()  # any thread may launch one
+        self._finalizer = weakref.finalize(self, _set_aside, self._group, self._works)
 
     def drop(self) -> None:
         """Use it no more."""
-        works, group, self._works, self._group = self._works, self._group, set(), None
-        with _dropping:
-            _dropped.append((group, works))
-        let_go()
+        self._group = None
+        self._finalizer()
 
     def forget_ended(self) -> None:
         """Hold no collective any longer that is over.
@@ -175,8 +177,18 @@ def _begun(work: dist.Work | None) -> dist.Work:
     return work
 
 
-_dropping = threading.Lock()
-_dropped: list[tuple[Any, set[dist.Work]]] = []  # groups, and what was launched in them
+# groups that are not used any more, and what was launched in them; a deque, as a finalizer may come at any time
+_dropped: deque[tuple[Any, set[dist.Work]]] = deque()
+
+
+def _set_aside(group: Any, works: set[dist.Work]) -> None:
+    """Keep a group until nothing is on its way in it.
+
+    Freeing it before that waits for it, and so would Python as it ends: that never frees what has one reference more.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+    _dropped.append((group, works))
+    let_go()
 
 
 def let_go() -> bool:
@@ -184,10 +196,13 @@ def let_go() -> bool:
 
     gloo closes the connections of a group one after another, 10 ms each.
     """
-    kept: list[tuple[Any, set[dist.Work]]] = []
-    ended: list[tuple[Any, set[dist.Work]]] = []
-    with _dropping:
-        for group, works in _dropped:
-            (ended if all(work.is_completed() for work in works) else kept).append((group, works))
-        _dropped[:] = kept
-    return not kept  # what has ended is freed as this one returns, without the lock
+    for _ in range(len(_dropped)):
+        try:
+            group, works = _dropped.popleft()
+        except IndexError:  # another thread has it
+            break
+        if all(work.is_completed() for work in works):
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
+        else:
+            _dropped.append((group, works))
+    return not _dropped
