@@ -85,5 +85,11 @@ def _show(how, turns):
             print(
                 f"  {phase}: median step over the usual {statistics.median(each):.3f} ({len(each)} steps), by turn "
                 f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f}), longest {each[-1]:.2f}; "
-                f"{statistics.median(map(len, steps)):g} steps a turn"
+                f"{statistics.median(map(len, steps)):g} steps a turn, "
+                f"together {_beyond(steps, usual):.1f} ms a turn beyond the usual"
             )
+
+
+def _beyond(steps, usual):
+    """Milliseconds that the steps of a turn take more than as many usual ones, median over the turns that have any."""
+    return 1000 * statistics.median(sum(own) - len(own) * base for own, base in zip(steps, usual, strict=True) if own)
