@@ -497,11 +497,15 @@ def test_a_step_without_a_pool_has_its_estimates_though_the_one_before_had_one()
 
 def leaves_its_loop(rank):
     """Rank 1 goes out of its loop after one micro-batch."""
-    module = mlp()
+    store, module = dist.distributed_c10d._get_default_store(), mlp()
     with staged(module) as model:
         first_step(model)
         with model.step() as step:
+            if rank == 0:
+                store.wait(["rank 1 has asked for two"])  # or all but one may be drawn by then
             for x in step.pull(parts_of(0)):
+                if rank == 1:
+                    store.set("rank 1 has asked for two", "")
                 loss_of(model, x).backward()
                 if rank == 1:
                     break
