@@ -111,7 +111,8 @@ run() {
   fi
   case " $* " in
     *" members=elastic "*) # each worker with an agent of its own: torchrun ends all of them when one dies
-      for word in "$@"; do case $word in run_dir=*) folder=${word#run_dir=} ;; esac done # for the workers' process ids
+      folder=$(sed -n 's/^run_dir: *\([^ #]*\).*/\1/p' "$here/conf/$name.yaml") # for the workers' process ids
+      for word in "$@"; do case $word in run_dir=*) folder=${word#run_dir=} ;; esac done
       if [ "$(uname)" = Linux ]; then preload=straggle.commands.$name; fi
       # shellcheck disable=SC2046,SC2086
       exec "$venv/bin/python" -m straggle launch $(launch_options $where) --nproc-per-node "$workers" \

@@ -207,8 +207,9 @@ def test_what_too_few_ranks_are_there_for_is_refused_once_their_number_is_known(
 
 def launch_of(folder: Path, *words: str, **environment: str) -> str:
     """What launch.sh would start: its programs print their command lines."""
-    (folder / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
-    for name in ("pyproject.toml", "constraints.txt", "launch.sh"):
+    for part in (".venv/bin", "conf"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    for name in ("pyproject.toml", "constraints.txt", "launch.sh", "conf/train.yaml"):
         (folder / name).write_bytes((ROOT / name).read_bytes())
     for name in ("python", "torchrun"):
         (folder / ".venv" / "bin" / name).write_text(f'#!/bin/sh\necho {name} "${{WORLD_SIZE:-none}}" "$@"\n')
@@ -248,7 +249,10 @@ def test_workers_that_may_come_back_are_started_by_straggle_launch(
     environment: dict[str, str], where: str, tmp_path: Path
 ) -> None:
     printed = launch_of(tmp_path, "members=elastic", "steps=2", WORKERS="3", **environment)
-    expected = f"-m straggle launch {where} --nproc-per-node 3 {PRELOAD}-m straggle train members=elastic steps=2"
+    expected = (
+        f"-m straggle launch {where} --nproc-per-node 3 --run-dir runs/latest {PRELOAD}"
+        "-m straggle train members=elastic steps=2"
+    )
     assert expected in " ".join(printed.split())
     assert "torchrun" not in printed
     words = expected.removeprefix("-m straggle launch ").split()
