@@ -22,6 +22,7 @@ _TOGETHER = 1.5  # F, which independent ranks exceed in one of fifty windows of 
 _COMMON = 0.05  # of a rank's own variance: what many ranks have in common is seen long before it matters
 _FEW_STEPS = 10  # that say nothing about it
 _STANDS_OUT = 3.0  # F of the ranks, which six alike exceed in one of a hundred windows of 50 steps
+_ONE_IN_100 = 2.326  # standard deviations
 _AT_MOST = 3.0  # times the quorum's time that a rank is behind: one stall counts as no more
 _NEARLY_ALL = 0.99  # of the ranks that are not slow are behind the quorum by no more than the ordinary lag
 
@@ -124,4 +125,13 @@ def one_stands_out(end_s: Tensor, quorum_s: Tensor) -> bool:
     of_rank = over.nanmean(0)
     within = float((over - of_rank).nan_to_num(0.0).square().sum()) / int((numbers - 1).sum())
     between = float((numbers * (of_rank - over.nanmean()).square()).sum()) / (len(of_rank) - 1)
-    return between > _STANDS_OUT * within
+    return between > _stands_out(len(of_rank)) * within
+
+
+def _stands_out(ranks: int) -> float:
+    """``F`` that so many ranks which are alike exceed in one of a hundred windows; not less for more than six.
+
+    The fewer they are, the further it varies. By Wilson and Hilferty, "The distribution of chi-square" (PNAS 1931).
+    """
+    part = 2 / (9 * (ranks - 1))
+    return max(_STANDS_OUT, (1 - part + _ONE_IN_100 * math.sqrt(part)) ** 3)

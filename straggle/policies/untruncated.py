@@ -91,14 +91,17 @@ def untruncated_times(progress: Progress, compute_s: Tensor) -> Tensor:
 
     They are its peers' typical times, times how much longer than they it took for what it did finish; ``compute_s``
     (steps, ranks) is when it was stopped. Where it finished nothing, only that is known: it is taken to need a quarter
-    more. So a rank that comes to its first unit in its quickest steps alone is not taken to be that quick. Gives
-    (steps, ranks, units), NaN where a rank did not enter a step.
+    more. So a rank that comes to its first unit in its quickest steps alone is not taken to be that quick. In such a
+    step a rank that is no slower otherwise did not end just when it was stopped: it is taken to have needed more by as
+    much as its times vary, a quarter at most (`_beyond`). Gives (steps, ranks, units), NaN where a rank did not enter a
+    step.
     """
     seen = _seen(progress, compute_s)
     slowness = seen.slowness.where(~seen.slowness.isnan(), (_MORE * seen.at_least).clamp(min=1.0))
     left_s = (seen.typical_s * slowness.unsqueeze(1)).where(seen.missing, 0.0)
     # the first missing one did not end before the rank was stopped; NaN where it never entered
-    wait_s = (compute_s.to(left_s).unsqueeze(-1) - seen.known_s - left_s).clamp(min=0.0).where(seen.first_missing, 0.0)
+    stopped_s = (compute_s.to(left_s) * (1 + seen.beyond)).unsqueeze(-1)
+    wait_s = (stopped_s - seen.known_s - left_s).clamp(min=0.0).where(seen.first_missing, 0.0)
     return seen.known_s + (left_s + wait_s).cumsum(-1)
 
 
@@ -117,6 +120,7 @@ class _Seen(NamedTuple):
 
     ``slowness``: how much longer than its peers a rank takes, the median over steps; NaN: it finished nothing in any.
     ``at_least``: how much longer than they for their first unit it had taken when it was stopped; 0: it never was.
+    ``beyond`` (steps, ranks): see `_beyond`.
     """
 
     known_s: Tensor
@@ -125,6 +129,7 @@ class _Seen(NamedTuple):
     typical_s: Tensor
     slowness: Tensor
     at_least: Tensor
+    beyond: Tensor
 
 
 def _seen(progress: Progress, compute_s: Tensor) -> _Seen:
@@ -143,7 +148,22 @@ def _seen(progress: Progress, compute_s: Tensor) -> _Seen:
     unheard = slower.isnan() & (at_least > 0)
     with_unheard = slower.where(~unheard, (_MORE * at_least).clamp(min=1.0)).nanmedian(0).values
     slowness = torch.maximum(heard, with_unheard)  # NaN where nothing was heard
-    return _Seen(known_s, missing, first_missing, typical_s, slowness, at_least.amax(0))
+    return _Seen(known_s, missing, first_missing, typical_s, slowness, at_least.amax(0), _beyond(slower, unheard))
+
+
+def _beyond(slower: Tensor, unheard: Tensor) -> Tensor:
+    """The share by which a rank needed more than it was given, in steps in which it finished nothing (``unheard``).
+
+    ``slower``, (steps, ranks): how much longer than its peers it took, NaN where that is not known. Its spread says how
+    far beyond. Nothing is added where some rank finishes nothing in most steps: a threshold is for that one, and
+    what the others lose by noise would only shorten it.
+    """
+    entered = unheard | ~slower.isnan()
+    if bool((2 * unheard.sum(0) > entered.sum(0)).any()):
+        return torch.zeros_like(slower)
+    logs = slower.clamp(min=1e-9).log()
+    spread = (logs - logs.nanmean(0)).square().nanmean(0).sqrt().nan_to_num(0.0)
+    return spread.clamp(max=_MORE - 1) * unheard
 
 
 def untruncated_stages(stage_s: Tensor, compute_s: Tensor, stage_share: Tensor) -> Tensor:

@@ -85,9 +85,10 @@ def test_little_is_dropped_where_ranks_vary_each_by_itself_by_a_tenth():
     assert float(done.dropped[BEGUN:].mean()) < 0.01
 
 
-@pytest.mark.parametrize("granularity", ["stage", "microbatch"])
-def test_little_is_dropped_on_a_shared_machine_where_no_rank_is_slow(granularity):
-    done, _ = in_training(one_slow(granularity, 6, 1, 0.27, 0.24), granularity)
+@pytest.mark.parametrize("ranks", [3, 6])
+@pytest.mark.parametrize("granularity", ["stage", "microbatch", "step"])
+def test_little_is_dropped_on_a_shared_machine_where_no_rank_is_slow(granularity, ranks):
+    done, _ = in_training(one_slow(granularity, ranks, 1, 0.27, 0.24, steps=1050), granularity)
     assert float(done.dropped[BEGUN:].mean()) < 0.01
 
 
@@ -152,6 +153,25 @@ def test_rank_that_finishes_something_in_its_quickest_steps_alone_is_slower_than
     whole = untruncated_times(progress, stops_s)
     slowness = 2.5 if num_heard < 10 else 1.1
     assert whole[-1, 2].tolist() == pytest.approx([first_s + slowness * own for own in (0.0, 0.5, 1.0, 1.5)])
+
+
+WHOLE_S = [0.8, 1.0, 1.25, 0.8, 1.0, 1.25, NAN]  # of a rank in seven steps; in the last it was stopped after 1.5 s
+
+
+@pytest.mark.parametrize(
+    ("of_rank", "of_its_peer", "last_s"),
+    [
+        (WHOLE_S, 1.0, 1.5 * (1 + math.log(1.25) * (4 / 6) ** 0.5)),  # by as much as its times vary
+        ([1.0] * 6 + [NAN], 1.0, 1.5),  # which it does not
+        ([0.2, 1.0, 5.0] * 2 + [NAN], 1.0, 1.5 * 1.25),  # not further than by a quarter
+        (WHOLE_S, NAN, 1.5),  # the threshold is for its peer, which never finishes
+    ],
+)
+def test_rank_that_was_stopped_did_not_end_just_then(of_rank, of_its_peer, last_s):
+    seen = torch.ones(7, 4, 1)
+    seen[:, 3, 0], seen[:, 2, 0] = torch.tensor(of_rank), of_its_peer
+    stops_s = seen[..., 0].nan_to_num(1.5)
+    assert untruncated_times(history(seen).progress, stops_s)[-1, 3, 0].item() == pytest.approx(last_s)
 
 
 @pytest.mark.parametrize(("stopped_s", "unheard"), [(1.2, True), (3.9, True), (4.1, False)])

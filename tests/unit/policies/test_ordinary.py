@@ -182,6 +182,18 @@ def test_one_rank_stands_out(end_s, stands_out):
     assert one_stands_out(end_s, torch.ones(len(end_s))) == stands_out
 
 
+@pytest.mark.parametrize(("ranks", "stands_out"), [(2, False), (3, False), (6, True), (12, True)])
+def test_of_few_ranks_one_is_further_from_the_others_by_chance(ranks, stands_out):
+    """``F`` is 4 for any number of ranks here: one in 500 windows of six alike has that, one in 50 of three."""
+    slow = torch.zeros(60, ranks, dtype=torch.float64)
+    slow[:, 0] += 1.0
+    noise = torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(30).unsqueeze(1).expand(60, ranks)
+    between = 60 * slow.mean(0).var()
+    within = noise.square().sum() / (60 * ranks - ranks)
+    end_s = 2.4 + 0.1 * noise + 0.1 * slow * (4 * within / between).sqrt()
+    assert one_stands_out(end_s, torch.ones(60)) == stands_out
+
+
 def test_on_a_shared_machine_no_more_than_little_is_dropped_though_it_would_bring_three_times_as_much():
     factor = (noise(50, 4, 0.27) * BUSY).tolist()
     longer, shorter = (chosen(factor, price=price, longest_s=1.2) for price in (HIGHEST, HIGH))
