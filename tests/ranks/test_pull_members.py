@@ -95,6 +95,8 @@ def one_freezes(rank, board):
         optimizer.zero_grad()
         steps.number += 1
         board.note(rank, steps.number)
+        if rank == 0 and FROZEN_IN in seen and 2 in model.member_ranks:
+            (board.folder / "is in again").touch()
     result = digest(module.parameters()), seen.get(FROZEN_IN)
     model.close()
     return result
@@ -107,7 +109,9 @@ def test_what_a_frozen_rank_had_drawn_is_drawn_by_the_others_and_counts_once_tho
         job.wait(lambda: min(job.board.made(0), job.board.made(1)) > FROZEN_IN + 2, "the others go on")
         (job.folder / "resumed").touch()
         job.resume(2)
-        job.meet()
+        job.wait(
+            (job.folder / "is in again").exists, "rank 2 is in again: it also walks through steps without being so"
+        )
         (first, zero), (second, one), (third, _) = job.finish()
     assert first == second == third
     report = zero[2]
