@@ -23,7 +23,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from straggle.merge.groups import GlooCollectives, Group, Groups, JobGroup, gloo_group, is_over, succeeds
+from straggle.merge.groups import (
+    GlooCollectives,
+    Group,
+    Groups,
+    JobGroup,
+    gloo_group,
+    is_over,
+    messages_at_a_time,
+    succeeds,
+)
 from straggle.merge.store import JobStore, StoreUnreachable, check_answers, connect, default_store, place_of
 
 _SLICE_S = 0.5
@@ -89,7 +98,8 @@ class Channel:
             control = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
             corner = f"straggle/{control.group_name}"
             if backend == "gloo":
-                gradients: Group = self._wide_group(f"{corner}/gradients")
+                number = messages_at_a_time(JobGroup(control))
+                gradients: Group = self._gloo_group(f"{corner}/gradients", number)
             else:
                 gradients = JobGroup(dist.new_group(ranks, timeout, backend, use_local_synchronization=True))
         except RuntimeError as error:
@@ -100,13 +110,13 @@ class Channel:
         self._groups = Groups(gradients, JobGroup(control), tuple(range(self.world_size)))
         return corner
 
-    def _wide_group(self, corner: str) -> Group:
-        """A gloo group in which many messages are on their way at a time; torch's own have two."""
+    def _gloo_group(self, corner: str, number: int) -> Group:
+        """A gloo group with so many messages on their way at a time."""
         server = default_store()
         limit = server.timeout
         try:
             store = dist.PrefixStore(corner, server)  # type: ignore[attr-defined]
-            return GlooCollectives(gloo_group(store, self.rank, self.world_size, self.give_up_s))
+            return GlooCollectives(gloo_group(store, self.rank, self.world_size, self.give_up_s, at_a_time=number))
         finally:
             server.set_timeout(limit)
 

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from straggle.policies.merge_time import MESSAGES_AT_A_TIME
+from straggle.policies.merge_time import MESSAGES_AT_A_TIME, QUICK_AT_A_TIME, QUICK_S
+
+_SMALL_MESSAGES = 4  # of which the quickest says what a small one takes: the first ones connect, and machines are busy
 
 
 class Group(Protocol):
@@ -118,16 +122,29 @@ class GlooGroup(GlooCollectives):
         return work
 
 
-def gloo_group(store: Any, place: int, size: int, form_s: float) -> Any:
-    """A gloo process group by itself. Raises ``RuntimeError`` where not all come within ``form_s``.
+def messages_at_a_time(group: Group, clock: Callable[[], float] = time.monotonic) -> int:
+    """How many messages should be on their way at a time between these ranks, by what a small one takes in ``group``.
+
+    All ranks ask; each may have another answer, since how many of its messages gloo works on is a rank's own affair.
+    """
+    number, took_s = torch.zeros(1), list[float]()
+    for _ in range(_SMALL_MESSAGES):
+        began = clock()
+        group.all_reduce(number).wait()
+        took_s.append(clock() - began)
+    return QUICK_AT_A_TIME if min(took_s) <= QUICK_S else MESSAGES_AT_A_TIME
+
+
+def gloo_group(store: Any, place: int, size: int, form_s: float, *, at_a_time: int = MESSAGES_AT_A_TIME) -> Any:
+    """A gloo process group by itself, with ``at_a_time`` collectives on their way at a time.
 
     All connections are made at once, whatever TORCH_GLOO_LAZY_INIT says: a member that is missing is to be seen here.
-    It has as many collectives on their way at a time as `MESSAGES_AT_A_TIME`.
+    Raises ``RuntimeError`` where not all come within ``form_s``.
     """
     kind: Any = dist.ProcessGroupGloo
     options = kind._Options()
     options._devices, options._timeout = _devices(kind), timedelta(seconds=form_s)
-    options._threads = MESSAGES_AT_A_TIME
+    options._threads = at_a_time
     store.set_timeout(timedelta(seconds=form_s))
     return kind(store, place, size, options)
 

@@ -29,6 +29,9 @@ SEGMENTS = 2  # of a part at least, and on their way at a time
 # Each has a thread of gloo's that waits for it. torch has two: on a link with latency the third message of a step would
 # set out only when one of the first two has gone all the way round the ring.
 MESSAGES_AT_A_TIME = 8
+# Where a small message takes no longer than this, two large ones keep links of 10 Gb/s busy. Each thread that is not
+# needed keeps a few megabytes, those of its last message.
+QUICK_S, QUICK_AT_A_TIME = 1e-3, 2
 
 
 @dataclass(frozen=True)
