@@ -5,6 +5,7 @@ OMP_NUM_THREADS=1 python benchmarks/step_time.py text small --rounds 60
 OMP_NUM_THREADS=1 python benchmarks/step_time.py text small --cpu      # CPU time of the thread that trains
 OMP_NUM_THREADS=1 python benchmarks/step_time.py text --bare 1 8       # beside the least that hooks in Python can do
 OMP_NUM_THREADS=1 python benchmarks/step_time.py small --ends          # CPU time of entering and leaving a step
+OMP_NUM_THREADS=1 python benchmarks/step_time.py synthetic --alone     # each way in jobs of its own, and fresh pages
 
 DDP is the faster of its kinds, with ``gradient_as_bucket_view=True``. The deadline is never reached.
 """
@@ -12,6 +13,7 @@ DDP is the faster of its kinds, with ``gradient_as_bucket_view=True``. The deadl
 import argparse
 import contextlib
 import os
+import resource
 import statistics
 import time
 
@@ -185,6 +187,32 @@ def measure_ends(rank, options):
             print(f"{name}: entering a step takes {entering:.0f} microseconds of CPU, leaving it {leaving:.0f}")
 
 
+def alone(_rank, name, way, num_steps):
+    """Median seconds of a step, and the pages that are fresh in it."""
+    step = steps_of(name, time.perf_counter, [way])[way]
+    for _ in range(20):
+        step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    seconds = [step() for _ in range(num_steps)]
+    return statistics.median(seconds), (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / num_steps
+
+
+def measure_alone(options):
+    """Jobs of one way each, in turns: what is in memory of the other changes neither."""
+    rows = [("model", "DDP", "straggle", "median of ratios", "quartiles", "DDP, fresh pages a step", "straggle's")]
+    for name in options.models:
+        jobs = {"DDP": [], "straggle": []}
+        for _ in range(options.rounds):
+            for way, own in jobs.items():
+                own.append(run_on_ranks(alone, 2, name, way, options.steps)[0])
+        (ddp, its_pages), (straggles, pages) = (list(zip(*own, strict=True)) for own in jobs.values())
+        medians = [f"{1000 * statistics.median(own):.2f} ms" for own in (ddp, straggles)]
+        numbers = [" ".join(f"{number:.0f}" for number in own) for own in (its_pages, pages)]
+        rows.append((name, *medians, *median_ratio(straggles, ddp), *numbers))
+    print(f"2 ranks, {options.rounds} jobs of {options.steps} steps of each")
+    print(text_table(rows))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}; default: all")
@@ -193,6 +221,9 @@ def main():
     parser.add_argument("--cpu", action="store_true", help="CPU time of the thread that trains instead of the time")
     parser.add_argument("--bare", type=int, nargs="*", default=[], help="hooks that do next to nothing, by messages")
     parser.add_argument("--ends", action="store_true", help="CPU time of entering and leaving a step, and nothing else")
+    parser.add_argument(
+        "--alone", action="store_true", help="jobs of one way each: as many as rounds, of so many steps"
+    )
     options = parser.parse_args()
     options.models = options.models or list(MODELS)
     if unknown := set(options.models) - set(MODELS):
@@ -200,7 +231,10 @@ def main():
     if options.bare and (several := [name for name in options.models if MODELS[name][1] > 1]):
         parser.error(f"--bare has no micro-batches: leave out {', '.join(several)}")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    run_on_ranks(measure_ends if options.ends else measure, 2, options)
+    if options.alone:
+        measure_alone(options)
+    else:
+        run_on_ranks(measure_ends if options.ends else measure, 2, options)
 
 
 if __name__ == "__main__":

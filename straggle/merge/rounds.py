@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from straggle.backward.stages import StagePlan
-from straggle.merge.buffers import StageBuffers
+from straggle.merge.buffers import StageBuffers, keep_freed_memory
 from straggle.merge.groups import Group, Groups
 from straggle.merge.links.leaves import Leaves
 from straggle.merge.members.recorded_groups import RecordedGroups
@@ -44,6 +44,7 @@ class Rounds:
         self._world_size = world_size
         self._recorded: RecordedGroups | None = None
         self._repaired = -1  # the step in which the members changed last
+        keep_freed_memory()
         self.begin_anew()
         self.learn(plan)
 
