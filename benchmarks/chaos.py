@@ -437,13 +437,13 @@ def bare(staged):
 
 def overhead(rank, options):
     torch.manual_seed(rank)
-    steps_of = {}
-    for way in WAYS:
+    steps_of, ways = {}, [way for way in WAYS if way in {"DDP", "bare", *options.ways}]
+    for way in ways:
         model, compute_loss = small() if options.workload == "small" else text()
         steps_of[way] = one_step(way, wrap(way, model), compute_loss)
-    draw, seconds, cpu = random.Random(0), {way: [] for way in WAYS}, {way: [] for way in WAYS}
+    draw, seconds, cpu = random.Random(0), {way: [] for way in ways}, {way: [] for way in ways}
     for number in range(options.rounds + 3):
-        for way in draw.sample(list(WAYS), len(WAYS)):  # in turns, in an order that changes
+        for way in draw.sample(ways, len(ways)):  # in turns, in an order that changes
             dist.barrier()
             steps_of[way]()
             before = time.process_time()
@@ -482,8 +482,8 @@ def print_overhead(seconds, cpu, options):
         rows.append((way, *cells, f"{1000 * statistics.median(cpu[way]):.3f}", *median_ratio(cpu[way], cpu["bare"])))
     print(text_table(rows))
     print("medians over rounds of a round's median step on rank 0; ratios within a round; CPU: of all of its threads")
-    for way, words in WAYS.items():
-        print(f"  {way}: {words}")
+    for way in seconds:
+        print(f"  {way}: {WAYS[way]}")
 
 
 def arguments():
@@ -513,6 +513,9 @@ def arguments():
     command.add_argument("--ranks", type=int, default=2)
     command.add_argument("--rounds", type=int, default=60)
     command.add_argument("--steps", type=int, default=8, help="of each round and way")
+    command.add_argument(
+        "--ways", nargs="*", choices=WAYS, default=list(WAYS), help="beside DDP and bare; default: all"
+    )
     return parser.parse_args()
 
 
