@@ -34,6 +34,7 @@ from straggle.merge.groups import (
     succeeds,
 )
 from straggle.merge.store import JobStore, StoreUnreachable, check_answers, connect, default_store, place_of
+from straggle.policies.merge_time import MESSAGES_AT_A_TIME
 
 _SLICE_S = 0.5
 _POLL_S = 50e-6
@@ -96,10 +97,12 @@ class Channel:
         check_answers(default_store(), give_up_s)
         try:
             control = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
-            corner = f"straggle/{control.group_name}"
+            corner, wide = f"straggle/{control.group_name}", None
             if backend == "gloo":
-                number = messages_at_a_time(JobGroup(control))
+                number = messages_at_a_time(JobGroup(control), self.world_size)
                 gradients: Group = self._gloo_group(f"{corner}/gradients", number)
+                if number < MESSAGES_AT_A_TIME:
+                    wide = self._gloo_group(f"{corner}/wide", MESSAGES_AT_A_TIME)
             else:
                 gradients = JobGroup(dist.new_group(ranks, timeout, backend, use_local_synchronization=True))
         except RuntimeError as error:
@@ -107,7 +110,7 @@ class Channel:
                 f"rank {self.rank}, before step 0: no process groups of ranks {ranks} within give_up_s={give_up_s:g}: "
                 "each of them has to wrap the model; one has ended, hangs, or cannot be reached"
             ) from error
-        self._groups = Groups(gradients, JobGroup(control), tuple(range(self.world_size)))
+        self._groups = Groups(gradients, JobGroup(control), tuple(range(self.world_size)), wide)
         return corner
 
     def _gloo_group(self, corner: str, number: int) -> Group:

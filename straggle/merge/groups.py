@@ -122,17 +122,19 @@ class GlooGroup(GlooCollectives):
         return work
 
 
-def messages_at_a_time(group: Group, clock: Callable[[], float] = time.monotonic) -> int:
+def messages_at_a_time(group: Group, size: int, clock: Callable[[], float] = time.monotonic) -> int:
     """How many messages should be on their way at a time between these ranks, by what a small one takes in ``group``.
 
-    All ranks ask; each may have another answer, since how many of its messages gloo works on is a rank's own affair.
+    All of its ``size`` ranks ask, and get the same answer.
     """
     number, took_s = torch.zeros(1), list[float]()
     for _ in range(_SMALL_MESSAGES):
         began = clock()
         group.all_reduce(number).wait()
         took_s.append(clock() - began)
-    return QUICK_AT_A_TIME if min(took_s) <= QUICK_S else MESSAGES_AT_A_TIME
+    of_each = [torch.zeros(1) for _ in range(size)]
+    group.all_gather(of_each, torch.tensor([min(took_s)])).wait()
+    return QUICK_AT_A_TIME if max(map(float, of_each)) <= QUICK_S else MESSAGES_AT_A_TIME
 
 
 def gloo_group(store: Any, place: int, size: int, form_s: float, *, at_a_time: int = MESSAGES_AT_A_TIME) -> Any:
@@ -158,11 +160,16 @@ def _devices(kind: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Groups:
-    """``gradients`` where they are; ``control`` always on the CPU. ``ranks``: the members, in order of their places."""
+    """``gradients`` where they are; ``control`` always on the CPU. ``ranks``: the members, in order of their places.
+
+    ``wide``: for gradients, where links have become slow, a group with more messages on their way at a time; ``None``
+    where the other one has as many.
+    """
 
     gradients: Group
     control: Group
     ranks: tuple[int, ...]
+    wide: Group | None = None
 
 
 def is_over(work: dist.Work, seconds: float) -> bool:

@@ -142,6 +142,7 @@ class MergedSteps:
                 self._rank.training.stop_up_to(current.step)  # where it still is in this step, it comes to take it
                 self._rank.stand_in.merged(before_s=before_s)
                 self._member.merged(current.step, merged.table, given=current.complete)
+                self._rounds.merged(current.step, merged.table)
                 if (leaves := self._rounds.leaves) is not None:
                     leaves.merged(current.step, merged.table, len(current.layout.buckets))
         return True

@@ -14,6 +14,11 @@ from straggle.merge.members.recorded_groups import RecordedGroups
 from straggle.merge.options import Merge, ReachedShares
 from straggle.merge.rank_state import MergeSide, TrainingSide
 from straggle.merge.round import Layout, Round, RoundTerms, Usage
+from straggle.merge.table import Table
+from straggle.policies.merge_time import QUICK_S
+
+_LOOKS_EVERY = 16  # steps: at the links
+_SLOW_S = QUICK_S / 4  # a link's latency, with which a small message between two ranks is no longer quick
 
 
 class Rounds:
@@ -44,6 +49,7 @@ class Rounds:
         self._world_size = world_size
         self._recorded: RecordedGroups | None = None
         self._repaired = -1  # the step in which the members changed last
+        self._are_slow = False  # links that were quick when the groups were formed
         keep_freed_memory()
         self.begin_anew()
         self.learn(plan)
@@ -109,9 +115,21 @@ class Rounds:
 
     def _group(self, step: int, buffers: StageBuffers) -> Group | None:
         """By which group a step is merged; `None` while members change."""
-        if self.groups is None or self.leaves is None:
-            return None if self.groups is None else self.groups.gradients
-        return self.leaves.of_step(step, buffers, self.plan, self.groups.gradients)
+        if (everyone := self.everyone) is None or self.leaves is None:
+            return everyone
+        return self.leaves.of_step(step, buffers, self.plan, everyone)
+
+    @property
+    def everyone(self) -> Group | None:
+        """The group that merges the gradients of all ranks in the next step; `None` while members change."""
+        if self.groups is None:
+            return None
+        return self.groups.wide if self._are_slow and self.groups.wide is not None else self.groups.gradients
+
+    def merged(self, step: int, table: Table) -> None:
+        """What came of a step, alike on all ranks: where a link is slow by now, more messages are on their way."""
+        if step % _LOOKS_EVERY == 0 and not self._are_slow and self.groups is not None and self.groups.wide is not None:
+            self._are_slow = any(way.link.latency_s > _SLOW_S for way in table.ways())
 
     def _terms(self, step: int, buffers: StageBuffers) -> RoundTerms:
         factors, merge = None, self._merge
