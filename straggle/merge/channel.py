@@ -108,7 +108,8 @@ class Channel:
         except RuntimeError as error:
             raise PeerFailed(
                 f"rank {self.rank}, before step 0: no process groups of ranks {ranks} within give_up_s={give_up_s:g}: "
-                "each of them has to wrap the model; one has ended, hangs, or cannot be reached"
+                "each of them has to wrap the model; one has ended, hangs, or cannot be reached, or is in another "
+                "number of process groups than its peers, by which torch names new ones"
             ) from error
         self._groups = Groups(gradients, JobGroup(control), tuple(range(self.world_size)), wide)
         return corner
