@@ -188,8 +188,10 @@ def _meet(module: nn.Module, wrapped: Wrapped, options: Options, process_group: 
 
 def _make_alike(module: nn.Module, wrapped: Wrapped, channel: Channel) -> None:
     check_alike(wrapped, channel)
-    for tensor in (*module.parameters(), *module.buffers()):
-        channel.broadcast(tensor.detach())
+    for name, parameter in module.named_parameters():
+        channel.broadcast(parameter, name=f"parameter {name}")
+    for name, buffer in module.named_buffers():
+        channel.broadcast(buffer, name=f"buffer {name}")
 
 
 def _become_alike(module: nn.Module, wrapped: Wrapped, channel: ElasticChannel) -> bool:

@@ -78,7 +78,7 @@ class Replayed:
         for name, value in self._module.state_dict().items():
             if name not in parameters and isinstance(value, Tensor):
                 given = value.detach().clone()
-                self._channel.broadcast(given, giver)
+                self._channel.broadcast(given, giver, f"buffer {name}")
                 if self._channel.rank == rank:
                     value.copy_(given)
 

@@ -12,7 +12,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -29,11 +29,13 @@ from straggle.merge.groups import (
     Groups,
     JobGroup,
     gloo_group,
+    is_of_peer,
     is_over,
     messages_at_a_time,
     succeeds,
 )
 from straggle.merge.store import JobStore, StoreUnreachable, check_answers, connect, default_store, place_of
+from straggle.merge.tensor_bytes import bytes_of, set_bytes
 from straggle.policies.merge_time import MESSAGES_AT_A_TIME
 
 _SLICE_S = 0.5
@@ -165,10 +167,17 @@ class Channel:
         """Wait for all ranks. Raises `PeerFailed` where one ended instead, or does not come within ``give_up_s``."""
         self._gather(torch.zeros(1), f"the end of the pause, where all ranks wait give_up_s={self.give_up_s:g} at most")
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Overwrite ``tensor`` with that of rank ``source``. Raises `PeerFailed` where a rank ended instead."""
-        what = f"rank {source}'s parameters and buffers"
-        self._between_steps(what, partial(self.groups.gradients.broadcast, tensor, source))
+    def broadcast(self, tensor: Tensor, source: int = 0, name: str = "tensor") -> None:
+        """Overwrite ``tensor``, of any dtype and strides, with that of rank ``source``; ``name`` is for errors.
+
+        Raises `PeerFailed` where a rank ended instead, ``RuntimeError`` where torch cannot send or write it.
+        """
+        what = f"rank {source}'s {name}"
+        with self._own_error(what):
+            given = bytes_of(tensor)
+        self._between_steps(what, partial(self.groups.gradients.broadcast, given, source))
+        with self._own_error(what):
+            set_bytes(tensor, given)
 
     def of_rank0(self, numbers: Tensor) -> Tensor:
         """Rank 0's ``numbers``, on the CPU; overwrites this rank's. Raises `PeerFailed` where a rank ended instead."""
@@ -177,13 +186,27 @@ class Channel:
 
     def _between_steps(self, what: str, collective: Callable[[], dist.Work]) -> None:
         """Launch a collective and wait for it."""
-        step = self._progress.merged + 1
-        what = f"rank {self.rank}, before step {step}, {what}"
-        try:
+        with self._own_error(what):
             work = collective()
-        except RuntimeError as error:
-            raise PeerFailed(self.explain(what)) from error
-        self.wait(work, step, what)
+        self.wait(work, self._progress.merged + 1, self._before_step(what))
+
+    def _before_step(self, what: str) -> str:
+        return f"rank {self.rank}, before step {self._progress.merged + 1}, {what}"
+
+    @contextlib.contextmanager
+    def _own_error(self, what: str) -> Iterator[None]:
+        """An error in here is one of torch on this rank, of which no peer is the cause; the peers learn of it."""
+        try:
+            yield
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise self._failed(self._before_step(what), error) from error
+
+    def _failed(self, what: str, error: Exception) -> RuntimeError:
+        """What to raise for an error of a collective: a peer is gone, or torch could not carry it out on this rank."""
+        if is_of_peer(error):
+            return PeerFailed(self.explain(what))
+        self.post_failure(f"{what}: {error}")
+        return RuntimeError(f"{what}: {error}")
 
     # -- evidence that peers wait
 
@@ -275,7 +298,7 @@ class Channel:
         try:
             return is_over(work, seconds)
         except RuntimeError as error:
-            raise PeerFailed(self.explain(what)) from error
+            raise self._failed(what, error) from error
 
     @property
     def awaited(self) -> Sequence[int]:

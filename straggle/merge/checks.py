@@ -9,6 +9,7 @@ import hashlib
 import sys
 from collections.abc import Iterable
 from inspect import unwrap
+from itertools import chain
 from operator import attrgetter
 from types import FrameType
 
@@ -46,6 +47,7 @@ INSTEAD = {
     "register_comm_hook": "an Estimator or a Merge; how contributions are merged cannot be replaced",
     "register_builtin_comm_hook": "an Estimator or a Merge; how contributions are merged cannot be replaced",
 }
+_LEAST_BYTES = 2  # of an element of a gradient that collectives can sum: there are none for float8
 _CLIPPING = {unwrap(clip).__code__ for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_)}
 CLIP_AFTER_THE_BLOCK = (
     "gradients are clipped inside of `with model.step()`, where every p.grad is None until the merge, so nothing is "
@@ -116,6 +118,12 @@ def check_module(module: nn.Module) -> None:
             raise ValueError(f"parameter {name} is not initialized: run one forward pass of the lazy module first")
         if _is_sharded(parameter):
             raise ValueError(f"parameter {name} is sharded (DTensor): wrap the module before it is sharded")
+        if parameter.itemsize < _LEAST_BYTES:
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype}, in which gradients cannot be summed: train it in bfloat16 or "
+                "wider, or set requires_grad=False"
+            )
+    _check_dense(module)
     for name, child in module.named_modules():
         if isinstance(child, nn.SyncBatchNorm):
             raise ValueError(
@@ -124,6 +132,15 @@ def check_module(module: nn.Module) -> None:
             )
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
             raise ValueError(f"{name} has sparse gradients, which have no place in flat buffers: set sparse=False")
+
+
+def _check_dense(module: nn.Module) -> None:
+    """Raise ``ValueError`` for a parameter or buffer that is more than its elements: it cannot become rank 0's."""
+    parameters = ((f"parameter {name}", parameter) for name, parameter in module.named_parameters())
+    for name, tensor in chain(parameters, ((f"buffer {name}", buffer) for name, buffer in module.named_buffers())):
+        if tensor.is_quantized or tensor.layout is not torch.strided:
+            kind = f"quantized ({tensor.dtype})" if tensor.is_quantized else tensor.layout
+            raise ValueError(f"{name} is {kind}: keep it as dense tensors (`dequantize()`, `to_dense()`)")
 
 
 def _is_sharded(parameter: Tensor) -> bool:

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from straggle.policies.merge_time import MESSAGES_AT_A_TIME, QUICK_AT_A_TIME, QUICK_S
 
+# of which some is in each error of gloo's transport, and of torch's about a peer that is gone or too slow
+_WORDS_OF_TRANSPORT = ("gloo/transport", "connect", "socket", "closure", "closed", "timed out", "timeout")
 _SMALL_MESSAGES = 4  # of which the quickest says what a small one takes: the first ones connect, and machines are busy
 
 
@@ -194,6 +196,12 @@ def succeeds(work: dist.Work, seconds: float) -> bool:
         return is_over(work, seconds)
     except RuntimeError:
         return False
+
+
+def is_of_peer(error: BaseException) -> bool:
+    """Whether a collective's error is that of a peer, or of the way to it; another is torch's, on this rank."""
+    words = str(error).lower()
+    return isinstance(error, dist.DistError) or any(word in words for word in _WORDS_OF_TRANSPORT)
 
 
 def _begun(work: dist.Work | None) -> dist.Work:

@@ -219,7 +219,9 @@ def end_while_wrapping(rank, when):
     raise Broken("of the user")
 
 
-@pytest.mark.parametrize(("when", "what"), [("comparison", "the ranks' models"), ("broadcast", "rank 0's parameters")])
+@pytest.mark.parametrize(
+    ("when", "what"), [("comparison", "the ranks' models"), ("broadcast", "rank 0's parameter 0.weight")]
+)
 def test_rank_that_ends_while_peers_wrap_the_model_tells_them(when, what):
     peer, _ = run_ranks(end_while_wrapping, 2, when, outcomes=True)
     assert peer.kind == "PeerFailed"

@@ -36,7 +36,7 @@ class Pending:
         if not self._over.wait(None if timeout is None else timeout.total_seconds()):
             raise RuntimeError("the merge is not over yet")
         if self._problem is not None:
-            raise RuntimeError(self._problem)
+            raise dist.DistNetworkError(self._problem)
         return True
 
 

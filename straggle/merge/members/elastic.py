@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from straggle.merge.channel import Channel, LongWait, PeerFailed
-from straggle.merge.groups import GlooGroup, Groups, is_over, let_go
+from straggle.merge.groups import GlooGroup, Groups, is_of_peer, is_over, let_go
 from straggle.merge.members.agents import DONE, Exited, exited
 from straggle.merge.members.membership import JobDone, Membership
 from straggle.merge.members.view import Elastic, View
@@ -258,7 +258,9 @@ class ElasticChannel(Channel):
             try:
                 if not broke and is_over(work, _MERGE_SLICE_S):
                     return
-            except RuntimeError:
+            except RuntimeError as error:
+                if not is_of_peer(error):
+                    raise self._failed(what, error) from error
                 broke = True
                 self.membership.watch.connection_broke()
             if broke:
