@@ -417,12 +417,13 @@ def bare(staged):
     row = telemetry.Row(dict.fromkeys(PHASES, 0.0), 0.1, 0.1)
     rows = {}
 
-    def submit(current, own, _scalars, changes):
+    def submit(current, own, _scalars, given):
         stages = len(coordinator.plan.stages)
         if stages not in rows:
             ones, zeros = (1.0,) * stages, (0.0,) * stages
             rows[stages] = row._replace(computed=ones, estimated=zeros, stage_s=zeros, weights=ones).numbers()
-        current.buffers.write_telemetry(dist.get_rank(), rows[stages], changes)
+        current.buffers.write_state(given.message)
+        current.buffers.write_telemetry(dist.get_rank(), rows[stages])
         current.close(own, current.weights(own))
         now = coordinator.stopwatch.now()
         coordinator.merging.submit(now)

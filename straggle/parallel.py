@@ -34,7 +34,6 @@ from straggle.merge.checks import (
     INSTEAD,
     check_num_microbatches,
     clips,
-    fingerprint,
     refuse_words_of_ddp,
 )
 from straggle.merge.links.job_pings import JobPings
@@ -126,6 +125,7 @@ class StagedDataParallel(nn.Module):
         self._wrapped, self._joins, self._learner = parts.parameters, parts.joins, parts.learner
         self._channel, self._coordinator, self._members = parts.channel, parts.coordinator, parts.members
         self._open, self._hooks, self._rank_state = parts.opened, parts.hooks, parts.rank_state
+        self._state = parts.state
         self.pulling = parts.pulling
         self.rank, self.world_size = self._channel.rank, self._channel.world_size
         self._comes_late = self._members is not None and self._members.channel.comes_late
@@ -142,7 +142,7 @@ class StagedDataParallel(nn.Module):
         regrouping = None if self._members is None else self._members.regrouping
         self._pings = JobPings(self._channel, self._coordinator)
         self._finalizer = weakref.finalize(
-            self, close_parts, self._coordinator, self._hooks, self._steps.handles, regrouping, self._pings
+            self, close_parts, self._coordinator, self._hooks, self._state, self._steps.handles, regrouping, self._pings
         )
         self._of_the_job = frozenset(self.__dict__) - own
         if self._comes_late:
@@ -464,17 +464,19 @@ class StagedDataParallel(nn.Module):
         number = self._coordinator.training.step
         self._replayed.begin_as_then(number)
         self._wrapped.check(self.rank, number)
-        self._open.enter(step, self._replayed.decision(), self._entry(step, number))
+        checked = self._options.merge.checks(number)
+        self._open.enter(step, self._replayed.decision(), self._entry(step, checked=checked), checked=checked)
         if self.default_weight != 1.0:
             step.weight = self.default_weight
         self._steps.entered()
 
-    def _entry(self, step: Step, number: int) -> Entry:
-        checked = self._options.merge.checks(number)
+    def _entry(self, step: Step, *, checked: bool) -> Entry:
+        tensors = self._state.fingerprint(self._wrapped.named) if checked else None
         return Entry(
             step.num_microbatches,
             idle=self.idle,
-            fingerprint=fingerprint(self._wrapped.all) if checked else NO_FINGERPRINT,
+            fingerprint=NO_FINGERPRINT if tensors is None else tensors.number,
+            tensors=tensors,
             stepped=math.nan if self._last.record is None else self._steps.number,
         )
 
@@ -510,6 +512,7 @@ class StagedDataParallel(nn.Module):
             rules=self._coordinator.deadline.rules,
             mean_cost=self._coordinator.deadline.mean_cost,
             merged_weights=merged.merged_weights,
+            differing=merged.differing,
         )
 
     def _learn(self, times: FinishTimes) -> None:

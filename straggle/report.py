@@ -110,9 +110,10 @@ class StepReport:
     """One merged step: ``seconds`` from the end of the merge before; ``deadline_s`` is infinite without a deadline.
 
     ``skipped``: no rank had finite gradients, and no parameter has one now. ``different_ranks``: those whose parameters
-    were not those of most ranks when they entered the step (a tie: not those of the lowest rank). Either their
-    parameters were compared and differ (`Merge.check_every`), or their optimizers did not step as often as the others'
-    after the step before. ``None``: parameters were not compared, and all optimizers stepped as often. ``shadow``: what
+    or buffers were not those of most ranks when they entered the step (a tie: not those of the lowest rank). Either
+    these were compared and differ (`Merge.check_every`), and ``different_tensors`` has the names of those that do, or
+    their optimizers did not step as often as the others' after the step before. ``None``: they were not compared, and
+    all optimizers stepped as often. ``shadow``: what
     a policy that stops no rank would have done. ``ranks_without_store``: those that the job's store did not answer; no
     deadline holds for them. ``pool_parts`` and ``pool_weight``: the micro-batches in the step's pool and the sum of
     their weights, where the ranks drew from one (``step.pull``); 0 otherwise. ``network_s`` is what was left of the
@@ -128,6 +129,7 @@ class StepReport:
     scalars: Mapping[str, float] = field(default_factory=dict)
     skipped: bool = False
     different_ranks: tuple[int, ...] | None = None
+    different_tensors: tuple[str, ...] = ()
     shadow: ShadowReport | None = None
     ranks_without_store: tuple[int, ...] = ()
     pool_parts: int = 0

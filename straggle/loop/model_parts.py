@@ -30,8 +30,9 @@ from straggle.merge.members.elastic import ElasticChannel, MetAnew
 from straggle.merge.members.healing import Healing
 from straggle.merge.members.regrouping import Regrouping
 from straggle.merge.members.view import Elastic
-from straggle.merge.options import Merge, ModuleBuffers
+from straggle.merge.options import Merge
 from straggle.merge.saved_state import RankState, SharedMemory
+from straggle.merge.state.module_state import ModuleState
 from straggle.policies.deadline import Deadline, LateHandling, WaitForAll
 from straggle.policies.estimators import Estimator
 from straggle.policies.fill_in import FillIn
@@ -87,6 +88,7 @@ class ModelParts:
     opened: OpenStep
     pulling: Pulling
     hooks: ParameterHooks
+    state: ModuleState
     rank_state: RankState
 
 
@@ -105,7 +107,7 @@ def build_parts(
     wrapped, joins = options.wrapped(module, wrapper), Joins()
     parameters = WrappedParameters(module)
     channel = _meet(module, wrapped, options, process_group)
-    module_buffers = ModuleBuffers(module, options.merge.buffers, channel.rank)
+    state = ModuleState(module, options.merge.buffers, channel.rank, parameters.all[0].device)
     fill_in = FillIn(options.estimator, options.late_handling)
     coordinator = Coordinator(
         parameters.all,
@@ -114,7 +116,7 @@ def build_parts(
         deadline=CurrentDeadline(options.deadline, options.late_handling, channel.world_size),
         fill_in=fill_in,
         merge=options.merge,
-        num_changes=module_buffers.numel,
+        num_state=state.numel,
         membership=channel.membership if isinstance(channel, ElasticChannel) else None,
         links=options.links,
     )
@@ -124,7 +126,7 @@ def build_parts(
     opened = OpenStep(
         parameters.named,
         coordinator=coordinator,
-        module_buffers=module_buffers,
+        state=state,
         fill_in=fill_in,
         learner=(learner := PlanLearner(options.stages, device)),
         rank=channel.rank,
@@ -133,28 +135,37 @@ def build_parts(
     pulling = Pulling(opened, coordinator, channel)
     members = None
     if isinstance(channel, ElasticChannel):
-        members = _members_parts(channel, coordinator, module, module_buffers, max_buckets=len(parameters.all))
+        members = _members_parts(channel, coordinator, module, state, max_buckets=len(parameters.all))
         members.regrouping.on_changed = partial(_members_changed, weakref.ref(registers))
         memory = SharedMemory(options.estimator, module)
-        members.healing.register({"straggle.joins": joins, "straggle.estimator": memory, "straggle.pulling": pulling})
+        members.healing.register(
+            {
+                "straggle.joins": joins,
+                "straggle.estimator": memory,
+                "straggle.pulling": pulling,
+                "straggle.state": state,
+            }
+        )
     rank_state = RankState(
         coordinator, module, options.estimator, stages=options.stages, world_size=channel.world_size, pool=pulling
     )
     hooks = ParameterHooks(module, parameters.all, opened)
-    return ModelParts(parameters, channel, coordinator, members, joins, learner, opened, pulling, hooks, rank_state)
+    return ModelParts(
+        parameters, channel, coordinator, members, joins, learner, opened, pulling, hooks, state, rank_state
+    )
 
 
 def _members_parts(
     channel: ElasticChannel,
     coordinator: Coordinator,
     module: nn.Module,
-    module_buffers: ModuleBuffers,
+    state: ModuleState,
     *,
     max_buckets: int,
 ) -> MembersParts:
     """What follows the members; a process that comes late is none at first."""
     regrouping = Regrouping(channel, coordinator.member, max_buckets=max_buckets)
-    healing = Healing(channel, coordinator, regrouping, module, module_buffers)
+    healing = Healing(channel, coordinator, regrouping, module, state)
     if coordinator.member.links is not None:
         healing.register({"straggle.links": coordinator.member.links})
     if channel.comes_late:
@@ -211,6 +222,7 @@ def _members_changed(reference: weakref.ref[HookRegisters], report: MembersRepor
 def close_parts(
     coordinator: Coordinator,
     hooks: ParameterHooks,
+    state: ModuleState,
     optimizer_hooks: Sequence[RemovableHandle],
     regrouping: Regrouping | None,
     pings: JobPings,
@@ -221,5 +233,6 @@ def close_parts(
         regrouping.close()
     coordinator.close()
     hooks.close()
+    state.close()
     for hook in optimizer_hooks:
         hook.remove()

@@ -23,11 +23,12 @@ from straggle.backward.passes import PassWatcher, current_run, in_backward
 from straggle.backward.stages import PlanLearner
 from straggle.backward.step_in_parts import StepInParts
 from straggle.merge.coordinator import Coordinator
-from straggle.merge.options import ModuleBuffers
 from straggle.merge.pools.draws import Drawn, Draws
 from straggle.merge.rank_state import Entry, TrainingSide
 from straggle.merge.replay import Decision
 from straggle.merge.round import MergedStep, Round
+from straggle.merge.state.exchange import Given
+from straggle.merge.state.module_state import ModuleState
 from straggle.policies.fill_in import FillIn
 from straggle.step import Step
 
@@ -102,7 +103,7 @@ class OpenStep(PassWatcher):
         named: Sequence[tuple[str, nn.Parameter]],
         *,
         coordinator: Coordinator,
-        module_buffers: ModuleBuffers,
+        state: ModuleState,
         fill_in: FillIn,
         learner: PlanLearner,
         rank: int,
@@ -113,7 +114,7 @@ class OpenStep(PassWatcher):
         self._parameters = [parameter for _, parameter in named]
         self._coordinator = coordinator
         self.stopwatch = coordinator.stopwatch
-        self._module_buffers = module_buffers
+        self._state = state
         self._fill_in = fill_in
         self._learner = learner
         self._rank = rank
@@ -130,8 +131,11 @@ class OpenStep(PassWatcher):
 
     # -- the two ends of the block
 
-    def enter(self, step: Step, replayed: Decision | None, entry: Entry) -> None:
-        """Begin; ``replayed``: this rank does as recorded. The entry lacks what is known of kept gradients."""
+    def enter(self, step: Step, replayed: Decision | None, entry: Entry, *, checked: bool) -> None:
+        """Begin; ``replayed``: this rank does as recorded. The entry lacks what is known of kept gradients.
+
+        ``checked``: the ranks compare what they hold in this step.
+        """
         self._watch_step()
         self._kept = KeptGradients(self._parameters)
         self._replayed = replayed
@@ -161,6 +165,7 @@ class OpenStep(PassWatcher):
             entry = entry._replace(kept=kept, max_over=max_over)
         if replayed is not None:
             entry = entry._replace(had_work=replayed.had_work, num_drawn=replayed.num_drawn)
+        self._state.begin(checked=checked)
         self._coordinator.enter(entry)
         self.step = step
 
@@ -200,7 +205,7 @@ class OpenStep(PassWatcher):
                 truncated=truncated,
                 failed=self.failed,
                 scalars=step.scalars,
-                changes=self._changes_or_fail(truncated=truncated) if self._module_buffers.numel else None,
+                given=self._give_state(truncated=truncated),
                 abstain=self._replayed is not None and self._replayed.stood_in,
                 left_at=self._left_at,
                 on_merged=None if self._optimizing is None else self._step_early,
@@ -410,27 +415,20 @@ class OpenStep(PassWatcher):
         if self._replayed is not None and self._replayed.stood_in:
             return True
         assert self.step is not None
-        changes = self._changes(truncated=True)
-        return self._coordinator.submit_partial(self.step.scalars, changes, left_at=self._num_checks)
+        given = self._give_state(truncated=True)
+        return self._coordinator.submit_partial(self.step.scalars, given, left_at=self._num_checks)
 
     # -- what is merged beside the gradients
 
-    def _changes(self, *, truncated: bool) -> Tensor | None:
-        """Of the module's buffers, where this rank has finished its forward passes."""
+    def _give_state(self, *, truncated: bool) -> Given:
+        """What this rank gives of the module's other state: its forward passes may have come to their end."""
         assert self.step is not None
         num_passes = max(self._num_forward, self.pass_number + 1)
         training = self._coordinator.training  # the stand-in may have put some back of what it had drawn
         drawn = None if training.drawn is None else training.drawn.first(training.entry.num_drawn)
         most = self.step.num_microbatches if drawn is None else len(drawn.numbers)
         finished = not self._in_forward and (num_passes >= most or not truncated)
-        return self._module_buffers.changes() if finished and self._num_forward > 0 else None
-
-    def _changes_or_fail(self, *, truncated: bool) -> Tensor | None:
-        try:
-            return self._changes(truncated=truncated)
-        except RuntimeError as error:
-            self._coordinator.fail(error)
-            raise
+        return self._state.give(finished=finished, forward_ran=self._num_forward > 0)
 
     def _keep_as_peers_did(self, merged: MergedStep) -> None:
         """Where this rank was late before any backward pass, it keeps the gradients that its peers kept."""
@@ -467,8 +465,7 @@ class OpenStep(PassWatcher):
     def _put_in_place(self, merged: MergedStep) -> None:
         """Give every parameter its merged gradient, and every buffer its merged value: the same on every rank."""
         kept, fill_in = self._kept.gradients, self._fill_in
-        if self._module_buffers.numel:
-            self._module_buffers.apply(merged.buffers.changes)
+        self._state.apply(merged.buffers.state, merged, took_part=self._rank not in merged.table.absent_ranks())
         if merged.table.nothing_to_apply():
             for index, parameter in enumerate(self._parameters):
                 parameter.grad = kept.get(index)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 from straggle.loop.open_step import OpenStep
 from straggle.merge.checks import left_out, too_few_passes
@@ -52,8 +53,15 @@ class StepWarnings:
         elif self._merge.checks(record.step) and (different := record.table.different_ranks()):
             _log.log(
                 level,
-                "step %d: the parameters of ranks %s are not those of the others; look for code that changes them on "
-                "some ranks only, and resume from a checkpoint",
+                "step %d: the parameters of ranks %s, or their buffers, are not those of the others: %s; look for code "
+                "that changes them on some ranks only, and resume from a checkpoint",
                 record.step,
                 list(different),
+                _some(record.differing),
             )
+
+
+def _some(names: Sequence[str], most: int = 5) -> str:
+    """The first of these, and how many more there are."""
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest

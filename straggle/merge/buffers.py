@@ -77,9 +77,10 @@ class StageBuffers:
     """One step's gradients of all stages. Not thread-safe: the coordinator's lock guards it.
 
     ``views`` holds one gradient for each parameter. With the last bucket go ``rows``, a row of telemetry for each rank,
-    and ``changes``, those of the module's buffers with their weights at the end; after `use_telemetry` both go in a
-    message of their own, after all buckets. ``drop_nonfinite``: gradients with elements that are not finite are left
-    out. ``wire_dtype``: gradients of float32 are rounded to this one and summed in it; weights and rows are not.
+    and ``state``, a message of ``num_state`` numbers of the module's other state (`state/averages.py`). After
+    `use_telemetry` the rows go in a message of their own, after all buckets. ``drop_nonfinite``: gradients with
+    elements that are not finite are left out. ``wire_dtype``: gradients of float32 are rounded to this one and summed
+    in it; weights and rows are not.
     """
 
     def __init__(
@@ -88,13 +89,13 @@ class StageBuffers:
         parameters: Sequence[nn.Parameter],
         world_size: int,
         *,
-        num_changes: int = 0,
+        num_state: int = 0,
         drop_nonfinite: bool = False,
         wire_dtype: torch.dtype | None = None,
     ) -> None:
         self._world_size = world_size
         self._drop_nonfinite = drop_nonfinite
-        self._num_changes = num_changes
+        self.state = torch.zeros(num_state, dtype=torch.float64)
         self._wire_dtype = wire_dtype
         self._merged: dict[int, Share] = {}  # of the buckets that are normalized
         self._sums: dict[int, float] = {}  # of large gradients to which nothing was added since
@@ -107,7 +108,7 @@ class StageBuffers:
         self._stages = plan.buckets()
         buckets = [[index for stage in bucket for index in stage.parameters] for bucket in self._stages]
         length = row_length(len(plan.stages))
-        last = world_size * length + num_changes
+        last = world_size * length
         self._buckets = [self._allocate(bucket, parameters, last if bucket is buckets[-1] else 0) for bucket in buckets]
         self._length = world_size * length
         self._own_rows = array("f", bytes(4 * self._length))  # zeros but for this rank's row
@@ -115,10 +116,9 @@ class StageBuffers:
         self.use_telemetry(self.rows)
 
     def use_telemetry(self, numbers: Tensor) -> None:
-        """What ``rows`` and ``changes`` are parts of, from here on to the end of the step."""
+        """Where ``rows`` lie, from here on to the end of the step."""
         self.telemetry = numbers
         self._plain = Numbers(numbers)
-        self.changes = numbers[self._length :]
         self.rows = numbers[: self._length].view(self._world_size, -1)
 
     def begin(self) -> None:
@@ -157,15 +157,16 @@ class StageBuffers:
         """A copy of this rank's gradient of parameter ``index`` as it was put in with ``weight``."""
         return self.views[index] * (self._world_size / weight)
 
-    def write_telemetry(self, rank: int, row: array[float], changes: Tensor | None) -> None:
-        """This rank's telemetry and changes of buffers, before the last bucket goes."""
+    def write_state(self, given: Tensor | None) -> None:
+        """What this rank gives of the module's other state, before the last bucket goes."""
+        if len(self.state):
+            self.state.zero_() if given is None else self.state.copy_(given)
+
+    def write_telemetry(self, rank: int, row: array[float]) -> None:
+        """This rank's telemetry, before the last bucket goes."""
         self._rank = rank
         self._own_rows[rank * len(row) : (rank + 1) * len(row)] = row
         self._plain.write(self._own_rows)
-        if changes is not None:
-            self.changes.copy_(changes)
-        elif self._num_changes:
-            self.changes.zero_()
 
     def copy_rows(self) -> array[float]:
         """The merged rows, one after the other, for who goes on when these buffers are used again."""
@@ -199,7 +200,7 @@ class StageBuffers:
         return works
 
     def merge_telemetry(self, group: Group) -> dist.Work:
-        """Start the merge of rows and changes apart from the last bucket, where `use_telemetry` has made them so."""
+        """Start the merge of the rows apart from the last bucket, where `use_telemetry` has made them so."""
         self._count_nonfinite()
         return group.all_reduce(self.telemetry)
 
@@ -212,10 +213,10 @@ class StageBuffers:
         return sum(len(flat.messages) for flat in self._buckets[bucket])
 
     def gives(self, bucket: int) -> bool:
-        """Whether this rank gives anything to a bucket that was launched: a weight, or changes of module buffers."""
+        """Whether this rank gives anything to a bucket that was launched: a weight, or other state of the module."""
         flats = self._buckets[bucket]
-        with_changes = self._num_changes and flats is self._buckets[-1] and self.telemetry is self._with_last
-        return any(bool(flat.tail.any()) for flat in flats) or bool(with_changes and self.changes.any())
+        with_state = len(self.state) and flats is self._buckets[-1]
+        return any(bool(flat.tail.any()) for flat in flats) or bool(with_state and self.state.any())
 
     def resend(self, bucket: int, group: Group) -> list[dist.Work]:
         """Start the merge of a bucket with what is in it now."""
@@ -323,6 +324,9 @@ class StageBuffers:
             wire = torch.zeros(end, dtype=self._wire_dtype, device=device) if rounded else None
             messages = self._messages(data if wire is None else wire)
             messages = messages if exact else (*messages, numbers)
+            if num_rows and position == len(alike) - 1 and len(self.state):
+                self.state = self.state.to(device)
+                messages = (*messages, self.state)
             tail = numbers[: extra[0]]
             ends = {i: (start, start + parameters[i].numel()) for i, start in zip(members, starts, strict=True)}
             large = tuple(i for i in members if self._is_large(parameters[i]))

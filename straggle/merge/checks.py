@@ -1,11 +1,7 @@
-"""What a module must be for its gradients to be merged in stages; every refusal says what to do instead.
-
-And whether replicas are still the same while they are trained.
-"""
+"""What a module must be for its gradients to be merged in stages; every refusal says what to do instead."""
 
 from __future__ import annotations
 
-import hashlib
 import sys
 from collections.abc import Iterable
 from inspect import unwrap
@@ -16,7 +12,6 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import pad
 from torch.nn.parameter import UninitializedParameter
 
 from straggle.backward.hooks import observers_of
@@ -195,22 +190,3 @@ def left_out(ranks: Iterable[int], skipped: bool) -> str:
         f"gradients of ranks {list(ranks)} were not finite and are left out of the merge{rest}. They are counted in "
         'RankReport.nonfinite. If a GradScaler is to see them, write merge=straggle.Merge(nonfinite="keep")'
     )
-
-
-def fingerprint(parameters: Iterable[Tensor]) -> int:
-    """48 bits that are equal where all parameters are equal bit for bit, and hardly ever where they are not.
-
-    It hashes the sum of each parameter's bits, read as 64-bit integers: exact, and one fast pass on any device. The
-    order of these integers within one parameter makes no difference to it.
-    """
-    sums = [_words(parameter.detach()).sum() for parameter in parameters]
-    content = repr(torch.stack(sums).tolist()).encode()
-    return int.from_bytes(hashlib.blake2b(content, digest_size=6).digest(), "big")
-
-
-def _words(tensor: Tensor) -> Tensor:
-    """The bits of ``tensor`` as int64, filled up with zeros; copied only where they do not lie so."""
-    flat = tensor.contiguous().view(-1).view(torch.uint8)
-    if flat.numel() % 8 or flat.storage_offset() % 8:
-        flat = pad(flat, (0, -flat.numel() % 8)).clone()
-    return flat.view(torch.int64)

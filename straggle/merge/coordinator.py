@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from straggle.backward.clocks import Stopwatch
 from straggle.backward.kept import UNDECIDED
@@ -34,6 +34,7 @@ from straggle.merge.rank_state import Entry, MergeSide, TrainingSide
 from straggle.merge.round import Finished, MergedStep, Round
 from straggle.merge.rounds import Rounds
 from straggle.merge.stand_in import StandIn
+from straggle.merge.state.exchange import NOTHING_GIVEN, Given
 from straggle.merge.submission import Submission
 from straggle.policies.cost import check_cost
 from straggle.policies.fill_in import FillIn
@@ -51,7 +52,7 @@ class Coordinator:
     called with the lock held says so. No thread waits for a peer or for the store while it holds it.
     ``waiting`` are gradients of the running pass that are in no round yet, each with its parameter and when it was
     finished. The training thread appends to it without the lock; who holds the lock merges what is there.
-    ``num_changes``: numbers of the module's own buffers that ride along with each merge.
+    ``num_state``: numbers of the module's other state that go beside each merge.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Coordinator:
         deadline: CurrentDeadline,
         fill_in: FillIn,
         merge: Merge,
-        num_changes: int,
+        num_state: int,
         membership: Membership | None = None,
         links: LinkPolicy | None = None,
     ) -> None:
@@ -80,7 +81,7 @@ class Coordinator:
             plan,
             merge=merge,
             all_or_nothing=deadline.late_handling.granularity == "step",
-            num_changes=num_changes,
+            num_state=num_state,
             world_size=channel.world_size,
         )
         self._rounds.merge_among(channel.formed, self._rounds.ranks, 0)
@@ -311,7 +312,7 @@ class Coordinator:
             "model.step(num_microbatches=<number of backward passes>)"
         )
 
-    def submit_partial(self, scalars: Mapping[str, float], changes: Tensor | None, *, left_at: int) -> bool:
+    def submit_partial(self, scalars: Mapping[str, float], given: Given, *, left_at: int) -> bool:
         """The training thread is late in its backward pass: submit what it has, while it goes on.
 
         The stand-in waits for the merge. False where the pass has to end instead.
@@ -322,7 +323,7 @@ class Coordinator:
             if (current := self._open_own_round()) is not None:
                 current.left_at = left_at
                 current.draw_only(self.training.entry.num_drawn)
-                self._submission.own(current, truncated=True, scalars=scalars, changes=changes)
+                self._submission.own(current, truncated=True, scalars=scalars, given=given)
                 self._stand_in.submitted_partial(current)
             return True
 
@@ -332,15 +333,15 @@ class Coordinator:
         truncated: bool,
         failed: bool = False,
         scalars: Mapping[str, float],
-        changes: Tensor | None = None,
+        given: Given = NOTHING_GIVEN,
         abstain: bool = False,
         left_at: int | None = None,
         on_merged: Callable[[Round], None] | None = None,
     ) -> MergedStep:
         """The training thread's work for its step is over: merge the rest, wait for the peers, and take the result.
 
-        ``truncated``: it was cut short; ``failed``: a backward pass did not come to its end. ``changes`` of the
-        module's buffers, where the rank finished its forward pass; ``abstain``: give what is finished and nothing else,
+        ``truncated``: it was cut short; ``failed``: a backward pass did not come to its end. ``given``: of the
+        module's other state; ``abstain``: give what is finished and nothing else,
         as the stand-in does. ``left_at``: as a `Decision` has it. ``on_merged(round)`` is called after each message
         that was merged, while this waits.
         Raises `PeerFailed` when a rank failed in this step or cannot be reached.
@@ -358,7 +359,7 @@ class Coordinator:
                     now = self._submission.finished(current)
                 else:
                     now = self._submission.own(
-                        current, truncated=truncated, failed=failed, scalars=scalars, changes=changes
+                        current, truncated=truncated, failed=failed, scalars=scalars, given=given
                     )
                 posts = self._stand_in.work_done(now, truncated=truncated)
             self.stopwatch.enter("outside")

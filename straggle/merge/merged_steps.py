@@ -12,6 +12,7 @@ from straggle.merge.channel import PeerFailed
 from straggle.merge.groups import succeeded
 from straggle.merge.members.member import Member
 from straggle.merge.members.view_chain import MembersChanged
+from straggle.merge.other_state import OtherState
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.round import MergedStep, Round
 from straggle.merge.table import Table
@@ -27,6 +28,7 @@ class MergedSteps:
     def __init__(self, rank: RankParts, member: Member) -> None:
         self._rank, self._member = rank, member
         self._channel, self._rounds, self._lock = rank.channel, rank.rounds, rank.merging.lock
+        self._others = OtherState(rank)
 
     def complete(
         self, current: Round, give_up_s: float | None = None, on_merged: Callable[[Round], None] | None = None
@@ -41,6 +43,7 @@ class MergedSteps:
             except MembersChanged:
                 self._wait_regrouped(current)
             else:
+                self._others.send(current, epoch, give_up_s)
                 if self._publish(current, epoch):
                     break
 
@@ -106,7 +109,7 @@ class MergedSteps:
         current.buffers.use_telemetry(torch.zeros_like(current.buffers.telemetry))
         # asked again: while the members change, a step may be submitted that others are let in before
         row = current.lost_in(current.row)._replace(admits=self._member.admits(current))
-        current.buffers.write_telemetry(self._channel.rank, row.numbers(), current.changes)
+        current.buffers.write_telemetry(self._channel.rank, row.numbers())
         current.told = rounds.generation, rounds.ranks if recorded is None else recorded.told
         group = groups.control if recorded is None else recorded.telemetry
         current.last_message = current.buffers.merge_telemetry(group)
@@ -153,11 +156,12 @@ class MergedSteps:
         if self._rounds.leaves is not None:
             matrix = torch.frombuffer(rows, dtype=torch.float32).view(self._channel.world_size, -1)
             self._rounds.leaves.read(current.step, matrix, num_stages)
+        table = Table(rows, num_stages)
         return MergedStep(
             step=current.step,
             plan=self._rounds.plan,
             buffers=current.buffers,
-            table=Table(rows, num_stages),
+            table=table,
             seconds=now - self._rank.merging.merged_at,
             deadline_s=self._rank.deadline.seconds,
             shadow_s=self._rank.deadline.shadow_s,
@@ -171,6 +175,9 @@ class MergedSteps:
             had_work=current.had_work,
             num_drawn=None if current.drawn is None else len(current.drawn.numbers),
             merged_weights=current.merged_weights() if current.has_more_than_told else (),
+            sent=self._others.sent_in(current, table),
+            any_finished=any(mark >= 0 for mark in self._others.marks(table)),
+            differing=current.differing,
         )
 
     def _nothing(self) -> MergedStep:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from straggle.backward.clocks import Stopwatch
 from straggle.backward.kept import NONE, UNDECIDED
+from straggle.merge.fingerprint import Fingerprint
 from straggle.merge.pools.draws import Drawn, Draws
 from straggle.merge.pools.pool_times import NEVER
 from straggle.merge.round import MergedStep, Round
@@ -23,7 +24,8 @@ from straggle.policies.rank_links import Way
 class Entry(NamedTuple):
     """What the training thread enters a step with.
 
-    ``idle``: it has no data for it. ``fingerprint``: of its parameters, where the ranks compare them in this step.
+    ``idle``: it has no data for it. ``fingerprint``: of what it holds, and of each of these
+    ``tensors``, if the ranks compare them in this step.
     ``stepped``: how often its optimizers stepped since the merge before. ``kept``: the mark of the gradients that it
     keeps, where that is decided. ``max_over``: as many of its passes are taken for over, where it replays. ``entered``:
     false where it replays a step that was submitted before it had entered it. ``had_work`` and ``num_drawn``: as a
@@ -33,6 +35,7 @@ class Entry(NamedTuple):
     num_microbatches: int = 1
     idle: bool = False
     fingerprint: int = NO_FINGERPRINT
+    tensors: Fingerprint | None = None
     stepped: float = math.nan
     kept: int = NONE
     max_over: int | None = None

@@ -22,6 +22,7 @@ from straggle.merge.members.provenance import NO_CHANGE, MergedAmong, Provenance
 from straggle.merge.members.recorded_groups import StepGroups
 from straggle.merge.members.view import MergeProgress, Repair
 from straggle.merge.pools.draws import Drawn
+from straggle.merge.state.exchange import NOTHING_GIVEN
 from straggle.merge.table import Table
 from straggle.merge.telemetry import Row
 from straggle.policies.fill_in import FillIn
@@ -134,8 +135,10 @@ class Round:
         self._works: list[list[dist.Work]] = []  # of each bucket whose merge has begun
         self._merged: set[int] = set()  # buckets that are known to be merged
         self.abandoned = False  # the rank has given it up: it was put out, or goes on in another step
-        self.row: Row | None = None  # its telemetry, and the changes that go with it
-        self.changes: Tensor | None = None
+        self.row: Row | None = None  # its telemetry
+        self.given = NOTHING_GIVEN  # of the module's other state
+        self.sent: Mapping[str, Tensor] | None = None  # what ranks have sent each other of it
+        self.differing: tuple[str, ...] = ()  # the names of tensors that were seen to differ between ranks
         self.last_message: dist.Work | None = None  # where members change: over when all members have all of the step
         self.complete = False  # some member had it complete, and gave this rank the telemetry of all
         self._last_shares: Mapping[int, Share] = {}  # of the buckets that were not launched when it was closed
@@ -490,3 +493,6 @@ class MergedStep(NamedTuple):
     had_work: bool | None = None
     num_drawn: int | None = None  # of the step's pool, when the rank's part was submitted
     merged_weights: tuple[float, ...] = ()  # of each stage, where ranks that have left since may have given to it
+    sent: Mapping[str, Tensor] | None = None  # of the module's other state; `None`: members left meanwhile
+    any_finished: bool = True  # a forward pass, on any rank
+    differing: tuple[str, ...] = ()  # tensors that are not the same on all ranks

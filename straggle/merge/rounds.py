@@ -24,8 +24,8 @@ _SLOW_S = QUICK_S / 4  # a link's latency, with which a small message between tw
 class Rounds:
     """Begins the rounds of one model, and keeps the buffers that are free; all with the coordinator's lock held.
 
-    ``reached`` are the shares of each stage that this rank computed. ``num_changes``: numbers of the module's own
-    buffers that ride along with each merge.
+    ``reached`` are the shares of each stage that this rank computed. ``num_state``: numbers of the module's
+    other state that go beside each merge.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Rounds:
         *,
         merge: Merge,
         all_or_nothing: bool,
-        num_changes: int,
+        num_state: int,
         world_size: int,
     ) -> None:
         self.groups: Groups | None = None  # `None` while members change
@@ -45,7 +45,7 @@ class Rounds:
         self._parameters = parameters
         self._merge = merge
         self._all_or_nothing = all_or_nothing
-        self._num_changes = num_changes
+        self._num_state = num_state
         self._world_size = world_size
         self._recorded: RecordedGroups | None = None
         self._repaired = -1  # the step in which the members changed last
@@ -158,7 +158,7 @@ class Rounds:
             self.plan,
             self._parameters,
             self._world_size,
-            num_changes=self._num_changes,
+            num_state=self._num_state,
             drop_nonfinite=self._merge.nonfinite == "drop",
             wire_dtype=self._merge.dtype_on_wire,
         )

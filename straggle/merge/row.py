@@ -20,6 +20,7 @@ def row_of(
     weights: Sequence[float],
     scalars: Mapping[str, float],
     *,
+    state: int,
     without_store: bool,
 ) -> Row:
     """This rank's row for the round, as of now; with the lock held."""
@@ -59,6 +60,7 @@ def row_of(
         parts_done=0 if drawn is None else min(current.num_over, len(drawn.numbers)),
         put_back=training.num_put_back if in_step else 0,
         without_store=without_store,
+        state=state,
         ways=training.ways(now),
         cost=training.cost if in_step and not idle else math.nan,
         scalars=scalars,

@@ -27,6 +27,7 @@ class StepRecord:
 
     ``names`` are those of its scalars. ``shadow_s``: the deadline of a policy that is not enforced,
     by whose ``rules`` the step would have ended; NaN: it is enforced. ``mean_cost``: that of `CurrentDeadline`.
+    ``differing``: the names of tensors that are not the same on all ranks.
     ``merged_weights``: that of each stage, where it may be more than what the ``table`` says of those that are left.
     """
 
@@ -40,6 +41,7 @@ class StepRecord:
     rules: StopRules | None = None
     mean_cost: float = math.nan
     merged_weights: tuple[float, ...] = ()
+    differing: tuple[str, ...] = ()
 
     @cached_property
     def report(self) -> StepReport:
@@ -58,6 +60,7 @@ class StepRecord:
             self._scalars(rows),
             skipped=any(row[NONFINITE] for row in rows) and table.skipped(),
             different_ranks=table.different_ranks(),
+            different_tensors=self.differing,
             shadow=would,
             pool_parts=max(table.pool_parts()),
             pool_weight=max(table.column("pool_weight")),

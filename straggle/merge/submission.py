@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
 from straggle.merge.members.member import Member
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.replay import Decision
 from straggle.merge.round import Contribution, Round
 from straggle.merge.row import row_of
+from straggle.merge.state.exchange import NOTHING_GIVEN, Given
 from straggle.policies.fill_in import FillIn
 
 
@@ -32,7 +33,7 @@ class Submission:
         truncated: bool,
         failed: bool = False,
         scalars: Mapping[str, float],
-        changes: Tensor | None,
+        given: Given,
     ) -> float:
         """Submit the training thread's own step; when that was."""
         training = self._rank.training
@@ -42,7 +43,7 @@ class Submission:
             training.microbatch_finished()
         if min(own.computed) < 1 and self._had_work(current):
             own = self._estimate(current, own)
-        return self._submit(current, own, scalars, changes)
+        return self._submit(current, own, scalars, given)
 
     def _estimate(self, current: Round, own: Contribution) -> Contribution:
         """Let the estimator fill in."""
@@ -66,7 +67,7 @@ class Submission:
         own = current.finished_part(self._rank.stopwatch.phase)
         if self._had_work(current):
             current.abstain(own, self._fill_in, self._parameters)
-        now = self._submit(current, own, {}, None)
+        now = self._submit(current, own, {}, NOTHING_GIVEN)
         self._rank.training.stop_up_to(current.step)
         return now
 
@@ -90,18 +91,19 @@ class Submission:
         current.had_work = had_work
         return had_work
 
-    def _submit(self, current: Round, own: Contribution, scalars: Mapping[str, float], changes: Tensor | None) -> float:
+    def _submit(self, current: Round, own: Contribution, scalars: Mapping[str, float], given: Given) -> float:
         """Launch all collectives that are left, the last with the telemetry; when that was."""
         training, merging, channel = self._rank.training, self._rank.merging, self._rank.channel
         weights = current.weights(own)
         without_store = not channel.store.reachable
-        row = row_of(training, merging, current, own, weights, scalars, without_store=without_store)
+        row = row_of(training, merging, current, own, weights, scalars, state=given.mark, without_store=without_store)
         if (leaves := self._rank.rounds.leaves) is not None:
             row = row._replace(ring_formed=leaves.formed)
         if self._member.admits(current):
             row = row._replace(admits=True)
-        current.buffers.write_telemetry(channel.rank, row.numbers(), changes)
-        current.row, current.changes = row, changes
+        current.buffers.write_state(given.message)
+        current.buffers.write_telemetry(channel.rank, row.numbers())
+        current.row, current.given = row, given
         current.idle, current.entered = training.entry.idle, training.is_in(current.step)
         self._record(current, own)
         current.close(own, weights)

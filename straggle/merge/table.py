@@ -245,18 +245,27 @@ class Table:
         return bool(nonfinite.any() and (nonfinite | nothing).all())
 
     def different_ranks(self) -> tuple[int, ...] | None:
-        """Ranks whose parameters are not those of most ranks; ``None`` where that was not compared."""
-        high, low = (self._columns[f"fingerprint_{half}"] for half in ("high", "low"))
-        differ = _minority({rank: pair for rank, pair in enumerate(zip(high, low, strict=True)) if pair[0] >= 0})
+        """Ranks whose parameters or buffers are not those of most ranks; ``None`` if that was not compared."""
+        differ = self.differ_in_tensors()
         if unlike := self.stepped_unlike():
             return tuple(sorted({*unlike, *(differ or ())}))
         return differ
+
+    def differ_in_tensors(self) -> tuple[int, ...] | None:
+        """Ranks that entered the step with other parameters or buffers than most; ``None``: that was not compared."""
+        high, low = (self._columns[f"fingerprint_{half}"] for half in ("high", "low"))
+        return _minority({rank: pair for rank, pair in enumerate(zip(high, low, strict=True)) if pair[0] >= 0})
 
     def stepped_unlike(self) -> tuple[int, ...]:
         """Ranks whose optimizers stepped more or less often than those of most ranks since the merge before."""
         if len(set(stepped := self._columns["stepped"])) == 1:  # as after nearly every step
             return ()
         return _minority({rank: number for rank, number in enumerate(stepped) if not math.isnan(number)}) or ()
+
+    def state_marks(self) -> list[int]:
+        """The mark of each rank's other state (`state/marks.py`)."""
+        high, low = (self._columns[f"state_{half}"] for half in ("high", "low"))
+        return [(int(first) << 24) | int(second) for first, second in zip(high, low, strict=True)]
 
     def kept(self) -> int:
         """The mark of the gradients that most ranks keep beside the merged ones; `UNDECIDED` where none knows."""

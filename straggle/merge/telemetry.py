@@ -18,6 +18,7 @@ from torch import Tensor
 
 from straggle.backward.kept import UNDECIDED
 from straggle.merge.names import name_hash
+from straggle.merge.state.marks import UNFINISHED
 from straggle.policies.rank_links import Way
 from straggle.report import PHASES, Phase
 
@@ -37,6 +38,8 @@ _STATE = (
     "put_back",
     "ring_formed",
     "leaf_since",
+    "state_high",
+    "state_low",
 )
 MAX_WAYS = 4  # to peers, as this rank measured them last
 WAYS = tuple(f"way_{part}_{slot}" for slot in range(MAX_WAYS) for part in ("target", "latency", "rate", "age"))
@@ -62,6 +65,7 @@ class Row(NamedTuple):
     after this step. ``cost``: what the user gave the step (NaN: nothing). ``pool_parts`` and ``pool_weight``: the
     micro-batches in the step's pool, and the sum of their weights; ``parts_done``: those that the rank computed, and
     ``put_back``: those that it had drawn and gave back.
+    ``state``: the mark of what its forward pass changed beside gradients (`state/exchange.py`), as two numbers.
     ``ring_formed``: the number of the ring that it has formed last; negative: it could not.
     ``ways``: to peers, as it measured them last, at most ``MAX_WAYS``.
     """
@@ -95,6 +99,7 @@ class Row(NamedTuple):
     pool_weight: float = 0.0
     parts_done: int = 0
     put_back: int = 0
+    state: int = UNFINISHED
     ways: tuple[Way, ...] = ()
     scalars: Mapping[str, float] = MappingProxyType({})
 
@@ -110,7 +115,7 @@ class Row(NamedTuple):
             *(self.idle, self.weight, 0.0, self.fingerprint >> 24, self.fingerprint & 0xFFFFFF),
             *(self.merge_s, self.num_microbatches, self.stepped, self.kept, self.without_store, self.absent),
             *(self.admits, self.pool_parts, self.pool_weight, self.parts_done, self.put_back, self.ring_formed),
-            *(-1.0, self.cost),
+            *(-1.0, self.state >> 24, self.state & 0xFFFFFF, self.cost),
             *(_numbers_of(self.ways) if self.ways else _NO_WAYS),
         ]
         slots = [math.nan] * MICROBATCH_SLOTS

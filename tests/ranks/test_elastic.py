@@ -637,7 +637,7 @@ def finish_steps_while_others_ask(rank):
         deadline=CurrentDeadline(WaitForAll(), late_handling, world_size=1),
         fill_in=FillIn(Abstain(), late_handling),
         merge=Merge(),
-        num_changes=0,
+        num_state=0,
         membership=membership,
     )
 
@@ -690,7 +690,7 @@ def begun_while_it_is_out(rank, catches_up):
         deadline=CurrentDeadline(FixedDeadline(0.001, warmup_steps=0), late_handling, world_size=1),
         fill_in=FillIn(Abstain(), late_handling),
         merge=Merge(),
-        num_changes=0,
+        num_state=0,
         membership=channel.membership,
     )
     member, merging, history = coordinator.member, coordinator.merging, coordinator.history
@@ -743,7 +743,7 @@ def take_telemetry_of_who_has_left(rank):
         deadline=CurrentDeadline(WaitForAll(), late_handling, world_size=2),
         fill_in=FillIn(Abstain(), late_handling),
         merge=Merge(),
-        num_changes=0,
+        num_state=0,
         membership=channel.membership,
     )
     coordinator.enter(Entry())

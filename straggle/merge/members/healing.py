@@ -26,7 +26,7 @@ from straggle.merge.members.pace import Pace
 from straggle.merge.members.regrouping import Regrouping
 from straggle.merge.members.state_wire import Encoded, encode, receive, send
 from straggle.merge.members.view import TOO_FAR_BEHIND, Leaving, View
-from straggle.merge.options import ModuleBuffers
+from straggle.merge.state.module_state import ModuleState
 from straggle.policies.history import History
 from straggle.report import HealingReport
 
@@ -48,12 +48,12 @@ class Healing:
         coordinator: Coordinator,
         regrouping: Regrouping,
         module: nn.Module,
-        module_buffers: ModuleBuffers,
+        state: ModuleState,
     ) -> None:
         self._channel, self._membership = channel, channel.membership
         self._coordinator = coordinator
         self._regrouping = regrouping
-        self._module, self._module_buffers = module, module_buffers
+        self._module, self._module_state = module, state
         self._registered: Mapping[str, Any] = {}
         self._arrival: _Arrival | None = None
         self._room: _Room | None = None  # for the state of this rank, which another one is to be given
@@ -239,7 +239,7 @@ class Healing:
             self.report = HealingReport(before.num_states + 1, before.nbytes + nbytes, before.seconds + seconds)
         self._arrival, self.giver = None, view.giver
         self._module.load_state_dict(state["module"])
-        self._module_buffers.begin_anew()
+        self._module_state.healed()
         for name, own in state["registered"].items():
             value = self._registered.get(name)
             if value is not None and (loaders_too or not hasattr(value, "__iter__")):

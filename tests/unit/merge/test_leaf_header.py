@@ -20,9 +20,9 @@ from straggle.merge.links.ring_side import RingSide
 BYTES = 1 << 20
 
 
-def buffers_of(value: float, num_changes: int = 0) -> StageBuffers:
+def buffers_of(value: float, num_state: int = 0) -> StageBuffers:
     model = mlp()
-    buffers = StageBuffers(plan_stages(model, 1), list(model.parameters()), 2, num_changes=num_changes)
+    buffers = StageBuffers(plan_stages(model, 1), list(model.parameters()), 2, num_state=num_state)
     for view in buffers.views:
         view.fill_(value)
     return buffers
@@ -40,8 +40,8 @@ def ends() -> tuple[socket.socket, socket.socket]:
     ("share", "changes", "is_sent"), [(NOTHING, 0.0, False), (FULL, 0.0, True), (NOTHING, 1.0, True)]
 )
 def test_a_leaf_sends_its_part_where_that_has_any_weight(share: Share, changes: float, is_sent: bool) -> None:
-    buffers, (parents, leafs) = buffers_of(1.0, num_changes=3), ends()
-    buffers.changes.fill_(changes)
+    buffers, (parents, leafs) = buffers_of(1.0, num_state=3), ends()
+    buffers.state.fill_(changes)
     leaf = LeafSide(1, [0], max_bytes=BYTES, on_behind=lambda _: None)
     received: SimpleQueue[Message] = SimpleQueue()
     wire = Wire(parents, max_bytes=BYTES, on_message=received.put, on_lost=lambda _: None)

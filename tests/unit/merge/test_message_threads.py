@@ -94,7 +94,7 @@ def test_steps_are_merged_by_the_wide_group_for_good_when_a_link_is_slow(wide: G
         plan_stages(module),
         merge=Merge(),
         all_or_nothing=False,
-        num_changes=0,
+        num_state=0,
         world_size=2,
     )
     rounds.merge_among(Groups(NARROW, NARROW, (0, 1), wide), (0, 1), 0)

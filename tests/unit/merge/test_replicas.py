@@ -5,10 +5,15 @@ import torch
 from torch import nn
 
 from straggle import Merge
-from straggle.merge.checks import fingerprint
+from straggle.merge.fingerprint import digest
+from straggle.merge.fingerprint import fingerprint as fingerprint_of
 from straggle.merge.table import Table
 from straggle.merge.telemetry import Row
 from straggle.report import PHASES
+
+
+def fingerprint(tensors):
+    return fingerprint_of((str(number), tensor) for number, tensor in enumerate(tensors)).number
 
 
 def table(*fingerprints):
@@ -69,3 +74,21 @@ def test_negative_number_of_steps_is_refused():
 
 def test_parameters_of_any_module_have_a_fingerprint():
     assert fingerprint(nn.Linear(3, 3).parameters()) >= 0
+
+
+def test_fingerprint_of_many_tensors_says_which_differ():
+    one = fingerprint_of([("a", torch.zeros(3)), ("b", torch.ones(2))])
+    other = fingerprint_of([("a", torch.zeros(3)), ("b", torch.full((2,), 2.0))])
+    assert one.as_mapping()["a"] == other.as_mapping()["a"]
+    assert one.as_mapping()["b"] != other.as_mapping()["b"]
+
+
+@pytest.mark.parametrize("numel", [0, 5, 40_000])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint16, torch.int64, torch.float8_e4m3fn, torch.complex64])
+def test_digest_depends_on_elements_their_order_and_shape(numel, dtype):
+    values = torch.arange(numel).remainder(2).to(dtype)
+    assert digest(values) == digest(values.clone())
+    assert digest(values) != digest(values.view(-1, 1))
+    if numel > 1:
+        other = torch.arange(1, numel + 1).remainder(2).to(dtype)
+        assert digest(values) != digest(other)

@@ -15,7 +15,7 @@ from straggle.merge.rounds import Rounds
 
 def rounds(kind=Rounds):
     model = nn.Linear(3, 2)
-    options = {"merge": Merge(), "all_or_nothing": False, "num_changes": 0, "world_size": 2}
+    options = {"merge": Merge(), "all_or_nothing": False, "num_state": 0, "world_size": 2}
     return kind(list(model.parameters()), plan_stages(model), **options)
 
 

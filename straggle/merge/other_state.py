@@ -1,0 +1,66 @@
+"""When ranks send each other what their modules hold beside gradients: after a merge that found it unlike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from torch import Tensor
+
+from straggle.merge.members.view_chain import MembersChanged
+from straggle.merge.rank_parts import RankParts
+from straggle.merge.round import Round
+from straggle.merge.state.exchange import Exchange, Manifest, different_tensors, transfers
+from straggle.merge.state.marks import must_exchange
+from straggle.merge.table import Table
+
+
+class OtherState:
+    """Called by whichever thread completes a round, without the lock."""
+
+    def __init__(self, rank: RankParts) -> None:
+        self._rank = rank
+
+    def send(self, current: Round, epoch: int, give_up_s: float | None) -> None:
+        """Exchange what is unlike by the telemetry of a merged round; nothing if it is alike.
+
+        In a step in which members changed nothing is sent, and what was sent when they did is lost: `sent_in` says so,
+        and the marks of the next step ask for it again.
+        """
+        if current.sent is not None or not self._is_asked(current):
+            return
+        rank = self._rank
+        with rank.merging.lock:
+            groups = rank.rounds.groups
+            if groups is None or epoch != rank.channel.epoch or rank.rounds.tells_apart(current.step):
+                return
+        what = f"{rank.where(current.step)}, what the modules hold beside gradients"
+        wait = partial(rank.channel.wait, step=current.step, what=what, give_up_s=give_up_s, epoch=epoch)
+        try:
+            self._exchange(current, Exchange(groups.control, groups.ranks, rank.channel.rank, wait))
+        except MembersChanged:
+            return
+
+    def _exchange(self, current: Round, exchange: Exchange) -> None:
+        training = self._rank.training
+        sums: Mapping[str, int] = {}
+        if training.is_in(current.step) and training.entry.tensors is not None:
+            sums = training.entry.tensors.as_mapping()
+        manifests = exchange.manifests(Manifest.of(current.given, sums))
+        current.differing = different_tensors(manifests.values())
+        current.sent = exchange.carry_out(transfers(manifests), current.given)
+
+    def _is_asked(self, current: Round) -> bool:
+        table = Table(current.buffers.copy_rows(), len(self._rank.rounds.plan.stages))
+        return must_exchange(self.marks(table)) or bool(table.differ_in_tensors())
+
+    def marks(self, table: Table) -> list[int]:
+        """Those of the members."""
+        marks = table.state_marks()
+        return [marks[rank] for rank in self._rank.rounds.ranks]
+
+    def sent_in(self, current: Round, table: Table) -> Mapping[str, Tensor] | None:
+        """What was sent; ``None``: it was not, though it was asked for."""
+        if current.sent is None and not must_exchange(self.marks(table)):
+            return {}
+        return current.sent

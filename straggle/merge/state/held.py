@@ -1,0 +1,100 @@
+"""What a module holds beside its trainable parameters: its persistent buffers and its frozen parameters, by owner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Held:
+    """One tensor of one module, which may be replaced by another, or be ``None``.
+
+    It is looked up by its owner's name for it. So wrappers that rename what is inside of them do not matter.
+    """
+
+    name: str
+    owner: nn.Module
+    key: str
+    is_buffer: bool
+
+    @property
+    def object(self) -> Tensor | None:
+        """The tensor that is there now."""
+        return (self.owner._buffers if self.is_buffer else self.owner._parameters).get(self.key)
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """The same, detached."""
+        return None if (found := self.object) is None else found.detach()
+
+    @property
+    def kind(self) -> str:
+        """As it is called in messages."""
+        return f"buffer {self.name}" if self.is_buffer else f"frozen parameter {self.name}"
+
+    def put(self, tensor: Tensor) -> None:
+        """Set its elements, in place if shape, dtype and memory allow that."""
+        now = self.tensor
+        with torch.no_grad():
+            if now is not None and now.shape == tensor.shape and now.dtype is tensor.dtype and not overlaps(now):
+                now.copy_(tensor)
+            elif self.is_buffer:
+                self.owner._buffers[self.key] = tensor.to(tensor.device if now is None else now.device)
+            elif now is not None:
+                self.owner._parameters[self.key].data = tensor.to(now.device)  # type: ignore[union-attr]
+
+
+def held_by(module: nn.Module) -> list[Held]:
+    """The persistent buffers and the frozen parameters, each shared one once, in the module tree's order."""
+    found, seen = [], set[int]()
+    for prefix, owner in module.named_modules():
+        start = f"{prefix}." if prefix else ""
+        for key, buffer in owner._buffers.items():
+            if key not in owner._non_persistent_buffers_set and id(buffer) not in seen and _is_plain(buffer):
+                found.append(Held(start + key, owner, key, is_buffer=True))
+                seen |= set() if buffer is None else {id(buffer)}
+        for key, parameter in owner._parameters.items():
+            if parameter is not None and not parameter.requires_grad and id(parameter) not in seen:
+                if _is_plain(parameter):
+                    found.append(Held(start + key, owner, key, is_buffer=False))
+                seen.add(id(parameter))
+    return found
+
+
+class BufferTables:
+    """The buffers that the modules of a module have now, by identity: to notice one that is replaced or added."""
+
+    def __init__(self, module: nn.Module) -> None:
+        tables = [child._buffers for child in module.modules()]
+        self._empty = [table for table in tables if not table]
+        self._tables = [table for table in tables if table]
+        self._entries = list(self._now())
+
+    def unchanged(self) -> bool:
+        """Whether all of them are still the same; every step of every rank asks this."""
+        if any(self._empty) or sum(map(len, self._tables)) != len(self._entries):
+            return False
+        return all(map(is_, self._now(), self._entries))
+
+    def _now(self) -> Iterator[Tensor | None]:
+        return chain.from_iterable(table.values() for table in self._tables)
+
+
+def overlaps(tensor: Tensor) -> bool:
+    """Whether elements share their memory, as those of an expanded tensor do."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _is_plain(tensor: Tensor | None) -> bool:
+    """Whether its elements can be sent: not those of a sparse, quantized, meta or lazy tensor, or a subclass's."""
+    if tensor is None:
+        return True
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        return False
+    return type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
