@@ -20,7 +20,8 @@ KINDS = {
         torch.tensor([0.1, 1 / 3], dtype=torch.float64),
         lambda r: torch.tensor([0.7, r / 3], dtype=torch.float64),
     ),
-    "int64": (torch.tensor([1, 2**40 + 1]), lambda r: torch.tensor([2**62 + 3, 2**40 + 1 + 2 * r])),
+    "int64": (torch.tensor([1, 2**60 + 1]), lambda r: torch.tensor([2**40, 2**60 + 1 + 2 * r])),
+    "int64 that jumps": (torch.tensor([1]), lambda r: torch.tensor([2**62 + r])),
     "int32": (torch.tensor([5], dtype=torch.int32), lambda r: torch.tensor([7 - 2 * r], dtype=torch.int32)),
     "int8": (torch.tensor([1], dtype=torch.int8), lambda r: torch.tensor([3 + 2 * r], dtype=torch.int8)),
     "uint8": (torch.tensor([1, 9], dtype=torch.uint8), lambda r: torch.tensor([3 + 2 * r, 9], dtype=torch.uint8)),
@@ -33,10 +34,17 @@ KINDS = {
     "empty": (torch.zeros(0), lambda _r: torch.zeros(0)),
     "large": (torch.zeros(70_000), lambda r: torch.full((70_000,), 1.0 + 2 * r)),
 }
-TAKEN = {"uint8 that falls", "uint16", "bool", "float8", "complex"}  # from the lowest rank that finished
+TAKEN = {
+    "int64 that jumps",
+    "uint8 that falls",
+    "uint16",
+    "bool",
+    "float8",
+    "complex",
+}  # from the lowest rank that finished
 MEAN = {
-    2: {"float64": [0.7, 1 / 6], "int64": [2**62 + 3, 2**40 + 2], "int32": [6], "int8": [4], "uint8": [4, 9]},
-    3: {"float64": [0.7, 1 / 3], "int64": [2**62 + 3, 2**40 + 3], "int32": [5], "int8": [5], "uint8": [5, 9]},
+    2: {"float64": [0.7, 1 / 6], "int64": [2**40, 2**60 + 2], "int32": [6], "int8": [4], "uint8": [4, 9]},
+    3: {"float64": [0.7, 1 / 3], "int64": [2**40, 2**60 + 3], "int32": [5], "int8": [5], "uint8": [5, 9]},
 }
 
 
@@ -93,7 +101,7 @@ def test_of_three_ranks_the_lowest_that_finished_is_taken():
     for seen, _ in run_ranks(write, 3, 0):
         for name in TAKEN:
             assert seen[name] == bits(KINDS[name][1](1)), name
-        assert numbers(seen["int64"], torch.int64) == [2**62 + 3, 2**40 + 4]
+        assert numbers(seen["int64"], torch.int64) == [2**40, 2**60 + 4]
 
 
 def test_what_no_rank_finished_is_set_back_and_said_once():
@@ -450,7 +458,9 @@ def test_tensors_that_are_not_the_same_on_all_ranks_are_named(what):
     for ranks, tensors, _ in results:
         assert ranks == (1,)
         assert tensors == (what,)
-    assert any(f"ranks [1], or their buffers, are not those of the others: {what};" in message for message in results[0][2])
+    assert any(
+        f"ranks [1], or their buffers, are not those of the others: {what};" in message for message in results[0][2]
+    )
 
 
 # -- views

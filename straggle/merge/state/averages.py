@@ -6,8 +6,9 @@ the step. Changes travel as float64, so those of float32 and of integers arrive 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,232 +17,241 @@ from straggle.merge.state.held import Held, overlaps
 
 MAX_NUMEL = 2**16  # a larger buffer travels only in a step in which it changes
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_NEED_REST = (torch.float16, torch.bfloat16)  # and integers: what rounding took from a step goes into the next one
 _SMALL = (torch.int8, torch.uint8)  # codes and flags, if they fall
 _INTEGERS = (*_SMALL, torch.int16, torch.int32, torch.int64)
-_HALF = 2**32
+_MAX_CHANGE = 2.0**45  # of an integer: the sum over 200 ranks is exact in float64
 
 
 def is_averaged(tensor: Tensor | None) -> bool:
     """Whether a buffer is small enough, and of numbers whose mean is one of them."""
     if tensor is None or tensor.numel() > MAX_NUMEL or overlaps(tensor):
         return False
-    return tensor.dtype in (*_FLOATS, *_INTEGERS) and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.dtype in (*_FLOATS, *_INTEGERS) and not tensor.is_neg()
 
 
 @dataclass
 class _Alike:
     """Buffers of one dtype, and their elements one after another.
 
-    ``base`` are those that the ranks entered the step with, ``rest`` what rounding took from them so far (float64),
-    and ``expected`` what this rank set last: the rest belongs to these elements only.
+    ``numbers`` are their places in `Averages.held`. ``base`` are the elements that the ranks entered the step with,
+    ``now`` those that the forward passes left. ``rest`` is what rounding took from the ``expected`` elements, which
+    this rank set last, so far: small changes add up.
     """
 
     dtype: torch.dtype
-    numbers: list[int]  # of the buffers, in the order of `Averages.held`
-    sizes: list[int]
+    device: torch.device
+    numbers: list[int]
+    held: list[Held]
     shapes: list[torch.Size]
     base: Tensor
+    now: Tensor
     rest: Tensor | None = None
     expected: Tensor | None = None
+    sizes: list[int] = field(default_factory=list)
 
-    @property
-    def lanes(self) -> int:
-        """Numbers for each element: integers of 64 bits travel in two halves."""
-        return 2 if self.dtype is torch.int64 else 1
+    def __post_init__(self) -> None:
+        self.sizes = [shape.numel() for shape in self.shapes]
+        self.is_float = self.dtype in _FLOATS
+        self.is_exact = self.dtype in (torch.float32, torch.float64)  # rounding takes next to nothing
 
-    @property
-    def numel(self) -> int:
-        return len(self.base)
+    def tensors(self) -> list[Tensor | None]:
+        """Those that are there now."""
+        return [one.object for one in self.held]
 
-    def change(self, now: Tensor) -> Tensor:
-        """By how much the elements changed, as float64 of shape (lanes * numel,); NaN: not finite, as before."""
-        if self.dtype is torch.int64:
-            old = self.base
-            return torch.cat([(now >> 32) - (old >> 32), now % _HALF - old % _HALF]).double()
-        if self.dtype in _INTEGERS:
-            return (now.to(torch.int64) - self.base.to(torch.int64)).double()
-        change = now.double() - self.base.double()
-        if torch.isfinite(change).all():
+    def reshaped(self) -> list[int]:
+        """The numbers of the buffers that have another shape or dtype than when the model was wrapped, or are gone."""
+        tensors = zip(self.numbers, self.tensors(), self.shapes, strict=True)
+        return [number for number, tensor, shape in tensors if not self._fits(tensor, shape)]
+
+    def elements(self) -> Tensor:
+        """All elements; of a buffer that has another shape now, those that it had before."""
+        tensors = self.tensors()
+        if not all(map(self._fits, tensors, self.shapes)):
+            before = torch.split(self.base, self.sizes)
+            tensors = [
+                tensor if self._fits(tensor, shape) else part
+                for tensor, shape, part in zip(tensors, self.shapes, before, strict=True)
+            ]
+        flat = [tensor.reshape(-1).detach() for tensor in tensors if tensor is not None]
+        if any(tensor.device != self.device for tensor in flat):
+            flat = [tensor.to(self.device) for tensor in flat]
+        return torch.cat(flat)
+
+    def begin(self) -> None:
+        """A step begins with what is there."""
+        self.base = self.elements()
+        if self.rest is not None and self.expected is not None:
+            self.rest = torch.where(torch.eq(self.base, self.expected), self.rest, 0.0)
+
+    def change(self) -> Tensor:
+        """By how much the elements changed, as float64; NaN: they are not finite, and were not before."""
+        if not self.is_float:
+            return (self.now.to(torch.int64) - self.base.to(torch.int64)).double()
+        change = self.now.double() - self.base
+        if _all_finite(change):
             return change
         # an element that was not finite before travels as its value, once it is finite
-        finite = torch.isfinite(self.base)
-        return torch.where(finite, change, torch.where(torch.isfinite(now), now.double(), torch.nan))
+        value = torch.where(torch.isfinite(self.now), self.now.double(), torch.nan)
+        return torch.where(torch.isfinite(self.base), change, value)
 
-    def moved(self, total: Tensor, count: Tensor) -> Tensor:
-        """The elements after this sum of changes of so many ranks, one number for each element; 0: nobody's."""
-        base = self.base
-        if self.dtype is torch.int64:
-            high, low = total.view(2, -1).to(torch.int64)
-            return self._moved_long(high, low, count.to(torch.int64))
-        mean = torch.where(count > 0, total / count, 0.0)
-        if self.dtype in _INTEGERS:
-            exact = base.double() + mean + (0.0 if self.rest is None else self.rest)
-            return self._rounded(exact, exact.round().to(torch.int64).to(self.dtype))
-        start, finite = base.double(), torch.isfinite(base)
-        if not finite.all():
-            known = finite | (torch.isfinite(mean) & (count > 0))
-            start = torch.where(finite, start, 0.0)
-            mean = torch.where(known, mean, 0.0)
-            return torch.where(known, (start + mean).to(self.dtype), base)
-        exact = start + mean if self.rest is None else start + mean + self.rest
+    def fell(self) -> list[int]:
+        """The numbers of the buffers of which an element became smaller, if their dtype is one of codes and flags."""
+        if self.dtype not in _SMALL or torch.equal(self.now, self.base):
+            return []
+        return self._where(self.now < self.base)
+
+    def jumped(self) -> list[int]:
+        """The numbers of the buffers of integers that changed by more than can be summed exactly."""
+        return self._where(self.change().abs() > _MAX_CHANGE) if self.dtype is torch.int64 else []
+
+    def changed(self) -> list[int]:
+        """The numbers of the buffers of which an element is another one."""
+        if torch.equal(self.now, self.base):
+            return []
+        return self._where((self.now != self.base) & ~((self.now != self.now) & (self.base != self.base)))
+
+    def with_bad_numbers(self, change: Tensor) -> list[int]:
+        """The numbers of the buffers with elements that are not finite, and were before."""
+        if not self.is_float or _all_finite(change):
+            return []
+        return self._where(~torch.isfinite(change) & torch.isfinite(self.base))
+
+    def moved(self, mean: Tensor) -> Tensor:
+        """The elements after this mean change (float64; NaN: not known)."""
+        if not self.is_float:
+            exact = mean if self.rest is None else mean + self.rest
+            whole = exact.round()
+            self._keep_rest(exact - whole)
+            return (self.base.to(torch.int64) + whole.to(torch.int64)).to(self.dtype)
+        exact = mean + self.base
+        if not _all_finite(exact):
+            return self._moved_to_finite(mean)
+        if self.is_exact:
+            return exact.to(self.dtype)
+        exact = exact if self.rest is None else exact + self.rest
         new = exact.to(self.dtype)
-        return self._rounded(exact, new) if self.dtype in _NEED_REST else new
-
-    def _moved_long(self, high: Tensor, low: Tensor, count: Tensor) -> Tensor:
-        given = count > 0
-        count = torch.where(given, count, 1)
-        whole = torch.div(high, count, rounding_mode="floor")
-        below = (high - whole * count) * _HALF + low
-        part = torch.div(below, count, rounding_mode="floor")
-        fraction = (below - part * count).double() / count + (0.0 if self.rest is None else self.rest)
-        step = whole * _HALF + part + fraction.round().to(torch.int64)
-        self._keep_rest(fraction - fraction.round())
-        return self.base + step
-
-    def _rounded(self, exact: Tensor, new: Tensor) -> Tensor:
-        self._keep_rest(exact - new.double())
+        self._keep_rest(exact - new)
         return new
 
+    def _moved_to_finite(self, mean: Tensor) -> Tensor:
+        """Where the base was not finite, the change is the value, if all ranks had one."""
+        start = torch.where(torch.isfinite(self.base), self.base, 0.0)
+        known = torch.isfinite(mean) & (torch.isfinite(self.base) | (mean != 0))  # a mean of 0: no rank gave one
+        return torch.where(known, (start + mean).to(self.dtype), self.base)
+
     def _keep_rest(self, rest: Tensor) -> None:
-        rest = torch.where(torch.isfinite(rest), rest, 0.0)
         self.rest = rest if bool(rest.any()) else None
+
+    def put(self, new: Tensor, kept: Collection[int]) -> None:
+        """Set the buffers to these elements, but for those ``kept``."""
+        self.expected = new if self.rest is not None else None
+        parts = [
+            part if len(shape) == 1 else part.view(shape)
+            for part, shape in zip(torch.split(new, self.sizes), self.shapes, strict=True)
+        ]
+        tensors = self.tensors()
+        if kept or not all(map(self._fits, tensors, self.shapes)):
+            for number, one, part in zip(self.numbers, self.held, parts, strict=True):
+                if number not in kept:
+                    one.put(part.clone())
+            return
+        with torch.no_grad():
+            torch._foreach_copy_(tensors, parts)  # type: ignore[arg-type]
+
+    def _where(self, elements: Tensor) -> list[int]:
+        if not bool(elements.any()):
+            return []
+        parts = zip(self.numbers, torch.split(elements, self.sizes), strict=True)
+        return [number for number, part in parts if bool(part.any())]
+
+    def _fits(self, tensor: Tensor | None, shape: torch.Size) -> bool:
+        return tensor is not None and tensor.shape == shape and tensor.dtype is self.dtype
+
+
+def _all_finite(numbers: Tensor) -> bool:
+    """Whether all are, by one pass; false also if their sum overflows."""
+    return math.isfinite(numbers.sum().item())
 
 
 class Averages:
     """The elements of these buffers at the beginning and at the end of a step; on the training thread.
 
-    ``numel``: numbers in the message: the changes, and at their end a count for each buffer.
+    ``numel``: numbers in the message: the changes, and at their end a count for each buffer. ``retired``: the numbers
+    of buffers that have had another shape since; they are averaged no more.
     """
 
     def __init__(self, held: Sequence[Held], device: torch.device) -> None:
         self.held = held
-        self._device = device
-        self._kinds = self._alike(held)
-        self.numel = sum(kind.lanes * kind.numel for kind in self._kinds) + len(held)
-        self._now: list[Tensor] = []
-        self.retired: set[int] = set()  # numbers of buffers that are of another shape for good: they are set elsewhere
-
-    def _alike(self, held: Sequence[Held]) -> list[_Alike]:
+        self.retired: set[int] = set()
         found: dict[torch.dtype, list[int]] = {}
-        tensors = [one.tensor for one in held]
-        for number, tensor in enumerate(tensors):
-            assert tensor is not None
-            found.setdefault(tensor.dtype, []).append(number)
-        kinds = []
-        for dtype, numbers in found.items():
-            own = [tensor for number in numbers if (tensor := tensors[number]) is not None]
-            base = torch.cat([tensor.reshape(-1).to(self._device) for tensor in own])
-            kinds.append(_Alike(dtype, numbers, [t.numel() for t in own], [t.shape for t in own], base))
-        return kinds
+        for number, one in enumerate(held):
+            assert one.object is not None
+            found.setdefault(one.object.dtype, []).append(number)
+        self._kinds = [self._alike(dtype, numbers, device) for dtype, numbers in found.items()]
+        self._sizes = [len(kind.base) for kind in self._kinds]
+        self._order = [number for kind in self._kinds for number in kind.numbers]
+        self._ones = torch.ones(len(held), dtype=torch.float64, device=device)
+        self.numel = sum(self._sizes) + len(held)
+
+    def _alike(self, dtype: torch.dtype, numbers: list[int], device: torch.device) -> _Alike:
+        own = [self.held[number] for number in numbers]
+        tensors = [tensor for one in own if (tensor := one.tensor) is not None]
+        base = torch.cat([tensor.reshape(-1).to(device) for tensor in tensors])
+        return _Alike(dtype, device, numbers, own, [tensor.shape for tensor in tensors], base, base)
 
     def begin(self) -> set[int]:
-        """What the buffers hold now is what they change from; the numbers of those that have another shape or dtype.
-
-        They are averaged no more.
-        """
-        new = {number for kind in self._kinds for number in self._reshaped(kind)} - self.retired
+        """What the buffers hold now is what they change from; the numbers of those that are averaged no more now."""
+        new = {number for kind in self._kinds for number in kind.reshaped()} - self.retired
         self.retired |= new
         for kind in self._kinds:
-            kind.base = self._elements(kind)
-            if kind.rest is not None and kind.expected is not None:
-                kind.rest = torch.where(torch.eq(kind.base, kind.expected), kind.rest, 0.0)
+            kind.begin()
         return new
 
     def end(self) -> frozenset[int]:
-        """Look at the buffers after the forward passes; the numbers of those that cannot be averaged in this step.
+        """Look at the buffers after the forward passes; the numbers of those that have no mean in this step.
 
-        They have another shape or dtype now or, if they may be codes, they fell.
+        They have another shape or dtype now, they fell though they may be codes, or they jumped too far.
         """
-        self._now = [self._elements(kind) for kind in self._kinds]
-        odd = {number for kind in self._kinds for number in self._reshaped(kind)}
-        for kind, now in zip(self._kinds, self._now, strict=True):
-            if kind.dtype in _SMALL and bool((fell := now.to(torch.int64) < kind.base.to(torch.int64)).any()):
-                parts = zip(kind.numbers, torch.split(fell, kind.sizes), strict=True)
-                odd |= {number for number, part in parts if bool(part.any())}
+        odd = set[int]()
+        for kind in self._kinds:
+            kind.now = kind.elements()
+            odd.update(kind.reshaped(), kind.fell(), kind.jumped())
         return frozenset(odd - self.retired)
 
     def changed(self) -> frozenset[int]:
         """The numbers of the buffers whose elements `end` found to be others than in the beginning."""
-        found = set()
-        for kind, now in zip(self._kinds, self._now, strict=True):
-            if not torch.equal(now, kind.base):
-                differ = (now != kind.base) & ~((now != now) & (kind.base != kind.base))
-                parts = zip(kind.numbers, torch.split(differ, kind.sizes), strict=True)
-                found |= {number for number, part in parts if bool(part.any())}
-        return frozenset(found - self.retired)
+        return frozenset(number for kind in self._kinds for number in kind.changed()) - self.retired
 
     def message(self, gives: frozenset[int]) -> tuple[Tensor, frozenset[int]]:
         """The changes and counts of the buffers that this rank ``gives``; and those left out because of bad numbers."""
-        counts = torch.zeros(len(self.held), dtype=torch.float64, device=self._device)
-        changes, bad = [], set[int]()
-        for kind, now in zip(self._kinds, self._now, strict=True):
-            change = kind.change(now)
-            if not set(kind.numbers) <= gives or not torch.isfinite(change).all():
-                bad |= self._leave_out(kind, change, gives)
-            changes.append(change)
-        counts[sorted(gives - bad)] = 1.0
-        return torch.cat([*changes, counts]), frozenset(bad)
-
-    def _leave_out(self, kind: _Alike, change: Tensor, gives: frozenset[int]) -> set[int]:
-        """Make zeros of what is not given; the buffers that are not because they have new bad numbers."""
-        bad, of_lanes = set(), change.view(kind.lanes, -1)
-        parts = zip(
-            kind.numbers,
-            torch.split(of_lanes, kind.sizes, 1),
-            torch.split(torch.isfinite(kind.base), kind.sizes) if kind.dtype in _FLOATS else [None] * len(kind.sizes),
-            strict=True,
-        )
-        for number, part, finite in parts:
-            if finite is not None and not bool((torch.isfinite(part) | ~finite).all()):
-                bad.add(number)
-            if number not in gives or number in bad:
-                part.zero_()
-        return bad & gives
+        changes = [kind.change() for kind in self._kinds]
+        bad = {n for kind, change in zip(self._kinds, changes, strict=True) for n in kind.with_bad_numbers(change)}
+        given = gives - bad
+        if len(given) == len(self.held):
+            return torch.cat([*changes, self._ones]), frozenset()
+        counts = torch.tensor([float(number in given) for number in self._order], dtype=torch.float64)
+        counts = counts.to(self._ones.device)
+        all_changes = torch.cat(changes)
+        return torch.cat([torch.where(self._each(counts) > 0, all_changes, 0.0), counts]), frozenset(bad & gives)
 
     def apply(self, merged: Tensor, kept: Collection[int]) -> frozenset[int]:
         """Set the buffers from the sum of the messages, but for those ``kept``; the numbers that no rank gave."""
-        counts = merged[len(merged) - len(self.held) :]
+        total, counts = merged[: -len(self.held)], merged[-len(self.held) :]
         given: list[float] = counts.tolist()
-        start = 0
-        for kind in self._kinds:
-            end = start + kind.lanes * kind.numel
-            count = counts[kind.numbers]
-            alike = len({given[number] for number in kind.numbers}) == 1
-            count = count[:1] if alike else count.repeat_interleave(torch.tensor(kind.sizes, device=count.device))
-            self._set(kind, kind.moved(merged[start:end], count), {*kept, *self.retired})
-            start = end
-        return frozenset(number for number, count in enumerate(given) if count == 0)
+        if min(given) == max(given) > 0:
+            mean = total / given[0]
+        else:
+            count = self._each(counts)
+            mean = torch.where(count > 0, total / count, 0.0)
+        kept = {*kept, *self.retired}
+        for kind, part in zip(self._kinds, torch.split(mean, self._sizes), strict=True):
+            kind.put(kind.moved(part), kept)
+        return frozenset(number for number, count in zip(self._order, given, strict=True) if count == 0)
 
-    def _set(self, kind: _Alike, new: Tensor, kept: set[int]) -> None:
-        kind.expected = new if kind.rest is not None else None
-        parts = [part.view(shape) for part, shape in zip(torch.split(new, kind.sizes), kind.shapes, strict=True)]
-        owners = [self.held[number] for number in kind.numbers]
-        tensors = [one.tensor for one in owners]
-        if kept.isdisjoint(kind.numbers) and all(map(_fits, tensors, kind.shapes, [kind.dtype] * len(parts))):
-            with torch.no_grad():
-                torch._foreach_copy_(tensors, parts)  # type: ignore[arg-type]
-            return
-        for number, one, part in zip(kind.numbers, owners, parts, strict=True):
-            if number not in kept:
-                one.put(part.clone())
-
-    def _elements(self, kind: _Alike) -> Tensor:
-        tensors = [self.held[number].tensor for number in kind.numbers]
-        if any(tensor is None or tensor.device != self._device for tensor in tensors) or self._reshaped(kind):
-            own = torch.split(kind.base, kind.sizes)
-            fit = map(_fits, tensors, kind.shapes, [kind.dtype] * len(tensors))
-            tensors = [
-                tensor.to(self._device) if fits and tensor is not None else part
-                for tensor, part, fits in zip(tensors, own, fit, strict=True)
-            ]
-        return torch.cat([tensor.reshape(-1) for tensor in tensors if tensor is not None])
-
-    def _reshaped(self, kind: _Alike) -> list[int]:
-        """The numbers of the buffers that have another shape or dtype than when the model was wrapped."""
-        tensors = [self.held[number].tensor for number in kind.numbers]
-        fit = map(_fits, tensors, kind.shapes, [kind.dtype] * len(tensors))
-        return [number for number, fits in zip(kind.numbers, fit, strict=True) if not fits]
+    def _each(self, counts: Tensor) -> Tensor:
+        """For each element the count of its buffer."""
+        sizes = torch.tensor([size for kind in self._kinds for size in kind.sizes], device=counts.device)
+        return counts.repeat_interleave(sizes)
 
     # -- what a rank that comes back must know
 
@@ -257,7 +267,3 @@ class Averages:
         """Go on from what `state_dict` gave on another rank."""
         for kind in self._kinds:
             kind.rest, kind.expected = state.get(f"{kind.dtype}.rest"), state.get(f"{kind.dtype}.of")
-
-
-def _fits(tensor: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> bool:
-    return tensor is not None and tensor.shape == shape and tensor.dtype is dtype

@@ -228,7 +228,7 @@ class ModuleState:
         for name in lost:
             if name in self._averages_names:
                 continue  # set with the averages
-            if not self._others.restore(name):
+            if not self._others.restore(self._held[name]):
                 self._unsettled.add(name)
         if say:
             self._say_lost(lost)

@@ -15,98 +15,105 @@ from straggle.merge.fingerprint import digest
 from straggle.merge.state.held import Held
 from straggle.merge.tensor_bytes import bytes_of
 
-_Stamp = tuple[int, int]  # of a tensor: how often it was written, and where it lies
 
+class _Stamps:
+    """Which tensors these were, where they lay, and how often they had been written: what tells of most changes."""
 
-class _Watched:
-    """One tensor: what it was at the beginning of the step.
+    def __init__(self, held: Iterable[Held]) -> None:
+        self.objects = [one.object for one in held]  # which are held, so that no other is taken for one of them
+        there = [tensor for tensor in self.objects if tensor is not None]
+        self._marks = [(tensor._version, tensor.data_ptr()) for tensor in there]
 
-    A buffer's ``base`` is a copy. A frozen parameter has none, because most never change and all are large: a digest
-    says whether it is another one, if its stamp does not, as after a write to ``parameter.data``.
-    """
+    def differ(self, other: _Stamps) -> bool:
+        """Whether one of them is not what it was."""
+        if self._marks != other._marks:
+            return True
+        return any(one is not another for one, another in zip(self.objects, other.objects, strict=True))
 
-    def __init__(self, held: Held) -> None:
-        self.held = held
-        self.base: Tensor | None = None
-        self._object: Tensor | None = None
-        self._stamp: _Stamp | None = None
-        self._digest: int | None = None
-        self._looks = False  # at the elements in this step
-        self._by_content = False  # they were once seen to change without the stamp
-
-    def begin(self, *, by_content: bool) -> None:
-        """A step begins; ``by_content``: look at the elements, too."""
-        tensor, is_same = self.held.tensor, self._is_same()
-        self._object, self._stamp = self.held.object, _stamp(tensor)
-        self._looks = by_content or self._by_content
-        if not self.held.is_buffer:
-            self._digest = digest(tensor) if self._looks and tensor is not None else None
-        elif self._looks or not is_same:
-            self.base = None if tensor is None else tensor.clone()
-
-    def changed(self) -> bool:
-        """Whether the elements are others now."""
-        tensor = self.held.tensor
-        if not self._is_same():
-            return tensor is None or self.base is None or not _equal(tensor, self.base)
-        if tensor is None or not self._looks:
-            return False
-        if self.held.is_buffer:
-            differs = self.base is not None and not _equal(tensor, self.base)
-        else:
-            differs = digest(tensor) != self._digest
-        self._by_content = self._by_content or differs
-        return differs
-
-    def restore(self) -> bool:
-        """Set it back to what it was; false if that is not known."""
-        if not self.held.is_buffer:
-            return False
-        if self.base is None:
-            self.held.owner._buffers[self.held.key] = None
-        else:
-            self.held.put(self.base.clone())
-        return True
-
-    def _is_same(self) -> bool:
-        """Whether it is the tensor that it was, in its place, and not written since."""
-        return self.held.object is self._object and _stamp(self._object) == self._stamp
+    def of(self, number: int) -> tuple[int, int, int] | None:
+        """Those of one tensor."""
+        tensor = self.objects[number]
+        return None if tensor is None else (id(tensor), tensor._version, tensor.data_ptr())
 
 
 class Others:
-    """Those of one module; on the training thread."""
+    """Those of one module; on the training thread.
+
+    Of a buffer a copy says what it was at the beginning of a step. Of a frozen parameter there is none, because most
+    never change and all are large: after a write to ``parameter.data``, which leaves no trace, a digest says that it is
+    another one. Those that were once seen to change so are looked at in each step, the rest in some steps.
+    """
 
     def __init__(self, held: Iterable[Held]) -> None:
-        self._all = {one.name: _Watched(one) for one in held}
+        self._held = list(held)
+        self._by_content: set[str] = set()
+        self._base: dict[str, Tensor | None] = {}
+        self._digests: dict[str, int] = {}
+        self._before: list[tuple[int, int, int] | None] = []
+        self._stamps = _Stamps(())
 
     def add(self, held: Held) -> None:
-        """This one is watched from here on."""
-        self._all[held.name] = _Watched(held)
+        """This one is looked after from here on."""
+        self._held.append(held)
 
     def begin(self, *, by_content: bool) -> None:
         """What they hold now is what they change from; ``by_content``: see changes that leave no other trace."""
-        for watched in self._all.values():
-            watched.begin(by_content=by_content)
+        stamps = _Stamps(self._held)
+        is_new = len(stamps.objects) != len(self._stamps.objects) or stamps.differ(self._stamps)
+        looks = {one.name for one in self._held} if by_content else self._by_content
+        if is_new:
+            before, self._before = self._before, [stamps.of(number) for number in range(len(self._held))]
+        for number, one in enumerate(self._held if is_new or looks else ()):
+            if one.is_buffer:
+                same = not is_new or (number < len(before) and before[number] == self._before[number])
+                if one.name in looks or not same or one.name not in self._base:
+                    self._base[one.name] = None if (tensor := one.tensor) is None else tensor.clone()
+        frozen = [one for one in self._held if looks and not one.is_buffer and one.name in looks]
+        self._digests = {one.name: digest(tensor) for one in frozen if (tensor := one.tensor) is not None}
+        self._looks, self._stamps = looks, stamps
 
     def changed(self) -> list[str]:
         """The names of those that are not what they were at the beginning."""
-        return [name for name, watched in self._all.items() if watched.changed()]
+        stamps = _Stamps(self._held)
+        if not self._looks and not stamps.differ(self._stamps):
+            return []
+        return [one.name for number, one in enumerate(self._held) if self._is_changed(one, stamps.of(number), number)]
+
+    def _is_changed(self, one: Held, stamp: tuple[int, int, int] | None, number: int) -> bool:
+        tensor = one.tensor
+        if stamp != self._before[number]:
+            base = self._base.get(one.name)
+            return tensor is None or base is None or not _equal(tensor, base)
+        if tensor is None or one.name not in self._looks:
+            return False
+        if one.is_buffer:
+            base = self._base[one.name]
+            differs = base is not None and not _equal(tensor, base)
+        else:
+            differs = digest(tensor) != self._digests.get(one.name)
+        if differs:
+            self._by_content = self._by_content | {one.name}
+        return differs
 
     def has_bad(self, name: str, tensor: Tensor) -> bool:
         """Whether elements are not finite that were finite at the beginning of the step, as far as that is known."""
         if not tensor.is_floating_point() or tensor.itemsize == 1 or torch.isfinite(tensor).all():
             return False
-        base = self._all[name].base if name in self._all else None
-        known = base is not None and base.shape == tensor.shape and base.dtype is tensor.dtype
-        return not (known and bool((torch.isfinite(tensor) | ~torch.isfinite(base)).all()))  # type: ignore[arg-type]
+        base = self._base.get(name)
+        if base is None or base.shape != tensor.shape or base.dtype is not tensor.dtype:
+            return True
+        return not bool((torch.isfinite(tensor) | ~torch.isfinite(base)).all())
 
-    def restore(self, name: str) -> bool:
+    def restore(self, held: Held) -> bool:
         """Set one back to what it was at the beginning; false if that is not known."""
-        return self._all[name].restore()
-
-
-def _stamp(tensor: Tensor | None) -> _Stamp | None:
-    return None if tensor is None else (tensor._version, tensor.data_ptr())
+        if not held.is_buffer or held.name not in self._base:
+            return False
+        base = self._base[held.name]
+        if base is None:
+            held.owner._buffers[held.key] = None
+        else:
+            held.put(base.clone())
+        return True
 
 
 def _equal(tensor: Tensor, other: Tensor) -> bool:
