@@ -22,6 +22,7 @@ from job_loop import (
     train,
     wider,
     with_batch_norm,
+    with_other_state,
 )
 from members import run_job
 from ranks import Raised, die, digest, run_ranks, staged
@@ -92,8 +93,9 @@ def test_killed_ranks_come_back_with_the_state_of_the_others():
 
 
 @pytest.mark.slow
-def test_statistics_of_batch_norm_come_back_too():
-    with run_job(3, train, Loop(with_batch_norm)) as job:
+@pytest.mark.parametrize("network", [with_batch_norm, with_other_state])
+def test_what_a_model_holds_beside_its_gradients_comes_back_too(network):
+    with run_job(3, train, Loop(network)) as job:
         job.walk(6)
         job.kill(2)
         job.walk(12, [0, 1])

@@ -238,8 +238,7 @@ class Healing:
             seconds, nbytes = time.monotonic() - arrival.began_at, _num_bytes(state)
             self.report = HealingReport(before.num_states + 1, before.nbytes + nbytes, before.seconds + seconds)
         self._arrival, self.giver = None, view.giver
-        self._module.load_state_dict(state["module"])
-        self._module_state.healed()
+        self._module_state.load_module(state["module"])
         for name, own in state["registered"].items():
             value = self._registered.get(name)
             if value is not None and (loaders_too or not hasattr(value, "__iter__")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -277,8 +278,15 @@ class ModuleState:
 
     # -- what a rank that comes back must know
 
-    def healed(self) -> None:
-        """The module has the state of a peer."""
+    def load_module(self, state: Mapping[str, Tensor]) -> None:
+        """Give the module the ``state_dict`` of a peer, whose buffers may have taken their shape since."""
+        for name, tensor in state.items():
+            path, _, key = name.rpartition(".")
+            with contextlib.suppress(AttributeError):
+                buffers = self._module.get_submodule(path)._buffers
+                if key in buffers and ((own := buffers[key]) is None or own.shape != tensor.shape):
+                    buffers[key] = torch.empty_like(tensor, device=None if own is None else own.device)
+        self._module.load_state_dict(state)
         self._unsettled.clear()
         self._changed = []
 
