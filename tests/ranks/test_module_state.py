@@ -3,14 +3,18 @@
 Each module writes what it is given; a rank that is late is stopped after its writes and before its forward pass ends.
 """
 
+import time
+from functools import partial
+
 import pytest
 import torch
-from ranks import logged, run_ranks, staged
+from job_loop import Remembers
+from ranks import digest, logged, run_ranks, staged
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import parametrizations
 
-from straggle import Merge
+from straggle import LateHandling, Merge
 
 pytestmark = pytest.mark.light
 
@@ -498,3 +502,49 @@ def test_views_and_expanded_buffers_are_merged(late, total):
         assert seen["expanded"].tolist() == [1.0 + total] * 4
         assert torch.equal(seen["transposed"], torch.arange(6.0).view(3, 2) * total)
         assert torch.equal(seen["every_other"], torch.arange(3.0) * total)
+
+
+# -- a rank that is stood in for
+
+
+class Sleeps(Remembers):
+    """Stalls in the middle of its writes."""
+
+    def __init__(self):
+        super().__init__()
+        self.stall = lambda: None
+
+    def forward(self, x):
+        self.flag = ~self.flag
+        with torch.no_grad():
+            self.frozen.weight.add_(0.1)
+        self.stall()
+        return super().forward(x)
+
+
+def stall(rank, num_steps):
+    torch.manual_seed(0)
+    module = Sleeps()
+    late_handling = LateHandling(grace_s=0.02, max_lag=16)
+    with staged(module, deadline=0.05, late_handling=late_handling, merge=Merge(check_every=4)) as model:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        different, stood_in = set(), 0
+        for number in range(num_steps):
+            module.stall = partial(time.sleep, 0.3) if (rank, number) in {(1, 6), (2, 12), (1, 13)} else lambda: None
+            with model.step():
+                time.sleep(0.02)
+                x = torch.randn(4, 4, generator=torch.Generator().manual_seed(10 * number + rank))
+                model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            different |= set(model.last_report.different_ranks or ())
+            stood_in += any(one.stood_in for one in model.last_report.ranks)
+        return digest([*module.parameters(), *module.buffers()]), different, stood_in
+
+
+@pytest.mark.slow
+def test_rank_that_is_stood_in_for_comes_back_to_what_its_peers_hold():
+    results = run_ranks(stall, 3, 30)
+    assert len({state for state, _, _ in results}) == 1
+    assert all(different == set() for _, different, _ in results)
+    assert all(stood_in >= 2 for _, _, stood_in in results)
