@@ -33,19 +33,20 @@ class Fingerprint:
 
 
 def fingerprint(named: Iterable[tuple[str, Tensor]]) -> Fingerprint:
-    """The sum of each tensor's bits, read as 64-bit integers: exact, and one fast pass on any device.
+    """The sum of each tensor's bits, read as 64-bit integers, and its shape: exact, and one fast pass on any device.
 
     The order of these integers within one tensor makes no difference to it.
     """
-    names, sums = list[str](), dict[torch.device, list[tuple[int, Tensor]]]()
+    names, shapes, sums = list[str](), list[int](), dict[torch.device, list[tuple[int, Tensor]]]()
     for name, tensor in named:
         own = _words(tensor.detach()).sum()
         sums.setdefault(own.device, []).append((len(names), own))
         names.append(name)
+        shapes.append(hash(tuple(tensor.shape)))  # of integers: the same in every process
     found = [0] * len(names)
     for own_sums in sums.values():  # one copy from each device
         for (number, _), value in zip(own_sums, torch.stack([one for _, one in own_sums]).tolist(), strict=True):
-            found[number] = value
+            found[number] = value ^ shapes[number]
     return Fingerprint(names, found)
 
 

@@ -81,6 +81,7 @@ def test_fingerprint_of_many_tensors_says_which_differ():
     other = fingerprint_of([("a", torch.zeros(3)), ("b", torch.full((2,), 2.0))])
     assert one.as_mapping()["a"] == other.as_mapping()["a"]
     assert one.as_mapping()["b"] != other.as_mapping()["b"]
+    assert fingerprint([torch.zeros(3)]) != fingerprint([torch.zeros(4)])
 
 
 @pytest.mark.parametrize("numel", [0, 5, 40_000])
