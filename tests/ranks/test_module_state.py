@@ -320,9 +320,11 @@ class Observer(nn.Module):
         y = self.linear(x)
         if self.low.numel() == 0:
             self.low, self.high, self.seen = y.detach().amin(0), y.detach().amax(0), torch.zeros(3)
+            self.linear.register_buffer("made", torch.zeros(2))
         else:
             self.low, self.high = self.low.minimum(y.detach().amin(0)), self.high.maximum(y.detach().amax(0))
         self.seen += 1
+        self.linear.made += y.detach().mean()
         return y
 
 
@@ -341,7 +343,7 @@ def observe(rank, late):
 @pytest.mark.parametrize(("world_size", "late"), [(2, None), (2, 0), (3, 1)])
 def test_buffers_that_take_their_shape_in_the_first_forward_pass_are_merged(world_size, late):
     first, *others = run_ranks(observe, world_size, late)
-    assert set(first) == {"low", "high", "seen"}
+    assert set(first) == {"low", "high", "seen", "linear.made"}
     assert first["seen"].tolist() == [3.0] * 3
     for other in others:
         for name, value in first.items():

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,10 +69,12 @@ def held_by(module: nn.Module) -> list[Held]:
 
 
 class BufferTables:
-    """The buffers that the modules of a module have now, by identity: to notice one that is replaced or added."""
+    """The buffers and modules that a module has now, by identity: to notice one that is replaced or added."""
 
     def __init__(self, module: nn.Module) -> None:
-        tables = [child._buffers for child in module.modules()]
+        tables: list[dict[str, Any]] = []
+        for child in module.modules():
+            tables += (child._buffers, child._modules)
         self._empty = [table for table in tables if not table]
         self._tables = [table for table in tables if table]
         self._entries = list(self._now())
@@ -82,7 +85,7 @@ class BufferTables:
             return False
         return all(map(is_, self._now(), self._entries))
 
-    def _now(self) -> Iterator[Tensor | None]:
+    def _now(self) -> Iterator[Any]:
         return chain.from_iterable(table.values() for table in self._tables)
 
 

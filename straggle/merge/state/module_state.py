@@ -64,6 +64,7 @@ class ModuleState:
         self._changed: list[str] = []
         self._odd = frozenset[int]()  # of the averaged buffers: what has no mean in this step
         self._step = 0
+        self._others = Others(())
         self._look(held)
 
     @property
@@ -77,10 +78,8 @@ class ModuleState:
     def _look(self, held: Sequence[Held]) -> None:
         """These are what the module holds from here on."""
         self._tables = BufferTables(self._module)
-        retired = set() if self._averages is None else self._averages.retired
-        averaged = {one.name for number, one in enumerate(self._averaged) if number not in retired}
         self._held = {one.name: one for one in held}
-        self._others = Others(one for one in held if one.name not in averaged)
+        self._others.follow(one for one in held if one.name not in self._averaged_names)
         for one in held:
             if one.is_buffer and id(one.owner) not in self._owners:
                 self._owners[id(one.owner)] = one.name.rpartition(".")[0]
@@ -94,6 +93,11 @@ class ModuleState:
     @property
     def _averaged(self) -> Sequence[Held]:
         return () if self._averages is None else self._averages.held
+
+    @property
+    def _averaged_names(self) -> set[str]:
+        retired = set() if self._averages is None else self._averages.retired
+        return {one.name for number, one in enumerate(self._averaged) if number not in retired}
 
     def _forward_over(self, module: nn.Module, *_args: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -112,9 +116,8 @@ class ModuleState:
             self._notice_others()
         self._ran.clear()
         self._step += 1
-        if self._averages is not None:
-            for number in self._averages.begin():
-                self._others.add(self._averaged[number])
+        if self._averages is not None and self._averages.begin():
+            self._look(list(self._held.values()))
         self._others.begin(by_content=checked or self._step <= _FIRST_STEPS)
 
     def _notice_others(self) -> None:
@@ -227,16 +230,12 @@ class ModuleState:
             return
         lost = [name for name in names if not (given.mark > 0 and name in given.changed)]
         for name in lost:
-            if name in self._averages_names:
+            if name in self._averaged_names:
                 continue  # set with the averages
             if not self._others.restore(self._held[name]):
                 self._unsettled.add(name)
         if say:
             self._say_lost(lost)
-
-    @property
-    def _averages_names(self) -> set[str]:
-        return {one.name for one in self._averaged}
 
     def _set(self, name: str, tensor: Tensor) -> None:
         self._unsettled.discard(name)
@@ -260,10 +259,11 @@ class ModuleState:
     # -- what is said of it, once
 
     def _say_lost(self, names: Iterable[str]) -> None:
+        whose = "no rank's" if self._choice != "rank0" else "not rank 0's"
         for name in names:
             self._once(
                 name,
-                f"{self._held[name].kind} changed in a step in which no rank's forward pass came to its end: no rank "
+                f"{self._held[name].kind} changed in a step in which {whose} forward pass came to its end: no rank "
                 "gave the change a weight, and it was set back to what it was before the step",
             )
 

@@ -49,25 +49,24 @@ class Others:
         self._by_content: set[str] = set()
         self._base: dict[str, Tensor | None] = {}
         self._digests: dict[str, int] = {}
-        self._before: list[tuple[int, int, int] | None] = []
+        self._before: dict[str, tuple[int, int, int] | None] = {}
         self._stamps = _Stamps(())
+        self._looks: set[str] = set()  # at which elements, in this step
 
-    def add(self, held: Held) -> None:
-        """This one is looked after from here on."""
-        self._held.append(held)
+    def follow(self, held: Iterable[Held]) -> None:
+        """These are the ones from here on, also in the middle of a step."""
+        self._held = list(held)
 
     def begin(self, *, by_content: bool) -> None:
         """What they hold now is what they change from; ``by_content``: see changes that leave no other trace."""
         stamps = _Stamps(self._held)
         is_new = len(stamps.objects) != len(self._stamps.objects) or stamps.differ(self._stamps)
         looks = {one.name for one in self._held} if by_content else self._by_content
-        if is_new:
-            before, self._before = self._before, [stamps.of(number) for number in range(len(self._held))]
         for number, one in enumerate(self._held if is_new or looks else ()):
-            if one.is_buffer:
-                same = not is_new or (number < len(before) and before[number] == self._before[number])
-                if one.name in looks or not same or one.name not in self._base:
-                    self._base[one.name] = None if (tensor := one.tensor) is None else tensor.clone()
+            same = one.name in self._before and self._before[one.name] == stamps.of(number)
+            self._before[one.name] = stamps.of(number)
+            if one.is_buffer and (one.name in looks or not same):
+                self._base[one.name] = None if (tensor := one.tensor) is None else tensor.clone()
         frozen = [one for one in self._held if looks and not one.is_buffer and one.name in looks]
         self._digests = {one.name: digest(tensor) for one in frozen if (tensor := one.tensor) is not None}
         self._looks, self._stamps = looks, stamps
@@ -77,18 +76,18 @@ class Others:
         stamps = _Stamps(self._held)
         if not self._looks and not stamps.differ(self._stamps):
             return []
-        return [one.name for number, one in enumerate(self._held) if self._is_changed(one, stamps.of(number), number)]
+        return [one.name for number, one in enumerate(self._held) if self._is_changed(one, stamps.of(number))]
 
-    def _is_changed(self, one: Held, stamp: tuple[int, int, int] | None, number: int) -> bool:
+    def _is_changed(self, one: Held, stamp: tuple[int, int, int] | None) -> bool:
         tensor = one.tensor
-        if stamp != self._before[number]:
+        if one.name not in self._before or stamp != self._before[one.name]:
             base = self._base.get(one.name)
             return tensor is None or base is None or not _equal(tensor, base)
         if tensor is None or one.name not in self._looks:
             return False
         if one.is_buffer:
-            base = self._base[one.name]
-            differs = base is not None and not _equal(tensor, base)
+            base = self._base.get(one.name)
+            differs = base is None or not _equal(tensor, base)
         else:
             differs = digest(tensor) != self._digests.get(one.name)
         if differs:
@@ -106,10 +105,9 @@ class Others:
 
     def restore(self, held: Held) -> bool:
         """Set one back to what it was at the beginning; false if that is not known."""
-        if not held.is_buffer or held.name not in self._base:
+        if not held.is_buffer:
             return False
-        base = self._base[held.name]
-        if base is None:
+        if (base := self._base.get(held.name)) is None:  # it was not there
             held.owner._buffers[held.key] = None
         else:
             held.put(base.clone())
