@@ -28,6 +28,7 @@ from straggle.merge.groups import (
     Group,
     Groups,
     JobGroup,
+    backend_of,
     gloo_group,
     is_of_peer,
     is_over,
@@ -72,7 +73,7 @@ class Channel:
         self.epoch = 0  # of its groups, which never change here
         self._progress = _Progress()
         self._counted: deque[int] = deque()  # steps whose counter this rank began; by the store's thread
-        self._queued = dist.get_backend(parent) != "gloo"  # collectives run on the device's own queue, not on the host
+        self._queued = backend_of(parent) != "gloo"  # collectives run on the device's own queue, not on the host
         assert parent is not None
         corner = self._meet(parent)
         store = default_store()
@@ -95,7 +96,7 @@ class Channel:
         give_up_s = self.give_up_s
         ranks = dist.get_process_group_ranks(parent)
         timeout = timedelta(seconds=give_up_s)
-        backend = dist.get_backend(parent)
+        backend = backend_of(parent)
         check_answers(default_store(), give_up_s)
         try:
             control = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)

@@ -10,12 +10,12 @@ from operator import attrgetter
 from types import FrameType
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from straggle.backward.hooks import observers_of
 from straggle.backward.stages import trainable
+from straggle.merge.groups import backend_of
 
 # what DistributedDataParallel calls it, and what to write instead
 INSTEAD = {
@@ -86,7 +86,10 @@ def check_unwrapped(module: nn.Module, wrapper: type[nn.Module], observer: type)
     for name, child in module.named_modules():
         if isinstance(child, (wrapper, nn.parallel.DistributedDataParallel, nn.DataParallel)):
             where = f"{name} is" if name else "this is already"
-            raise ValueError(f"{where} a {type(child).__name__}: wrap the entire plain module, once (its .module)")
+            closed = ", after close()" if isinstance(child, wrapper) else ""
+            raise ValueError(
+                f"{where} a {type(child).__name__}: wrap the entire plain module, once (its .module{closed})"
+            )
     for name, parameter in module.named_parameters():
         if any(isinstance(found, observer) for found in observers_of(parameter)):
             raise ValueError(
@@ -98,7 +101,7 @@ def check_links(links: object | None, module: nn.Module) -> None:
     """Raise ``ValueError`` where a rank cannot leave the ring (`LinkPolicy`)."""
     if links is None:
         return
-    if dist.get_backend() != "gloo" or any(parameter.is_cuda for parameter in module.parameters()):
+    if backend_of() != "gloo" or any(parameter.is_cuda for parameter in module.parameters()):
         raise ValueError("links=LinkPolicy() needs a gloo process group, and parameters on the CPU: leave links out")
 
 
@@ -112,7 +115,10 @@ def check_module(module: nn.Module) -> None:
         if isinstance(parameter, UninitializedParameter):
             raise ValueError(f"parameter {name} is not initialized: run one forward pass of the lazy module first")
         if _is_sharded(parameter):
-            raise ValueError(f"parameter {name} is sharded (DTensor): wrap the module before it is sharded")
+            raise ValueError(
+                f"parameter {name} is sharded (DTensor), and each rank trains a copy of the entire model: leave out "
+                "what shards it, such as fully_shard() or parallelize_module()"
+            )
         if parameter.itemsize < _LEAST_BYTES:
             raise ValueError(
                 f"parameter {name} is {parameter.dtype}, in which gradients cannot be summed: train it in bfloat16 or "

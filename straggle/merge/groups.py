@@ -139,6 +139,15 @@ def messages_at_a_time(group: Group, size: int, clock: Callable[[], float] = tim
     return QUICK_AT_A_TIME if max(map(float, of_each)) <= QUICK_S else MESSAGES_AT_A_TIME
 
 
+def backend_of(group: dist.ProcessGroup | None = None) -> str:
+    """The backend of a group; where it has one for each kind of device, that of all of them, if it is the same.
+
+    ``init_process_group()`` chooses it by itself, and calls it "undefined" then.
+    """
+    each = {kind.partition(":")[2] for kind in str(dist.get_backend_config(group)).split(",")}
+    return each.pop() if len(each) == 1 else str(dist.get_backend(group))
+
+
 def gloo_group(store: Any, place: int, size: int, form_s: float, *, at_a_time: int = MESSAGES_AT_A_TIME) -> Any:
     """A gloo process group by itself, with ``at_a_time`` collectives on their way at a time.
 

@@ -23,6 +23,7 @@ with needs_extra("metrics"):
     from prometheus_client import Info
 
 from straggle.backward.stages import StagePlan
+from straggle.merge.groups import backend_of
 from straggle.merge.step_record import StepRecord
 from straggle.observe.fairness import Contributions
 from straggle.observe.metric_series import LABELS, Series
@@ -302,7 +303,7 @@ class StepMetrics:
     def _describe(self, model: StagedDataParallel) -> None:
         info = {
             "world_size": str(model.world_size),
-            "backend": dist.get_backend(),
+            "backend": backend_of(),
             "version": __version__,
             "torch_version": str(torch.__version__),
             "deadline": type(model.deadline).__name__,
