@@ -33,6 +33,7 @@ from straggle.merge.groups import (
     is_of_peer,
     is_over,
     messages_at_a_time,
+    set_aside,
     succeeds,
 )
 from straggle.merge.store import JobStore, StoreUnreachable, check_answers, connect, default_store, place_of
@@ -75,6 +76,7 @@ class Channel:
         self._counted: deque[int] = deque()  # steps whose counter this rank began; by the store's thread
         self._queued = backend_of(parent) != "gloo"  # collectives run on the device's own queue, not on the host
         assert parent is not None
+        self._gloo_groups: list[Any] = []
         corner = self._meet(parent)
         store = default_store()
         self.connection = partial(self._connect, store, corner)  # one of its own to this model's corner of the store
@@ -85,7 +87,8 @@ class Channel:
             without="this rank is not late, however slow, and learns of no peer's failure but by its connections",
             watched=(_TROUBLE, _ENDED),
         )
-        self._finalizer = weakref.finalize(self, _end, self.store, self.rank, self._progress)
+        leave = partial(_leave, self._gloo_groups, self._progress, give_up_s)
+        self._finalizer = weakref.finalize(self, _end, self.store, self.rank, self._progress, leave)
 
     @staticmethod  # a method would keep this alive as long as the store's thread
     def _connect(store: Any, corner: str) -> Any:
@@ -123,7 +126,9 @@ class Channel:
         limit = server.timeout
         try:
             store = dist.PrefixStore(corner, server)  # type: ignore[attr-defined]
-            return GlooCollectives(gloo_group(store, self.rank, self.world_size, self.give_up_s, at_a_time=number))
+            group = gloo_group(store, self.rank, self.world_size, self.give_up_s, at_a_time=number)
+            self._gloo_groups.append(group)
+            return GlooCollectives(group)
         finally:
             server.set_timeout(limit)
 
@@ -420,7 +425,18 @@ class _End:
         return cls(int(merged), words)
 
 
-def _end(store: JobStore, rank: int, progress: _Progress) -> None:
+def _leave(groups: list[Any], progress: _Progress, give_up_s: float) -> None:
+    """Let go of the groups; where a peer, or this rank, has failed, collectives may be on their way that never end.
+
+    To free such a group waits for them, for ``give_up_s``, and whichever thread collects it does nothing else then.
+    """
+    while groups:
+        group = groups.pop()
+        if progress.explained:
+            set_aside(group, give_up_s)
+
+
+def _end(store: JobStore, rank: int, progress: _Progress, leave: Callable[[], None]) -> None:
     """When the model is closed, or the process ends: leave word why, where the peers do not know yet."""
     if not progress.explained:
         if (error := sys.exc_info()[1] or progress.uncaught) is not None:
@@ -430,6 +446,7 @@ def _end(store: JobStore, rank: int, progress: _Progress) -> None:
             word = f"{progress.merged} rank {rank} ended {progress.after} ({why})"
             store.post(partial(_leave_word, f"ended/{rank}", word, _ENDED))
     store.close()
+    leave()
 
 
 # -- what the store's thread does

@@ -7,7 +7,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -218,11 +218,31 @@ def _begun(work: dist.Work | None) -> dist.Work:
     return work
 
 
+class _Ends(Protocol):
+    def is_completed(self) -> bool:
+        """Whether it is over."""
+
+
+@dataclass(frozen=True)
+class _Limit:
+    """By then the collectives of a group have ended, or run into its time limit."""
+
+    until: float
+
+    def is_completed(self) -> bool:
+        return time.monotonic() >= self.until
+
+
 # groups that are not used any more, and what was launched in them; a deque, as a finalizer may come at any time
-_dropped: deque[tuple[Any, set[dist.Work]]] = deque()
+_dropped: deque[tuple[Any, Collection[_Ends]]] = deque()
 
 
-def _set_aside(group: Any, works: set[dist.Work]) -> None:
+def set_aside(group: Any, limit_s: float) -> None:
+    """Keep a group in which something may be on its way, nobody knows what: for its time limit ``limit_s``."""
+    _set_aside(group, [_Limit(time.monotonic() + limit_s)])
+
+
+def _set_aside(group: Any, works: Collection[_Ends]) -> None:
     """Keep a group until nothing is on its way in it.
 
     Freeing it before that waits for it, and so would Python as it ends: that never frees what has one reference more.

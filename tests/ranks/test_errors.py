@@ -1,5 +1,8 @@
 """What is refused, with which words, and how the failure of one rank ends the others."""
 
+import gc
+from contextlib import suppress
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import distribute_tensor, init_device_mesh
 from training import Signals, features, mlp
 
-from straggle import LateHandling, StagedDataParallel
+from straggle import LateHandling, PeerFailed, StagedDataParallel
 
 PEERS_END_WITHIN_S = 30.0
 
@@ -209,6 +212,22 @@ def fail_alone(rank):
 def test_exception_of_the_user_leaves_the_step_unchanged():
     (end,) = run_ranks(fail_alone, 1, outcomes=True)
     assert (end.kind, end.message) == ("Broken", "of the user")
+
+
+def collect_garbage_after_a_peer_ended(rank):
+    """Rank 0 ends with its groups still there; rank 1, whose next merge is on its way in vain, frees its own."""
+    gc.disable()
+    with suppress(PeerFailed), staged(mlp()) as model:
+        for number in range(1 + rank):
+            with model.step():
+                model(features(rank, number)).sum().backward()
+    del model
+    if rank == 1:
+        gc.collect()
+
+
+def test_rank_that_lost_a_peer_frees_its_groups_without_waiting_for_what_never_ends():
+    assert run_ranks(collect_garbage_after_a_peer_ended, 2, timeout_s=PEERS_END_WITHIN_S) == [None, None]
 
 
 def fail_while_stuck(rank):
