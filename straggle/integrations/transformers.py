@@ -82,7 +82,7 @@ class StagedTrainerMixin:
         if self.args.include_num_input_tokens_seen not in (False, "no"):
             raise ValueError(
                 "include_num_input_tokens_seen gathers from all ranks in every micro-batch, and would wait for a stuck "
-                "one: leave it out, and count tokens in a callback"
+                "one: leave it out, and count tokens in your data_collator"
             )
         if self.args.auto_find_batch_size:
             raise ValueError("auto_find_batch_size catches errors on one rank only: set per_device_train_batch_size")
@@ -105,7 +105,8 @@ class StagedTrainerMixin:
         if self._takes_part() and type(loader).__name__ == "DataLoaderDispatcher":
             raise ValueError(
                 "this loader reads on one rank and sends to the others, which would wait for it in every batch: set "
-                'accelerator_config={"dispatch_batches": False} and shard the stream by rank'
+                'accelerator_config={"dispatch_batches": False}; each rank then reads all of the stream, as it is, and '
+                "keeps its own batches"
             )
         return loader
 
