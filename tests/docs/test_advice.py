@@ -1,0 +1,135 @@
+"""Each text of the package that says what to do has a test that does it: a new one without such a test fails here."""
+
+from __future__ import annotations
+
+import re
+
+from advice import Case, advising
+from repository import ROOT
+
+from tests.commands import test_advice_of_runs
+from tests.ranks import (
+    test_advice,
+    test_advice_data,
+    test_advice_frameworks,
+    test_advice_later,
+    test_advice_steps,
+)
+from tests.unit import test_advice as test_advice_on_values
+from tests.unit.commands import test_advice_of_commands
+
+MODULES = (test_advice, test_advice_data, test_advice_frameworks, test_advice_later, test_advice_steps)
+
+
+def cases_of(table: object) -> list[Case]:
+    """If it is a table of them."""
+    return [one for one in table.values() if isinstance(one, Case)] if isinstance(table, dict) else []
+
+
+# what a run shows, and help; they refuse nothing
+SHOWN = {
+    "advise/answer.py",
+    "commands/train.py",
+    "commands/train_elastic.py",
+    "commands/words.py",
+    "lab/comparison.py",
+    "observe/findings.py",
+}
+HELP = {
+    "Start the workers of a job, and start each that dies again, while the others go on.",
+    "one file for each rank and start; else passed through",
+    "load these once, such as torch, and fork each worker from there",
+    "%s is of %d ranks, and this run has %d: shares, and random states of ranks that are new, begin again",
+}
+GROUPS = "tests/ranks/test_advice_data.py::test_process_group_is_made_as_the_texts_say"
+# followed by tests of their own: words of the text, and the test
+ELSEWHERE = {
+    "no checkpoint in {}: start without resume=true first": (
+        "tests/ranks/test_checkpoint.py::test_loading_what_is_not_there_is_refused"
+    ),
+    "run_dir must be on storage that all ranks see": (
+        "tests/ranks/test_checkpoint.py::test_ranks_that_do_not_see_the_same_checkpoint_are_refused"
+    ),
+    "which no fork has: leave it to the workers": (
+        "tests/commands/test_preload.py::test_module_that_cannot_be_loaded_is_refused_before_a_worker_starts"
+    ),
+    "no report: %r; try again with: python -m straggle report %s": (
+        "tests/commands/test_report_page.py::test_command_writes_the_page_and_says_where"
+    ),
+    "is in use by {}: wait for the end of that run, or give another run_dir": (
+        "tests/unit/commands/test_run_dir.py::test_run_whose_first_rank_was_killed_keeps_others_out_while_any_of_its_"
+        "ranks_is_there"
+    ),
+    "if you trust this one, name it on the command line too: {}={}": (
+        "tests/unit/commands/test_untrusted.py::test_replay_builds_what_its_own_command_line_names"
+    ),
+    "this version of straggle has none of that name: repeat a run with its own version": (
+        "tests/unit/commands/test_untrusted.py::test_replay_of_a_run_that_another_version_recorded_says_so"
+    ),
+    "this needs: pip install 'straggle[{}]'": (
+        "tests/commands/test_extras.py::test_extras_that_errors_and_pages_name_are_those_of_pyproject"
+    ),
+    "wrap the model without members; in a replay no rank leaves": (
+        "tests/ranks/test_replay_members.py::test_run_with_killed_stopped_and_restarted_ranks_is_replayed_bit_for_bit"
+    ),
+    "leave process_group out; members are ranks of the job": (
+        "tests/ranks/test_replay_members.py::test_run_with_killed_stopped_and_restarted_ranks_is_replayed_bit_for_bit"
+    ),
+    "no recording at {}: start as many ranks as the recorded run had": (
+        "tests/unit/observe/test_members_recording.py::test_recording_that_lacks_a_rank_is_refused"
+    ),
+    "recorded on {} ranks, and this run has {}: start as many": (
+        "tests/unit/observe/test_members_recording.py::test_what_cannot_be_replayed_is_refused_with_the_step_and_why"
+    ),
+    "straggle needs a process group: launch with torchrun and call torch.distributed.init_process_group() be": GROUPS,
+    'in a running job; write dist.init_process_group("gloo"), or leave members out': GROUPS,
+    "links=LinkPolicy() needs a gloo process group, and parameters on the CPU: leave links out": GROUPS,
+}
+# what no test here can follow
+NOT_HERE = {
+    "a module uses a CUDA device as it is loaded, which no fork can: leave it to the workers": "a CUDA device",
+    "the random state of a device is not recorded; replay on the CPU": "a CUDA device",
+    "needs Linux: leave it out": "another system",
+    "nobody has the job's state; begin from a checkpoint": "all members are gone",
+    "StagedTrainer takes the place of DDP, and this job is of kind {}: use Trainer": "DeepSpeed or FSDP",
+    "StagedAccelerator takes the place of DDP, and this job is of kind {}: use Accelerator": "DeepSpeed or FSDP",
+}
+TABLES = (
+    *(one.says for module in MODULES for table in vars(module).values() for one in cases_of(table)),
+    *test_advice_on_values.VALUES,
+    *test_advice_on_values.LAB,
+    *test_advice_of_commands.COMMANDS,
+    *test_advice_of_runs.SAYS,
+)
+LISTED = (*TABLES, *ELSEWHERE, *NOT_HERE, *HELP)
+
+
+def meant(says: str) -> set[str]:
+    """The texts that these words are of: the one that has no others, or else those that have them."""
+    found = {text.words for text in advising() if text.where not in SHOWN and says in text.words}
+    return {says} if says in found else found
+
+
+def test_each_advice_is_followed_by_a_test():
+    followed = {words for says in LISTED for words in meant(says)}
+    missing = [text for text in advising() if text.where not in SHOWN and text.words not in followed]
+    assert not missing, "no test follows the advice of: " + "; ".join(f"{text.where}: {text.words}" for text in missing)
+
+
+def test_each_case_is_of_one_text():
+    for says in LISTED:
+        assert len(meant(says)) <= 1, (says, meant(says))
+
+
+def test_what_is_listed_beside_the_cases_is_there():
+    for says in (*ELSEWHERE, *NOT_HERE, *HELP):
+        assert meant(says), says
+    for name in ELSEWHERE.values():
+        path, _, test = name.partition("::")
+        assert re.search(rf"^def {test}\(", (ROOT / path).read_text(), re.MULTILINE), name
+
+
+def test_texts_are_found_with_their_values_and_without_docstrings():
+    words = {text.words for text in advising()}
+    assert "parameter {} is not initialized: run one forward pass of the lazy module first" in words
+    assert not any("Raise ``ValueError``" in text for text in words)

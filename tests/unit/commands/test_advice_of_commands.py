@@ -1,0 +1,197 @@
+"""The advice of errors about a command line can be followed: it is refused, and what the text says is accepted."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+
+import pytest
+from advice import pattern
+from omegaconf import OmegaConf
+from training import TINY
+
+from straggle.commands import config as configurations
+from straggle.commands import evaluate, report, run_dir, watch
+from straggle.commands.config import load
+from straggle.commands.plain_args import Words
+from straggle.commands.replaying import recorded
+
+pytestmark = pytest.mark.slow  # some fifty configurations are composed, a fifth of a second each
+
+
+def train(*keys):
+    """The command `train` with a small workload."""
+    return lambda path: load("train", [*TINY, *(key.format(path) for key in keys)])
+
+
+def compare(*keys):
+    return lambda _: load("compare", [*TINY, *keys])
+
+
+def evaluated(*keys):
+    return lambda _: evaluate.check(load("evaluate", list(keys)))
+
+
+def checked(word):
+    """The command `check`; its complaint as an error."""
+    complaint = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(complaint):
+        patch.setattr(sys, "argv", ["straggle", word])
+        if configurations.main():
+            raise ValueError(complaint.getvalue())
+
+
+def with_a_checkpoint(path):
+    (path / "checkpoint").mkdir()
+    (path / "checkpoint" / "state.json").write_text("{}")
+    return train("resume=true", "run_dir={}")(path)
+
+
+def repeat_of(path):
+    return recorded(load("train", [*TINY, f"run_dir={path / 'again'}", f"replay={path / 'earlier'}"]))
+
+
+def with_a_run(*keys, folder="decisions"):
+    """In a folder with an earlier run, whose ``run_dir`` it is."""
+
+    def way(path):
+        (path / "earlier" / folder).mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(OmegaConf.create({"steps": 3}), path / "earlier" / "config.yaml")
+        return train(*keys)(path)
+
+    return way
+
+
+def repeat(source, target):
+    def way(path):
+        with_a_run()(path)
+        return recorded(load("train", [*TINY, f"run_dir={path / target}", f"replay={path / source}"]))
+
+    return way
+
+
+def unwritable(place):
+    def way(path):
+        (path / "file").write_text("")
+        run_dir.check_run_dir(path / place)
+
+    return way
+
+
+def words(words, *names):
+    return lambda path: words([name.format(path) for name in names])
+
+
+def script(path):
+    (path / "train.py").write_text("")
+    return watch.arguments([str(path / "train.py")])
+
+
+COMMANDS = {
+    "{} is no key=value, such as steps=10": (train("steps"), train("steps=10")),
+    "no command {} with a configuration: choose one of {}": (
+        lambda _: checked("run"),
+        lambda _: checked("simulate"),
+    ),
+    "{}={}: must be an integer of at least {}": (train("steps=0"), train("steps=1")),
+    "{}={}: choose one of {}": (train("deadline=soon"), train("deadline=fixed")),
+    "${all_ranks_but:{}}: must be an integer of at least 0": (
+        train("deadline=first_k", "deadline.k=${{all_ranks_but:-1}}"),
+        train("deadline=first_k", "deadline.k=${{all_ranks_but:0}}"),
+    ),
+    "pings={}: choose one of true, false": (train("pings=maybe"), train("pings=true"), train("pings=false")),
+    "links=auto needs pings=true: without them no link is known to be slow": (
+        train("links=auto", "pings=false"),
+        train("links=auto", "pings=true"),
+    ),
+    "links=auto with pulled=true: what a leaf draws is not simulated; use links=none": (
+        lambda _: load("simulate", ["network=links", "links=auto", "pulled=true", "work.num_microbatches=8"]),
+        lambda _: load("simulate", ["network=links", "links=none", "pulled=true", "work.num_microbatches=8"]),
+    ),
+    "its own processes stay; leave members out": (
+        with_a_run("members=elastic", "replay={}/earlier"),
+        with_a_run("replay={}/earlier"),
+    ),
+    "replay={}: no recorded run there; give the run_dir of an earlier one": (
+        train("replay={}/nowhere"),
+        with_a_run("replay={}/earlier"),
+    ),
+    "resume=true and replay=... exclude each other: a replay begins at step 0": (
+        with_a_run("resume=true", "replay={}/earlier"),
+        with_a_run("replay={}/earlier"),
+    ),
+    "resume={}: choose one of true, false, auto": (
+        train("resume=maybe"),
+        train("resume=false"),
+        train("resume=auto", "run_dir={}/new"),
+    ),
+    "work={}: choose one of {}": (train("work=given"), train("work=dealt")),
+    "work=pulled needs num_microbatches above 1": (
+        train("work=pulled", "num_microbatches=1"),
+        train("work=pulled", "num_microbatches=2"),
+    ),
+    "scenarios={}: give a list, such as [{}]": (
+        compare("scenarios=3"),
+        compare("scenarios=[dropcompute,everyone_noisy]"),
+    ),
+    "scenarios={}: choose of {}": (compare("scenarios=[nobody]"), compare("scenarios=[none,slow_rank]")),
+    "methods={}: ddp must be among them, for comparison": (
+        compare("methods=[straggle]"),
+        compare("methods=[ddp,straggle]"),
+    ),
+    "replay={} is run_dir itself, which this run would overwrite: give another run_dir": (
+        repeat("earlier", "earlier"),
+        repeat("earlier", "again"),
+    ),
+    "quick={}: choose one of true, false": (evaluated("quick=maybe"), evaluated("quick=true")),
+    "late={}: give a list of shares of the ranks, such as [0.1,0.3]": (
+        evaluated("late=0.1"),
+        evaluated("late=[0.1,0.3]"),
+    ),
+    "late={}: must be a share of {} ranks, not none and not all": (evaluated("late=[1.0]"), evaluated("late=[0.5]")),
+    "there is nothing to judge: leave at least one of the tasks and one of the judged": (
+        evaluated("judged=null"),
+        evaluated(),
+    ),
+    "replay={}: no recorded run; it is the run_dir of an earlier run": (
+        lambda path: (with_a_run()(path), (path / "earlier" / "config.yaml").unlink(), repeat_of(path)),
+        lambda path: (with_a_run()(path), repeat_of(path)),
+    ),
+    "resume=true: there is no checkpoint in run_dir={}": (
+        train("resume=true", "run_dir={}/new"),
+        with_a_checkpoint,
+    ),
+    "{}={}: must be a finite number from 0 on": (
+        lambda _: load("simulate", ["network=constant", "network.seconds=-1"]),
+        lambda _: load("simulate", ["network=constant", "network.seconds=0"]),
+    ),
+    "run_dir={} cannot be written ({}): give another run_dir": (unwritable("file/run"), unwritable("run")),
+    "steps={}: {} is no step; give numbers such as steps=0,30": (
+        words(report.arguments, "{}", "steps=first"),
+        words(report.arguments, "{}", "steps=0,30"),
+    ),
+    "one RUN_DIR is needed, not {}; a second one is given as compare=RUN_DIR": (
+        words(report.arguments, "{}", "{}/other"),
+        words(report.arguments, "{}", "compare={}/other"),
+    ),
+    "{} is no file: give the script that torchrun would run": (words(watch.arguments, "{}/train.py"), script),
+    "{}={}: choose one of true, false": (
+        lambda _: Words.of(["json=maybe"], ["json"]).flag("json"),
+        lambda _: Words.of(["json=true"], ["json"]).flag("json"),
+    ),
+    "unknown option {}; options are written key=value, with keys {}": (
+        words(report.arguments, "{}", "--steps"),
+        words(report.arguments, "{}", "steps=0"),
+    ),
+}
+
+
+@pytest.mark.parametrize("says", COMMANDS)
+def test_command_line_that_the_text_allows_is_accepted(says, tmp_path):
+    refused, *followed = COMMANDS[says]
+    with pytest.raises(ValueError, match=pattern(says)):
+        refused(tmp_path)
+    for number, way in enumerate(followed):
+        (folder := tmp_path / str(number)).mkdir()
+        way(folder)
