@@ -64,6 +64,32 @@ def normed(norm):
     return nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 2))
 
 
+class Has(nn.Module):
+    """Has a tensor more: a parameter, or a buffer."""
+
+    def __init__(self, more):
+        super().__init__()
+        self.body, self.other = mlp(), nn.Module()
+        if isinstance(more, nn.Parameter):
+            self.other.more = more
+        else:
+            self.other.register_buffer("more", more)
+
+    def forward(self, x):
+        more = self.other.more
+        return self.body(x) + (more.sum().float() if more.requires_grad else 0)
+
+
+def narrow(dtype, trainable=True):
+    return Has(nn.Parameter(torch.ones(2).to(dtype), requires_grad=trainable))
+
+
+def windows():
+    """Of other elements on each rank; rank 1's share their memory."""
+    elements = torch.arange(6.0) * (dist.get_rank() + 1)
+    return elements.as_strided((2, 3), (1, 1)) if dist.get_rank() else elements.view(2, 3)
+
+
 def lazy(initialized):
     torch.manual_seed(0)
     module = nn.Sequential(nn.LazyLinear(4))
@@ -146,6 +172,22 @@ MODULES = {
         "set sparse=False",
         wrapping(lambda: nn.EmbeddingBag(8, 4, sparse=True)),
         trains(lambda: Words(sparse=False)),
+    ),
+    "narrow": case(
+        "in which gradients cannot be summed: train it in bfloat16 or wider, or set requires_grad=False",
+        wrapping(lambda: narrow(torch.float8_e4m3fn)),
+        trains(lambda: narrow(torch.bfloat16), within=0.02),
+        trains(lambda: narrow(torch.float8_e4m3fn, trainable=False)),
+    ),
+    "sparse buffer": case(
+        "keep it as dense tensors (`dequantize()`, `to_dense()`)",
+        wrapping(lambda: Has(torch.eye(2).to_sparse())),
+        trains(lambda: Has(torch.eye(2).to_sparse().to_dense())),
+    ),
+    "overlapping buffer": case(
+        "elements of this tensor share their memory and would have to differ: use .contiguous()",
+        wrapping(lambda: Has(windows())),
+        trains(lambda: Has(windows().contiguous())),
     ),
     "sparse by the function": case(
         "use dense gradients",

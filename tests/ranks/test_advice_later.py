@@ -13,12 +13,12 @@ from torch import nn
 from training import features, mlp
 
 import straggle
-from straggle import Merge, StagedDataParallel
+from straggle import StagedDataParallel
 from straggle.merge.replay import Decision, Recording
 
 pytestmark = pytest.mark.light
 
-# -- parameters and buffers that are others
+# -- parameters that are others
 
 
 def replace(module):
@@ -113,19 +113,6 @@ def freeze_then(rank):
         return module
 
 
-class Grows(nn.Module):
-    """Its buffer has one more element in each forward pass."""
-
-    def __init__(self, persistent=True):
-        super().__init__()
-        self.body = mlp()
-        self.register_buffer("seen", torch.zeros(1), persistent=persistent)
-
-    def forward(self, x):
-        self.seen = torch.cat([self.seen, x.mean().view(1)])
-        return self.body(x)
-
-
 AGAIN = "or close() this one and wrap the model again with a new optimizer"
 CONVERTED = "or close() this one and wrap the module again with a new optimizer"
 CHANGED = {
@@ -140,12 +127,6 @@ CHANGED = {
         after_wrapping(unfreeze, body_frozen),
         freeze_then,
         wrapped_again(unfreeze, body_frozen),
-    ),
-    "buffer": case(
-        "register it with persistent=False, or give Merge(buffers='local')",
-        stepping(plain, Grows),
-        trains(lambda: Grows(persistent=False)),
-        trains(Grows, merge=Merge(buffers="local")),
     ),
 }
 

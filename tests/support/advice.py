@@ -26,7 +26,7 @@ from straggle import StagedDataParallel
 
 _DO = (
     "use|write|call|leave|give|set|wrap|close|choose|copy|start|step after|clip|convert|move|register|begin|resume|"
-    "remove|launch|run|load|enter|repeat|look|change|name|try|let|replay|make|log|install|go|add|zero_grad"
+    "remove|launch|run|load|enter|repeat|look|change|name|try|let|replay|make|log|install|go|add|keep|train|zero_grad"
 )
 # said to the reader, at the beginning or after a mark or an "or", "and" or "so"; or what a value has to be
 _ADVICE = re.compile(
@@ -151,7 +151,7 @@ def train(
     assert digest(model.module.parameters()) != before, "it does not train"
     for (name, ours), theirs in zip(model.module.named_parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(
-            ours, theirs, rtol=within, atol=within, msg=lambda text, name=name: f"{name}: {text}"
+            ours.double(), theirs.double(), rtol=within, atol=within, msg=lambda text, name=name: f"{name}: {text}"
         )
     return model.module
 

@@ -26,6 +26,7 @@ from straggle.lab.simulate import communication, delays, links, pulled, recorded
 from straggle.lab.workloads import digits, paced, shard, synthetic, text
 from straggle.merge.members import state_wire
 from straggle.merge.pools.pool import Pool
+from straggle.merge.tensor_bytes import bytes_of
 from straggle.observe import metrics_endpoint, run
 from straggle.policies.fill_in import FillIn
 
@@ -304,6 +305,10 @@ VALUES = {
     "which cannot be sent: let its state_dict() give a dense tensor": (
         lambda _: sent({"a": torch.eye(2).to_sparse()}),
         lambda _: sent({"a": torch.eye(2)}),
+    ),
+    "and more than its elements: use a plain dense one": (
+        lambda _: bytes_of(torch.eye(2).to_sparse()),
+        lambda _: bytes_of(torch.eye(2)),
     ),
     # data
     "least_gain={}: must be a positive number, such as 0.05 for a twentieth": (
