@@ -154,7 +154,8 @@ class Epochs:
                     raise RuntimeError(
                         f"rank {self._model.rank}: {num_unused} times the same batch, and no step with it; the other "
                         "ranks wait for that: leave a batch out inside of `with model.step():`, where a step without "
-                        "a backward pass counts as skipped"
+                        "a backward pass counts as skipped; or, if the model was wrapped again, make the loader again "
+                        "with the new one"
                     )
                 self._num_made = 0
                 yield batch

@@ -105,6 +105,26 @@ def epochs(model):
     return one.batches(DataLoader(SAMPLES, batch_sampler=one.sampler))
 
 
+def wrap_again(new_loader):
+    """In the middle of an epoch; the loader is still that of the model that was closed, or a new one."""
+
+    def way(rank):
+        module = mlp()
+        with staged(module) as model:
+            loader = straggle.DealtLoader(model, DataLoader(SAMPLES, 4))
+            x = next(iter(loader))[0]
+            plain(model, sgd(model), x)
+        with staged(module) as model:
+            if new_loader:
+                loader = straggle.DealtLoader(model, DataLoader(SAMPLES, 4))
+            optimizer = sgd(model)
+            for (x,) in loader:
+                plain(model, optimizer, x)
+        return module
+
+    return way
+
+
 def no_step(model, optimizer, x):
     model(x)
 
@@ -243,6 +263,11 @@ DATA = {
         "write step.weight = count in the step",
         warned_in(loop(unequal, lambda model, optimizer, x, _: plain(model, optimizer, x))),
         loop(unequal, weighed),
+    ),
+    "wrapped again": case(
+        "if the model was wrapped again, make the loader again with the new one",
+        wrap_again(new_loader=False),
+        wrap_again(new_loader=True),
     ),
     "no step": case("leave a batch out inside of `with model.step():`", loop(epochs, no_step), loop(epochs, skipped)),
     "two steps": case("Epochs needs one step for each", loop(epochs, two_steps), loop(epochs)),
