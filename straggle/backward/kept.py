@@ -97,6 +97,7 @@ class KeptGradients:
     def _settle(self, kept: dict[int, Tensor]) -> None:
         self.gradients = {index: gradient.detach().clone() for index, gradient in kept.items()}
         self.decided = True
+        self._entered, self._aside = {}, None  # who has a gradient from here on is the loop
 
 
 def mark_of(kept: Iterable[int], written: Sequence[int] = ()) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from straggle.backward.stages import STAGE_BYTES, StagePlan
 from straggle.merge.groups import Group
+from straggle.merge.lent import Lent
 from straggle.merge.numbers import Numbers
 from straggle.merge.telemetry import NONFINITE, row_length
 from straggle.policies.merge_time import largest_message_bytes
@@ -63,6 +64,21 @@ class _Flat:
     both: tuple[Tensor, ...]
 
 
+@dataclass(frozen=True)
+class _Memory:
+    """What one bucket lies in. ``rows``: what of it is telemetry, if it is the last one; empty otherwise."""
+
+    flats: list[_Flat]
+    lent: Lent
+    rows: Tensor
+
+    @staticmethod
+    def new(flats: list[_Flat], views: Sequence[Tensor], rows: Tensor) -> _Memory:
+        """That of a bucket which nobody has used."""
+        own = (views[index] for flat in flats for index in flat.parameters)  # no list: that would have them
+        return _Memory(flats, Lent(own, (flat.gradients for flat in flats)), rows)
+
+
 def keep_freed_memory() -> None:
     """Let glibc's allocator keep up to 50 MB of what is freed, as it does under DDP.
 
@@ -94,6 +110,7 @@ class StageBuffers:
         wire_dtype: torch.dtype | None = None,
     ) -> None:
         self._world_size = world_size
+        self._parameters = parameters
         self._drop_nonfinite = drop_nonfinite
         self.state = torch.zeros(num_state, dtype=torch.float64)
         self._wire_dtype = wire_dtype
@@ -113,7 +130,15 @@ class StageBuffers:
         self._length = world_size * length
         self._own_rows = array("f", bytes(4 * self._length))  # zeros but for this rank's row
         self._with_last = self.rows
+        self._num_rows = last
+        no_rows, last_bucket = torch.empty(0), self._buckets[-1]
+        self._memory = [
+            _Memory.new(flats, self.views, self.rows if flats is last_bucket else no_rows) for flats in self._buckets
+        ]
+        self._set_aside: dict[int, _Memory] = {}  # of some buckets, because the loop had a gradient in it
         self.use_telemetry(self.rows)
+        for memory in self._memory:
+            memory.lent.begin_use()
 
     def use_telemetry(self, numbers: Tensor) -> None:
         """Where ``rows`` lie, from here on to the end of the step."""
@@ -126,6 +151,37 @@ class StageBuffers:
         self._bad, self._merged, self._rank, self._sums = [], {}, -1, {}
         if self.telemetry is not self._with_last:
             self.use_telemetry(self._with_last)
+
+    def renew_held(self) -> None:
+        """Use other memory for each bucket of which the loop has a gradient still: that one stays as it is.
+
+        Between two steps, when no ``p.grad`` is among them.
+        """
+        if self.telemetry is not self._with_last:
+            self.use_telemetry(self._with_last)
+        for number, memory in enumerate(self._memory):
+            if not memory.lent.are_back:
+                self._renew(number)
+                self._memory[number].lent.begin_use()  # not in `_renew`, whose variables have a gradient
+            elif self._set_aside:
+                self._set_aside.pop(number, None)
+
+    def _renew(self, number: int) -> None:
+        """Fresh memory is slow, so where a loop keeps the gradients of its last step, two take turns."""
+        old, other = self._memory[number], self._set_aside.get(number)
+        self._set_aside[number] = old
+        last = number == len(self._buckets) - 1
+        if other is None or not other.lent.are_free:
+            indices = [index for flat in old.flats for index in flat.parameters]
+            flats = self._allocate(indices, self._parameters, self._num_rows if last else 0)
+            other = _Memory.new(flats, self.views, self.rows)
+        self._memory[number], self._buckets[number] = other, other.flats
+        order = (index for flat in other.flats for index in flat.parameters)
+        for index, gradient in zip(order, other.lent.gradients, strict=True):
+            self.views[index] = gradient
+        if last:
+            self._with_last = other.rows
+        self.use_telemetry(self._with_last)
 
     def accumulate(
         self, index: int, gradient: Tensor, *, add: bool, weight: float = 1.0, complete: bool = False
@@ -372,8 +428,11 @@ def _between(data: Tensor, parts: Iterable[tuple[int, int]]) -> tuple[Tensor, ..
 
 
 def _view(data: Tensor, start: int, parameter: nn.Parameter) -> Tensor:
-    """A gradient's place in the buffer, in the memory format of its parameter."""
+    """A gradient's place in the buffer, in the memory format of its parameter.
+
+    For autograd it is no view of the buffer: `detach_` works, and its version is its own.
+    """
     for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
         if parameter.dim() == dims and parameter.is_contiguous(memory_format=layout):
-            return data.as_strided(parameter.size(), parameter.stride(), start)
-    return data[start : start + parameter.numel()].view(parameter.shape)
+            return data.as_strided(parameter.size(), parameter.stride(), start).data
+    return data[start : start + parameter.numel()].view(parameter.shape).data

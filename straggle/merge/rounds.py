@@ -172,7 +172,8 @@ class Rounds:
         self._held = buffers
 
     def free_held(self) -> None:
-        """The gradients of the step before are needed no more, or were copied."""
-        if self._held is not None:
-            self._spare = self._spare or self._held  # a second spare is memory that only a stuck rank needs
-            self._held = None
+        """The gradients of the step before are needed no more, or were copied, but for what the loop still has."""
+        if self._held is not None and self._spare is None:  # a second spare is memory that only a stuck rank needs
+            self._held.renew_held()
+            self._spare = self._held
+        self._held = None
