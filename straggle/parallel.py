@@ -26,6 +26,7 @@ from straggle.loop.model_parts import MembersParts, Options, build_parts, close_
 from straggle.loop.optimizer_steps import OptimizerSteps
 from straggle.loop.replayed import HealedRecorder, Replayed
 from straggle.loop.step_warnings import StepWarnings
+from straggle.loop.uneven import own_passes
 from straggle.merge.alike import check_same_state
 from straggle.merge.checks import (
     CLIP_AFTER_THE_BLOCK,
@@ -279,16 +280,14 @@ class StagedDataParallel(nn.Module):
         """The batches of ``loader``, for ranks that have not all as many: ``for x, y in model.join(loader)``.
 
         A rank that has no more goes on with its last batch, for which no step computes anything (its forward pass ends
-        the block), and takes part in the merges of the others until all are done.
+        the block), and takes part in the merges of the others until all are done: in as many steps as the longest
+        loader is enough for. Several may be drawn for a step (``num_microbatches``), before it or in its block; where
+        they end within a step, those that there are count. To know which batch is the last, one is fetched ahead: a
+        loader that fetches more of them, or fills the same memory again, comes inside.
         A rank that comes back (`Elastic`) leaves it when the others have: each ``join`` is one with theirs, by number.
         Raises ``ValueError`` where there is not one batch.
         """
-
-        def all_idle() -> bool:
-            return self._last.record is not None and self._last.record.table.all_idle()
-
-        set_idle = partial(setattr, self, "idle")
-        return self._joins.batches(loader, self.rank, set_idle=set_idle, all_idle=all_idle)
+        return self._joins.batches(loader, self._coordinator.training, self.rank, self._open.out_of_data)
 
     @property
     def last_report(self) -> StepReport | None:
@@ -465,19 +464,24 @@ class StagedDataParallel(nn.Module):
         self._replayed.begin_as_then(number)
         self._wrapped.check(self.rank, number)
         checked = self._options.merge.checks(number)
-        self._open.enter(step, self._replayed.decision(), self._entry(step, checked=checked), checked=checked)
+        share = self._joins.share_of(number)
+        self._open.enter(step, self._replayed.decision(), self._entry(step, share, checked=checked), checked=checked)
+        if 0 < share < 1:
+            self._open.end_data(own_passes(step.num_microbatches, share))
         if self.default_weight != 1.0:
             step.weight = self.default_weight
         self._steps.entered()
 
-    def _entry(self, step: Step, *, checked: bool) -> Entry:
+    def _entry(self, step: Step, share: float, *, checked: bool) -> Entry:
+        """``share``: of the batches that were drawn for the step, those that are this rank's own."""
         tensors = self._state.fingerprint(self._wrapped.named) if checked else None
         return Entry(
             step.num_microbatches,
-            idle=self.idle,
+            idle=self.idle or not share,
             fingerprint=NO_FINGERPRINT if tensors is None else tensors.number,
             tensors=tensors,
             stepped=math.nan if self._last.record is None else self._steps.number,
+            joins_over=self._coordinator.training.joins_over,
         )
 
     def _leave(self, step: Step, error: BaseException | None) -> bool:
@@ -490,6 +494,7 @@ class StagedDataParallel(nn.Module):
         self._last.decision = self._open.decision(merged)
         self._warnings.merged(step, merged)
         record = self._last.record = self._record(merged)
+        self._joins.merged(merged.table)
         self.pulling.merged(record)
         self._pings.merged(record)
         if (times := self._learner.step_complete()) is not None:

@@ -77,6 +77,9 @@ class RequeueSampler(Sampler[int]):
 
         A loader by itself would end with the last batch, before that could be put back, and its workers fetch ahead.
         """
+        return _Epoch(self._epoch_of(loader))
+
+    def _epoch_of(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         try:
             yield from loader
             self._own_share_is_over = True
@@ -103,3 +106,15 @@ class RequeueSampler(Sampler[int]):
             generator = torch.Generator().manual_seed(self._seed + self._epoch)
             order = torch.randperm(self._num_samples, generator=generator)
         yield from order[self._rank :: self._world_size].tolist()
+
+
+class _Epoch(Iterator[Batch]):
+    """The batches of an epoch whose end depends on the steps that are made with them."""
+
+    waits_for_step = True  # for `join`, which does not fetch the next batch before that step is over
+
+    def __init__(self, batches: Iterator[Batch]) -> None:
+        self._batches = batches
+
+    def __next__(self) -> Batch:
+        return next(self._batches)

@@ -144,6 +144,7 @@ class OpenStep(PassWatcher):
         self._idle = entry.idle and (replayed is None or replayed.idle is None)  # otherwise it stops as recorded
         by_clock: StopRule = ByClock(self._coordinator.training) if replayed is None else AsRecorded(replayed)
         self._rule = NoData() if self._idle else by_clock
+        self._passes_with_data = sys.maxsize  # fewer than were announced where the loop runs out of data
         self.stopped = False
         self.goes_on = False  # it was late in a backward pass, which it finishes all the same
         self._num_forward = 0  # passes that were finished
@@ -187,6 +188,28 @@ class OpenStep(PassWatcher):
         self._left = sys.maxsize if drawn.is_open else number * len(self._parameters)
         return drawn
 
+    def out_of_data(self) -> None:
+        """The loop has no more data, and draws for the rest of the open step what is not computed."""
+        if self.step is not None and not (self._idle or self.stopped):
+            self.settle()
+            self.end_data(self.num_over)
+
+    def end_data(self, num_passes: int) -> None:
+        """This rank has data for so many passes of the step: these count, and the block ends where another begins."""
+        assert self.step is not None
+        if num_passes >= min(self.step.num_microbatches, self._passes_with_data) or self.drawn is not None:
+            return
+        self._passes_with_data, self._left = num_passes, num_passes * len(self._parameters)
+        self._coordinator.end_data(num_passes)
+        if num_passes == 0:
+            self._idle = True
+            self._end_without_data()
+
+    def _end_without_data(self) -> None:
+        """Nothing more of the step is begun, if the rank has no data for it."""
+        if self.num_over >= self._passes_with_data:
+            self._rule = NoData()
+
     def leave(self, error: BaseException | None) -> MergedStep | None:
         """Merge, and put the merged gradients in place; ``None`` where the user's code failed, which peers then know.
 
@@ -195,7 +218,7 @@ class OpenStep(PassWatcher):
         step, only_late = self.step, isinstance(error, DeadlineReached)
         assert step is not None
         # a loop that swallows even a BaseException comes here without one, and has not computed everything all the same
-        truncated = only_late or self.stopped
+        truncated = (only_late or self.stopped) and (self._idle or self.num_over < self._passes_with_data)
         self.settle()
         try:
             if error is not None and not only_late:
@@ -279,6 +302,7 @@ class OpenStep(PassWatcher):
         if self._num_timed < self.num_over:  # its first forward pass ends the micro-batch before it
             self._num_timed += 1
             self._coordinator.training.microbatch_finished()
+        self._end_without_data()
         self.check()
         self._in_forward = True
         return True
@@ -337,7 +361,7 @@ class OpenStep(PassWatcher):
         if learning := self._learner.times is not None:
             self.groups.note_stream()
         plain = self._replayed is None and not self._idle and not self._fill_in.reads_own and not learning
-        alone = self._runs == {self._own} and self.pass_number < self.step.num_microbatches
+        alone = self._runs == {self._own} and self.pass_number < min(self.step.num_microbatches, self._passes_with_data)
         grouped = plain and alone and bool(self.groups.ends)
         self._grouped_run = current_run() if grouped else _NO_RUN
         return grouped
@@ -377,7 +401,8 @@ class OpenStep(PassWatcher):
             raise RuntimeError(
                 "backward outside of a step: write `with model.step():` around the forward and backward pass"
             )
-        if self._idle:
+        if self.num_over >= self._passes_with_data or self._idle:
+            self._end_without_data()
             self.check()
         if not self._kept.decided:
             if not self._kept.decide(index):

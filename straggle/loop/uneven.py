@@ -1,18 +1,32 @@
-"""Ranks that have not all as many batches: who has no more takes part with weight 0 until all are done."""
+"""Ranks that have not all as many batches: who has no more takes part with weight 0 until all are done.
+
+A rank fetches one batch ahead, so that it knows which one is its last, and says so in that batch's step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar, cast
 
+from straggle.merge.rank_state import TrainingSide
+from straggle.merge.table import Table
+
 Batch = TypeVar("Batch")
+_END, _UNKNOWN = object(), object()
 
 
 class Joins:
-    """How many loops over `StagedDataParallel.join` this process has begun, and how many are over for the job."""
+    """The loops over `StagedDataParallel.join` that this process has begun, and how many are over for the job.
+
+    What a loop draws between two steps is of the next one, and what it draws in a step is of that.
+    """
 
     def __init__(self) -> None:
         self.begun = self.over = 0
+        self._runs = False
+        self._step = -1  # for which batches were drawn last,
+        self._num_own = self._num_drawn = 0  # how many of these are this rank's, and how many were drawn
+        self._had_own = True  # the last one was
 
     def state_dict(self) -> dict[str, int]:
         """What a rank that comes back must know."""
@@ -23,31 +37,58 @@ class Joins:
         self.over = state["over"]
 
     def batches(
-        self, loader: Iterable[Batch], rank: int, *, set_idle: Callable[[bool], None], all_idle: Callable[[], bool]
+        self, loader: Iterable[Batch], training: TrainingSide, rank: int, out_of_data: Callable[[], None]
     ) -> Iterator[Batch]:
-        """The batches of ``loader``, and then its last one until all ranks have no more.
+        """The batches of ``loader``, and then its last one until no rank has more.
 
-        ``set_idle`` is told whether this rank has none; ``all_idle()`` says whether that was so on all ranks in the
-        last step. Raises ``ValueError`` where there is not one batch.
+        ``out_of_data()`` is called if that is drawn in an open step. Raises ``ValueError`` if there is not one batch.
         """
-        batch, empty = None, True
         number, self.begun = self.begun, self.begun + 1
+        training.joins_over = self.begun
         if self.over > number:
             return
-        for batch in loader:
-            empty = False
-            yield batch
-            if self.over > number:
-                return
-        if empty:
+        source, batch = iter(loader), None
+        if (following := next(source, _END)) is _END:
             raise ValueError(f"rank {rank}: the loader is empty; give every rank at least one batch")
-        set_idle(True)
+        # what comes next may depend on the step that is made with this one, as with `RequeueSampler.epoch`
+        waits = getattr(loader, "waits_for_step", False)
+        self._runs, training.joins_over = True, number
         try:
-            while True:
+            while self.over <= number:
+                if following is _UNKNOWN:
+                    following = next(source, _END)
+                own = following is not _END
+                if own:
+                    batch, following = following, _UNKNOWN if waits else next(source, _END)
+                if following is _END:
+                    training.joins_over = number + 1
+                self._draw(training.step, own=own)
+                if not own and training.entered_at is not None:
+                    out_of_data()
                 yield cast(Batch, batch)
-                if all_idle():
-                    self.over = number + 1
-                if self.over > number:
-                    return
         finally:
-            set_idle(False)
+            if self.begun == number + 1:  # one that a loop has left open may be closed in the next one
+                self._runs, training.joins_over = False, number + 1
+
+    def _draw(self, step: int, *, own: bool) -> None:
+        if step != self._step:
+            self._step, self._num_own, self._num_drawn = step, 0, 0
+        self._num_own += own
+        self._num_drawn += 1
+        self._had_own = own
+
+    def share_of(self, step: int) -> float:
+        """Of what was drawn for a step that begins now, the share that is this rank's own; 0: it has no data for it."""
+        if not self._runs or step != self._step:
+            return float(self._had_own or not self._runs)
+        return self._num_own / self._num_drawn
+
+    def merged(self, table: Table) -> None:
+        """A step is merged, in which all members may have said that they have no more."""
+        if self._runs:
+            self.over = max(self.over, table.joins_over())
+
+
+def own_passes(num_microbatches: int, share: float) -> int:
+    """For how many of a step's backward passes a rank has data that has this share of the step's batches."""
+    return max(1, round(share * num_microbatches)) if share else 0

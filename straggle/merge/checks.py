@@ -29,7 +29,7 @@ INSTEAD = {
     "bucket_cap_mb_list": "stages=<a number of stages>; small ones share a message of about 1 MB",
     "find_unused_parameters": "leave it out; a parameter that the graph does not use is found without it",
     "check_reduction": "leave it out; it does nothing in DDP either",
-    "gradient_as_bucket_view": "leave it out; gradients lie in the merged buffers, and those that the loop keeps stay as they are",
+    "gradient_as_bucket_view": "leave it out; they lie in the merged buffers, and what the loop keeps stays as it is",
     "batched_grad_copy": "leave it out; each gradient is copied as soon as it is finished",
     "static_graph": "leave it out; any graph will do, and it may change from step to step",
     "delay_all_reduce_named_params": "leave it out; which gradients are merged together is planned in stages=",

@@ -234,8 +234,15 @@ class Coordinator:
             if self._takes_part and (current := self.merging.round) is not None:
                 if current.num_gradients:
                     raise RuntimeError("step.weight comes before the first backward pass: gradients are scaled by it")
-                current.weight = weight
+                current.weigh(weight)
             self.training.weigh(weight)
+
+    def end_data(self, num_passes: int) -> None:
+        """This rank has data for so many of its step's backward passes, and for no more of them."""
+        with self._lock:
+            self.training.end_data(num_passes)
+            if num_passes and (current := self._own_round()) is not None:
+                current.end_data(num_passes, self.training.data_share)
 
     def takes(self, cost: float) -> None:
         """This rank's step costs this much: its deadline is longer or shorter by that."""

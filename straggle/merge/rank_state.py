@@ -29,7 +29,8 @@ class Entry(NamedTuple):
     ``stepped``: how often its optimizers stepped since the merge before. ``kept``: the mark of the gradients that it
     keeps, where that is decided. ``max_over``: as many of its passes are taken for over, where it replays. ``entered``:
     false where it replays a step that was submitted before it had entered it. ``had_work`` and ``num_drawn``: as a
-    `Decision` has them, where it replays.
+    `Decision` has them, where it replays. ``joins_over``: the loops over `join` for which it has no more data, if it is
+    only entered.
     """
 
     num_microbatches: int = 1
@@ -42,6 +43,7 @@ class Entry(NamedTuple):
     entered: bool = True
     had_work: bool | None = None
     num_drawn: int | None = None
+    joins_over: int = 0
 
 
 class TrainingSide:
@@ -62,6 +64,8 @@ class TrainingSide:
         self.ran_past_merge = False  # it was still in the backward pass of the step before when that was merged
         self.failed = False  # its own code raised
         self.weight = 1.0
+        self.data_share = 1.0  # of its step's micro-batches, where the loop ran out of data within it
+        self.joins_over = 0  # loops over `join` for which it has no more data; set without the lock
         self.cost = math.nan  # what its step takes by right, in the user's unit
         self.drawn: Drawn | None = None  # of its step's pool, where that has one
         self._submitted: Drawn | None = None  # the same when its part was submitted; by whoever submits
@@ -94,6 +98,7 @@ class TrainingSide:
         self._pulled = self.drawn is not None
         self.clock_from, self.work_from = began_at, began_at if self.ran_past_merge else now
         self.weight, self.cost, self.microbatch_s, self.drawn = 1.0, math.nan, [], None
+        self.data_share = 1.0
         self.num_put_back, self._draws, self._submitted = 0, None, None
 
     def keep(self, kept: int) -> None:
@@ -112,6 +117,14 @@ class TrainingSide:
         """It has this of its step's pool, from these draws where it was not dealt out."""
         self.drawn, self._draws, self.part_began_at = drawn, draws, self.stopwatch.now()
         self.entry = self.entry._replace(num_microbatches=max(1, len(drawn.numbers)))
+
+    def end_data(self, num_passes: int) -> None:
+        """It has data for so many of its step's micro-batches, and no more."""
+        if not num_passes:
+            self.entry = self.entry._replace(idle=True)
+            return
+        self.data_share *= num_passes / self.entry.num_microbatches
+        self.entry = self.entry._replace(num_microbatches=num_passes)
 
     def microbatch_finished(self) -> None:
         """It has finished a micro-batch of its step. Needs no lock."""

@@ -127,7 +127,8 @@ class Round:
         self.idle, self.entered = False, True  # whether its rank had no data for it, and had entered it
         self.left_at: int | None = None  # as in a `Decision`, where the training thread submitted it late
         self.num_microbatches = 1
-        self.weight = 1.0
+        self.weight = self._pass_weight = 1.0  # a rank whose data end within the step gives less than its passes weigh
+        self._data_share = 1.0
         self.drawn: Drawn | None = None  # of the step's pool, where that has one
         self.stage_s = [math.nan] * len(layout.plan.stages)  # when each stage was complete
         self.lost = frozenset[int]() if recorded is None else recorded.lost  # that a change of members took from it
@@ -170,6 +171,15 @@ class Round:
         """Finished gradients that came in, over all micro-batches, also where a whole step was dropped with them."""
         return sum(self.num_in) + self._num_dropped
 
+    def weigh(self, weight: float) -> None:
+        """The rank's step counts so much."""
+        self._pass_weight, self.weight = weight, weight * self._data_share
+
+    def end_data(self, num_passes: int, share: float) -> None:
+        """The rank has data for so many passes, which are this share of those that it announced."""
+        self.num_microbatches, self._data_share = num_passes, share
+        self.weigh(self._pass_weight)
+
     def draw(self, drawn: Drawn) -> None:
         """The rank has this of the step's pool: a pass for each micro-batch, in this order."""
         self.drawn, self.num_microbatches = drawn, len(drawn.numbers)
@@ -210,7 +220,7 @@ class Round:
     def _weight_of_pass(self, number: int) -> float:
         """What its gradients count: a micro-batch of a pool has its own weight, and any other that of the step."""
         drawn = self.drawn
-        return self.weight if drawn is None else drawn.scale * drawn.weights[number]
+        return self._pass_weight if drawn is None else drawn.scale * drawn.weights[number]
 
     def end_pass(self, number: int) -> None:
         """Pass ``number`` is over: what it gave no gradient to is a computed zero."""
@@ -255,8 +265,8 @@ class Round:
         return True
 
     def complete_after_all(self) -> list[int]:
-        """Parameters of which all is in, though more could have come: what the rank had beside it was put back."""
-        if self.drawn is None or not self.drawn.numbers:
+        """Parameters of which all is in, though more could have come: the rest was put back, or there are no data."""
+        if self._data_share == 1.0 and (self.drawn is None or not self.drawn.numbers):
             return []
         most = self.num_microbatches
         return [index for index, count in enumerate(self.num_in) if count == most and index not in self._complete]

@@ -103,9 +103,9 @@ class Rounds:
         buffers = self._spare or self.new_buffers()
         self._spare = None
         current = Round(merging.step, self._layout, buffers, self._terms(merging.step, buffers), usage=self._usage)
-        current.weight = training.weight  # of a rank that has not entered: its last step's
+        current.weigh(training.weight)  # of a rank that has not entered: its last step's
         if training.step == merging.step and training.entered_at is not None:
-            current.num_microbatches = training.entry.num_microbatches
+            current.end_data(training.entry.num_microbatches, training.data_share)
             if training.entry.max_over is not None:
                 current.max_over = training.entry.max_over
             if training.drawn is not None:

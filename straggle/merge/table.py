@@ -190,6 +190,11 @@ class Table:
         absent = self._columns["absent"]
         return not all(absent) and all(map(max, self._columns["idle"], absent))
 
+    def joins_over(self) -> int:
+        """The loops over `join` for which no member has any data after this step."""
+        columns = zip(self._columns["joins_over"], self._columns["absent"], strict=True)
+        return int(min((over for over, absent in columns if not absent), default=0))
+
     def stood_in_ranks(self) -> frozenset[int]:
         """Ranks that were stood in for."""
         return frozenset(rank for rank, stood_in in enumerate(self._columns["stood_in"]) if stood_in)

@@ -35,6 +35,7 @@ _STATE = (
     "pool_parts",
     "pool_weight",
     "parts_done",
+    "joins_over",
     "put_back",
     "ring_formed",
     "leaf_since",
@@ -64,7 +65,8 @@ class Row(NamedTuple):
     ``without_store``: the job's store did not answer it. ``absent``: it is no member. ``admits``: it lets others in
     after this step. ``cost``: what the user gave the step (NaN: nothing). ``pool_parts`` and ``pool_weight``: the
     micro-batches in the step's pool, and the sum of their weights; ``parts_done``: those that the rank computed, and
-    ``put_back``: those that it had drawn and gave back.
+    ``put_back``: those that it had drawn and gave back. ``joins_over``: the loops over `join` for which it has no more
+    data after this step.
     ``state``: the mark of what its forward pass changed beside gradients (`state/exchange.py`), as two numbers.
     ``ring_formed``: the number of the ring that it has formed last; negative: it could not.
     ``ways``: to peers, as it measured them last, at most ``MAX_WAYS``.
@@ -98,6 +100,7 @@ class Row(NamedTuple):
     pool_parts: int = 0
     pool_weight: float = 0.0
     parts_done: int = 0
+    joins_over: int = 0
     put_back: int = 0
     state: int = UNFINISHED
     ways: tuple[Way, ...] = ()
@@ -114,8 +117,8 @@ class Row(NamedTuple):
             *(self.compute_s, self.busy_s, self.overrun_s, self.late, self.stood_in, self.cause, self.failed),
             *(self.idle, self.weight, 0.0, self.fingerprint >> 24, self.fingerprint & 0xFFFFFF),
             *(self.merge_s, self.num_microbatches, self.stepped, self.kept, self.without_store, self.absent),
-            *(self.admits, self.pool_parts, self.pool_weight, self.parts_done, self.put_back, self.ring_formed),
-            *(-1.0, self.state >> 24, self.state & 0xFFFFFF, self.cost),
+            *(self.admits, self.pool_parts, self.pool_weight, self.parts_done, self.joins_over, self.put_back),
+            *(self.ring_formed, -1.0, self.state >> 24, self.state & 0xFFFFFF, self.cost),
             *(_numbers_of(self.ways) if self.ways else _NO_WAYS),
         ]
         slots = [math.nan] * MICROBATCH_SLOTS
