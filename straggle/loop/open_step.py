@@ -166,6 +166,8 @@ class OpenStep(PassWatcher):
             entry = entry._replace(kept=kept, max_over=max_over)
         if replayed is not None:
             entry = entry._replace(had_work=replayed.had_work, num_drawn=replayed.num_drawn)
+            if replayed.joins_over is not None:
+                entry = entry._replace(joins_over=replayed.joins_over)
         self._state.begin(checked=checked)
         self._coordinator.enter(entry)
         self.step = step
@@ -266,6 +268,7 @@ class OpenStep(PassWatcher):
             drawn=None if drawn is None else drawn.numbers,
             leaves=tuple(merged.table.leaves()),
             had_work=merged.had_work,
+            joins_over=merged.joins_over,
             num_drawn=None if drawn is None or merged.num_drawn == len(drawn.numbers) else merged.num_drawn,
         )
         if merged.among is None and merged.entered:

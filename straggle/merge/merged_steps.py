@@ -173,6 +173,7 @@ class MergedSteps:
             entered=current.entered,
             among=None if self._member.recorder is None else current.merged_among(lost),
             had_work=current.had_work,
+            joins_over=current.joins_over,
             num_drawn=None if current.drawn is None else len(current.drawn.numbers),
             merged_weights=current.merged_weights() if current.has_more_than_told else (),
             sent=self._others.sent_in(current, table),

@@ -29,8 +29,8 @@ class Entry(NamedTuple):
     ``stepped``: how often its optimizers stepped since the merge before. ``kept``: the mark of the gradients that it
     keeps, where that is decided. ``max_over``: as many of its passes are taken for over, where it replays. ``entered``:
     false where it replays a step that was submitted before it had entered it. ``had_work`` and ``num_drawn``: as a
-    `Decision` has them, where it replays. ``joins_over``: the loops over `join` for which it has no more data, if it is
-    only entered.
+    `Decision` has them, where it replays. ``joins_over``: the loops over `join` for which it has no more data, as far
+    as it knew then; if it replays, as a `Decision` has it.
     """
 
     num_microbatches: int = 1
@@ -160,6 +160,12 @@ class TrainingSide:
     def is_in(self, step: int) -> bool:
         """Whether it is in this step; where it replays, whether it was when the step was submitted."""
         return self.step == step and self.entered_at is not None and self.entry.entered
+
+    def no_more_after(self, step: int, *, stood_in: bool) -> int:
+        """For how many loops over `join` it has no more data after ``step``; what it drew last is of its own step."""
+        if stood_in and self.step == step and self.entered_at is not None:
+            return self.entry.joins_over  # it may draw on; a replay submits only after that
+        return self.joins_over if self.step <= step else 0
 
     def late_share(self, number: int) -> float:
         """Which share of what was submitted for it pass ``number`` is, whose gradients came after that."""

@@ -25,6 +25,7 @@ class Decision:
     ``None``: it drew none. ``leaves``: the ranks that were outside of the ring, which cannot be repeated. ``had_work``:
     whether what was not computed was missing; ``None``: nothing was, or the recording does not say it. ``num_drawn``:
     how many of ``drawn`` it had when its part was submitted; ``None``: all, or the recording does not say it.
+    ``joins_over``: if it was stood in for, the loops over `join` for which it was known to have no more data.
     """
 
     step: int
@@ -39,6 +40,7 @@ class Decision:
     leaves: tuple[int, ...] = ()
     had_work: bool | None = None
     num_drawn: int | None = None
+    joins_over: int | None = None
 
 
 def no_leaves(leaf: Decision) -> str:

@@ -123,7 +123,8 @@ class Round:
         self.buffers = buffers
         self.closed = False  # all collectives are launched
         self.stood_in = False
-        self.had_work: bool | None = None  # as a `Decision` has it
+        self.had_work: bool | None = None  # as a `Decision` has it,
+        self.joins_over: int | None = None  # and this
         self.idle, self.entered = False, True  # whether its rank had no data for it, and had entered it
         self.left_at: int | None = None  # as in a `Decision`, where the training thread submitted it late
         self.num_microbatches = 1
@@ -501,6 +502,7 @@ class MergedStep(NamedTuple):
     entered: bool = True
     among: MergedAmong | None = None
     had_work: bool | None = None
+    joins_over: int | None = None
     num_drawn: int | None = None  # of the step's pool, when the rank's part was submitted
     merged_weights: tuple[float, ...] = ()  # of each stage, where ranks that have left since may have given to it
     sent: Mapping[str, Tensor] | None = None  # of the module's other state; `None`: members left meanwhile

@@ -31,8 +31,6 @@ def row_of(
     # a rank for which nothing was left in the pool had no data for this step
     idle = in_step and (entry.idle or (drawn is not None and not drawn.numbers and not own.late))
     computed = layout.by_stage(own.computed)
-    # of what it has drawn since it was stood in for nothing is known where the step is replayed
-    joins_over = training.entry.joins_over if current.stood_in else training.joins_over
     return Row(
         times={phase: times[phase] - before[phase] for phase in PHASES},
         compute_s=now - training.work_from if in_step and not idle else math.nan,
@@ -60,7 +58,7 @@ def row_of(
         pool_parts=0 if drawn is None else drawn.num_parts,
         pool_weight=0.0 if drawn is None else drawn.total_weight,
         parts_done=0 if drawn is None else min(current.num_over, len(drawn.numbers)),
-        joins_over=joins_over if in_step else 0,
+        joins_over=training.no_more_after(merging.step, stood_in=current.stood_in),
         put_back=training.num_put_back if in_step else 0,
         without_store=without_store,
         state=state,

@@ -104,6 +104,7 @@ class Submission:
         current.buffers.write_state(given.message)
         current.buffers.write_telemetry(channel.rank, row.numbers())
         current.row, current.given = row, given
+        current.joins_over = row.joins_over if current.stood_in else None
         current.idle, current.entered = training.entry.idle, training.is_in(current.step)
         self._record(current, own)
         current.close(own, weights)
@@ -129,5 +130,6 @@ class Submission:
                     current.entered,
                     drawn=None if current.drawn is None else current.drawn.numbers,
                     had_work=current.had_work,
+                    joins_over=current.joins_over,
                 )
             )

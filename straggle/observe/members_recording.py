@@ -187,7 +187,16 @@ def _as_decision(line: Mapping[str, Any], step: int) -> Decision:
     drawn = None if line.get("drawn") is None else tuple(line["drawn"])
     leaves = tuple(line.get("leaves", ()))
     return Decision(
-        step, *taken, state, line["entered"], among, drawn, leaves, line.get("had_work"), line.get("num_drawn")
+        step,
+        *taken,
+        state,
+        line["entered"],
+        among,
+        drawn,
+        leaves,
+        line.get("had_work"),
+        line.get("num_drawn"),
+        line.get("joins_over"),
     )
 
 

