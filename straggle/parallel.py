@@ -518,6 +518,7 @@ class StagedDataParallel(nn.Module):
             mean_cost=self._coordinator.deadline.mean_cost,
             merged_weights=merged.merged_weights,
             differing=merged.differing,
+            dealt=self._coordinator.deadline.dealt,
         )
 
     def _learn(self, times: FinishTimes) -> None:

@@ -118,7 +118,8 @@ class StepReport:
     deadline holds for them. ``pool_parts`` and ``pool_weight``: the micro-batches in the step's pool and the sum of
     their weights, where the ranks drew from one (``step.pull``); 0 otherwise. ``network_s`` is what was left of the
     step when the last rank had submitted: the merge on the network. It and a rank's own times (outside, optimizer,
-    data, forward, backward, wait) are all of ``seconds``.
+    data, forward, backward, wait) are all of ``seconds``. ``dealt``: each rank has as much of a step as it has time for
+    (`Rebalance`, or a pool): a rank's ``weight`` is how much that is.
     """
 
     step: int
@@ -135,6 +136,7 @@ class StepReport:
     pool_parts: int = 0
     pool_weight: float = 0.0
     network_s: float = math.nan
+    dealt: bool = False
 
     @property
     def dropped_share(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -64,12 +64,12 @@ def write_page(run_dir: Path) -> None:
 
 
 def _print(summary: dict[str, Any], run_dir: Path) -> None:
-    median_ms, waited_ms = (1e3 * summary[key] for key in ("step_seconds_median", "wait_for_all_seconds_median"))
-    mean_ms, waited_mean_ms = (1e3 * summary[key] for key in ("step_seconds_mean", "wait_for_all_seconds_mean"))
+    median_ms, ddp_ms = (1e3 * summary[key] for key in ("step_seconds_median", "ddp_seconds_median"))
+    mean_ms, ddp_mean_ms = (1e3 * summary[key] for key in ("step_seconds_mean", "ddp_seconds_mean"))
     same = len(set(summary["parameters_sha256"])) == 1
     rows = [
-        ("step time, median", f"{median_ms:.0f} ms", f"waiting for all ranks: {waited_ms:.0f} ms"),
-        ("step time, mean", f"{mean_ms:.0f} ms", f"waiting for all ranks: {waited_mean_ms:.0f} ms"),
+        ("step time, median", f"{median_ms:.0f} ms", f"under DDP, with equal shares: {ddp_ms:.0f} ms"),
+        ("step time, mean", f"{mean_ms:.0f} ms", f"under DDP, with equal shares: {ddp_mean_ms:.0f} ms"),
         ("gradients dropped", f"{summary['dropped_share']:.1%}", _shares("rank", summary["dropped_share_per_rank"])),
         ("times that a rank was late", _late(summary), _counts(summary)),
         ("fairness over ranks", f"{summary['fairness']:.2f}", _least(summary, "")),
@@ -92,9 +92,20 @@ def _print(summary: dict[str, Any], run_dir: Path) -> None:
         rows.insert(4, ("steps without a rank", f"{sum(absent)} of {summary['steps'] * len(absent)}", away))
     if summary["shadow_dropped_share"] is not None:
         rows.insert(3, ("with the deadline enforced", *_would(summary)))
+    sys.stdout.write(outcome(summary) + "\n")
     print_table(f"{summary['steps']} steps", ("", "", ""), rows)
     stages = [(name, f"{share:.1%}") for name, share in summary["dropped_share_per_stage"].items()]
     print_table("dropped per stage, in the order of backward", ("stage", "dropped"), stages, {"files": run_dir})
+
+
+def outcome(summary: Mapping[str, Any]) -> str:
+    """What the run gained over DDP, and what was paid for it, in one sentence."""
+    own_s, ddp_s = summary["step_seconds_mean"], summary["ddp_seconds_mean"]
+    gained = f"A step took {own_s / ddp_s:.2f} of its time under DDP ({1e3 * own_s:.0f} of {1e3 * ddp_s:.0f} ms, means)"
+    if not summary["dropped_share"]:
+        return f"{gained}, and no gradient was dropped."
+    paid = f"{summary['dropped_share']:.1%} of the gradients were dropped"
+    return f"{gained}; for that {paid} ({_shares('rank', summary['dropped_share_per_rank'])})."
 
 
 def _would(summary: dict[str, Any]) -> tuple[str, str]:
@@ -104,7 +115,7 @@ def _would(summary: dict[str, Any]) -> tuple[str, str]:
     return f"would have dropped {dropped:.1%}", f"and saved {saved:.1%} of the mean step: {1e3 * seconds:.0f} ms"
 
 
-def _shares(name: str, shares: list[float]) -> str:
+def _shares(name: str, shares: Sequence[float]) -> str:
     return ", ".join(f"{name} {index}: {share:.1%}" for index, share in enumerate(shares) if share > 0) or "nothing"
 
 

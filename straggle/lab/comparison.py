@@ -64,6 +64,7 @@ class Comparison:
             step_time, to_loss, last = self.step_time(name), self.time_to_loss(name), self._last(name)
             results[name] = {
                 **one.timed.summary(self.steps, self.turns),
+                **one.timed.ddp_seconds(self.steps),
                 "step_time_ratio": step_time.value,
                 "step_time_ratio_interval": [step_time.low, step_time.high],
                 "dropped_share": one.timed.dropped_share(self.steps),
@@ -98,13 +99,24 @@ class Comparison:
         even = " (even, by the range)" if ratio.low <= 1 <= ratio.high else ""
         return f"straggle needs {_text(ratio)} of the time of {best}, the best other method: {first}{even}"
 
+    def predicted(self) -> str:
+        """What straggle's own steps say of DDP's, and what these took."""
+        if OURS not in self.methods:
+            return ""
+        said = self.methods[OURS].timed.ddp_seconds(self.steps)
+        took = self.methods[REFERENCE].timed.summary(self.steps, self.turns)
+        pairs = ((which, said[f"ddp_seconds_{which}"], took[f"step_seconds_{which}"]) for which in ("median", "mean"))
+        return ", ".join(
+            f"{which} {1e3 * own:.0f} ms of {1e3 * other:.0f} ({own / other:.2f})" for which, own, other in pairs if own
+        )
+
     def print(self, title: str, notes: Mapping[str, Any]) -> None:
         """The table, with DDP's final validation loss as the target."""
         rows = [self._row(name, fields) for name, fields in self.results().items()]
         times = ("step, mean", "p95", "mean, over DDP's", "to DDP's loss", "over DDP's")
         columns = ("", *times, "loss", "dropped", "replicas")
-        verdict = self.verdict()
-        print_table(title, columns, rows, {**({"verdict": verdict} if verdict else {}), **notes})
+        said = {"verdict": self.verdict(), "DDP's step, predicted from straggle's, of that measured": self.predicted()}
+        print_table(title, columns, rows, {**{name: note for name, note in said.items() if note}, **notes})
 
     def _last(self, name: str) -> Mapping[str, float]:
         return self.methods[name].timed.scores[self.turns - 1]

@@ -11,6 +11,7 @@ from statistics import fmean, median, pstdev, quantiles
 import torch.distributed as dist
 
 from straggle.lab.jobs import Job
+from straggle.observe.ddp_time import DdpPrediction
 from straggle.observe.intervals import Interval
 from straggle.observe.warmup import num_warmup_steps
 
@@ -72,6 +73,14 @@ class TimedJob:
             "step_seconds_stdev": pstdev(steady),
             "seconds": sum(self.turn_s[:turns]),
         }
+
+    def ddp_seconds(self, steps: int) -> dict[str, float | None]:
+        """What DDP would have taken for the first ``steps``, as predicted from them; ``None``: nothing is known."""
+        prediction = DdpPrediction()
+        seconds = [prediction.add(record.report).seconds for record in self._records[:steps]]
+        steady = seconds[num_warmup_steps(len(seconds)) :]
+        numbers = (median(steady), fmean(seconds)) if steady else (None, None)
+        return dict(zip(("ddp_seconds_median", "ddp_seconds_mean"), numbers, strict=True))
 
     def dropped_share(self, steps: int) -> float:
         """Share of all gradient elements of the first ``steps`` that did not come in time."""

@@ -61,6 +61,11 @@ class CurrentDeadline:
         """What a step cost whose deadline is `seconds`; NaN: no costs are known."""
         return self._window.mean_cost
 
+    @property
+    def dealt(self) -> bool:
+        """Whether ranks have as much of each step as they have time for."""
+        return self._window.dealt
+
     def relative_cost(self, cost: float) -> float:
         """How much longer than that a step of this cost takes, and its deadline is."""
         return relative_cost(cost, self.mean_cost)

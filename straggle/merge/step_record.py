@@ -29,6 +29,7 @@ class StepRecord:
     by whose ``rules`` the step would have ended; NaN: it is enforced. ``mean_cost``: that of `CurrentDeadline`.
     ``differing``: the names of tensors that are not the same on all ranks.
     ``merged_weights``: that of each stage, where it may be more than what the ``table`` says of those that are left.
+    ``dealt``: that of `CurrentDeadline`.
     """
 
     step: int
@@ -42,6 +43,7 @@ class StepRecord:
     mean_cost: float = math.nan
     merged_weights: tuple[float, ...] = ()
     differing: tuple[str, ...] = ()
+    dealt: bool = False
 
     @cached_property
     def report(self) -> StepReport:
@@ -66,6 +68,7 @@ class StepRecord:
             pool_weight=max(table.column("pool_weight")),
             ranks_without_store=table.ranks_without_store(),
             network_s=table.network_s(self.seconds),
+            dealt=self.dealt,
         )
 
     def _of_rank(self, rank: int, row: Sequence[float], link: RankLink) -> RankReport:

@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from straggle.observe.ddp_time import DdpPrediction
+from straggle.observe.waited_for import LastSteps
 from straggle.report import MembersReport, RankReport, StepReport
 
 _WIDTH = 160  # columns of a table that is written to a file
@@ -36,18 +38,19 @@ class LiveView:
         self._steps = steps
         self._progress = Progress(
             MofNCompleteColumn(),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=12),
             TextColumn("{task.fields[line]}"),
             TimeRemainingColumn(),
             console=self._console,
             disable=not self._console.is_terminal,
         )
         self._task = self._progress.add_task("", total=steps, completed=first_step, line="")
-        self._late = 0
+        self._prediction = DdpPrediction()
+        self._last = LastSteps(max(1, steps // _LINES))
 
     def show(self, report: StepReport) -> None:
         """A step is over."""
-        self._late += bool(report.late_ranks)
+        self._last.add(report, self._prediction.add(report))
         line = self._line(report)
         self._progress.update(self._task, completed=report.step + 1, line=line)
         if not self._console.is_terminal and (report.step + 1) % max(1, self._steps // _LINES) == 0:
@@ -63,10 +66,9 @@ class LiveView:
         self._console.print(f"members: {report}", highlight=False, soft_wrap=True)
 
     def _line(self, report: StepReport) -> str:
-        deadline = "none" if math.isinf(report.deadline_s) else f"{report.deadline_s * 1e3:.0f} ms"
-        late = ",".join(str(rank) for rank in report.late_ranks) or "none"
+        step, ddp = (f"{1e3 * seconds:.0f} ms" for seconds in (self._last.median_s, self._last.ddp_s))
         loss = report.scalars.get("loss", math.nan)
-        line = f"loss {loss:.3f}  step {report.seconds * 1e3:4.0f} ms  deadline {deadline}  late: {late}"
+        line = f"loss {loss:.3f}  step {step}, under DDP {ddp}  {self._last.words()}"
         line += f"  drew {_drawn(report)}" if report.pool_parts else ""
         leaves = "; ".join(_leaf(rank) for rank in report.ranks if rank.leaf_since is not None)
         line += f"  leaf: {leaves}" if leaves else ""

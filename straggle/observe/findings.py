@@ -89,18 +89,19 @@ def _bad_numbers(run: Run, numbers: Numbers) -> Iterator[str]:
 
 
 def _saved(numbers: Numbers) -> Iterator[str]:
-    if not numbers.late or math.isnan(numbers.saved_share):
+    if math.isnan(numbers.saved_share):
         return
-    own, waiting = ms(numbers.own.mean_s), ms(numbers.waiting.mean_s)
+    own, ddp = ms(numbers.own.mean_s), ms(numbers.ddp.mean_s)
     dropped = f"{numbers.dropped_share:.1%} of the gradients were dropped"
     if numbers.saved_share >= LITTLE:
+        paid = f"for which {dropped}" if numbers.late else "and no gradient was dropped"
         yield (
-            f"A step took {own} on average; waiting for all ranks would have taken about {waiting}. "
-            f"That is {numbers.saved_share:.0%} less time, for which {dropped}."
+            f"A step took {own} on average; DDP, with an equal share for each rank, would have taken about {ddp}. "
+            f"That is {numbers.saved_share:.0%} less time, {paid}."
         )
     elif numbers.dropped_share >= LITTLE:
         yield (
-            f"Not waiting saved little ({own} for a mean step, about {waiting} with all ranks), but {dropped}. "
+            f"Not waiting saved little ({own} for a mean step, about {ddp} under DDP), but {dropped}. "
             "A longer deadline would keep more of them: a larger slack or quantile, or more of least_gain for "
             "AutoDeadline; DropBudget puts a bound on it."
         )
@@ -208,7 +209,8 @@ def _no_rank_late(run: Run, numbers: Numbers) -> Iterator[str]:
     if not numbers.with_deadline:
         yield "There was no deadline in this run: all ranks were waited for."
     else:
-        yield f"No rank was late in {run.num_steps} steps: the run took what waiting for all ranks takes."
+        same = "" if numbers.saved_share >= LITTLE else ": the run took what waiting for all ranks takes"
+        yield f"No rank was late in {run.num_steps} steps{same}."
     for rank in numbers.ranks:
         if rank.slowness >= SLOWER:
             yield (

@@ -18,7 +18,7 @@ _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 
 COUNTERS = {
     "steps": "Merged steps that this rank has applied.",
-    "step_wait_for_all_seconds": "Seconds that the steps would have taken had all ranks been waited for.",
+    "step_wait_for_all_seconds": "Seconds that the steps would have taken under DDP, with equal shares.",
     "whole_compute_seconds": "Seconds of this rank's own work in all steps, with what it would have taken "
     "to finish those it left.",
     "late_steps": "Steps in which this rank was late, by what it was doing.",

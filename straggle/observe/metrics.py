@@ -25,10 +25,10 @@ with needs_extra("metrics"):
 from straggle.backward.stages import StagePlan
 from straggle.merge.groups import backend_of
 from straggle.merge.step_record import StepRecord
+from straggle.observe.ddp_time import DdpPrediction
 from straggle.observe.fairness import Contributions
 from straggle.observe.metric_series import LABELS, Series
 from straggle.observe.metrics_endpoint import Endpoint, Push, Security, Targets, check_port
-from straggle.observe.wait_for_all import WaitForAllPrediction
 from straggle.parallel import StagedDataParallel
 from straggle.policies.rank_links import links_of
 from straggle.policies.slow_links import SlowLinks
@@ -173,7 +173,7 @@ class StepMetrics:
         self._rank = model.rank
         self._model = model
         self._samples_per_step = samples_per_step
-        self._prediction = WaitForAllPrediction()
+        self._prediction = DdpPrediction()
         self._contributions = Contributions(_DECAY)
         self._slow_links = SlowLinks()
         self._pinged = 0  # bytes that were counted
@@ -241,8 +241,9 @@ class StepMetrics:
         if not math.isnan(own.compute_s):
             self._of("compute_seconds").observe(own.compute_s / own.cost)
         self._of("deadline_seconds").set(report.deadline_s)
-        self._of("step_wait_for_all_seconds").inc(max(0.0, self._prediction.seconds(report)))
-        whole_s = self._prediction.compute_s(report)[self._rank]
+        ddp = self._prediction.add(report)
+        self._of("step_wait_for_all_seconds").inc(max(0.0, ddp.seconds))
+        whole_s = ddp.own_s[self._rank]
         if not math.isnan(whole_s):
             self._of("whole_compute_seconds").inc(whole_s / own.cost + own.overrun_s)
         if own.cause is not None:

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 from omegaconf import OmegaConf
 
+from straggle.observe.ddp_time import DdpPrediction
 from straggle.observe.fairness import Contributions, Fairness
 from straggle.observe.link_spells import LinkSpell, link_spells
 from straggle.observe.members import read_members
 from straggle.observe.trace import read_trace, whole_lines
-from straggle.observe.wait_for_all import WaitForAllPrediction
 from straggle.observe.warmup import num_warmup_steps
 from straggle.observe.watch import watched_files
 from straggle.observe.watched_links import links_of_lines
@@ -42,7 +42,7 @@ class Run:
     rank.
 
     ``ranks`` has the numeric fields of `RankReport`, flags as 0 and 1 and ``cause`` as an index into `CAUSES`.
-    ``wait_for_all_s`` is predicted (`WaitForAllPrediction`). ``stages`` are those of the last step. ``stage_share``,
+    ``ddp_s`` is predicted (`DdpPrediction`). ``stages`` are those of the last step. ``stage_share``,
     shape (stages, ranks), is the mean share of each stage that each rank computed, over the ``num_stage_steps`` last
     steps, which have this plan. ``pool_parts``: the micro-batches in each step's pool; 0: the ranks did not draw.
     ``dropped``: the share of each step's gradients that did not come in. ``changes`` of the members, and when they
@@ -56,7 +56,7 @@ class Run:
     step: Array
     seconds: Array
     network_s: Array
-    wait_for_all_s: Array
+    ddp_s: Array
     deadline_s: Array
     loss: Array
     skipped: Array
@@ -196,6 +196,7 @@ def step_report(record: Mapping[str, Any]) -> StepReport:
         pool_weight=_number(record.get("pool_weight", 0.0)),
         shadow=_shadow_report(record.get("shadow")),
         network_s=_network_s(record, ranks),
+        dealt=bool(record.get("dealt", False)),
     )
 
 
@@ -261,7 +262,7 @@ class _Columns:
     def __init__(self) -> None:
         self.steps: list[tuple[float, ...]] = []
         self._ranks: list[Array] = []
-        self._prediction = WaitForAllPrediction()
+        self._prediction = DdpPrediction()
         self._plan: tuple[StageReport, ...] = ()
         self._sum: Array = np.zeros((0, 0))
         self._count: Array = np.zeros((0, 0))
@@ -271,8 +272,8 @@ class _Columns:
     def add(self, report: StepReport) -> None:
         """One more step."""
         loss = report.scalars.get("loss", math.nan)
-        waiting_s = self._prediction.seconds(report)
-        times = (report.seconds, report.network_s, waiting_s, report.deadline_s)
+        ddp_s = self._prediction.add(report).seconds
+        times = (report.seconds, report.network_s, ddp_s, report.deadline_s)
         row = (report.step, *times, loss, report.skipped, report.pool_parts, _dropped(report))
         self._ranks.append(np.array([list(_values(rank)) for rank in report.ranks], dtype=float).T)
         self._add_stages(report)
@@ -304,7 +305,7 @@ class _Columns:
         for number, values in enumerate(self._ranks):
             ranks[:, number, : values.shape[1]] = values
         share = np.divide(self._sum, self._count, out=np.full_like(self._sum, np.nan), where=self._count > 0)
-        step, seconds, network_s, wait_for_all_s, deadline_s, loss, skipped, pool_parts, dropped = columns
+        step, seconds, network_s, ddp_s, deadline_s, loss, skipped, pool_parts, dropped = columns
         return Run(
             name=name,
             run_dir=run_dir,
@@ -313,7 +314,7 @@ class _Columns:
             step=step,
             seconds=seconds,
             network_s=network_s,
-            wait_for_all_s=wait_for_all_s,
+            ddp_s=ddp_s,
             deadline_s=deadline_s,
             loss=loss,
             skipped=skipped,

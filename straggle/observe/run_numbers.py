@@ -64,13 +64,13 @@ class RankNumbers:
 
 @dataclass(frozen=True)
 class Numbers:
-    """A complete run. ``saved_share`` is of the mean step's seconds: 0.3 means 30 % less than waiting for all ranks.
+    """A complete run. ``saved_share`` is of the mean step's seconds: 0.3 means 30 % less than under DDP.
 
     ``pool_parts``: micro-batches in all pools that the ranks drew from; ``not_computed``: those that no rank computed.
     """
 
     own: Times
-    waiting: Times
+    ddp: Times
     saved_share: float
     seconds: float
     dropped_share: float
@@ -97,13 +97,13 @@ def numbers_of(run: Run) -> Numbers:
 
 
 def _numbers_of(run: Run) -> Numbers:
-    own, waiting = _times(run.seconds[run.warmup :]), _times(run.wait_for_all_s[run.warmup :])
+    own, ddp = _times(run.seconds[run.warmup :]), _times(run.ddp_s[run.warmup :])
     has_data = has_data_of(run)
     losses = run.loss[-20:]
     return Numbers(
         own=own,
-        waiting=waiting,
-        saved_share=1 - own.mean_s / waiting.mean_s if waiting.mean_s else math.nan,
+        ddp=ddp,
+        saved_share=1 - own.mean_s / ddp.mean_s if ddp.mean_s else math.nan,
         seconds=float(np.nansum(run.seconds)),
         dropped_share=float(np.nanmean(run.dropped)),
         late=int(np.nansum(run.ranks["late"])),

@@ -14,7 +14,7 @@ from typing import Protocol
 from torch.utils.hooks import RemovableHandle
 
 from straggle.merge.step_record import StepRecord
-from straggle.observe.wait_for_all import WaitForAllPrediction
+from straggle.observe.ddp_time import DdpPrediction
 from straggle.parallel import StagedDataParallel
 from straggle.report import StepReport
 
@@ -33,14 +33,14 @@ class StepScalars:
 
     ``straggle/late_ranks``: how many were late in a step. ``straggle/dropped``: share of all gradient elements, 0 to 1.
     ``straggle/step_s``: seconds of a step. ``straggle/waited_s``: seconds that a rank waited for the slowest, in the
-    mean over ranks. ``straggle/saved_s``: by how much a step would have been longer had all ranks been waited for, as
-    far as it can be known (`WaitForAllPrediction`). ``straggle/fewest_drawn`` and ``straggle/most_drawn``:
+    mean over ranks. ``straggle/saved_s``: by how much a step would have been longer under DDP, as
+    far as it can be known (`DdpPrediction`). ``straggle/fewest_drawn`` and ``straggle/most_drawn``:
     micro-batches that the rank computed that drew fewest, and most, in steps with a pool (``step.pull``). What
     ``step.log`` was given has its own name.
     """
 
     def __init__(self) -> None:
-        self._waiting = WaitForAllPrediction()
+        self._ddp = DdpPrediction()
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._counts: defaultdict[str, int] = defaultdict(int)
 
@@ -52,7 +52,7 @@ class StepScalars:
             "straggle/dropped": report.dropped_share,
             "straggle/step_s": report.seconds,
             "straggle/waited_s": sum(rank.wait_s for rank in present) / max(1, len(present)),
-            "straggle/saved_s": self._waiting.seconds(report) - report.seconds,
+            "straggle/saved_s": self._ddp.add(report).seconds - report.seconds,
             **_drawn(report),
             **report.scalars,
         }

@@ -30,8 +30,8 @@ def summarize(
         "steps": int(run.step[-1]) + 1,
         "step_seconds_median": numbers.own.median_s,
         "step_seconds_mean": numbers.own.mean_s,
-        "wait_for_all_seconds_median": numbers.waiting.median_s,
-        "wait_for_all_seconds_mean": numbers.waiting.mean_s,
+        "ddp_seconds_median": numbers.ddp.median_s,
+        "ddp_seconds_mean": numbers.ddp.mean_s,
         "dropped_share": numbers.dropped_share,
         "dropped_share_per_rank": [1 - rank.reach for rank in numbers.ranks],
         # stages are planned after the first step

@@ -27,7 +27,6 @@ from straggle.commands.launching.options import arguments as launch_arguments
 from straggle.lab.build import build_faults
 from straggle.observe.console import LiveView
 from straggle.observe.trace import TraceWriter, read_trace
-from straggle.observe.wait_for_all import WaitForAllPrediction
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
@@ -39,35 +38,6 @@ def rank(number: int, compute_s: float, stage_s: tuple[float, ...], **rest: Any)
 
 def report(*ranks: RankReport, step: int = 0, seconds: float = 1.5) -> StepReport:
     return StepReport(step, seconds, 1.2, ranks, (StageReport("head", 4, 2.0, False),), {"loss": 2.5})
-
-
-# -- what would waiting have cost
-
-
-def test_waiting_for_nobody_costs_nothing() -> None:
-    calm = report(rank(0, 1.0, (0.5, 1.0)), rank(1, 1.1, (0.5, 1.1)))
-    assert WaitForAllPrediction().seconds(calm) == 1.5
-
-
-def test_late_rank_would_have_taken_its_slowness_times_the_others_time() -> None:
-    late = rank(2, 1.2, (1.0, math.nan), late=True, cause="backward")  # had its first stage after twice the time
-    step = report(rank(0, 0.9, (0.5, 0.9)), rank(1, 0.9, (0.5, 0.9)), late)
-    assert WaitForAllPrediction().seconds(step) == pytest.approx(1.5 + (2 * 0.9 - 1.2))
-
-
-def test_rank_that_never_entered_is_taken_to_be_as_slow_as_before_and_its_overrun_counts() -> None:
-    prediction = WaitForAllPrediction()
-    peers = (rank(0, 1.0, (0.5, 1.0)), rank(1, 1.0, (0.5, 1.0)))
-    prediction.seconds(report(*peers, rank(2, 1.2, (1.5, math.nan), late=True)))
-    absent = rank(2, math.nan, (math.nan, math.nan), late=True, stood_in=True, overrun_s=0.25)
-    assert prediction.seconds(report(*peers, absent)) == pytest.approx(1.5 + (3 * 1.0 - 1.0) + 0.25)
-
-
-def test_rank_without_data_is_no_measure_of_what_waiting_would_have_cost() -> None:
-    late = rank(2, 1.2, (1.0, math.nan), late=True, cause="backward")
-    idle = rank(0, math.nan, (math.nan, math.nan), idle=True)
-    peer = rank(1, 0.9, (0.5, 0.9))
-    assert WaitForAllPrediction().seconds(report(idle, peer, late)) == pytest.approx(1.5 + (2 * 0.9 - 1.2))
 
 
 # -- the trace
@@ -102,7 +72,7 @@ def test_view_prints_plain_lines_where_there_is_no_terminal() -> None:
     console = Console(force_terminal=False, width=120, record=True)
     with LiveView(20, console=console) as view:
         view.show(report(rank(0, 1.0, (1.0,)), rank(1, 1.0, (math.nan,), late=True), step=0))
-    assert "loss 2.500  step 1500 ms  deadline 1200 ms  late: 1" in console.export_text()
+    assert "loss 2.500  step 1500 ms, under DDP 1500 ms  rank 1 was stopped in 1 of 1 steps" in console.export_text()
 
 
 def test_view_names_absent_ranks_and_says_when_the_members_change() -> None:
@@ -117,7 +87,7 @@ def test_view_names_absent_ranks_and_says_when_the_members_change() -> None:
     lines = console.export_text().splitlines()
     assert lines[0].rstrip() == "members: rank 2 left: its process ended by SIGKILL, after 3.0 s (1 of 3 ranks)"
     absent = "absent: 1; 2 for 12 s (its process ended by SIGKILL, after 3.0 s)"
-    assert lines[1].rstrip().endswith(f"late: none  {absent}")
+    assert lines[1].rstrip().endswith(f"no rank is late  {absent}")
 
 
 def test_view_says_who_is_a_leaf_since_when_and_how_much_came() -> None:
@@ -125,7 +95,7 @@ def test_view_says_who_is_a_leaf_since_when_and_how_much_came() -> None:
     leaf = dataclasses.replace(rank(1, 1.0, (1.0,)), reach=0.75, leaf_since=12)
     with LiveView(20, console=console) as view:
         view.show(report(rank(0, 1.0, (1.0,)), leaf, step=0))
-    assert console.export_text().rstrip().endswith("late: none  leaf: 1 since step 12 (75% in time)")
+    assert console.export_text().rstrip().endswith("no rank is late  leaf: 1 since step 12 (75% in time)")
 
 
 # -- the configuration
@@ -328,7 +298,7 @@ def test_training_writes_its_files_and_a_resumed_run_equals_an_uninterrupted_one
     assert [record["step"] for record in read_trace(tmp_path / "parts" / "trace.jsonl")] == list(range(8))
     assert whole["dropped_share"] == 0.0
     assert whole["late_steps_per_rank"] == [0, 0]
-    stable = "steps step_seconds_median step_seconds_mean wait_for_all_seconds_median loss validation_loss"
+    stable = "steps step_seconds_median step_seconds_mean ddp_seconds_median loss validation_loss"
     assert set(stable.split()) <= whole.keys()
     files = {path.name for path in (tmp_path / "whole" / "checkpoint").iterdir()}
     assert {"model.safetensors", "optimizer.safetensors", "history.safetensors", "state.json"} <= files
@@ -344,7 +314,7 @@ def test_slow_rank_is_late_and_the_replicas_stay_identical(tmp_path: Path) -> No
     assert len(set(summary["parameters_sha256"])) == 1
     assert summary["late_steps_per_rank"][3] > 0
     assert summary["dropped_share_per_rank"][3] > 0
-    assert "waiting for all ranks" in out
+    assert "of its time under DDP" in out
 
 
 @pytest.mark.slow

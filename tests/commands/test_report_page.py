@@ -18,7 +18,7 @@ def test_page_of_a_real_run_agrees_with_its_summary(tmp_path: Path) -> None:
     assert f"report: {tmp_path / 'report.html'}" in run_command("train", 1, *keys, folder=tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
     shown = content_of(tmp_path / "report.html").values
-    names = "step_seconds_median step_seconds_mean wait_for_all_seconds_median wait_for_all_seconds_mean dropped_share"
+    names = "step_seconds_median step_seconds_mean ddp_seconds_median ddp_seconds_mean dropped_share"
     for name in [*names.split(), "loss", "validation_loss", "validation_accuracy"]:
         assert shown[name] == [pytest.approx(summary[name])]
     assert shown["late"] == [sum(summary["late_steps_per_rank"])]

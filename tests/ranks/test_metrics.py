@@ -34,9 +34,9 @@ from straggle import Deadline, Elastic, FixedDeadline, LastMerged, LateHandling,
 from straggle.backward.stages import Stage, StagePlan
 from straggle.commands.config import load
 from straggle.commands.config_keys import ConfigurationError
+from straggle.observe.ddp_time import DdpPrediction
 from straggle.observe.metrics import MetricsExporter, stage_labels
 from straggle.observe.metrics_endpoint import Endpoint, Push, Security, Targets
-from straggle.observe.wait_for_all import WaitForAllPrediction
 from straggle.report import PHASES
 
 PAGE = ROOT / "docs" / "metrics.md"
@@ -108,7 +108,7 @@ def test_counters_are_the_sums_of_the_reports_on_every_rank():
     num_steps = 20
     for rank, (text, reports, numel, nbytes) in enumerate(run_ranks(count_chaos, 3, num_steps)):
         own = [report.ranks[rank] for report in reports]
-        prediction = WaitForAllPrediction()
+        prediction = DdpPrediction()
         expected = {
             "steps_total": num_steps,
             "step_seconds_count": num_steps,
@@ -127,7 +127,7 @@ def test_counters_are_the_sums_of_the_reports_on_every_rank():
             "loss": reports[-1].scalars["loss"],
             "replica_checks_total": 4,
             "replica_mismatches_total": 0,
-            "step_wait_for_all_seconds_total": sum(prediction.seconds(report) for report in reports),
+            "step_wait_for_all_seconds_total": sum(prediction.add(report).seconds for report in reports),
             "lag_steps": 0,
         }
         for name, value in expected.items():

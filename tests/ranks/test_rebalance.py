@@ -41,6 +41,21 @@ def test_merged_gradient_is_that_of_one_process_on_all_samples(shares):
     assert len({gradients for _, gradients in results}) == 1
 
 
+def with_and_without_shares(rank):
+    reports = []
+    with staged(mlp()) as model:
+        for _ in range(2):
+            with model.step():
+                model(features(0, 0, rows=4)).square().mean().backward()
+            reports.append(model.last_report)
+            Rebalance(model, total=4)
+    return [report.dealt for report in reports]
+
+
+def test_report_says_from_when_on_work_is_dealt_out():
+    assert run_ranks(with_and_without_shares, 2) == [[False, True]] * 2
+
+
 def merged_by_microbatches(rank, shares):
     module = mlp()
     x = features(0, 0, rows=4 * sum(shares)).split(4)

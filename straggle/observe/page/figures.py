@@ -52,30 +52,30 @@ class Chart:
 
 
 def step_times(runs: Sequence[Run]) -> Chart:
-    """The share of the steps that took at most this long: as measured, and as predicted for waiting for all ranks."""
+    """The share of the steps that took at most this long: as measured, and as predicted for DDP."""
     figure = _figure(height=320, x="seconds of a step", y="share of the steps")
     for number, run in enumerate(runs):
-        for seconds, waiting in ((run.seconds, False), (run.wait_for_all_s, True)):
-            colour = _RUN_COLOURS[number] if len(runs) > 1 or not waiting else VERMILLION
+        for seconds, is_ddp in ((run.seconds, False), (run.ddp_s, True)):
+            colour = _RUN_COLOURS[number] if len(runs) > 1 or not is_ddp else VERMILLION
             x, y = cumulative(seconds[run.warmup :])
-            name = _label(runs, run, "waiting for all ranks" if waiting else "as it was")
-            hover, dash = "%{y:.0%} of the steps took at most %{x:.3f} s", "dash" if waiting else "solid"
+            name = _label(runs, run, "under DDP" if is_ddp else "as it was")
+            hover, dash = "%{y:.0%} of the steps took at most %{x:.3f} s", "dash" if is_ddp else "solid"
             _add_line(figure, x, y, name, hover, color=colour, width=2, dash=dash, shape="hv")
     figure.update_yaxes(tickformat=".0%", range=[0, 1.02])
-    every = np.concatenate([np.concatenate([run.seconds, run.wait_for_all_s]) for run in runs])
+    every = np.concatenate([np.concatenate([run.seconds, run.ddp_s]) for run in runs])
     if len(positive := every[every > 0]) and positive.max() > 10 * np.median(positive):
         figure.update_xaxes(type="log", title="seconds of a step (logarithmic)")
-    alt = "Distribution of step times as they were and as predicted for waiting for all ranks; the table has both."
+    alt = "Distribution of step times as they were and as predicted for DDP; the table has both."
     return Chart(figure, alt, "The further left a line, the faster. The first steps are left out, as in the table.")
 
 
 def step_times_over_steps(runs: Sequence[Run]) -> Chart:
-    """Step time, step after step; for a single run also the deadline, and what waiting would have cost."""
+    """Step time, step after step; for a single run also the deadline, and what DDP would have taken."""
     figure = _figure(height=300, x="step", y="seconds")
     for number, run in enumerate(runs):
         kinds = [("as it was", run.seconds, _RUN_COLOURS[number], "solid")]
         if len(runs) == 1:
-            kinds.append(("waiting for all ranks", run.wait_for_all_s, VERMILLION, "dash"))
+            kinds.append(("under DDP", run.ddp_s, VERMILLION, "dash"))
             kinds.append(("deadline", np.where(np.isfinite(run.deadline_s), run.deadline_s, np.nan), GREY, "dot"))
         for name, seconds, colour, dash in kinds:
             if np.isfinite(seconds).any():

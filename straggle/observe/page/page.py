@@ -145,12 +145,10 @@ def _headline(runs: Sequence[Run], numbers: Sequence[Numbers]) -> list[tuple[str
     """The table at the top: rows of a label and a cell for each run."""
     rows = {
         "step time, median": [_seconds("step_seconds_median", of.own.median_s) for of in numbers],
-        "waiting for all ranks, median": [
-            _seconds("wait_for_all_seconds_median", of.waiting.median_s) for of in numbers
-        ],
+        "under DDP, median": [_seconds("ddp_seconds_median", of.ddp.median_s) for of in numbers],
         "step time, mean": [_seconds("step_seconds_mean", of.own.mean_s) for of in numbers],
-        "waiting for all ranks, mean": [_seconds("wait_for_all_seconds_mean", of.waiting.mean_s) for of in numbers],
-        "less time than waiting": [_cell("saved_share", of.saved_share, _share(of.saved_share)) for of in numbers],
+        "under DDP, mean": [_seconds("ddp_seconds_mean", of.ddp.mean_s) for of in numbers],
+        "less time than under DDP": [_cell("saved_share", of.saved_share, _share(of.saved_share)) for of in numbers],
         "step time, 95 of 100 below": [_seconds("step_seconds_p95", of.own.p95_s) for of in numbers],
         "slowest step": [_seconds("step_seconds_max", of.own.max_s) for of in numbers],
         "gradients dropped": [_cell("dropped_share", of.dropped_share, _share(of.dropped_share)) for of in numbers],

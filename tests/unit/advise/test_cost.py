@@ -5,8 +5,8 @@ import pytest
 from straggle import RankReport, StageReport, StepReport
 from straggle.advise.slow import find_slow_ranks
 from straggle.advise.timings import read_timings
+from straggle.observe.ddp_time import DdpPrediction
 from straggle.observe.trace import TraceWriter
-from straggle.observe.wait_for_all import WaitForAllPrediction
 
 STAGES = tuple(StageReport(name, 10, 4.0, False) for name in ("head", "body"))
 
@@ -40,4 +40,4 @@ def test_untruncated_time_of_a_late_rank_is_predicted_from_its_peers_and_its_own
     peers = [a_rank(number, 1.0, 1.0, 0) for number in (0, 3)]
     late = RankReport(1, 0.0, 0.01, 0.2, 0.1, 0.0, 0.3, 0.5, (1.0, 0.0), (float("nan"),) * 2, late=True, cost=2.0)
     report = StepReport(0, 0.4, 0.3, (peers[0], late, peers[1]), STAGES)
-    assert WaitForAllPrediction().compute_s(report)[1] == pytest.approx(2.0 * 0.3)
+    assert DdpPrediction().add(report).own_s[1] == pytest.approx(2.0 * 0.3)

@@ -19,16 +19,26 @@ from pages import ODD, STAGES, a_rank, a_step, content_of, slow_run, write_run
 from straggle import StepReport
 from straggle.commands import result
 from straggle.commands.report import arguments
+from straggle.observe.ddp_time import DdpPrediction
 from straggle.observe.findings import advise
 from straggle.observe.page.page import write_page, write_report
 from straggle.observe.run import read_reports, read_run, read_steps
 from straggle.observe.run_numbers import numbers_of
 from straggle.observe.summary import summarize
 from straggle.observe.trace import read_trace
-from straggle.observe.wait_for_all import WaitForAllPrediction
 from straggle.report import MembersReport
 
 # -- numbers
+
+
+def test_run_ends_with_what_it_gained_over_ddp_and_what_was_dropped_for_it() -> None:
+    numbers = {"step_seconds_mean": 0.18, "ddp_seconds_mean": 0.3, "dropped_share": 0.02}
+    assert result.outcome({**numbers, "dropped_share_per_rank": [0.0, 0.04]}) == (
+        "A step took 0.60 of its time under DDP (180 of 300 ms, means); for that 2.0% of the gradients were dropped "
+        "(rank 1: 4.0%)."
+    )
+    nothing = result.outcome({**numbers, "dropped_share": 0.0, "dropped_share_per_rank": [0.0, 0.0]})
+    assert nothing.endswith("and no gradient was dropped.")
 
 
 def test_numbers_shown_are_those_of_the_trace(tmp_path: Path) -> None:
@@ -39,9 +49,9 @@ def test_numbers_shown_are_those_of_the_trace(tmp_path: Path) -> None:
     assert shown["step_seconds_median"] == [pytest.approx(median(seconds[4:]))]
     assert shown["step_seconds_mean"] == [pytest.approx(fmean(seconds[4:]))]
     assert shown["step_seconds_max"] == [pytest.approx(max(seconds[4:]))]
-    prediction = WaitForAllPrediction()
-    waited = [prediction.seconds(step) for step in slow_run()]
-    assert shown["wait_for_all_seconds_mean"] == [pytest.approx(fmean(waited[4:]))]
+    prediction = DdpPrediction()
+    waited = [prediction.add(step).seconds for step in slow_run()]
+    assert shown["ddp_seconds_mean"] == [pytest.approx(fmean(waited[4:]))]
     assert shown["saved_share"] == [pytest.approx(1 - fmean(seconds[4:]) / fmean(waited[4:]))]
     assert shown["dropped_share"] == [pytest.approx(1 - fmean(r["reach"] for x in records for r in x["ranks"]))]
     assert shown["late"] == [45]
@@ -360,7 +370,7 @@ def test_summary_has_the_page_s_numbers(tmp_path: Path) -> None:
     shown = content_of(write_report(tmp_path)).values
     steps = list(slow_run())
     summary = summarize(steps, {"loss": 1.5}, ["a"] * 4, samples_per_step=8)
-    for name in ("step_seconds_median", "step_seconds_mean", "wait_for_all_seconds_mean", "dropped_share", "loss"):
+    for name in ("step_seconds_median", "step_seconds_mean", "ddp_seconds_mean", "dropped_share", "loss"):
         assert shown[name] == [pytest.approx(summary[name])]
     assert summary["late_steps_per_rank"] == [sum(step.ranks[rank].late for step in steps) for rank in range(4)]
     lost = [sum(8 * (1 - step.ranks[rank].reach) for step in steps) for rank in range(4)]
