@@ -515,7 +515,7 @@ class StagedDataParallel(nn.Module):
             self._names,
             shadow_s=merged.shadow_s,
             rules=self._coordinator.deadline.rules,
-            mean_cost=self._coordinator.deadline.mean_cost,
+            usual_cost=self._coordinator.deadline.usual_cost,
             merged_weights=merged.merged_weights,
             differing=merged.differing,
             dealt=self._coordinator.deadline.dealt,

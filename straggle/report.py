@@ -38,12 +38,13 @@ class RankReport:
     "link" where a leaf's link did not carry them in time (`LinkPolicy`).
     ``absent``: it is no member at present. ``weights`` is the weight in the merge of all that the rank submitted for
     each stage, including estimates and supplements. Without these it is ``weight`` times ``stages``. ``cost`` is what
-    the user gave its step (``step.cost``), over the mean cost of the first step that had any; 1 otherwise. Its deadline
-    was longer by that factor. ``parts``: the micro-batches of the step's pool that it computed (``step.pull``). It is
-    ``idle`` in a step whose pool had nothing left for it. ``put_back``: micro-batches that it had drawn and not begun,
-    and gave back to the pool because it was stuck. ``latency_s``, ``up_bytes_per_s`` and ``down_bytes_per_s`` are of
-    its link, as the ranks measured it last (NaN: they did not). ``leaf_since``: the step from which on it is a leaf
-    (`LinkPolicy`); ``None``: it is in the ring.
+    the user gave its step (``step.cost``), over the mean cost of the first step that had any. Without one it goes by
+    the number of micro-batches, and is 1 where work is dealt out. Its deadline was longer by that factor. ``parts``:
+    the micro-batches of the step's pool that it computed (``step.pull``). It is ``idle`` in a step whose pool had
+    nothing left for it. ``put_back``: micro-batches that it had drawn and not begun, and gave back to the pool because
+    it was stuck. ``latency_s``, ``up_bytes_per_s`` and ``down_bytes_per_s`` are of its link, as the ranks measured it
+    last (NaN: they did not). ``leaf_since``: the step from which on it is a leaf (`LinkPolicy`); ``None``: it is in the
+    ring.
     """
 
     rank: int

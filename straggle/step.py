@@ -152,7 +152,8 @@ class Step:
         """What this rank's step takes by right, such as its number of tokens; NaN if not set.
 
         Set it as soon as the block begins. Seconds should be in proportion to it: a rank's deadline is longer by its
-        cost over the mean cost, and its times count as those of a step of the mean cost.
+        cost over the mean cost, and its times count as those of a step of the mean cost. A step without it costs its
+        number of micro-batches, unless work is dealt out by speed.
         """
         return self._cost
 

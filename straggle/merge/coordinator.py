@@ -200,10 +200,12 @@ class Coordinator:
     def enter(self, entry: Entry) -> None:
         """The training thread enters its step."""
         with self._lock:
-            now = self.stopwatch.now()
+            now, before = self.stopwatch.now(), self.training.entry.num_microbatches
             self.training.enter(entry, now, self.merging)
             self.waiting.clear()
             self._stand_in.entered(now)
+            if entry.num_microbatches < before:
+                self._stand_in.wake()
             if entry.kept != UNDECIDED:
                 self._rounds.free_held()
 

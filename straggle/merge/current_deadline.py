@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from straggle.backward.stages import Stage, StagePlan
 from straggle.merge.table import Table
-from straggle.policies.cost import mean_cost_of, relative_cost
+from straggle.policies.cost import UsualCost, mean_cost_of
 from straggle.policies.deadline import Deadline, LateHandling, WaitForAll, next_deadline
 from straggle.policies.history import History, HistoryWindow, ProgressRow, StepProgress
 from straggle.policies.step_model import StopRules
@@ -38,6 +38,7 @@ class CurrentDeadline:
         self._num_members = world_size
         self._policy, self._world_size = policy, world_size
         self._window = HistoryWindow(policy.window, world_size)
+        self._usual_cost = UsualCost()
         self._plain_share: tuple[float, ...] = ()
         self._stage_share: Tensor | None = None  # of the model, where the policy looks at more than times
 
@@ -57,22 +58,27 @@ class CurrentDeadline:
         return self._window.read()
 
     @property
-    def mean_cost(self) -> float:
-        """What a step cost whose deadline is `seconds`; NaN: no costs are known."""
-        return self._window.mean_cost
+    def usual_cost(self) -> UsualCost:
+        """What a step costs whose deadline is `seconds`."""
+        return self._usual_cost
+
+    def after_quorum_of(self, relative_cost: float) -> float:
+        """The seconds that a rank has once a quorum waits, in a step that takes this much longer.
+
+        Those of the policy itself stay as they are.
+        """
+        own_s = self._policy.grace_s
+        return max(own_s, relative_cost * self.after_quorum_s) if self.after_quorum_s > own_s else self.after_quorum_s
 
     @property
     def dealt(self) -> bool:
         """Whether ranks have as much of each step as they have time for."""
         return self._window.dealt
 
-    def relative_cost(self, cost: float) -> float:
-        """How much longer than that a step of this cost takes, and its deadline is."""
-        return relative_cost(cost, self.mean_cost)
-
     def restore(self, history: History) -> None:
         """Go on from a history that was saved."""
         self._window.restore(history)
+        self._use_costs()
 
     def members(self, number: int) -> None:
         """As many ranks take part from here on; the others count in no quorum."""
@@ -89,6 +95,7 @@ class CurrentDeadline:
     def work_is_dealt(self) -> None:
         """Ranks have as much of each step as they have time for."""
         self._window.dealt = True
+        self._use_costs()
 
     def prepare(self, plan: StagePlan, parameters: Sequence[nn.Parameter]) -> None:
         """Tell the policy how late ranks are treated, and of the stages, which stay as they are."""
@@ -108,11 +115,8 @@ class CurrentDeadline:
         progress: StepProgress | ProgressRow | None = None
         if table.has_pool:
             self.work_is_dealt()
-        compute_s, costs = table.compute_s(), table.costs()
-        if math.isnan(self.mean_cost):
-            self._window.mean_cost = mean_cost_of(costs)
-        if not math.isnan(self.mean_cost):
-            relative = [self.relative_cost(cost) for cost in costs]
+        compute_s, relative = table.compute_s(), self._relative_costs(table)
+        if any(own != 1.0 for own in relative):
             compute_s = [own_s / own for own_s, own in zip(compute_s, relative, strict=True)]
             if shares is not None:
                 measured = table.progress(shares, granularity)
@@ -127,6 +131,21 @@ class CurrentDeadline:
             self.seconds = decided.seconds
         else:
             self.shadow_s = decided.seconds
+
+    def _relative_costs(self, table: Table) -> list[float]:
+        """How much longer than usual each rank's step takes by right."""
+        window, costs, numbers = self._window, table.costs(), table.num_microbatches()
+        if math.isnan(window.mean_cost) and not math.isnan(mean := mean_cost_of(costs)):
+            window.mean_cost = mean
+            self._use_costs()
+        if math.isnan(window.mean_microbatches) and not self.dealt:
+            window.mean_microbatches = mean_cost_of(numbers)
+            self._use_costs()
+        return self._usual_cost.relative_of(costs, numbers)
+
+    def _use_costs(self) -> None:
+        window = self._window
+        self._usual_cost = UsualCost(window.mean_cost, math.nan if window.dealt else window.mean_microbatches)
 
 
 def _parts(stage: Stage, parameters: Sequence[nn.Parameter]) -> int:

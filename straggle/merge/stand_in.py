@@ -232,18 +232,29 @@ class StandIn:
     @property
     def _shortest_s(self) -> float:
         """`Limits.shortest_s`, of which every step asks twice."""
-        return min(self._deadline.late_after_s, self._pool_s)
+        return min(self._by_number * self._deadline.late_after_s, self._pool_s)
+
+    @property
+    def _by_number(self) -> float:
+        """How much longer than usual the rank's step takes for its micro-batches; as many as before, until it enters.
+
+        So the ranks that have finished post that when the deadline of such a step is over, and not before or after.
+        """
+        training = self._training
+        if training.drawn is not None:
+            return 1.0
+        return self._deadline.usual_cost.by_number(training.entry.num_microbatches)
 
     @property
     def _pool_s(self) -> float:
         return self._training.pool_times.step_s if self._deadline.can_be_late else math.inf
 
     def _limits(self) -> Limits:
-        deadline = self._deadline
+        deadline, by_number = self._deadline, self._by_number
         max_lag = deadline.late_handling.max_lag
         return Limits(
-            deadline.late_after_s,
-            deadline.after_quorum_s,
+            by_number * deadline.late_after_s,
+            deadline.after_quorum_of(by_number),
             grace_s=deadline.late_handling.grace_s,
             max_lag=sys.maxsize if self._heals and max_lag else max_lag,
             pool_s=self._pool_s,
@@ -273,9 +284,9 @@ class StandIn:
         )
 
     def _more_s(self) -> float:
-        """By how much the deadline of the rank's own step is longer than that of a step of the mean cost."""
-        relative, deadline_s = self._deadline.relative_cost(self._training.cost), self._deadline.late_after_s
-        return 0.0 if relative == 1.0 or deadline_s == math.inf else (relative - 1.0) * deadline_s
+        """By how much the deadline of the rank's step is longer for the cost that it was given."""
+        relative, deadline_s = self._training.cost / self._deadline.usual_cost.given, self._deadline.late_after_s
+        return 0.0 if math.isnan(relative) or deadline_s == math.inf else (relative - self._by_number) * deadline_s
 
     def _words(self, stuck_s: int) -> str:
         """What the training thread is stuck in; empty where it is not."""

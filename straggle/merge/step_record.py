@@ -13,7 +13,7 @@ from straggle.backward.stages import StagePlan
 from straggle.merge.names import ScalarNames
 from straggle.merge.table import Table
 from straggle.merge.telemetry import COLUMN, LEAF_SINCE, MICROBATCH_SLOTS, NONFINITE, TIMES
-from straggle.policies.cost import relative_cost
+from straggle.policies.cost import UsualCost
 from straggle.policies.rank_links import RankLink
 from straggle.policies.step_model import StopRules, computed_share, simulate_step
 from straggle.report import CAUSES, RankReport, ShadowReport, StageReport, StepReport
@@ -28,6 +28,7 @@ class StepRecord:
     ``names`` are those of its scalars. ``shadow_s``: the deadline of a policy that is not enforced,
     by whose ``rules`` the step would have ended; NaN: it is enforced. ``mean_cost``: that of `CurrentDeadline`.
     ``differing``: the names of tensors that are not the same on all ranks.
+    by whose ``rules`` the step would have ended; NaN: it is enforced. ``usual_cost``: that of `CurrentDeadline`.
     ``merged_weights``: that of each stage, where it may be more than what the ``table`` says of those that are left.
     ``dealt``: that of `CurrentDeadline`.
     """
@@ -40,7 +41,7 @@ class StepRecord:
     names: ScalarNames
     shadow_s: float = math.nan
     rules: StopRules | None = None
-    mean_cost: float = math.nan
+    usual_cost: UsualCost = UsualCost()
     merged_weights: tuple[float, ...] = ()
     differing: tuple[str, ...] = ()
     dealt: bool = False
@@ -49,7 +50,8 @@ class StepRecord:
     def report(self) -> StepReport:
         """What happened in the step, on all ranks."""
         table, rows = self.table, self.table.rows.tolist()
-        ranks = enumerate(zip(rows, table.links(), strict=True))
+        costs = self.usual_cost.relative_of(table.costs(), table.num_microbatches())
+        ranks = enumerate(zip(rows, table.links(), costs, strict=True))
         would = None
         if self.rules is not None and not math.isnan(self.shadow_s):
             would = shadow_report(table, self.seconds, self.shadow_s, self.rules, self.plan)
@@ -57,7 +59,7 @@ class StepRecord:
             self.step,
             self.seconds,
             self.deadline_s,
-            tuple(self._of_rank(rank, row, link) for rank, (row, link) in ranks),
+            tuple(self._of_rank(rank, *each) for rank, each in ranks),
             self._of_stages(rows),
             self._scalars(rows),
             skipped=any(row[NONFINITE] for row in rows) and table.skipped(),
@@ -71,7 +73,7 @@ class StepRecord:
             dealt=self.dealt,
         )
 
-    def _of_rank(self, rank: int, row: Sequence[float], link: RankLink) -> RankReport:
+    def _of_rank(self, rank: int, row: Sequence[float], link: RankLink, cost: float) -> RankReport:
         plan = self.plan
         computed, _, stage_s, weights = (tuple(row[columns]) for columns in self.table.of_stages)
         reach = sum(share * stage.numel for share, stage in zip(computed, plan.stages, strict=True)) / plan.numel
@@ -91,7 +93,7 @@ class StepRecord:
             weight=row[COLUMN["weight"]],
             weights=tuple(row[COLUMN["weight"]] * weight for weight in weights),
             nonfinite=int(row[NONFINITE]),
-            cost=relative_cost(row[COLUMN["cost"]], self.mean_cost),
+            cost=cost,
             parts=int(row[COLUMN["parts_done"]]),
             latency_s=link.latency_s,
             up_bytes_per_s=link.up_bytes_per_s,

@@ -165,6 +165,11 @@ class Table:
         """What each rank's step costs; NaN where it gave nothing."""
         return list(self._columns["cost"])
 
+    def num_microbatches(self) -> list[float]:
+        """How many micro-batches each rank's step had; NaN where it did not enter it, or had no data."""
+        pairs = zip(self._columns["num_microbatches"], self._columns["compute_s"], strict=True)
+        return [math.nan if math.isnan(own_s) else number for number, own_s in pairs]
+
     def untruncated_times(self) -> list[UntruncatedTime]:
         """For each rank the time of all its own work in the step, with what a late one left."""
         compute_s, finished = self.compute_s(), self.finished_ranks()

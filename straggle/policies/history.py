@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
+_MEANS = ("mean_cost", "mean_microbatches")
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -45,7 +47,8 @@ class History:
     its ``compute_s`` is only a lower bound; NaN means that it never entered the step. ``num_steps`` counts all merged
     steps, also those that have left the window. ``progress`` covers the last of these steps, those made with the stages
     as they are now; ``None`` for policies that do not ask for it. ``mean_cost``: ``compute_s`` and `Progress.unit_s`
-    are as they would be in steps of this cost (`Step.cost`); NaN: no costs were given, and all times are as measured.
+    are as they would be in steps of this cost (`Step.cost`); NaN: no costs were given. ``mean_microbatches``: the same
+    in micro-batches, of steps without a cost; NaN: times are as measured.
     ``dealt``: the ranks have as much of each step as they have time for, by `Rebalance` or from a pool.
     """
 
@@ -55,6 +58,7 @@ class History:
     progress: Progress | None = None
     mean_cost: float = math.nan
     dealt: bool = False
+    mean_microbatches: float = math.nan
 
     def last(self, steps: int, before: int = 0) -> History:
         """Its last ``steps`` steps, not counting the ``before`` steps at its end."""
@@ -66,7 +70,7 @@ class History:
             kept = {name: value[max(0, stop - steps) : max(0, stop)] for name, value in parts.items()}
             progress = Progress(stage_share=progress.stage_share, **kept)
         rows = self.compute_s[first:end], self.finished[first:end]
-        return History(self.num_steps - before, *rows, progress, self.mean_cost, self.dealt)
+        return replace(self, num_steps=self.num_steps - before, compute_s=rows[0], finished=rows[1], progress=progress)
 
     def of_ranks(self, number: int) -> History:
         """The same of the first ``number`` ranks; one that it lacks has entered no step, and has given nothing."""
@@ -77,13 +81,14 @@ class History:
             resized = {name: _of_ranks(value, number, nothing.get(name, 0.0)) for name, value in rows.items()}
             progress = replace(progress, **resized)
         compute_s, finished = _of_ranks(self.compute_s, number, math.nan), _of_ranks(self.finished, number, False)
-        return History(self.num_steps, compute_s, finished, progress)
+        return replace(self, compute_s=compute_s, finished=finished, progress=progress)
 
     def tensors(self) -> dict[str, Tensor]:
         """All of it as tensors of its own, to be saved."""
         parts = {"num_steps": torch.tensor(self.num_steps), "compute_s": self.compute_s, "finished": self.finished}
         parts |= {f"progress.{name}": value for name, value in vars(self.progress).items()} if self.progress else {}
-        parts |= {} if math.isnan(self.mean_cost) else {"mean_cost": torch.tensor(self.mean_cost, dtype=torch.float64)}
+        means = {name: getattr(self, name) for name in _MEANS}
+        parts |= {name: torch.tensor(mean, dtype=torch.float64) for name, mean in means.items() if not math.isnan(mean)}
         return {name: tensor.clone() for name, tensor in parts.items()}
 
     @staticmethod
@@ -96,8 +101,9 @@ class History:
                 "and the deadline is learned again"
             )
         progress = Progress(**parts) if parts else None
-        mean_cost = float(tensors["mean_cost"]) if "mean_cost" in tensors else math.nan
-        return History(int(tensors["num_steps"]), tensors["compute_s"], tensors["finished"], progress, mean_cost)
+        history = History(int(tensors["num_steps"]), tensors["compute_s"], tensors["finished"], progress)
+        mean_cost, mean_microbatches = (float(tensors.get(name, math.nan)) for name in _MEANS)
+        return replace(history, mean_cost=mean_cost, mean_microbatches=mean_microbatches)
 
 
 def _of_ranks(values: Tensor, number: int, missing: float | None) -> Tensor:
@@ -145,7 +151,7 @@ class HistoryWindow:
         self._compute_s = torch.frombuffer(self._seconds, dtype=torch.float64).view(2 * window, world_size)
         self._finished = torch.frombuffer(self._flags, dtype=torch.bool).view(2 * window, world_size)
         self._views: dict[int, tuple[Tensor, Tensor]] = {}  # of a full window, by its end
-        self.mean_cost, self.dealt = math.nan, False
+        self.mean_cost, self.mean_microbatches, self.dealt = math.nan, math.nan, False
         self._num_steps = 0
         self._progress: ProgressWindow | None = None
 
@@ -180,11 +186,12 @@ class HistoryWindow:
             seen = self._compute_s[rows], self._finished[rows]
             if self._num_steps >= self._window:
                 self._views[end] = seen
-        return History(self._num_steps, *seen, progress, self.mean_cost, self.dealt)
+        return History(self._num_steps, *seen, progress, self.mean_cost, self.dealt, self.mean_microbatches)
 
     def restore(self, history: History) -> None:
         """Go on from a history that was saved."""
-        self._num_steps, self.mean_cost = history.num_steps - len(history.compute_s), history.mean_cost
+        self._num_steps = history.num_steps - len(history.compute_s)
+        self.mean_cost, self.mean_microbatches = history.mean_cost, history.mean_microbatches
         for compute_s, finished in zip(history.compute_s.tolist(), history.finished.tolist(), strict=True):
             self.append(compute_s, finished)
         if history.progress is not None:

@@ -4,24 +4,39 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
+from straggle.backward.stages import Stage, StagePlan
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.table import Table
 from straggle.merge.telemetry import Row
-from straggle.policies.cost import check_cost, mean_cost_of, relative_cost
+from straggle.policies.auto_deadline import AutoDeadline
+from straggle.policies.cost import UsualCost, check_cost, mean_cost_of
 from straggle.policies.deadline import Deadline, LateHandling, NextDeadline, QuantileDeadline
 from straggle.policies.history import History
 from straggle.policies.wrappers import Shadow
 from straggle.report import PHASES
 
 NAN = math.nan
+PLAN = StagePlan((Stage("all", (0,), 1, 4, "all", "all"),))
 
 
-def table(compute_s, costs):
-    """A step that all ranks finished, in one stage."""
+def table(compute_s, costs, numbers=None):
+    """A step that all ranks finished, in one stage; ``numbers`` of micro-batches."""
+    numbers = numbers or [1] * len(costs)
     rows = [
-        Row(dict.fromkeys(PHASES, 0.0), own_s, own_s, cost=cost, computed=(1.0,), estimated=(0.0,), stage_s=(own_s,))
-        for own_s, cost in zip(compute_s, costs, strict=True)
+        Row(
+            dict.fromkeys(PHASES, 0.0),
+            own_s,
+            own_s,
+            cost=cost,
+            computed=(1.0,),
+            estimated=(0.0,),
+            stage_s=(own_s,),
+            num_microbatches=number,
+            microbatch_s=tuple(own_s * (done + 1) / number for done in range(number)),
+        )
+        for own_s, cost, number in zip(compute_s, costs, numbers, strict=True)
     ]
     return Table(torch.stack([row.encode() for row in rows]), 1)
 
@@ -36,7 +51,7 @@ def table(compute_s, costs):
 )
 def test_cost_is_relative_to_the_mean_of_those_that_are_known(costs, mean, relative):
     assert mean_cost_of(costs) == pytest.approx(mean, nan_ok=True)
-    assert [relative_cost(cost, mean) for cost in costs] == relative
+    assert UsualCost(mean, 1.0).relative_of(costs, [1.0] * len(costs)) == relative
 
 
 @pytest.mark.parametrize("cost", [0, -1.0, math.inf, NAN, True, "many"])
@@ -52,9 +67,9 @@ def test_deadline_is_that_of_a_step_of_the_mean_cost():
     for own in costs:
         compute_s = own * torch.tensor([0.002, 0.002, 0.002, 0.003])
         deadline.decide(table(compute_s.tolist(), own.tolist()))
-        assert deadline.mean_cost == 100.0
+        assert deadline.usual_cost.given == 100.0
         assert deadline.seconds == pytest.approx(0.2)
-    assert [deadline.relative_cost(cost) for cost in (50.0, 400.0, NAN)] == [0.5, 4.0, 1.0]
+    assert [deadline.usual_cost.relative(cost, 1) for cost in (50.0, 400.0, NAN)] == [0.5, 4.0, 1.0]
     assert deadline.history.compute_s[:, 3].tolist() == pytest.approx([0.3] * len(deadline.history.compute_s))
 
 
@@ -62,15 +77,17 @@ def test_times_are_as_measured_before_there_are_costs():
     deadline = CurrentDeadline(QuantileDeadline(0.5, slack=1.0, warmup_steps=1), LateHandling(), 2)
     deadline.decide(table([0.2, 0.4], [NAN, NAN]))
     assert deadline.history.compute_s.tolist()[-1] == pytest.approx([0.2, 0.4])
-    assert math.isnan(deadline.mean_cost)
+    assert math.isnan(deadline.usual_cost.given)
 
 
 def test_mean_cost_is_saved_with_the_history():
     deadline = CurrentDeadline(QuantileDeadline(0.5, warmup_steps=1), LateHandling(), 2)
-    deadline.decide(table([0.2, 0.4], [10.0, 30.0]))
+    deadline.decide(table([0.2, 0.4], [10.0, 30.0], [2, 4]))
     again = CurrentDeadline(QuantileDeadline(0.5, warmup_steps=1), LateHandling(), 2)
     again.restore(History.from_tensors(deadline.history.tensors()))
-    assert again.mean_cost == 20.0
+    assert again.usual_cost == UsualCost(20.0, 3.0)
+    again.restore(deadline.history.of_ranks(1))
+    assert again.usual_cost == UsualCost(20.0, 3.0)
 
 
 def test_history_of_a_run_without_costs_has_none_when_it_is_restored():
@@ -79,6 +96,66 @@ def test_history_of_a_run_without_costs_has_none_when_it_is_restored():
     tensors = deadline.history.tensors()
     assert "mean_cost" not in tensors
     assert math.isnan(History.from_tensors(tensors).mean_cost)
+
+
+def test_step_without_a_cost_costs_its_number_of_micro_batches():
+    """Ranks take 0.1 s for a micro-batch, one of them twice as long, also where all of them go from one to four."""
+    deadline = CurrentDeadline(QuantileDeadline(0.5, slack=1.0, warmup_steps=1), LateHandling(), 4)
+    for number in (1, 1, 4, 4, 2):
+        compute_s = [0.1 * number] * 3 + [0.2 * number]
+        deadline.decide(table(compute_s, [NAN] * 4, [number] * 4))
+        assert deadline.seconds == pytest.approx(0.1)
+    assert [deadline.usual_cost.relative(NAN, number) for number in (1, 4)] == [1.0, 4.0]
+    assert deadline.history.compute_s[:, 3].tolist() == pytest.approx([0.2] * len(deadline.history.compute_s))
+
+
+def test_cost_that_is_given_comes_before_the_number_of_micro_batches():
+    usual = UsualCost(100.0, 2.0)
+    assert usual.relative(50.0, 8) == 0.5
+    assert usual.relative_of([50.0, NAN], [8, 8]) == [0.5, 4.0]
+    assert usual.relative_of([NAN, NAN, NAN], [2, NAN, 4]) == [1.0, 1.5, 2.0]  # one did not enter the step
+
+
+def test_rank_that_was_dealt_fewer_micro_batches_has_the_deadline_of_the_others():
+    deadline = CurrentDeadline(QuantileDeadline(0.5, slack=1.0, warmup_steps=1), LateHandling(), 4)
+    deadline.decide(table([0.4, 0.4, 0.4, 0.8], [NAN] * 4, [4, 4, 4, 4]))
+    deadline.work_is_dealt()
+    deadline.decide(table([0.5, 0.5, 0.4, 0.4], [NAN] * 4, [5, 5, 4, 2]))
+    assert [deadline.usual_cost.relative(NAN, number) for number in (5, 2)] == [1.0, 1.0]
+    assert deadline.history.compute_s[-1].tolist() == pytest.approx([0.5, 0.5, 0.4, 0.4])
+
+
+def late_steps(late_handling, numbers):
+    """Steps in which a rank that is a fifth slower is late, on a machine that all share, with so many micro-batches."""
+    deadline, generator, late = CurrentDeadline(AutoDeadline(), late_handling, 4), torch.Generator().manual_seed(0), 0
+    deadline.prepare(PLAN, [nn.Parameter(torch.zeros(1))])
+    deadline.watch(PLAN)
+    for number in numbers:
+        noise = 1 + 0.02 * torch.randn(4, generator=generator) + 0.05 * torch.randn(1, generator=generator)
+        compute_s = (0.1 * number * noise * torch.tensor([1.0, 1.0, 1.0, 1.2])).tolist()
+        relative, quorum_s = deadline.usual_cost.relative(NAN, number), sorted(compute_s)[1]
+        stop_s = max(relative * deadline.seconds, quorum_s + deadline.after_quorum_of(relative))
+        late += compute_s[3] > stop_s
+        deadline.decide(table(compute_s, [NAN] * 4, [number] * 4))
+    return late
+
+
+def test_rank_that_is_a_little_slower_is_not_late_as_all_go_from_one_micro_batch_to_four():
+    for numbers in ([1] * 120, [1] * 60 + [4] * 60, [4] * 60 + [1] * 60, [1, 4] * 60):
+        assert late_steps(LateHandling(), numbers) == 0
+
+
+@pytest.mark.parametrize(("grace_s", "decided_s", "given_s"), [(0.1, 0.0, 0.1), (0.1, 0.3, 1.2), (0.0, 0.3, 1.2)])
+def test_time_after_a_quorum_grows_with_the_step_but_that_of_the_policy_itself(grace_s, decided_s, given_s):
+    class Gives(Deadline):
+        def decide(self, history):  # noqa: ARG002
+            return NextDeadline(1.0, after_quorum_s=decided_s)
+
+    policy = Gives()
+    policy.grace_s = grace_s
+    deadline = CurrentDeadline(policy, LateHandling(), 2)
+    deadline.decide(table([1.0, 1.0], [NAN, NAN]))
+    assert deadline.after_quorum_of(4.0) == pytest.approx(given_s)
 
 
 class GivesTime(Deadline):
