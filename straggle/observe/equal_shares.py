@@ -10,7 +10,6 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import median
 
 from straggle.data.overhead import Overhead
@@ -75,7 +74,8 @@ class EqualShares:
     def _learned(self, mean: float) -> float:
         overhead = Overhead(mean)
         usual = [(counts, _medians(rows)) for counts, rows in self._deals]
-        for before, after in pairwise(usual):
+        *earlier, after = usual
+        for before in reversed(earlier):  # the first, in which shares often were equal, counts most
             if len(before[0]) == len(after[0]) and min(*before[0], *after[0]) > 0:
                 overhead.learn(*before, *after)
         return overhead.samples

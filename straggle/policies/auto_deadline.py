@@ -14,17 +14,19 @@ from straggle.policies.deadline import Deadline, LateHandling, NextDeadline, che
 from straggle.policies.dealt import SETTLED, steps_since_dealt
 from straggle.policies.history import History
 from straggle.policies.ordinary import common_variance, differences, lag_that_drops, one_stands_out, vary_together
-from straggle.policies.price import CLEARLY, HIGH, HIGHEST, LOW, pays
+from straggle.policies.price import CLEARLY, EVEN, HIGH, HIGHEST, LOW, pays
 from straggle.policies.promise import kept
 from straggle.policies.step_model import StopRules, simulate_step
-from straggle.policies.thresholds import StepTimes, Threshold, by_running_units, by_the_rule, expected_drop
+from straggle.policies.thresholds import StepTimes, Threshold, by_running_units, by_the_rule, expected, expected_drop
 from straggle.policies.untruncated import any_unheard, untruncated_entries, untruncated_times
 
 _NOISE = 1.0  # standard errors by which a shorter threshold must be better
 _BUSY = 0.1  # this quantile over steps is that of a machine without other work
 _AT_FIRST = 10  # first steps: AutoDeadline chooses in each
 _LONGER = 1.5  # windows that show how ranks vary: in one, independent ranks too often seem to share a machine
-_ORDINARY = 0.05  # gain from which on gradients are dropped where no rank is slow, but each varies by itself
+# gain from which on gradients are dropped where no rank is slow, but each varies by itself; less than that beyond the
+# longest threshold is what noise brings
+_ORDINARY = 0.05
 _HEARD = 4.0  # times the median rank's time, which a rank is given of which nothing is known
 _LITTLE = 0.005  # of all gradients: as much may be dropped for what ranks are behind a quorum now and then
 
@@ -49,6 +51,9 @@ def choose_for(
 
     Whether it pays to drop anything is decided as if only whole stages came in. The threshold is then chosen with the
     ``parts`` of the last units that come in one by one (`Deadline.prepare`): less is lost by a shorter one.
+
+    Where the price is more than `LOW`, what a shorter one drops beyond the longest is paid by what it gains beyond it
+    (`brings_more`). One stall in fifty steps gains a tenth with either, and would pay for dropping noise in all others.
     """
     seen = differences(steps.end_s, steps.quorum_s, steps.overhead_s)
     longest = Threshold(longest_s, 0.0, 0.0, after_quorum_s(steps, rules, longest_s, seen.lag_s, max(price, HIGH)))
@@ -57,7 +62,13 @@ def choose_for(
 
     def worth_it(one: Threshold) -> bool:
         enough = one.gain >= max(least_gain, 0.0 if seen.any_slow else _ORDINARY)
-        return enough and pays(one.gain, one.dropped, price)
+        return enough and pays(one.gain, one.dropped, price) and (price == LOW or brings_more(one))
+
+    def brings_more(one: Threshold) -> bool:
+        """Whether it brings enough beyond the longest, which stops a rank that stalls as well."""
+        ours, other = (expected(steps, each, rules, parts) for each in (one, longest))
+        gain, dropped = ours.gain_over(other), other.brought - ours.brought
+        return gain >= least_gain and pays(gain, dropped, EVEN if gain >= _ORDINARY else price)
 
     if rules.finish_running:
         outcomes = by_running_units(steps, rules, longest_s)
@@ -123,15 +134,16 @@ class AutoDeadline(Deadline):
     promises less than ``least_gain`` (0.01: a hundredth more gradient per second), or less than the price of what it
     drops: 0.3 times it, or three times it where work is dealt out by speed (`Rebalance`, `Step.pull`) or all ranks
     share a busy machine and none stands out (`vary_together`), or five times where they clearly do (`price_of`; how
-    ranks vary is seen over 1.5 times ``window`` steps). The longest is ``max_over_median`` times the median rank's time
-    in a quick step (the quickest tenth). So a rank that was never slow before and stalls is not waited for either. With
-    it, no rank is late by what ranks are behind a quorum now and then (`after_quorum_s`), however slow all of them are
-    at once. It takes the longest, too, where what was dropped in the last ``window`` steps did not bring that much:
-    gradient per second as it came, against waiting in the same steps (`kept`). Where nothing is known of some rank by
-    then, that rank has four times the median's time in one step first. Of thresholds that differ by no more than noise
-    (one standard error), it takes the longest. ``every``: steps between two choices; in its first ten steps it chooses
-    in each. Where work is dealt out by speed, it begins again when shares change: times from before are not those of
-    the new shares (`steps_since_dealt`). It predicts what the last choice is expected to drop.
+    ranks vary is seen over 1.5 times ``window`` steps). There it must be worth that beyond the longest one, too, or
+    gain 5 % beyond it. The longest is ``max_over_median`` times the median rank's time in a quick step (the quickest
+    tenth). So a rank that was never slow before and stalls is not waited for either. With it, no rank is late by what
+    ranks are behind a quorum now and then (`after_quorum_s`), however slow all of them are at once. It takes the
+    longest, too, where what was dropped in the last ``window`` steps did not bring that much: gradient per second as it
+    came, against waiting in the same steps (`kept`). Where nothing is known of some rank by then, that rank has four
+    times the median's time in one step first. Of thresholds that differ by no more than noise (one standard error), it
+    takes the longest. ``every``: steps between two choices; in its first ten steps it chooses in each. Where work is
+    dealt out by speed, it begins again when shares change: times from before are not those of the new shares
+    (`steps_since_dealt`). It predicts what the last choice is expected to drop.
     """
 
     wants_progress = True

@@ -12,6 +12,7 @@ LOW = 0.3  # where the ranks' times are independent, and their work is equal
 # Where ranks have what they have time for, or share a busy machine: what is dropped of a slow rank, or a stalled one,
 # brings five to eight times as much, the noise of such a machine 0.2 to 0.8 times, and less when it is tried.
 HIGH = 3.0
+EVEN = 1.0  # where much is gained: as much as is dropped
 # Where ranks clearly share a machine and none stands out: what is late there now and then brings 3.1 to 4.8 times what
 # is dropped. Random stalls of all ranks on such a machine bring 4.3 to 6 times.
 HIGHEST = 5.0

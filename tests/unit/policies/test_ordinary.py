@@ -10,7 +10,7 @@ from straggle.policies.auto_deadline import choose_for, price_of
 from straggle.policies.ordinary import differences, lag_that_drops, one_stands_out, vary_together
 from straggle.policies.price import HIGH, HIGHEST, LOW
 from straggle.policies.step_model import StopRules
-from straggle.policies.thresholds import StepTimes
+from straggle.policies.thresholds import Expected, StepTimes
 
 RULES = StopRules(quorum=2, grace_s=0.02)
 
@@ -120,6 +120,24 @@ def test_longest_deadline_that_pays_gives_no_time_after_the_quorum_either():
     one = chosen((noise(50, 4, 0.03) * torch.tensor([1.36, 1.36, 1.36, 6.0])).tolist())
     assert (one.tau_s, one.after_quorum_s) == (1.4, 0.0)
     assert one.gain > 1
+
+
+@pytest.mark.parametrize("spread", [0.03, 0.05, 0.08])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("shared", [0.0, 0.1])
+def test_stall_that_the_longest_deadline_shortens_too_is_no_reason_to_drop_for_noise(spread, seed, shared):
+    """Where work is dealt out: a stall in 50 steps gains so much that all that was dropped beside it seemed paid."""
+    factor = noise(50, 4, spread, seed=seed) * noise(50, 1, shared, seed=seed + 50)
+    factor[30, 3] += 8
+    one = chosen(factor.tolist(), price=HIGH)
+    assert one.tau_s == 1.4
+    assert one.after_quorum_s > 0.3
+    assert one.dropped == 0.0
+
+
+def test_gain_over_another_threshold_is_in_gradient_per_second():
+    assert Expected(0.9, 1.0).gain_over(Expected(1.0, 1.5)) == pytest.approx(0.9 * 1.5 - 1)
+    assert Expected(0.9, 0.0).gain_over(Expected(1.0, 1.5)) == 0.0
 
 
 def test_slow_rank_of_which_nothing_is_gained_leaves_the_longest():
