@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
 
 from straggle.observe.ddp_time import DdpPrediction
 from straggle.observe.waited_for import LastSteps
@@ -38,9 +38,9 @@ class LiveView:
         self._steps = steps
         self._progress = Progress(
             MofNCompleteColumn(),
-            BarColumn(bar_width=12),
-            TextColumn("{task.fields[line]}"),
+            TextColumn("{task.fields[line]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")),
             TimeRemainingColumn(),
+            expand=True,  # so that the line has what the other columns leave
             console=self._console,
             disable=not self._console.is_terminal,
         )
@@ -68,7 +68,7 @@ class LiveView:
     def _line(self, report: StepReport) -> str:
         step, ddp = (f"{1e3 * seconds:.0f} ms" for seconds in (self._last.median_s, self._last.ddp_s))
         loss = report.scalars.get("loss", math.nan)
-        line = f"loss {loss:.3f}  step {step}, under DDP {ddp}  {self._last.words()}"
+        line = f"step {step} (DDP {ddp})  {self._last.words()}  loss {loss:.3f}"  # a narrow terminal cuts its end
         line += f"  drew {_drawn(report)}" if report.pool_parts else ""
         leaves = "; ".join(_leaf(rank) for rank in report.ranks if rank.leaf_since is not None)
         line += f"  leaf: {leaves}" if leaves else ""

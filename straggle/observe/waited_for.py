@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from statistics import fmean, median
 
 from straggle.observe.ddp_time import DdpStep
-from straggle.report import RankReport, StepReport
+from straggle.report import StepReport
 
-_MOST = 2  # ranks that are named
 _LESS = 0.9  # of the mean rank's work, at most: then a rank has less to do
 _WAITING = 0.1  # of the step, from which on it is said for whom the others wait
 
@@ -37,22 +36,7 @@ class LastSteps:
 
     def words(self) -> str:
         """Whom the others wait for, and what is done about it."""
-        return "; ".join([*self._late(), *self._has_less()] or [self._waiting()])
-
-    def _late(self) -> Iterator[str]:
-        late: dict[int, list[RankReport]] = {}
-        for rank in (rank for report, _ in self._steps for rank in report.ranks if rank.late):
-            late.setdefault(rank.rank, []).append(rank)
-        for number in sorted(late, key=lambda rank: -len(late[rank]))[:_MOST]:
-            now = self._steps[-1][0].ranks[number]
-            if now.stood_in:
-                where = f" in {now.cause}" if now.cause else ""
-                yield f"rank {number} is stuck{where}: the others go on without it"
-            else:
-                reach, often = fmean(rank.reach for rank in late[number]), f"{len(late[number])} of {len(self._steps)}"
-                yield f"rank {number} was stopped in {often} steps: {reach:.0%} of its gradients came in there"
-        if len(late) > _MOST:
-            yield f"{len(late) - _MOST} more ranks were late"
+        return "; ".join([*self._has_less(), *self._late()] or [self._waiting()])
 
     def _has_less(self) -> Iterator[str]:
         report, ddp = self._steps[-1]
@@ -61,7 +45,18 @@ class LastSteps:
         if not report.dealt or report.pool_weight or number is None or not (total := math.fsum(weights)):
             return
         if weights[number] <= _LESS * total / len(weights):
-            yield f"rank {number} is slow, and has {weights[number] / total:.0%} of the samples"
+            yield f"rank {number} is slow: it has {weights[number] / total:.0%} of the samples"
+
+    def _late(self) -> Iterator[str]:
+        late = Counter(rank.rank for report, _ in self._steps for rank in report.ranks if rank.late)
+        for number, often in late.most_common(1):
+            now = self._steps[-1][0].ranks[number]
+            if now.stood_in:
+                where = f" in {now.cause}" if now.cause else ""
+                yield f"rank {number} is stuck{where}: the others go on without it"
+            else:
+                others = f", and {len(late) - 1} others were late" if len(late) > 1 else ""
+                yield f"rank {number} was stopped in {often} of {len(self._steps)} steps{others}"
 
     def _waiting(self) -> str:
         report, _ = self._steps[-1]
@@ -70,5 +65,5 @@ class LastSteps:
             last = min(there, key=lambda rank: rank.wait_s)
             wait_s = fmean(rank.wait_s for rank in there if rank is not last)
             if wait_s >= _WAITING * report.seconds:
-                return f"no rank is late; the others waited {1e3 * wait_s:.0f} ms for rank {last.rank}"
+                return f"no rank is late, and the others waited {1e3 * wait_s:.0f} ms for rank {last.rank}"
         return "no rank is late"

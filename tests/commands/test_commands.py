@@ -72,7 +72,7 @@ def test_view_prints_plain_lines_where_there_is_no_terminal() -> None:
     console = Console(force_terminal=False, width=120, record=True)
     with LiveView(20, console=console) as view:
         view.show(report(rank(0, 1.0, (1.0,)), rank(1, 1.0, (math.nan,), late=True), step=0))
-    assert "loss 2.500  step 1500 ms, under DDP 1500 ms  rank 1 was stopped in 1 of 1 steps" in console.export_text()
+    assert "step 1500 ms (DDP 1500 ms)  rank 1 was stopped in 1 of 1 steps  loss 2.500" in console.export_text()
 
 
 def test_view_names_absent_ranks_and_says_when_the_members_change() -> None:
@@ -87,7 +87,7 @@ def test_view_names_absent_ranks_and_says_when_the_members_change() -> None:
     lines = console.export_text().splitlines()
     assert lines[0].rstrip() == "members: rank 2 left: its process ended by SIGKILL, after 3.0 s (1 of 3 ranks)"
     absent = "absent: 1; 2 for 12 s (its process ended by SIGKILL, after 3.0 s)"
-    assert lines[1].rstrip().endswith(f"no rank is late  {absent}")
+    assert lines[1].rstrip().endswith(f"no rank is late  loss 2.500  {absent}")
 
 
 def test_view_says_who_is_a_leaf_since_when_and_how_much_came() -> None:
@@ -95,7 +95,7 @@ def test_view_says_who_is_a_leaf_since_when_and_how_much_came() -> None:
     leaf = dataclasses.replace(rank(1, 1.0, (1.0,)), reach=0.75, leaf_since=12)
     with LiveView(20, console=console) as view:
         view.show(report(rank(0, 1.0, (1.0,)), leaf, step=0))
-    assert console.export_text().rstrip().endswith("no rank is late  leaf: 1 since step 12 (75% in time)")
+    assert console.export_text().rstrip().endswith("no rank is late  loss 2.500  leaf: 1 since step 12 (75% in time)")
 
 
 # -- the configuration

@@ -29,26 +29,25 @@ def with_rank_3(**changes):
         ([with_rank_3(wait_s=0.0)], "no rank is late"),  # 50 ms of a step of 600
         (
             [[*(dataclasses.replace(own, wait_s=0.2) for own in CALM[:3]), dataclasses.replace(CALM[3], wait_s=0.0)]],
-            "no rank is late; the others waited 200 ms for rank 3",
+            "no rank is late, and the others waited 200 ms for rank 3",
         ),
-        ([CALM, with_rank_3(late=True, reach=0.25), CALM], "rank 3 was stopped in 1 of 3 steps: 25% of its gradients"),
+        ([CALM, with_rank_3(late=True, reach=0.25), CALM], "rank 3 was stopped in 1 of 3 steps"),
         (
             [with_rank_3(late=True, reach=0.25), with_rank_3(late=True, stood_in=True, cause="data")],
             "rank 3 is stuck in data: the others go on without it",
         ),
         (
             [[dataclasses.replace(own, late=True, reach=0.5) for own in CALM]],
-            "rank 0 was stopped in 1 of 1 steps: 50% of its gradients came in there; "
-            "rank 1 was stopped in 1 of 1 steps: 50% of its gradients came in there; 2 more ranks were late",
+            "rank 0 was stopped in 1 of 1 steps, and 3 others were late",
         ),
     ],
 )
 def test_last_steps_say_whom_the_others_wait_for(steps, said):
-    assert words(*steps).startswith(said)
+    assert words(*steps) == said
 
 
 def test_rank_with_less_to_do_is_said_to_have_that_much():
     slow = [dataclasses.replace(own, weight=weight) for own, weight in zip(CALM, (10.0, 10.0, 9.0, 3.0), strict=True)]
-    assert words(slow, dealt=True) == "rank 3 is slow, and has 9% of the samples"
+    assert words(slow, dealt=True) == "rank 3 is slow: it has 9% of the samples"
     assert words(slow) == "no rank is late"  # these are weights that the user gave
     assert words(slow, waits_for=0, dealt=True) == "no rank is late"
