@@ -116,7 +116,7 @@ class CurrentDeadline:
         if table.has_pool:
             self.work_is_dealt()
         compute_s, relative = table.compute_s(), self._relative_costs(table)
-        if any(own != 1.0 for own in relative):
+        if relative.count(1.0) < len(relative):
             compute_s = [own_s / own for own_s, own in zip(compute_s, relative, strict=True)]
             if shares is not None:
                 measured = table.progress(shares, granularity)
@@ -134,10 +134,13 @@ class CurrentDeadline:
 
     def _relative_costs(self, table: Table) -> list[float]:
         """How much longer than usual each rank's step takes by right."""
-        window, costs, numbers = self._window, table.costs(), table.num_microbatches()
+        window, costs = self._window, table.costs()
         if math.isnan(window.mean_cost) and not math.isnan(mean := mean_cost_of(costs)):
             window.mean_cost = mean
             self._use_costs()
+        if math.isnan(window.mean_cost) and set(table.column("num_microbatches")) == {window.mean_microbatches}:
+            return [1.0] * len(costs)  # as in nearly every step of nearly every job
+        numbers = table.num_microbatches()
         if math.isnan(window.mean_microbatches) and not self.dealt:
             window.mean_microbatches = mean_cost_of(numbers)
             self._use_costs()

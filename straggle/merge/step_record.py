@@ -26,9 +26,8 @@ class StepRecord:
     """Cheap to keep: the report is built when it is first read, on any thread.
 
     ``names`` are those of its scalars. ``shadow_s``: the deadline of a policy that is not enforced,
-    by whose ``rules`` the step would have ended; NaN: it is enforced. ``mean_cost``: that of `CurrentDeadline`.
-    ``differing``: the names of tensors that are not the same on all ranks.
     by whose ``rules`` the step would have ended; NaN: it is enforced. ``usual_cost``: that of `CurrentDeadline`.
+    ``differing``: the names of tensors that are not the same on all ranks.
     ``merged_weights``: that of each stage, where it may be more than what the ``table`` says of those that are left.
     ``dealt``: that of `CurrentDeadline`.
     """
