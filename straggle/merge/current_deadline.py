@@ -138,7 +138,8 @@ class CurrentDeadline:
         if math.isnan(window.mean_cost) and not math.isnan(mean := mean_cost_of(costs)):
             window.mean_cost = mean
             self._use_costs()
-        if math.isnan(window.mean_cost) and set(table.column("num_microbatches")) == {window.mean_microbatches}:
+        as_usual = self.dealt or set(table.column("num_microbatches")) == {window.mean_microbatches}
+        if as_usual and math.isnan(window.mean_cost):
             return [1.0] * len(costs)  # as in nearly every step of nearly every job
         numbers = table.num_microbatches()
         if math.isnan(window.mean_microbatches) and not self.dealt:
