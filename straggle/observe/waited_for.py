@@ -55,7 +55,7 @@ class LastSteps:
                 where = f" in {now.cause}" if now.cause else ""
                 yield f"rank {number} is stuck{where}: the others go on without it"
             else:
-                others = f", and {len(late) - 1} others were late" if len(late) > 1 else ""
+                others = f", others too: {len(late) - 1}" if len(late) > 1 else ""
                 yield f"rank {number} was stopped in {often} of {len(self._steps)} steps{others}"
 
     def _waiting(self) -> str:

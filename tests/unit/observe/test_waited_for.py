@@ -38,7 +38,7 @@ def with_rank_3(**changes):
         ),
         (
             [[dataclasses.replace(own, late=True, reach=0.5) for own in CALM]],
-            "rank 0 was stopped in 1 of 1 steps, and 3 others were late",
+            "rank 0 was stopped in 1 of 1 steps, others too: 3",
         ),
     ],
 )
