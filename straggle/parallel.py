@@ -232,6 +232,7 @@ class StagedDataParallel(nn.Module):
             release=self._open.release,
             optimizer=optimizer,
             draw=self.pulling.numbers,
+            expect=self._open.expect,
         )
 
     def _check_stepped_early(self, optimizer: Optimizer) -> None:

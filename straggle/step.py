@@ -27,6 +27,7 @@ class Step:
     whether the error, if any, was only the deadline. ``release`` frees what a pass held that was left late.
     ``optimizer`` is stepped as the gradients are merged.
     ``draw``: the numbers of this rank's micro-batches of a pool of ones with these weights, each with those after it.
+    ``expect`` is told how many passes an open step has.
     """
 
     def __init__(
@@ -39,16 +40,19 @@ class Step:
         leave: Callable[[Step, BaseException | None], bool],
         release: Callable[[DeadlineReached], None],
         draw: Callable[[tuple[float, ...]], Iterator[tuple[int, Sequence[int]]]],
+        expect: Callable[[int], None],
         optimizer: Optimizer | None = None,
     ) -> None:
         self._coordinator = coordinator
         self._names = names
-        self._enter, self._leave, self._release, self._draw = enter, leave, release, draw
+        self._enter, self._leave, self._release = enter, leave, release
+        self._draw, self._expect = draw, expect
         self._is_open = self._pulls = False
-        self.num_microbatches = num_microbatches
+        self._num_microbatches = num_microbatches
         self.optimizer = optimizer
         self.scalars: dict[str, float] = {}
         self.late = False  # this rank was stopped in it, so far
+        self.between = False  # after a `microbatch` and before the next one: the model's passes belong to no step
         self._weight, self._cost = 1.0, math.nan
 
     def begin(self) -> Step:
@@ -133,6 +137,20 @@ class Step:
         return self.end(error)
 
     @property
+    def num_microbatches(self) -> int:
+        """How many backward passes the step has. A loop that does not know it may set it until the last one begins.
+
+        Raises ``ValueError`` for fewer passes than have come, and ``RuntimeError`` when all of them have.
+        """
+        return self._num_microbatches
+
+    @num_microbatches.setter
+    def num_microbatches(self, number: int) -> None:
+        if self._is_open and number != self._num_microbatches:
+            self._expect(number)
+        self._num_microbatches = number
+
+    @property
     def weight(self) -> float:
         """How much this rank's step counts against the others', such as its number of samples or tokens; 1 if not set.
 
@@ -187,9 +205,11 @@ class Microbatch:
         self._step = step
 
     def __enter__(self) -> Step:
+        self._step.between = False
         return self._step
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
+        self._step.between = True
         return self._step.end_microbatch(error)
 
 

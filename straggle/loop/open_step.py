@@ -22,6 +22,7 @@ from straggle.backward.kept import NONE, UNDECIDED, KeptGradients
 from straggle.backward.passes import PassWatcher, current_run, in_backward
 from straggle.backward.stages import PlanLearner
 from straggle.backward.step_in_parts import StepInParts
+from straggle.merge.checks import check_passes_to_come
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.pools.draws import Drawn, Draws
 from straggle.merge.rank_state import Entry, TrainingSide
@@ -212,6 +213,16 @@ class OpenStep(PassWatcher):
         if self.num_over >= self._passes_with_data:
             self._rule = NoData()
 
+    def expect(self, number: int) -> None:
+        """The step has this many backward passes. Raises where that comes too late (`Step.num_microbatches`)."""
+        assert self.step is not None
+        if self.drawn is not None or self._passes_with_data < sys.maxsize:
+            return  # the pool says it, or the end of the data
+        self.settle()
+        check_passes_to_come(number, self.num_over, self.step.num_microbatches)
+        self._coordinator.expect(number)
+        self._left = number * len(self._parameters)
+
     def leave(self, error: BaseException | None) -> MergedStep | None:
         """Merge, and put the merged gradients in place; ``None`` where the user's code failed, which peers then know.
 
@@ -298,6 +309,8 @@ class OpenStep(PassWatcher):
             self._joins_if_new()
             return False
         assert self.step is not None
+        if self.step.between:  # an evaluation between two micro-batches
+            return False
         self.settle()
         if self.stopped:  # in an earlier micro-batch, whose phase is the cause
             raise DeadlineReached
@@ -386,7 +399,7 @@ class OpenStep(PassWatcher):
 
         Where the estimator finishes late, a backward pass goes on instead, and what the rank has is submitted.
         """
-        if self.step is None or (self._complete_microbatches and in_backward()):
+        if (step := self.step) is None or step.between or (self._complete_microbatches and in_backward()):
             return
         if not self._rule.stops(self._num_checks) or not (self._idle or self.may_stop):
             self._num_checks += 1

@@ -179,6 +179,18 @@ def check_num_microbatches(num_microbatches: int) -> None:
         raise ValueError(f"num_microbatches={num_microbatches}: a step has at least one backward pass")
 
 
+def check_passes_to_come(number: int, came: int, announced: int) -> None:
+    """Raise where an open step, of which so many passes came, cannot be said to have ``number`` of them."""
+    check_num_microbatches(number)
+    if number < came:
+        raise ValueError(f"num_microbatches={number}: {came} backward passes of this step have come")
+    if came >= announced < number:
+        raise RuntimeError(
+            f"num_microbatches={number}: all {announced} backward passes of this step have come, and are being merged; "
+            "set it before the last one"
+        )
+
+
 def too_few_passes(announced: int, came: int) -> str:
     """What to say of a rank that was not cut short and had some of its backward passes; empty: all of them came."""
     if not 0 < came < announced:

@@ -263,6 +263,13 @@ class Coordinator:
                 current.draw(drawn)
         return drawn
 
+    def expect(self, number: int) -> None:
+        """The training thread's step has this many backward passes."""
+        with self._lock:
+            self.training.expect(number)
+            if (current := self._own_round()) is not None:
+                current.num_microbatches = number
+
     def merge_waiting(self) -> bool:
         """Take the gradients that wait; merge each bucket that is complete with them.
 

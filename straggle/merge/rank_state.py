@@ -126,6 +126,10 @@ class TrainingSide:
         self.data_share *= num_passes / self.entry.num_microbatches
         self.entry = self.entry._replace(num_microbatches=num_passes)
 
+    def expect(self, number: int) -> None:
+        """Its step has this many backward passes."""
+        self.entry = self.entry._replace(num_microbatches=number)
+
     def microbatch_finished(self) -> None:
         """It has finished a micro-batch of its step. Needs no lock."""
         if len(self.microbatch_s) < self.entry.num_microbatches:  # a loop may call the model more often

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ranks import digest, run_ranks, staged
+from ranks import digest, logged, run_ranks, staged
 from training import Chain, Stopper, features, grads, mlp
 
 from straggle import DeadlineReached, PeerFailed
@@ -149,3 +149,86 @@ def wrong_order(rank):
 
 def test_calls_in_the_wrong_order_are_refused():
     run_ranks(wrong_order, 1)
+
+
+def counted_as_it_goes(rank, announced, stop_after):
+    """Two steps of two passes, said to have ``announced`` until the loop knows better; and the same steps known before.
+
+    The last rank is stopped in the second one.
+    """
+    results = []
+    for first_said in (announced, 2):
+        module = mlp()
+        stopper = Stopper(module)
+        with staged(module) as model, logged("straggle") as said:
+            for number in range(2):
+                module.zero_grad()
+                step = model.step(first_said).begin()
+                stopper.arm(step, stop_after if rank and number else None)
+                for place in range(2):
+                    step.num_microbatches = 2 if place else max(2, first_said)
+                    with step.microbatch():
+                        model(features(rank, place)).square().mean().backward()
+                step.end()
+            report = model.last_report.ranks[rank]
+            results.append((digest(grads(module)), report.reach, list(said)))
+    return results
+
+
+@pytest.mark.parametrize("announced", [1, 4])
+@pytest.mark.parametrize("stop_after", [None, 4, 9])
+def test_a_loop_may_say_before_its_last_micro_batch_how_many_there_are(announced, stop_after):
+    first, second = run_ranks(counted_as_it_goes, 2, announced, stop_after)
+    assert first[0] == first[1]
+    assert second[0] == second[1]
+    assert first[0][0] == second[0][0]
+    assert first[0][2] == []  # of passes that are missing
+
+
+def counted_too_late(rank):
+    module = mlp()
+    with staged(module) as model:
+        step = model.step(2).begin()
+        for number in range(2):
+            with step.microbatch():
+                model(features(rank, number)).sum().backward()
+        with pytest.raises(RuntimeError, match="all 2 backward passes of this step have come"):
+            step.num_microbatches = 3
+        with pytest.raises(ValueError, match="2 backward passes of this step have come"):
+            step.num_microbatches = 1
+        with pytest.raises(ValueError, match="at least one backward pass"):
+            step.num_microbatches = 0
+        assert step.num_microbatches == 2
+        step.end()
+        step = model.step(3).begin()
+        with step.microbatch():
+            model(features(rank, 0)).sum().backward()
+        step.num_microbatches = 1  # the loop was left in the middle
+        step.end()
+        return model.last_report.ranks[0].reach
+
+
+def test_who_says_it_too_late_is_told_so():
+    assert run_ranks(counted_too_late, 1) == [1.0]
+
+
+def evaluated_between(rank):
+    """A rank that is late in its first micro-batch evaluates before its second one."""
+    module = mlp()
+    with staged(module) as model:
+        step = model.step(2).begin()
+        step.stop()
+        outputs = []
+        for number in range(2):
+            with step.microbatch():
+                outputs.append(model(features(rank, number)).sum())
+            module.eval()
+            with torch.no_grad():
+                outputs.append(model(features(rank, number)))
+            module.train()
+        step.end()
+        return len(outputs), model.last_report.ranks[0].late
+
+
+def test_an_evaluation_between_two_micro_batches_belongs_to_no_step():
+    assert run_ranks(evaluated_between, 1) == [(2, True)]
