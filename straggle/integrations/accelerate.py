@@ -12,6 +12,8 @@ for x, y in loader:
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +23,7 @@ import torch
 from torch import nn
 
 from straggle.extras import needs_extra
-from straggle.integrations.options import take_options, wrapped
+from straggle.integrations.options import Accumulation, take_options, wrapped
 from straggle.parallel import StagedDataParallel
 
 with needs_extra("accelerate"):
@@ -36,10 +38,10 @@ class StagedAccelerator(Accelerator):
 
     A model that is prepared for training on several processes is a `StagedDataParallel`; on one, it is as before.
 
-    ``accumulate`` is one micro-batch of a step. Where this rank is late, the rest of its block is skipped, and the
-    gradients are merged at its end: clipping, the optimizer's step and ``zero_grad`` come after the block. In the
-    block they raise, or do nothing. Accelerate's optimizers step with the last micro-batch only, so that the lines stay
-    as they are.
+    ``accumulate`` is one micro-batch of a step. The last one is that with which Accelerate synchronizes, so that a step
+    may go on in the next epoch. Where this rank is late, the rest of its block is skipped, and the gradients are merged
+    at its end: clipping, the optimizer's step and ``zero_grad`` come after the block. In the block they raise, or do
+    nothing. Accelerate's optimizers step with the last micro-batch only, so that the lines stay as they are.
 
     ``save_state`` writes ``straggle_MODEL_RANK.pt`` of each rank beside the other files, and ``load_state`` reads it
     where it comes before the first step. Raises ``ValueError`` for DeepSpeed, FSDP and other kinds that do not use DDP.
@@ -48,7 +50,7 @@ class StagedAccelerator(Accelerator):
     def __init__(self, *positional: Any, **words: Any) -> None:
         self._staged_options = take_options(words)
         self._staged: list[StagedDataParallel] = []
-        self._num_fetched = 0  # batches of the running epoch
+        self._accumulation, self._fed = Accumulation(), _Fed()
         super().__init__(*positional, **words)
         if self.use_distributed and self._kind not in _DDP_KINDS:
             raise ValueError(
@@ -86,26 +88,31 @@ class StagedAccelerator(Accelerator):
         if len(staged) > 1:
             raise ValueError("accumulate() of several models: write `with model.step(num_microbatches=...)` for each")
         self._do_sync()
-        step = staged[0].open_step or staged[0].step(self._num_left()).begin()
-        self._num_fetched += 1
+        is_last: bool = self.sync_gradients
+        step = self._accumulation.step_of(staged[0], self._num_left(), is_last=is_last)
         with step.microbatch():
             yield
-        if self.sync_gradients:
+        if is_last:
             step.end()
-        if self.gradient_state.end_of_dataloader:
-            self._num_fetched = 0
 
     def _num_left(self) -> int:
-        """Micro-batches of the step that begins; an epoch's last has those that are left."""
-        num_steps: int = self.gradient_state.num_steps
-        loader = self.gradient_state.active_dataloader
-        if loader is None or not self.gradient_state.sync_with_dataloader:
-            return num_steps
-        try:
-            left = len(loader) - self._num_fetched
-        except TypeError:  # a stream, of which nobody knows how long it is
-            return num_steps
-        return max(1, min(num_steps, left))
+        """Micro-batches of a step that begins, as far as is known; an epoch's last has those that are left."""
+        state = self.gradient_state
+        left = self._fed.num_left(state.dataloader_references)
+        num_left: int = state.num_steps - (self.step - 1) % state.num_steps
+        return int(min(num_left, left)) if state.sync_with_dataloader and left > 0 else num_left
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """The base class's; raises ``ValueError`` where its way of joining would be needed."""
+        even = self.even_batches if even_batches is None else even_batches
+        if not even and any(isinstance(joinable, StagedDataParallel) for joinable in joinables):
+            raise ValueError(
+                "join_uneven_inputs() cannot join a StagedDataParallel: leave even_batches=True, or give the loop "
+                "`for x, y in model.join(loader)` of a loader that is not prepared"
+            )
+        with super().join_uneven_inputs(joinables, even_batches):
+            yield
 
     def unwrap_model(self, model: nn.Module, *positional: Any, **words: Any) -> Any:
         """The module itself."""
@@ -117,6 +124,11 @@ class StagedAccelerator(Accelerator):
         bare = model.module if isinstance(model, StagedDataParallel) else model
         return super().get_state_dict(bare, *positional, **words)
 
+    def free_memory(self, *objects: Any) -> Any:
+        """As the base class does; what it prepared before is let go of."""
+        self._staged.clear()
+        return super().free_memory(*objects)
+
     # -- what save_state and load_state do beside the rest
 
     def _save_staged(self, _models: list[nn.Module], _weights: list[Any], folder: str) -> None:
@@ -126,9 +138,33 @@ class StagedAccelerator(Accelerator):
     def _load_staged(self, _models: list[nn.Module], folder: str) -> None:
         for number, staged in enumerate(self._staged):
             path = self._state_file(folder, number)
-            if path.exists() and staged.last_report is None:
+            if path.exists() and staged.last_report is None and staged.open_step is None:
                 staged.load_straggle_state(torch.load(path, weights_only=True))
 
     def _state_file(self, folder: str, number: int) -> Path:
         """Of one rank, and of one of the models that it has."""
         return Path(folder) / f"straggle_{number}_{self.process_index}.pt"
+
+
+class _Fed:
+    """The loader that feeds the loop; an evaluation's may be active beside it, or may have been left early."""
+
+    def __init__(self) -> None:
+        self._loader: weakref.ref[Any] | None = None
+        self._num_open = 0  # how often it is iterated over
+        self._num_batches = 0  # that the loop had before
+
+    def num_left(self, loaders: list[Any]) -> float:
+        """Batches from this one on; ``loaders`` are iterated over, the last one since last. Infinite: unknown."""
+        loader = None if self._loader is None else self._loader()
+        if loader is None or loaders.count(loader) != self._num_open:
+            loader = loaders[-1]
+            self._loader = None if loader is None else weakref.ref(loader)
+            self._num_open, self._num_batches = loaders.count(loader), 0
+        before, self._num_batches = self._num_batches, self._num_batches + 1
+        if getattr(loader, "end_of_dataloader", False):
+            self._loader = None  # it may be iterated over again
+        try:
+            return len(loader) - before
+        except TypeError:  # there is none, or it is a stream, of which nobody knows how long it is
+            return math.inf

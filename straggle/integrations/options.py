@@ -1,13 +1,15 @@
-"""What `StagedDataParallel` is told where a framework wraps the model, and what of it no framework can keep."""
+"""What all integrations have: the options of `StagedDataParallel`, and the step that a framework accumulates into."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from straggle.parallel import StagedDataParallel
+from straggle.step import Step
 
 OPTIONS = ("stages", "deadline", "estimator", "late_handling", "merge")
 
@@ -31,3 +33,20 @@ def wrapped(module: nn.Module, options: Mapping[str, Any]) -> StagedDataParallel
         module.close()
         module = module.module
     return StagedDataParallel(module, **options)
+
+
+class Accumulation:
+    """The step that a framework accumulates into; its loop knows before each micro-batch whether it is the last one.
+
+    It may leave a step open, such as when it leaves its loader early: the next micro-batch then belongs to that step.
+    """
+
+    def __init__(self) -> None:
+        self._num_begun: WeakKeyDictionary[Step, int] = WeakKeyDictionary()  # micro-batches, of each open step
+
+    def step_of(self, model: StagedDataParallel, num_expected: int, *, is_last: bool) -> Step:
+        """The step of the micro-batch that begins; it has ``num_expected`` if the loop goes on as usual."""
+        step = model.open_step or model.step(max(1, num_expected)).begin()
+        self._num_begun[step] = number = self._num_begun.get(step, 0) + 1
+        step.num_microbatches = number if is_last else max(step.num_microbatches, number + 1)
+        return step

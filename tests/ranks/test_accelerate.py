@@ -28,14 +28,22 @@ class Job:
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20)
         x = torch.randn(88, 6, generator=torch.Generator().manual_seed(1))
         loader = DataLoader(TensorDataset(x, x[:, :3]), batch_size=4, shuffle=True)
-        self.accelerator = kind(cpu=True, gradient_accumulation_steps=4, **options)
-        prepared = self.accelerator.prepare(model, optimizer, loader, scheduler)
-        self.model, self.optimizer, self.loader, self.scheduler = prepared
+        held_out = DataLoader(TensorDataset(x), batch_size=4)
+        if "gradient_accumulation_plugin" not in options:
+            options["gradient_accumulation_steps"] = 4
+        self.accelerator = kind(cpu=True, **options)
+        prepared = self.accelerator.prepare(model, optimizer, loader, scheduler, held_out)
+        self.model, self.optimizer, self.loader, self.scheduler, self.held_out = prepared
         self.num_steps, self.between = 0, None
 
-    def epoch(self, after_block=True, stop_at=()):
-        """``after_block``: the optimizer's lines come after the block, and not in it."""
-        for number, (x, y) in enumerate(self.loader):
+    def epoch(self, after_block=True, stop_at=(), leave_at=None, loader=None):
+        """``after_block``: the optimizer's lines come after the block, and not in it.
+
+        ``between(number)`` comes after each batch.
+        """
+        for number, (x, y) in enumerate(loader or self.loader):
+            if number == leave_at:
+                break
             with self.accelerator.accumulate(self.model):
                 if number in stop_at:
                     self.model.open_step.stop()
@@ -44,7 +52,19 @@ class Job:
                     self.step()
             if after_block:
                 self.step()
+            if self.between is not None:
+                self.between(number)
         return digest(self.accelerator.unwrap_model(self.model).parameters())
+
+    def evaluate(self):
+        """On some of the batches."""
+        self.model.eval()
+        with torch.no_grad():
+            for number, (x,) in enumerate(self.held_out):
+                self.model(x)
+                if number == 2:
+                    break
+        self.model.train()
 
     def step(self):
         if self.accelerator.sync_gradients:
@@ -111,6 +131,91 @@ def test_a_late_rank_skips_its_micro_batches_and_all_apply_the_same():
     assert [dropped for _, dropped in first[2]] == pytest.approx([0, 0.375, 0.5])
 
 
+def left_early(job, _again, **words):
+    """The loop leaves its loader in the middle of an accumulation, which the next epoch goes on with."""
+    job.epoch(leave_at=6, **words)
+    job.epoch(**words)
+    job.epoch(leave_at=1, **words)
+    return job.epoch(**words), job.num_steps
+
+
+def evaluated_between(job, _again, **words):
+    """An evaluation in the middle of an accumulation leaves its own loader early."""
+    job.between = lambda number: job.evaluate() if number in (1, 5, 10) else None
+    job.epoch(**words)
+    return job.epoch(**words), job.num_steps
+
+
+def changed(job, _again, **words):
+    """Batches of a step change while it is accumulated."""
+
+    def change(number):
+        if number in (1, 6):
+            job.accelerator.gradient_accumulation_steps = number // 3 + 2
+
+    job.between = change
+    job.epoch(**words)
+    return job.epoch(**words), job.num_steps
+
+
+def resumed(job, again, folder, **words):
+    """In the middle of an epoch, and of an accumulation, whose gradients no checkpoint has."""
+    job.epoch(leave_at=6, **words)
+    job.accelerator.save_state(folder)
+    job.accelerator.wait_for_everyone()
+    job = again()
+    job.accelerator.load_state(folder)
+    job.epoch(loader=job.accelerator.skip_first_batches(job.loader, 6), **words)
+    return job.epoch(**words), job.num_steps
+
+
+def over_epochs(job, _again, **words):
+    """The last batches of an epoch belong to a step with the first ones of the next."""
+    job.epoch(**words)
+    job.epoch(**words)
+    return job.epoch(**words), job.num_steps
+
+
+def left_in_the_middle(rank, folder):
+    """Ends of each under DDP and under straggle, and where the last rank is late in some micro-batches."""
+    as_launched(rank)
+    from accelerate import Accelerator
+    from accelerate.utils import GradientAccumulationPlugin, set_seed
+
+    from straggle.integrations.accelerate import StagedAccelerator
+
+    kinds = [(Accelerator, False, {}), (StagedAccelerator, True, {}), (StagedAccelerator, True, {"deadline": 100.0})]
+    ends = {}
+    for program in (left_early, evaluated_between, changed, resumed, over_epochs):
+        ends[program.__name__] = []
+        for kind, after_block, options in kinds:
+            words = {"after_block": after_block}
+            if options and rank:
+                words["stop_at"] = (2, 5, 9)
+            if program is resumed:
+                words["folder"] = f"{folder}/{len(ends[program.__name__])}"
+            set_seed(5)
+
+            def job(kind=kind, options=options, program=program):
+                plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
+                return Job(
+                    kind, **options, **({"gradient_accumulation_plugin": plugin} if program is over_epochs else {})
+                )
+
+            ends[program.__name__].append(program(job(), job, **words))
+    return ends
+
+
+def test_what_ddp_does_with_an_accumulation_that_is_left_in_the_middle(tmp_path):
+    first, second = run_ranks(left_in_the_middle, NUM_RANKS, str(tmp_path), timeout_s=240)
+    assert first == second
+    for name, (ddp, staged, late) in first.items():
+        assert staged == ddp, name
+        assert late[0] != ddp[0]
+        assert late[1] == ddp[1]
+    assert [ends[0][1] for ends in first.values()] == [8, 5, 8, 5, 8]
+
+
 def on_four(rank):
     """An epoch under DDP and under straggle, and one in which the last rank is late in its first step."""
     as_launched(rank, FOUR)
@@ -142,15 +247,17 @@ def test_four_ranks_train_as_under_ddp_and_stay_alike_where_one_is_late():
     assert late[0][1] == pytest.approx(3 / 16)  # of four micro-batches one was made
 
 
-def stepped_inside(rank):
+def refused(rank):
     as_launched(rank)
     from straggle.integrations.accelerate import StagedAccelerator
 
     job = Job(StagedAccelerator)
-    with pytest.raises(RuntimeError, match="step after it"):
+    with pytest.raises(ValueError, match=r"model\.join"), job.accelerator.join_uneven_inputs([job.model], False):
+        pass
+    with job.accelerator.join_uneven_inputs([job.model]), pytest.raises(RuntimeError, match="step after it"):
         job.epoch(after_block=False)
     return True
 
 
-def test_an_optimizer_that_steps_in_the_block_is_told_where_to():
-    assert run_ranks(stepped_inside, NUM_RANKS, timeout_s=120) == [True] * NUM_RANKS
+def test_what_is_refused_is_told_what_to_do():
+    assert run_ranks(refused, NUM_RANKS, timeout_s=120) == [True] * NUM_RANKS
