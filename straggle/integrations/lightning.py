@@ -10,15 +10,16 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from straggle.extras import needs_extra
-from straggle.integrations.options import take_options, wrapped
+from straggle.integrations.options import Accumulation, take_options, wrapped
 from straggle.observe.scalars import log_scalars
 from straggle.parallel import StagedDataParallel
 from straggle.policies.auto_deadline import AutoDeadline
@@ -27,9 +28,11 @@ with needs_extra("lightning"):
     if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
         from pytorch_lightning import Callback  # the same code under two names, whose classes are not the same
         from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+        from pytorch_lightning.trainer.states import TrainerFn
     else:
         from lightning.pytorch import Callback
         from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+        from lightning.pytorch.trainer.states import TrainerFn
 
 Result = TypeVar("Result")
 
@@ -55,35 +58,76 @@ class StagedStrategy(DDPStrategy):
 
     def __init__(self, *positional: Any, **words: Any) -> None:
         self._staged_options = take_options(words)
-        self._in_fit = _InFit(self)
+        self._accumulation, self._in_fit, self._validating = Accumulation(), _InFit(self), contextlib.ExitStack()
         super().__init__(*positional, **words)
+        if self._ddp_comm_hook is not None or self._ddp_comm_state is not None:
+            raise ValueError("ddp_comm_hook and ddp_comm_state are of DDP: how contributions are merged is in merge=")
 
     # -- what Lightning calls
 
+    def setup_environment(self) -> None:
+        """As the base class does; after it, and before `setup`, callbacks get their states of a checkpoint."""
+        super().setup_environment()
+        trainer = self.lightning_module.trainer
+        if trainer.state.fn == TrainerFn.FITTING and self._in_fit not in trainer.callbacks:
+            trainer.callbacks.append(self._in_fit)
+
     def _setup_model(self, model: nn.Module) -> Any:
-        return wrapped(model, self._staged_options)
+        return wrapped(model, {**self._staged_options, **self._ddp_kwargs})
+
+    def _register_ddp_hooks(self) -> None:
+        """There are none."""
 
     def setup(self, trainer: Any) -> None:
         """Wrap the module and set up the optimizers, as the base class does."""
         super().setup(trainer)
+        self._validating.pop_all()  # one that failed in an earlier fit
         if isinstance(self.model, StagedDataParallel):
-            if self._in_fit not in trainer.callbacks:
-                trainer.callbacks.append(self._in_fit)
+            _check_optimizers(self.optimizers)
+            self._in_fit.wrapped(trainer, self.model)
             if hasattr(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor"):
                 trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing
+
+    def on_train_start(self) -> None:
+        """Find out who has fewer batches; also for a learning rate's finder, which calls no callback of ours."""
+        if isinstance(self.model, StagedDataParallel):
+            trainer = self.lightning_module.trainer
+            _check_fetches_outside(trainer.fit_loop._data_fetcher)
+            self._in_fit.compare_lengths(trainer, self.root_device)
+
+    def on_validation_start(self) -> None:
+        """No rank is late in it."""
+        if not self.lightning_module.trainer.sanity_checking:
+            self._validating.enter_context(self._paused())
+
+    def on_validation_end(self) -> None:
+        """All ranks wait for each other."""
+        self._validating.close()
 
     def training_step(self, *positional: Any, **words: Any) -> Any:
         """The module's, as one micro-batch; a loss without a graph where this rank is late, or has none."""
         model = self._automatic()
         if model is None:
-            return self.lightning_module.training_step(*positional, **words)
-        step = model.open_step or model.step(self._in_fit.num_left()).begin()
+            with self.precision_plugin.train_step_context():
+                return self.lightning_module.training_step(*positional, **words)
         module, output = self.lightning_module, None
         forward = module.forward
-        with step.microbatch():
+        with self._microbatch(model, module.trainer):
             output = super().training_step(*positional, **words)
         module.forward = forward  # which Lightning sets for the call, and a late rank has not come to
         return torch.zeros((), device=self.root_device) if output is None else output
+
+    def _microbatch(self, model: StagedDataParallel, trainer: Any) -> contextlib.AbstractContextManager[Any]:
+        """Of a training step: the first of an accumulation begins a step."""
+        loop, number = trainer.fit_loop, trainer.accumulate_grad_batches
+        num_before = loop.batch_idx
+        if num_before % number == 0:
+            self._accumulation.give_up(model)  # Lightning zeroes the gradients of one that was left in the middle
+        if loop._skip_backward:  # SWA takes BatchNorm's statistics of the averaged weights
+            return _forward_only(model)
+        num_left = int(min(number - num_before % number, trainer.num_training_batches - num_before))
+        step = self._accumulation.step_of(model, num_left, is_last=not loop._should_accumulate())
+        return step.microbatch()
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *positional: Any, **words: Any) -> Tensor:
         """The precision plugin's; after that of the step's last micro-batch the gradients are merged."""
@@ -118,6 +162,7 @@ class StagedStrategy(DDPStrategy):
     def teardown(self) -> None:
         """The module is itself again."""
         if isinstance(self.model, StagedDataParallel):
+            self._in_fit.ended(self.model)
             self.model.close()
             self.model = self.model.module
         super().teardown()
@@ -144,29 +189,26 @@ class _InFit(Callback):
 
     def __init__(self, strategy: StagedStrategy) -> None:
         self._strategy = strategy
-        self._pauses: list[contextlib.AbstractContextManager[None]] = []
         self._trainer: Any = None
         self._uneven = False
         self._loaded: Mapping[str, Any] | None = None
+        self._known: dict[str, Any] = {}  # by the model of the last fit
 
-    def num_left(self) -> int:
-        """Micro-batches of the step that begins; an epoch's last has those that are left."""
-        loop, number = self._trainer.fit_loop.epoch_loop, self._trainer.accumulate_grad_batches
-        left = self._trainer.num_training_batches - (loop.batch_progress.current.ready - 1)
-        return int(max(1, min(number, left)))
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Find out who has fewer batches, and have the loggers told."""
-        del pl_module
-        self._trainer, model = trainer, self._strategy.model
-        if self._loaded is not None and model.last_report is None:
+    def wrapped(self, trainer: Any, model: StagedDataParallel) -> None:
+        """A fit begins with this model: have the loggers told, and go on from a checkpoint."""
+        self._trainer = trainer
+        if self._loaded is not None:
             model.load_straggle_state(self._loaded)
-        lengths = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=self._strategy.root_device)
+            self._loaded = None
+        log_scalars(model, self._log, every=max(1, trainer.log_every_n_steps))
+
+    def compare_lengths(self, trainer: Any, device: torch.device) -> None:
+        """Find out whether all ranks have as many batches."""
+        lengths = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
         lengths[dist.get_rank()] = trainer.num_training_batches
         dist.all_reduce(lengths)
         known = {float(length) for length in lengths}
         self._uneven = len(known) > 1 or not math.isfinite(known.pop())
-        log_scalars(model, self._log, every=max(1, trainer.log_every_n_steps))
 
     def _log(self, scalars: Mapping[str, float], _step: int) -> None:
         for logger in self._trainer.loggers:
@@ -191,28 +233,47 @@ class _InFit(Callback):
         finally:
             model.idle = False
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """No rank is late in it."""
-        del pl_module
-        if not trainer.sanity_checking and isinstance(self._strategy.model, StagedDataParallel):
-            pause = self._strategy._paused()
-            pause.__enter__()
-            self._pauses.append(pause)
-
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """All ranks wait for each other."""
-        del trainer, pl_module
-        if self._pauses:
-            self._pauses.pop().__exit__(None, None, None)
+    def ended(self, model: StagedDataParallel) -> None:
+        """A fit is over; a checkpoint may be saved after it."""
+        self._known = dict(model.straggle_state(own=False))
 
     def state_dict(self) -> dict[str, Any]:
         """What is equal on all ranks: one of them saves it."""
         model = self._strategy.model
-        return dict(model.straggle_state(own=False)) if isinstance(model, StagedDataParallel) else {}
+        return dict(model.straggle_state(own=False)) if isinstance(model, StagedDataParallel) else self._known
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The model is wrapped later."""
-        self._loaded = dict(state_dict) or None
+        """The model is wrapped later; one that is wrapped was restored in the middle of a fit, and knows its own."""
+        if not isinstance(self._strategy.model, StagedDataParallel):
+            self._loaded = dict(state_dict) or None
+
+
+def _check_optimizers(optimizers: Iterable[Optimizer]) -> None:
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+        raise ValueError(
+            "LBFGS calls its closure several times in a step, and by each rank's own loss it is known how often: ranks "
+            "would not be in the same step; use another optimizer"
+        )
+
+
+def _check_fetches_outside(fetcher: object) -> None:
+    if type(fetcher).__name__ == "_DataLoaderIterDataFetcher":
+        raise ValueError(
+            "training_step(self, dataloader_iter) fetches its batch by itself; a late rank would not come to that, and "
+            "have batches left in the end: write training_step(self, batch, batch_idx)"
+        )
+
+
+@contextlib.contextmanager
+def _forward_only(model: StagedDataParallel) -> Iterator[None]:
+    """A step without a backward pass: gradients stay what they are."""
+    gradients = [(parameter, parameter.grad) for parameter in model.module.parameters()]
+    kept = [(parameter, None if gradient is None else gradient.clone()) for parameter, gradient in gradients]
+    model.zero_grad()
+    with model.step():
+        yield
+    for parameter, gradient in kept:
+        parameter.grad = gradient
 
 
 def _nothing(*_: Any, **__: Any) -> None:

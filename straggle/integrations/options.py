@@ -50,3 +50,11 @@ class Accumulation:
         self._num_begun[step] = number = self._num_begun.get(step, 0) + 1
         step.num_microbatches = number if is_last else max(step.num_microbatches, number + 1)
         return step
+
+    def give_up(self, model: StagedDataParallel) -> None:
+        """End an open step, on all ranks alike, and throw its gradients away."""
+        if (step := model.open_step) is None:
+            return
+        step.num_microbatches = self._num_begun[step]
+        step.end()
+        model.zero_grad()

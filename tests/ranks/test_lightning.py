@@ -27,10 +27,12 @@ def module_kind():
     class Regression(pl.LightningModule):
         """What people write; ``none_at``: batches in which this rank's training step returns nothing."""
 
-        def __init__(self, manual=False, none_at=(), stop_at=(), rank=0):
+        def __init__(self, manual=False, none_at=(), stop_at=(), rank=0, norm=False, skip_at=None):
             super().__init__()
             torch.manual_seed(0)
-            self.layers = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
+            norms = [nn.BatchNorm1d(16)] if norm else []
+            self.layers = nn.Sequential(nn.Linear(6, 16), *norms, nn.Tanh(), nn.Linear(16, 3))
+            self.lr, self.skip_at = 0.01, skip_at
             self.automatic_optimization = not manual
             self.none_at, self.stop_at, self.of_rank = none_at, stop_at, rank
             self.seen = []
@@ -60,6 +62,9 @@ def module_kind():
             optimizer.step()
             optimizer.zero_grad()
 
+        def on_train_batch_start(self, _batch, number):
+            return -1 if (self.current_epoch, number) == self.skip_at else None
+
         def on_before_optimizer_step(self, _optimizer):
             self.seen.append(digest([parameter.grad for parameter in self.parameters()]))
 
@@ -67,7 +72,7 @@ def module_kind():
             self.log("val", nn.functional.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
 
         def configure_optimizers(self):
-            optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+            optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
             scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=20)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -170,3 +175,122 @@ def test_none_lateness_and_uneven_loaders_leave_replicas_equal(tmp_path):
     first, *others = run_ranks(refused_by_ddp, FOUR, str(tmp_path), timeout_s=240)
     assert others == [first] * (FOUR - 1)
     assert [steps for _, steps, _ in first] == [6, 6, 10]
+
+
+def stopping(trainer, *_):
+    """Stops in the middle of an accumulation, and not before as many steps as are asked for."""
+    trainer.should_stop = trainer.fit_loop.total_batch_idx >= 1
+
+
+def situations():
+    """Words of the module and of the trainer that leave an accumulation in the middle, or change it in a fit."""
+    from lightning.pytorch import callbacks
+
+    change = {0: 1, 1: 4, 2: 3}
+    return {
+        "scheduled": ({}, {"accumulate": 1, "callbacks": [callbacks.GradientAccumulationScheduler(change)]}),
+        "limited": ({}, {"limit_train_batches": 5, "max_steps": 3}),
+        "validated in the middle": ({}, {"val_check_interval": 3}),
+        "stopped": ({}, {"min_steps": 3, "callbacks": [callbacks.LambdaCallback(on_train_batch_end=stopping)]}),
+        "skipped the rest": ({"skip_at": (0, 3)}, {}),
+        "early": ({}, {"max_epochs": 9, "callbacks": [callbacks.EarlyStopping("val", min_delta=1.0, patience=1)]}),
+        "averaged": ({}, {"callbacks": [callbacks.EMAWeightAveraging(decay=0.9)]}),
+        "averaged, with norms": (
+            {"norm": True},
+            {"callbacks": [callbacks.StochasticWeightAveraging(0.02, swa_epoch_start=2)], "limit_val_batches": 0},
+        ),
+        "found": ({}, {"callbacks": [callbacks.LearningRateFinder(num_training_steps=9, max_lr=0.1)]}),
+    }
+
+
+def resumed(folder, kind, own, **words):
+    """From a checkpoint of the middle of an accumulation, whose gradients it does not have; steps known before, too."""
+    from lightning.pytorch.callbacks import LambdaCallback
+
+    path = f"{folder}/{kind.__name__}-{len(words)}.ckpt"
+    known = []
+
+    def save(trainer, *_):
+        if trainer.fit_loop.total_batch_idx == 7:
+            trainer.save_checkpoint(path)
+
+    def look(trainer, *_):
+        if kind.__name__ == "StagedStrategy":
+            known.append(trainer.model.history.num_steps)
+
+    module = module_kind()
+    fitted(folder, kind(**words), module(**own), callbacks=[LambdaCallback(on_train_batch_end=save)])
+    again = module(**own)
+    trainer = fitted(
+        folder, kind(**words), again, resume=path, max_epochs=3, callbacks=[LambdaCallback(on_train_start=look)]
+    )
+    return digest(again.parameters()), trainer.global_step, known
+
+
+def in_the_middle(rank, folder):
+    """Ends of each under DDP and under straggle, and where the last rank is late in some micro-batches."""
+    as_launched(rank)
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from straggle.integrations.lightning import StagedStrategy
+
+    kinds = [
+        (DDPStrategy, {}, {}),
+        (StagedStrategy, {}, {}),
+        (StagedStrategy, {"deadline": 100.0}, {"stop_at": (2, 4)}),
+    ]
+    ends = {"resumed": [resumed(folder, kind, own if rank else {}, **words) for kind, words, own in kinds]}
+    for name in situations():
+        ends[name] = []
+        for kind, words, own in kinds:
+            module_words, given = situations()[name]
+            module = module_kind()(**module_words, **(own if rank else {}))
+            trainer = fitted(folder, kind(**words), module, **{"max_epochs": 3, **given})
+            ends[name].append((digest(module.parameters()), trainer.global_step))
+    return ends
+
+
+def test_what_ddp_does_with_an_accumulation_that_is_left_in_the_middle(tmp_path):
+    first, second = run_ranks(in_the_middle, NUM_RANKS, str(tmp_path), timeout_s=240)
+    assert first == second
+    ddp, staged, _ = first.pop("resumed")
+    assert staged[:2] == ddp[:2]
+    assert staged[2] == [2]
+    for name, (ddp, staged, late) in first.items():
+        assert staged == ddp, name
+        assert late[0] != ddp[0], name
+        assert late[1] == ddp[1], name
+    assert [ends[0][1] for ends in first.values()] == [10, 3, 6, 3, 4, 4, 6, 7, 6]
+
+
+def refused(rank, folder):
+    as_launched(rank)
+    from straggle.integrations.lightning import StagedStrategy
+
+    class ByItself(module_kind()):
+        def training_step(self, dataloader_iter):
+            """It fetches its batch."""
+
+    class OfAllBatches(module_kind()):
+        def configure_optimizers(self):
+            return torch.optim.LBFGS(self.parameters())
+
+    said = []
+    for kind, words in (
+        (ByItself, {}),
+        (OfAllBatches, {}),
+        (module_kind(), {"find_unused_parameters": True}),
+        (module_kind(), {"ddp_comm_hook": digest}),
+    ):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            fitted(folder, StagedStrategy(**words), kind())
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_is_refused_is_told_what_to_do(tmp_path):
+    fetches, closure, unused, hook = run_ranks(refused, NUM_RANKS, str(tmp_path), timeout_s=120)[0]
+    assert "write training_step(self, batch, batch_idx)" in fetches
+    assert "use another optimizer" in closure
+    assert "leave it out" in unused
+    assert "merge=" in hook
