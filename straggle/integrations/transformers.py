@@ -6,6 +6,7 @@ trainer.train()
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from straggle.extras import needs_extra
-from straggle.integrations.options import take_options, wrapped
+from straggle.integrations.options import Accumulation, take_options, wrapped
 from straggle.merge.step_record import StepRecord
 from straggle.observe.scalars import StepScalars
 from straggle.parallel import StagedDataParallel
@@ -60,7 +61,7 @@ class StagedTrainerMixin:
     def __init__(self, *positional: Any, **words: Any) -> None:
         self._staged_options = take_options(words)
         self._staged: StagedDataParallel | None = None
-        self._scalars = StepScalars()
+        self._accumulation, self._scalars = Accumulation(), StepScalars()
         self._merged_loss = 0.0  # of the last step, over ranks
         self._loss = torch.zeros(())  # of the micro-batches of the open step, weighted
         self._num_finished = 0
@@ -133,7 +134,7 @@ class StagedTrainerMixin:
         """One micro-batch of a step; the loss of the step when it was the last, and zero before."""
         if not isinstance(model, StagedDataParallel):
             return super().training_step(model, *inputs, **words)  # type: ignore[misc, no-any-return]
-        step = model.open_step or self._begin(model)
+        step = self._step_of(model, is_last=self.accelerator.sync_gradients)
         with step.microbatch():
             self._loss += super().training_step(model, *inputs, **words).cpu()  # type: ignore[misc]
             self._num_finished += 1
@@ -145,11 +146,13 @@ class StagedTrainerMixin:
         step.end()
         return torch.tensor(self._merged_loss, device=self.args.device)
 
-    def _begin(self, model: StagedDataParallel) -> Any:
-        step = model.step(num_microbatches=self.current_gradient_accumulation_steps).begin()  # type: ignore[attr-defined]
-        self._loss, self._num_finished = torch.zeros(()), 0
-        if self._tokens is not None:
-            step.weight = self._tokens / self._full_step(self._tokens)
+    def _step_of(self, model: StagedDataParallel, *, is_last: bool) -> Any:
+        begins, num_expected = model.open_step is None, self.current_gradient_accumulation_steps  # type: ignore[attr-defined]
+        step = self._accumulation.step_of(model, num_expected, is_last=is_last)
+        if begins:
+            self._loss, self._num_finished = torch.zeros(()), 0
+            if self._tokens is not None:
+                step.weight = self._tokens / self._full_step(self._tokens)
         return step
 
     def _merged(self, record: StepRecord) -> None:
@@ -175,7 +178,7 @@ class StagedTrainerMixin:
             self._log_merged(tr_loss, grad_norm, words.get("learning_rate"), args[4] if len(args) > 4 else None)
         if not (self.control.should_evaluate or self.control.should_save):
             return
-        with staged.pause():
+        with staged.pause() if staged.open_step is None else contextlib.nullcontext():
             super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **words)  # type: ignore[misc]
 
     def _log_merged(self, tr_loss: Tensor, grad_norm: Any, learning_rate: float | None, start_time: Any) -> None:

@@ -66,10 +66,15 @@ def arguments(folder, **changes):
     return transformers.TrainingArguments(output_dir=str(folder), **{**given, **changes})
 
 
-def trained(kind, folder, uneven=False, resume=None, **changes):
-    """A trainer of this class after its steps; the words that are not arguments' are the trainer's own."""
+def made(kind, folder, uneven=False, **changes):
+    """A trainer of this class; the words that are not arguments' are the trainer's own."""
     own = {name: changes.pop(name) for name in ("deadline", "callbacks", "eval_dataset") if name in changes}
-    trainer = kind(tiny_gpt(), arguments(folder, **changes), train_dataset=Sentences(uneven), **own)
+    return kind(tiny_gpt(), arguments(folder, **changes), train_dataset=Sentences(uneven), **own)
+
+
+def trained(kind, folder, uneven=False, resume=None, **changes):
+    """The same after its steps."""
+    trainer = made(kind, folder, uneven, **changes)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 
@@ -184,6 +189,111 @@ def test_a_late_rank_ends_its_micro_batches_and_all_apply_the_same(tmp_path):
     assert first["steps"] == 4
     assert [late for late, _ in logged] == [0.5, 0.5]
     assert all(0 < dropped < 1 / FOUR for _, dropped in logged)
+
+
+def programs():
+    """What leaves an epoch or an accumulation in the middle; each is given a trainer's class and its words."""
+    import transformers
+
+    class At(transformers.TrainerCallback):
+        """Does something after some micro-batches; ``trainer`` is set later."""
+
+        def __init__(self, does, *numbers):
+            self.does, self.numbers, self.seen, self.trainer = does, numbers, 0, None
+
+        def on_substep_end(self, _arguments, _state, control, **_):
+            self.seen += 1
+            if self.seen in self.numbers:
+                self.does(self, control)
+
+        on_step_end = on_substep_end
+
+    def stop_epoch(_, control):
+        control.should_epoch_stop = True
+
+    def stop(_, control):
+        control.should_training_stop = True
+
+    def evaluate(at, _):
+        at.trainer.evaluate()
+
+    def epoch_stopped(kind, words):
+        """In the middle of a step, which the next epoch goes on with; evaluated and saved between."""
+        words = {**words, "eval_strategy": "epoch", "save_strategy": "epoch", "num_train_epochs": 3}
+        return trained(kind, callbacks=[At(stop_epoch, 2, 8)], eval_dataset=Sentences(False), **words)
+
+    def stopped(kind, words):
+        """In the middle of a step; then it trains again."""
+        trainer = trained(kind, callbacks=[stops := At(stop, 6)], **words)
+        trainer.evaluate(Sentences(False))
+        trainer.remove_callback(stops)
+        trainer.train()
+        return trainer
+
+    def evaluated(kind, words):
+        """By a callback, in the middle of a step."""
+        words = {**words, "eval_dataset": Sentences(False)}
+        trainer = made(kind, callbacks=[at := At(evaluate, 2, 5)], **words)
+        at.trainer = trainer
+        trainer.train()
+        return trainer
+
+    def early(kind, words):
+        words = {**words, "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
+        words |= {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
+        stopping = transformers.EarlyStoppingCallback(1, early_stopping_threshold=10.0)
+        return trained(kind, callbacks=[stopping], eval_dataset=Sentences(False), **words)
+
+    def resumed_in_an_epoch(kind, words):
+        trained(kind, save_strategy="steps", save_steps=1, **words)
+        return trained(kind, resume=f"{words['folder']}/checkpoint-1", **{**words, "num_train_epochs": 3})
+
+    return epoch_stopped, stopped, evaluated, early, resumed_in_an_epoch
+
+
+def in_the_middle(rank, folder):
+    """Ends of each under DDP and under straggle, and where the last rank is late in some micro-batches."""
+    as_launched(rank)
+    from transformers import Trainer
+
+    from straggle.integrations.transformers import StagedTrainer
+
+    class Stops(StagedTrainer):
+        num_calls = 0
+
+        def compute_loss(self, model, *positional, **words):
+            self.num_calls += model.training
+            if rank and model.training and self.num_calls in (2, 7):
+                model.open_step.stop()
+            return super().compute_loss(model, *positional, **words)
+
+    class Unwraps(StagedTrainer):
+        def compute_loss(self, model, *positional, **words):
+            return super().compute_loss(self.accelerator.unwrap_model(model), *positional, **words)
+
+    ends = {}
+    for program in programs():
+        ends[program.__name__] = []
+        for kind in (Trainer, StagedTrainer, Stops, *([Unwraps] if len(ends) == 1 else [])):
+            words = {"folder": f"{folder}/{program.__name__}{kind.__name__}", "gradient_accumulation_steps": 4}
+            words |= {"max_steps": -1, "num_train_epochs": 2}
+            if kind is Stops:
+                words["deadline"] = 100.0
+            end = state(program(kind, words))
+            ends[program.__name__].append((end["parameters"], end["steps"], end["logs"]))
+    return ends
+
+
+def test_what_ddp_does_with_an_epoch_that_is_left_in_the_middle(tmp_path):
+    first, second = run_ranks(in_the_middle, NUM_RANKS, str(tmp_path), timeout_s=240)
+    assert first == second
+    for name, (ddp, staged, late, *unwrapped) in first.items():
+        assert all(end[:2] == ddp[:2] for end in (staged, *unwrapped)), name
+        assert late[0] != ddp[0], name
+        assert late[1] == ddp[1], name
+        for own, theirs in zip(staged[2], ddp[2], strict=True):
+            assert own == pytest.approx(theirs, rel=1e-4), name
+    assert [ends[0][1] for ends in first.values()] == [4, 6, 6, 2, 9]
 
 
 def one_that_fails(rank, folder):
