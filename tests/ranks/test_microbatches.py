@@ -1,8 +1,11 @@
 """A step over several calls of a loop that belongs to somebody else: begun, one micro-batch at a time, and ended."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from ranks import digest, logged, run_ranks, staged
+from torch import nn
 from training import Chain, Stopper, features, grads, mlp
 
 from straggle import DeadlineReached, PeerFailed
@@ -232,3 +235,50 @@ def evaluated_between(rank):
 
 def test_an_evaluation_between_two_micro_batches_belongs_to_no_step():
     assert run_ranks(evaluated_between, 1) == [(2, True)]
+
+
+def left_in_the_middle(rank):
+    """A loop that leaves its epoch in the middle of a step, evaluates, and goes on in the next; DDP's, and ours."""
+    ends = []
+    for ours in (False, True):
+        module = mlp()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+        wrapped = staged(module) if ours else nullcontext(nn.parallel.DistributedDataParallel(module))
+        num_steps = num_passes = 0
+        with wrapped as model, logged("straggle") as said:
+            for num_batches in (5, 1, 4):
+                for number in range(num_batches):
+                    num_passes += 1
+                    is_last = num_passes % 3 == 0
+                    x = features(rank, number)
+                    if ours:
+                        step = model.open_step or model.step(3).begin()
+                        with step.microbatch():
+                            model(x).square().mean().backward()
+                        if is_last:
+                            step.end()
+                    else:
+                        with nullcontext() if is_last else model.no_sync():
+                            model(x).square().mean().backward()
+                    if is_last:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        num_steps += 1
+                module.eval()
+                with torch.no_grad():
+                    model(features(rank, 0))
+                module.train()
+            if ours:
+                model.open_step.num_microbatches = 1  # the loop ends with a part of a step, which is merged by itself
+                model.open_step.end()
+                assert model.last_report.ranks[rank].reach == 1
+                optimizer.zero_grad()
+            ends.append((digest(module.parameters()), num_steps, list(said)))
+    return ends
+
+
+def test_a_loop_that_leaves_its_epoch_in_the_middle_of_a_step_goes_on_as_under_ddp():
+    (ddp, ours), second = run_ranks(left_in_the_middle, 2)
+    assert ours == ddp
+    assert [ddp, ours] == second
+    assert ddp[1:] == (3, [])
