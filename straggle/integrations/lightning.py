@@ -251,8 +251,8 @@ class _InFit(Callback):
 def _check_optimizers(optimizers: Iterable[Optimizer]) -> None:
     if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
         raise ValueError(
-            "LBFGS calls its closure several times in a step, as often as each rank's own loss decides, so that ranks would "
-            "be in different steps: use another optimizer"
+            "LBFGS calls its closure several times in a step, as often as each rank's own loss decides, so that ranks "
+            "would be in different steps: use another optimizer"
         )
 
 
