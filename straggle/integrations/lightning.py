@@ -159,6 +159,11 @@ class StagedStrategy(DDPStrategy):
         with self._paused():
             super().save_checkpoint(*positional, **words)
 
+    def on_exception(self, exception: BaseException) -> None:
+        """An error between two micro-batches, such as a callback's, is told to the other ranks, too."""
+        if isinstance(self.model, StagedDataParallel) and (step := self.model.open_step) is not None:
+            step.end(exception)
+
     def teardown(self) -> None:
         """The module is itself again."""
         if isinstance(self.model, StagedDataParallel):

@@ -296,3 +296,24 @@ def test_what_is_refused_is_told_what_to_do(tmp_path):
     assert "use another optimizer" in closure
     assert "leave it out" in unused
     assert "merge=" in hook
+
+
+def one_that_fails(rank, folder):
+    """In a callback, between two micro-batches of a step."""
+    as_launched(rank)
+    from lightning.pytorch.callbacks import LambdaCallback
+
+    from straggle.integrations.lightning import StagedStrategy
+
+    def fail(trainer, *_):
+        if rank == 1 and trainer.fit_loop.total_batch_idx == 1:
+            raise ArithmeticError("a bad callback")
+
+    fitted(folder, StagedStrategy(), module_kind()(), callbacks=[LambdaCallback(on_train_batch_end=fail)])
+
+
+def test_an_error_between_two_micro_batches_is_told_to_the_other_ranks(tmp_path):
+    first, second = run_ranks(one_that_fails, NUM_RANKS, str(tmp_path), timeout_s=60, outcomes=True)
+    assert first.kind == "PeerFailed"
+    assert "a bad callback" in first.message
+    assert second.kind == "ArithmeticError"
