@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
 from importlib.util import find_spec
 
 import pytest
@@ -109,12 +111,69 @@ def stream(rank):
     return Tokens()
 
 
+def joined(*, even=None, by_model=False):
+    """A way that trains by `StagedAccelerator` in its ``join_uneven_inputs``, or by ``model.join``."""
+
+    def way(rank):
+        from straggle.integrations.accelerate import StagedAccelerator
+
+        accelerator = StagedAccelerator(cpu=True)
+        model = accelerator.prepare(mlp())
+        optimizer, before = accelerator.prepare(sgd(model)), digest(model.module.parameters())
+        batches = [features(rank, number) for number in range(3 + (rank if by_model else 0))]
+        joining = contextlib.nullcontext() if by_model else accelerator.join_uneven_inputs([model], even)
+        try:
+            with joining:
+                for x in model.join(batches) if by_model else batches:
+                    with accelerator.accumulate(model):
+                        accelerator.backward(model(x).square().mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+        finally:
+            model.close()
+        assert digest(model.module.parameters()) != before
+        return model.module
+
+    return way
+
+
+def lightning(changes=None):
+    """A way that trains by Lightning a module with these attributes."""
+
+    def way(rank):
+        from straggle.integrations.lightning import StagedStrategy
+        from tests.ranks.test_lightning import fitted, module_kind
+
+        module = type("Own", (module_kind(),), changes or {})()
+        before = digest(module.parameters())
+        with tempfile.TemporaryDirectory() as folder:
+            fitted(folder, StagedStrategy(), module)
+        assert digest(module.parameters()) != before
+        return module
+
+    return way
+
+
+def fetching(self, dataloader_iter):
+    """A training step that takes its batch itself."""
+
+
+def lbfgs(self):
+    return torch.optim.LBFGS(self.parameters())
+
+
 PLAIN = trainer(stream, accelerator_config={"dispatch_batches": False})
 FRAMEWORKS = {
     "two models": case(
         "accumulate() of several models: write `with model.step(num_microbatches=...)` for each",
         accumulate_both,
         a_step_for_each,
+    ),
+    "uneven": case(
+        "leave even_batches=True, or give the loop `for x, y in model.join(loader)` of a loader that is not prepared",
+        joined(even=False),
+        joined(),
+        joined(by_model=True),
     ),
     "dispatched": case(
         'set accelerator_config={"dispatch_batches": False}; each rank then reads all of the stream, as it is',
@@ -135,12 +194,23 @@ FRAMEWORKS = {
         "members=Elastic() is for a loop of your own", trainer(stream, {"members": straggle.Elastic()}), PLAIN
     ),
 }
+LIGHTNING = {
+    "fetching": case(
+        "write training_step(self, batch, batch_idx)", lightning({"training_step": fetching}), lightning()
+    ),
+    "LBFGS": case(
+        "would be in different steps: use another optimizer", lightning({"configure_optimizers": lbfgs}), lightning()
+    ),
+}
 
 
-def run_cases(rank):
+def run_cases(rank, cases):
     as_launched(rank)
-    return follow(rank, FRAMEWORKS)
+    return follow(rank, globals()[cases])
 
 
-def test_advice_of_integrations_can_be_followed():
-    check(*run_ranks(run_cases, 2, timeout_s=240))
+@pytest.mark.parametrize(("cases", "package"), [("FRAMEWORKS", "transformers"), ("LIGHTNING", "lightning")])
+def test_advice_of_integrations_can_be_followed(cases, package):
+    if find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    check(*run_ranks(run_cases, 2, cases, timeout_s=240))

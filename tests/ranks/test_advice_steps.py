@@ -190,6 +190,21 @@ def one_of_two(model, optimizer, x):
         loss_of(model, x).backward()
 
 
+def counted_late(model, optimizer, x):
+    with model.step() as step:
+        loss_of(model, x).backward()
+        step.num_microbatches = 2
+
+
+def counted_before(model, optimizer, x):
+    with model.step() as step:
+        step.num_microbatches = 2
+        for part in x.chunk(2):
+            (loss_of(model, part) / 2).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def no_count(model, optimizer, x):
     with model.step(num_microbatches=x.mean().item()):
         pass
@@ -386,6 +401,11 @@ PASSES = {
         trains(step=lambda *args: two_losses(*args, num=2)),
     ),
     "one pass of two": case("Write model.step(num_microbatches={})", stepping(one_of_two), trains()),
+    "counted late": case(
+        "backward passes of this step have come, and are being merged; set it before the last one",
+        stepping(counted_late),
+        trains(step=counted_before),
+    ),
     "no count": case("must be an integer number of backward passes, such as 4", stepping(no_count), trains()),
     "no pass": case("num_microbatches={}: a step has at least one backward pass", stepping(none_of_none), trains()),
     "outside": case("write `with model.step():` around the forward and backward pass", stepping(outside), trains()),
