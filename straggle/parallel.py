@@ -464,6 +464,7 @@ class StagedDataParallel(nn.Module):
         number = self._coordinator.training.step
         self._replayed.begin_as_then(number)
         self._wrapped.check(self.rank, number)
+        self._hooks.keep_last()
         checked = self._options.merge.checks(number)
         share = self._joins.share_of(number)
         self._open.enter(step, self._replayed.decision(), self._entry(step, share, checked=checked), checked=checked)

@@ -59,13 +59,26 @@ class ParameterHooks:
     """Hooks on a module that report each finished gradient, and check between stages whether to go on."""
 
     def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], observer: PassObserver) -> None:
-        self._module = module
+        self._module, self._parameters = module, parameters
         self._observer = observer
         self._entries: list[RemovableHandle] = []
+        self._hooks: list[RemovableHandle] = []
+        self._register()
+
+    def _register(self) -> None:
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
-            for index, parameter in enumerate(parameters)
+            for index, parameter in enumerate(self._parameters)
         ]
+        self._registers = [parameter._post_accumulate_grad_hooks for parameter in self._parameters]
+        self._num_hooks = sum(map(len, self._registers))
+
+    def keep_last(self) -> None:
+        """Come after hooks that others have registered since: what they make of a gradient is then what is reported."""
+        if sum(map(len, self._registers)) != self._num_hooks:
+            for handle in self._hooks:
+                handle.remove()
+            self._register()
 
     def check_at(self, modules: Sequence[str]) -> None:
         """Check before the forward pass of each of these modules, in place of those given before."""

@@ -26,12 +26,11 @@ class KeptGradients:
         self._aside: dict[int, Tensor] | None = None
         self.decided = not self._entered
         self.gradients: dict[int, Tensor] = {}
-        self._written: list[int] = []  # kept, but not as they were on entering
 
     @property
     def mark(self) -> int:
         """A number for what is kept, exact in float32; `UNDECIDED` before that is known."""
-        return mark_of(self.gradients, self._written) if self.decided else UNDECIDED
+        return mark_of(self.gradients) if self.decided else UNDECIDED
 
     def set_aside(self) -> None:
         """A backward pass begins: what is there now is kept, if the pass has a gradient for any parameter."""
@@ -63,12 +62,28 @@ class KeptGradients:
             parameter.grad = None
             self._aside = self._take()
             parameter.grad = own
-        written = [index for index, gradient in self._aside.items() if not self._is_as_entered(index, gradient)]
-        # zeroed in place: not kept, just as if it had been set to None
-        zeroed = {index for index in written if not self._aside[index].any()}
-        self._written = [index for index in written if index not in zeroed]
-        self._settle({index: gradient for index, gradient in self._aside.items() if index not in zeroed})
+        # what was zeroed in place is not kept, just as if it had been set to None
+        self._settle({index: grad for index, grad in self._aside.items() if self._is_as_entered(index, grad)})
         return True
+
+    def put_by_loop(self) -> dict[int, Tensor]:
+        """At the end of the step, take what lies in ``p.grad``: no backward pass did put it there, the loop has.
+
+        Without a backward pass, and with anything there that the loop has put or written to, all that is there is this
+        rank's gradient, as it would be without a merge: nothing is kept beside it.
+        """
+        if self.decided:
+            return self._take_all()
+        self.put_back()
+        aside = self._take()
+        by_loop = self._take_all()
+        for index, gradient in aside.items():
+            self._parameters[index].grad = gradient
+        if not by_loop:
+            return {}
+        copies = {index: gradient.detach().clone() for index, gradient in self._take_all().items()}
+        self._settle({})
+        return by_loop | copies
 
     def follow(self, decision: int, last: Iterable[int]) -> bool:
         """This rank had no backward pass, and keeps what its peers kept: ``decision`` is their `mark`.
@@ -89,10 +104,30 @@ class KeptGradients:
         return gradient is before and gradient._version == version
 
     def _take(self) -> dict[int, Tensor]:
+        """Take what is there as it was on entering, or zeroed in place since.
+
+        What the loop has put there or written to is this rank's own, such as a penalty's gradient: it stays, for the
+        pass to add to and to be merged, as a copy that does not lie in the buffers of the step before.
+        """
+        aside = {}
+        for index, parameter in enumerate(self._parameters):
+            if (gradient := parameter.grad) is None:
+                continue
+            if self._is_as_entered(index, gradient) or (self._was_entered(index, gradient) and not gradient.any()):
+                parameter.grad = None
+                aside[index] = gradient
+            elif self._was_entered(index, gradient):
+                parameter.grad = gradient.detach().clone()
+        return aside
+
+    def _take_all(self) -> dict[int, Tensor]:
         there = {index: p.grad for index, p in enumerate(self._parameters) if p.grad is not None}
         for index in there:
             self._parameters[index].grad = None
         return there
+
+    def _was_entered(self, index: int, gradient: Tensor) -> bool:
+        return gradient is self._entered.get(index, (None, -1))[0]
 
     def _settle(self, kept: dict[int, Tensor]) -> None:
         self.gradients = {index: gradient.detach().clone() for index, gradient in kept.items()}
@@ -100,13 +135,10 @@ class KeptGradients:
         self._entered, self._aside = {}, None  # who has a gradient from here on is the loop
 
 
-def mark_of(kept: Iterable[int], written: Sequence[int] = ()) -> int:
-    """A number for a set of parameters, exact in float32; `NONE` for none of them.
-
-    ``written``: those of them whose gradients were written to within the step.
-    """
+def mark_of(kept: Iterable[int]) -> int:
+    """A number for a set of parameters, exact in float32; `NONE` for none of them."""
     numbers = sorted(kept)
     if not numbers:
         return NONE
-    content = repr((numbers, sorted(written))).encode()
+    content = repr(numbers).encode()
     return int.from_bytes(hashlib.blake2b(content, digest_size=3).digest(), "big") | 1

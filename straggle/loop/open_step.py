@@ -22,6 +22,7 @@ from straggle.backward.kept import NONE, UNDECIDED, KeptGradients
 from straggle.backward.passes import PassWatcher, current_run, in_backward
 from straggle.backward.stages import PlanLearner
 from straggle.backward.step_in_parts import StepInParts
+from straggle.loop.by_hand import PULLED_BY_HAND, ByHand, check_dense
 from straggle.merge.checks import check_passes_to_come
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.pools.draws import Drawn, Draws
@@ -113,6 +114,7 @@ class OpenStep(PassWatcher):
         self.step: Step | None = None
         self._named = named
         self._parameters = [parameter for _, parameter in named]
+        self._by_hand = ByHand(named, self._parameters)
         self._coordinator = coordinator
         self.stopwatch = coordinator.stopwatch
         self._state = state
@@ -159,6 +161,8 @@ class OpenStep(PassWatcher):
         self._optimizing = None if step.optimizer is None else StepInParts(step.optimizer)
         self._num_early = 0  # buckets that are merged and looked at while others travel
         self._early: set[int] = set()  # parameters that were stepped so
+        self.num_fruitless = 0  # passes that came through the model's output and gave no parameter a gradient
+        self._by_hand.enter()
         self._outputs: list[weakref.ref[Tensor]] = []
         self._learner.step_begins()
         self.stopwatch.enter("data")
@@ -237,6 +241,7 @@ class OpenStep(PassWatcher):
             if error is not None and not only_late:
                 self._coordinator.fail(error)
                 return None
+            self._take_by_hand(truncated=truncated)
             merged = self._coordinator.finish(
                 truncated=truncated,
                 failed=self.failed,
@@ -349,9 +354,7 @@ class OpenStep(PassWatcher):
             return
         parameter.grad = None  # the copy in the buffer is the one that counts; freeing this one at once is fastest
         if gradient.layout is not _STRIDED:
-            raise ValueError(
-                f"parameter {self._named[index][0]} has a gradient of layout {gradient.layout}: use dense gradients"
-            )
+            check_dense(self._named[index][0], gradient)
         if not grouped:
             grouped = self._joins_and_groups()
         self._num_in_pass += 1
@@ -441,6 +444,7 @@ class OpenStep(PassWatcher):
         if self.step is None:
             return
         if number is None:
+            self.num_fruitless += 1
             self._kept.put_back()
         else:
             self._merge_waiting()
@@ -470,6 +474,33 @@ class OpenStep(PassWatcher):
         most = self.step.num_microbatches if drawn is None else len(drawn.numbers)
         finished = not self._in_forward and (num_passes >= most or not truncated)
         return self._state.give(finished=finished, forward_ran=self._num_forward > 0)
+
+    def _take_by_hand(self, *, truncated: bool) -> None:
+        """Take gradients that the loop has put in place; peers learn of what is refused."""
+        try:
+            self._by_hand.check_parameters()
+            self._place(truncated=truncated)
+        except (RuntimeError, ValueError) as error:
+            self._coordinator.fail(error)
+            raise
+
+    def _place(self, *, truncated: bool) -> None:
+        """Merge the gradients that the loop has put into ``p.grad`` itself.
+
+        Of a rank that was late in one of several micro-batches it is not known how many of them are in these.
+        """
+        if not (gradients := self._kept.put_by_loop()):
+            return
+        assert self.step is not None
+        self._by_hand.check_gradients(gradients, self._kept.gradients)
+        self._coordinator.keep(self._kept.mark)
+        if self.drawn is not None:
+            raise RuntimeError(PULLED_BY_HAND)
+        is_part = truncated and self.step.num_microbatches > 1
+        if self._idle or is_part or not self._rule.takes(self._num_taken):
+            return
+        if twice := self._coordinator.place(gradients):
+            self._by_hand.refuse_twice(twice)
 
     def _keep_as_peers_did(self, merged: MergedStep) -> None:
         """Where this rank was late before any backward pass, it keeps the gradients that its peers kept."""

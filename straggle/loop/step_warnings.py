@@ -6,11 +6,13 @@ import logging
 from collections.abc import Sequence
 
 from straggle.loop.open_step import OpenStep
-from straggle.merge.checks import left_out, too_few_passes
+from straggle.merge.checks import left_out, no_gradient_at_first, no_gradient_of_passes, too_few_passes
 from straggle.merge.options import Merge
 from straggle.merge.round import MergedStep
 from straggle.merge.step_record import StepRecord
 from straggle.step import Step
+
+_AT_FIRST = 3  # steps in which no rank has a gradient, after which that is no choice of the loop's
 
 _log = logging.getLogger(__name__)
 
@@ -21,6 +23,7 @@ class StepWarnings:
     def __init__(self, rank: int, merge: Merge, opened: OpenStep) -> None:
         self._rank, self._merge, self._opened = rank, merge, opened
         self._warned: set[str] = set()
+        self._num_empty = 0  # steps without a gradient of any rank; negative: there was one that had some
 
     def once(self, what: str, words: str) -> None:
         """Say this, unless something was said of ``what`` before."""
@@ -34,8 +37,18 @@ class StepWarnings:
             words := too_few_passes(step.num_microbatches, self._opened.num_over)
         ):
             self.once("passes", f"rank {self._rank}, step {merged.step}: {words}")
+        fruitless = self._opened.num_fruitless
+        if fruitless and merged.num_gradients == 0 and self._opened.passes_came_short(merged):
+            self.once("fruitless", f"rank {self._rank}, step {merged.step}: {no_gradient_of_passes(fruitless)}")
+        if self._num_empty >= 0:
+            self._count_empty(merged)
         if self._rank == 0 and (nonfinite := merged.table.nonfinite_ranks()):
             self.once("nonfinite", f"step {merged.step}: {left_out(nonfinite, merged.table.skipped())}")
+
+    def _count_empty(self, merged: MergedStep) -> None:
+        self._num_empty = self._num_empty + 1 if merged.table.all_skipped() else -1
+        if self._num_empty == _AT_FIRST and self._rank == 0 and "fruitless" not in self._warned:
+            self.once("empty", no_gradient_at_first(_AT_FIRST))
 
     def of_different_replicas(self, record: StepRecord) -> None:
         """Say where ranks have, or will have, other parameters than the rest."""

@@ -201,6 +201,24 @@ def too_few_passes(announced: int, came: int) -> str:
     )
 
 
+def no_gradient_of_passes(number: int) -> str:
+    """What to say of a rank whose passes all left ``p.grad`` as it was."""
+    passes = "1 backward pass" if number == 1 else f"{number} backward passes"
+    return (
+        f"{passes} went through the model and gave no parameter a gradient, so that this rank has nothing to merge and "
+        "counts as one that skipped the step. Gradients of torch.autograd.grad are merged if you put them into p.grad "
+        "inside of the block; parameters that you update yourself would differ between ranks"
+    )
+
+
+def no_gradient_at_first(number: int) -> str:
+    """What to say of a model that was not trained in its first steps."""
+    return (
+        f"no rank had a gradient in the first {number} steps: nothing is trained. Call loss.backward() inside of `with "
+        "model.step()`, with a loss that depends on this model's parameters (not of a copy, not on detached outputs)"
+    )
+
+
 def left_out(ranks: Iterable[int], skipped: bool) -> str:
     """What to say of ranks whose gradients were not finite."""
     rest = ", no rank had others, and the step changes nothing" if skipped else ""

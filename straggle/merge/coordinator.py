@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from straggle.backward.clocks import Stopwatch
 from straggle.backward.kept import UNDECIDED
@@ -292,7 +292,10 @@ class Coordinator:
         for index, _, _ in waiting:
             if (twice := last_in[index] == number) or num_in[index] == most:
                 raise RuntimeError(self._too_many(index, twice=twice))
-        complete = current.accumulate(waiting, number)
+        return self._complete(current, current.accumulate(waiting, number), entered_at)
+
+    def _complete(self, current: Round, complete: Sequence[tuple[int, float]], entered_at: float) -> bool:
+        """All of these parameters' gradients is in, since then; whether a stage is complete with them."""
         if complete and self._fill_in.reads_own:
             for index, _ in complete:
                 current.add(index, self._fill_in.computed(self._parameters[index], current.read(index)))
@@ -300,6 +303,25 @@ class Coordinator:
             self._last_copy.record()
         stages = [current.parameter_complete(index, at - entered_at) for index, at in complete]
         return any(stages)
+
+    def place(self, gradients: Mapping[int, Tensor]) -> list[int]:
+        """Merge these gradients of the entire step, which the loop has computed by itself; all of them, or none.
+
+        None where backward passes have given some of these parameters gradients, which come back then. Those of a step
+        that was merged without them are shown to an estimator that finishes late, and discarded.
+        """
+        with self._lock:
+            if (current := self._open_own_round()) is None:
+                if self._fill_in.finishes_late:
+                    for index, gradient in gradients.items():
+                        self._fill_in.came_late(self._parameters[index], gradient, 1.0)
+                return []
+            if twice := [index for index in gradients if current.num_in[index]]:
+                return twice
+            current.place(gradients)
+            now, entered_at = self.stopwatch.now(), self.training.entered_at or 0.0
+            self._complete(current, [(index, now) for index in gradients], entered_at)
+            return []
 
     def discard_waiting(self) -> None:
         """Take the gradients that wait, which are not to be merged with their step."""

@@ -210,6 +210,16 @@ class Round:
         self._num_in_pass += len(finished)
         return complete
 
+    def place(self, gradients: Mapping[int, Tensor]) -> None:
+        """Take these gradients, each the rank's own of the entire step: the loop computed them, no pass gave them."""
+        if together := any(gradient.is_cuda for gradient in gradients.values()):
+            self._accumulate_together([(index, own, 0.0) for index, own in gradients.items()], self.weight)
+        for index, gradient in gradients.items():
+            if not together:
+                weight = self.weight * self._factor(index)
+                self.buffers.accumulate(index, gradient, add=False, weight=weight, complete=True)
+            self.num_in[index] = self.num_microbatches
+
     def _accumulate_together(self, finished: Sequence[Finished], weight: float) -> None:
         """Put them into the buffers by few kernels, which a device needs; on the CPU that saves nothing."""
         alike: dict[tuple[bool, float], list[tuple[int, Tensor]]] = {}

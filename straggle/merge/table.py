@@ -28,6 +28,9 @@ from straggle.policies.history import ProgressRow, StepProgress
 from straggle.policies.links import Link
 from straggle.policies.rank_links import RankLink, Way, rank_links
 from straggle.policies.untruncated import UntruncatedTime, untruncated_step
+from straggle.report import CAUSES
+
+_SKIPPED = CAUSES.index("skipped")
 
 
 @lru_cache(maxsize=64)
@@ -247,6 +250,10 @@ class Table:
     def links(self) -> tuple[RankLink, ...]:
         """Each rank's link by these; the same on all ranks."""
         return rank_links(self.ways(), self.num_ranks)
+
+    def all_skipped(self) -> bool:
+        """Whether every rank left its block without a gradient, though it was not late."""
+        return set(self._columns["cause"]) == {_SKIPPED} and not any(self._columns["late"])
 
     def skipped(self) -> bool:
         """Whether no rank has anything that could be applied, but some have gradients that are not finite."""

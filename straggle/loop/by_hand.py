@@ -1,0 +1,84 @@
+"""What a loop does by hand inside of the block: it puts gradients into ``p.grad``, or writes to parameters.
+
+Such gradients are merged, as those of a backward pass are. A parameter that is written to before the merge would become
+this rank's own, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+
+import torch
+from torch import Tensor, nn
+
+_STRIDED = torch.strided
+_version = attrgetter("_version")
+
+
+class ByHand:
+    """The parameters in ``named`` while a block is open."""
+
+    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], parameters: Sequence[nn.Parameter]) -> None:
+        self._named, self._parameters = named, parameters
+        self._versions: list[int] = []
+
+    def enter(self) -> None:
+        """The block begins."""
+        self._versions = [*map(_version, self._parameters)]
+
+    def check_parameters(self) -> None:
+        """At its end, before the merge: raise ``RuntimeError`` naming the first parameter that was written to."""
+        if (versions := [*map(_version, self._parameters)]) == self._versions:
+            return
+        (name, _), *more = [
+            own for own, now, then in zip(self._named, versions, self._versions, strict=True) if now != then
+        ]
+        others = f" (and {len(more)} more)" if more else ""
+        raise RuntimeError(
+            f"parameter {name}{others} was written to inside of `with model.step()`, before the gradients of all ranks "
+            "were merged: each rank writes its own there, or a late one nothing, and replicas would differ. Clamp, "
+            "average or update parameters after optimizer.step(), outside of the block (nn.Embedding(max_norm=...) and "
+            "hooks that step an optimizer in backward write inside of it)"
+        )
+
+    def check_gradients(self, gradients: Mapping[int, Tensor], kept: Mapping[int, Tensor]) -> None:
+        """Raise ``ValueError`` naming the first of these gradients that cannot be merged.
+
+        ``kept``: gradients of before the block that are to be added to the merged ones.
+        """
+        for index, gradient in gradients.items():
+            name, parameter = self._named[index]
+            check_dense(name, gradient)
+            for what in ("shape", "dtype", "device"):
+                if (own := getattr(gradient, what)) != (theirs := getattr(parameter, what)):
+                    raise ValueError(
+                        f"the gradient that was put into p.grad of parameter {name} has the {what} {own}, and the "
+                        f"parameter has {theirs}: give it that of the parameter"
+                    )
+            if index in kept:
+                raise ValueError(
+                    f"parameter {name} has a gradient of before the block, and another was put into its p.grad after a "
+                    "backward pass: zero_grad() before the block"
+                )
+
+    def refuse_twice(self, twice: Sequence[int]) -> None:
+        """Raise ``RuntimeError`` for parameters to which a backward pass of the step gave gradients, too."""
+        raise RuntimeError(
+            f"parameter {self._named[twice[0]][0]} has a gradient of a backward pass in this step, and another was put "
+            "into its p.grad by hand: the first is on its way already, and p.grad is None until all are merged. Change "
+            "gradients by a hook (parameter.register_hook), compute them all by torch.autograd.grad, or change the "
+            "merged ones after the block"
+        )
+
+
+def check_dense(name: str, gradient: Tensor) -> None:
+    """Raise ``ValueError`` for a gradient that has no place in flat buffers."""
+    if gradient.layout is not _STRIDED:
+        raise ValueError(f"parameter {name} has a gradient of layout {gradient.layout}: use dense gradients")
+
+
+PULLED_BY_HAND = (
+    "gradients were put into p.grad by hand in a step with step.pull(), which weighs those of each backward pass by "
+    "its micro-batch: call loss.backward() for each of them, or give each rank micro-batches of its own"
+)

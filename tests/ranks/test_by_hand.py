@@ -1,0 +1,475 @@
+"""What a loop does by hand in the block: gradients in ``p.grad`` are merged, what cannot be merged is refused by name."""
+
+import pytest
+import torch
+from ranks import digest, run_ranks, staged
+from torch import nn
+from training import features, mlp, warned
+
+import straggle
+
+WITHIN_S = 30.0
+NUM_STEPS = 4
+
+
+def both_losses(output):
+    return output[:, 0].square().mean(), (output[:, 1] - 1).square().mean()
+
+
+def combined(network, module, x):
+    """The gradients of two losses, combined as PCGrad and others do: by what this rank sees of both."""
+    parameters, (one, other) = list(module.parameters()), both_losses(network(x))
+    first = torch.autograd.grad(one, parameters, retain_graph=True)
+    second = torch.autograd.grad(other, parameters)
+    conflict = sum((a * b).sum() for a, b in zip(first, second, strict=True)) < 0
+    return [a + (0.5 if conflict else 2.0) * b for a, b in zip(first, second, strict=True)]
+
+
+def assign(network, module, x):
+    for parameter, gradient in zip(module.parameters(), combined(network, module, x), strict=True):
+        parameter.grad = gradient
+
+
+def add(network, module, x):
+    for parameter, gradient in zip(module.parameters(), combined(network, module, x), strict=True):
+        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+
+
+def copy(network, module, x):
+    for parameter, gradient in zip(module.parameters(), combined(network, module, x), strict=True):
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.grad.copy_(gradient)
+
+
+def head_by_hand(network, module, x):
+    """A backward pass for all but the last layer, whose gradients are put in place after it."""
+    head = list(module[-1].parameters())
+    gradients = torch.autograd.grad(sum(both_losses(network(x))), head)
+    for parameter in head:
+        parameter.requires_grad_(False)
+    sum(both_losses(network(x))).backward()
+    for parameter, gradient in zip(head, gradients, strict=True):
+        parameter.requires_grad_()
+        parameter.grad = 3 * gradient
+
+
+def penalty_first(network, module, x):
+    """The gradient of a penalty is there before the backward pass adds to it."""
+    for parameter in module.parameters():
+        parameter.grad = parameter.detach() * x.sum()
+    sum(both_losses(network(x))).backward()
+
+
+def some_only(network, module, x):
+    """The first layer gets none."""
+    assign(network, module, x)
+    for parameter in module[0].parameters():
+        parameter.grad = None
+
+
+LOOPS = [assign, add, copy, head_by_hand, penalty_first, some_only]
+ZEROES = ["after the step", "in the block", "in place, in the block", "never"]
+
+
+def zero(optimizer, now, order):
+    if now == order or (now == "in the block" and order == "in place, in the block"):
+        optimizer.zero_grad(set_to_none=not order.startswith("in place"))
+
+
+def train(rank, loop, order, late=()):
+    """Parameters after some steps; ``late`` has the steps and ranks that end before anything is computed."""
+    module = mlp()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    with staged(module) as model:
+        for number in range(NUM_STEPS):
+            with model.step() as step:
+                if (number, rank) in late:
+                    step.stop()
+                    model(features(rank, number))
+                zero(optimizer, "in the block", order)
+                loop(model, module, features(rank, number))
+            optimizer.step()
+            zero(optimizer, "after the step", order)
+        return digest(module.parameters()), [parameter.tolist() for parameter in module.parameters()]
+
+
+def alone(num_ranks, loop, order, late=()):
+    """The same without any merge: each step has the mean of what lies in ``p.grad`` of those that are not late."""
+    module = mlp()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    for number in range(NUM_STEPS):
+        before = [p.grad for p in module.parameters()]
+        ranks = [rank for rank in range(num_ranks) if (number, rank) not in late]
+        lying = []
+        for rank in ranks:
+            for parameter, gradient in zip(module.parameters(), before, strict=True):
+                parameter.grad = None if gradient is None else gradient.clone()
+            zero(optimizer, "in the block", order)
+            loop(module, module, features(rank, number))
+            lying.append([p.grad for p in module.parameters()])
+        for parameter, *own in zip(module.parameters(), *lying, strict=True):
+            parameter.grad = None if own[0] is None else sum(own) / len(ranks)
+        optimizer.step()
+        zero(optimizer, "after the step", order)
+    return list(module.parameters())
+
+
+def train_all(rank, loop, cases):
+    return [train(rank, loop, *case) for case in cases]
+
+
+def check(num_ranks, loop, cases):
+    of_ranks = run_ranks(train_all, num_ranks, loop, cases, timeout_s=WITHIN_S)
+    for case, results in zip(cases, zip(*of_ranks, strict=True), strict=True):
+        assert len({hashed for hashed, _ in results}) == 1
+        for own, theirs in zip(results[0][1], alone(num_ranks, loop, *case), strict=True):
+            torch.testing.assert_close(torch.tensor(own), theirs.detach())
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def test_gradients_that_the_loop_puts_in_place_are_merged_wherever_it_zeroes_them(loop):
+    orders = ZEROES[:3] if loop is head_by_hand else ZEROES
+    check(2, loop, [(order,) for order in orders])
+
+
+@pytest.mark.parametrize("loop", [assign, head_by_hand, penalty_first], ids=lambda loop: loop.__name__)
+def test_gradients_that_the_loop_puts_in_place_are_the_mean_of_ranks_that_are_not_late(loop):
+    orders = ["after the step", "in the block"] + ["never"] * (loop is not head_by_hand)
+    check(3, loop, [(order, late) for order in orders for late in (((1, 2),), ((1, 2), (2, 0), (2, 1)))])
+
+
+def stopped_between(rank, num_microbatches):
+    """Rank 1 is late in the second of two forward passes, when the first half of the model has its gradients."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(0.5)
+    with staged(module) as model:
+        model(torch.ones(1, 4))
+        with model.step(num_microbatches) as step:
+            for part in module:
+                if rank == 1 and part is module[1]:
+                    step.stop()
+                model(torch.ones(1, 4))
+                for parameter in part.parameters():
+                    parameter.grad = torch.full_like(parameter, 1.0 + rank)
+        report = model.last_report.ranks[1]
+        return [parameter.grad.unique().tolist() for parameter in module.parameters()], report.late, report.reach
+
+
+def test_late_rank_gives_what_it_had_put_in_place_and_of_several_micro_batches_nothing():
+    for gradients, late, reach in run_ranks(stopped_between, 2, 1):
+        assert gradients == [[1.5], [1.5], [1.0], [1.0]]
+        assert late
+        assert reach == pytest.approx(20 / 30)
+    for gradients, late, reach in run_ranks(stopped_between, 2, 2):
+        assert gradients == [[1.0]] * 4
+        assert (late, reach) == (True, 0.0)
+
+
+def in_parts(rank, ways):
+    """What is in place at the end is the sum over the micro-batches, and counts as the entire step."""
+    module = mlp()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    results = []
+    for options, words in ways:
+        with staged(mlp_as_before(module), **options) as model:
+            for number in range(2):
+                stepped = {"optimizer": optimizer} if "optimizer" in words else {}
+                with model.step(2, **stepped):
+                    for part in features(rank, number).chunk(2):
+                        add(model, module, part)
+                if not stepped:
+                    optimizer.step()
+                optimizer.zero_grad()
+            report = model.last_report
+            results.append((digest(module.parameters()), [(own.reach, own.weight, own.cause) for own in report.ranks]))
+    return results
+
+
+def mlp_as_before(module):
+    module.load_state_dict(mlp().state_dict())
+    return module
+
+
+def test_micro_batches_an_optimizer_in_the_block_and_members_change_nothing():
+    keep = straggle.Merge(nonfinite="keep")
+    ways = [({}, ""), ({"merge": keep}, "optimizer"), ({"members": straggle.Elastic()}, "")]
+    first, second = run_ranks(in_parts, 2, ways, timeout_s=WITHIN_S)
+    assert first == second
+    assert {hashed for hashed, _ in first} == {first[0][0]}
+    assert all(ranks == [(1.0, 1.0, None)] * 2 for _, ranks in first)
+
+
+def seen_by(rank):
+    """What an estimator is shown of this rank's own."""
+    module, estimator = nn.Linear(2, 1), straggle.LastOwn()
+    with staged(module, estimator=estimator) as model:
+        with model.step():
+            model(torch.ones(1, 2))
+            for parameter in module.parameters():
+                parameter.grad = torch.full_like(parameter, 1.0 + rank)
+        return [estimator.memory[parameter].unique().item() for parameter in module.parameters()]
+
+
+def test_estimator_sees_gradients_that_the_loop_puts_in_place():
+    assert run_ranks(seen_by, 2) == [[1.0, 1.0], [2.0, 2.0]]
+
+
+def repeat(rank, decisions):
+    """Rank 1 is stood in for, and comes to put its gradients in place when the step is merged."""
+    module = mlp()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    seen = []
+    with staged(module) as model:
+        if decisions is not None:
+            model.replay(straggle.merge.replay.Recording((), (), tuple(decisions[rank])))
+        for number in range(3):
+            with model.step() as step:
+                if decisions is None and (number, rank) == (1, 1):
+                    step.stop()
+                assign(model, module, features(rank, number))
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(model.last_decision)
+        return digest(module.parameters()), seen
+
+
+def test_run_with_gradients_by_hand_is_repeated_bit_for_bit():
+    recorded = run_ranks(repeat, 2, None)
+    again = run_ranks(repeat, 2, [seen for _, seen in recorded])
+    assert [hashed for hashed, _ in again] == [hashed for hashed, _ in recorded]
+
+
+# -- what is refused
+
+
+def sparse(_model, module, _step):
+    parameter = module[0].weight
+    parameter.grad = torch.zeros_like(parameter).to_sparse()
+
+
+def other_shape(_model, module, _step):
+    module[0].weight.grad = torch.zeros_like(module[0].weight)
+    module[0].weight.data = torch.zeros(2, 4)
+
+
+def after_backward(model, module, _step):
+    model(features(0, 0)).sum().backward()
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def in_a_pool(model, module, step):
+    for part in step.pull(list(features(0, 0).chunk(2))):
+        assign(model, module, part)
+
+
+def clamp(model, module, _step):
+    model(features(0, 0)).sum().backward()
+    with torch.no_grad():
+        module[2].weight.clamp_(-0.1, 0.1)
+
+
+def own_update(model, module, _step):
+    """As a loop that takes the gradients of ``torch.autograd.grad`` and applies them itself."""
+    parameters = list(module.parameters())
+    gradients = torch.autograd.grad(model(features(0, 0)).sum(), parameters)
+    with torch.no_grad():
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.sub_(gradient, alpha=0.1)
+
+
+def optimizer_in_backward(model, module, _step):
+    model(features(0, 0)).sum().backward()
+
+
+def step_at_once(parameter):
+    with torch.no_grad():
+        parameter.sub_(parameter.grad, alpha=0.1)
+    parameter.grad = None
+
+
+def optimizer_at_once(parameter):
+    torch.optim.SGD([parameter], lr=0.1).step()
+
+
+REFUSED = {
+    sparse: "parameter 0.weight has a gradient of layout torch.sparse_coo: use dense gradients",
+    other_shape: "p.grad of parameter 0.weight has the shape torch.Size([8, 4]), and the parameter has",
+    after_backward: "parameter 0.weight has a gradient of a backward pass in this step, and another was put into its",
+    in_a_pool: "gradients were put into p.grad by hand in a step with step.pull()",
+    clamp: "parameter 2.weight was written to inside of `with model.step()`, before the gradients of all ranks",
+    own_update: "parameter 0.weight (and 5 more) was written to inside of `with model.step()`",
+    optimizer_in_backward: "parameter 0.weight (and 5 more) was written to inside of `with model.step()`",
+}
+
+
+def do(rank, loop, hook=None, only=None):
+    module = mlp()
+    if hook is not None:
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(hook)
+    with staged(module) as model, model.step() as step:
+        if only in (None, rank):
+            loop(model, module, step)
+
+
+@pytest.mark.parametrize("loop", REFUSED, ids=lambda loop: loop.__name__)
+def test_what_cannot_be_merged_is_refused_by_name_in_the_first_step(loop):
+    hook = step_at_once if loop is optimizer_in_backward else None
+    for end in run_ranks(do, 2, loop, hook, outcomes=True, timeout_s=WITHIN_S):
+        assert end.kind in ("RuntimeError", "ValueError")
+        assert REFUSED[loop] in end.message
+
+
+def test_peers_of_a_rank_that_writes_to_a_parameter_learn_of_it():
+    peer, own = run_ranks(do, 2, clamp, None, 1, outcomes=True, timeout_s=WITHIN_S)
+    assert own.kind == "RuntimeError"
+    assert peer.kind == "PeerFailed"
+    assert "rank 1 raised in step 0" in peer.message
+    assert REFUSED[clamp] in peer.message
+
+
+def test_optimizer_that_a_hook_steps_in_backward_is_refused():
+    for end in run_ranks(do, 2, optimizer_in_backward, optimizer_at_once, outcomes=True, timeout_s=WITHIN_S):
+        assert end.kind == "RuntimeError"
+        assert "optimizer.step() inside of `with model.step()`" in end.message
+
+
+def with_max_norm(_rank):
+    module = nn.Sequential(nn.Embedding(4, 3, max_norm=0.5), nn.Linear(3, 1))
+    with staged(module) as model, model.step():
+        model(torch.tensor([1, 2])).sum().backward()
+
+
+def test_embedding_with_max_norm_is_refused_by_name():
+    for end in run_ranks(with_max_norm, 2, outcomes=True, timeout_s=WITHIN_S):
+        assert "parameter 0.weight was written to" in end.message
+        assert "nn.Embedding(max_norm=...)" in end.message
+
+
+def with_parametrizations(rank):
+    """Both change buffers, and compute their weights anew in each forward pass."""
+    module = mlp()
+    nn.utils.parametrizations.spectral_norm(module[0])
+    nn.utils.parametrizations.weight_norm(module[2])
+    nn.utils.spectral_norm(module[4])
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with staged(module) as model:
+        for number in range(3):
+            with model.step():
+                model(features(rank, number)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return digest(module.parameters()), model.last_report.ranks[rank].reach
+
+
+def test_weights_that_the_forward_pass_computes_are_no_parameters_that_it_writes_to():
+    first, second = run_ranks(with_parametrizations, 2)
+    assert first == second
+    assert first[1] == 1.0
+
+
+def before_a_gradient_is_kept(rank):
+    module = mlp()
+    with staged(module) as model:
+        for number in range(2):
+            with model.step():
+                head_by_hand(model, module, features(rank, number))
+
+
+def test_gradient_that_is_put_beside_one_of_the_step_before_is_refused_by_name():
+    for end in run_ranks(before_a_gradient_is_kept, 2, outcomes=True, timeout_s=WITHIN_S):
+        assert end.kind == "ValueError"
+        assert "parameter 4.weight has a gradient of before the block" in end.message
+        assert "zero_grad() before the block" in end.message
+
+
+# -- hooks of others
+
+
+def double(parameter):
+    parameter.grad.mul_(2)
+
+
+def with_hooks(rank, when):
+    """The weight's gradient is doubled by a hook; what is merged is what the hook has left in place."""
+    module = nn.Linear(2, 1)
+    if when == "before":
+        module.weight.register_post_accumulate_grad_hook(double)
+    with staged(module) as model:
+        gradients = []
+        for number in range(4):
+            if number == 2 and when == "later":
+                module.weight.register_post_accumulate_grad_hook(double)
+            with model.step():
+                model(torch.full((1, 2), 1.0 + rank)).sum().backward()
+            gradients.append(module.weight.grad.unique().item())
+            module.zero_grad()
+        return gradients
+
+
+def test_gradient_is_merged_as_the_hooks_of_others_leave_it_whenever_they_were_registered():
+    assert run_ranks(with_hooks, 2, "before") == [[3.0] * 4] * 2
+    assert run_ranks(with_hooks, 2, "later") == [[1.5, 1.5, 3.0, 3.0]] * 2
+
+
+# -- steps without a gradient
+
+
+def nothing(model, module, number):
+    del model, module, number
+
+
+def forward_only(model, module, number):
+    del module
+    model(features(0, number))
+
+
+def without_place(model, module, number):
+    """Gradients are computed, and put nowhere."""
+    torch.autograd.grad(model(features(0, number)).sum(), list(module.parameters()))
+
+
+def gradients_at_times(model, module, number):
+    del module
+    loss = model(features(0, number)).sum()
+    if number == 2:
+        loss.backward()
+
+
+def of_others(model, module, number):
+    del module
+    other = mlp()
+    (other(features(0, number)) - model(features(0, number)).detach()).square().sum().backward()
+
+
+def skip(rank, loop, num_steps):
+    module = mlp()
+    with warned() as warnings, staged(module) as model:
+        for number in range(num_steps):
+            with model.step():
+                loop(model, module, number)
+        return warnings, [own.cause for own in model.last_report.ranks]
+
+
+def test_step_whose_gradients_are_put_nowhere_is_told_of_once():
+    for rank, (warnings, causes) in enumerate(run_ranks(skip, 2, without_place, 2)):
+        (words,) = warnings
+        assert words.startswith(f"rank {rank}, step 0: 1 backward pass went through the model and gave no parameter")
+        assert "torch.autograd.grad" in words
+        assert "put them into p.grad" in words
+        assert causes == ["skipped"] * 2
+
+
+@pytest.mark.parametrize("loop", [nothing, forward_only, of_others], ids=lambda loop: loop.__name__)
+def test_model_that_gets_no_gradient_in_its_first_steps_is_told_of_once(loop):
+    for rank, (warnings, _) in enumerate(run_ranks(skip, 2, loop, 5)):
+        assert len(warnings) == (rank == 0)
+        assert all("no rank had a gradient in the first 3 steps" in words for words in warnings)
+
+
+@pytest.mark.parametrize(("loop", "num_steps"), [(nothing, 2), (gradients_at_times, 7)])
+def test_steps_that_are_skipped_on_purpose_are_not_told_of(loop, num_steps):
+    assert [warnings for warnings, _ in run_ranks(skip, 2, loop, num_steps)] == [[], []]
