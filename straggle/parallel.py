@@ -24,6 +24,7 @@ from straggle.backward.step_in_parts import check_steps_in_parts
 from straggle.loop.hook_registers import HookRegisters, add_hook
 from straggle.loop.model_parts import MembersParts, Options, build_parts, close_parts
 from straggle.loop.optimizer_steps import OptimizerSteps
+from straggle.loop.replanning import Replanning
 from straggle.loop.replayed import HealedRecorder, Replayed
 from straggle.loop.step_warnings import StepWarnings
 from straggle.loop.uneven import own_passes
@@ -140,6 +141,7 @@ class StagedDataParallel(nn.Module):
         self._warnings = StepWarnings(self.rank, options.merge, self._open)
         drops_nonfinite = options.merge.nonfinite == "drop"
         self._steps = OptimizerSteps(self._wrapped.all, self._open, drops_nonfinite=drops_nonfinite)
+        self._replanning = Replanning(self.module, options, parts, self._steps)
         regrouping = None if self._members is None else self._members.regrouping
         self._pings = JobPings(self._channel, self._coordinator)
         self._finalizer = weakref.finalize(
@@ -463,7 +465,11 @@ class StagedDataParallel(nn.Module):
             self._healed_recorder.enters(self._members.healing, self._coordinator.training.step, started=started)
         number = self._coordinator.training.step
         self._replayed.begin_as_then(number)
-        self._wrapped.check(self.rank, number)
+        frozen = self._wrapped.frozen
+        if changes := self._wrapped.check():
+            self._check_at_stages(self._replanning.replan(changes, number))
+        elif frozen != self._wrapped.frozen:
+            self._state.look_again()
         self._hooks.keep_last()
         checked = self._options.merge.checks(number)
         share = self._joins.share_of(number)
@@ -484,6 +490,7 @@ class StagedDataParallel(nn.Module):
             tensors=tensors,
             stepped=math.nan if self._last.record is None else self._steps.number,
             joins_over=self._coordinator.training.joins_over,
+            frozen=self._wrapped.frozen,
         )
 
     def _leave(self, step: Step, error: BaseException | None) -> bool:
@@ -499,6 +506,7 @@ class StagedDataParallel(nn.Module):
         self._joins.merged(merged.table)
         self.pulling.merged(record)
         self._pings.merged(record)
+        self._replanning.check(record.table, merged.step)
         if (times := self._learner.step_complete()) is not None:
             self._learn(times)
         self._warnings.of_different_replicas(record)
@@ -533,6 +541,7 @@ class StagedDataParallel(nn.Module):
 
     def _use_plan(self, order: list[int], seconds: list[float]) -> None:
         self.learned = order, seconds
+        self._replanning.learned(order, seconds)
         plan = plan_stages(self.module, self._options.stages, *self.learned, named=self._wrapped.named)
         self._check_at_stages(plan)
         self._coordinator.learn(plan)

@@ -66,19 +66,27 @@ class ParameterHooks:
         self._register()
 
     def _register(self) -> None:
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
-            for index, parameter in enumerate(self._parameters)
-        ]
+        self._hooks = [self._registered(index, parameter) for index, parameter in enumerate(self._parameters)]
         self._registers = [parameter._post_accumulate_grad_hooks for parameter in self._parameters]
         self._num_hooks = sum(map(len, self._registers))
+
+    def _registered(self, index: int, parameter: nn.Parameter) -> RemovableHandle:
+        needed = parameter.requires_grad
+        parameter.requires_grad_(True)  # torch registers no hook on one that is frozen, which may be trained again
+        handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
+        parameter.requires_grad_(needed)
+        return handle
 
     def keep_last(self) -> None:
         """Come after hooks that others have registered since: what they make of a gradient is then what is reported."""
         if sum(map(len, self._registers)) != self._num_hooks:
-            for handle in self._hooks:
-                handle.remove()
-            self._register()
+            self.renew()
+
+    def renew(self) -> None:
+        """The parameters are others, or have other hooks, too: report the gradients of these, after all others."""
+        for handle in self._hooks:
+            handle.remove()
+        self._register()
 
     def check_at(self, modules: Sequence[str]) -> None:
         """Check before the forward pass of each of these modules, in place of those given before."""

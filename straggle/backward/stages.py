@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
@@ -136,6 +136,23 @@ class PlanLearner:
             return None
         self._left -= 1
         return None if self._left else times
+
+
+def complete_order(named: Sequence[tuple[str, int]], seconds: Mapping[str, float]) -> tuple[list[int], list[float]]:
+    """The ``order`` and ``seconds`` to plan stages from, where they are known of some of the parameters only.
+
+    ``named``: all parameters, in the module tree's order, with their elements; ``seconds``: of those that are known, in
+    the order in which backward finishes them. Another one comes right after the one that follows it in the tree, and
+    takes as long as its elements would take in those.
+    """
+    places, order = {name: place for place, (name, _) in enumerate(named)}, list[int]()
+    order += [places[name] for name in seconds if name in places]
+    for place in reversed(range(len(named))):
+        if named[place][0] not in seconds:
+            order.insert(order.index(place + 1) + 1 if place + 1 < len(named) else 0, place)
+    numel = sum(numel for name, numel in named if name in seconds)
+    each_s = sum(seconds[name] for name, _ in named if name in seconds) / max(1, numel)
+    return order, [seconds.get(name, each_s * numel) for name, numel in named]
 
 
 def plan_stages(

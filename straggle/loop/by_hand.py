@@ -10,30 +10,43 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+from straggle.loop.parameters import WrappedParameters
 
 _STRIDED = torch.strided
-_version = attrgetter("_version")
+_num_writes = attrgetter("_version")
 
 
 class ByHand:
-    """The parameters in ``named`` while a block is open."""
+    """The parameters of a model while a block is open."""
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], parameters: Sequence[nn.Parameter]) -> None:
-        self._named, self._parameters = named, parameters
+    def __init__(self, wrapped: WrappedParameters) -> None:
+        self._wrapped, self._named, self._parameters = wrapped, wrapped.named, wrapped.all
         self._versions: list[int] = []
 
     def enter(self) -> None:
         """The block begins."""
-        self._versions = [*map(_version, self._parameters)]
+        self._versions = [*map(_num_writes, self._parameters)]
 
     def check_parameters(self) -> None:
-        """At its end, before the merge: raise ``RuntimeError`` naming the first parameter that was written to."""
-        if (versions := [*map(_version, self._parameters)]) == self._versions:
+        """At its end, before the merge: raise ``RuntimeError`` naming the first parameter that was written to.
+
+        Or that was unfrozen: its gradient would be this rank's own.
+        """
+        if names := self._wrapped.unfrozen():
+            raise RuntimeError(
+                f"parameter {names[0]} was frozen when the step was entered, and unfrozen inside of `with "
+                "model.step()`: its gradient cannot be merged in this step, so unfreeze parameters before the block"
+            )
+        if (versions := [*map(_num_writes, self._parameters)]) == self._versions:
             return
-        (name, _), *more = [
-            own for own, now, then in zip(self._named, versions, self._versions, strict=True) if now != then
-        ]
+        before = zip(self._named, self._versions, versions, strict=True)
+        # one that is frozen is other state of the module, such as a momentum encoder that the forward pass moves
+        written = [name for (name, own), then, now in before if then != now and own.requires_grad]
+        if not written:
+            return
+        name, *more = written
         others = f" (and {len(more)} more)" if more else ""
         raise RuntimeError(
             f"parameter {name}{others} was written to inside of `with model.step()`, before the gradients of all ranks "
@@ -47,6 +60,11 @@ class ByHand:
 
         ``kept``: gradients of before the block that are to be added to the merged ones.
         """
+        if names := self._wrapped.frozen_with_gradients():
+            raise ValueError(
+                f"a gradient was put into p.grad of parameter {names[0]}, which is frozen, and so is not merged: "
+                "unfreeze it before the block, or leave it out"
+            )
         for index, gradient in gradients.items():
             name, parameter = self._named[index]
             check_dense(name, gradient)

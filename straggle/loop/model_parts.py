@@ -124,7 +124,7 @@ def build_parts(
     device = parameters.all[0].device
     limited = device.type == "cuda" and not isinstance(options.deadline, WaitForAll)
     opened = OpenStep(
-        parameters.named,
+        parameters,
         coordinator=coordinator,
         state=state,
         fill_in=fill_in,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -20,9 +20,10 @@ from straggle.backward.groups import Groups
 from straggle.backward.hooks import DeadlineReached, release_graph
 from straggle.backward.kept import NONE, UNDECIDED, KeptGradients
 from straggle.backward.passes import PassWatcher, current_run, in_backward
-from straggle.backward.stages import PlanLearner
+from straggle.backward.stages import PlanLearner, StagePlan
 from straggle.backward.step_in_parts import StepInParts
 from straggle.loop.by_hand import PULLED_BY_HAND, ByHand, check_dense
+from straggle.loop.parameters import WrappedParameters
 from straggle.merge.checks import check_passes_to_come
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.pools.draws import Drawn, Draws
@@ -97,12 +98,12 @@ class OpenStep(PassWatcher):
     """The step that a model's training thread is in; all on that thread.
 
     There is one for each wrapped model, because the hooks of its parameters are bound to it. `enter` makes it that of a
-    new `Step`; ``step`` is ``None`` between two. ``named`` are the parameters; the names are for errors.
+    new `Step`; ``step`` is ``None`` between two. ``wrapped`` are the parameters, which may be others in another step.
     """
 
     def __init__(
         self,
-        named: Sequence[tuple[str, nn.Parameter]],
+        wrapped: WrappedParameters,
         *,
         coordinator: Coordinator,
         state: ModuleState,
@@ -112,9 +113,8 @@ class OpenStep(PassWatcher):
         limit: HostLimit | None,
     ) -> None:
         self.step: Step | None = None
-        self._named = named
-        self._parameters = [parameter for _, parameter in named]
-        self._by_hand = ByHand(named, self._parameters)
+        self._named, self._parameters = wrapped.named, wrapped.all
+        self._by_hand = ByHand(wrapped)
         self._coordinator = coordinator
         self.stopwatch = coordinator.stopwatch
         self._state = state
@@ -125,7 +125,6 @@ class OpenStep(PassWatcher):
         self._complete_microbatches = coordinator.deadline.late_handling.granularity == "microbatch"
         self._limit = limit
         self.on_backward: Callable[[], None] | None = None  # when a backward pass is over for the most part
-        self._most = max(1, 3 * len(self._parameters) // 4)
         self._last_kept: tuple[int, tuple[int, ...]] = (NONE, ())  # as the peers, and as this rank, decided last
         self.groups = Groups(self._parameters)
         self._grouped_run = _NO_RUN  # of the engine, whose gradients wait for their group
@@ -154,6 +153,7 @@ class OpenStep(PassWatcher):
         self._in_forward = False
         self._num_timed = 0  # micro-batches whose end was noted
         self._num_taken = 0  # gradients
+        self._most = max(1, 3 * len(self._parameters) // 4)
         self.drawn: Drawn | None = None
         self._grouped_run = _NO_RUN
         self._left = step.num_microbatches * len(self._parameters)  # gradients after which nothing is left to stop
@@ -176,6 +176,12 @@ class OpenStep(PassWatcher):
         self._state.begin(checked=checked)
         self._coordinator.enter(entry)
         self.step = step
+
+    def replanned(self, plan: StagePlan | None) -> None:
+        """Between two steps: parameters are others, with these stages (``None``: they are still to be learned)."""
+        self._last_kept = (NONE, ())
+        if plan is not None:
+            self.groups.follow(plan)
 
     @property
     def idle(self) -> bool:
@@ -487,7 +493,7 @@ class OpenStep(PassWatcher):
     def _place(self, *, truncated: bool) -> None:
         """Merge the gradients that the loop has put into ``p.grad`` itself.
 
-        Of a rank that was late in one of several micro-batches it is not known how many of them are in these.
+        Of a rank that was late, or failed, in one of several micro-batches it is not known how many are in these.
         """
         if not (gradients := self._kept.put_by_loop()):
             return
@@ -496,7 +502,7 @@ class OpenStep(PassWatcher):
         self._coordinator.keep(self._kept.mark)
         if self.drawn is not None:
             raise RuntimeError(PULLED_BY_HAND)
-        is_part = truncated and self.step.num_microbatches > 1
+        is_part = (truncated or self.failed) and self.step.num_microbatches > 1
         if self._idle or is_part or not self._rule.takes(self._num_taken):
             return
         if twice := self._coordinator.place(gradients):

@@ -23,8 +23,15 @@ class OptimizerSteps:
     def __init__(self, parameters: Sequence[nn.Parameter], opened: OpenStep, *, drops_nonfinite: bool) -> None:
         self.number = 0
         self.stepped: weakref.ref[Optimizer] | None = None
-        self._opened, self._drops_nonfinite = opened, drops_nonfinite
-        self.handles: list[RemovableHandle] = _watch(parameters, weakref.ref(self), opened)
+        self._parameters, self._opened, self._drops_nonfinite = parameters, opened, drops_nonfinite
+        self.handles: list[RemovableHandle] = []
+        self.watch()
+
+    def watch(self) -> None:
+        """Follow the optimizers of the parameters that there are now."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles[:] = _watch(self._parameters, weakref.ref(self), self._opened)
 
     def entered(self) -> None:
         """A step begins."""

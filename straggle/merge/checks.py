@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterable
 from inspect import unwrap
 from itertools import chain
-from operator import attrgetter
 from types import FrameType
 
 import torch
@@ -148,14 +147,6 @@ def _is_sharded(parameter: Tensor) -> bool:
     """Whether this is a DTensor, whose module takes most of a second to import: without it there is none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(parameter, module.DTensor)
-
-
-_kind = attrgetter("dtype", "device")
-
-
-def kinds_of(parameters: Iterable[Tensor]) -> list[tuple[torch.dtype, torch.device]]:
-    """What the buffers of the merge are made for."""
-    return list(map(_kind, parameters))
 
 
 def check_kinds(named: Iterable[tuple[str, Tensor]], wrapped: Iterable[tuple[torch.dtype, torch.device]]) -> None:

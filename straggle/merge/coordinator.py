@@ -36,6 +36,7 @@ from straggle.merge.rounds import Rounds
 from straggle.merge.stand_in import StandIn
 from straggle.merge.state.exchange import NOTHING_GIVEN, Given
 from straggle.merge.submission import Submission
+from straggle.merge.table import Table
 from straggle.policies.cost import check_cost
 from straggle.policies.fill_in import FillIn
 from straggle.policies.history import History
@@ -52,7 +53,8 @@ class Coordinator:
     called with the lock held says so. No thread waits for a peer or for the store while it holds it.
     ``waiting`` are gradients of the running pass that are in no round yet, each with its parameter and when it was
     finished. The training thread appends to it without the lock; who holds the lock merges what is there.
-    ``num_state``: numbers of the module's other state that go beside each merge.
+    ``num_state``: numbers of the module's other state that go beside each merge. ``parameters`` may be others after a
+    `replan`.
     """
 
     def __init__(
@@ -87,7 +89,8 @@ class Coordinator:
         self._rounds.merge_among(channel.formed, self._rounds.ranks, 0)
         self._rank = RankParts(channel, *sides, deadline, self._stand_in, self._rounds, {}, membership)
         self.member = Member(self._rank)
-        self.num_bytes = bytes_on_wire(parameters, merge.dtype_on_wire)  # of gradients in a step
+        self._wire_dtype = merge.dtype_on_wire
+        self.num_bytes = bytes_on_wire(parameters, self._wire_dtype)  # of gradients in a step
         if links is not None and membership is not None:
             self.member.links = PutOut(links, membership, num_bytes=self.num_bytes)
         if links is not None:
@@ -137,6 +140,40 @@ class Coordinator:
         """Use this plan from here on; between two steps, on all ranks alike, before `start`."""
         self._rounds.learn(plan)
 
+    def announce(self, entry: Entry) -> Table | None:
+        """Tell all ranks, by a merge to which this one gives nothing, that its parameters are others; between steps.
+
+        Call `pause` before: no rank is stood in for. What all ranks say comes back, and the step is still to be made.
+        ``None``: it was merged without this rank, whose peers have not announced the same.
+        """
+        with self._lock:
+            self.training.enter(entry, self.stopwatch.now(), self.merging)
+            if (current := self._open_own_round()) is None:
+                return None
+            self.training.leave(merges=True, ran_past_merge=False)
+            self._submission.own(current, truncated=False, scalars={}, given=NOTHING_GIVEN)
+        self._merged_steps.complete(current)
+        merged = self._take()
+        with self._lock:
+            self.training.make_again(merged.step)
+            self.merging.restore(merged.step)
+            self._channel.merged(merged.step - 1)
+        return merged.table
+
+    def replan(self, plan: StagePlan, num_state: int) -> None:
+        """The parameters are others: use this plan from here on; paused, on all ranks alike, before the next step."""
+        with self._lock:
+            self.num_bytes = bytes_on_wire(self._parameters, self._wire_dtype)
+            self._rounds.replan(plan, num_state)
+        if self.is_planned:
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Tell the deadline policy of the stages."""
+        self.deadline.prepare(self.plan, self._parameters)
+        with self._lock:
+            self.deadline.watch(self.plan)
+
     @property
     def history(self) -> History:
         """What the deadline policy has seen, to be saved with a checkpoint."""
@@ -157,9 +194,7 @@ class Coordinator:
 
     def start(self) -> None:
         """Start the stand-in: from now on this rank can be late, and its stages stay as they are."""
-        self.deadline.prepare(self.plan, self._parameters)
-        with self._lock:
-            self.deadline.watch(self.plan)
+        self._prepare()
         self._stand_in.start(self._submit_for_stuck, self._merged_steps.complete)
 
     def make_spare(self) -> None:

@@ -136,7 +136,8 @@ class MergedSteps:
             self._member.published(current.step)
             self._channel.merged(current.step)
             try:
-                self._rank.deadline.decide(merged.table)
+                if not merged.table.replanning():  # which is no step of the training
+                    self._rank.deadline.decide(merged.table)
             except Exception as error:  # a policy may be the user's
                 self._channel.post_failure(f"{self._rank.where(current.step)}: {error!r}")
                 raise

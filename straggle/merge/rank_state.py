@@ -30,7 +30,8 @@ class Entry(NamedTuple):
     keeps, where that is decided. ``max_over``: as many of its passes are taken for over, where it replays. ``entered``:
     false where it replays a step that was submitted before it had entered it. ``had_work`` and ``num_drawn``: as a
     `Decision` has them, where it replays. ``joins_over``: the loops over `join` for which it has no more data, as far
-    as it knew then; if it replays, as a `Decision` has it.
+    as it knew then; if it replays, as a `Decision` has it. ``frozen``: a number for the merged parameters that need no
+    gradient. ``replans``: its parameters are others, and it gives nothing but that word.
     """
 
     num_microbatches: int = 1
@@ -44,6 +45,8 @@ class Entry(NamedTuple):
     had_work: bool | None = None
     num_drawn: int | None = None
     joins_over: int = 0
+    frozen: int = NONE
+    replans: bool = False
 
 
 class TrainingSide:
@@ -160,6 +163,10 @@ class TrainingSide:
     def restore(self, step: int) -> None:
         """It goes on from another run, or from another rank's state, with ``step``."""
         self.step = step
+
+    def make_again(self, step: int) -> None:
+        """What was merged as ``step`` was none: it is still to be made, and not to be left because of that merge."""
+        self.step, self.stop_step = step, min(self.stop_step, step - 1)
 
     def is_in(self, step: int) -> bool:
         """Whether it is in this step; where it replays, whether it was when the step was submitted."""
@@ -313,3 +320,4 @@ class MergeSide:
         if self.round is not None:
             self.round.abandoned = True
         self.step, self.round = step, None
+        self._on_its_way = -1, self.merged_at

@@ -61,6 +61,12 @@ class Rounds:
         self._held: StageBuffers | None = None  # whose views are p.grad
         self._spare: StageBuffers | None = None
 
+    def replan(self, plan: StagePlan, num_state: int) -> None:
+        """The parameters are others, and so are their numbers: merge them by this plan from here on."""
+        self._num_state = num_state
+        self.begin_anew()
+        self.learn(plan)
+
     def begin_anew(self) -> None:
         """Between two steps: forget what a process that is started again does not know."""
         self._usage = Usage()

@@ -46,6 +46,8 @@ def row_of(
         fingerprint=entry.fingerprint if in_step else NO_FINGERPRINT,
         stepped=entry.stepped if in_step else math.nan,
         kept=entry.kept if in_step else UNDECIDED,
+        frozen=entry.frozen if in_step else UNDECIDED,
+        replans=entry.replans and in_step,
         computed=computed,
         estimated=layout.by_stage([own.estimated.get(index, 0.0) for index in range(len(own.computed))])
         if own.estimated

@@ -47,15 +47,19 @@ class RankState:
         pool: PoolState,
     ) -> None:
         self._coordinator, self._pool = coordinator, pool
-        self._estimator = estimator
-        self._parameters = dict(module.named_parameters())
-        numel = sum(parameter.numel() for parameter in self._parameters.values())
+        self._estimator, self._module = estimator, module
         self._of: dict[str, int | str] = {
             "ranks": world_size,
             "stages": in_words(describe(stages)),
             "estimator": name_of(estimator),
-            "model": f"{len(self._parameters)} parameters of {numel} elements",
         }
+        self.parameters_changed()
+
+    def parameters_changed(self) -> None:
+        """The model has these parameters from here on."""
+        self._parameters = dict(self._module.named_parameters())
+        numel = sum(parameter.numel() for parameter in self._parameters.values())
+        self._of["model"] = f"{len(self._parameters)} parameters of {numel} elements"
 
     def state_dict(self, *, own: bool = True) -> SavedState:
         """Tensors, numbers and strings; the estimator's tensors are lent. ``own``: with what only this rank has."""

@@ -284,6 +284,16 @@ class Table:
         high, low = (self._columns[f"state_{half}"] for half in ("high", "low"))
         return [(int(first) << 24) | int(second) for first, second in zip(high, low, strict=True)]
 
+    def frozen_unlike(self) -> tuple[int, ...]:
+        """Ranks that have frozen other parameters than most."""
+        if len(set(frozen := self._columns["frozen"])) == 1:  # as in nearly every step
+            return ()
+        return _minority({rank: mark for rank, mark in enumerate(frozen) if mark != UNDECIDED}) or ()
+
+    def replanning(self) -> tuple[int, ...]:
+        """Ranks that have other parameters, for which the stages are to be planned again."""
+        return tuple(rank for rank, replans in enumerate(self._columns["replans"]) if replans)
+
     def kept(self) -> int:
         """The mark of the gradients that most ranks keep beside the merged ones; `UNDECIDED` where none knows."""
         if len(of_all := set(marks := self._columns["kept"])) == 1:

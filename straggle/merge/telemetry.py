@@ -29,6 +29,8 @@ _FLAGS = ("late", "stood_in", "cause", "failed", "idle", "weight", "nonfinite", 
 _STATE = (
     "stepped",
     "kept",
+    "frozen",
+    "replans",
     "without_store",
     "absent",
     "admits",
@@ -61,7 +63,8 @@ class Row(NamedTuple):
     own ``weight``; ``idle``: it has no more data. ``fingerprint`` has 48 bits, which go as two numbers, exact
     in float32. ``merge_s``: seconds from the end of the rank's own work in the step before to the end of its merge.
     ``microbatch_s``: when each micro-batch ended. ``stepped``: how often its optimizers stepped since the merge before
-    (NaN: not known). ``kept``: which gradients it had before its first backward pass (`kept.mark`).
+    (NaN: not known). ``kept``: which gradients it had before its first backward pass (`kept.mark`). ``frozen``: a
+    number for the merged parameters that need no gradient; ``replans``: it has other parameters, and says only that.
     ``without_store``: the job's store did not answer it. ``absent``: it is no member. ``admits``: it lets others in
     after this step. ``cost``: what the user gave the step (NaN: nothing). ``pool_parts`` and ``pool_weight``: the
     micro-batches in the step's pool, and the sum of their weights; ``parts_done``: those that the rank computed, and
@@ -92,6 +95,8 @@ class Row(NamedTuple):
     microbatch_s: tuple[float, ...] = ()
     stepped: float = math.nan
     kept: int = UNDECIDED
+    frozen: int = UNDECIDED
+    replans: bool = False
     without_store: bool = False
     absent: bool = False
     admits: bool = False
@@ -116,7 +121,8 @@ class Row(NamedTuple):
             *(self.times[phase] for phase in PHASES),
             *(self.compute_s, self.busy_s, self.overrun_s, self.late, self.stood_in, self.cause, self.failed),
             *(self.idle, self.weight, 0.0, self.fingerprint >> 24, self.fingerprint & 0xFFFFFF),
-            *(self.merge_s, self.num_microbatches, self.stepped, self.kept, self.without_store, self.absent),
+            *(self.merge_s, self.num_microbatches, self.stepped, self.kept, self.frozen, self.replans),
+            *(self.without_store, self.absent),
             *(self.admits, self.pool_parts, self.pool_weight, self.parts_done, self.joins_over, self.put_back),
             *(self.ring_formed, -1.0, self.state >> 24, self.state & 0xFFFFFF, self.cost),
             *(_numbers_of(self.ways) if self.ways else _NO_WAYS),

@@ -49,7 +49,7 @@ class Deadline(ABC):
     enforced: bool = True
 
     def prepare(self, late_handling: LateHandling, parts: Sequence[int] = ()) -> None:  # noqa: B027
-        """Called once, before any rank can be late: how late ranks are treated.
+        """Called before any rank can be late, and when the stages are planned again: how late ranks are treated.
 
         ``parts``: the number of gradients, of about the same size, in which each stage comes.
         """

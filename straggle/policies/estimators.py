@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,7 @@ class Estimator(ABC):
 
     def state_dict(self, names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
         """What it keeps, by the parameters' names."""
-        return {names[parameter]: tensor for parameter, tensor in self.memory.items()}
+        return {names[parameter]: tensor for parameter, tensor in self.memory.items() if parameter in names}
 
     def shared_state_dict(self, names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
         """What of that is equal on all ranks, for a rank that comes back (`Elastic`): all that `substitute` reads."""
@@ -152,7 +152,7 @@ class OptimizerMomentum(Estimator):
             raise ValueError(f"{type(optimizer).__name__} keeps no momentum: use Adam, AdamW or SGD(momentum=...)")
         self.optimizer = optimizer
         self.weight = check_weight(weight)
-        self._group = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+        self._group: dict[nn.Parameter, dict[str, Any]] = {}
 
     def contribution(self, parameter: nn.Parameter) -> Estimate | None:
         mean = self.substitute(parameter)
@@ -160,6 +160,8 @@ class OptimizerMomentum(Estimator):
 
     def substitute(self, parameter: nn.Parameter) -> Tensor | None:
         state = self.optimizer.state.get(parameter, {})
+        if state and parameter not in self._group:  # groups may be added later
+            self._group = {own: group for group in self.optimizer.param_groups for own in group["params"]}
         group = self._group.get(parameter, {})
         if (moment := state.get("exp_avg")) is not None:
             mean: Tensor = moment / (1 - group["betas"][0] ** float(state["step"]))

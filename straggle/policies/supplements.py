@@ -93,7 +93,7 @@ class _Accounts(SupplementingEstimator):
 
     def state_dict(self, names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
         accounts = dict(self._accounts)  # a copy, because the stand-in may add to it meanwhile
-        return {names[parameter]: account.packed(parameter) for parameter, account in accounts.items()}
+        return {names[parameter]: own.packed(parameter) for parameter, own in accounts.items() if parameter in names}
 
     def load_state_dict(self, state: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
         for name, packed in state.items():

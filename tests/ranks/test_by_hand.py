@@ -1,4 +1,4 @@
-"""What a loop does by hand in the block: gradients in ``p.grad`` are merged, what cannot be merged is refused by name."""
+"""What a loop does by hand in the block: gradients in ``p.grad`` are merged, or refused by name."""
 
 import pytest
 import torch
@@ -16,9 +16,13 @@ def both_losses(output):
     return output[:, 0].square().mean(), (output[:, 1] - 1).square().mean()
 
 
+def trainable(module):
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
 def combined(network, module, x):
     """The gradients of two losses, combined as PCGrad and others do: by what this rank sees of both."""
-    parameters, (one, other) = list(module.parameters()), both_losses(network(x))
+    parameters, (one, other) = trainable(module), both_losses(network(x))
     first = torch.autograd.grad(one, parameters, retain_graph=True)
     second = torch.autograd.grad(other, parameters)
     conflict = sum((a * b).sum() for a, b in zip(first, second, strict=True)) < 0
@@ -26,7 +30,7 @@ def combined(network, module, x):
 
 
 def assign(network, module, x):
-    for parameter, gradient in zip(module.parameters(), combined(network, module, x), strict=True):
+    for parameter, gradient in zip(trainable(module), combined(network, module, x), strict=True):
         parameter.grad = gradient
 
 
@@ -254,6 +258,11 @@ def other_shape(_model, module, _step):
     module[0].weight.data = torch.zeros(2, 4)
 
 
+def of_a_frozen_one(model, module, _step):
+    assign(model, module, features(0, 0))
+    module.frozen.grad = torch.zeros(2)
+
+
 def after_backward(model, module, _step):
     model(features(0, 0)).sum().backward()
     for parameter in module.parameters():
@@ -297,6 +306,7 @@ def optimizer_at_once(parameter):
 REFUSED = {
     sparse: "parameter 0.weight has a gradient of layout torch.sparse_coo: use dense gradients",
     other_shape: "p.grad of parameter 0.weight has the shape torch.Size([8, 4]), and the parameter has",
+    of_a_frozen_one: "a gradient was put into p.grad of parameter frozen, which is frozen, and so is not merged",
     after_backward: "parameter 0.weight has a gradient of a backward pass in this step, and another was put into its",
     in_a_pool: "gradients were put into p.grad by hand in a step with step.pull()",
     clamp: "parameter 2.weight was written to inside of `with model.step()`, before the gradients of all ranks",
@@ -307,6 +317,8 @@ REFUSED = {
 
 def do(rank, loop, hook=None, only=None):
     module = mlp()
+    if loop is of_a_frozen_one:
+        module.frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
     if hook is not None:
         for parameter in module.parameters():
             parameter.register_post_accumulate_grad_hook(hook)

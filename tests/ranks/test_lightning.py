@@ -317,3 +317,31 @@ def test_an_error_between_two_micro_batches_is_told_to_the_other_ranks(tmp_path)
     assert first.kind == "PeerFailed"
     assert "a bad callback" in first.message
     assert second.kind == "ArithmeticError"
+
+
+def fine_tuned(rank, folder):
+    """The backbone is frozen in the first epoch, and has a tenth of the head's learning rate in the others."""
+    as_launched(rank)
+    import lightning.pytorch as pl
+
+    from straggle.integrations.lightning import StagedStrategy
+
+    class TwoParts(module_kind()):
+        def __init__(self):
+            super().__init__()
+            self.backbone, self.head = self.layers[:2], self.layers[2]
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.head.parameters(), lr=0.01)
+
+    module = TwoParts()
+    before = digest(module.backbone.parameters())
+    unfreezing = pl.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1)
+    fitted(folder, StagedStrategy(deadline=100.0), module, max_epochs=3, accumulate=1, callbacks=[unfreezing])
+    return digest(module.parameters()), module.seen, before != digest(module.backbone.parameters())
+
+
+def test_backbone_that_a_callback_unfreezes_is_trained_alike_on_all_ranks(tmp_path):
+    first, second = run_ranks(fine_tuned, NUM_RANKS, str(tmp_path), timeout_s=240)
+    assert first == second
+    assert first[2]

@@ -47,19 +47,3 @@ def test_microbatch_granularity_finishes_the_running_microbatch_and_drops_the_re
 def test_stage_granularity_keeps_the_finished_layers_of_the_running_microbatch():
     shares = run_ranks(whole_microbatches, 2, "stage")[0]
     assert [round(3 * share) for share in shares] == [2, 1, 1]
-
-
-def unfreeze(rank):
-    module = mlp()
-    module[0].weight.requires_grad_(False)
-    with staged(module) as model:
-        module[0].weight.requires_grad_(True)
-        with (
-            pytest.raises(RuntimeError, match=r"parameter 0\.weight was frozen when the model was wrapped"),
-            model.step(),
-        ):
-            pass
-
-
-def test_unfreezing_a_parameter_that_was_frozen_at_wrapping_is_refused():
-    run_ranks(unfreeze, 1)

@@ -1,4 +1,4 @@
-"""Parameters that are replaced, added, tied or frozen after the model was wrapped."""
+"""Parameters that are replaced, added, tied or frozen after the model was wrapped (see test_freezing.py, too)."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from ranks import run_ranks, staged
 from torch import nn
 from training import mlp
 
-from straggle import StagedBackward
+from straggle import Elastic, LinkPolicy, StagedBackward
 
 pytestmark = pytest.mark.light
 
@@ -31,6 +31,10 @@ def remove(module):
     del module[4]
 
 
+def unfreeze(module):
+    module[0].weight.requires_grad_(True)
+
+
 CHANGES = {
     replace: "(replaced: 0.weight)",
     append: "(added: 6.weight, 6.bias)",
@@ -46,9 +50,11 @@ def square():
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
 
 
-def step_after(_rank, change, num_before):
+def step_after(_rank, change, num_before, option):
     module = square()
-    with staged(module) as model:
+    module[0].weight.requires_grad_(change is not unfreeze)
+    options = {"members": Elastic()} if option == "members" else {"links": LinkPolicy()}
+    with staged(module, **options) as model:
         for number in range(num_before + 1):
             if number == num_before:
                 change(module)
@@ -56,13 +62,14 @@ def step_after(_rank, change, num_before):
                 model(torch.ones(2, 4)).sum().backward()
 
 
-@pytest.mark.parametrize("num_before", [0, 2])
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_parameters_that_are_not_those_that_were_wrapped_are_refused_by_name(change, num_before):
-    for rank, raised in enumerate(run_ranks(step_after, 2, change, num_before, outcomes=True)):
+@pytest.mark.parametrize(("num_before", "option"), [(0, "members"), (2, "members"), (2, "links")])
+@pytest.mark.parametrize("change", [append, weight_norm, remove, unfreeze], ids=lambda change: change.__name__)
+def test_other_parameters_are_refused_by_name_where_stages_cannot_be_planned_again(change, num_before, option):
+    for rank, raised in enumerate(run_ranks(step_after, 2, change, num_before, option, outcomes=True)):
         assert raised.kind == "RuntimeError"
         assert raised.message.startswith(f"rank {rank}, step {num_before}: parameters are not those that were wrapped")
-        assert CHANGES[change] in raised.message
+        assert CHANGES.get(change, "(unfrozen: 0.weight)") in raised.message
+        assert f"with {option}= stages cannot be planned again" in raised.message
         assert "wrap the model again" in raised.message
 
 

@@ -51,9 +51,9 @@ class ModuleState:
 
     def __init__(self, module: nn.Module, choice: Buffers, rank: int, device: torch.device) -> None:
         self._module, self._rank, self._choice = module, rank, choice
+        self._device = device
         held = self._found()
-        averaged = [one for one in held if one.is_buffer and is_averaged(one.object)]
-        self._averages = Averages(averaged, device) if averaged else None
+        self._averages = self._averages_of(held)
         self._handles: list[RemovableHandle] = []
         self._owners: dict[int, str] = {}  # of buffers: those whose forward pass is seen
         self._ran: set[int] = set()  # in this step
@@ -86,9 +86,23 @@ class ModuleState:
                 if not isinstance(one.owner, torch.jit.ScriptModule):
                     self._handles.append(one.owner.register_forward_hook(ModuleHook(self._forward_over)))
 
+    def _averages_of(self, held: Sequence[Held]) -> Averages | None:
+        averaged = [one for one in held if one.is_buffer and is_averaged(one.object)]
+        return Averages(averaged, self._device) if averaged else None
+
     def look_again(self) -> None:
-        """The module has other parameters or modules now."""
+        """Other parameters are frozen now; between two steps."""
         self._look(self._found())
+
+    def modules_changed(self) -> None:
+        """The module has other modules now, alike on all ranks, and `numel` may be another; between two steps."""
+        self.close()
+        self._handles.clear()
+        self._owners.clear()  # by the identity of modules, which that of a new one may be by now
+        self._ever_ran.clear()
+        held = self._found()
+        self._averages = self._averages_of(held)
+        self._look(held)
 
     @property
     def _averaged(self) -> Sequence[Held]:

@@ -8,7 +8,7 @@ from torch import nn
 from training import mlp
 
 from straggle.backward import stages
-from straggle.backward.stages import plan_stages, trainable
+from straggle.backward.stages import complete_order, plan_stages, trainable
 from straggle.lab.workloads.digits import Digits
 from straggle.lab.workloads.synthetic import Synthetic
 from straggle.lab.workloads.text import Text
@@ -134,3 +134,15 @@ def test_consecutive_stages_below_a_megabyte_share_a_message(numels, expected):
         child.weight = nn.Parameter(torch.empty(numel, device="meta"))
     plan = plan_stages(module, len(numels))
     assert [len(bucket) for bucket in plan.buckets()] == expected
+
+
+def test_order_of_parameters_that_were_not_timed_follows_from_that_of_their_neighbours_in_the_module_tree():
+    named = [("new first", 2), ("a", 1), ("b", 3), ("new between", 4), ("c", 2), ("new last", 6)]
+    seconds = {"b": 6.0, "gone": 5.0, "c": 4.0, "a": 2.0}  # in the order in which backward finished them
+    order, each_s = complete_order(named, seconds)
+    assert [named[place][0] for place in order] == ["new last", "b", "c", "new between", "a", "new first"]
+    assert each_s == [4.0, 2.0, 6.0, 8.0, 4.0, 12.0]  # 12 seconds for 6 elements
+
+
+def test_order_is_the_module_tree_reversed_where_nothing_was_timed():
+    assert complete_order([("a", 1), ("b", 1)], {}) == ([1, 0], [0.0, 0.0])

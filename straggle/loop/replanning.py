@@ -1,0 +1,153 @@
+"""The stages of a model whose parameters are others than before: unfrozen, added or replaced between two steps.
+
+A rank that finds its parameters changed when it enters a step announces that in a merge to which it gives nothing else.
+So a rank that has not changed, and is in the merge of the same step, learns of it there, and nobody waits in vain. Then
+all ranks compare their parameters, and plan the stages again before the step itself. That costs a step without changes
+one number in each rank's row.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from torch import nn
+
+from straggle.backward.kept import UNDECIDED
+from straggle.backward.stages import StagePlan, complete_order, plan_stages
+from straggle.loop.model_parts import ModelParts, Options
+from straggle.loop.optimizer_steps import OptimizerSteps
+from straggle.merge.alike import Wrapped, check_alike
+from straggle.merge.checks import check_module
+from straggle.merge.rank_state import Entry
+from straggle.merge.table import Table
+
+_log = logging.getLogger(__name__)
+_NAMED = 4  # parameters that a line in the log names
+
+
+class Replanning:
+    """Of one model, on its training thread."""
+
+    def __init__(self, module: nn.Module, options: Options, parts: ModelParts, steps: OptimizerSteps) -> None:
+        self._module, self._options, self._parts, self._steps = module, options, parts, steps
+        self._rank = parts.channel.rank
+        self._seconds: dict[str, float] = {}  # of each parameter, in the order in which backward finished them
+        self._owners = _owners_of_buffers(module)
+
+    def learned(self, order: Sequence[int], seconds: Sequence[float]) -> None:
+        """The stages were planned from this."""
+        names = [name for name, _ in self._parts.parameters.named]
+        self._seconds = {names[index]: seconds[index] for index in order}
+
+    def replan(self, changes: str, step: int) -> StagePlan:
+        """Before ``step``, in which this rank's parameters are others: new stages, if they are the same on all ranks.
+
+        Raises ``RuntimeError`` naming the ranks and the first parameter that differs, on all of them.
+        """
+        parts = self._parts
+        if self._options.members is not None or self._options.links is not None:
+            raise RuntimeError(self._not_with(changes, step))
+        parts.coordinator.pause()
+        table = parts.coordinator.announce(Entry(idle=True, kept=UNDECIDED, replans=True))
+        if table is None:
+            words = f"rank {self._rank}, step {step}: its parameters are others now ({changes}), and its peers' are not"
+            parts.channel.post_failure(words)
+            raise RuntimeError(f"{words}: change parameters on all ranks before the same step")
+        self._check_alike(step, table.replanning(), "have other parameters than before", changes)
+        plan = self._renew(changes, step)
+        parts.coordinator.resume()
+        return plan
+
+    def check(self, table: Table, step: int) -> None:
+        """A step is merged. Raises ``RuntimeError``, on all ranks, where some have other parameters than the rest."""
+        if ranks := table.replanning():
+            self._refuse(step, ranks, "have other parameters than before")
+        ranks = table.frozen_unlike()
+        if ranks and (self._options.members is None or self._rank in ranks):  # or it leaves, and its peers go on
+            self._refuse(step, ranks, "have frozen other parameters than the rest")
+
+    def _refuse(self, step: int, ranks: Sequence[int], what: str) -> NoReturn:
+        if self._options.members is None:
+            self._check_alike(step, ranks, what)
+        names = [name for name, parameter in self._parts.parameters.named if not parameter.requires_grad]
+        raise RuntimeError(f"{self._words(step, ranks, what)} (frozen on this rank: {', '.join(names) or 'none'})")
+
+    def _check_alike(self, step: int, ranks: Sequence[int], what: str, changes: str = "nothing") -> None:
+        """Compare the parameters of all ranks, which come here together, and what has changed of them."""
+        refusal = ""
+        try:
+            check_module(self._module)
+        except ValueError as error:
+            refusal = str(error)
+        mine = Wrapped(refusal) if refusal else Wrapped.of(self._module, {"what was changed": changes})
+        try:
+            check_alike(mine, self._parts.channel)
+        except ValueError as error:
+            raise RuntimeError(f"{self._words(step, ranks, what)}: {error}") from error
+
+    def _words(self, step: int, ranks: Sequence[int], what: str) -> str:
+        return (
+            f"rank {self._rank}, step {step}: ranks {list(ranks)} {what}; freeze, unfreeze, add or replace parameters "
+            "on all ranks before the same step"
+        )
+
+    def _not_with(self, changes: str, step: int) -> str:
+        option = "members" if self._options.members is not None else "links"
+        return (
+            f"rank {self._rank}, step {step}: parameters are not those that were wrapped ({changes}), and with "
+            f"{option}= stages cannot be planned again in a running job: wrap the model with all parameters that it "
+            "will ever train, trainable, and freeze some after that; or close() this one and wrap the model again with "
+            "a new optimizer"
+        )
+
+    # -- the same on all ranks
+
+    def _renew(self, changes: str, step: int) -> StagePlan:
+        """Take the parameters that there are now; new ones begin with rank 0's values."""
+        parts, new = self._parts, self._parts.parameters.renew()
+        for number, parameter in enumerate(new):
+            parts.channel.broadcast(parameter, name=f"new parameter {number}")
+        self._take_buffers()
+        plan = self._plan()
+        parts.opened.replanned(plan if parts.coordinator.is_planned else None)
+        parts.coordinator.replan(plan, parts.state.numel)
+        parts.hooks.renew()
+        self._steps.watch()
+        parts.rank_state.parameters_changed()
+        if self._rank == 0:
+            _log.warning(
+                "step %d: parameters are others than before (%s): stages are planned again, and %d parameters that "
+                "were not merged until now begin with rank 0's values",
+                step,
+                _shortened(changes),
+                len(new),
+            )
+        return plan
+
+    def _plan(self) -> StagePlan:
+        named, stages = self._parts.parameters.named, self._options.stages
+        if not self._parts.coordinator.is_planned:
+            return plan_stages(self._module, stages, named=named)
+        order, seconds = complete_order([(name, parameter.numel()) for name, parameter in named], self._seconds)
+        self.learned(order, seconds)
+        return plan_stages(self._module, stages, order, seconds, named=named)
+
+    def _take_buffers(self) -> None:
+        """Other parameters are frozen, and modules that were replaced have other buffers, which begin with rank 0's."""
+        before, self._owners = self._owners, _owners_of_buffers(self._module)
+        for name, buffer in self._module.named_buffers():
+            if self._owners[name] is not before.get(name):
+                self._parts.channel.broadcast(buffer, name=f"buffer {name}")
+        self._parts.state.modules_changed()
+
+
+def _owners_of_buffers(module: nn.Module) -> Mapping[str, nn.Module]:
+    """The module that each buffer is registered with, by the buffer's name."""
+    return {name: module.get_submodule(name.rpartition(".")[0]) for name, _ in module.named_buffers()}
+
+
+def _shortened(changes: str) -> str:
+    names = changes.split(", ")
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
