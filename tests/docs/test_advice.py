@@ -85,6 +85,27 @@ ELSEWHERE = {
     'in a running job; write dist.init_process_group("gloo"), or leave members out': GROUPS,
     "links=LinkPolicy() needs a gloo process group, and parameters on the CPU: leave links out": GROUPS,
 }
+# of gradients by hand and of parameters that change: the tests that do as the texts say
+ELSEWHERE |= {
+    words: f"tests/ranks/{test}"
+    for test, texts in {
+        "test_by_hand.py::test_what_the_errors_say_to_do_instead_trains": (
+            "which is frozen, and so is not merged: unfreeze it before the block, or leave it out",
+            "compute them all by torch.autograd.grad, or change the merged ones after the block",
+            "or give each rank micro-batches of its own",
+            "Call loss.backward() inside of `with model.step()`, with a loss that depends on this model's parameters",
+        ),
+        "test_by_hand.py::test_gradients_that_the_loop_puts_in_place_are_merged_wherever_it_zeroes_them": (
+            "and the parameter has {}: give it that of the parameter",
+            "was put into its p.grad after a backward pass: zero_grad() before the block",
+        ),
+        "test_freezing.py::test_parameters_that_change_alike_on_all_ranks_are_trained_by_the_mean_gradient": (
+            "{}: change parameters on all ranks before the same step",
+            "freeze, unfreeze, add or replace parameters on all ranks before the same step",
+        ),
+    }.items()
+    for words in texts
+}
 # what no test here can follow
 NOT_HERE = {
     "a module uses a CUDA device as it is loaded, which no fork can: leave it to the workers": "a CUDA device",

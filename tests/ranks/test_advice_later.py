@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from advice import case, check, follow, plain, sgd, stepping, train, trains
+from advice import case, check, follow, plain, sgd, train, trains
 from ranks import run_ranks, staged
 from torch import nn
 from training import features, mlp
@@ -44,11 +44,11 @@ def in_its_dtype(model, optimizer, x):
     plain(model, optimizer, x.to(next(model.parameters()).dtype))
 
 
-def after_wrapping(change, build=mlp):
+def after_wrapping(change, build=mlp, **options):
     """The module is changed in the middle of a run."""
 
     def refused(rank):
-        with staged(build()) as model:
+        with staged(build(), **options) as model:
             in_its_dtype(model, sgd(model), features(rank, 0))
             change(model.module)
             in_its_dtype(model, sgd(model), features(rank, 1))
@@ -87,26 +87,9 @@ def wrapped_again(change, build=mlp, **options):
     return way
 
 
-def in_place(rank):
-    """Values only, between steps: by load_state_dict, and by copy_ under no_grad."""
-    with staged(mlp()) as model:
-        train(model, rank)
-        model.module.load_state_dict(mlp(seed=1).state_dict())
-        train(model, rank)
-        with torch.no_grad():
-            for ours, theirs in zip(model.parameters(), mlp(seed=2).parameters(), strict=True):
-                ours.copy_(theirs)
-        return train(model, rank)
-
-
-def replace_values(model, optimizer, x):
-    plain(model, optimizer, x)
-    model.module[0].weight = nn.Parameter(mlp(seed=1)[0].weight.detach())
-
-
 def freeze_then(rank):
-    """The model is wrapped first; its body is frozen for some steps, and then trained again."""
-    with staged(mlp()) as model:
+    """The model is wrapped with all it will train; its body is frozen for some steps, and then trained again."""
+    with staged(mlp(), links=straggle.LinkPolicy()) as model:
         for frozen in (True, False):
             model.module[0].requires_grad_(not frozen)
             module = train(model, rank)
@@ -115,18 +98,20 @@ def freeze_then(rank):
 
 AGAIN = "or close() this one and wrap the model again with a new optimizer"
 CONVERTED = "or close() this one and wrap the module again with a new optimizer"
+LINKS = {"links": straggle.LinkPolicy()}
 CHANGED = {
-    "replaced": case(AGAIN, after_wrapping(replace), before_wrapping(replace), wrapped_again(replace)),
-    "replaced, with members": case(AGAIN, after_wrapping(replace), wrapped_again(replace, members=straggle.Elastic())),
-    "values": case(
-        "write them in place (load_state_dict, or copy_ under torch.no_grad())", stepping(replace_values), in_place
+    "replaced": case(
+        AGAIN, after_wrapping(replace, **LINKS), before_wrapping(replace), wrapped_again(replace, **LINKS)
+    ),
+    "replaced, with members": case(
+        AGAIN, after_wrapping(replace, **LINKS), wrapped_again(replace, members=straggle.Elastic())
     ),
     "converted": case(CONVERTED, after_wrapping(convert), before_wrapping(convert), wrapped_again(convert)),
     "unfrozen": case(
-        "wrap the model first and freeze it then, or wrap it again",
-        after_wrapping(unfreeze, body_frozen),
+        "wrap the model with all parameters that it will ever train, trainable, and freeze some after that",
+        after_wrapping(unfreeze, body_frozen, **LINKS),
         freeze_then,
-        wrapped_again(unfreeze, body_frozen),
+        wrapped_again(unfreeze, body_frozen, **LINKS),
     ),
 }
 

@@ -35,12 +35,12 @@ def assign(network, module, x):
 
 
 def add(network, module, x):
-    for parameter, gradient in zip(module.parameters(), combined(network, module, x), strict=True):
+    for parameter, gradient in zip(trainable(module), combined(network, module, x), strict=True):
         parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
 
 def copy(network, module, x):
-    for parameter, gradient in zip(module.parameters(), combined(network, module, x), strict=True):
+    for parameter, gradient in zip(trainable(module), combined(network, module, x), strict=True):
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         parameter.grad.copy_(gradient)
 
@@ -396,6 +396,72 @@ def test_gradient_that_is_put_beside_one_of_the_step_before_is_refused_by_name()
         assert end.kind == "ValueError"
         assert "parameter 4.weight has a gradient of before the block" in end.message
         assert "zero_grad() before the block" in end.message
+
+
+def unfrozen_before(model, module, number):
+    if number == 1:
+        module[0].requires_grad_(True)
+    with model.step():
+        assign(model, module, features(0, number))
+
+
+def changed_by_a_hook(model, module, number):
+    if number == 0:
+        module[0].requires_grad_(True)
+        module[2].weight.register_hook(lambda gradient: 2 * gradient)
+    with model.step():
+        sum(both_losses(model(features(0, number)))).backward()
+
+
+def changed_after_the_block(model, module, number):
+    with model.step():
+        sum(both_losses(model(features(0, number)))).backward()
+    module[2].weight.grad.mul_(2)
+
+
+def by_backward_in_a_pool(model, module, number):
+    del module
+    with model.step() as step:
+        for part in step.pull(list(features(0, number).chunk(2))):
+            sum(both_losses(model(part))).backward()
+
+
+def micro_batches_of_its_own(model, module, number):
+    with model.step(2):
+        for part in features(0, number).chunk(2):
+            add(model, module, part)
+
+
+FOLLOWED = [
+    unfrozen_before,
+    changed_by_a_hook,
+    changed_after_the_block,
+    by_backward_in_a_pool,
+    micro_batches_of_its_own,
+]
+
+
+def follow(rank):
+    del rank
+    states = []
+    for loop in FOLLOWED:
+        module = mlp()
+        module[0].requires_grad_(False)
+        before = digest(module[2].parameters())
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        with staged(module) as model:
+            for number in range(2):
+                loop(model, module, number)
+                optimizer.step()
+                optimizer.zero_grad()
+        states.append((digest(module.parameters()), digest(module[2].parameters()) != before))
+    return states
+
+
+def test_what_the_errors_say_to_do_instead_trains():
+    first, second = run_ranks(follow, 2)
+    assert first == second
+    assert all(trained for _, trained in first)
 
 
 # -- hooks of others
