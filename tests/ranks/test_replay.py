@@ -106,6 +106,8 @@ def run_out_of_data_while_stuck(rank, folder, replay):
             for number, x in enumerate(model.join([features(rank, number) for number in range(2 if rank else 7)])):
                 if (rank, number) == (0, 5) and not replay:
                     signals.send("on")
+                if number == 6 and not replay:  # the other one is back, and has no data for the last step
+                    signals.wait("back") if rank == 0 else signals.send("back")
                 with model.step():
                     if (rank, number) == (1, 1) and not replay:
                         signals.wait("on")
