@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from straggle.loop.parameters import WrappedParameters
+from straggle.merge.fingerprint import fingerprint
 
+_FIRST_STEPS = 3  # in which all elements are looked at: a write to parameter.data leaves no other trace
 _STRIDED = torch.strided
 _num_writes = attrgetter("_version")
 
@@ -24,10 +26,15 @@ class ByHand:
     def __init__(self, wrapped: WrappedParameters) -> None:
         self._wrapped, self._named, self._parameters = wrapped, wrapped.named, wrapped.all
         self._versions: list[int] = []
+        self._sums: Sequence[int] | None = None  # of the bits of each, in a step that looks at them
+        self._num_steps = 0
 
-    def enter(self) -> None:
-        """The block begins."""
+    def enter(self, *, checked: bool) -> None:
+        """The block begins; ``checked``: the ranks compare what they hold in this step."""
         self._versions = [*map(_num_writes, self._parameters)]
+        self._num_steps += 1
+        looks = checked or self._num_steps <= _FIRST_STEPS
+        self._sums = fingerprint(self._named).sums if looks else None
 
     def check_parameters(self) -> None:
         """At its end, before the merge: raise ``RuntimeError`` naming the first parameter that was written to.
@@ -39,21 +46,29 @@ class ByHand:
                 f"parameter {names[0]} was frozen when the step was entered, and unfrozen inside of `with "
                 "model.step()`: its gradient cannot be merged in this step, so unfreeze parameters before the block"
             )
-        if (versions := [*map(_num_writes, self._parameters)]) == self._versions:
-            return
-        before = zip(self._named, self._versions, versions, strict=True)
-        # one that is frozen is other state of the module, such as a momentum encoder that the forward pass moves
-        written = [name for (name, own), then, now in before if then != now and own.requires_grad]
-        if not written:
+        if not (written := self._written()):
             return
         name, *more = written
         others = f" (and {len(more)} more)" if more else ""
         raise RuntimeError(
             f"parameter {name}{others} was written to inside of `with model.step()`, before the gradients of all ranks "
             "were merged: each rank writes its own there, or a late one nothing, and replicas would differ. Clamp, "
-            "average or update parameters after optimizer.step(), outside of the block (nn.Embedding(max_norm=...) and "
-            "hooks that step an optimizer in backward write inside of it)"
+            "average or update parameters after optimizer.step(), outside of the block, and give them first values of "
+            "data before wrapping (nn.Embedding(max_norm=...) and hooks that step an optimizer in backward write in it)"
         )
+
+    def _written(self) -> list[str]:
+        """The names of trainable parameters that are others than when the block began."""
+        now, sums = [*map(_num_writes, self._parameters)], self._sums
+        if now == self._versions and sums is None:
+            return []
+        changed = [then != own for then, own in zip(self._versions, now, strict=True)]
+        if sums is not None:
+            looked = zip(sums, fingerprint(self._named).sums, strict=True)
+            changed = [was or then != own for was, (then, own) in zip(changed, looked, strict=True)]
+        # one that is frozen is other state of the module, such as a momentum encoder that the forward pass moves
+        named = zip(self._named, changed, strict=True)
+        return [name for (name, parameter), is_other in named if is_other and parameter.requires_grad]
 
     def check_gradients(self, gradients: Mapping[int, Tensor], kept: Mapping[int, Tensor]) -> None:
         """Raise ``ValueError`` naming the first of these gradients that cannot be merged.

@@ -162,7 +162,7 @@ class OpenStep(PassWatcher):
         self._num_early = 0  # buckets that are merged and looked at while others travel
         self._early: set[int] = set()  # parameters that were stepped so
         self.num_fruitless = 0  # passes that came through the model's output and gave no parameter a gradient
-        self._by_hand.enter()
+        self._by_hand.enter(checked=checked)
         self._outputs: list[weakref.ref[Tensor]] = []
         self._learner.step_begins()
         self.stopwatch.enter("data")

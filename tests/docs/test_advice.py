@@ -93,6 +93,7 @@ ELSEWHERE |= {
             "which is frozen, and so is not merged: unfreeze it before the block, or leave it out",
             "compute them all by torch.autograd.grad, or change the merged ones after the block",
             "or give each rank micro-batches of its own",
+            "outside of the block, and give them first values of data before wrapping",
             "Call loss.backward() inside of `with model.step()`, with a loss that depends on this model's parameters",
         ),
         "test_by_hand.py::test_gradients_that_the_loop_puts_in_place_are_merged_wherever_it_zeroes_them": (

@@ -253,9 +253,9 @@ def sparse(_model, module, _step):
     parameter.grad = torch.zeros_like(parameter).to_sparse()
 
 
-def other_shape(_model, module, _step):
-    module[0].weight.grad = torch.zeros_like(module[0].weight)
-    module[0].weight.data = torch.zeros(2, 4)
+def other_dtype(_model, module, _step):
+    module[0].weight.grad_dtype = None
+    module[0].weight.grad = torch.zeros_like(module[0].weight, dtype=torch.float64)
 
 
 def of_a_frozen_one(model, module, _step):
@@ -278,6 +278,12 @@ def clamp(model, module, _step):
     model(features(0, 0)).sum().backward()
     with torch.no_grad():
         module[2].weight.clamp_(-0.1, 0.1)
+
+
+def first_values(model, module, _step):
+    """As a layer that takes its first values from data, by a write that torch does not count."""
+    module[2].weight.data.mul_(2.0)
+    model(features(0, 0)).sum().backward()
 
 
 def own_update(model, module, _step):
@@ -305,11 +311,12 @@ def optimizer_at_once(parameter):
 
 REFUSED = {
     sparse: "parameter 0.weight has a gradient of layout torch.sparse_coo: use dense gradients",
-    other_shape: "p.grad of parameter 0.weight has the shape torch.Size([8, 4]), and the parameter has",
+    other_dtype: "p.grad of parameter 0.weight has the dtype torch.float64, and the parameter has torch.float32",
     of_a_frozen_one: "a gradient was put into p.grad of parameter frozen, which is frozen, and so is not merged",
     after_backward: "parameter 0.weight has a gradient of a backward pass in this step, and another was put into its",
     in_a_pool: "gradients were put into p.grad by hand in a step with step.pull()",
     clamp: "parameter 2.weight was written to inside of `with model.step()`, before the gradients of all ranks",
+    first_values: "parameter 2.weight was written to inside of `with model.step()`, before the gradients of all",
     own_update: "parameter 0.weight (and 5 more) was written to inside of `with model.step()`",
     optimizer_in_backward: "parameter 0.weight (and 5 more) was written to inside of `with model.step()`",
 }
@@ -419,6 +426,13 @@ def changed_after_the_block(model, module, number):
     module[2].weight.grad.mul_(2)
 
 
+def clamped_outside(model, module, number):
+    with torch.no_grad():
+        module[2].weight.clamp_(-0.5, 0.5)
+    with model.step():
+        sum(both_losses(model(features(0, number)))).backward()
+
+
 def by_backward_in_a_pool(model, module, number):
     del module
     with model.step() as step:
@@ -436,6 +450,7 @@ FOLLOWED = [
     unfrozen_before,
     changed_by_a_hook,
     changed_after_the_block,
+    clamped_outside,
     by_backward_in_a_pool,
     micro_batches_of_its_own,
 ]
