@@ -543,7 +543,8 @@ class OpenStep(PassWatcher):
     def _put_in_place(self, merged: MergedStep) -> None:
         """Give every parameter its merged gradient, and every buffer its merged value: the same on every rank."""
         kept, fill_in = self._kept.gradients, self._fill_in
-        self._state.apply(merged.buffers.state, merged, took_part=self._rank not in merged.table.absent_ranks())
+        if self._state.holds_any:
+            self._state.apply(merged.buffers.state, merged, took_part=self._rank not in merged.table.absent_ranks())
         if merged.table.nothing_to_apply():
             for index, parameter in enumerate(self._parameters):
                 parameter.grad = kept.get(index)

@@ -131,6 +131,7 @@ class MergedSteps:
                 return False
             if current.last_message is not None or current.complete or current.recorded is not None:
                 self._member.telemetry_merged(current)
+                current.table = None  # ranks that are no members have other rows now
             now, before_s = self._rank.stopwatch.now(), self._rank.deadline.seconds
             merged = self._rank.ring[current.step] = self._merged(current, now)
             self._member.published(current.step)
@@ -153,11 +154,13 @@ class MergedSteps:
 
     def _merged(self, current: Round, now: float) -> MergedStep:
         lost, num_stages = self._member.lost_of(current.step), len(self._rounds.plan.stages)
-        rows = current.buffers.copy_rows()
-        if self._rounds.leaves is not None:
-            matrix = torch.frombuffer(rows, dtype=torch.float32).view(self._channel.world_size, -1)
-            self._rounds.leaves.read(current.step, matrix, num_stages)
-        table = Table(rows, num_stages)
+        table = current.table
+        if table is None or self._rounds.leaves is not None:
+            rows = current.buffers.copy_rows()
+            if self._rounds.leaves is not None:
+                matrix = torch.frombuffer(rows, dtype=torch.float32).view(self._channel.world_size, -1)
+                self._rounds.leaves.read(current.step, matrix, num_stages)
+            table = Table(rows, num_stages)
         return MergedStep(
             step=current.step,
             plan=self._rounds.plan,
@@ -178,7 +181,6 @@ class MergedSteps:
             num_drawn=None if current.drawn is None else len(current.drawn.numbers),
             merged_weights=current.merged_weights() if current.has_more_than_told else (),
             sent=self._others.sent_in(current, table),
-            any_finished=any(mark >= 0 for mark in self._others.marks(table)),
             differing=current.differing,
         )
 

@@ -11,7 +11,6 @@ from straggle.merge.members.view_chain import MembersChanged
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.round import Round
 from straggle.merge.state.exchange import Exchange, Manifest, different_tensors, transfers
-from straggle.merge.state.marks import must_exchange
 from straggle.merge.table import Table
 
 
@@ -51,16 +50,11 @@ class OtherState:
         current.sent = exchange.carry_out(transfers(manifests), current.given)
 
     def _is_asked(self, current: Round) -> bool:
-        table = Table(current.buffers.copy_rows(), len(self._rank.rounds.plan.stages))
-        return must_exchange(self.marks(table)) or bool(table.differ_in_tensors())
-
-    def marks(self, table: Table) -> list[int]:
-        """Those of the members."""
-        marks = table.state_marks()
-        return [marks[rank] for rank in self._rank.rounds.ranks]
+        current.table = table = Table(current.buffers.copy_rows(), len(self._rank.rounds.plan.stages))
+        return table.must_exchange(self._rank.rounds.ranks) or bool(table.differ_in_tensors())
 
     def sent_in(self, current: Round, table: Table) -> Mapping[str, Tensor] | None:
         """What was sent; ``None``: it was not, though it was asked for."""
-        if current.sent is None and not must_exchange(self.marks(table)):
+        if current.sent is None and not table.must_exchange(self._rank.rounds.ranks):
             return {}
         return current.sent

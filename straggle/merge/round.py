@@ -138,6 +138,7 @@ class Round:
         self._merged: set[int] = set()  # buckets that are known to be merged
         self.abandoned = False  # the rank has given it up: it was put out, or goes on in another step
         self.row: Row | None = None  # its telemetry
+        self.table: Table | None = None  # of all ranks' telemetry, as it was merged
         self.given = NOTHING_GIVEN  # of the module's other state
         self.sent: Mapping[str, Tensor] | None = None  # what ranks have sent each other of it
         self.differing: tuple[str, ...] = ()  # the names of tensors that were seen to differ between ranks
@@ -516,5 +517,9 @@ class MergedStep(NamedTuple):
     num_drawn: int | None = None  # of the step's pool, when the rank's part was submitted
     merged_weights: tuple[float, ...] = ()  # of each stage, where ranks that have left since may have given to it
     sent: Mapping[str, Tensor] | None = None  # of the module's other state; `None`: members left meanwhile
-    any_finished: bool = True  # a forward pass, on any rank
     differing: tuple[str, ...] = ()  # tensors that are not the same on all ranks
+
+    @property
+    def any_finished(self) -> bool:
+        """Whether the forward passes of some rank came to their end."""
+        return self.table.any_finished()

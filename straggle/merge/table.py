@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from straggle.backward.kept import UNDECIDED
+from straggle.merge.state.marks import UNCHANGED, UNFINISHED, UNSETTLED, must_exchange
 from straggle.merge.telemetry import (
     COLUMN,
     FIELDS,
@@ -109,6 +110,8 @@ class Table:
             starts = range(0, len(rows), row_length(num_stages))
             fixed = [rows[start : start + len(FIELDS)] for start in starts]
         self._columns, self.num_ranks = _Columns(fixed), len(fixed)
+        # no row says more of its rank's state than rows of most steps do
+        self._is_usual = not any(self._columns["unusual"])
         self.has_pool = any(self._columns["pool_parts"])
         if self.has_pool:
             self._weigh_by_pool()
@@ -270,6 +273,8 @@ class Table:
 
     def differ_in_tensors(self) -> tuple[int, ...] | None:
         """Ranks that entered the step with other parameters or buffers than most; ``None``: that was not compared."""
+        if self._is_usual:
+            return None
         high, low = (self._columns[f"fingerprint_{half}"] for half in ("high", "low"))
         return _minority({rank: pair for rank, pair in enumerate(zip(high, low, strict=True)) if pair[0] >= 0})
 
@@ -281,18 +286,21 @@ class Table:
 
     def state_marks(self) -> list[int]:
         """The mark of each rank's other state (`state/marks.py`)."""
+        if self._is_usual:
+            return [UNCHANGED] * self.num_ranks
         high, low = (self._columns[f"state_{half}"] for half in ("high", "low"))
         return [(int(first) << 24) | int(second) for first, second in zip(high, low, strict=True)]
 
     def frozen_unlike(self) -> tuple[int, ...]:
         """Ranks that have frozen other parameters than most."""
-        if len(set(frozen := self._columns["frozen"])) == 1:  # as in nearly every step
+        if self._is_usual:
             return ()
+        frozen = self._columns["frozen"]
         return _minority({rank: mark for rank, mark in enumerate(frozen) if mark != UNDECIDED}) or ()
 
     def replanning(self) -> tuple[int, ...]:
         """Ranks that have other parameters, for which the stages are to be planned again."""
-        return tuple(rank for rank, replans in enumerate(self._columns["replans"]) if replans)
+        return () if self._is_usual else tuple(rank for rank, own in enumerate(self._columns["replans"]) if own)
 
     def kept(self) -> int:
         """The mark of the gradients that most ranks keep beside the merged ones; `UNDECIDED` where none knows."""
@@ -300,6 +308,17 @@ class Table:
             return int(of_all.pop())
         known = {rank: mark for rank, mark in enumerate(marks) if mark != UNDECIDED}
         return int(_most(known)) if known else UNDECIDED
+
+    def must_exchange(self, members: Sequence[int]) -> bool:
+        """Whether these ranks hold something different, beside gradients, that some of them cannot set back alone."""
+        if self._is_usual:
+            return False
+        marks = self.state_marks()
+        return must_exchange([marks[rank] for rank in members])
+
+    def any_finished(self) -> bool:
+        """Whether the forward passes of some rank came to their end."""
+        return any(mark not in (UNFINISHED, UNSETTLED) for mark in self.state_marks())
 
     def progress(self, stage_share: Tensor, granularity: Granularity) -> StepProgress:
         """How each rank came through the step; ``stage_share`` is the share of the model that each stage is."""

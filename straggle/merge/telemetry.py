@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from straggle.backward.kept import UNDECIDED
+from straggle.backward.kept import NONE, UNDECIDED
 from straggle.merge.names import name_hash
-from straggle.merge.state.marks import UNFINISHED
+from straggle.merge.state.marks import UNCHANGED, UNFINISHED
 from straggle.policies.rank_links import Way
 from straggle.report import PHASES, Phase
 
@@ -43,6 +43,7 @@ _STATE = (
     "leaf_since",
     "state_high",
     "state_low",
+    "unusual",
 )
 MAX_WAYS = 4  # to peers, as this rank measured them last
 WAYS = tuple(f"way_{part}_{slot}" for slot in range(MAX_WAYS) for part in ("target", "latency", "rate", "age"))
@@ -111,6 +112,11 @@ class Row(NamedTuple):
     ways: tuple[Way, ...] = ()
     scalars: Mapping[str, float] = MappingProxyType({})
 
+    @property
+    def is_unusual(self) -> bool:
+        """Whether it says more of the rank's state than rows of most steps do."""
+        return self.state != UNCHANGED or self.fingerprint >= 0 or self.replans or self.frozen != NONE
+
     def encode(self) -> Tensor:
         """The row as a tensor of `row_length` elements."""
         return torch.frombuffer(self.numbers(), dtype=torch.float32)
@@ -124,7 +130,7 @@ class Row(NamedTuple):
             *(self.merge_s, self.num_microbatches, self.stepped, self.kept, self.frozen, self.replans),
             *(self.without_store, self.absent),
             *(self.admits, self.pool_parts, self.pool_weight, self.parts_done, self.joins_over, self.put_back),
-            *(self.ring_formed, -1.0, self.state >> 24, self.state & 0xFFFFFF, self.cost),
+            *(self.ring_formed, -1.0, self.state >> 24, self.state & 0xFFFFFF, self.is_unusual, self.cost),
             *(_numbers_of(self.ways) if self.ways else _NO_WAYS),
         ]
         slots = [math.nan] * MICROBATCH_SLOTS

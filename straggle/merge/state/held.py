@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_
@@ -77,16 +76,14 @@ class BufferTables:
             tables += (child._buffers, child._modules)
         self._empty = [table for table in tables if not table]
         self._tables = [table for table in tables if table]
-        self._entries = list(self._now())
+        self._now = [table.values() for table in self._tables]  # of a dict, what it has when they are looked at
+        self._entries = list(chain.from_iterable(self._now))
 
     def unchanged(self) -> bool:
         """Whether all of them are still the same; every step of every rank asks this."""
         if any(self._empty) or sum(map(len, self._tables)) != len(self._entries):
             return False
-        return all(map(is_, self._now(), self._entries))
-
-    def _now(self) -> Iterator[Any]:
-        return chain.from_iterable(table.values() for table in self._tables)
+        return all(map(is_, chain.from_iterable(self._now), self._entries))
 
 
 def overlaps(tensor: Tensor) -> bool:

@@ -16,12 +16,13 @@ from straggle.backward.hooks import ModuleHook
 from straggle.merge.fingerprint import Fingerprint, digest, fingerprint, number_of
 from straggle.merge.options import Buffers
 from straggle.merge.state.averages import Averages, is_averaged
-from straggle.merge.state.exchange import Given
+from straggle.merge.state.exchange import NOTHING_GIVEN, Given
 from straggle.merge.state.held import BufferTables, Held, held_by
 from straggle.merge.state.marks import UNCHANGED, UNFINISHED, UNSETTLED
 from straggle.merge.state.others import Others
 
 _log = logging.getLogger(__name__)
+_UNCHANGED = Given(mark=UNCHANGED)
 _FIRST_STEPS = 3  # in which all elements are looked at, to know which tensors change without a trace
 
 
@@ -66,6 +67,11 @@ class ModuleState:
         self._step = 0
         self._others = Others(())
         self._look(held)
+
+    @property
+    def holds_any(self) -> bool:
+        """Whether there is anything to be kept the same."""
+        return bool(self._held)
 
     @property
     def numel(self) -> int:
@@ -128,8 +134,10 @@ class ModuleState:
         """A step begins; ``checked``: the ranks compare what they hold in it, so that all elements are looked at."""
         if not self._tables.unchanged():
             self._notice_others()
-        self._ran.clear()
         self._step += 1
+        if not self._held:
+            return
+        self._ran.clear()
         if self._averages is not None and self._averages.begin():
             self._look(list(self._held.values()))
         self._others.begin(by_content=checked or self._step <= _FIRST_STEPS)
@@ -151,11 +159,10 @@ class ModuleState:
 
         ``forward_ran``: the entire model's did, so that a module whose own forward pass cannot be seen ran too.
         """
-        if not self._held:
-            self._given = Given(mark=UNCHANGED if finished else UNFINISHED)
-            return self._given
         if not self._tables.unchanged():
             self._notice_others()
+        if not self._held:
+            return _UNCHANGED if finished else NOTHING_GIVEN
         self._odd = odd = frozenset[int]() if self._averages is None else self._averages.end()
         reshaped = [one.name for number in odd if (one := self._averaged[number]).object is not None]
         self._changed = [*self._others.changed(), *reshaped]
@@ -219,8 +226,6 @@ class ModuleState:
         ``took_part``: this rank is a member.
         """
         sent, stood_in = merged.sent, merged.stood_in
-        if not self._held:
-            return
         if self._averages is not None:
             given = frozenset[int]() if stood_in or self._given.mark <= 0 else self._odd
             lost = self._averages.apply(message, given)
