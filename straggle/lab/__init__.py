@@ -1,1 +1,1 @@
-"""Faults, workloads, jobs, the simulator, estimators compared."""
+"""Faults, workloads, jobs, the simulator."""

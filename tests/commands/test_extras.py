@@ -36,7 +36,6 @@ COMMANDS = {
     "profile": ["steps=1"],
     "check": ["train"],
     "completion": ["bash"],
-    "evaluate": ["quick=true"],
     "experiments": ["E1"],
     "advise": ["runs"],
     "report": ["runs"],

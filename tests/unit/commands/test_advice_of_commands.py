@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from training import TINY
 
 from straggle.commands import config as configurations
-from straggle.commands import evaluate, report, run_dir, watch
+from straggle.commands import report, run_dir, watch
 from straggle.commands.config import load
 from straggle.commands.plain_args import Words
 from straggle.commands.replaying import recorded
@@ -27,10 +27,6 @@ def train(*keys):
 
 def compare(*keys):
     return lambda _: load("compare", [*TINY, *keys])
-
-
-def evaluated(*keys):
-    return lambda _: evaluate.check(load("evaluate", list(keys)))
 
 
 def checked(word):
@@ -143,16 +139,6 @@ COMMANDS = {
     "replay={} is run_dir itself, which this run would overwrite: give another run_dir": (
         repeat("earlier", "earlier"),
         repeat("earlier", "again"),
-    ),
-    "quick={}: choose one of true, false": (evaluated("quick=maybe"), evaluated("quick=true")),
-    "late={}: give a list of shares of the ranks, such as [0.1,0.3]": (
-        evaluated("late=0.1"),
-        evaluated("late=[0.1,0.3]"),
-    ),
-    "late={}: must be a share of {} ranks, not none and not all": (evaluated("late=[1.0]"), evaluated("late=[0.5]")),
-    "there is nothing to judge: leave at least one of the tasks and one of the judged": (
-        evaluated("judged=null"),
-        evaluated(),
     ),
     "replay={}: no recorded run; it is the run_dir of an earlier run": (
         lambda path: (with_a_run()(path), (path / "earlier" / "config.yaml").unlink(), repeat_of(path)),

@@ -1,1 +1,0 @@
-"""Estimators compared: with known gradients, and by how training ends under each."""
