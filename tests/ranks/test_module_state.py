@@ -4,6 +4,7 @@ Each module writes what it is given; a rank that is late is stopped after its wr
 """
 
 import time
+import warnings
 from functools import partial
 
 import pytest
@@ -259,8 +260,15 @@ def shared():
     return nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4), norm, nn.Linear(4, 1))
 
 
+def scripted():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates it, and models that have it are trained all the same
+        norm = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).requires_grad_(False))
+    return nn.Sequential(norm, nn.Linear(4, 1))
+
+
 def norms(rank):
-    return {make.__name__: norms_in(make, rank) for make in (checkpointed, compiled, spectral, shared)}
+    return {make.__name__: norms_in(make, rank) for make in (checkpointed, compiled, spectral, shared, scripted)}
 
 
 def test_buffers_are_merged_whatever_wrappers_call_them():

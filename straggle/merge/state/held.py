@@ -26,7 +26,12 @@ class Held:
     @property
     def object(self) -> Tensor | None:
         """The tensor that is there now."""
-        return (self.owner._buffers if self.is_buffer else self.owner._parameters).get(self.key)
+        table = self.owner._buffers if self.is_buffer else self.owner._parameters
+        try:
+            return table.get(self.key)
+        except AttributeError:  # a scripted module has no dicts
+            found: Tensor | None = getattr(self.owner, self.key, None)
+            return found
 
     @property
     def tensor(self) -> Tensor | None:
