@@ -34,8 +34,8 @@ class _Alike:
     """Buffers of one dtype, and their elements one after another.
 
     ``numbers`` are their places in `Averages.held`. ``base`` are the elements that the ranks entered the step with,
-    ``now`` those that the forward passes left. ``rest`` is what rounding took from the ``expected`` elements, which
-    this rank set last, so far: small changes add up.
+    ``now`` those that the forward passes left, and ``change`` is their difference. ``rest`` is what rounding took from
+    the ``expected`` elements, which this rank set last, so far: small changes add up.
     """
 
     dtype: torch.dtype
@@ -45,6 +45,7 @@ class _Alike:
     shapes: list[torch.Size]
     base: Tensor
     now: Tensor
+    change: Tensor
     rest: Tensor | None = None
     expected: Tensor | None = None
     sizes: list[int] = field(default_factory=list)
@@ -53,6 +54,7 @@ class _Alike:
         self.sizes = [shape.numel() for shape in self.shapes]
         self.is_float = self.dtype in _FLOATS
         self.is_exact = self.dtype in (torch.float32, torch.float64)  # rounding takes next to nothing
+        self.is_finite = True  # the change
 
     def tensors(self) -> list[Tensor | None]:
         """Those that are there now."""
@@ -83,12 +85,18 @@ class _Alike:
         if self.rest is not None and self.expected is not None:
             self.rest = torch.where(torch.eq(self.base, self.expected), self.rest, 0.0)
 
-    def change(self) -> Tensor:
+    def end(self) -> None:
+        """The forward passes are over."""
+        self.now = self.elements()
+        self.change = self._change()
+
+    def _change(self) -> Tensor:
         """By how much the elements changed, as float64; NaN: they are not finite, and were not before."""
         if not self.is_float:
             return (self.now.to(torch.int64) - self.base.to(torch.int64)).double()
         change = self.now.double() - self.base
-        if _all_finite(change):
+        self.is_finite = _all_finite(change)
+        if self.is_finite:
             return change
         # an element that was not finite before travels as its value, once it is finite
         value = torch.where(torch.isfinite(self.now), self.now.double(), torch.nan)
@@ -102,7 +110,7 @@ class _Alike:
 
     def jumped(self) -> list[int]:
         """The numbers of the buffers of integers that changed by more than can be summed exactly."""
-        return self._where(self.change().abs() > _MAX_CHANGE) if self.dtype is torch.int64 else []
+        return self._where(self.change.abs() > _MAX_CHANGE) if self.dtype is torch.int64 else []
 
     def changed(self) -> list[int]:
         """The numbers of the buffers of which an element is another one."""
@@ -110,11 +118,9 @@ class _Alike:
             return []
         return self._where((self.now != self.base) & ~((self.now != self.now) & (self.base != self.base)))
 
-    def with_bad_numbers(self, change: Tensor) -> list[int]:
+    def with_bad_numbers(self) -> list[int]:
         """The numbers of the buffers with elements that are not finite, and were before."""
-        if not self.is_float or _all_finite(change):
-            return []
-        return self._where(~torch.isfinite(change) & torch.isfinite(self.base))
+        return [] if self.is_finite else self._where(~torch.isfinite(self.change) & torch.isfinite(self.base))
 
     def moved(self, mean: Tensor) -> Tensor:
         """The elements after this mean change (float64; NaN: not known)."""
@@ -197,7 +203,7 @@ class Averages:
         own = [self.held[number] for number in numbers]
         tensors = [tensor for one in own if (tensor := one.tensor) is not None]
         base = torch.cat([tensor.reshape(-1).to(device) for tensor in tensors])
-        return _Alike(dtype, device, numbers, own, [tensor.shape for tensor in tensors], base, base)
+        return _Alike(dtype, device, numbers, own, [tensor.shape for tensor in tensors], base, base, base)
 
     def begin(self) -> set[int]:
         """What the buffers hold now is what they change from; the numbers of those that are averaged no more now."""
@@ -214,7 +220,7 @@ class Averages:
         """
         odd = set[int]()
         for kind in self._kinds:
-            kind.now = kind.elements()
+            kind.end()
             odd.update(kind.reshaped(), kind.fell(), kind.jumped())
         return frozenset(odd - self.retired)
 
@@ -224,8 +230,8 @@ class Averages:
 
     def message(self, gives: frozenset[int]) -> tuple[Tensor, frozenset[int]]:
         """The changes and counts of the buffers that this rank ``gives``; and those left out because of bad numbers."""
-        changes = [kind.change() for kind in self._kinds]
-        bad = {n for kind, change in zip(self._kinds, changes, strict=True) for n in kind.with_bad_numbers(change)}
+        changes = [kind.change for kind in self._kinds]
+        bad = {number for kind in self._kinds for number in kind.with_bad_numbers()}
         given = gives - bad
         if len(given) == len(self.held):
             return torch.cat([*changes, self._ones]), frozenset()
