@@ -520,6 +520,6 @@ class MergedStep(NamedTuple):
     differing: tuple[str, ...] = ()  # tensors that are not the same on all ranks
 
     @property
-    def any_finished(self) -> bool:
-        """Whether the forward passes of some rank came to their end."""
-        return self.table.any_finished()
+    def finished_ranks(self) -> list[int]:
+        """Ranks whose forward passes came to their end."""
+        return self.table.finished_forward()

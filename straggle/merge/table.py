@@ -316,9 +316,9 @@ class Table:
         marks = self.state_marks()
         return must_exchange([marks[rank] for rank in members])
 
-    def any_finished(self) -> bool:
-        """Whether the forward passes of some rank came to their end."""
-        return any(mark not in (UNFINISHED, UNSETTLED) for mark in self.state_marks())
+    def finished_forward(self) -> list[int]:
+        """Ranks whose forward passes came to their end."""
+        return [rank for rank, mark in enumerate(self.state_marks()) if mark not in (UNFINISHED, UNSETTLED)]
 
     def progress(self, stage_share: Tensor, granularity: Granularity) -> StepProgress:
         """How each rank came through the step; ``stage_share`` is the share of the model that each stage is."""

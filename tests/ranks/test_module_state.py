@@ -131,6 +131,33 @@ def write_twice_all_late(rank):
         return seen_in(module), messages
 
 
+class Parts(nn.Module):
+    """A code that falls on rank 0, and rises on rank 1, which is late after that."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.linear, self.rank = nn.Linear(2, 1), rank
+        self.register_buffer("code", torch.tensor([100], dtype=torch.uint8))
+
+    def forward(self, x):
+        self.code.fill_(50 + 100 * self.rank)
+        return self.linear(x)
+
+
+def part(rank):
+    module = Parts(rank)
+    if rank == 1:
+        module.linear.register_forward_pre_hook(lambda *_: step.stop())
+    with logged("straggle.merge.state.module_state") as messages, staged(module) as model:
+        with model.step() as step:
+            model(torch.ones(1, 2)).sum().backward()
+        return module.code.tolist(), messages
+
+
+def test_change_of_a_late_rank_alone_is_lost_without_a_word_if_another_rank_finished():
+    assert run_ranks(part, 2) == [([50], [])] * 2
+
+
 def seen_in(module):
     return {name.removesuffix(" buffer"): bits(buffer) for name, buffer in module.named_buffers()}
 

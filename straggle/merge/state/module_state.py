@@ -30,7 +30,7 @@ class MergedState(Protocol):
     """What a merged step says of it.
 
     ``sent``: what came by `Exchange`; ``None``: members left during it. ``stood_in``: what this rank gave last has not
-    reached its peers. ``any_finished``: the forward passes of some rank came to their end.
+    reached its peers. ``finished_ranks``: those whose forward passes came to their end.
     """
 
     @property
@@ -38,7 +38,7 @@ class MergedState(Protocol):
     @property
     def stood_in(self) -> bool: ...
     @property
-    def any_finished(self) -> bool: ...
+    def finished_ranks(self) -> Sequence[int]: ...
 
 
 class ModuleState:
@@ -229,8 +229,9 @@ class ModuleState:
         if self._averages is not None:
             given = frozenset[int]() if stood_in or self._given.mark <= 0 else self._odd
             lost = self._averages.apply(message, given)
-            if took_part and lost:
-                self._say_lost(self._averaged[number].name for number in lost & self._averages.changed() - self._odd)
+            if took_part and lost and not self._is_given_by(merged.finished_ranks):
+                names = (self._averaged[number].name for number in lost & self._averages.changed() - self._odd)
+                self._say_lost(name for name in names if name not in (sent or {}))
         if not (self._changed or sent or self._unsettled):
             return
         own = Given() if stood_in else self._given
@@ -239,7 +240,7 @@ class ModuleState:
         for name, tensor in (sent or {}).items():
             self._set(name, tensor)
         kept = [name for name in self._changed if name not in (sent or {})]
-        self._settle(kept, own, sent, say=took_part and not merged.any_finished)
+        self._settle(kept, own, sent, say=took_part and not self._is_given_by(merged.finished_ranks))
         self._changed = []
 
     def _settle(self, names: Sequence[str], given: Given, sent: Mapping[str, Tensor] | None, *, say: bool) -> None:
@@ -276,6 +277,10 @@ class ModuleState:
         return True
 
     # -- what is said of it, once
+
+    def _is_given_by(self, finished: Sequence[int]) -> bool:
+        """Whether one of these ranks gives what it holds to all."""
+        return bool(finished) if self._choice != "rank0" else 0 in finished
 
     def _say_lost(self, names: Iterable[str]) -> None:
         whose = "no rank's" if self._choice != "rank0" else "not rank 0's"
