@@ -51,7 +51,7 @@ _OF_A_METHOD = ("job", "deadline", "estimator", "late_handling", "merge", "optim
 _AT_LEAST_OF_A_JOB = {"every": 2, "warmup_steps": 0}
 _NOT_COMPARED = ("resume", "replay", "report", "checkpoint_every", "links")  # keys that only train follows
 _WORK = ("dealt", "pulled")
-_METRICS_PARTS = ("security", "targets", "push")
+_METRICS_PARTS = ("security", "targets")
 
 
 def check(config: DictConfig, valid: DictConfig) -> None:

@@ -28,7 +28,7 @@ from straggle.merge.step_record import StepRecord
 from straggle.observe.ddp_time import DdpPrediction
 from straggle.observe.fairness import Contributions
 from straggle.observe.metric_series import LABELS, Series
-from straggle.observe.metrics_endpoint import Endpoint, Push, Security, Targets, check_port
+from straggle.observe.metrics_endpoint import Endpoint, Security, Targets, check_port
 from straggle.parallel import StagedDataParallel
 from straggle.policies.rank_links import links_of
 from straggle.policies.slow_links import SlowLinks
@@ -53,11 +53,11 @@ class MetricsExporter:
     """Serves the metrics of this rank while it trains: ``with MetricsExporter(model): ...``.
 
     The port is ``port`` plus this rank's number on its machine, or the next one that is free; ``None`` serves nothing.
-    ``security``: TLS and a password. ``targets``: files from which Prometheus learns where the endpoints are. ``push``:
-    to a Pushgateway. ``samples_per_step``: this rank's samples in a step of weight 1, for ``straggle_samples_total``.
+    ``security``: TLS. ``targets``: files from which Prometheus learns where the endpoints are.
+    ``samples_per_step``: this rank's samples in a step of weight 1, for ``straggle_samples_total``.
 
-    Raises ``ValueError`` for what is no port, and for an empty file of a password. Beyond that it never fails a job:
-    where no port is free, or nothing takes what is pushed, it logs a warning and training goes on.
+    Raises ``ValueError`` for what is no port. Beyond that it never fails a job: if no port is free, it logs a warning
+    and training goes on.
     """
 
     def __init__(
@@ -68,23 +68,19 @@ class MetricsExporter:
         host: str = "127.0.0.1",
         security: Security | None = None,
         targets: Targets | None = None,
-        push: Push | None = None,
         samples_per_step: int | None = None,
     ) -> None:
         check_port(port)
         self._rank = model.rank
-        self._targets, self._push = targets or Targets(), push or Push()
+        self._targets = targets or Targets()
         self._metrics = StepMetrics(model, samples_per_step=samples_per_step)
         self.registry = self._metrics.registry
         self._records: SimpleQueue[StepRecord | None] = SimpleQueue()
         self._closing = threading.Event()
         self._failed: set[str] = set()
         self.endpoint = self._serve(host, port, security or Security())
-        self._threads = [threading.Thread(target=self._observe_all, name="straggle-metrics", daemon=True)]
-        if self._push.url is not None:
-            self._threads.append(threading.Thread(target=self._push_often, name="straggle-metrics-push", daemon=True))
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._observe_all, name="straggle-metrics", daemon=True)
+        self._thread.start()
         self._hook = model.register_step_hook(self._records.put)
         self._members_hook = model.register_members_hook(self._metrics.count_change)
 
@@ -94,7 +90,7 @@ class MetricsExporter:
         return None if self.endpoint is None else self.endpoint.url
 
     def close(self, *, clean: bool = True) -> None:
-        """Count what is still in the queue, push for the last time, and free the port.
+        """Count what is still in the queue, and free the port.
 
         If the run ended with an error (``clean`` is false), the target's file stays, so that Prometheus misses this
         rank.
@@ -105,10 +101,7 @@ class MetricsExporter:
         self._members_hook.remove()
         self._closing.set()
         self._records.put(None)
-        for thread in self._threads:
-            thread.join()
-        if self._push.url is not None:
-            self._push_once()
+        self._thread.join()
         if self.endpoint is not None:
             if clean:
                 self._targets.remove(self._rank)
@@ -137,16 +130,6 @@ class MetricsExporter:
                 self._closing.wait(_REST_S)
             else:
                 time.sleep(0)  # lets the training thread have the interpreter
-
-    def _push_often(self) -> None:
-        while not self._closing.wait(self._push.every_s):
-            self._push_once()
-
-    def _push_once(self) -> None:
-        try:
-            self._push.push(self.registry, self._rank)
-        except (OSError, ValueError) as error:  # the file of the password may have become empty
-            self._warn("push", f"rank {self._rank}: metrics were not pushed to {self._push.url}: {error}")
 
     def _warn(self, what: str, message: str) -> None:
         """Once for each thing that can go wrong."""

@@ -1,84 +1,39 @@
-"""How metrics leave a process: an HTTP endpoint, a file with its address for Prometheus, and a Pushgateway."""
+"""How metrics leave a process: an HTTP endpoint, and a file with its address for Prometheus."""
 
 from __future__ import annotations
 
-import base64
-import hmac
+import errno
 import json
-import logging
 import os
 import socket
-import ssl
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from socketserver import TCPServer
-from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler
+from wsgiref.simple_server import WSGIServer
 
 from straggle.extras import needs_extra
 
 with needs_extra("metrics"):
-    from prometheus_client import CollectorRegistry, make_wsgi_app, push_to_gateway
-    from prometheus_client.exposition import ThreadingWSGIServer, basic_auth_handler, default_handler
+    from prometheus_client import CollectorRegistry, start_http_server
 
-_log = logging.getLogger(__name__)
 _NUM_PORTS = 100  # that are tried, one after another
-_CLIENT_S = 10.0  # that a client may take for all of it
-_NUM_CLIENTS = 8  # at a time
-_PACE_S = 0.05  # between two clients
-
-WsgiApp = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+_CLOSE_S = 1.0  # a client that does not end its TLS handshake holds the server's thread, and must not hold the job
 
 
 @dataclass(frozen=True)
 class Security:
-    """Who may read the metrics: TLS with ``certfile`` and ``keyfile``, a ``client_cafile`` that clients' certificates
-    must come from, and a name and password (the content of a file) for basic authentication.
-    """
+    """TLS with ``certfile`` and ``keyfile``, and a ``client_cafile`` that clients' certificates must come from."""
 
     certfile: str | None = None
     keyfile: str | None = None
     client_cafile: str | None = None
-    username: str | None = None
-    password_file: str | None = None
 
     def __post_init__(self) -> None:
-        _check_together(certfile=self.certfile, keyfile=self.keyfile)
+        if (self.certfile is None) != (self.keyfile is None):
+            raise ValueError("certfile and keyfile belong together: give both, or neither")
         if self.client_cafile is not None and self.certfile is None:
             raise ValueError("client_cafile without certfile: certificates of clients are part of TLS")
-        _check_login(self.username, self.password_file)
-
-    def context(self) -> ssl.SSLContext | None:
-        """The context for TLS, or ``None``. Raises ``OSError`` for files that cannot be read."""
-        if self.certfile is None:
-            return None
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(self.certfile, self.keyfile)
-        if self.client_cafile is not None:
-            context.load_verify_locations(self.client_cafile)
-            context.verify_mode = ssl.CERT_REQUIRED
-        return context
-
-    def guard(self, app: WsgiApp) -> WsgiApp:
-        """The application, behind the password if there is one."""
-        if self.username is None:
-            return app
-        expected = base64.b64encode(f"{self.username}:{_password(self.password_file)}".encode())
-
-        def guarded(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
-            scheme, _, given = environ.get("HTTP_AUTHORIZATION", "").partition(" ")
-            if scheme.lower() == "basic" and hmac.compare_digest(given.strip().encode("latin-1"), expected):
-                return app(environ, start_response)
-            challenge = [("WWW-Authenticate", 'Basic realm="straggle"'), ("Content-Type", "text/plain")]
-            start_response("401 Unauthorized", challenge)
-            return [b"name and password, please\n"]
-
-        return guarded
 
 
 def check_port(port: int | None) -> None:
@@ -90,27 +45,13 @@ def check_port(port: int | None) -> None:
 class Endpoint:
     """Serves a registry at ``host`` and ``port``, or the next port that is free; port 0 takes any.
 
-    A client that takes more than ten seconds by ``clock`` is dropped. At most eight are served at a time, and at most
-    twenty are accepted in a second. Raises ``OSError`` if no port is free, or for files of ``security`` that cannot be
-    read.
+    Raises ``OSError`` if no port is free, or for files of ``security`` that cannot be read.
     """
 
-    def __init__(
-        self,
-        registry: CollectorRegistry,
-        *,
-        host: str,
-        port: int,
-        security: Security,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        app, context = security.guard(make_wsgi_app(registry)), security.context()
-        self._server = _bind(host, port)
-        self._server.context, self._server.clock = context, clock
-        self._server.set_app(app)
+    def __init__(self, registry: CollectorRegistry, *, host: str, port: int, security: Security) -> None:
+        self._server, self._thread = _start(registry, host, port, security)
         self.host, self.port = host, int(self._server.server_port)
-        self.scheme = "http" if context is None else "https"
-        threading.Thread(target=self._server.serve_forever, name="straggle-metrics-http", daemon=True).start()
+        self.scheme = "http" if security.certfile is None else "https"
 
     @property
     def url(self) -> str:
@@ -119,7 +60,8 @@ class Endpoint:
 
     def close(self) -> None:
         """Free the port."""
-        self._server.shutdown()
+        threading.Thread(target=self._server.shutdown, daemon=True).start()
+        self._thread.join(_CLOSE_S)
         self._server.server_close()
 
 
@@ -156,151 +98,27 @@ class Targets:
         return None if self.folder is None else Path(self.folder) / f"rank{rank}.json"
 
 
-@dataclass(frozen=True)
-class Push:
-    """Pushes to the Pushgateway at ``url`` every ``every_s`` seconds and at the end, for jobs that cannot be scraped.
-
-    The grouping key is ``rank`` and ``labels``. ``password_file`` holds the password for ``username``.
-    """
-
-    url: str | None = None
-    job: str = "straggle"
-    every_s: float = 15.0
-    labels: Mapping[str, str] = field(default_factory=dict)
-    username: str | None = None
-    password_file: str | None = None
-
-    def __post_init__(self) -> None:
-        if not self.every_s > 0:
-            raise ValueError(f"every_s={self.every_s}: must be a positive number of seconds")
-        _check_login(self.username, self.password_file)
-
-    def push(self, registry: CollectorRegistry, rank: int) -> None:
-        """Push once. Raises ``OSError`` if the gateway does not accept it."""
-        assert self.url is not None
-        handler = default_handler
-        if self.username is not None:
-            handler = partial(basic_auth_handler, username=self.username, password=_password(self.password_file))
-        push_to_gateway(
-            self.url,
-            job=self.job,
-            registry=registry,
-            grouping_key={**self.labels, "rank": str(rank)},
-            timeout=_CLIENT_S,
-            handler=handler,
-        )
-
-
-class _Server(ThreadingWSGIServer):
-    """A thread for each client, as in `prometheus_client`, but for few at a time: they take time from training.
-
-    The library serves any number of clients for any time, and a client that does not end its TLS handshake stops all
-    others. Here a client that takes too long is dropped. If there are too many, the oldest one is dropped: an honest
-    scrape takes milliseconds. New clients are accepted at a limited rate: a crowd waits in the kernel, where it costs
-    nothing.
-    """
-
-    request_queue_size = 16  # of clients that may have given up by the time it is their turn
-    context: ssl.SSLContext | None = None
-    clock: Callable[[], float]
-
-    def __init__(self, *arguments: Any) -> None:
-        self._since: dict[socket.socket, float] = {}  # when each client came, the longest first
-        self._clients = threading.Lock()  # over the above: who has left it may be closed
-        super().__init__(*arguments)
-
-    def server_bind(self) -> None:
-        TCPServer.server_bind(self)  # HTTPServer's own asks a name server for the host's full name
-        self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
-        self.setup_environ()
-
-    def get_request(self) -> tuple[socket.socket, Any]:
-        client, address = super().get_request()
-        if self.context is not None:
-            client = self.context.wrap_socket(client, server_side=True, do_handshake_on_connect=False)
-        return client, address
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        with self._clients:
-            if len(self._since) >= _NUM_CLIENTS:
-                self._drop(next(iter(self._since)))
-            self._since[request] = self.clock()
-        super().process_request(request, client_address)
-
-    def service_actions(self) -> None:
-        """Called by ``serve_forever`` after each client, and twice a second."""
-        with self._clients:
-            for client in [client for client, since in self._since.items() if self.clock() - since > _CLIENT_S]:
-                self._drop(client)
-        time.sleep(_PACE_S)
-
-    def finish_request(self, request: Any, client_address: Any) -> None:
-        if self.context is not None:
-            request.do_handshake()
-        super().finish_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        with self._clients:
-            self._since.pop(request, None)
-        super().shutdown_request(request)
-
-    def server_close(self) -> None:
-        super().server_close()
-        with self._clients:
-            for client in list(self._since):
-                self._drop(client)
-
-    def handle_error(self, _request: Any, client_address: Any) -> None:
-        _log.debug("a client of the metrics, %s, went away", client_address, exc_info=True)
-
-    def _drop(self, client: socket.socket) -> None:
-        """Wakes its thread, which closes it."""
-        del self._since[client]
-        with suppress(OSError):  # it is gone already
-            socket.socket.shutdown(client, socket.SHUT_RDWR)  # not TLS' own, which its thread is in
-
-
-class _SilentHandler(WSGIRequestHandler):
-    def log_message(self, *_: Any) -> None:
-        """Do not write a line for every scrape."""
-
-
-def _bind(host: str, port: int) -> _Server:
+def _start(
+    registry: CollectorRegistry, host: str, port: int, security: Security
+) -> tuple[WSGIServer, threading.Thread]:
+    """The server at the first port that is not in use."""
     last = min(port + _NUM_PORTS, 2**16) - 1 if port else 0
-    problem: OSError | None = None
     for candidate in range(port, last + 1):
-        family, _, _, _, address = socket.getaddrinfo(
-            host or None, candidate, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        kind = type("_Server", (_Server,), {"address_family": family})
         try:
-            server: _Server = kind(address[:2], _SilentHandler)
+            return start_http_server(
+                candidate,
+                host or "0.0.0.0",
+                registry,
+                security.certfile,
+                security.keyfile,
+                security.client_cafile,
+                client_auth_required=security.client_cafile is not None,
+            )
         except OSError as error:
-            problem = error
-        else:
-            return server
-    raise OSError(f"no port of {host} from {port} to {last} is free for metrics: {problem}")
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise OSError(f"no port of {host} from {port} to {last} is free for metrics")
 
 
 def _joined(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _check_together(**pair: str | None) -> None:
-    if len({value is None for value in pair.values()}) > 1:
-        raise ValueError(f"{' and '.join(pair)} belong together: give both, or neither")
-
-
-def _check_login(username: str | None, password_file: str | None) -> None:
-    """Raise ``ValueError`` for half of it, or an empty file; an unreadable file is reported where it is needed."""
-    _check_together(username=username, password_file=password_file)
-    if password_file is not None:
-        with suppress(OSError):
-            _password(password_file)
-
-
-def _password(path: str | None) -> str:
-    assert path is not None
-    if not (password := Path(path).read_text().strip()):
-        raise ValueError(f"password_file={path}: it is empty; write the password into it")
-    return password

@@ -17,7 +17,7 @@ SECRET = "hunter2-is-not-to-be-found"
 def test_secret_of_the_environment_is_in_no_file_of_the_run(tmp_path):
     register_resolvers()
     keys = (*TINY, "faults=none", "steps=3", "metrics.port=null", "run_dir=run", "checkpoint_every=1")
-    secret = "+metrics.push.labels.token='${oc.env:STRAGGLE_SECRET}'"
+    secret = "+metrics.targets.labels.token='${oc.env:STRAGGLE_SECRET}'"
     command = [sys.executable, "-m", "straggle", "train", *keys, secret]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "STRAGGLE_SECRET": SECRET}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import json
 import logging
@@ -19,7 +18,6 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -36,7 +34,7 @@ from straggle.commands.config import load
 from straggle.commands.config_keys import ConfigurationError
 from straggle.observe.ddp_time import DdpPrediction
 from straggle.observe.metrics import MetricsExporter, stage_labels
-from straggle.observe.metrics_endpoint import Endpoint, Push, Security, Targets
+from straggle.observe.metrics_endpoint import Endpoint, Security, Targets
 from straggle.report import PHASES
 
 PAGE = ROOT / "docs" / "metrics.md"
@@ -275,7 +273,6 @@ def go_without(rank, kind, folder):
         "off": {"port": None},
         "address": {"host": "192.0.2.1"},
         "files": {"security": Security(certfile=f"{folder}/none", keyfile=f"{folder}/none")},
-        "gateway": {"port": None, "push": Push(url="http://127.0.0.1:9", every_s=0.01)},
         "folder": {"targets": Targets(folder="/dev/null/targets")},
         "observer": {"port": None},
     }[kind]
@@ -290,9 +287,8 @@ def go_without(rank, kind, folder):
     ("kind", "message"),
     [
         ("off", None),
-        ("address", "metrics are not served: no port of 192.0.2.1"),
-        ("files", "metrics are not served"),
-        ("gateway", "metrics were not pushed to http://127.0.0.1:9"),
+        ("address", "metrics are not served: "),
+        ("files", "metrics are not served: "),
         ("folder", "metrics are not served"),
         ("observer", "metrics are incomplete: ZeroDivisionError"),
     ],
@@ -306,127 +302,27 @@ def test_training_goes_on_without_metrics(kind, message, tmp_path):
 
 
 def stall_clients(rank, security):
-    """Clients that connect and say nothing, while a scrape is answered and steps go on."""
-    with staged(mlp()) as model, MetricsExporter(model, port=0, security=security) as exporter:
-        address = exporter.endpoint.host, exporter.endpoint.port
-        with contextlib.ExitStack() as silent:
+    """Clients that connect and send nothing, while steps go on; the exporter ends though they stay."""
+    with contextlib.ExitStack() as silent, staged(mlp()) as model:
+        with MetricsExporter(model, port=0, security=security) as exporter:
             for _ in range(5):
-                silent.enter_context(socket.create_connection(address))
+                silent.enter_context(socket.create_connection((exporter.endpoint.host, exporter.endpoint.port)))
             train(model, rank, 3)
-            context = ssl._create_unverified_context() if security else None
-            return scrape(exporter.url, name="straggle_run_info", context=context) != {}
+            answered = security is not None or scrape(exporter.url, name="straggle_run_info") != {}
+        with pytest.raises(urllib.error.URLError):
+            scrape(exporter.url)
+        return answered
 
 
 @pytest.mark.parametrize("tls", [False, True])
-def test_silent_client_holds_nobody_up(tls, certificates):
+def test_silent_client_holds_neither_steps_nor_the_end_of_the_job(tls, certificates):
     security = Security(certfile=certificates / "server.pem", keyfile=certificates / "server.key") if tls else None
     assert run_ranks(stall_clients, 1, security) == [True]
-
-
-def ends(client):
-    """Whether the server closes the connection; what it has sent before is read and forgotten."""
-    client.settimeout(20)
-    with contextlib.suppress(ConnectionError):
-        while client.recv(1 << 20):
-            pass
-    return True
-
-
-@pytest.mark.parametrize("tls", [False, True])
-def test_client_that_says_nothing_is_dropped_when_its_time_is_over(tls, registry, certificates):
-    now = [0.0]
-    files = {"certfile": certificates / "server.pem", "keyfile": certificates / "server.key"} if tls else {}
-    with (
-        served(registry, clock=lambda: now[0], **files) as endpoint,
-        socket.create_connection((endpoint.host, endpoint.port)) as silent,
-    ):
-        context = ssl._create_unverified_context() if tls else None
-        assert scrape(endpoint.url, name="answer", context=context) == {(): 42.0}  # so the server has the first one
-        now[0] = 10.5
-        assert ends(silent)
-
-
-def test_client_that_sends_a_byte_now_and_then_is_dropped_when_its_time_is_over(registry):
-    now = [0.0]
-    with (
-        served(registry, clock=lambda: now[0]) as endpoint,
-        socket.create_connection((endpoint.host, endpoint.port)) as slow,
-    ):
-        slow.sendall(b"GE")
-        assert scrape(endpoint.url, name="answer") == {(): 42.0}
-        slow.sendall(b"T")
-        now[0] = 10.5
-        assert ends(slow)
-
-
-def test_client_that_reads_nothing_is_dropped_when_its_time_is_over(registry):
-    from prometheus_client import Gauge
-
-    now, length = [0.0], 50_000_000  # more than the kernel takes for a reader that sleeps
-    Gauge("long", "Long.", ["text"], registry=registry).labels("x" * length).set(1)
-    with (
-        served(registry, clock=lambda: now[0]) as endpoint,
-        socket.create_connection((endpoint.host, endpoint.port)) as deaf,
-    ):
-        deaf.settimeout(20)
-        deaf.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
-        got = len(deaf.recv(1))  # the answer has begun
-        now[0] = 10.5
-        assert scrape(endpoint.url.replace("/metrics", "/favicon.ico")) == ""  # the server has looked at its clock
-        with contextlib.suppress(ConnectionError):
-            while content := deaf.recv(1 << 20):
-                got += len(content)
-        assert got < length
-
-
-@pytest.mark.parametrize("tls", [False, True])
-def test_of_too_many_clients_the_first_are_dropped_and_a_scrape_is_answered(tls, registry, certificates):
-    files = {"certfile": certificates / "server.pem", "keyfile": certificates / "server.key"} if tls else {}
-    context = ssl._create_unverified_context() if tls else None
-    with served(registry, clock=lambda: 0.0, **files) as endpoint, contextlib.ExitStack() as stack:
-        address = endpoint.host, endpoint.port
-        clients = [stack.enter_context(socket.create_connection(address)) for _ in range(13)]
-        assert all(ends(client) for client in clients[:5])
-        clients[5].setblocking(False)
-        with pytest.raises(BlockingIOError):
-            clients[5].recv(1)
-        assert scrape(endpoint.url, name="answer", context=context) == {(): 42.0}
-        assert ends(clients[5])  # it made room
-        for client in clients[6:]:
-            client.setblocking(False)
-            with pytest.raises(BlockingIOError):
-                client.recv(1)
-
-
-def test_clients_are_dropped_where_the_endpoint_is_closed(registry):
-    with served(registry) as endpoint:
-        client = socket.create_connection((endpoint.host, endpoint.port))
-        assert scrape(endpoint.url, name="answer") == {(): 42.0}
-    with client:
-        assert ends(client)
-
-
-@pytest.mark.parametrize("content", ["", " \n"])
-def test_empty_password_is_refused(content, registry, tmp_path):
-    path = tmp_path / "password"
-    path.write_text(content)
-    for kind in (Security, Push):
-        with pytest.raises(ValueError, match=rf"password_file={re.escape(str(path))}: it is empty"):
-            kind(username="prometheus", password_file=str(path))
-    path.write_text("secret")
-    security = Security(username="prometheus", password_file=str(path))
-    path.write_text(content)
-    with pytest.raises(ValueError, match="it is empty"):
-        Endpoint(registry, host="127.0.0.1", port=0, security=security)
 
 
 TLS = {"certfile": "server.pem", "keyfile": "server.key"}
 HEALTH = {
     "plain": ({}, {}),
-    "password": (
-        {"username": "name", "password_file": "password"},
-        {"METRICS_USERNAME": "name", "METRICS_PASSWORD_FILE": "password"},
-    ),
     "TLS": (TLS, {}),
     "client's certificate": ({**TLS, "client_cafile": "ca.pem"}, {"METRICS_CLIENT_CERT": "both.pem"}),
 }
@@ -439,9 +335,8 @@ def test_container_is_healthy_by_its_endpoint_at_any_port_and_however_it_is_secu
     from prometheus_client import Gauge
 
     def in_folder(setting):
-        return {key: name if name == "name" else str(certificates / name) for key, name in setting.items()}
+        return {key: str(certificates / name) for key, name in setting.items()}
 
-    (certificates / "password").write_text("se:cret\n")
     (certificates / "both.pem").write_text(
         "".join((certificates / f"client.{end}").read_text() for end in ("pem", "key"))
     )
@@ -494,30 +389,12 @@ def registry():
 
 
 @contextlib.contextmanager
-def served(registry, clock=time.monotonic, **security):
-    endpoint = Endpoint(registry, host="127.0.0.1", port=0, security=Security(**security), clock=clock)
+def served(registry, **security):
+    endpoint = Endpoint(registry, host="127.0.0.1", port=0, security=Security(**security))
     try:
         yield endpoint
     finally:
         endpoint.close()
-
-
-def test_only_the_right_name_and_password_are_answered(registry, tmp_path):
-    (tmp_path / "password").write_text("se:cret\n")
-    with served(registry, username="prometheus", password_file=str(tmp_path / "password")) as endpoint:
-        for credentials in (None, "prometheus:se", "prometheus:se:cret:", "other:se:cret", "prométheus:se:cret"):
-            headers = {"Authorization": f"Basic {encoded(credentials)}"} if credentials else {}
-            with pytest.raises(urllib.error.HTTPError) as refused:
-                scrape(endpoint.url, headers=headers)
-            assert refused.value.code == 401
-            assert refused.value.headers["WWW-Authenticate"].startswith("Basic")
-        for scheme in ("Basic", "basic"):
-            headers = {"Authorization": f"{scheme} {encoded('prometheus:se:cret')}"}
-            assert scrape(endpoint.url, name="answer", headers=headers) == {(): 42.0}
-
-
-def encoded(credentials):
-    return base64.b64encode(credentials.encode()).decode()
 
 
 def test_tls_is_served_and_plain_http_is_not(registry, certificates):
@@ -542,18 +419,16 @@ def test_client_needs_a_certificate_where_an_authority_is_given(registry, certif
 
 
 @pytest.mark.parametrize(
-    ("kind", "arguments", "message"),
+    ("arguments", "message"),
     [
-        (Security, {"certfile": "a"}, "certfile and keyfile belong together"),
-        (Security, {"username": "a"}, "username and password_file belong together"),
-        (Security, {"client_cafile": "a"}, "client_cafile without certfile"),
-        (Push, {"every_s": 0}, "every_s=0"),
-        (Push, {"password_file": "a"}, "username and password_file belong together"),
+        ({"certfile": "a"}, "certfile and keyfile belong together"),
+        ({"keyfile": "a"}, "certfile and keyfile belong together"),
+        ({"client_cafile": "a"}, "client_cafile without certfile"),
     ],
 )
-def test_half_of_a_setting_is_refused(kind, arguments, message):
+def test_half_of_a_setting_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        kind(**arguments)
+        Security(**arguments)
 
 
 @pytest.mark.parametrize("port", ["9640", -1, 2**16, True])
@@ -624,48 +499,6 @@ def test_endpoint_at_all_addresses_is_announced_by_the_name_of_the_machine(regis
     endpoint.close()
     written = json.loads((tmp_path / "rank0.json").read_text())
     assert written[0]["targets"] == [f"{socket.gethostname()}:{endpoint.port}"]
-
-
-# -- the Pushgateway
-
-
-class Gateway:
-    """Takes what is pushed."""
-
-    def __init__(self):
-        self.pushes = []
-        gateway = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_PUT(self):
-                body = self.rfile.read(int(self.headers["Content-Length"])).decode()
-                gateway.pushes.append((self.path, self.headers.get("Authorization"), body))
-                self.send_response(200)
-                self.end_headers()
-
-            def log_message(self, *_):
-                pass
-
-        self.server = HTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-
-def push_steps(rank, url, password_file):
-    push = Push(url, job="batch", every_s=3600, labels={"run": "a"}, username="user", password_file=password_file)
-    with staged(mlp()) as model, MetricsExporter(model, port=None, push=push):
-        train(model, rank, 4)
-
-
-def test_every_rank_pushes_all_steps_at_the_end(tmp_path):
-    (tmp_path / "password").write_text("secret")
-    gateway = Gateway()
-    run_ranks(push_steps, 2, gateway.url, str(tmp_path / "password"))
-    gateway.server.shutdown()
-    gateway.server.server_close()
-    assert sorted(path for path, _, _ in gateway.pushes) == [f"/metrics/job/batch/rank/{rank}/run/a" for rank in (0, 1)]
-    assert {authorization for _, authorization, _ in gateway.pushes} == {f"Basic {encoded('user:secret')}"}
-    assert [values(text, "straggle_steps_total") for _, _, text in gateway.pushes] == [{(): 4.0}] * 2
 
 
 # -- live
@@ -753,8 +586,8 @@ def test_metrics_need_not_be_installed_for_the_core():
     ("keys", "message"),
     [
         (["metrics=off"], "metrics=off: choose one of none, prometheus"),
-        (["metrics.prot=1"], "unknown key metrics.prot; metrics has port, host, security, targets, push"),
-        (["+metrics.push.to=x"], "unknown key metrics.push.to; metrics.push has url"),
+        (["metrics.prot=1"], "unknown key metrics.prot; metrics has port, host, security, targets"),
+        (["+metrics.targets.to=x"], "unknown key metrics.targets.to; metrics.targets has folder"),
         (["metrics.security.certfile=x"], "certfile and keyfile belong together"),
         (["metrics.port=abc"], "port=abc: must be an integer from 0 (any that is free) to 65535"),
         (["metrics.port=1.5"], "port=1.5: must be"),

@@ -337,18 +337,10 @@ VALUES = {
         lambda _: metrics_endpoint.check_port(0),
         lambda _: metrics_endpoint.check_port(None),
     ),
-    "every_s={}: must be a positive number of seconds": (
-        lambda _: metrics_endpoint.Push(every_s=0),
-        lambda _: metrics_endpoint.Push(every_s=15),
-    ),
-    "{} belong together: give both, or neither": (
+    "certfile and keyfile belong together: give both, or neither": (
         lambda _: metrics_endpoint.Security(certfile="a"),
         lambda _: metrics_endpoint.Security(certfile="a", keyfile="b"),
         lambda _: metrics_endpoint.Security(),
-    ),
-    "password_file={}: it is empty; write the password into it": (
-        lambda path: metrics_endpoint.Push(username="a", password_file=str(with_file(path, "p", ""))),
-        lambda path: metrics_endpoint.Push(username="a", password_file=str(with_file(path, "p", "secret"))),
     ),
     # launching
     "{}: must be seconds, at least 0": (

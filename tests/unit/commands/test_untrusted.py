@@ -73,9 +73,9 @@ def test_classes_of_every_option_of_ours_are_built():
 
 
 def test_replay_sends_its_metrics_where_its_own_command_says(tmp_path):
-    changed = {"metrics": {"push": {"url": "http://elsewhere"}, "port": 1}}
+    changed = {"metrics": {"targets": {"address": "elsewhere"}, "port": 1}}
     metrics = replay_of(tmp_path, changed).metrics
-    assert (metrics.push.url, metrics.port) == (None, 9640)
+    assert (metrics.targets.address, metrics.port) == (None, 9640)
 
 
 def test_replay_of_what_cannot_be_resolved_is_refused(tmp_path):
