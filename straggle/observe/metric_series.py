@@ -51,7 +51,6 @@ GAUGES = {
     "link_bytes_per_second": "Bytes a second that this rank can send and receive, measured last.",
     "link_slow": "Whether this rank's link is slow, and costs the job time, 1 or 0.",
     "stage_weight_ratio": "Merged weight of the stage in the last step; 1 when all ranks computed it.",
-    "stage_position": "Place of the stage in the order of the backward pass, from 0; of rank 0 only.",
     "reach_ratio": "Share of the model's gradients that this rank computed in the last step.",
     "dropped_ratio": "Share of all ranks' gradients that did not come in time in the last step.",
     "predicted_dropped_ratio": "Share of all ranks' gradients that the deadline policy expects to be dropped.",
@@ -85,7 +84,6 @@ LABELS: dict[str, tuple[str, tuple[str, ...]]] = {
     "absent_rank": ("absent", ()),
     "stage_contributions": ("stage", ()),
     "stage_weight_ratio": ("stage", ()),
-    "stage_position": ("stage", ()),
     "estimates": ("stage", ()),
 }
 # which have no series before their first value

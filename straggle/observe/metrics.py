@@ -276,11 +276,8 @@ class StepMetrics:
 
     def _use(self, plan: StagePlan) -> None:
         """The stages are these now."""
-        self._series.clear("stage_contributions", "stage_weight_ratio", "estimates", "stage_position")
+        self._series.clear("stage_contributions", "stage_weight_ratio", "estimates")
         self._plan, self._stages = plan, stage_labels(plan)
-        if self._rank == 0:  # the same on all ranks: one series for each stage is enough
-            for position, name in enumerate(self._stages):
-                self._of("stage_position", name).set(position)
 
     # -- what there is
 

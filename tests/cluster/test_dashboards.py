@@ -1,4 +1,4 @@
-"""The dashboards: Grafana's are what the code builds, every query finds data in a real run, and the page draws it."""
+"""The dashboards are what the code builds, and every query, also of the page on them, finds data in a real run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from browser import Page as Tab
-from browser import browser
-from dashboards import PROMETHEUS, ROOT, STAGES, Page, Prometheus, backfill, missing, page, training
+from dashboards import PROMETHEUS, ROOT, Prometheus, backfill, missing, training
 
 GRAFANA = ROOT / "deploy" / "grafana"
 BOARDS = {path.name: json.loads(path.read_text()) for path in sorted((GRAFANA / "dashboards").glob("*.json"))}
@@ -25,11 +23,11 @@ TARGETS = [
     for panel in board["panels"]
     for target in panel.get("targets", [])
 ]
+ASKED = re.findall(
+    r"`([^`]+)`", (ROOT / "docs" / "dashboards.md").read_text().split("| ask |")[1].split("## Grafana")[0]
+)
 CHOSEN = {"$__rate_interval": "15s", "$job": "straggle", "$run": ".*"}
 needs_prometheus = pytest.mark.skipif(bool(missing("prometheus", "promtool")), reason=str(missing("prometheus")))
-needs_chromium = pytest.mark.skipif(
-    bool(missing("prometheus", "promtool", "chromium")), reason=str(missing("prometheus", "chromium"))
-)
 
 
 def substituted(expr: str, **more: str) -> str:
@@ -71,10 +69,7 @@ def test_queries_use_only_metrics_that_exist() -> None:
     metrics = dict(re.findall(r"^\| `(straggle_\w+)` \| (\w+) \|", (ROOT / "docs" / "metrics.md").read_text(), re.M))
     known = {name for name, kind in metrics.items() if kind != "histogram"}
     known |= {f"{name}_{part}" for name in metrics for part in ("sum", "count", "bucket")}
-    script = (PROMETHEUS / "assets" / "straggle.js").read_text()
     used = set(re.findall(r"straggle_\w+\w", "".join(target.values[1] for target in TARGETS)))
-    calls = r"(?:rate|each|group|last)\(\"(\w+)\""
-    used |= {f"straggle_{name}" for name in re.findall(calls, script)} | set(re.findall(r"straggle_\w+\w", script))
     assert len(used) > 25
     assert used - known == set()
 
@@ -96,12 +91,6 @@ def test_provisioning_names_what_is_there() -> None:
 
 
 # -- a real run
-
-
-@pytest.fixture(scope="module")
-def tab() -> Iterator[Tab]:
-    with browser() as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -142,66 +131,13 @@ def test_every_query_finds_data_in_a_real_run(live: Prometheus, board: str, expr
 
 
 @pytest.mark.slow
-@needs_chromium
-def test_page_shows_a_real_run(tab: Tab, live: Prometheus) -> None:
-    alert = "StragglerRank: Rank 2 "
-    for _ in range(10):  # on a busy machine others are sometimes slow as well, and the alert pauses
-        html, problems = page(tab, f"{live.url}/consoles/straggle.html?range=300&window=15")
-        assert problems == []
-        shown = Page(html)
-        late = [float(row[4].removesuffix(" %")) for row in shown.rows]
-        if alert in shown.text("alerts") and late[2] > max(late[:2]):
-            break
-    assert alert in shown.text("alerts")
-    assert late[2] > max(late[:2])
-    assert shown.text("problem") == ""
-    assert shown.attribute("heat", "data-ranks") == "3"
-    assert int(shown.attribute("heat", "data-cells")) >= 3
-    assert int(shown.attribute("stages", "data-stages")) >= 4
-    assert "straggle / nightly" in shown.text("run")
-    assert [row[0] for row in shown.rows] == ["0", "1", "2"]
-    assert "\N{EN DASH}" not in shown.text("tiles")  # nothing is missing
-    assert "AutoDeadline" in shown.text("about")
+@needs_prometheus
+@pytest.mark.parametrize("expr", ASKED)
+def test_every_query_that_the_page_of_dashboards_names_finds_data_in_a_real_run(live: Prometheus, expr: str) -> None:
+    assert drawable(live.ask(expr)) != []
 
 
 # -- a run whose numbers are known
-
-
-@pytest.fixture(scope="module", params=[1, 4, 256])
-def known(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, str]]:
-    """The number of ranks and the page's address."""
-    folder = tmp_path_factory.mktemp("known")
-    end = backfill(folder, request.param, seconds=150)
-    prometheus = Prometheus(folder)
-    try:
-        yield request.param, f"{prometheus.url}/consoles/straggle.html?range=300&end={end}"
-    finally:
-        prometheus.close()
-
-
-@pytest.mark.slow
-@needs_chromium
-@pytest.mark.parametrize("size", [(1400, 2000), (400, 3000)], ids=["desk", "phone"])
-def test_page_shows_the_numbers_of_a_run(tab: Tab, known: tuple[int, str], size: tuple[int, int]) -> None:
-    num_ranks, address = known
-    html, problems = page(tab, address, size=size)
-    shown = Page(html)
-    assert problems == []
-    assert shown.text("problem") == ""
-    assert shown.attribute("heat", "data-ranks") == str(num_ranks)
-    assert int(shown.attribute("heat", "data-cells")) >= 20 * num_ranks
-    assert shown.attribute("stages", "data-stages") == str(len(STAGES))
-    assert shown.attribute("stages", "aria-label") == f"dropped by stage and rank: {', '.join(STAGES)}"
-    assert [row[0] for row in shown.rows] == [str(rank) for rank in range(num_ranks)]
-    plain, slow = shown.rows[0], shown.rows[-1]
-    assert slow[2:] == ["600 ms", "0 s", "50 %", "25 %", "0", "100 ms ago"]
-    if num_ranks > 1:
-        assert plain[2:] == ["200 ms", "100 ms", "0 %", "0 %", "0", "100 ms ago"]
-        assert f"The others wait for rank {num_ranks - 1}: the median rank waits 100 ms" in shown.text("ranks-note")
-    assert shown.text("alerts") == f"StragglerRank {num_ranks - 1}"
-    assert "Step 500 ms" in shown.text("tiles")
-    assert "Deadline 400 ms" in shown.text("tiles")
-    assert "Saved 50 %" in shown.text("tiles")
 
 
 @pytest.mark.slow
@@ -248,16 +184,3 @@ def rule(file: str, name: str) -> str:
 def values_by_rank(prometheus: Prometheus, expr: str) -> list[tuple[str, float]]:
     found = prometheus.ask(substituted(expr, rank=".*"))
     return sorted((own["metric"].get("rank", ""), round(float(own["value"][1]), 3)) for own in found)
-
-
-@pytest.mark.slow
-@needs_chromium
-@pytest.mark.parametrize("path", ["", "/under/this"])
-def test_page_says_that_there_is_no_run(tab: Tab, tmp_path: Path, path: str) -> None:
-    prometheus = Prometheus(tmp_path, path)
-    try:
-        html, problems = page(tab, f"{prometheus.url}/consoles/straggle.html")
-    finally:
-        prometheus.close()
-    assert problems == []
-    assert Page(html).text("problem") == "No rank of any run has been scraped in this time."
