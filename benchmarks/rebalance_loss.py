@@ -22,12 +22,12 @@ from sleeping import Nap
 from torch import nn
 
 import straggle
+from experiments._intervals import mean_interval
 from straggle.data.deal import epoch_order
 from straggle.lab.interleaved import seconds_to
 from straggle.lab.jobs import process_group
 from straggle.lab.workloads.digits import Digits
 from straggle.lab.workloads.text import Text
-from straggle.observe.intervals import mean_interval
 from straggle.report import text_table
 
 BLOCK, EQUAL, SLOW = 10, 8, 2.0

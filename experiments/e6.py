@@ -8,48 +8,91 @@ logical ranks, which merge as real ones do, show the rest over many seeds.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 import torch
-from torch import nn
+from torch import Generator, Tensor, nn
 
+from experiments._intervals import difference_interval, mean_interval
+from experiments._logical import (
+    Lateness,
+    Learned,
+    Samples,
+    Setting,
+    Treatment,
+    from_one_pool,
+    learn,
+    nobody,
+    of_their_own,
+    same_ranks,
+)
 from experiments._models import WithModel, digits_mlp
 from experiments.result import Line, Result
-from straggle.lab.learning.lateness import (
-    ByDeadline,
-    Nobody,
-    OtherRanks,
-    OtherRanksPerUnit,
-    SameRanks,
-    SameReach,
-)
-from straggle.lab.learning.learning import Learned, Setting, Treatment, learn
-from straggle.lab.learning.samples import FromOnePool, OfTheirOwn, Samples
 from straggle.lab.local_ranks import run_on_ranks
+from straggle.lab.simulate.communication import Constant
 from straggle.lab.simulate.delays import NoDelay
+from straggle.lab.simulate.ranks import Cluster
+from straggle.lab.simulate.units import Work
 from straggle.lab.workloads.digits import Digits
 from straggle.lab.workloads.text import Text
 from straggle.lab.workloads.workload import Workload
-from straggle.observe.intervals import difference_interval, mean_interval
 from straggle.parallel import StagedDataParallel
-from straggle.policies.deadline import FixedDeadline
+from straggle.policies.deadline import FixedDeadline, LateHandling
 
 RANKS, BATCH = 6, 8
 REAL_STEPS = 30
 ALL, DEADLINE = "wait for all", "deadline only"
+
+
+def by_deadline(num_ranks: int, num_units: int, generator: Generator) -> Iterator[Tensor]:
+    """The ranks that a deadline makes late which no rank passes."""
+    units = Work(1.0, num_stages=num_units).units("stage")
+    cluster = Cluster(num_ranks, units, FixedDeadline(1.2), LateHandling(), Constant(), num_ranks)
+    for unit_s in NoDelay().steps(units.base_s, num_ranks, generator):
+        yield cluster.step(unit_s.cumsum(1)) >= 1
+
+
+def half(late: int, num_units: int, _generator: Generator) -> Tensor:
+    """A late rank stops half way."""
+    return torch.full((late,), num_units // 2)
+
+
+def other_ranks(late: int) -> Lateness:
+    """In each step other ranks are late, and finish nothing."""
+
+    def steps(num_ranks: int, num_units: int, generator: Generator) -> Iterator[Tensor]:
+        while True:
+            finished = torch.ones(num_ranks, num_units, dtype=torch.bool)
+            finished[torch.randperm(num_ranks, generator=generator)[:late]] = False
+            yield finished
+
+    return steps
+
+
+def other_ranks_per_unit(late: int) -> Lateness:
+    """Of each unit the part of ``late`` ranks is missing, drawn for each unit: the first N - ``late`` packets."""
+
+    def steps(num_ranks: int, num_units: int, generator: Generator) -> Iterator[Tensor]:
+        while True:
+            drawn = torch.rand(num_ranks, num_units, generator=generator)
+            yield drawn.argsort(dim=0).argsort(dim=0) >= late
+
+    return steps
+
+
 TREATMENTS = {
-    ALL: Treatment(Nobody()),
-    DEADLINE: Treatment(ByDeadline(FixedDeadline(1.2), NoDelay())),
-    "5 of 6, the same rank late": Treatment(SameRanks(1)),
-    "the same rank late, stops half way": Treatment(SameRanks(1, SameReach(0.5))),
-    "5 of 6, another rank in each step": Treatment(OtherRanks(1)),
-    "5 of 6, another rank for each stage": Treatment(OtherRanksPerUnit(1)),
-    "3 of 6, others in each step": Treatment(OtherRanks(3)),
-    "3 of 6, others for each stage": Treatment(OtherRanksPerUnit(3)),
+    ALL: Treatment(nobody),
+    DEADLINE: Treatment(by_deadline),
+    "5 of 6, the same rank late": Treatment(same_ranks(1)),
+    "the same rank late, stops half way": Treatment(same_ranks(1, half)),
+    "5 of 6, another rank in each step": Treatment(other_ranks(1)),
+    "5 of 6, another rank for each stage": Treatment(other_ranks_per_unit(1)),
+    "3 of 6, others in each step": Treatment(other_ranks(3)),
+    "3 of 6, others for each stage": Treatment(other_ranks_per_unit(3)),
 }
 
 
@@ -103,12 +146,12 @@ def _train(rank: int, budget_s: float | None) -> tuple[str, int]:
     workload = Digits(channels=8, depth=3)
     module = workload.model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
-    samples = FromOnePool(workload, RANKS, BATCH, seed=0)
+    samples = from_one_pool(workload, RANKS, BATCH, 0)
     model = StagedDataParallel(module, deadline=None if budget_s is None else FixedDeadline(budget_s))
     late = 0
     for step in range(REAL_STEPS):
         with model.step():
-            workload.loss(model, workload.batch(samples.indices(step)[rank])).backward()  # type: ignore[no-untyped-call]
+            workload.loss(model, workload.batch(samples(step)[rank])).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         late += model.last_report is not None and rank in model.last_report.late_ranks
@@ -152,11 +195,11 @@ def _tasks(quick: bool) -> list[Task]:
 
 
 def _pool(workload: Workload, seed: int) -> Samples:
-    return FromOnePool(workload, RANKS, BATCH, seed=seed)
+    return from_one_pool(workload, RANKS, BATCH, seed)
 
 
 def _own(workload: Workload, seed: int) -> Samples:
-    return OfTheirOwn(workload, RANKS, BATCH, seed=seed, sorted_share=1.0)
+    return of_their_own(workload, RANKS, BATCH, seed, by_class=True)
 
 
 def _runs(task: Task) -> dict[str, tuple[Learned, ...]]:

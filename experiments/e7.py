@@ -7,27 +7,26 @@ output on. As there, each weight and each bias of the network is a unit of its o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 import torch
-from torch.optim import Optimizer
+from torch import Generator, Tensor
 
+from experiments._intervals import difference_interval, mean_interval
+from experiments._logical import Learned, Reach, Setting, Treatment, learn, nobody, of_their_own, same_ranks
 from experiments._models import WithModel, digits_mlp
 from experiments.result import Line, Result
-from straggle.lab.learning.lateness import Nobody, PoissonReach, ReachDistribution, SameRanks, UniformReach
-from straggle.lab.learning.learning import Learned, Setting, Treatment, learn
-from straggle.lab.learning.samples import OfTheirOwn
-from straggle.lab.learning.weighting import InverseProbability
 from straggle.lab.workloads.digits import Digits
-from straggle.observe.intervals import Interval, difference_interval, mean_interval
-from straggle.policies.estimators import Estimator, Zero
+from straggle.observe.intervals import Interval
 
 USERS, LATE, BATCH, ROUNDS = 30, 27, 16, 100
 CHANCES = (1.0, 0.95, 0.80, 0.58, 0.35, 0.19)
-SAMPLES = {"alike": 0.0, "own classes": 1.0}
+SAMPLES = {"alike": False, "own classes": True}  # whether each user has classes of its own
+WINDOW, MAX_WEIGHT = 50, 10.0
 NEARLY = 1.0  # points of accuracy that count as the same
 
 NONE_LATE, DROP, DROP_N, ZERO, COUNT, INVERSE = (
@@ -40,21 +39,41 @@ NONE_LATE, DROP, DROP_N, ZERO, COUNT, INVERSE = (
 )
 
 
-def zero(_optimizer: Optimizer) -> Estimator:
-    """Zeros with full weight fill in."""
-    return Zero()
+def uniform(late: int, num_units: int, generator: Generator) -> Tensor:
+    """Any number of layers from one to all, with equal probability, as the program of the paper draws it."""
+    return torch.randint(1, num_units + 1, (late,), generator=generator)
 
 
-def treatments(reach: ReachDistribution) -> dict[str, Treatment]:
+def poisson(late: int, num_units: int, generator: Generator) -> Tensor:
+    """The first layer, and then a Poisson number of further ones with mean 3, at most all.
+
+    This is the case if each layer takes an exponentially distributed time, as Goren et al. 2025, "Adaptive deadline and
+    batch layered synchronized federated learning", have it. Layer ``i`` (from 0) has the probability
+    ``P(Poisson(3) >= i)``.
+    """
+    further = torch.poisson(torch.full((late,), 3.0), generator=generator)
+    return (1 + further.long()).clamp(max=num_units)
+
+
+def by_inverse_chance(finished: Tensor, earlier: Sequence[Tensor]) -> Tensor:
+    """A gradient counts by the inverse of its user's chance of finishing it (Horvitz and Thompson 1952).
+
+    That chance is known from earlier rounds only; in the first round it is 1.
+    """
+    chance = torch.stack(tuple(earlier[-WINDOW:])).float().mean(0) if earlier else torch.ones(finished.shape)
+    return (1 / chance).clamp(max=MAX_WEIGHT) * finished
+
+
+def treatments(reach: Reach) -> dict[str, Treatment]:
     """The merges, from the least to the most that they are expected to reach."""
-    late = SameRanks(LATE, reach)
+    late = same_ranks(LATE, reach)
     return {
-        DROP_N: Treatment(SameRanks(LATE), make_estimator=zero),
-        DROP: Treatment(SameRanks(LATE)),
-        ZERO: Treatment(late, make_estimator=zero),
+        DROP_N: Treatment(same_ranks(LATE), over_all=True),
+        DROP: Treatment(same_ranks(LATE)),
+        ZERO: Treatment(late, over_all=True),
         COUNT: Treatment(late),
-        INVERSE: Treatment(late, InverseProbability),
-        NONE_LATE: Treatment(Nobody()),
+        INVERSE: Treatment(late, by_inverse_chance),
+        NONE_LATE: Treatment(nobody),
     }
 
 
@@ -79,12 +98,12 @@ def run(quick: bool, out: Path) -> Result:
     torch.set_num_threads(1)
     seeds = 4 if quick else 20
     found: dict[tuple[str, str], dict[str, Runs]] = {}
-    for samples, share in SAMPLES.items():
+    for samples, by_class in SAMPLES.items():
         # who does not come to any layer, or to all, does not depend on the depth
-        first = {name: _runs(treatment, share, seeds) for name, treatment in treatments(UniformReach()).items()}
+        first = {name: _runs(treatment, seeds, by_class=by_class) for name, treatment in treatments(uniform).items()}
         others = {
-            name: _runs(treatment, share, seeds)
-            for name, treatment in treatments(PoissonReach(3)).items()
+            name: _runs(treatment, seeds, by_class=by_class)
+            for name, treatment in treatments(poisson).items()
             if _by_depth(name)
         }
         found[samples, "uniform"] = first
@@ -101,11 +120,11 @@ def _by_depth(name: str) -> bool:
     return name in (ZERO, COUNT, INVERSE)
 
 
-def _runs(treatment: Treatment, sorted_share: float, seeds: int) -> Runs:
+def _runs(treatment: Treatment, seeds: int, *, by_class: bool) -> Runs:
     runs = []
     for seed in range(seeds):
         workload = WithModel(Digits(seed=seed), digits_mlp)
-        samples = OfTheirOwn(workload, USERS, BATCH, seed=seed, sorted_share=sorted_share)
+        samples = of_their_own(workload, USERS, BATCH, seed, by_class=by_class)
         optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.5)
         runs.append(learn(Setting(workload, optimizer, samples, ROUNDS, seed=seed), treatment))
     return Runs(tuple(runs))

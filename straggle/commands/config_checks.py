@@ -25,7 +25,6 @@ from straggle.lab.build import build_estimator, build_faults, build_links, build
 _AT_LEAST = {
     "steps": 1,
     "ranks": 1,
-    "seeds": 1,
     "history_ranks": 1,
     "num_microbatches": 1,
     "batch_size": 1,
@@ -44,9 +43,8 @@ _PARTS = (
     "delays",
     "work",
     "network",
-    "lateness",
 )
-_BUILT = ("deadline", "merge", "late_handling", "delays", "work", "network", "lateness")
+_BUILT = ("deadline", "merge", "late_handling", "delays", "work", "network")
 _OF_A_METHOD = ("job", "deadline", "estimator", "late_handling", "merge", "optimizer", "stages", "rebalance", "work")
 _AT_LEAST_OF_A_JOB = {"every": 2, "warmup_steps": 0}
 _NOT_COMPARED = ("resume", "replay", "report", "checkpoint_every", "links")  # keys that only train follows

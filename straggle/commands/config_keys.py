@@ -25,7 +25,6 @@ GROUPS = (
     "delays",
     "network",
     "rebalance",
-    "lateness",
     "members",
     "links",
 )

@@ -1,4 +1,4 @@
-"""A number and how sure it is: from runs with different seeds, from turns of two jobs, and from the steps of one run.
+"""A number and how sure it is: from turns of two jobs, and from the steps of one run.
 
 Adjacent steps are alike, so steps are resampled in blocks.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist, fmean, stdev
+from statistics import NormalDist
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array: TypeAlias = NDArray[np.float64]
-LEVEL = 0.9  # of the intervals over steps; those over seeds and turns have 0.95
+LEVEL = 0.9  # of the intervals over steps; those over turns have 0.95
 _DRAWS = 1000
 _TURN_DRAWS = 2000
 
@@ -45,35 +45,6 @@ class Interval:
 def span(one: Interval, other: Interval) -> Interval:
     """From the lower low to the higher high; the value is the first one's."""
     return Interval(one.value, min(one.low, other.low), max(one.high, other.high))
-
-
-# -- independent values
-
-
-def mean_interval(values: Sequence[float]) -> Interval:
-    """The 95 % interval of the mean of independent values, by Student's t; unbounded for a single one."""
-    mean = fmean(values)
-    half = _t975(len(values) - 1) * stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.inf
-    return Interval(mean, mean - half, mean + half)
-
-
-def difference_interval(values: Sequence[float], reference: Sequence[float]) -> Interval:
-    """The interval of the mean difference between runs of the same seeds."""
-    return mean_interval([value - other for value, other in zip(values, reference, strict=True)])
-
-
-_FEW = (12.706, 4.303, 3.182, 2.776, 2.571)  # for 1 to 5 degrees of freedom
-
-
-def _t975(degrees: int) -> float:
-    """Student's t at 0.975; from 6 degrees of freedom on from the normal quantile (Abramowitz and Stegun, 26.7.5)."""
-    if degrees <= len(_FEW):
-        return _FEW[degrees - 1]
-    z = NormalDist().inv_cdf(0.975)
-    first = (z**3 + z) / 4
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / degrees + second / degrees**2 + third / degrees**3
 
 
 # -- turns

@@ -32,7 +32,6 @@ COMMANDS = {
     "train": ["steps=1"],
     "compare": ["steps=1"],
     "simulate": ["steps=1"],
-    "learn": ["steps=1"],
     "profile": ["steps=1"],
     "check": ["train"],
     "completion": ["bash"],

@@ -222,8 +222,6 @@ def test_every_key_of_the_configuration_is_documented() -> None:
     simulated = default_of("simulate")
     keys = {str(key) for key in simulated if key not in (*GROUPS, "late_handling", "work", "hydra")}
     keys |= {f"{part}.{key}" for part in ("late_handling", "work") for key in simulated[part] if key != "_target_"}
-    learned = default_of("learn")
-    keys |= {str(key) for key in learned if key not in (*GROUPS, "late_handling", "merge", "hydra")}
     assert keys - documented((ROOT / "docs" / "simulate.md").read_text()) == set()
 
 
@@ -239,7 +237,7 @@ def test_every_option_of_a_group_is_documented_with_its_keys(
 ) -> None:
     record_a_run(tmp_path / "runs" / "latest")  # what delays=replay looks for
     monkeypatch.chdir(tmp_path)
-    command = next(name for name in ("train", "simulate", "learn") if group in default_of(name))
+    command = next(name for name in ("train", "simulate") if group in default_of(name))
     section = CONFIGURATION.partition(f"**`{group}`**")[2]
     section = re.split(r"\n\*\*|\n## ", section)[0]
     rows = {line.split("`")[1]: documented(line) for line in section.splitlines() if line.startswith("| `")}

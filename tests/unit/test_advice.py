@@ -12,7 +12,7 @@ import torch
 from advice import pattern
 from torch import nn
 from training import mlp
-from watched import NUM_STAGES, write_trace, write_watch
+from watched import write_trace, write_watch
 
 import straggle
 from straggle import LateHandling, StagedBackward
@@ -21,7 +21,6 @@ from straggle.backward.stage_profile import measure_stages
 from straggle.commands.launching import options, store_host
 from straggle.data.rebalance import check_shares
 from straggle.lab import faults
-from straggle.lab.learning import lateness, logical, samples
 from straggle.lab.simulate import communication, delays, links, pulled, recorded, units
 from straggle.lab.workloads import digits, paced, shard, synthetic, text
 from straggle.merge.members import state_wire
@@ -120,16 +119,6 @@ def with_file(path, name, content):
     path.mkdir(exist_ok=True)
     (path / name).write_text(content)
     return path / name
-
-
-def no_batch_norm(norm):
-    workload = synthetic.Synthetic(width=8, depth=1, num_samples=64)
-    model = nn.Sequential(nn.Linear(32, 8), norm(8), nn.Linear(8, 10))
-    logical.LogicalRanks(workload, model, 2)
-
-
-def of_their_own(ranks):
-    samples.OfTheirOwn(synthetic.Synthetic(width=8, depth=1, num_samples=64), ranks, 16, seed=0)
 
 
 NODES = ("--nnodes", "2", "--node-rank", "0", "--rdzv-endpoint", "node0:29500")
@@ -383,12 +372,6 @@ VALUES = {
 }
 
 
-def late_as_recorded(path, num_units):
-    replay = recorded.Replay(str(write_trace(path, 1.0)))
-    pattern = lateness.ByDeadline(straggle.FixedDeadline(1.0), replay)
-    assert pattern.reached(4, num_units, torch.Generator()).shape == (4, num_units)
-
-
 def standard_library_in(path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sysconfig, "get_paths", lambda: {"stdlib": str(path)})
@@ -437,26 +420,6 @@ LAB = {
         lambda _: faults.Stall(0, seconds=1, rank=0, every=0),
         lambda _: faults.Stall(0, seconds=1, rank=0, every=1),
         lambda _: faults.Stall(0, seconds=1, rank=0),
-    ),
-    "mean={}: units that a late rank finishes on average, such as 3": (
-        lambda _: lateness.PoissonReach(-1),
-        lambda _: lateness.PoissonReach(3),
-    ),
-    "reach={}: give a distribution, such as straggle.lab.learning.lateness.SameReach(0.5)": (
-        lambda _: lateness.OtherRanks(1, 0.5),
-        lambda _: lateness.OtherRanks(1, lateness.SameReach(0.5)),
-    ),
-    "the recorded run has {} stages, and a rank here passes {} units: set stages={}": (
-        lambda path: late_as_recorded(path, NUM_STAGES + 1),
-        lambda path: late_as_recorded(path, NUM_STAGES),
-    ),
-    "{} has buffers, such as {}: use a model without BatchNorm": (
-        lambda _: no_batch_norm(nn.BatchNorm1d),
-        lambda _: no_batch_norm(nn.LayerNorm),
-    ),
-    "{} ranks have {} samples each, fewer than batch_size={}: use fewer ranks": (
-        lambda _: of_their_own(8),
-        lambda _: of_their_own(4),
     ),
     "{}={}: must be a finite number from 0 on": (
         lambda _: communication.Constant(-1),

@@ -1,15 +1,19 @@
 """The frame of the experiments: its command line, its table, its exit status."""
 
 import json
+from itertools import islice
 
 import pytest
 import torch
 
+from experiments import _logical, e6, e7
 from experiments.__main__ import arguments, perform
+from experiments._intervals import difference_interval, mean_interval
 from experiments.e1 import literal_threshold
 from experiments.e3 import expected_slowest
 from experiments.e9 import expected_s
 from experiments.result import Line, Result
+from straggle.lab.workloads.digits import Digits
 from straggle.policies.thresholds import StepTimes, choose_threshold
 
 FINE = Line("a", "1 +- 0.1", "1.05", True)
@@ -69,3 +73,49 @@ def test_closed_forms_that_experiments_are_held_to():
     assert expected_slowest(200, 3.0, 0.5, microbatches=1) == pytest.approx(
         3.0 + float(draws.amax(1).mean()), rel=0.002
     )
+
+
+def share(lateness, steps=400, num_ranks=6, num_units=6):
+    """In which share of the steps each rank finishes each unit."""
+    drawn = islice(lateness(num_ranks, num_units, torch.Generator().manual_seed(0)), steps)
+    return torch.stack(list(drawn)).float().mean(0)
+
+
+def test_late_ranks_of_the_experiments_reach_a_unit_as_often_as_they_should():
+    uniform = share(_logical.same_ranks(4, e7.uniform), 4000)
+    assert uniform[:2].unique().tolist() == [1.0]
+    assert uniform[2:].mean(0).tolist() == pytest.approx([1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6], abs=0.02)
+    poisson = share(_logical.same_ranks(6, e7.poisson), 4000).mean(0)
+    assert poisson.tolist() == pytest.approx([1, 0.950, 0.801, 0.577, 0.353, 0.185], abs=0.02)
+    assert share(_logical.same_ranks(1, e6.half))[5].tolist() == [1, 1, 1, 0, 0, 0]
+    assert bool(share(e6.by_deadline).all())
+    for lateness in (e6.other_ranks, e6.other_ranks_per_unit):
+        assert share(lateness(2), 2000).flatten().tolist() == pytest.approx([4 / 6] * 36, abs=0.05)
+
+
+def test_seldom_finished_units_count_by_the_inverse_of_their_chance_in_the_rounds_before():
+    finished = [torch.tensor([[True, round_ % 2 == 0, round_ == 0]]) for round_ in range(61)]
+    weights = [e7.by_inverse_chance(each, finished[:round_]).tolist()[0] for round_, each in enumerate(finished)]
+    assert weights[0] == [1.0, 1.0, 1.0]
+    assert weights[2] == weights[60] == [1.0, 2.0, 0.0]
+    assert e7.by_inverse_chance(torch.tensor([[True, True, True]]), finished[1:]).tolist()[0] == [1.0, 2.0, 10.0]
+
+
+@pytest.mark.parametrize("by_class", [False, True])
+def test_each_logical_rank_goes_through_samples_of_its_own(by_class):
+    workload = Digits(channels=4, depth=1)
+    samples = _logical.of_their_own(workload, 5, 8, 1, by_class=by_class)
+    epoch = torch.stack([samples(step) for step in range(workload.num_samples // 40)], 1).flatten(1)
+    assert len(epoch.unique()) == epoch.numel()
+    classes = [len(workload.batch(part)[1].unique()) for part in epoch]
+    assert max(classes) <= 4 if by_class else classes == [10] * 5
+
+
+def test_interval_of_a_mean_is_students():
+    values = [1.0, 2.0, 4.0, 5.0]
+    for count, quantile in ((4, 3.182), (8, 2.365), (20, 2.093)):
+        sample = (values * 5)[:count]
+        expected = quantile * torch.tensor(sample).std().item() / count**0.5
+        assert mean_interval(sample).half == pytest.approx(expected, rel=2e-3)
+    assert mean_interval(values).value == 3.0
+    assert f"{difference_interval([2.0, 3.0], [1.0, 2.0]):+.1f}" == "+1.0 +- 0.0"

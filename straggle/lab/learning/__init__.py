@@ -1,1 +1,0 @@
-"""Training of many logical ranks in one process, under partial gradients."""
