@@ -46,7 +46,7 @@ def main():
     options.add_argument("--steps", type=int, default=20000)
     options.add_argument("--changes", type=int, default=200, help="how often a rank is put out, at least")
     options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--variant", choices=("plain", "norm", "microbatches", "whole", "carry"), default="plain")
+    options.add_argument("--variant", choices=("plain", "norm", "microbatches", "whole"), default="plain")
     options.add_argument("--preload", action="store_true", help="workers are forked, and need not load torch")
     options.add_argument("--quick", action="store_true", help="2,000 steps, 15 changes")
     options = kinds.add_parser("goodput")

@@ -49,7 +49,6 @@ from straggle.policies.estimators import (
 )
 from straggle.policies.history import History, Progress
 from straggle.policies.leaves import LinkPolicy
-from straggle.policies.supplements import Carry, ErrorFeedback, Supplement, SupplementingEstimator
 from straggle.policies.wrappers import Anneal, DropBudget, Shadow
 from straggle.report import BackwardReport, MembersReport, RankReport, ShadowReport, StageReport, StageTime, StepReport
 from straggle.step import Step
@@ -62,7 +61,6 @@ __all__ = [
     "BackwardReport",
     "BackwardStep",
     "BalancedByTime",
-    "Carry",
     "CollectGarbage",
     "Deadline",
     "DeadlineReached",
@@ -70,7 +68,6 @@ __all__ = [
     "DropBudget",
     "Elastic",
     "Epochs",
-    "ErrorFeedback",
     "Estimate",
     "Estimator",
     "FinishedStage",
@@ -105,8 +102,6 @@ __all__ = [
     "StagedDataParallel",
     "Step",
     "StepReport",
-    "Supplement",
-    "SupplementingEstimator",
     "WaitForAll",
     "Watch",
     "Zero",

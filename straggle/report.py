@@ -23,9 +23,8 @@ class RankReport:
     ``outside_s`` is time between two ``step()`` blocks that was spent neither on data nor in the optimizer's step
     (``optimizer_s``): clipping, evaluation, checkpoints. ``data_s`` runs from the end of the optimizer's step to the
     first forward pass. ``compute_s`` counts from entering ``step()`` to the end of the rank's own work (NaN: it never
-    entered). It counts from the end of the merge before where the rank was then still in its backward pass (`Carry`).
-    ``wait_s`` is how long the rank waited for the slowest rank. ``overrun_s`` is how long it went on with earlier steps
-    after these had been merged without it.
+    entered). ``wait_s`` is how long the rank waited for the slowest rank. ``overrun_s`` is how long it went on with
+    earlier steps after these had been merged without it.
 
     ``stages`` holds the share of each stage that the rank computed, and ``reach`` the share of the full model: 0.5
     means that half of the gradient elements came from this rank's own backward pass. ``stage_s`` says when each stage
@@ -37,7 +36,7 @@ class RankReport:
     left without a backward pass, "members" where a merge that was on its way was lost as another rank left (`Elastic`),
     "link" where a leaf's link did not carry them in time (`LinkPolicy`).
     ``absent``: it is no member at present. ``weights`` is the weight in the merge of all that the rank submitted for
-    each stage, including estimates and supplements. Without these it is ``weight`` times ``stages``. ``cost`` is what
+    each stage, including estimates. Without these it is ``weight`` times ``stages``. ``cost`` is what
     the user gave its step (``step.cost``), over the mean cost of the first step that had any. Without one it goes by
     the number of micro-batches, and is 1 where work is dealt out. Its deadline was longer by that factor. ``parts``:
     the micro-batches of the step's pool that it computed (``step.pull``). It is ``idle`` in a step whose pool had

@@ -108,7 +108,7 @@ def build_parts(
     parameters = WrappedParameters(module)
     channel = _meet(module, wrapped, options, process_group)
     state = ModuleState(module, options.merge.buffers, channel.rank, parameters.all[0].device)
-    fill_in = FillIn(options.estimator, options.late_handling)
+    fill_in = FillIn(options.estimator)
     coordinator = Coordinator(
         parameters.all,
         plan_stages(module, options.stages),

@@ -148,7 +148,6 @@ class OpenStep(PassWatcher):
         self._rule = NoData() if self._idle else by_clock
         self._passes_with_data = sys.maxsize  # fewer than were announced where the loop runs out of data
         self.stopped = False
-        self.goes_on = False  # it was late in a backward pass, which it finishes all the same
         self._num_forward = 0  # passes that were finished
         self._in_forward = False
         self._num_timed = 0  # micro-batches whose end was noted
@@ -300,7 +299,7 @@ class OpenStep(PassWatcher):
     @property
     def _left_at(self) -> int | None:
         """How often the pass had asked whether to go on when this rank was late; ``None``: it is not."""
-        return self._num_checks if self.stopped or self.goes_on else None
+        return self._num_checks if self.stopped else None
 
     @property
     def optimizing(self) -> bool:
@@ -309,7 +308,7 @@ class OpenStep(PassWatcher):
 
     def passes_came_short(self, merged: MergedStep) -> bool:
         """Whether passes may be missing by mistake: what a replay, a stand-in or missing data took is none."""
-        explained = self.failed or self.stopped or self.goes_on or merged.stood_in or self._idle
+        explained = self.failed or self.stopped or merged.stood_in or self._idle
         return not explained and self._replayed is None and self.drawn is None
 
     # -- forward
@@ -404,20 +403,15 @@ class OpenStep(PassWatcher):
             self._coordinator.discard_waiting()
 
     def check(self) -> None:
-        """Leave the step if its rule says so.
-
-        Where the estimator finishes late, a backward pass goes on instead, and what the rank has is submitted.
-        """
+        """Leave the step if its rule says so."""
         if (step := self.step) is None or step.between or (self._complete_microbatches and in_backward()):
             return
         if not self._rule.stops(self._num_checks) or not (self._idle or self.may_stop):
             self._num_checks += 1
             return
         self._merge_waiting()  # they are finished
-        self.goes_on = self.goes_on or self._submits_partial()
-        if not (self.goes_on and in_backward()):
-            self.stopped = True
-            raise DeadlineReached
+        self.stopped = True
+        raise DeadlineReached
 
     def _may_take(self, index: int, parameter: Tensor) -> bool:
         """Whether a gradient is one of an open step's, where that is not plain; raises where it cannot be."""
@@ -458,16 +452,6 @@ class OpenStep(PassWatcher):
 
     def _pass_failed(self) -> None:
         self._merge_waiting()  # they were finished before it did
-
-    def _submits_partial(self) -> bool:
-        """Whether a late rank finishes its backward pass; what it has is then submitted already."""
-        if self._idle or not self._fill_in.finishes_late or not in_backward():
-            return False
-        if self._replayed is not None and self._replayed.stood_in:
-            return True
-        assert self.step is not None
-        given = self._give_state(truncated=True)
-        return self._coordinator.submit_partial(self.step.scalars, given, left_at=self._num_checks)
 
     # -- what is merged beside the gradients
 

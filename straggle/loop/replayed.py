@@ -14,7 +14,6 @@ from straggle.merge.coordinator import Coordinator
 from straggle.merge.members.healing import Healing
 from straggle.merge.members.recorded_groups import RecordedGroups
 from straggle.merge.replay import Decision, Healed, RecordedMembers, Recording, no_leaves
-from straggle.policies.fill_in import FillIn
 
 
 class Replayed:
@@ -48,7 +47,7 @@ class Replayed:
 
     def _follow_members(self, members: RecordedMembers, *, on_cuda: bool) -> None:
         # all ranks refuse together: making the groups needs all of them
-        why_not = _why_not(members, self._options, self._channel.rank, on_cuda=on_cuda)
+        why_not = _why_not(self._options, on_cuda=on_cuda)
         if whys := sorted(filter(None, set(self._channel.gather(why_not)))):
             raise ValueError(f"a run whose members came and went cannot be replayed so: {'; '.join(whys)}")
         self._healed, self._givers = members.healed, members.givers
@@ -68,8 +67,8 @@ class Replayed:
         if (healed := self._healed.get(step)) is None:
             return
         torch.set_rng_state(healed.random)
-        self._coordinator.begin_anew(started=healed.started)
         if healed.started:
+            self._coordinator.begin_anew()
             self._options.estimator.forget_own()
 
     def _give_buffers(self, rank: int, giver: int) -> None:
@@ -98,7 +97,7 @@ class HealedRecorder:
         self._num_healed = num_healed
 
 
-def _why_not(members: RecordedMembers, options: Options, rank: int, *, on_cuda: bool) -> str:
+def _why_not(options: Options, *, on_cuda: bool) -> str:
     """Why this rank cannot replay a run whose members came and went; empty: it can."""
     if options.members is not None:
         return "wrap the model without members; in a replay no rank leaves"
@@ -106,10 +105,4 @@ def _why_not(members: RecordedMembers, options: Options, rank: int, *, on_cuda: 
         return "leave process_group out; members are ranks of the job"
     if on_cuda:
         return "the random state of a device is not recorded; replay on the CPU"
-    stayed = [step for step, healed in members.healed.items() if not healed.started]
-    if stayed and FillIn(options.estimator, options.late_handling).finishes_late:
-        return (
-            f"rank {rank} took a peer's state before step {stayed[0]} in the same process, and what "
-            f"{type(options.estimator).__name__} went on to compute until then is not recorded"
-        )
     return ""

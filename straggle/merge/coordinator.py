@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from straggle.merge.links.seen import bytes_on_wire
 from straggle.merge.members.member import Member
 from straggle.merge.members.membership import Membership
 from straggle.merge.merged_steps import MergedSteps
-from straggle.merge.options import Merge, ReachedShares
+from straggle.merge.options import Merge
 from straggle.merge.pools.draws import Drawn, Draws
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.rank_state import Entry, MergeSide, TrainingSide
@@ -131,11 +131,6 @@ class Coordinator:
         """The stages as they are planned now."""
         return self._rounds.plan
 
-    @property
-    def reached(self) -> ReachedShares:
-        """Of each stage, what this rank has computed recently."""
-        return self._rounds.reached
-
     def learn(self, plan: StagePlan) -> None:
         """Use this plan from here on; between two steps, on all ranks alike, before `start`."""
         self._rounds.learn(plan)
@@ -150,7 +145,7 @@ class Coordinator:
             self.training.enter(entry, self.stopwatch.now(), self.merging)
             if (current := self._open_own_round()) is None:
                 return None
-            self.training.leave(merges=True, ran_past_merge=False)
+            self.training.leave(merges=True)
             self._submission.own(current, truncated=False, scalars={}, given=NOTHING_GIVEN)
         self._merged_steps.complete(current)
         merged = self._take()
@@ -202,13 +197,10 @@ class Coordinator:
         with self._lock:
             self._rounds.make_spare()
 
-    def begin_anew(self, *, started: bool) -> None:
-        """Between two steps: forget what a rank that comes back does not know; ``started``: in a new process."""
+    def begin_anew(self) -> None:
+        """Between two steps: forget what a process that is started again does not know."""
         with self._lock:
-            if started:
-                self._rounds.begin_anew()
-            else:
-                self._rounds.come_back()
+            self._rounds.begin_anew()
 
     def pause(self) -> None:
         """Until `resume` the stand-in sleeps, and no step's time goes by."""
@@ -308,8 +300,7 @@ class Coordinator:
     def merge_waiting(self) -> bool:
         """Take the gradients that wait; merge each bucket that is complete with them.
 
-        True where they complete a stage. Gradients of a step that was merged without them are shown to an estimator
-        that finishes late, and discarded.
+        True if they complete a stage. Gradients of a step that was merged without them are discarded.
         Raises ``RuntimeError`` for more backward passes than ``num_microbatches``, and for a second gradient of one.
         """
         with self._lock:
@@ -320,7 +311,6 @@ class Coordinator:
         if not (waiting := self._take_waiting()):
             return False
         if (current := self._open_own_round()) is None:
-            self._discard(waiting)
             return False
         number, entered_at = self._pass_number, self.training.entered_at or 0.0
         last_in, num_in, most = current.last_in, current.num_in, current.num_microbatches
@@ -333,7 +323,7 @@ class Coordinator:
         """All of these parameters' gradients is in, since then; whether a stage is complete with them."""
         if complete and self._fill_in.reads_own:
             for index, _ in complete:
-                current.add(index, self._fill_in.computed(self._parameters[index], current.read(index)))
+                self._fill_in.computed(self._parameters[index], current.read(index))
         if self._last_copy is not None:
             self._last_copy.record()
         stages = [current.parameter_complete(index, at - entered_at) for index, at in complete]
@@ -343,13 +333,10 @@ class Coordinator:
         """Merge these gradients of the entire step, which the loop has computed by itself; all of them, or none.
 
         None where backward passes have given some of these parameters gradients, which come back then. Those of a step
-        that was merged without them are shown to an estimator that finishes late, and discarded.
+        that was merged without them are discarded.
         """
         with self._lock:
             if (current := self._open_own_round()) is None:
-                if self._fill_in.finishes_late:
-                    for index, gradient in gradients.items():
-                        self._fill_in.came_late(self._parameters[index], gradient, 1.0)
                 return []
             if twice := [index for index in gradients if current.num_in[index]]:
                 return twice
@@ -360,19 +347,10 @@ class Coordinator:
 
     def discard_waiting(self) -> None:
         """Take the gradients that wait, which are not to be merged with their step."""
-        with self._lock:
-            self._discard(self._take_waiting())
+        self.waiting.clear()
 
     def _take_waiting(self) -> list[Finished]:
         return [self.waiting.popleft() for _ in range(len(self.waiting))]
-
-    def _discard(self, late: Iterable[Finished]) -> None:
-        if not self._fill_in.finishes_late:
-            return
-        share = self.training.late_share(self._pass_number)
-        scale = 1.0 if self.training.drawn is None else share  # a pool's loss is that of one micro-batch alone
-        for index, gradient, _ in late:
-            self._fill_in.came_late(self._parameters[index], gradient if scale == 1 else gradient * scale, share)
 
     def _too_many(self, index: int, *, twice: bool) -> str:
         stage = next(stage.name for stage in self.plan.stages if index in stage.parameters)
@@ -384,21 +362,6 @@ class Coordinator:
             f"{self.training.entry.num_microbatches} backward passes; for more of them, several losses included, write "
             "model.step(num_microbatches=<number of backward passes>)"
         )
-
-    def submit_partial(self, scalars: Mapping[str, float], given: Given, *, left_at: int) -> bool:
-        """The training thread is late in its backward pass: submit what it has, while it goes on.
-
-        The stand-in waits for the merge. False where the pass has to end instead.
-        """
-        with self._lock:
-            if not self._fill_in.finishes_late or not self._stand_in.started:
-                return False
-            if (current := self._open_own_round()) is not None:
-                current.left_at = left_at
-                current.draw_only(self.training.entry.num_drawn)
-                self._submission.own(current, truncated=True, scalars=scalars, given=given)
-                self._stand_in.submitted_partial(current)
-            return True
 
     def finish(
         self,
@@ -424,7 +387,7 @@ class Coordinator:
             if self._membership is not None:
                 self.member.check_ended()
             mine = (current := self._open_own_round()) is not None
-            self.training.leave(merges=mine, ran_past_merge=self._fill_in.finishes_late and not mine)
+            self.training.leave(merges=mine)
             if current is not None:
                 current.left_at = left_at
                 current.draw_only(self.training.entry.num_drawn)

@@ -43,10 +43,10 @@ class Situation:
     ``lag``: merged steps that the training thread has not taken. ``entered``: it is in its step and not yet done;
     ``taking``: it has merged the step itself. ``clock_from``: what its deadline counts from; ``busy_since``: since when
     it has been in the same step, or between the same two. ``stopped``: it was asked to leave.
-    ``submitted``: all of this rank's part of the merge is on its way. ``partial``: the training thread goes on and does
-    not wait for it. ``waited_since``: when a quorum was seen to wait; ``asked_at``: when none was, last.
-    ``unposted``: its work is done, and the peers do not know. ``posted_stuck_s``: for how long it is stuck, as they
-    know. ``healing``: it waits for its state. ``put_back_at``: when it is stuck and puts back what it has not begun.
+    ``submitted``: all of this rank's part of the merge is on its way. ``waited_since``: when a quorum was seen to wait;
+    ``asked_at``: when none was, last. ``unposted``: its work is done, and the peers do not know. ``posted_stuck_s``:
+    for how long it is stuck, as they know. ``healing``: it waits for its state. ``put_back_at``: when it is stuck and
+    puts back what it has not begun.
     """
 
     lag: int = 0
@@ -58,7 +58,6 @@ class Situation:
     merged_at: float = 0.0
     any_late: bool = False
     submitted: bool = False
-    partial: bool = False
     waited_since: float = math.inf
     asked_at: float = -math.inf
     unposted: bool = False
@@ -105,11 +104,6 @@ class SubmitForStuck:
 
 
 @dataclass(frozen=True)
-class CompletePartial:
-    """Wait for the merge of what the training thread has submitted: it goes on with its pass."""
-
-
-@dataclass(frozen=True)
 class End:
     """The model is closed."""
 
@@ -128,7 +122,7 @@ def _notice_s(deadline_s: float) -> float:
     return min(max(0.004, 0.04 * deadline_s), 0.2 * deadline_s, 0.1)
 
 
-Action = Sleep | Post | Ask | Stop | PutBack | SubmitForStuck | CompletePartial | End
+Action = Sleep | Post | Ask | Stop | PutBack | SubmitForStuck | End
 
 
 def decide(now: float, at: Situation, limits: Limits) -> Action:
@@ -140,12 +134,9 @@ def decide(now: float, at: Situation, limits: Limits) -> Action:
     if at.healing:  # it has nothing to give, and its peers need not wait for that
         return Sleep(math.inf) if at.submitted else SubmitForStuck()
     due_at, stuck_s = post_at(limits.shortest_s, at.merged_at, any_late=at.any_late), _stuck_s(now, at)
-    # once it waits for a partial merge it cannot post
-    finished = at.unposted and (at.partial or now >= due_at)
+    finished = at.unposted and now >= due_at
     if finished or stuck_s != at.posted_stuck_s:
         return Post(finished, stuck_s)
-    if at.partial:
-        return CompletePartial()
     wake_at = now + LONG_S if now >= due_at else min(due_at, now + LONG_S)  # to see whether it is stuck, or to post
     if at.submitted:  # nothing can be late before the next deadline is over
         shortest_s = limits.shortest_s

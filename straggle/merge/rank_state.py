@@ -60,19 +60,15 @@ class TrainingSide:
         self.entry = Entry(kept=UNDECIDED)
         self.entered_at: float | None = None  # `None` between two steps
         self.clock_from = -math.inf  # what its deadline counts from
-        self.work_from = -math.inf  # what its own work's seconds count from
         self.applied_at = -math.inf  # when it took the last merged step
         self.taking = False  # it has merged its step itself, and is about to take it
         self.came_late = True  # it has not submitted its last step itself: the next one may have begun without it
-        self.ran_past_merge = False  # it was still in the backward pass of the step before when that was merged
         self.failed = False  # its own code raised
         self.weight = 1.0
         self.data_share = 1.0  # of its step's micro-batches, where the loop ran out of data within it
         self.joins_over = 0  # loops over `join` for which it has no more data; set without the lock
         self.cost = math.nan  # what its step takes by right, in the user's unit
         self.drawn: Drawn | None = None  # of its step's pool, where that has one
-        self._submitted: Drawn | None = None  # the same when its part was submitted; by whoever submits
-        self._pulled = False  # the step before the one that it has entered had a pool
         self.num_put_back = 0  # micro-batches of it that it had drawn and did not begin; by the stand-in
         self.part_began_at = math.inf  # the last one
         self.pool_times = NEVER
@@ -94,15 +90,13 @@ class TrainingSide:
         """It enters its step.
 
         Where the last step was ended without it, its peers began this one at the end of that merge, and its deadline
-        counts from there: otherwise a stall is paid twice. So do its seconds, where it worked on all that time.
+        counts from there: otherwise a stall is paid twice.
         """
         self.entry, self.entered_at = entry, now
-        began_at = merging.merged_at if self.came_late and merging.step == self.step else now
-        self._pulled = self.drawn is not None
-        self.clock_from, self.work_from = began_at, began_at if self.ran_past_merge else now
+        self.clock_from = merging.merged_at if self.came_late and merging.step == self.step else now
         self.weight, self.cost, self.microbatch_s, self.drawn = 1.0, math.nan, [], None
         self.data_share = 1.0
-        self.num_put_back, self._draws, self._submitted = 0, None, None
+        self.num_put_back, self._draws = 0, None
 
     def keep(self, kept: int) -> None:
         """The mark of the gradients that it keeps is decided."""
@@ -138,9 +132,9 @@ class TrainingSide:
         if len(self.microbatch_s) < self.entry.num_microbatches:  # a loop may call the model more often
             self.microbatch_s.append(self.stopwatch.now() - (self.entered_at or 0.0))
 
-    def leave(self, *, merges: bool, ran_past_merge: bool) -> None:
+    def leave(self, *, merges: bool) -> None:
         """Its work for its step is over; ``merges``: it has submitted that itself, and merges it."""
-        self.taking, self.ran_past_merge = merges, ran_past_merge
+        self.taking = merges
 
     def fail(self) -> None:
         """Its own code raised, or the estimator's."""
@@ -177,32 +171,6 @@ class TrainingSide:
         if stood_in and self.step == step and self.entered_at is not None:
             return self.entry.joins_over  # it may draw on; a replay submits only after that
         return self.joins_over if self.step <= step else 0
-
-    def late_share(self, number: int) -> float:
-        """Which share of what was submitted for it pass ``number`` is, whose gradients came after that."""
-        if (drawn := self.drawn) is None:
-            return 1 / self.entry.num_microbatches
-        if number >= len(drawn.weights):  # a pass too many, which a step that is not late refuses
-            return 0.0
-        submitted = self._submitted or drawn.first(self.entry.num_drawn)  # a replay discards before it submits
-        return drawn.weights[number] / (submitted.weight or drawn.weight)
-
-    # -- whoever submits
-
-    def submit(self, current: Round) -> None:
-        """Its part of this round is on its way."""
-        if self.step == current.step and self.entered_at is not None:
-            self._submitted = current.drawn
-
-    @property
-    def expects_pool(self) -> bool:
-        """Whether a step of which it has drawn nothing has a pool, as far as is known: as the last one of which it is.
-
-        A step that it has entered is known when it has drawn, or has begun to compute without that.
-        """
-        drew = self.drawn is not None
-        is_known = self.entered_at is None or self.stopwatch.phase in ("forward", "backward")
-        return drew if is_known else drew or self._pulled
 
     # -- the stand-in
 

@@ -26,7 +26,6 @@ from straggle.merge.state.exchange import NOTHING_GIVEN
 from straggle.merge.table import Table
 from straggle.merge.telemetry import Row
 from straggle.policies.fill_in import FillIn
-from straggle.policies.supplements import Supplement
 from straggle.report import CAUSES, Cause, Phase
 
 Finished = tuple[int, Tensor, float]  # a parameter, its gradient of one backward pass, and when it was finished
@@ -98,16 +97,14 @@ class Contribution:
 class RoundTerms:
     """Among whom a step is merged, and what a gradient counts in it.
 
-    ``group``: ``None`` while the members change; ``generation`` and ``ranks`` are the group's. ``factors``: what a
-    computed gradient of each stage counts beside the rank's weight; ``None``: 1. ``all_or_nothing``: all that the rank
-    computes goes into the merge, or nothing does. ``recorded``: a replay, in which each bucket is merged among those
-    that the recording says.
+    ``group``: ``None`` while the members change; ``generation`` and ``ranks`` are the group's. ``all_or_nothing``: all
+    that the rank computes goes into the merge, or nothing does. ``recorded``: a replay, in which each bucket is merged
+    among those that the recording says.
     """
 
     group: Group | None
     generation: int = 0
     ranks: tuple[int, ...] = ()
-    factors: Sequence[float] | None = None
     all_or_nothing: bool = False
     recorded: StepGroups | None = None
 
@@ -152,9 +149,6 @@ class Round:
             generation,
             terms.ranks,
         )  # in which, and of which ranks, the telemetry is
-        self._factors = terms.factors
-        self._supplemented: dict[int, float] = {}  # for some parameters, the weight of what was added to them
-        self._unusual: dict[int, Share] = {}  # complete parameters that do not simply have the rank's weight
         self._all_or_nothing = terms.all_or_nothing
         self._usage = usage or Usage()
         self.num_in = [0] * len(layout.numel)  # for each parameter, the gradients that are in, one for each pass
@@ -195,16 +189,14 @@ class Round:
     def accumulate(self, finished: Sequence[Finished], number: int = 0) -> list[tuple[int, float]]:
         """Take these gradients of pass ``number``; the parameters that are complete with them, and since when."""
         num_in, last_in, buffers, complete = self.num_in, self.last_in, self.buffers, []
-        of_pass = self._weight_of_pass(number)
-        weight = of_pass if self._factors is None else None
+        weight = self._weight_of_pass(number)
         if together := len(finished) > 1 and finished[0][1].is_cuda:
-            self._accumulate_together(finished, of_pass)
+            self._accumulate_together(finished, weight)
         most = sys.maxsize if self.drawn is not None and self.drawn.is_open else self.num_microbatches
         for index, gradient, at in finished:
             before = num_in[index]
             if not together:
-                own = weight or of_pass * self._factor(index)
-                buffers.accumulate(index, gradient, add=before > 0, weight=own, complete=before + 1 == most)
+                buffers.accumulate(index, gradient, add=before > 0, weight=weight, complete=before + 1 == most)
             last_in[index], num_in[index] = number, before + 1
             if before + 1 == most:
                 complete.append((index, at))
@@ -217,17 +209,16 @@ class Round:
             self._accumulate_together([(index, own, 0.0) for index, own in gradients.items()], self.weight)
         for index, gradient in gradients.items():
             if not together:
-                weight = self.weight * self._factor(index)
-                self.buffers.accumulate(index, gradient, add=False, weight=weight, complete=True)
+                self.buffers.accumulate(index, gradient, add=False, weight=self.weight, complete=True)
             self.num_in[index] = self.num_microbatches
 
     def _accumulate_together(self, finished: Sequence[Finished], weight: float) -> None:
         """Put them into the buffers by few kernels, which a device needs; on the CPU that saves nothing."""
-        alike: dict[tuple[bool, float], list[tuple[int, Tensor]]] = {}
+        alike: dict[bool, list[tuple[int, Tensor]]] = {}
         for index, gradient, _ in finished:
-            alike.setdefault((self.num_in[index] > 0, weight * self._factor(index)), []).append((index, gradient))
-        for (add, own_weight), own in alike.items():
-            self.buffers.accumulate_together(own, add=add, weight=own_weight)
+            alike.setdefault(self.num_in[index] > 0, []).append((index, gradient))
+        for add, own in alike.items():
+            self.buffers.accumulate_together(own, add=add, weight=weight)
 
     def _weight_of_pass(self, number: int) -> float:
         """What its gradients count: a micro-batch of a pool has its own weight, and any other that of the step."""
@@ -254,20 +245,11 @@ class Round:
 
     def read(self, index: int) -> Tensor:
         """A copy of this rank's own gradient of parameter ``index``, as far as it is in."""
-        return self.buffers.read(index, self.weight * self._factor(index))
-
-    def add(self, index: int, supplement: Supplement | None) -> None:
-        """Add to this rank's contribution to parameter ``index``."""
-        if supplement is not None:
-            add = self.num_in[index] > 0
-            self.buffers.accumulate(index, supplement.gradient, add=add, weight=self.weight)
-            self._supplemented[index] = supplement.weight
+        return self.buffers.read(index, self.weight)
 
     def parameter_complete(self, index: int, after_s: float) -> bool:
         """Merge what is complete now; true where the parameter's stage is, ``after_s`` seconds into the step."""
         stage = self.layout.stage_of[index]
-        if self._factors is not None or index in self._supplemented:
-            self._unusual[index] = Share(self.weight * self._weight(index, 1.0), True)
         self._complete.add(index)
         self._missing[stage] -= 1
         if self._missing[stage] > 0:
@@ -329,42 +311,22 @@ class Round:
         for index, share in enumerate(own.computed):
             if share == 1:
                 continue
-            supplement, estimate = fill_in.missing(parameters[index], 1 - share)
-            self.add(index, supplement)
-            if estimate is not None:
+            if (estimate := fill_in.missing(parameters[index])) is not None:
                 weights[index] = estimate.weight * (1 - share)
-                self.buffers.accumulate(
-                    index, estimate.gradient, add=self._is_in(index), weight=self.weight * weights[index]
-                )
+                add, weight = self.num_in[index] > 0, self.weight * weights[index]
+                self.buffers.accumulate(index, estimate.gradient, add=add, weight=weight)
         return replace(own, estimated=weights)
-
-    def abstain(self, own: Contribution, fill_in: FillIn, parameters: Sequence[nn.Parameter]) -> None:
-        """Nothing stands in for what is not in ``own``."""
-        for parameter, share in zip(parameters, own.computed, strict=True):
-            if share < 1:
-                fill_in.abstained(parameter, 1 - share)
 
     def weights(self, own: Contribution) -> Sequence[float]:
         """What this rank's contribution to each parameter counts, relative to the rank's own weight."""
-        if self._factors is None and not self._supplemented and not own.estimated:
+        if not own.estimated:
             return own.computed
-        return [self._weight(i, share) + own.estimated.get(i, 0.0) for i, share in enumerate(own.computed)]
-
-    def _factor(self, index: int) -> float:
-        return 1.0 if self._factors is None else self._factors[self.layout.stage_of[index]]
-
-    def _weight(self, index: int, share: float) -> float:
-        """What counts beside an estimate."""
-        return share * self._factor(index) + self._supplemented.get(index, 0.0)
-
-    def _is_in(self, index: int) -> bool:
-        """Whether something is in the buffer for a parameter."""
-        return self.num_in[index] > 0 or index in self._supplemented
+        return [share + own.estimated.get(index, 0.0) for index, share in enumerate(own.computed)]
 
     def close(self, own: Contribution, weights: Sequence[float]) -> None:
         """Merge what is left, with these `weights`; the telemetry is in the buffers."""
-        shares = self._unusual | {
-            index: Share(self.weight * weights[index], self._is_in(index) or index in own.estimated)
+        shares = {
+            index: Share(self.weight * weights[index], self.num_in[index] > 0 or index in own.estimated)
             for index in range(len(weights))
             if self.num_in[index] != self.num_microbatches or not self.num_microbatches
         }
@@ -380,7 +342,7 @@ class Round:
             return
         ends = self.layout.bucket_ends
         while len(self._works) < len(ends) - 1 and not any(self._missing[: ends[len(self._works)]]):
-            if not self._launch_allreduce(self._unusual):
+            if not self._launch_allreduce({}):
                 break
 
     def _launch_rest(self) -> None:

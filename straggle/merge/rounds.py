@@ -11,7 +11,7 @@ from straggle.merge.buffers import StageBuffers, keep_freed_memory
 from straggle.merge.groups import Group, Groups
 from straggle.merge.links.leaves import Leaves
 from straggle.merge.members.recorded_groups import RecordedGroups
-from straggle.merge.options import Merge, ReachedShares
+from straggle.merge.options import Merge
 from straggle.merge.rank_state import MergeSide, TrainingSide
 from straggle.merge.round import Layout, Round, RoundTerms, Usage
 from straggle.merge.table import Table
@@ -24,8 +24,7 @@ _SLOW_S = QUICK_S / 4  # a link's latency, with which a small message between tw
 class Rounds:
     """Begins the rounds of one model, and keeps the buffers that are free; all with the coordinator's lock held.
 
-    ``reached`` are the shares of each stage that this rank computed. ``num_state``: numbers of the module's
-    other state that go beside each merge.
+    ``num_state``: numbers of the module's other state that go beside each merge.
     """
 
     def __init__(
@@ -70,11 +69,6 @@ class Rounds:
     def begin_anew(self) -> None:
         """Between two steps: forget what a process that is started again does not know."""
         self._usage = Usage()
-        self.come_back()
-
-    def come_back(self) -> None:
-        """This rank was away: how far it came in the steps before says nothing of those from here on."""
-        self.reached = ReachedShares(self._merge.probability_window)
 
     def replay_members(self, groups: RecordedGroups) -> None:
         """Merge each step among those that were members then; before the first step, on all ranks alike."""
@@ -138,23 +132,14 @@ class Rounds:
             self._are_slow = any(way.link.latency_s > _SLOW_S for way in table.ways())
 
     def _terms(self, step: int, buffers: StageBuffers) -> RoundTerms:
-        factors, merge = None, self._merge
-        if merge.weighting == "inverse_probability":
-            factors = self.reached.factors(len(self.plan.stages), merge.max_weight)
         recorded = None if self._recorded is None else self._recorded.of_step(step, len(self._layout.buckets))
         return RoundTerms(
             self._group(step, buffers),
             self.generation,
             self.ranks if recorded is None else recorded.told,
-            factors,
             all_or_nothing=self._all_or_nothing,
             recorded=recorded,
         )
-
-    def note_reached(self, computed: Sequence[float]) -> None:
-        """This rank has submitted these shares of the stages."""
-        if self._merge.weighting == "inverse_probability":
-            self.reached.append(computed)
 
     # -- the buffers
 

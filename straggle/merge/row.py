@@ -33,7 +33,7 @@ def row_of(
     computed = layout.by_stage(own.computed)
     return Row(
         times={phase: times[phase] - before[phase] for phase in PHASES},
-        compute_s=now - training.work_from if in_step and not idle else math.nan,
+        compute_s=now - (training.entered_at or now) if in_step and not idle else math.nan,
         busy_s=now - merging.merged_at,
         overrun_s=training.take_overrun_s(),
         late=own.late and not idle,

@@ -16,7 +16,7 @@ from straggle.policies.history import History
 
 SavedState: TypeAlias = "dict[str, Tensor | int | str]"
 
-_HISTORY, _REACHED, _ESTIMATOR, _POOL = "history.", "reached", "estimator.", "pool."
+_HISTORY, _ESTIMATOR, _POOL = "history.", "estimator.", "pool."
 
 
 class PoolState(Protocol):
@@ -33,7 +33,7 @@ class RankState:
     """Saves and loads the state of one rank.
 
     ``ranks``, ``stages``, ``estimator`` and ``model`` say what it is of. ``history.*`` and ``pool.*`` are equal on all
-    ranks, and ``reached`` and ``estimator.*`` are the rank's own.
+    ranks, and ``estimator.*`` is the rank's own.
     """
 
     def __init__(
@@ -68,8 +68,6 @@ class RankState:
         kept = estimator.state_dict(names) if own else estimator.shared_state_dict(names)
         state: SavedState = {**self._of, **{_HISTORY + name: tensor for name, tensor in history.items()}}
         state |= {_POOL + name: tensor for name, tensor in self._pool.tensors().items()}
-        if own and len(reached := self._coordinator.reached.tensor()):
-            state[_REACHED] = reached
         return {**state, **{_ESTIMATOR + name: tensor for name, tensor in kept.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -94,8 +92,6 @@ class RankState:
         except (LookupError, RuntimeError) as error:  # a name, or a shape, that is none of this model's
             raise ValueError(f"the saved state is of another model than this: {error}") from error
         self._coordinator.restore(history)
-        if _REACHED in state:
-            self._coordinator.reached.restore(state[_REACHED])
         self._pool.restore(_below(_POOL, state))
 
 

@@ -18,7 +18,6 @@ from straggle.merge.channel import Channel, PeerFailed
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.lateness import (
     Ask,
-    CompletePartial,
     End,
     Limits,
     Post,
@@ -70,7 +69,6 @@ class StandIn:
         self._asked_at = -math.inf  # when none was, last
         self._looks_at = math.inf  # when the thread decides next, unless it is woken; in the past: it is at work
         self._unposted = False  # the peers are to learn that this rank has finished the step, if it comes to that
-        self._partial: Round | None = None  # submitted, and the training thread does not wait for its merge
         self._posted_stuck_s = 0  # for how long the peers know the training thread to be stuck
         self.error: BaseException | None = None  # what ended the thread
 
@@ -143,12 +141,6 @@ class StandIn:
             self._wakes.notify()
         return False
 
-    def submitted_partial(self, current: Round) -> None:
-        """The training thread has submitted what it has, and computes on: wait for the merge in its place."""
-        self._partial = current
-        self._unposted = self._deadline.late_after_s < math.inf
-        self._wakes.notify()
-
     def heal(self, healing: bool) -> None:
         """Submit nothing for every step, at once, until the training thread has its state; or no longer."""
         self.healing, self._paused = healing, False
@@ -205,8 +197,6 @@ class StandIn:
                     self._training.put_back(self._merging.round)
                 case SubmitForStuck():
                     current = submit_for_stuck()
-                case CompletePartial():
-                    current, self._partial = self._partial, None
         # without the lock, because these wait for the store or for the peers
         if current is not None:
             complete(current)
@@ -272,7 +262,6 @@ class StandIn:
             merged_at=merging.merged_at,
             any_late=merging.any_late,
             submitted=merging.submitted,
-            partial=self._partial is not None,
             waited_since=self._waited_since,
             asked_at=self._asked_at,
             unposted=self._unposted,

@@ -65,8 +65,6 @@ class Submission:
         current.stood_in = True
         self._complete(current)
         own = current.finished_part(self._rank.stopwatch.phase)
-        if self._had_work(current):
-            current.abstain(own, self._fill_in, self._parameters)
         now = self._submit(current, own, {}, NOTHING_GIVEN)
         self._rank.training.stop_up_to(current.step)
         return now
@@ -77,7 +75,7 @@ class Submission:
         for index in current.complete_after_all():
             if self._fill_in.reads_own:
                 try:
-                    current.add(index, self._fill_in.computed(self._parameters[index], current.read(index)))
+                    self._fill_in.computed(self._parameters[index], current.read(index))
                 except Exception as error:
                     self._estimator_failed(current, error)
             current.parameter_complete(index, after_s)
@@ -86,8 +84,7 @@ class Submission:
         """Whether what is not computed is missing: who has no data, or none of the step's pool, has dropped nothing."""
         training, drawn = self._rank.training, current.drawn
         if (had_work := training.entry.had_work) is None:
-            drew = bool(drawn.numbers) if drawn is not None else not (current.stood_in and training.expects_pool)
-            had_work = drew and not training.entry.idle
+            had_work = (drawn is None or bool(drawn.numbers)) and not training.entry.idle
         current.had_work = had_work
         return had_work
 
@@ -108,10 +105,7 @@ class Submission:
         current.idle, current.entered = training.entry.idle, training.is_in(current.step)
         self._record(current, own)
         current.close(own, weights)
-        if not training.entry.idle:
-            self._rank.rounds.note_reached(row.computed)
         now = self._rank.stopwatch.now()
-        training.submit(current)
         merging.submit(now)
         return now
 

@@ -356,10 +356,6 @@ def stopped(estimate):
     return way
 
 
-def supplementing_by_steps(granularity, estimator):
-    return {"estimator": estimator, "late_handling": straggle.LateHandling(granularity=granularity)}
-
-
 class Counter:
     """Has no state, or one."""
 
@@ -509,12 +505,6 @@ POLICIES = {
         stepping(plain, deadline=Says("soon")),
         trains(deadline=Says(60.0)),
         trains(deadline=Says(float("inf"))),
-    ),
-    "adds to what is dropped": case(
-        "use granularity='stage' or another estimator",
-        wrapping(**supplementing_by_steps("step", straggle.ErrorFeedback())),
-        trains(**supplementing_by_steps("stage", straggle.ErrorFeedback())),
-        trains(**supplementing_by_steps("step", straggle.LastMerged())),
     ),
     "members of a group": case(
         "members=Elastic() is for all ranks of the job: leave process_group out",

@@ -9,10 +9,8 @@ from training import Chain, Signals, Stopper, features, mlp
 
 from straggle import (
     Anneal,
-    Carry,
     Deadline,
     DropBudget,
-    ErrorFeedback,
     Estimate,
     Estimator,
     FixedDeadline,
@@ -22,8 +20,6 @@ from straggle import (
     MovingAverage,
     QuantileDeadline,
     Shadow,
-    Supplement,
-    SupplementingEstimator,
 )
 
 WITHIN_S = 30.0
@@ -146,19 +142,6 @@ def test_estimate_that_cannot_be_merged_is_refused_by_its_estimator_and_the_peer
     assert "Giving.contribution() gave" in ends[0].message
 
 
-class Adding(SupplementingEstimator):
-    """Adds with a weight that is none."""
-
-    def supplement(self, parameter, gradient):
-        return Supplement(torch.zeros_like(parameter), math.nan if gradient is not None else 0.0)
-
-
-def test_supplement_with_no_weight_is_refused_by_its_estimator():
-    for end in run_ranks(train, 2, None, Adding(), outcomes=True, timeout_s=WITHIN_S):
-        assert end.kind in ("ValueError", "PeerFailed")
-        assert "Adding.supplement() gave weight=nan: must be a finite number above -1" in end.message
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -172,12 +155,7 @@ def test_supplement_with_no_weight_is_refused_by_its_estimator():
         lambda word: Anneal(FixedDeadline(1.0), 100, begin=word),
         lambda word: LastMerged(word),
         lambda word: MovingAverage(decay=word),
-        lambda word: ErrorFeedback(max_residual=word),
-        lambda word: Carry(word),
-        lambda word: Carry(max_staleness=word),
         lambda word: Merge(check_every=word),
-        lambda word: Merge(probability_window=word),
-        lambda word: Merge(max_weight=word),
     ],
 )
 @pytest.mark.parametrize("word", [math.nan, "soon", True, -2])

@@ -210,9 +210,7 @@ def test_options_of_the_model_change_nothing_of_what_is_trained():
         {"stages": 1},
         {"stages": straggle.BalancedByTime()},
         {"late_handling": straggle.LateHandling(granularity="microbatch")},
-        {"merge": straggle.Merge(weighting="inverse_probability")},
         {"estimator": straggle.LastOwn()},
-        {"estimator": straggle.Carry()},
     ]
     cases = [(script, own, ()) for script in scripts for own in options]
     first, second = run_ranks(with_options, 2, cases, timeout_s=WITHIN_S)

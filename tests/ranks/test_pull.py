@@ -10,8 +10,7 @@ from ranks import Raised, digest, run_ranks, staged
 from torch import nn
 from training import Chain, Stopper, features, grads, mlp, shared
 
-from straggle import Abstain, Carry, ErrorFeedback, FixedDeadline, LastOwn, Merge
-from straggle.backward import stages
+from straggle import Abstain, FixedDeadline, LastOwn
 from straggle.merge.replay import Recording
 
 pytestmark = pytest.mark.light
@@ -95,7 +94,7 @@ def late_to_come(rank, estimator):
     return seen
 
 
-@pytest.mark.parametrize("estimator", [None, ErrorFeedback(LastOwn())], ids=["none", "ErrorFeedback"])
+@pytest.mark.parametrize("estimator", [None, LastOwn()], ids=["none", "LastOwn"])
 def test_a_rank_that_does_not_come_has_its_sure_share_done_by_the_others(estimator):
     first, second = run_ranks(late_to_come, 2, estimator)
     assert [step[0] for step in first] == [step[0] for step in second]
@@ -197,7 +196,7 @@ def between_two_steps(rank, estimator):
         return digest([gradient for own in seen for gradient in own]), seen, reports
 
 
-@pytest.mark.parametrize("estimator", [None, ErrorFeedback(LastOwn())], ids=["none", "ErrorFeedback"])
+@pytest.mark.parametrize("estimator", [None, LastOwn()], ids=["none", "LastOwn"])
 def test_a_rank_that_does_not_come_is_not_waited_for_and_nothing_is_lost(estimator):
     ranks = run_ranks(between_two_steps, 3, estimator, timeout_s=25.0)
     assert len({own[0] for own in ranks}) == 1
@@ -265,37 +264,6 @@ class Noisy(nn.Module):
         return self.layers(x)
 
 
-def finished_late(rank, weights):
-    """Rank 1 is late in the second of its micro-batches of the second step; which that was, and what was merged."""
-    stages.BUCKET_BYTES = 1
-    module, results = Chain(4), []
-    stopper, names = Stopper(module), [f"layers.{number}" for number in range(len(module.layers))]
-    with staged(module, estimator=Carry(), stages=names) as model:
-        for number in range(3):
-            drawn = []
-            model.pulling.load_state_dict({"done": [], "present": [True] * 2, "draws": False})  # dealt out equally
-            with model.step() as step:
-                stopper.arm(step, len(names) + 1 if (rank, number) == (1, 1) else None)
-                for part in step.pull(range(4), weights=weights):
-                    drawn.append(part)
-                    model(1.0 + part + 10 * number).backward()
-            merged = [layer.weight.grad[0].item() / layer.scale for layer in module.layers]
-            results.append((drawn, merged, model.last_report.ranks[1]))
-            model.zero_grad()
-    return results
-
-
-@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0, 1.0), (1.0, 2.0, 3.0, 1.0)])
-def test_a_late_micro_batch_counts_by_its_share_of_what_its_rank_had_drawn(weights):
-    (_, *first), (_, late, _) = run_ranks(finished_late, 2, list(weights))
-    begun, _, _ = late
-    share = weights[begun[1]] / first[0][2].weight
-    joined = share * first[1][2].weight
-    whole = sum(weight * (21.0 + part) for part, weight in enumerate(weights))
-    after = (whole + joined * (11.0 + begun[1])) / (sum(weights) + joined)
-    assert first[1][1] == pytest.approx([after] * 3 + [whole / sum(weights)])
-
-
 def recorded_and_repeated(rank, estimator):
     """Trains with random stops, and again as it was recorded; hashes of all parameters and buffers."""
     hashes, reports, decisions, learned = [], [], [], ((), ())
@@ -323,7 +291,7 @@ def recorded_and_repeated(rank, estimator):
     return hashes, reports[:12] == reports[12:], [sorted(one.drawn) for one in decisions]
 
 
-@pytest.mark.parametrize("estimator", [None, Carry()], ids=["none", "Carry"])
+@pytest.mark.parametrize("estimator", [None, LastOwn()], ids=["none", "LastOwn"])
 def test_draws_are_recorded_and_a_run_is_repeated_bit_for_bit(estimator):
     first, second = run_ranks(recorded_and_repeated, 2, estimator)
     assert first[0][0] == first[0][1] == second[0][0] == second[0][1]
@@ -375,13 +343,13 @@ def test_statistics_of_a_stopped_rank_are_those_of_what_it_did_not_put_back_in_a
     assert decision.left_at is not None
 
 
-def all_that_it_has_left(rank, estimator, weighting):
+def all_that_it_has_left(rank, estimator):
     """Rank 1 finishes all that it has not put back of a step, and is late in the ones around it; again as recorded."""
     store, runs, decisions, learned = dist.distributed_c10d._get_default_store(), [], [], ((), ())
     for replays in (False, True):
         module = Chain()
         stopper, merged = Stopper(module), []
-        with staged(module, estimator=estimator, merge=Merge(weighting=weighting)) as model:
+        with staged(module, estimator=estimator) as model:
             if replays:
                 model.replay(Recording(*map(tuple, learned), tuple(decisions)))
             for number in range(4):
@@ -412,21 +380,16 @@ def all_that_it_has_left(rank, estimator, weighting):
     return runs, decisions
 
 
-@pytest.mark.parametrize(
-    ("estimator", "weighting"),
-    [(Abstain(), "inverse_probability"), (ErrorFeedback(), "count"), (LastOwn(), "count")],
-    ids=["inverse_probability", "ErrorFeedback", "LastOwn"],
-)
-def test_what_a_rank_has_left_after_it_put_some_back_counts_as_all_of_its_step(estimator, weighting):
-    ranks = run_ranks(all_that_it_has_left, 3, estimator, weighting, timeout_s=25.0)
+@pytest.mark.parametrize("estimator", [Abstain(), LastOwn()], ids=["Abstain", "LastOwn"])
+def test_what_a_rank_has_left_after_it_put_some_back_counts_as_all_of_its_step(estimator):
+    ranks = run_ranks(all_that_it_has_left, 3, estimator, timeout_s=25.0)
     (first, again), _ = ranks[0]
     assert [digest(own) for own in first] == [digest(own) for own in again]
     _, late, own, late_again = ranks[1][1]
     assert (len(own.drawn), own.num_gradients, own.left_at) == (1, 5, None)
     assert None not in (late.left_at, late_again.left_at)
-    if weighting == "inverse_probability":  # whatever a rank counts, it has the gradient that all have
-        for layer, gradient in enumerate(first[2]):
-            torch.testing.assert_close(gradient, torch.full_like(gradient, 3.0 * (layer + 1)))
+    for layer, gradient in enumerate(first[2]):  # whatever a rank counts, it has the gradient that all have
+        torch.testing.assert_close(gradient, torch.full_like(gradient, 3.0 * (layer + 1)))
 
 
 def drawn_after_it_was_stood_in_for(rank):
@@ -435,7 +398,7 @@ def drawn_after_it_was_stood_in_for(rank):
     for replays in (False, True):
         module, merged = Chain(), []
         deadline = None if replays else FixedDeadline(1.0)  # long beside a micro-batch
-        with staged(module, deadline=deadline, merge=Merge(weighting="inverse_probability")) as model:
+        with staged(module, deadline=deadline) as model:
             if replays:
                 model.replay(Recording(*map(tuple, learned), tuple(decisions)))
             for number in range(4):

@@ -9,7 +9,7 @@ from ranks import digest, run_ranks, staged
 from torch import nn
 from training import Signals, features, mlp
 
-from straggle import Carry, ErrorFeedback, LastOwn, LateHandling
+from straggle import LastOwn, LateHandling
 from straggle.merge.replay import Decision, Recording
 from straggle.observe.recording import DecisionWriter, read_recording
 
@@ -76,8 +76,6 @@ def train(rank, folder, replay, estimator, late_handling):
     ("estimator", "late_handling"),
     [
         pytest.param(LastOwn(0.5), PARTLY, id="LastOwn"),
-        pytest.param(ErrorFeedback(LastOwn(0.5)), PARTLY, id="ErrorFeedback"),
-        pytest.param(Carry(), PARTLY, id="Carry"),
         pytest.param(LastOwn(0.5), WHOLE, id="whole-steps"),  # it remembers what was dropped, too
     ],
 )

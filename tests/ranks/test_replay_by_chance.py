@@ -21,10 +21,8 @@ from training import features
 from straggle import (
     Abstain,
     AutoDeadline,
-    Carry,
     Elastic,
     Epochs,
-    ErrorFeedback,
     FirstK,
     LastMerged,
     LastOwn,
@@ -73,9 +71,6 @@ def draw(number):
     work = pick(["plain", "epochs", "micro-batches", "pool", "pool"])
     granularity = pick(["stage", "stage", "microbatch" if work == "micro-batches" else "stage", "step"])
     estimators = [Abstain(), Zero(), LastOwn(0.5), LastMerged(0.5), MovingAverage(0.5)]
-    if granularity != "step":
-        estimators += [ErrorFeedback(), ErrorFeedback(LastOwn(0.5)), ErrorFeedback(LastMerged(0.5))]
-        estimators += [] if has_members else [Carry(), Carry()]
     deadlines = [None, 0.05, 0.05, QuantileDeadline(0.6, slack=1.2), AutoDeadline(), FirstK(2), MedianDeadline()]
     return Plan(
         number,
@@ -91,8 +86,6 @@ def draw(number):
             "merge": Merge(
                 buffers=pick(["mean", "mean", "rank0", "local"]),
                 nonfinite=pick(["drop", "drop", "keep"]),
-                weighting=pick(["count", "count", "inverse_probability"]),
-                probability_window=10,
                 wire_dtype=pick([None, None, "bfloat16"]),
                 check_every=10,
             ),

@@ -9,7 +9,7 @@ from ranks import digest, run_ranks
 from recorded import LAST, MIDDLE, Noisy, Stops, Stuck, kill_in_backward, put_out_in_backward
 from training import features
 
-from straggle import Abstain, Elastic, ErrorFeedback, LastOwn, LateHandling, Merge, StagedDataParallel
+from straggle import Abstain, Elastic, LastOwn, LateHandling, Merge, StagedDataParallel
 from straggle.backward import stages
 from straggle.observe.members_recording import MembersRecorder, read_members_recording
 
@@ -122,11 +122,8 @@ def test_run_with_killed_stopped_and_restarted_ranks_is_replayed_bit_for_bit(tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "estimator", [LastOwn(0.5), ErrorFeedback(LastOwn(0.5))], ids=lambda value: type(value).__name__
-)
-def test_rank_that_was_late_before_it_was_killed_gives_the_same_in_the_replay(tmp_path, estimator):
-    with run_job(3, record, tmp_path, estimator, 0.05) as job:
+def test_rank_that_was_late_before_it_was_killed_gives_the_same_in_the_replay(tmp_path):
+    with run_job(3, record, tmp_path, LastOwn(0.5), 0.05) as job:
         job.walk(20)
         kill_in_backward(job, tmp_path, 2)  # its stand-in has submitted what was finished
         job.walk(10, [0, 1])
@@ -138,16 +135,13 @@ def test_rank_that_was_late_before_it_was_killed_gives_the_same_in_the_replay(tm
         job.walk(10)
         job.meet()
         outcomes = job.finish()
-    recordings = check(tmp_path, outcomes, estimator, 0.05, 3)
+    recordings = check(tmp_path, outcomes, LastOwn(0.5), 0.05, 3)
     assert any(decision.stood_in and decision.num_gradients > 0 for decision in recordings[2].decisions)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "estimator", [LastOwn(0.5), ErrorFeedback(LastOwn(0.5))], ids=lambda value: type(value).__name__
-)
-def test_rank_that_was_put_out_within_a_pass_remembers_in_the_replay_what_it_had_computed(tmp_path, estimator):
-    with run_job(3, record, tmp_path, estimator, None) as job:
+def test_rank_that_was_put_out_within_a_pass_remembers_in_the_replay_what_it_had_computed(tmp_path):
+    with run_job(3, record, tmp_path, LastOwn(0.5), None) as job:
         job.walk(20)
         with put_out_in_backward(job, tmp_path, 1, [0, 2]):
             (tmp_path / "stops1").touch()  # before it has computed anything again
@@ -155,7 +149,7 @@ def test_rank_that_was_put_out_within_a_pass_remembers_in_the_replay_what_it_had
         job.walk(10)
         job.meet()
         outcomes = job.finish()
-    recordings = check(tmp_path, outcomes, estimator, None, 3)
+    recordings = check(tmp_path, outcomes, LastOwn(0.5), None, 3)
     (healed,) = recordings[1].members.healed
     own = recordings[1].decisions
     assert any(decision.left_at and 0 < decision.num_gradients < 14 for decision in own[:healed])
@@ -163,8 +157,8 @@ def test_rank_that_was_put_out_within_a_pass_remembers_in_the_replay_what_it_had
 
 
 @pytest.mark.slow
-def test_rank_that_comes_back_weighs_as_one_that_was_not_late_yet_and_has_the_buffers_of_its_peer(tmp_path):
-    merge = Merge(weighting="inverse_probability", buffers="local")
+def test_rank_that_comes_back_has_the_buffers_of_its_peer(tmp_path):
+    merge = Merge(buffers="local")
     with run_job(3, record, tmp_path, merge, None) as job:
         job.walk(20)
         with put_out_in_backward(job, tmp_path, 1, [0, 2], LAST):  # where nothing asks any more whether it is late
@@ -178,7 +172,7 @@ def test_rank_that_comes_back_weighs_as_one_that_was_not_late_yet_and_has_the_bu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_parts", "estimator"), [(3, Abstain()), (8, ErrorFeedback())], ids=["3", "8"])
+@pytest.mark.parametrize(("num_parts", "estimator"), [(3, Abstain()), (8, LastOwn(0.5))], ids=["3", "8"])
 def test_pool_of_which_a_killed_or_stopped_rank_had_drawn_is_replayed(tmp_path, num_parts, estimator):
     with run_job(3, record, tmp_path, estimator, None, num_parts) as job:
         job.walk(20)

@@ -18,7 +18,6 @@ from straggle import (
     Abstain,
     AutoDeadline,
     Elastic,
-    ErrorFeedback,
     FirstK,
     LastMerged,
     LateHandling,
@@ -99,23 +98,13 @@ class Plan:
     def estimator(self):
         return self.options["estimator"]
 
-    @property
-    def weighs_by_chance(self):
-        return self.options["merge"].weighting == "inverse_probability"
-
 
 def draw(number):
     chance = random.Random(number)
     pick, world_size = chance.choice, chance.choice([3, 4])
     work = pick(["plain", "micro-batches", "pool"])
     granularity = pick(["stage", "stage", "microbatch" if work == "micro-batches" else "stage", "step"])
-    weighting = pick(["count", "count", "inverse_probability"])
-    estimators = [Abstain(), Abstain()]
-    if weighting == "count":
-        estimators += [Zero(), LastMerged(0.5), MovingAverage(DECAY)]
-        if granularity != "step" and work == "plain":
-            estimators += [ErrorFeedback()]
-    estimator = pick(estimators)
+    estimator = pick([Abstain(), Abstain(), Zero(), LastMerged(0.5), MovingAverage(DECAY)])
     deadlines = [None, 0.05, 0.05, QuantileDeadline(0.6, slack=1.2), AutoDeadline(), FirstK(2), MedianDeadline()]
     has_members = chance.random() < 0.75
     return Plan(
@@ -125,9 +114,7 @@ def draw(number):
             "deadline": pick(deadlines),
             "estimator": estimator,
             "late_handling": LateHandling(grace_s=pick([0.005, 0.02]), granularity=granularity),
-            "merge": Merge(
-                weighting=weighting, probability_window=10, check_every=10, wire_dtype=pick([None, None, "bfloat16"])
-            ),
+            "merge": Merge(check_every=10, wire_dtype=pick([None, None, "bfloat16"])),
             "links": pick([None, None, InTurns(leaf=chance.randrange(world_size))]),
         },
         hits=draw_hits(chance, world_size, has_members=has_members),
@@ -214,9 +201,7 @@ class Expected:
     def _given_by(self, own, number, step, stage):
         """The weight of what a rank gave, and that times its gradient."""
         share, weight = own.stages[number], own.weights[number]
-        filled_in = 0.0 if self._plan.weighs_by_chance else weight - own.weight * share
-        if isinstance(self._plan.estimator, ErrorFeedback):
-            filled_in = 0.0  # by the gradient itself
+        filled_in = weight - own.weight * share
         gradient = own_gradient(self._plan, own.rank, step, layer_of(stage), share) if share else 0.0
         if math.isnan(gradient):
             return 0.0, 0.0

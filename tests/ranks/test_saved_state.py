@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from training import Stopper, features, mlp
 
-from straggle import Carry, ErrorFeedback, LastOwn, Merge, MovingAverage, QuantileDeadline
+from straggle import LastOwn, MovingAverage, QuantileDeadline
 from straggle.commands import durable
 from straggle.commands.checkpoint import Checkpoint
 
@@ -32,8 +32,7 @@ def go_on(rank, make_estimator):
         module = mlp(seed=resumed, depth=4)
         stopper = Stopper(module)
         options = {"estimator": make_estimator(), "deadline": QuantileDeadline(0.5, warmup_steps=1000)}
-        merge = Merge(weighting="inverse_probability")
-        with staged(module, **options, merge=merge, stages=STAGES) as model:
+        with staged(module, **options, stages=STAGES) as model:
             if resumed:
                 module.load_state_dict(saved["module"])
                 model.load_straggle_state(saved["straggle"])
@@ -51,18 +50,14 @@ def go_on(rank, make_estimator):
     return ends
 
 
-def error_feedback():
-    return ErrorFeedback(LastOwn(0.5))
-
-
-@pytest.mark.parametrize("make_estimator", [error_feedback, Carry, MovingAverage])
+@pytest.mark.parametrize("make_estimator", [LastOwn, MovingAverage])
 def test_run_goes_on_from_the_state_as_if_it_had_not_stopped(make_estimator):
     for first, again in run_ranks(go_on, 2, make_estimator):
         assert first == again
 
 
 def state_of_a_run(rank):
-    with staged(mlp(depth=4), estimator=ErrorFeedback(LastOwn(0.5)), stages=2) as model:
+    with staged(mlp(depth=4), estimator=LastOwn(0.5), stages=2) as model:
         with model.step():
             model(features(rank, 0)).sum().backward()
         return model.straggle_state()
@@ -77,10 +72,10 @@ def test_state_is_flat_and_has_nothing_but_tensors_numbers_and_strings():
     assert json.loads(json.dumps(plain)) == {
         "ranks": 1,
         "stages": "2",
-        "estimator": "ErrorFeedback(LastOwn)",
+        "estimator": "LastOwn",
         "model": model,
     }
-    assert {name for name in state if name.startswith("estimator.")} == {f"estimator./{name}" for name in names}
+    assert {name for name in state if name.startswith("estimator.")} == {f"estimator.{name}" for name in names}
 
 
 def load_other(rank, kind):
@@ -88,8 +83,8 @@ def load_other(rank, kind):
     if kind == "nothing":
         state = mlp().state_dict()
     if kind == "parameters":
-        state["estimator./other.weight"] = torch.zeros(2)
-    estimator = MovingAverage() if kind == "estimator" else ErrorFeedback(LastOwn(0.5))
+        state["estimator.other.weight"] = torch.zeros(2)
+    estimator = MovingAverage() if kind == "estimator" else LastOwn(0.5)
     width = 9 if kind == "model" else 8
     with staged(mlp(depth=4, width=width), estimator=estimator, stages=3 if kind == "stages" else 2) as model:
         model.load_straggle_state(state)
@@ -99,7 +94,7 @@ def load_other(rank, kind):
     ("kind", "words"),
     [
         ("stages", "of stages=2, and this run has stages=3"),
-        ("estimator", "of estimator=ErrorFeedback(LastOwn), and this run has estimator=MovingAverage"),
+        ("estimator", "of estimator=LastOwn, and this run has estimator=MovingAverage"),
         ("model", "elements, and this run has model="),
         (
             "nothing",
@@ -142,7 +137,7 @@ def load_older(rank, directory):
     for older in (False, True):
         module = mlp(depth=4)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        with staged(module, estimator=ErrorFeedback(LastOwn(0.5)), stages=2) as model:
+        with staged(module, estimator=LastOwn(0.5), stages=2) as model:
             checkpoint = Checkpoint(directory / "checkpoint")
             if older:
                 as_before(checkpoint.directory)
@@ -152,7 +147,7 @@ def load_older(rank, directory):
                 with model.step():
                     model(features(rank, 0)).sum().backward()
                 checkpoint.save(1, model, optimizer)
-            kept.append(digest(model.estimator.inner.memory[parameter] for parameter in module.parameters()))
+            kept.append(digest(model.estimator.memory[parameter] for parameter in module.parameters()))
     return kept
 
 

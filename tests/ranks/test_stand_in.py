@@ -11,7 +11,7 @@ from ranks import digest, run_ranks, staged
 from torch import nn
 from training import Signals, features, mlp, shared
 
-from straggle import Carry, FixedDeadline, LastMerged, LateHandling
+from straggle import FixedDeadline, LastMerged, LateHandling
 from straggle.backward import stages
 from straggle.backward.clocks import Stopwatch
 from straggle.merge.current_deadline import CurrentDeadline
@@ -165,28 +165,6 @@ def enter_late(rank):
 @pytest.mark.slow
 def test_rank_that_enters_after_its_deadline_is_still_stopped_before_its_grace_is_over():
     assert run_ranks(enter_late, 2, timeout_s=30.0) == [((1,), False)] * 2
-
-
-def stop_by_hand(rank):
-    """Rank 0 is stopped by hand long before the deadline, and goes on with its pass; rank 1 comes when that is over."""
-    module, signals = mlp(), Signals()
-    late_handling = LateHandling(grace_s=0.0, quorum=1)
-    with staged(module, deadline=FixedDeadline(0.3), late_handling=late_handling, estimator=Carry()) as model:
-        for number in range(4):
-            if (rank, number) == (1, 3):
-                signals.wait("merged 3")
-            with model.step() as step:
-                loss = model(features(rank, number)).square().mean()
-                if (rank, number) == (0, 3):
-                    step.stop()
-                loss.backward()
-            if rank == 0:
-                signals.send(f"merged {number}")
-        return model.last_report.late_ranks, model.last_report.ranks[1].stood_in
-
-
-def test_peers_of_a_rank_that_goes_on_with_its_pass_learn_at_once_that_it_waits():
-    assert run_ranks(stop_by_hand, 2) == [((0, 1), True)] * 2
 
 
 class Told:

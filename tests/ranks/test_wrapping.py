@@ -16,9 +16,9 @@ from straggle import (
     BalancedByTime,
     Deadline,
     DropBudget,
-    ErrorFeedback,
     FixedDeadline,
     LastMerged,
+    LastOwn,
     LateHandling,
     Merge,
     OptimizerMomentum,
@@ -174,9 +174,9 @@ DIFFERENT = [
     ),
     ({"deadline": Own(1.0)}, {"deadline": Own(2.0)}, "rank 1 has Own(_seconds=2.0) where rank 0 has Own(_seconds=1.0)"),
     (
-        {"estimator": ErrorFeedback(LastMerged(0.5))},
+        {"estimator": LastOwn(0.5)},
         {"estimator": LastMerged(0.5)},
-        "estimator differs between ranks: rank 1 has LastMerged(weight=0.5) where rank 0 has ErrorFeedback(inner=",
+        "estimator differs between ranks: rank 1 has LastMerged(weight=0.5) where rank 0 has LastOwn(weight=0.5)",
     ),
 ]
 

@@ -27,7 +27,6 @@ from straggle.merge.members import state_wire
 from straggle.merge.pools.pool import Pool
 from straggle.merge.tensor_bytes import bytes_of
 from straggle.observe import metrics_endpoint, run
-from straggle.policies.fill_in import FillIn
 
 SGD = torch.optim.SGD
 NO_DELAY = delays.NoDelay()
@@ -88,25 +87,6 @@ class OfTwoRanks:
 def with_a_model(use):
     model = OfTwoRanks()
     return use(model), model
-
-
-class Supplements(straggle.SupplementingEstimator):
-    def __init__(self, weight):
-        self.weight = weight
-
-    def contribution(self, _parameter):
-        return None
-
-    def missed(self, *_):
-        pass
-
-    def supplement(self, _parameter, gradient):
-        return straggle.Supplement(torch.zeros_like(gradient), self.weight)
-
-
-def supplemented(weight):
-    parameter = nn.Parameter(torch.ones(2))
-    FillIn(Supplements(weight)).computed(parameter, torch.ones(2))
 
 
 def sent(state):
@@ -213,25 +193,9 @@ VALUES = {
         lambda _: straggle.OptimizerMomentum(torch.optim.AdamW(mlp().parameters())),
         lambda _: straggle.OptimizerMomentum(SGD(mlp().parameters(), momentum=0.9)),
     ),
-    "{}.supplement() gave weight={}: must be a finite number above -1": (
-        lambda _: supplemented(-1.0),
-        lambda _: supplemented(-0.5),
-    ),
     "{}={}: must be a finite number, at least 1": (
         lambda _: straggle.LinkPolicy(stretch=0.5),
         lambda _: straggle.LinkPolicy(stretch=1),
-    ),
-    "max_residual={}: how many missed gradients one may stand for, such as 4": (
-        lambda _: straggle.ErrorFeedback(max_residual=0),
-        lambda _: straggle.ErrorFeedback(max_residual=4),
-    ),
-    "inner={}: give a straggle.Estimator": (
-        lambda _: straggle.ErrorFeedback("last"),
-        lambda _: straggle.ErrorFeedback(straggle.LastOwn()),
-    ),
-    "{} adds to later contributions itself: wrap another estimator": (
-        lambda _: straggle.ErrorFeedback(straggle.Carry()),
-        lambda _: straggle.ErrorFeedback(straggle.LastMerged()),
     ),
     "inner={}: give a straggle.Deadline": (
         lambda _: straggle.Shadow(0.5),
@@ -262,10 +226,6 @@ VALUES = {
         lambda _: straggle.Merge(wire_dtype=torch.float16),
         lambda _: straggle.Merge(wire_dtype="bfloat16"),
         lambda _: straggle.Merge(wire_dtype=None),
-    ),
-    "max_weight={}: what is weighed by the inverse of its probability weighs at least 1": (
-        lambda _: straggle.Merge(max_weight=0.5),
-        lambda _: straggle.Merge(max_weight=1),
     ),
     "min_ranks={}: must be an integer, at least 1": (
         lambda _: straggle.Elastic(min_ranks=0),

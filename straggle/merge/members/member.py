@@ -142,7 +142,6 @@ class Member:
             self._membership.watch.is_out = False
         merging.restore(repair.step)
         self._last_taken_at = repair.step
-        self._rank.rounds.come_back()
         merging.begin_now(self._rank.stopwatch.now())
         training.stop_up_to(view.step - 1)
         if repair.num_launched:

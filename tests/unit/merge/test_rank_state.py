@@ -19,12 +19,12 @@ def merged_step(*, stood_in):
     return MergedStep(**{**nothing, "merged_at": MERGED_AT, "stood_in": stood_in})
 
 
-def at_end_of_step(*, merges, ran_past_merge=False):
+def at_end_of_step(*, merges):
     """Both sides in step 1, whose step 0 was merged at `MERGED_AT`."""
     clock = [100.0]
     training, merging = sides(clock)
     training.enter(Entry(), 100.0, merging)
-    training.leave(merges=merges, ran_past_merge=ran_past_merge)
+    training.leave(merges=merges)
     clock[0] = MERGED_AT
     with merging.lock:
         merging.merged(MERGED_AT, any_late=not merges)
@@ -34,19 +34,16 @@ def at_end_of_step(*, merges, ran_past_merge=False):
 
 
 @pytest.mark.parametrize(
-    ("merges", "ran_past_merge", "clock_from", "work_from"),
+    ("merges", "clock_from"),
     [
-        (True, False, ENTERS_AT, ENTERS_AT),  # it took part in the merge, and was slow between two steps
-        (False, False, MERGED_AT, ENTERS_AT),  # its last step was ended without it
-        (False, True, MERGED_AT, MERGED_AT),  # and it worked on meanwhile
+        (True, ENTERS_AT),  # it took part in the merge, and was slow between two steps
+        (False, MERGED_AT),  # its last step was ended without it
     ],
 )
-def test_clock_begins_with_the_peers_where_the_last_step_was_ended_without_the_rank(
-    merges, ran_past_merge, clock_from, work_from
-):
-    training, merging = at_end_of_step(merges=merges, ran_past_merge=ran_past_merge)
+def test_clock_begins_with_the_peers_where_the_last_step_was_ended_without_the_rank(merges, clock_from):
+    training, merging = at_end_of_step(merges=merges)
     training.enter(Entry(), ENTERS_AT, merging)
-    assert (training.clock_from, training.work_from) == (clock_from, work_from)
+    assert (training.clock_from, training.entered_at) == (clock_from, ENTERS_AT)
 
 
 def test_clock_of_a_rank_that_came_back_in_an_earlier_step_than_its_peers_is_its_own():

@@ -12,7 +12,6 @@ import pytest
 from straggle.merge.channel import LONG_S
 from straggle.merge.lateness import (
     Ask,
-    CompletePartial,
     End,
     Limits,
     Post,
@@ -128,9 +127,6 @@ TABLE = [
     case("its end is posted when they do", 109.9, quiet(SUBMITTED, unposted=True), Post(True, 0)),
     case("after a step with a late rank its end is posted at once", 100.1,
          quiet(SUBMITTED, unposted=True, any_late=True), Post(True, 0)),
-    case("its end is posted before it waits for a partial merge", 102.0, quiet(SUBMITTED, unposted=True, partial=True),
-         Post(True, 0)),
-    case("then it waits for that merge", 102.0, quiet(SUBMITTED, partial=True), CompletePartial()),
     case("peers learn that a rank is stuck in its step", 103.5, ENTERED, Post(False, 2)),
     case("or between two steps", 103.0, BETWEEN, Post(False, 3)),
     case("and for how long by now", 104.0, replace(ENTERED, posted_stuck_s=2), Post(False, 3)),
