@@ -25,7 +25,7 @@ from straggle.loop.hook_registers import HookRegisters, add_hook
 from straggle.loop.model_parts import MembersParts, Options, build_parts, close_parts
 from straggle.loop.optimizer_steps import OptimizerSteps
 from straggle.loop.replanning import Replanning
-from straggle.loop.replayed import HealedRecorder, Replayed
+from straggle.loop.replayed import Replayed
 from straggle.loop.step_warnings import StepWarnings
 from straggle.loop.uneven import own_passes
 from straggle.merge.alike import check_same_state
@@ -43,7 +43,7 @@ from straggle.merge.members.view import Elastic
 from straggle.merge.names import ScalarNames
 from straggle.merge.options import Merge
 from straggle.merge.rank_state import Entry
-from straggle.merge.replay import Decision, Recorder, Recording
+from straggle.merge.replay import Decision, Recording
 from straggle.merge.round import MergedStep
 from straggle.merge.saved_state import SavedState
 from straggle.merge.step_record import StepRecord
@@ -135,8 +135,7 @@ class StagedDataParallel(nn.Module):
         self.idle = False  # this rank has no data for the steps from here on: it takes part with weight 0
         self.default_weight = 1.0  # of a step whose `Step.weight` the loop does not set
         self.learned: tuple[list[int], list[float]] = ([], [])  # what the stages were planned from
-        self._replayed = Replayed(self._coordinator, self._channel, options, self.module)
-        self._healed_recorder = HealedRecorder(self._coordinator)
+        self._replayed = Replayed(self._coordinator)
         self._names = ScalarNames(self._channel)
         self._warnings = StepWarnings(self.rank, options.merge, self._open)
         drops_nonfinite = options.merge.nonfinite == "drop"
@@ -399,20 +398,11 @@ class StagedDataParallel(nn.Module):
         """Decide as in a recorded run instead of by the clock; before the first step, on all ranks alike.
 
         With the same model, data and number of ranks it gives the same parameters bit for bit. Each rank has its own
-        recording. Steps beyond it wait for all ranks. Where members came and went in that run (`Elastic`), the model is
-        wrapped without ``members``: all ranks stay, and who was absent then is given what the others merged.
-        Raises ``ValueError`` for a recording that cannot be replayed so.
+        recording. Steps beyond it wait for all ranks.
+        Raises ``ValueError`` for a recording of steps in which the members changed (`Elastic`), and after that.
         """
         self._before_first_step("replay")
-        self._replayed.follow(recording, on_cuda=self._wrapped.all[0].is_cuda)
-
-    def record(self, recorder: Recorder) -> None:
-        """Tell ``recorder`` what a replay needs of a run whose members come and go; before `register_state`.
-
-        `straggle.observe.members_recording.MembersRecorder` does so, and writes it.
-        """
-        self._before_first_step("record")
-        self._coordinator.member.record(recorder)
+        self._replayed.follow(recording)
 
     def pause(self) -> Pause:
         """Between two steps, on all ranks: what comes until `resume` belongs to no step, and no rank is late in it.
@@ -461,10 +451,7 @@ class StagedDataParallel(nn.Module):
             if self._comes_late:
                 self._come_late(self._members)
             self._members.healing.before_step()
-            started = self._last.record is None
-            self._healed_recorder.enters(self._members.healing, self._coordinator.training.step, started=started)
         number = self._coordinator.training.step
-        self._replayed.begin_as_then(number)
         frozen = self._wrapped.frozen
         if changes := self._wrapped.check():
             self._check_at_stages(self._replanning.replan(changes, number))

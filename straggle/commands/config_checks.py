@@ -71,8 +71,8 @@ def check(config: DictConfig, valid: DictConfig) -> None:
         _check_arguments(group, config.get(group) or None)
     if config.get("members") and config.get("replay"):
         raise ConfigurationError(
-            "members=elastic and replay=... exclude each other: a replay has the members of the recorded run, and its "
-            "own processes stay; leave members out"
+            "members=elastic and replay=... exclude each other: a replay is of steps in which no rank left, and "
+            "its own processes stay; leave members out"
         )
     if not isinstance(pings := config.get("pings", True), bool):
         raise ConfigurationError(f"pings={pings}: choose one of true, false")

@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -17,9 +18,8 @@ from straggle.commands.config_keys import ConfigurationError
 from straggle.commands.trusted_targets import check_targets
 from straggle.data.rebalance import Rebalance
 from straggle.lab.jobs import StagedJob
-from straggle.merge.replay import Recording
-from straggle.observe.members_recording import read_members_recording
-from straggle.observe.recording import file_of, read_recording
+from straggle.merge.replay import Recording, check_members
+from straggle.observe.recording import DecisionWriter, file_of, read_recording
 
 _log = logging.getLogger(__name__)
 
@@ -69,10 +69,9 @@ def _read(config: DictConfig) -> Recording:
     folder = decisions_of(source)
     if (ranks := len(list(folder.glob("rank*.jsonl")))) != world_size:
         raise ValueError(f"replay={source}: recorded on {ranks} ranks, and this run has {world_size}: start as many")
-    if config.get("members"):
-        recording = read_members_recording(folder, rank, world_size)
-    else:
-        recording = read_recording(file_of(folder, rank))
+    recording = read_recording(file_of(folder, rank))
+    recording = replace(recording, decisions=recording.decisions[: config.steps])
+    check_members(recording.decisions)
     if (num_steps := len(recording.decisions)) < config.steps:
         raise ValueError(
             f"replay={source}: the recording has {num_steps} of {config.steps} steps, as of a run that was ended or "
@@ -88,6 +87,12 @@ def compare_with_recorded(source: Path, steps: int, hashes: list[str]) -> None:
         return
     same = set(before["parameters_sha256"]) == set(hashes)  # of members there, of all ranks here
     sys.stdout.write(f"parameters as in {source}: {'identical' if same else 'DIFFERENT'}\n")
+
+
+def write_decision(job: StagedJob, decisions: DecisionWriter) -> None:
+    """Write what this rank decided in the step that it just left."""
+    assert job.model.last_decision is not None
+    decisions.write(job.model.last_decision, job.model.learned)
 
 
 def write_shares(run_dir: Path, rebalance: Rebalance) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -22,7 +22,14 @@ with needs_extra("train"):
     from omegaconf import DictConfig
 
     from straggle.commands.checkpoint import Checkpoint, NotSaved
-    from straggle.commands.replaying import compare_with_recorded, decisions_of, recorded, replay, write_shares
+    from straggle.commands.replaying import (
+        compare_with_recorded,
+        decisions_of,
+        recorded,
+        replay,
+        write_decision,
+        write_shares,
+    )
     from straggle.commands.result import finish, metrics_of, write_config, write_page
     from straggle.commands.train_elastic import train_elastic
     from straggle.observe.console import LiveView
@@ -138,19 +145,14 @@ def _other_rank(job: StagedJob, config: DictConfig, first_step: int) -> list[Ste
     return []
 
 
-def _decisions(config: DictConfig, first_step: int) -> AbstractContextManager[DecisionWriter | None]:
-    """Where this rank's decisions go; nowhere in the replay of a run with members, whose files say more."""
-    if config.get("members"):
-        return nullcontext()
+def _decisions(config: DictConfig, first_step: int) -> DecisionWriter:
+    """Where this rank's decisions go."""
     return DecisionWriter(file_of(decisions_of(Path(config.run_dir)), dist.get_rank()), first_step=first_step)
 
 
-def _step(job: StagedJob, number: int, decisions: DecisionWriter | None) -> None:
+def _step(job: StagedJob, number: int, decisions: DecisionWriter) -> None:
     job.step(number)
-    if decisions is None:
-        return
-    assert job.model.last_decision is not None
-    decisions.write(job.model.last_decision, job.model.learned)
+    write_decision(job, decisions)
 
 
 def _checkpoint(job: StagedJob, config: DictConfig, number: int) -> None:

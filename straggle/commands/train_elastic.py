@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 
 from straggle.commands.agreement import on_all_ranks
 from straggle.commands.checkpoint import Checkpoint, NotSaved
-from straggle.commands.replaying import decisions_of, write_shares
+from straggle.commands.replaying import decisions_of, write_decision, write_shares
 from straggle.commands.result import finish, metrics_of, write_config, write_page
 from straggle.commands.run_dir import one_run_of_members
 from straggle.lab.jobs import StagedJob, process_group
@@ -29,7 +29,7 @@ from straggle.merge.members.membership import JobDone, TooFewRanks
 from straggle.merge.store import StoreUnreachable, connect_all, default_store
 from straggle.observe.console import LiveView
 from straggle.observe.members import HandedOnTrace, MembersWriter, writer_of
-from straggle.observe.members_recording import MembersRecorder
+from straggle.observe.recording import DecisionWriter, file_of
 from straggle.observe.run import read_reports
 from straggle.report import StepReport
 from straggle.stop_signal import StopSignal, exit_at_once
@@ -96,11 +96,15 @@ def _train(job: StagedJob, config: DictConfig, checkpoint: Checkpoint, first_ste
     trace = HandedOnTrace(rank, run_dir / "trace.jsonl", first_step=first_step, begins=begins)
     observed.callback(trace.close)
     observed.enter_context(MembersWriter(job.model, run_dir, begins=begins))
-    observed.enter_context(MembersRecorder(job.model, decisions_of(run_dir), first_step=first_step))
+    decisions: DecisionWriter | None = None
+    if first_step == 0 and not job.model.comes_late:  # the other ranks' random states are in no checkpoint
+        decisions = observed.enter_context(DecisionWriter(file_of(decisions_of(run_dir), rank)))
     observed.enter_context(metrics_of(job, config))
     view: LiveView | None = None
     saves, shares_from = False, -1
     for report in _steps(job, config.steps):
+        if decisions is not None:
+            write_decision(job, decisions)
         if not trace.add(report):
             continue
         if job.rebalance is not None and job.rebalance.schedule[-1][0] != shares_from:

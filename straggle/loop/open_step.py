@@ -291,10 +291,11 @@ class OpenStep(PassWatcher):
             had_work=merged.had_work,
             joins_over=merged.joins_over,
             num_drawn=None if drawn is None or merged.num_drawn == len(drawn.numbers) else merged.num_drawn,
+            members_changed=merged.members_changed,
         )
-        if merged.among is None and merged.entered:
+        if merged.entered:
             return decision  # the loop says whether there are data for the step
-        return replace(decision, idle=merged.idle, entered=merged.entered, among=merged.among)
+        return replace(decision, idle=merged.idle, entered=merged.entered)
 
     @property
     def _left_at(self) -> int | None:

@@ -197,11 +197,6 @@ class Coordinator:
         with self._lock:
             self._rounds.make_spare()
 
-    def begin_anew(self) -> None:
-        """Between two steps: forget what a process that is started again does not know."""
-        with self._lock:
-            self._rounds.begin_anew()
-
     def pause(self) -> None:
         """Until `resume` the stand-in sleeps, and no step's time goes by."""
         with self._lock:
@@ -284,8 +279,6 @@ class Coordinator:
         """This rank has what ``has()`` says of its step's pool; before it begins a pass, of ``draws`` that go on."""
         with self._lock:
             self.training.draw(drawn := has(), draws)
-            if self.member.recorder is not None and not drawn.is_open:  # what is complete is merged from here on
-                self.member.recorder.drew(self.training.step, drawn.numbers)
             if (current := self._own_round()) is not None:
                 current.draw(drawn)
         return drawn

@@ -104,15 +104,14 @@ class MergedSteps:
     def _launch_telemetry(self, current: Round) -> dist.Work:
         """All of this rank's gradients are merged: tell the others how it came through the step."""
         assert current.row is not None
-        groups, rounds, recorded = self._rounds.groups, self._rounds, current.recorded
+        groups = self._rounds.groups
         assert groups is not None
         current.buffers.use_telemetry(torch.zeros_like(current.buffers.telemetry))
         # asked again: while the members change, a step may be submitted that others are let in before
         row = current.lost_in(current.row)._replace(admits=self._member.admits(current))
         current.buffers.write_telemetry(self._channel.rank, row.numbers())
-        current.told = rounds.generation, rounds.ranks if recorded is None else recorded.told
-        group = groups.control if recorded is None else recorded.telemetry
-        current.last_message = current.buffers.merge_telemetry(group)
+        current.told = self._rounds.ranks
+        current.last_message = current.buffers.merge_telemetry(groups.control)
         return current.last_message
 
     def _wait_regrouped(self, current: Round) -> None:
@@ -129,12 +128,12 @@ class MergedSteps:
         with self._lock:
             if epoch != self._channel.epoch or current.abandoned:
                 return False
-            if current.last_message is not None or current.complete or current.recorded is not None:
+            if current.last_message is not None or current.complete:
                 self._member.telemetry_merged(current)
                 current.table = None  # ranks that are no members have other rows now
             now, before_s = self._rank.stopwatch.now(), self._rank.deadline.seconds
             merged = self._rank.ring[current.step] = self._merged(current, now)
-            self._member.published(current.step)
+            self._member.published()
             self._channel.merged(current.step)
             try:
                 if not merged.table.replanning():  # which is no step of the training
@@ -153,7 +152,7 @@ class MergedSteps:
         return True
 
     def _merged(self, current: Round, now: float) -> MergedStep:
-        lost, num_stages = self._member.lost_of(current.step), len(self._rounds.plan.stages)
+        num_stages = len(self._rounds.plan.stages)
         table = current.table
         if table is None or self._rounds.leaves is not None:
             rows = current.buffers.copy_rows()
@@ -175,7 +174,7 @@ class MergedSteps:
             num_over=current.num_over,
             idle=current.idle,
             entered=current.entered,
-            among=None if self._member.recorder is None else current.merged_among(lost),
+            members_changed=current.generation > 0,
             had_work=current.had_work,
             joins_over=current.joins_over,
             num_drawn=None if current.drawn is None else len(current.drawn.numbers),
@@ -189,7 +188,6 @@ class MergedSteps:
         buffers, training, deadline = self._rounds.new_buffers(), self._rank.training, self._rank.deadline
         buffers.rows[:] = absent_row(len(self._rounds.plan.stages))
         now = self._rank.stopwatch.now()
-        num_gradients, num_over = self._member.given_up(training.step)
         return MergedStep(
             step=training.step,
             plan=self._rounds.plan,
@@ -200,6 +198,7 @@ class MergedSteps:
             shadow_s=deadline.shadow_s,
             merged_at=now,
             stood_in=True,
-            num_gradients=num_gradients,
-            num_over=num_over,
+            num_gradients=0,
+            num_over=0,
+            members_changed=True,
         )

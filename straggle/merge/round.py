@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from straggle.backward.stages import Stage, StagePlan
 from straggle.merge.buffers import Share, StageBuffers
 from straggle.merge.groups import Group, succeeded
-from straggle.merge.members.provenance import NO_CHANGE, MergedAmong, Provenance
-from straggle.merge.members.recorded_groups import StepGroups
 from straggle.merge.members.view import MergeProgress, Repair
 from straggle.merge.pools.draws import Drawn
 from straggle.merge.state.exchange import NOTHING_GIVEN
@@ -98,15 +96,13 @@ class RoundTerms:
     """Among whom a step is merged, and what a gradient counts in it.
 
     ``group``: ``None`` while the members change; ``generation`` and ``ranks`` are the group's. ``all_or_nothing``: all
-    that the rank computes goes into the merge, or nothing does. ``recorded``: a replay, in which each bucket is merged
-    among those that the recording says.
+    that the rank computes goes into the merge, or nothing does.
     """
 
     group: Group | None
     generation: int = 0
     ranks: tuple[int, ...] = ()
     all_or_nothing: bool = False
-    recorded: StepGroups | None = None
 
 
 class Round:
@@ -115,7 +111,6 @@ class Round:
     def __init__(
         self, step: int, layout: Layout, buffers: StageBuffers, terms: RoundTerms, *, usage: Usage | None = None
     ) -> None:
-        recorded, generation = terms.recorded, terms.generation
         self.step = step
         self.buffers = buffers
         self.closed = False  # all collectives are launched
@@ -129,7 +124,7 @@ class Round:
         self._data_share = 1.0
         self.drawn: Drawn | None = None  # of the step's pool, where that has one
         self.stage_s = [math.nan] * len(layout.plan.stages)  # when each stage was complete
-        self.lost = frozenset[int]() if recorded is None else recorded.lost  # that a change of members took from it
+        self.lost = frozenset[int]()  # buckets that a change of members took from it
         self.layout = layout
         self._works: list[list[dist.Work]] = []  # of each bucket whose merge has begun
         self._merged: set[int] = set()  # buckets that are known to be merged
@@ -142,13 +137,10 @@ class Round:
         self.last_message: dist.Work | None = None  # where members change: over when all members have all of the step
         self.complete = False  # some member had it complete, and gave this rank the telemetry of all
         self._last_shares: Mapping[int, Share] = {}  # of the buckets that were not launched when it was closed
-        self._group, self.recorded = terms.group, recorded
-        self._generation = generation
-        self._generations: dict[int, int] = {}  # in which each launched bucket is summed, or was by who gives it
-        self.told: tuple[int, tuple[int, ...]] = (
-            generation,
-            terms.ranks,
-        )  # in which, and of which ranks, the telemetry is
+        self._group = terms.group
+        self.generation = terms.generation  # of the members that end it
+        self.has_more_than_told = False  # gradients of ranks that have left since, and so have no row in its telemetry
+        self.told = terms.ranks  # of which the telemetry is
         self._all_or_nothing = terms.all_or_nothing
         self._usage = usage or Usage()
         self.num_in = [0] * len(layout.numel)  # for each parameter, the gradients that are in, one for each pass
@@ -352,13 +344,9 @@ class Round:
 
     def _launch_allreduce(self, shares: Mapping[int, Share]) -> bool:
         """Begin the merge of the next bucket; false where the members have no group at present."""
-        bucket, group = len(self._works), self._group
-        if self.recorded is not None:
-            group = self.recorded.buckets[bucket]
-        if group is None:
+        if self._group is None:
             return False
-        self._works.append(self.buffers.all_reduce(bucket, shares, group, self.weight))
-        self._generations[bucket] = self._generation
+        self._works.append(self.buffers.all_reduce(len(self._works), shares, self._group, self.weight))
         return True
 
     # -- its collectives, and changes of members
@@ -400,19 +388,7 @@ class Round:
         self._group = None
         self._merged |= {b for b, works in enumerate(self._works) if works and all(map(succeeded, works))}
         complete = self.complete or (self.last_message is not None and succeeded(self.last_message))
-        return MergeProgress(self.step, len(self._works), frozenset(self._merged), complete, dict(self._generations))
-
-    def merged_among(self, lost: Mapping[int, Iterable[int]]) -> MergedAmong:
-        """Whose gradients are in the merged buckets, where this rank has all of them."""
-        generations = [self._generations[bucket] for bucket in range(len(self.layout.buckets))]
-        return MergedAmong((*generations, self.told[0]), {rank: tuple(sorted(own)) for rank, own in lost.items()})
-
-    @property
-    def has_more_than_told(self) -> bool:
-        """Whether gradients may be in it of ranks that have left since, and so have no row in its telemetry."""
-        if self.recorded is not None:
-            return self.recorded.changed
-        return any(own != self.told[0] for own in self._generations.values())
+        return MergeProgress(self.step, len(self._works), frozenset(self._merged), complete)
 
     def merged_weights(self) -> tuple[float, ...]:
         """For each stage, the weight of all that was merged."""
@@ -426,8 +402,7 @@ class Round:
         renew: Callable[[], StageBuffers],
         *,
         new: bool,
-        generation: int = 0,
-        provenance: Provenance = NO_CHANGE,
+        generation: int,
     ) -> None:
         """Go on among the members of ``group``; ``place_of`` each rank in it, ``new``: this rank has just joined.
 
@@ -443,14 +418,13 @@ class Round:
         self.lost |= lost - repair.given.keys()
         self.last_message = None
         self._group, self._works = group, [[] for _ in range(num_launched)]
-        self._generation = generation
+        self.generation = generation
+        self.has_more_than_told = bool(repair.given or repair.kept)
         for bucket in range(num_launched):
             if (giver := repair.given.get(bucket)) is not None:
                 self._works[bucket] = self.buffers.broadcast(bucket, group, place_of[giver])
-                self._generations[bucket] = provenance.generations.get(bucket, 0)
             elif bucket not in repair.kept:
                 self._works[bucket] = self.buffers.resend(bucket, group)
-                self._generations[bucket] = generation
         if self.closed:
             self._launch_rest()
         else:
@@ -473,7 +447,7 @@ class MergedStep(NamedTuple):
     num_over: int
     idle: bool = False
     entered: bool = True
-    among: MergedAmong | None = None
+    members_changed: bool = False  # in this step, or before it
     had_work: bool | None = None
     joins_over: int | None = None
     num_drawn: int | None = None  # of the step's pool, when the rank's part was submitted

@@ -10,7 +10,6 @@ from straggle.backward.stages import StagePlan
 from straggle.merge.buffers import StageBuffers, keep_freed_memory
 from straggle.merge.groups import Group, Groups
 from straggle.merge.links.leaves import Leaves
-from straggle.merge.members.recorded_groups import RecordedGroups
 from straggle.merge.options import Merge
 from straggle.merge.rank_state import MergeSide, TrainingSide
 from straggle.merge.round import Layout, Round, RoundTerms, Usage
@@ -46,7 +45,6 @@ class Rounds:
         self._all_or_nothing = all_or_nothing
         self._num_state = num_state
         self._world_size = world_size
-        self._recorded: RecordedGroups | None = None
         self._repaired = -1  # the step in which the members changed last
         self._are_slow = False  # links that were quick when the groups were formed
         keep_freed_memory()
@@ -67,12 +65,8 @@ class Rounds:
         self.learn(plan)
 
     def begin_anew(self) -> None:
-        """Between two steps: forget what a process that is started again does not know."""
+        """Between two steps: forget in which passes parameters had gradients, and how far this rank came."""
         self._usage = Usage()
-
-    def replay_members(self, groups: RecordedGroups) -> None:
-        """Merge each step among those that were members then; before the first step, on all ranks alike."""
-        self._recorded = groups
 
     def merge_among(self, groups: Groups | None, ranks: tuple[int, ...], generation: int, step: int = -1) -> None:
         """From here on rounds are merged among these; the members have changed in ``step``, alike for all of them."""
@@ -87,10 +81,9 @@ class Rounds:
     def tells_apart(self, step: int) -> bool:
         """Whether the telemetry of ``step`` goes in a message of its own, after all of its gradients.
 
-        In a step in which the members changed it has to say what was lost, and is of those that are left. A replay
-        does the same: the module's buffers go with it, and the order of their sum follows from the message.
+        In a step in which the members changed it has to say what was lost, and is of those that are left.
         """
-        return step == self._repaired if self._recorded is None else self._recorded.tells_apart(step)
+        return step == self._repaired
 
     def merge_among_none(self) -> None:
         """Nothing is launched until `merge_among`."""
@@ -132,13 +125,11 @@ class Rounds:
             self._are_slow = any(way.link.latency_s > _SLOW_S for way in table.ways())
 
     def _terms(self, step: int, buffers: StageBuffers) -> RoundTerms:
-        recorded = None if self._recorded is None else self._recorded.of_step(step, len(self._layout.buckets))
         return RoundTerms(
             self._group(step, buffers),
             self.generation,
-            self.ranks if recorded is None else recorded.told,
+            self.ranks,
             all_or_nothing=self._all_or_nothing,
-            recorded=recorded,
         )
 
     # -- the buffers

@@ -8,7 +8,6 @@ from torch import nn
 
 from straggle.merge.members.member import Member
 from straggle.merge.rank_parts import RankParts
-from straggle.merge.replay import Decision
 from straggle.merge.round import Contribution, Round
 from straggle.merge.row import row_of
 from straggle.merge.state.exchange import NOTHING_GIVEN, Given
@@ -103,27 +102,7 @@ class Submission:
         current.row, current.given = row, given
         current.joins_over = row.joins_over if current.stood_in else None
         current.idle, current.entered = training.entry.idle, training.is_in(current.step)
-        self._record(current, own)
         current.close(own, weights)
         now = self._rank.stopwatch.now()
         merging.submit(now)
         return now
-
-    def _record(self, current: Round, own: Contribution) -> None:
-        """Before the peers can have it, say that this rank gives less than all of the step."""
-        partly = current.stood_in or current.left_at is not None or min(own.computed) < 1
-        if self._member.recorder is not None and partly:
-            self._member.recorder.partial(
-                Decision(
-                    current.step,
-                    current.num_gradients,
-                    current.left_at,
-                    current.stood_in,
-                    current.num_over,
-                    current.idle,
-                    current.entered,
-                    drawn=None if current.drawn is None else current.drawn.numbers,
-                    had_work=current.had_work,
-                    joins_over=current.joins_over,
-                )
-            )

@@ -62,11 +62,6 @@ class Estimator(ABC):
         for name, tensor in state.items():
             self.memory[parameters[name]] = tensor.to(parameters[name].device, copy=True)
 
-    def forget_own(self) -> None:
-        """Forget what is not equal on all ranks, as a process that is started again has (a replay of that)."""
-        if self.watches_own:
-            self.memory.clear()
-
 
 @final
 class Abstain(Estimator):

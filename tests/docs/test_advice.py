@@ -69,17 +69,8 @@ ELSEWHERE = {
     "this needs: pip install 'straggle[{}]'": (
         "tests/commands/test_extras.py::test_extras_that_errors_and_pages_name_are_those_of_pyproject"
     ),
-    "wrap the model without members; in a replay no rank leaves": (
-        "tests/ranks/test_replay_members.py::test_run_with_killed_stopped_and_restarted_ranks_is_replayed_bit_for_bit"
-    ),
-    "leave process_group out; members are ranks of the job": (
-        "tests/ranks/test_replay_members.py::test_run_with_killed_stopped_and_restarted_ranks_is_replayed_bit_for_bit"
-    ),
-    "no recording at {}: start as many ranks as the recorded run had": (
-        "tests/unit/observe/test_members_recording.py::test_recording_that_lacks_a_rank_is_refused"
-    ),
-    "recorded on {} ranks, and this run has {}: start as many": (
-        "tests/unit/observe/test_members_recording.py::test_what_cannot_be_replayed_is_refused_with_the_step_and_why"
+    "repeat them with steps={}, or give the first {} decisions alone": (
+        "tests/ranks/test_replay.py::test_steps_in_which_members_had_changed_are_refused_in_a_replay_and_those_before_are_not"
     ),
     "straggle needs a process group: launch with torchrun and call torch.distributed.init_process_group() be": GROUPS,
     'in a running job; write dist.init_process_group("gloo"), or leave members out': GROUPS,
@@ -110,7 +101,6 @@ ELSEWHERE |= {
 # what no test here can follow
 NOT_HERE = {
     "a module uses a CUDA device as it is loaded, which no fork can: leave it to the workers": "a CUDA device",
-    "the random state of a device is not recorded; replay on the CPU": "a CUDA device",
     "needs Linux: leave it out": "another system",
     "nobody has the job's state; begin from a checkpoint": "all members are gone",
     "StagedTrainer takes the place of DDP, and this job is of kind {}: use Trainer": "DeepSpeed or FSDP",

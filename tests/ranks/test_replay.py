@@ -5,11 +5,12 @@ import time
 
 import pytest
 import torch
+from members import run_job
 from ranks import digest, run_ranks, staged
 from torch import nn
 from training import Signals, features, mlp
 
-from straggle import LastOwn, LateHandling
+from straggle import Elastic, LastOwn, LateHandling
 from straggle.merge.replay import Decision, Recording
 from straggle.observe.recording import DecisionWriter, read_recording
 
@@ -32,8 +33,11 @@ class Noisy(nn.Module):
         return self.layers(x)
 
 
-def train(rank, folder, replay, estimator, late_handling):
-    """Trains under random stalls, or as recorded; parameters, buffers and random state, and what happened."""
+def train(rank, folder, replay, estimator, late_handling, members=None):
+    """Trains under random stalls, or as recorded; parameters, buffers and random state, and what happened.
+
+    ``members``: of the run that is recorded; a replay has none.
+    """
     torch.manual_seed(0)
     module = Noisy()
     torch.manual_seed(rank)
@@ -51,7 +55,7 @@ def train(rank, folder, replay, estimator, late_handling):
     reports = []
     path = folder / f"rank{rank}.jsonl"
     options = {"deadline": 0.02, "late_handling": late_handling, "estimator": estimator}
-    with staged(module, **options) as model:
+    with staged(module, members=None if replay else members, **options) as model:
         if replay:
             model.replay(read_recording(path))
         with DecisionWriter(folder / f"rank{rank}.{'again' if replay else 'jsonl'}") as writer:
@@ -90,6 +94,59 @@ def test_replayed_run_equals_the_recorded_one_bit_for_bit(tmp_path, estimator, l
         recorded = read_recording(tmp_path / f"rank{rank}.jsonl")
         assert len(recorded.decisions) == STEPS
         assert recorded == read_recording(tmp_path / f"rank{rank}.again")
+
+
+def test_run_in_which_no_rank_left_is_replayed_without_members(tmp_path):
+    first = run_ranks(train, 3, tmp_path, False, LastOwn(0.5), LateHandling(grace_s=0.005), Elastic(suspect_s=30.0))
+    again = run_ranks(train, 3, tmp_path, True, LastOwn(0.5), LateHandling(grace_s=0.005))
+    assert first[0][2] + first[0][3] > 0  # some rank was late, or this shows nothing
+    assert [state for state, *_ in first] == [state for state, *_ in again]
+
+
+def refuse_changed_members(_rank, num_decisions):
+    with staged(mlp()) as model:
+        decisions = tuple(Decision(step, 4, None, False, members_changed=step > 1) for step in range(num_decisions))
+        model.replay(Recording((), (), decisions))
+
+
+def test_steps_in_which_members_had_changed_are_refused_in_a_replay_and_those_before_are_not():
+    assert run_ranks(refuse_changed_members, 1, 2) == [None]
+    with pytest.raises(AssertionError, match="the members of the recorded run changed in step 2 "):
+        run_ranks(refuse_changed_members, 1, 3)
+
+
+def record_with_members(rank, board, folder):
+    """Train until the job's end, and record it; in which steps the members changed."""
+    module = mlp()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05)
+    with staged(module, members=Elastic(min_ranks=1)) as model:
+        step, changed_in = model.register_state(optimizer=optimizer), []
+        model.register_members_hook(lambda report: changed_in.append((report.step, report.at_the_end)))
+        with DecisionWriter(folder / f"rank{rank}.jsonl") as writer:
+            while step < board.end:
+                with model.step():
+                    model(features(rank, step)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                writer.write(model.last_decision, model.learned)
+                step = model.last_report.step + 1
+                time.sleep(0.01)
+                board.note(rank, step)
+    return changed_in
+
+
+def test_recording_tells_the_step_in_which_a_rank_was_killed(tmp_path):
+    with run_job(3, record_with_members, tmp_path) as job:
+        job.walk(5)
+        job.kill(2)
+        job.walk(5, [0, 1])
+        outcomes = job.finish([0, 1])
+    for rank in (0, 1):
+        decisions = read_recording(tmp_path / f"rank{rank}.jsonl").decisions
+        changed = [decision.step for decision in decisions if decision.members_changed]
+        assert changed == list(range(outcomes[rank][0][0], len(decisions)))
+    killed = read_recording(tmp_path / "rank2.jsonl").decisions
+    assert len(killed) <= changed[0] <= len(killed) + 1  # it may have ended a step that it could not write
 
 
 def run_out_of_data_while_stuck(rank, folder, replay):

@@ -1,4 +1,4 @@
-"""Jobs drawn by chance, whose ranks are late, killed and stopped, are recorded and repeated bit for bit.
+"""Jobs drawn by chance, whose ranks are late and stopped, are recorded and repeated bit for bit.
 
 Which job it is follows from its number; where a signal meets a rank does not. More of them, or the one that failed:
 
@@ -21,7 +21,6 @@ from training import features
 from straggle import (
     Abstain,
     AutoDeadline,
-    Elastic,
     Epochs,
     FirstK,
     LastMerged,
@@ -35,7 +34,6 @@ from straggle import (
     Zero,
 )
 from straggle.backward import stages
-from straggle.observe.members_recording import MembersRecorder, read_members_recording
 from straggle.observe.recording import DecisionWriter, file_of, read_recording
 
 
@@ -45,7 +43,6 @@ class Plan:
 
     number: int
     world_size: int
-    has_members: bool
     num_parts: int  # of each step's pool; 0: there is none
     num_microbatches: int
     has_epochs: bool  # a data set is dealt to the ranks that are there
@@ -67,7 +64,7 @@ class Plan:
 
 def draw(number):
     chance = random.Random(number)
-    pick, world_size, has_members = chance.choice, chance.choice([3, 4]), chance.random() < 0.75
+    pick, world_size = chance.choice, chance.choice([3, 4])
     work = pick(["plain", "epochs", "micro-batches", "pool", "pool"])
     granularity = pick(["stage", "stage", "microbatch" if work == "micro-batches" else "stage", "step"])
     estimators = [Abstain(), Zero(), LastOwn(0.5), LastMerged(0.5), MovingAverage(0.5)]
@@ -75,7 +72,6 @@ def draw(number):
     return Plan(
         number,
         world_size,
-        has_members,
         num_parts=pick([world_size, 5, 8]) if work == "pool" else 0,
         num_microbatches=pick([2, 3]) if work == "micro-batches" else 1,
         has_epochs=work == "epochs",
@@ -90,7 +86,7 @@ def draw(number):
                 check_every=10,
             ),
         },
-        hits=draw_hits(chance, world_size, has_members=has_members),
+        hits=draw_hits(chance, world_size, has_members=False),
         nan=pick([0.0, 0.0, 0.05]),
         skipped=pick([0.0, 0.0, 0.1]),
         stalls=pick([0.0, 0.02, 0.05]),
@@ -98,7 +94,7 @@ def draw(number):
         costs=pick([False, True]),
         is_adam=pick([False, True]),
         in_buckets=pick([False, True, True]),
-        joins=not has_members and work != "epochs" and pick([False, True]),  # a new process has all its batches anew
+        joins=work != "epochs" and pick([False, True]),
     )
 
 
@@ -122,7 +118,7 @@ def batch_of(part, step):
 
 
 def train(rank, plan, module, model, end, made=lambda _: None, stops=None):
-    """The state after each step that this rank made; its own at the end; and the loss of each step."""
+    """The state after each step; this rank's own at the end; and the loss of each step."""
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
     if plan.is_adam:
         optimizer = torch.optim.Adam(module.parameters(), lr=0.003)
@@ -151,12 +147,11 @@ def train(rank, plan, module, model, end, made=lambda _: None, stops=None):
         optimizer.zero_grad()
         report = model.last_report
         assert not report.different_ranks
-        if not report.ranks[rank].absent:
-            dealt = registered["epochs"].state_dict() if plan.has_epochs else None
-            states[report.step] = digest(state_of(plan, module, optimizer)), repr(dealt)
-            losses[report.step] = repr(report.scalars.get("loss"))
-            made(report.step + 1)  # a rank that is out of the job is not hit before it is back
+        dealt = registered["epochs"].state_dict() if plan.has_epochs else None
+        states[report.step] = digest(state_of(plan, module, optimizer)), repr(dealt)
+        losses[report.step] = repr(report.scalars.get("loss"))
         step = report.step + 1
+        made(step)
         if stops is not None:
             stops.left(report)
     return states, digest([torch.get_rng_state(), *module.buffers()]), losses
@@ -169,31 +164,17 @@ def state_of(plan, module, optimizer):
     return [*module.parameters(), *memory, *(module.buffers() if plan.merges_buffers else ())]
 
 
-def wrapped(rank, plan, members=None) -> tuple[nn.Module, StagedDataParallel]:
+def wrapped(rank, plan) -> tuple[nn.Module, StagedDataParallel]:
     if plan.in_buckets:
         stages.BUCKET_BYTES = 1
     torch.manual_seed(0)
     module = Noisy()
     torch.manual_seed(rank)
-    return module, lambda: StagedDataParallel(module, members=members, **plan.options)
-
-
-class Recorder:
-    """Of a job without members, as `MembersRecorder` is of one with them."""
-
-    def __init__(self, model, folder):
-        self._writer = DecisionWriter(file_of(folder, model.rank))
-        model.register_step_hook(lambda _: self._writer.write(model.last_decision, model.learned))
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *ended):
-        self._writer.__exit__(*ended)
+    return module, lambda: StagedDataParallel(module, **plan.options)
 
 
 def record(rank, board, folder, plan):
-    module, wrap = wrapped(rank, plan, Elastic(min_ranks=1) if plan.has_members else None)
+    module, wrap = wrapped(rank, plan)
     stops = made_to_be_hit(module, folder, rank, plan.stalls)
     model = wrap()
 
@@ -201,17 +182,15 @@ def record(rank, board, folder, plan):
         time.sleep(0.01)
         board.note(rank, step)
 
-    with (MembersRecorder if plan.has_members else Recorder)(model, folder):
+    with DecisionWriter(file_of(folder, rank)) as writer:
+        model.register_step_hook(lambda _: writer.write(model.last_decision, model.learned))
         return train(rank, plan, module, model, lambda: board.end, made, stops)
 
 
 def repeat(rank, folder, plan, end):
     module, wrap = wrapped(rank, plan)
     model = wrap()
-    if plan.has_members:
-        model.replay(read_members_recording(folder, rank, model.world_size))
-    else:
-        model.replay(read_recording(file_of(folder, rank)))
+    model.replay(read_recording(file_of(folder, rank)))
     return train(rank, plan, module, model, lambda: end)
 
 
@@ -222,12 +201,8 @@ def test_job_drawn_by_chance_is_repeated_bit_for_bit(tmp_path, number):
     outcomes = run_with_hits(number, plan, record, tmp_path)
     end = 1 + max(max(states) for states, _, _ in outcomes)
     again = run_ranks(repeat, plan.world_size, tmp_path, plan, end)
-    for which in (0, 2):  # states and losses, the same on all ranks that made a step
-        of_replay = {step: own for outcome in again for step, own in outcome[which].items()}
-        for rank, outcome in enumerate(outcomes):
-            # what a stopped rank makes of the step in which its peers put it out is no step of the job
-            sure = [step for step in outcome[which] if step + 1 in outcome[which] or step + 1 == end]
-            differ = [step for step in sure if outcome[which][step] != of_replay.get(step)]
+    for rank, (outcome, replayed) in enumerate(zip(outcomes, again, strict=True)):
+        for which in (0, 2):  # states and losses
+            differ = [step for step in range(end) if outcome[which][step] != replayed[which][step]]
             assert not differ, f"rank {rank} differs in its replay from step {differ[0]} on: {plan}"
-    there = [rank for rank, (states, _, _) in enumerate(outcomes) if end - 1 in states]
-    assert [outcomes[rank][1] for rank in there] == [again[rank][1] for rank in there], plan
+        assert outcome[1] == replayed[1], plan

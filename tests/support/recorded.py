@@ -60,12 +60,6 @@ class Stops:
             self._wanted.unlink()
 
 
-def wait_out(job, rank):
-    """Until a rank, in its first process, has learned that it is out: what it computes from here on counts nothing."""
-    log = job.folder / f"log{rank}.0"
-    job.wait(lambda: f"rank {rank} is no member" in log.read_text(), f"rank {rank} is out")
-
-
 @contextlib.contextmanager
 def stuck(job, folder, rank, layer=MIDDLE):
     """In this block a rank's backward pass stands still in a layer; it has come to it when the block begins."""
@@ -75,17 +69,6 @@ def stuck(job, folder, rank, layer=MIDDLE):
     yield
     wanted.unlink()
     reached.unlink()
-
-
-@contextlib.contextmanager
-def put_out_in_backward(job, folder, rank, others, layer=MIDDLE):
-    """The same, and when the block begins the rank has been stopped, and has learned that it is out of the job."""
-    with stuck(job, folder, rank, layer):
-        job.stop(rank)
-        job.walk(10, others)
-        job.resume(rank)
-        wait_out(job, rank)
-        yield
 
 
 def kill_in_backward(job, folder, *ranks):

@@ -10,7 +10,6 @@ import sysconfig
 import pytest
 import torch
 from advice import pattern
-from torch import nn
 from training import mlp
 from watched import write_trace, write_watch
 

@@ -59,7 +59,6 @@ class Healing:
         self._room: _Room | None = None  # for the state of this rank, which another one is to be given
         self._given_bytes = 0  # the last time
         self.report = HealingReport()
-        self.giver = -1  # whose state this rank took last
         regrouping.on_joined, regrouping.leaves = self.let_in, self.leave_if_lost
         coordinator.member.has_room = self._has_room
         regrouping.is_back = lambda: coordinator.member.is_back and coordinator.is_planned
@@ -237,7 +236,7 @@ class Healing:
         if arrival is not None:
             seconds, nbytes = time.monotonic() - arrival.began_at, _num_bytes(state)
             self.report = HealingReport(before.num_states + 1, before.nbytes + nbytes, before.seconds + seconds)
-        self._arrival, self.giver = None, view.giver
+        self._arrival = None
         self._module_state.load_module(state["module"])
         for name, own in state["registered"].items():
             value = self._registered.get(name)

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from straggle.merge.groups import Groups
 from straggle.merge.links.put_out import PutOut
-from straggle.merge.members.provenance import NO_CHANGE, Provenance
-from straggle.merge.members.recorded_groups import RecordedGroups
 from straggle.merge.members.view import MergeProgress, Repair, View
 from straggle.merge.rank_parts import RankParts
-from straggle.merge.replay import Recorder
 from straggle.merge.round import Round
 from straggle.merge.table import Table
 from straggle.merge.telemetry import absent_row
@@ -43,7 +40,6 @@ class Member:
         self._rank = rank
         self._lock = rank.merging.lock
         self._membership = rank.membership
-        self.recorder: Recorder | None = None
         self.links: PutOut | None = None  # who is put out because of its link; `None`: no rank
         self.absent_until = 0  # the step from which on this rank takes part; `sys.maxsize`: it is not known
         self.fell_behind = False  # a member that needs a state, because more steps were merged than may wait for it
@@ -56,19 +52,6 @@ class Member:
         self._last_telemetry = torch.empty(0)  # of the step that was merged last, for a member that lacks it
         self._tables: list[tuple[int, Table]] = []  # of the steps that were merged while this rank waits for its state
         self._gives_at = -1  # the step at whose beginning this rank's state is another's
-        self._lost: dict[int, dict[int, set[int]]] = {}  # by step and rank, buckets that a change of members took
-        self._given_up: dict[int, tuple[int, int]] = {}  # the step in which it was put out last, as `given_up` has it
-
-    def record(self, recorder: Recorder) -> None:
-        """Tell this one from here on; before the first step."""
-        with self._lock:
-            self.recorder = recorder
-            if self._rank.rounds.generation:
-                recorder.regrouped(self._rank.rounds.generation, self._rank.rounds.ranks)
-
-    def replay(self, groups: RecordedGroups) -> None:
-        """Merge each step among those that were members then; before the first step, on all ranks alike."""
-        self._rank.rounds.replay_members(groups)
 
     @property
     def is_out(self) -> bool:
@@ -100,17 +83,12 @@ class Member:
                 return self._last_telemetry.clone()
             return torch.zeros_like(self._rank.rounds.new_buffers().telemetry)
 
-    def regroup(
-        self, groups: Groups, view: View, repair: Repair, telemetry: Tensor, provenance: Provenance = NO_CHANGE
-    ) -> None:
+    def regroup(self, groups: Groups, view: View, repair: Repair, telemetry: Tensor) -> None:
         """Go on among the members of ``view``; ``telemetry`` of the step that is complete on some of them."""
         merging = self._rank.merging
         with self._lock:
-            if self.recorder is not None:
-                self.recorder.regrouped(view.generation, view.ranks)
             missed = self._rank.rounds.missed(repair.step)
             self._rank.rounds.merge_among(groups, view.ranks, view.generation, repair.step)
-            self._note_lost(repair.step, provenance)
             self._note_healing((self._healing | view.joined) & set(view.ranks))
             self._rank.deadline.members(len(view.ranks))
             new = self._rank.channel.rank in view.joined and self.absent_until == sys.maxsize
@@ -129,7 +107,6 @@ class Member:
                     self._rank.rounds.new_buffers,
                     new=new,
                     generation=view.generation,
-                    provenance=provenance,
                 )
                 current.lost |= missed
             merging.step_merged.notify_all()
@@ -148,12 +125,6 @@ class Member:
             self._rank.rounds.begin(training, merging)
         self._rank.stand_in.heal(True)
 
-    def _note_lost(self, step: int, provenance: Provenance) -> None:
-        self._lost = {number: lost for number, lost in self._lost.items() if number >= self._rank.merging.step}
-        lost = self._lost.setdefault(step, {})
-        for rank, buckets in provenance.lost.items():
-            lost.setdefault(rank, set()).update(buckets)
-
     def judge_long_merge(self, links: Sequence[RankLink]) -> None:
         """A merge takes many times as long as usual, and meanwhile this rank has measured these links."""
         with self._lock:
@@ -171,8 +142,6 @@ class Member:
                 self._membership.watch.is_out = True
             self.is_back = self.is_back and self.fell_behind  # then it is known already that it was away
             self.fell_behind = False
-            if (current := merging.round) is not None and current.step == self._rank.training.step:
-                self._given_up = {current.step: (current.num_gradients, current.num_over)}
             merging.restore(merging.step)
             self._rank.ring.clear()
             self._rank.stand_in.put_out()
@@ -239,25 +208,16 @@ class Member:
         wanted = self._membership is not None and bool(self._membership.joins.wanted)
         return wanted and self.has_room() and self._rank.stand_in.started and not current.stood_in
 
-    def lost_of(self, step: int) -> Mapping[int, set[int]]:
-        """By rank, the buckets of ``step`` that a change of members took."""
-        return self._lost.get(step, {})
-
-    def given_up(self, step: int) -> tuple[int, int]:
-        """How far this rank had come in ``step`` when it was put out in it: finished gradients, and passes."""
-        return self._given_up.get(step, (0, 0))
-
     def telemetry_merged(self, current: Round) -> None:
         """Who was no member when the telemetry was merged has none; the members may have changed since."""
-        if len(current.told[1]) < self._rank.channel.world_size:
+        if len(current.told) < self._rank.channel.world_size:
             absent = absent_row(len(self._rank.rounds.plan.stages))
-            for rank in set(range(self._rank.channel.world_size)) - set(current.told[1]):
+            for rank in set(range(self._rank.channel.world_size)) - set(current.told):
                 current.buffers.rows[rank] = absent
         self._last_telemetry = current.buffers.telemetry.clone()
 
-    def published(self, step: int) -> None:
+    def published(self) -> None:
         """A merged step is in the ring; nothing in it is for a rank that is to take a state."""
-        self._lost.pop(step, None)
         if self.fell_behind:
             self._rank.ring.clear()
 

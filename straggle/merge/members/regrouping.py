@@ -14,7 +14,6 @@ import torch.distributed as dist
 from straggle.merge.members.elastic import ElasticChannel
 from straggle.merge.members.member import Member
 from straggle.merge.members.membership import TooFewRanks
-from straggle.merge.members.provenance import provenance
 from straggle.merge.members.view import Leaving, MergeProgress, Silence, View, progress_length, repair
 from straggle.merge.members.view_chain import MembersChanged
 from straggle.merge.store import StoreUnreachable
@@ -218,7 +217,7 @@ class Regrouping:
         if way.completed is not None:
             telemetry = self._member.telemetry_of(way.completed)
             channel.wait_in(view, channel.groups.control.broadcast(telemetry, view.ranks.index(way.giver)))
-        self._member.regroup(channel.groups, view, way, telemetry, provenance(known, way))
+        self._member.regroup(channel.groups, view, way, telemetry)
 
     def _let_in(self, step: int, leads: bool) -> None:
         """The members wait for a view in which others come in."""

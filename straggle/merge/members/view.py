@@ -271,27 +271,25 @@ class MergeProgress:
 
     It was merging ``step``, had launched the merges of ``launched`` buckets, of which those in ``merged`` had come to
     their end. ``complete``: it had all ranks' telemetry too, and with it the knowledge that all have all buckets.
-    A member that has just joined is at no step: -1. ``generations``: in which one each merged bucket was summed (0
-    where it does not say), for a recording.
+    A member that has just joined is at no step: -1.
     """
 
     step: int
     launched: int = 0
     merged: frozenset[int] = frozenset()
     complete: bool = False
-    generations: Mapping[int, int] = field(default_factory=dict, compare=False)
 
     def encode(self, num_buckets: int) -> list[int]:
         """As numbers, `progress_length` of them."""
-        merged = [1 + self.generations.get(b, 0) if b in self.merged else 0 for b in range(num_buckets)]
+        merged = [int(bucket in self.merged) for bucket in range(num_buckets)]
         return [self.step, self.launched, int(self.complete), *merged]
 
     @classmethod
     def decode(cls, numbers: Sequence[int]) -> MergeProgress:
         """What `encode` gave."""
         step, launched, complete, *merged = numbers
-        generations = {b: after - 1 for b, after in enumerate(merged) if after}
-        return cls(step, launched, frozenset(generations), bool(complete), generations)
+        of_buckets = frozenset(bucket for bucket, is_merged in enumerate(merged) if is_merged)
+        return cls(step, launched, of_buckets, bool(complete))
 
 
 def progress_length(num_buckets: int) -> int:

@@ -13,7 +13,6 @@ from training import Chain
 
 from straggle.backward.stages import BUCKET_BYTES, Stage, StagePlan
 from straggle.merge.buffers import StageBuffers
-from straggle.merge.members.provenance import provenance
 from straggle.merge.members.view import MergeProgress, Repair, progress_length, repair
 from straggle.merge.round import Layout, Round, RoundTerms
 from straggle.policies import merge_time
@@ -155,7 +154,6 @@ class Member:
         self.old, self.new = Place(), Place()
         self.done = None  # the round of the step before
         self.given = 0  # gradients of the round that are in
-        self.lost = {}  # what this rank knows that the others have lost
         self.open_round(max(progress.step, 0), self.old)
         if progress.step >= 0:
             self.compute(progress.launched)
@@ -188,21 +186,18 @@ class Member:
             for work in works_of(self, bucket):
                 work.tensor.fill_(torch.nan)
 
-    def regroup(self, way, place_of, past, generation=1):
+    def regroup(self, way, place_of, generation=1):
         """As `Coordinator.regroup` does."""
-        of_it = {"generation": generation, "provenance": past}
-        for rank, buckets in past.lost.items():
-            self.lost.setdefault(rank, set()).update(buckets)
         if self.progress.step < 0:
             self.open_round(way.step, None if way.num_launched else self.new, generation)
             if way.num_launched:
-                self.round.regroup(self.new, way, place_of, new_buffers, new=True, **of_it)
+                self.round.regroup(self.new, way, place_of, new_buffers, new=True, generation=generation)
         elif self.round.step == way.completed:
             self.done = self.round
             self.open_round(way.step, self.new, generation)
         else:
             assert self.round.step == way.step
-            self.round.regroup(self.new, way, place_of, new_buffers, new=False, **of_it)
+            self.round.regroup(self.new, way, place_of, new_buffers, new=False, generation=generation)
 
     def finish(self):
         if self.rank != NEWCOMER:
@@ -306,16 +301,14 @@ def test_members_may_change_again_before_a_step_is_repaired(leaves, joins, monke
         merge_what_was_merged(members)
         stay = [member for member in members if member.rank != leaves]
         wanted = stay + ([Member(NEWCOMER, FRESH)] if joins else [])
-        first = tuple(member.rank for member in wanted)
         came = regroup_some(wanted, chance)
         again = came if chance.random() < 0.5 else came[1:]  # the lowest, who may have given a bucket, leaves
         progress = {member.rank: as_sent(member.round.freeze()) for member in again}
         way = repair(progress)
-        past = provenance(progress, way)
         for member in again:
             member.progress, member.old, member.new = progress[member.rank], member.new, Place()
         for member in again:
-            member.regroup(way, {member.rank: place for place, member in enumerate(again)}, past, 2)
+            member.regroup(way, {member.rank: place for place, member in enumerate(again)}, generation=2)
         for work in (work for member in again for work in member.old.works if not work.done):
             work.tensor.fill_(torch.nan)  # it may end at any time, when its step is merged and its buffer another's
         for member in again:
@@ -324,7 +317,11 @@ def test_members_may_change_again_before_a_step_is_repaired(leaves, joins, monke
         assert len({tuple(view.sum().item() for view in member.round.buffers.views) for member in again}) == 1
         ranks = [counted(member.round) for member in again]
         assert all(own == ranks[0] for own in ranks)
-        assert ranks[0] == recorded(again, {0: OLD, 1: first, 2: tuple(member.rank for member in again)})
+        for member in (member for member in again if member.rank != NEWCOMER):
+            assert {bucket for bucket in BUCKETS if member.rank not in ranks[0][bucket]} == member.round.lost
+        have_left = set(OLD) - {member.rank for member in again}
+        if any(own & have_left for own in ranks[0]):
+            assert all(member.round.has_more_than_told for member in again)
 
 
 def regroup_some(members, chance):
@@ -333,11 +330,10 @@ def regroup_some(members, chance):
         member.rank: as_sent(member.round.freeze()) if member.progress.step >= 0 else FRESH for member in members
     }
     way = repair(progress)
-    past = provenance(progress, way)
     place_of = {member.rank: place for place, member in enumerate(members)}
     come = [member for member in members if chance.random() < 0.8]
     for member in come:
-        member.regroup(way, place_of, past)
+        member.regroup(way, place_of)
         member.left_in_flight()
     for member in come:
         if chance.random() < 0.5:
@@ -358,14 +354,13 @@ def check(stay, newcomers, *, meanwhile):
     progress = {member.rank: as_sent(member.round.freeze()) for member in stay}
     assert progress == {member.rank: member.progress for member in stay}
     way = repair(progress | {member.rank: FRESH for member in newcomers})
-    past = provenance(progress, way)
     if meanwhile:
         for member in stay:
             member.compute(3)
     everyone = stay + newcomers
     place_of = {member.rank: place for place, member in enumerate(everyone)}
     for member in everyone:
-        member.regroup(way, place_of, past)
+        member.regroup(way, place_of)
         member.left_in_flight()
     for member in everyone:
         member.finish()
@@ -389,26 +384,10 @@ def check(stay, newcomers, *, meanwhile):
         assert counted(member.round) == expected
         if member in stay:
             assert member.round.lost == frozenset(range(here[member.rank])) - merged
-            assert past.lost.get(member.rank, frozenset()) == member.round.lost
-    assert expected == recorded(everyone, {0: OLD, 1: tuple(place_of)})
 
 
 def as_sent(progress):
     return MergeProgress.decode(progress.encode(3))
-
-
-def recorded(members, ranks_of):
-    """The ranks whose gradients are in each bucket, as the members together record it; a newcomer has none."""
-    words = [member.round.merged_among(member.lost) for member in members]
-    generations = [word.generations[:-1] for word in words]  # without that of the telemetry, which goes later
-    assert all(own == generations[0] for own in generations)
-    lost = {}
-    for rank, buckets in ((rank, buckets) for word in words for rank, buckets in word.lost.items()):
-        lost.setdefault(rank, set()).update(buckets)
-    return [
-        {rank for rank in ranks_of[generation] if rank != NEWCOMER and bucket not in lost.get(rank, ())}
-        for bucket, generation in zip(BUCKETS, generations[0], strict=True)
-    ]
 
 
 def counted(current):

@@ -112,13 +112,3 @@ def test_an_estimator_is_shown_merged_gradients_where_it_observes_them_in_whiche
     assert fill_in.reads_merged
     fill_in.merged(parameter, gradient)
     assert seen == [(parameter, gradient, True)]
-
-
-@pytest.mark.parametrize("estimator", [LastOwn(), LastMerged()])
-def test_what_is_not_equal_on_all_ranks_can_be_forgotten(estimator, parameter):
-    names = {parameter: "weight"}
-    estimator.observe(parameter, torch.ones(2), merged=not estimator.watches_own)
-    FillIn(estimator).missing(parameter)
-    shared = estimator.shared_state_dict(names)
-    estimator.forget_own()
-    assert estimator.state_dict(names).keys() == shared.keys()
