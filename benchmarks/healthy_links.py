@@ -1,12 +1,12 @@
 """Whether a link is named that is as the others: four ranks on a machine that others use, and what they say of links.
 
-OMP_NUM_THREADS=1 SLOWNET=path/to/slownet.py python benchmarks/healthy_links.py --minutes 30
+OMP_NUM_THREADS=1 SLOWNET=path/to/slownet.py python benchmarks/healthy_links.py --minutes 30 --members
 python benchmarks/healthy_links.py --loopback --minutes 30
 
-About 5.1 MB of gradients, and 0.1 s of work a step that sleeps. All ranks have a `LinkPolicy`. Without ``--loopback``
-they are in network namespaces of this machine, whose links have no limit; that needs root. Each line is what a rank
-said of a link or a long merge, with the load of the machine. With ``--members`` a rank is put out and not a leaf.
-``--pings`` writes each ping to a file.
+About 5.1 MB of gradients, and 0.1 s of work a step that sleeps. Without ``--loopback`` the ranks are in network
+namespaces of this machine, whose links have no limit; that needs root. Each line is what a rank said of a link or a
+long merge, with the load of the machine. With ``--members`` a rank may be put out. ``--pings`` writes each ping to a
+file.
 """
 
 import argparse
@@ -57,7 +57,7 @@ def write_pings(rank, path):
 
 
 def train(rank, names, folder, options):
-    """Its steps' seconds, the load in them, the steps with a leaf, and the bytes of its pings."""
+    """Its steps' seconds, the load in them, the steps without a member, and the bytes of its pings."""
     logging.getLogger("straggle").addHandler(Said(logging.WARNING))
     if options["pings"]:
         write_pings(rank, options["pings"])
@@ -69,11 +69,11 @@ def train(rank, names, folder, options):
     torch.manual_seed(0)
     members = straggle.Elastic() if options["members"] else None
     net = sleeping_net(WIDTH, LAYERS, WORK_S)
-    model = straggle.StagedDataParallel(net, links=straggle.LinkPolicy(), members=members)
+    model = straggle.StagedDataParallel(net, members=members)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     if members:
         model.register_state(optimizer=optimizer)
-    until, seconds, load, leaves = time.monotonic() + 60 * options["minutes"], [], [], 0
+    until, seconds, load, absent = time.monotonic() + 60 * options["minutes"], [], [], 0
     ends, end = dist.FileStore(f"{folder}/ends"), None
     while end is None or model.last_report.step < end:
         began = time.perf_counter()
@@ -83,12 +83,12 @@ def train(rank, names, folder, options):
         optimizer.zero_grad()
         seconds.append(time.perf_counter() - began)
         load.append(os.getloadavg()[0])
-        leaves += any(own.leaf_since is not None or own.absent for own in model.last_report.ranks)
+        absent += any(own.absent for own in model.last_report.ranks)
         if rank == 0 and end is None and time.monotonic() > until:
             ends.set("end", str(model.last_report.step + MORE))
         if end is None and ends.check(["end"]):
             end = int(ends.get("end"))
-    found = {"seconds": seconds, "load": load, "leaves": leaves, "bytes": model.ping_bytes}
+    found = {"seconds": seconds, "load": load, "absent": absent, "bytes": model.ping_bytes}
     model.close()
     return found
 
@@ -120,9 +120,7 @@ def main():
     load = first["load"]
     print(f"{len(first['seconds'])} steps, the median {1e3 * statistics.median(first['seconds']):.0f} ms")
     print(f"load {min(load):.1f} to {max(load):.1f}, {statistics.median(load):.1f} in the middle")
-    print(
-        f"steps with a leaf, or without a member: {first['leaves']}; {first['bytes'] / 1e6:.1f} MB of pings from rank 0"
-    )
+    print(f"steps without a member: {first['absent']}; {first['bytes'] / 1e6:.1f} MB of pings from rank 0")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 OMP_NUM_THREADS=1 SLOWNET=path/to/slownet.py python benchmarks/network.py --cases none one-50ms
 OMP_NUM_THREADS=1 SLOWNET=path/to/slownet.py python benchmarks/network.py --cases latency
-OMP_NUM_THREADS=1 SLOWNET=path/to/slownet.py python benchmarks/network.py --cases half --ways leaf members --apart
+OMP_NUM_THREADS=1 SLOWNET=path/to/slownet.py python benchmarks/network.py --cases half --ways members --apart
 python benchmarks/network.py --cases loopback
 
 Needs root. About 5.1 MB of gradients, and 0.1 s of work that sleeps, so that the ranks do not contend for the cores.
@@ -107,13 +107,9 @@ WAYS = {
     "DDP again": lambda module: DistributedDataParallel(module, gradient_as_bucket_view=True),
     "none": staged(),
     "auto": lambda module: straggle.StagedDataParallel(module, deadline=straggle.AutoDeadline()),
-    "leaf": lambda module: straggle.StagedDataParallel(module, links=straggle.LinkPolicy()),
     "bf16": lambda module: straggle.StagedDataParallel(module, merge=straggle.Merge(wire_dtype="bfloat16")),
     "DDP bf16": with_hook,
     "members": staged(members=straggle.Elastic()),
-    "leaf members": lambda module: straggle.StagedDataParallel(
-        module, links=straggle.LinkPolicy(), members=straggle.Elastic()
-    ),
 }
 
 

@@ -45,8 +45,7 @@ def train(rank, names, slow_file, options):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     torch.manual_seed(0)
     net = sleeping_net(WIDTH, LAYERS, WORK_S)
-    links = None if options["no_links"] else straggle.LinkPolicy()
-    model = straggle.StagedDataParallel(net, members=straggle.Elastic(), links=links)
+    model = straggle.StagedDataParallel(net, members=straggle.Elastic(link_gain=options["link_gain"]))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     model.register_state(optimizer=optimizer)
     changes, steps = [], []
@@ -60,8 +59,7 @@ def train(rank, names, slow_file, options):
         optimizer.step()
         optimizer.zero_grad()
         own = model.last_report.ranks[ONE]
-        place = "out" if own.absent else "ring" if own.leaf_since is None else "leaf"
-        steps.append((time.perf_counter() - began, place, own.reach))
+        steps.append((time.perf_counter() - began, own.absent, own.reach))
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
     model.close()
     return {"steps": steps, "changes": changes, "digest": digest}
@@ -81,7 +79,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--normal-mb-per-s", type=float, default=0.0, help="of all links (default: no limit)")
     parser.add_argument("--slow-mb-per-s", type=float, default=1.0, help="of the last rank's link, for a while")
-    parser.add_argument("--no-links", action="store_true", help="without LinkPolicy")
+    parser.add_argument("--link-gain", type=float, default=1.1, help="of Elastic (inf: the rank stays a member)")
     parser.add_argument("--slow-to", type=int, default=100, help="step from which on the link is back")
     parser.add_argument("--log", action="store_true", help="what the ranks log")
     options = options_of(parser)
@@ -95,8 +93,7 @@ def main():
     for number, what in results[0]["changes"]:
         print(f"step {number}: {what}")
     before = statistics.median(seconds for seconds, _, _ in steps[5:SLOW_FROM])
-    in_ring = (number for number in range(slow_to, STEPS) if steps[number][1:] == ("ring", 1.0))
-    back = next(in_ring, STEPS)
+    back = next((number for number in range(slow_to, STEPS) if steps[number][1:] == (False, 1.0)), STEPS)
     print(f"median step before: {1e3 * before:.0f} ms; the others in turn as ratios to that")
     for words, begin, end in (
         ("the first 20 steps with the narrow link", SLOW_FROM, SLOW_FROM + 20),
@@ -109,14 +106,11 @@ def main():
             continue
         median, longest = statistics.median(seconds) / before, max(seconds)
         print(f"{words}: {median:.2f}, {sum(seconds):.1f} s together, the longest {longest:.2f} s")
-    for place in ("leaf", "out"):
-        there = [number for number, own in enumerate(steps) if own[1] == place]
-        if there:
-            came = statistics.mean(steps[number][2] for number in there)
-            usual = statistics.median(steps[number][0] for number in there) / before
-            print(f"{place} in {len(there)} steps, {there[0]} to {there[-1]}: {usual:.2f}, {came:.2f} of its gradients")
+    if out := [number for number, (_, absent, _) in enumerate(steps) if absent]:
+        usual = statistics.median(steps[number][0] for number in out) / before
+        print(f"out in {len(out)} steps, {out[0]} to {out[-1]}: {usual:.2f}")
     if back < STEPS:
-        print(f"in the ring again with all of its gradients {back - slow_to} steps after its link is back")
+        print(f"a member again with all of its gradients {back - slow_to} steps after its link is back")
 
 
 if __name__ == "__main__":

@@ -48,7 +48,6 @@ from straggle.policies.estimators import (
     Zero,
 )
 from straggle.policies.history import History, Progress
-from straggle.policies.leaves import LinkPolicy
 from straggle.policies.wrappers import Anneal, DropBudget, Shadow
 from straggle.report import BackwardReport, MembersReport, RankReport, ShadowReport, StageReport, StageTime, StepReport
 from straggle.step import Step
@@ -78,7 +77,6 @@ __all__ = [
     "LastMerged",
     "LastOwn",
     "LateHandling",
-    "LinkPolicy",
     "MedianDeadline",
     "MembersReport",
     "Merge",

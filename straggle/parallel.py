@@ -51,7 +51,6 @@ from straggle.merge.telemetry import NO_FINGERPRINT
 from straggle.policies.deadline import Deadline, LateHandling, as_deadline
 from straggle.policies.estimators import Abstain, Estimator
 from straggle.policies.history import History
-from straggle.policies.leaves import LinkPolicy
 from straggle.report import HealingReport, MembersReport, StepReport
 from straggle.step import Pause, Step
 
@@ -77,8 +76,6 @@ class StagedDataParallel(nn.Module):
     ``late_handling``: how a late rank is treated. ``merge``: what becomes of buffers and of gradients that are not
     finite, what a gradient counts, and how often replicas are compared. ``members``: ranks may die, freeze and come
     back while the others go on (`Elastic`; default: the job ends with the first rank that does).
-    ``links``: a rank whose link is far slower than the others' leaves the ring in which they merge (`LinkPolicy`;
-    default: all ranks stay in it).
     Parameters and buffers are overwritten with rank 0's.
 
     Raises ``RuntimeError`` without a process group, and ``ValueError`` for modules that cannot be trained so: without
@@ -97,7 +94,6 @@ class StagedDataParallel(nn.Module):
         late_handling: LateHandling | None = None,
         merge: Merge | None = None,
         members: Elastic | None = None,
-        links: LinkPolicy | None = None,
         **words_of_ddp: NoReturn,
     ) -> None:
         super().__init__()
@@ -112,7 +108,6 @@ class StagedDataParallel(nn.Module):
             late_handling or LateHandling(),
             merge or Merge(),
             members,
-            links,
             own_group=process_group is not None and process_group is not dist.group.WORLD,
         )
         self._last = _LastStep()

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 Phase = Literal["outside", "optimizer", "data", "forward", "backward"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
-Cause = Literal["outside", "optimizer", "data", "forward", "backward", "error", "skipped", "members", "link"]
+Cause = Literal["outside", "optimizer", "data", "forward", "backward", "error", "skipped", "members"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 
@@ -33,8 +33,7 @@ class RankReport:
     user gave its step (``step.weight``; 1 otherwise). ``nonfinite`` is how many of its parameters' gradients were left
     out because they had elements that were not finite. A rank that was not late, but whose gradients are missing, has a
     ``cause``, too: "error" where a backward pass ended in an error that the loop caught, "skipped" where the block was
-    left without a backward pass, "members" where a merge that was on its way was lost as another rank left (`Elastic`),
-    "link" where a leaf's link did not carry them in time (`LinkPolicy`).
+    left without a backward pass, "members" where a merge that was on its way was lost as another rank left (`Elastic`).
     ``absent``: it is no member at present. ``weights`` is the weight in the merge of all that the rank submitted for
     each stage, including estimates. Without these it is ``weight`` times ``stages``. ``cost`` is what
     the user gave its step (``step.cost``), over the mean cost of the first step that had any. Without one it goes by
@@ -42,8 +41,7 @@ class RankReport:
     the micro-batches of the step's pool that it computed (``step.pull``). It is ``idle`` in a step whose pool had
     nothing left for it. ``put_back``: micro-batches that it had drawn and not begun, and gave back to the pool because
     it was stuck. ``latency_s``, ``up_bytes_per_s`` and ``down_bytes_per_s`` are of its link, as the ranks measured it
-    last (NaN: they did not). ``leaf_since``: the step from which on it is a leaf (`LinkPolicy`); ``None``: it is in the
-    ring.
+    last (NaN: they did not).
     """
 
     rank: int
@@ -72,7 +70,6 @@ class RankReport:
     latency_s: float = math.nan
     up_bytes_per_s: float = math.nan
     down_bytes_per_s: float = math.nan
-    leaf_since: int | None = None
 
 
 @dataclass(frozen=True)

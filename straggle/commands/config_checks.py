@@ -20,7 +20,7 @@ from straggle.commands import durable
 from straggle.commands.config_keys import METHODS, ConfigurationError, options_of, unknown_key
 from straggle.commands.config_parts import of_method
 from straggle.data.rebalance import Rebalance, check_shares
-from straggle.lab.build import build_estimator, build_faults, build_links, build_members, build_optimizer, stages_of
+from straggle.lab.build import build_estimator, build_faults, build_members, build_optimizer, stages_of
 
 _AT_LEAST = {
     "steps": 1,
@@ -47,7 +47,7 @@ _PARTS = (
 _BUILT = ("deadline", "merge", "late_handling", "delays", "work", "network")
 _OF_A_METHOD = ("job", "deadline", "estimator", "late_handling", "merge", "optimizer", "stages", "rebalance", "work")
 _AT_LEAST_OF_A_JOB = {"every": 2, "warmup_steps": 0}
-_NOT_COMPARED = ("resume", "replay", "report", "checkpoint_every", "links")  # keys that only train follows
+_NOT_COMPARED = ("resume", "replay", "report", "checkpoint_every")  # keys that only train follows
 _WORK = ("dealt", "pulled")
 _METRICS_PARTS = ("security", "targets")
 
@@ -67,7 +67,7 @@ def check(config: DictConfig, valid: DictConfig) -> None:
     if metrics := config.get("metrics"):
         for key, part in (("metrics", metrics), *((f"metrics.{key}", metrics.get(key)) for key in _METRICS_PARTS)):
             _check_arguments(key, part)
-    for group in ("rebalance", "members", "links"):
+    for group in ("rebalance", "members"):
         _check_arguments(group, config.get(group) or None)
     if config.get("members") and config.get("replay"):
         raise ConfigurationError(
@@ -76,10 +76,6 @@ def check(config: DictConfig, valid: DictConfig) -> None:
         )
     if not isinstance(pings := config.get("pings", True), bool):
         raise ConfigurationError(f"pings={pings}: choose one of true, false")
-    if config.get("links") and not pings:
-        raise ConfigurationError("links=auto needs pings=true: without them no link is known to be slow")
-    if config.get("links") and config.get("pulled"):
-        raise ConfigurationError("links=auto with pulled=true: what a leaf draws is not simulated; use links=none")
     for name, fault in config.get("faults", {}).items():
         _check_arguments(f"faults.{name}", fault)
     if config.get("replay") and not (Path(config.replay) / "decisions").is_dir():
@@ -177,7 +173,6 @@ def _build_all(config: DictConfig) -> None:
         built["late_handling"].quorum_of(ranks, built["deadline"].quorum)
     if config.get("rebalance"):
         _check_shares(config, ranks)
-    build_links(config)
     if (members := build_members(config)) is not None and ranks:
         members.least(ranks)
     if "workload" not in config:

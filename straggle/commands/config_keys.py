@@ -26,7 +26,6 @@ GROUPS = (
     "network",
     "rebalance",
     "members",
-    "links",
 )
 
 

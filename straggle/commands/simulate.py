@@ -4,8 +4,6 @@ python -m straggle simulate ranks=1000 steps=500 deadline=auto delays=dropcomput
 python -m straggle simulate ranks=64 delays=replay delays.trace=runs/latest deadline=quantile deadline.slack=1.3
 python -m straggle simulate ranks=64 pulled=true work.num_microbatches=8 deadline=none delays=slow_ranks
 python -m straggle simulate ranks=8 deadline=none delays=none network=links 'network.slow={7: {bytes_per_s: 1e6}}'
-python -m straggle simulate ranks=8 deadline=none delays=none network=links links=auto \
-    network.bytes_per_s=2e7 'network.slow={7: {bytes_per_s: 1e7}}'
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ with needs_extra("train"):
 
     from straggle.commands.config import run_configured
     from straggle.commands.config_keys import ConfigurationError
-    from straggle.lab.build import build_links
     from straggle.lab.simulate.pulled import simulate_pulled
     from straggle.lab.simulate.ranks import Simulation, simulate
     from straggle.lab.simulate.summary import numbers_of, rows_of, save_chart
@@ -67,7 +64,6 @@ def _simulated(config: DictConfig, deadline: Deadline) -> Simulation:
         *parts,
         late_handling=late_handling,
         network=network,
-        links=build_links(config),
         seed=config.seed,
         history_ranks=config.history_ranks,
     )

@@ -17,7 +17,6 @@ from straggle.backward.stages import BalancedByTime
 from straggle.lab.faults import Fault
 from straggle.merge.members.view import Elastic
 from straggle.policies.estimators import Estimator
-from straggle.policies.leaves import LinkPolicy
 
 
 def build_faults(config: DictConfig) -> dict[str, Fault]:
@@ -54,14 +53,6 @@ def build_members(config: DictConfig) -> Elastic | None:
         return None
     members: Elastic = instantiate(config.members)
     return members
-
-
-def build_links(config: DictConfig) -> LinkPolicy | None:
-    """What becomes of a rank whose link is slow; ``None`` where it stays in the ring, as in a replay."""
-    if not config.get("links") or config.get("replay"):
-        return None
-    links: LinkPolicy = instantiate(config.links)
-    return links
 
 
 def stages_of(stages: int | ListConfig | DictConfig | None) -> int | list[str] | BalancedByTime | None:

@@ -26,7 +26,7 @@ from straggle.data.epochs import Epochs
 from straggle.data.micro_batches import StepBatches
 from straggle.data.rebalance import Rebalance
 from straggle.garbage import CollectGarbage
-from straggle.lab.build import build_estimator, build_faults, build_links, build_members, build_optimizer, stages_of
+from straggle.lab.build import build_estimator, build_faults, build_members, build_optimizer, stages_of
 from straggle.lab.faults import FaultInjector
 from straggle.lab.restarts import fresh_store
 from straggle.lab.workloads.shard import Shard
@@ -209,7 +209,6 @@ class StagedJob(Job):
             late_handling=instantiate(config.late_handling),
             merge=instantiate(config.merge),
             members=build_members(config),
-            links=build_links(config),
         )
 
     def _passes(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:

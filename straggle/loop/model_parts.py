@@ -22,7 +22,7 @@ from straggle.loop.pulling import Pulling
 from straggle.loop.uneven import Joins
 from straggle.merge.alike import Wrapped, check_alike
 from straggle.merge.channel import Channel
-from straggle.merge.checks import check_links, check_module, check_unwrapped
+from straggle.merge.checks import check_module, check_unwrapped
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.links.job_pings import JobPings
@@ -36,7 +36,6 @@ from straggle.merge.state.module_state import ModuleState
 from straggle.policies.deadline import Deadline, LateHandling, WaitForAll
 from straggle.policies.estimators import Estimator
 from straggle.policies.fill_in import FillIn
-from straggle.policies.leaves import LinkPolicy
 from straggle.report import MembersReport
 from straggle.version import __version__
 
@@ -51,7 +50,6 @@ class Options:
     late_handling: LateHandling
     merge: Merge
     members: Elastic | None
-    links: LinkPolicy | None
     own_group: bool
 
     def wrapped(self, module: nn.Module, wrapper: type[nn.Module]) -> Wrapped:
@@ -59,10 +57,9 @@ class Options:
         try:
             check_unwrapped(module, wrapper, OpenStep)
             check_module(module)
-            check_links(self.links, module)
         except ValueError as refusal:
             return Wrapped(str(refusal))
-        names = ("stages", "deadline", "estimator", "late_handling", "merge", "members", "links")
+        names = ("stages", "deadline", "estimator", "late_handling", "merge", "members")
         return Wrapped.of(module, {name: getattr(self, name) for name in names})
 
 
@@ -118,7 +115,6 @@ def build_parts(
         merge=options.merge,
         num_state=state.numel,
         membership=channel.membership if isinstance(channel, ElasticChannel) else None,
-        links=options.links,
     )
     coordinator.submit_hooks = registers.submit
     device = parameters.all[0].device
@@ -166,8 +162,8 @@ def _members_parts(
     """What follows the members; a process that comes late is none at first."""
     regrouping = Regrouping(channel, coordinator.member, max_buckets=max_buckets)
     healing = Healing(channel, coordinator, regrouping, module, state)
-    if coordinator.member.links is not None:
-        healing.register({"straggle.links": coordinator.member.links})
+    assert coordinator.member.links is not None
+    healing.register({"straggle.links": coordinator.member.links})
     if channel.comes_late:
         coordinator.member.put_out()
     return MembersParts(channel, regrouping, healing)

@@ -287,7 +287,6 @@ class OpenStep(PassWatcher):
             merged.stood_in,
             merged.num_over,
             drawn=None if drawn is None else drawn.numbers,
-            leaves=tuple(merged.table.leaves()),
             had_work=merged.had_work,
             joins_over=merged.joins_over,
             num_drawn=None if drawn is None or merged.num_drawn == len(drawn.numbers) else merged.num_drawn,

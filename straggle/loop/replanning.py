@@ -47,7 +47,7 @@ class Replanning:
         Raises ``RuntimeError`` naming the ranks and the first parameter that differs, on all of them.
         """
         parts = self._parts
-        if self._options.members is not None or self._options.links is not None:
+        if self._options.members is not None:
             raise RuntimeError(self._not_with(changes, step))
         parts.coordinator.pause()
         table = parts.coordinator.announce(Entry(idle=True, kept=UNDECIDED, replans=True))
@@ -94,10 +94,9 @@ class Replanning:
         )
 
     def _not_with(self, changes: str, step: int) -> str:
-        option = "members" if self._options.members is not None else "links"
         return (
             f"rank {self._rank}, step {step}: parameters are not those that were wrapped ({changes}), and with "
-            f"{option}= stages cannot be planned again in a running job: wrap the model with all parameters that it "
+            "members= stages cannot be planned again in a running job: wrap the model with all parameters that it "
             "will ever train, trainable, and freeze some after that; or close() this one and wrap the model again with "
             "a new optimizer"
         )

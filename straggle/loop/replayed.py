@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator
 
 from straggle.merge.coordinator import Coordinator
-from straggle.merge.replay import Decision, Recording, check_members, no_leaves
+from straggle.merge.replay import Decision, Recording, check_members
 
 
 class Replayed:
@@ -27,8 +27,6 @@ class Replayed:
 
     def follow(self, recording: Recording) -> None:
         """Decide as in this one, on all ranks alike. Raises ``ValueError`` for one that cannot be replayed so."""
-        if (leaf := next((own for own in recording.decisions if own.leaves), None)) is not None:
-            raise ValueError(no_leaves(leaf))
         check_members(recording.decisions)
         self._decisions = iter(recording.decisions)
         self.learned = (list(recording.order), list(recording.seconds)) if recording.order else None

@@ -268,12 +268,6 @@ class StageBuffers:
         """How many messages a bucket goes in."""
         return sum(len(flat.messages) for flat in self._buckets[bucket])
 
-    def gives(self, bucket: int) -> bool:
-        """Whether this rank gives anything to a bucket that was launched: a weight, or other state of the module."""
-        flats = self._buckets[bucket]
-        with_state = len(self.state) and flats is self._buckets[-1]
-        return any(bool(flat.tail.any()) for flat in flats) or bool(with_state and self.state.any())
-
     def resend(self, bucket: int, group: Group) -> list[dist.Work]:
         """Start the merge of a bucket with what is in it now."""
         return [group.all_reduce(message) for flat in self._buckets[bucket] for message in flat.messages]
@@ -436,3 +430,11 @@ def _view(data: Tensor, start: int, parameter: nn.Parameter) -> Tensor:
         if parameter.dim() == dims and parameter.is_contiguous(memory_format=layout):
             return data.as_strided(parameter.size(), parameter.stride(), start).data
     return data[start : start + parameter.numel()].view(parameter.shape).data
+
+
+def bytes_on_wire(parameters: Sequence[nn.Parameter], wire_dtype: torch.dtype | None) -> int:
+    """Bytes of all gradients as they travel: those of float32 in ``wire_dtype``, if that is given."""
+    return sum(
+        own.numel() * (wire_dtype.itemsize if wire_dtype and own.dtype is torch.float32 else own.element_size())
+        for own in parameters
+    )

@@ -14,7 +14,6 @@ from torch.nn.parameter import UninitializedParameter
 
 from straggle.backward.hooks import observers_of
 from straggle.backward.stages import trainable
-from straggle.merge.groups import backend_of
 
 # what DistributedDataParallel calls it, and what to write instead
 INSTEAD = {
@@ -94,14 +93,6 @@ def check_unwrapped(module: nn.Module, wrapper: type[nn.Module], observer: type)
             raise ValueError(
                 f"parameter {name} belongs to a {wrapper.__name__} that is not closed: use that, or close() it first"
             )
-
-
-def check_links(links: object | None, module: nn.Module) -> None:
-    """Raise ``ValueError`` where a rank cannot leave the ring (`LinkPolicy`)."""
-    if links is None:
-        return
-    if backend_of() != "gloo" or any(parameter.is_cuda for parameter in module.parameters()):
-        raise ValueError("links=LinkPolicy() needs a gloo process group, and parameters on the CPU: leave links out")
 
 
 def check_module(module: nn.Module) -> None:

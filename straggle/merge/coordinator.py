@@ -19,11 +19,10 @@ from straggle.backward.clocks import Stopwatch
 from straggle.backward.kept import UNDECIDED
 from straggle.backward.passes import TWICE_IN_ONE_PASS
 from straggle.backward.stages import StagePlan
+from straggle.merge.buffers import bytes_on_wire
 from straggle.merge.channel import Channel, PeerFailed
 from straggle.merge.current_deadline import CurrentDeadline
-from straggle.merge.links.leaves import Leaves
 from straggle.merge.links.put_out import PutOut
-from straggle.merge.links.seen import bytes_on_wire
 from straggle.merge.members.member import Member
 from straggle.merge.members.membership import Membership
 from straggle.merge.merged_steps import MergedSteps
@@ -40,7 +39,6 @@ from straggle.merge.table import Table
 from straggle.policies.cost import check_cost
 from straggle.policies.fill_in import FillIn
 from straggle.policies.history import History
-from straggle.policies.leaves import LinkPolicy
 
 _log = logging.getLogger(__name__)
 
@@ -68,7 +66,6 @@ class Coordinator:
         merge: Merge,
         num_state: int,
         membership: Membership | None = None,
-        links: LinkPolicy | None = None,
     ) -> None:
         stopwatch, device = Stopwatch(), parameters[0].device
         self.training, self.merging = TrainingSide(stopwatch), MergeSide(stopwatch)
@@ -91,16 +88,8 @@ class Coordinator:
         self.member = Member(self._rank)
         self._wire_dtype = merge.dtype_on_wire
         self.num_bytes = bytes_on_wire(parameters, self._wire_dtype)  # of gradients in a step
-        if links is not None and membership is not None:
-            self.member.links = PutOut(links, membership, num_bytes=self.num_bytes)
-        if links is not None:
-            self._rounds.leaves = Leaves(
-                links,
-                channel,
-                num_bytes=self.num_bytes,
-                max_lag=deadline.late_handling.max_lag,
-                on_behind=self._behind,
-            )
+        if membership is not None:
+            self.member.links = PutOut(membership, num_bytes=self.num_bytes)
         self._submission = Submission(self._rank, self.member, parameters, fill_in)
         self._merged_steps = MergedSteps(self._rank, self.member)
         self.submit_hooks: Mapping[int, Callable[[int], object]] = {}  # the model's
@@ -213,8 +202,6 @@ class Coordinator:
     def close(self) -> None:
         """End the stand-in, and leave word for the peers."""
         self._stand_in.close()
-        if self._rounds.leaves is not None:
-            self._rounds.leaves.close()
         self._channel.close()
 
     # -- the training thread, in its step
@@ -451,12 +438,6 @@ class Coordinator:
             return None
         current = self.merging.round or self._rounds.begin(self.training, self.merging)
         return None if current.closed else current
-
-    def _behind(self, step: int) -> None:
-        """All of a step is merged that this rank, a leaf, has not submitted; without the lock, by any thread."""
-        with self._lock:
-            if self.merging.step == step and not self.merging.submitted:
-                self.training.stop_up_to(step)
 
     def _submit_for_stuck(self) -> Round:
         """For the stand-in: submit for a training thread that cannot."""

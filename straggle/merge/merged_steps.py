@@ -79,10 +79,7 @@ class MergedSteps:
                 return epoch
             if self._rounds.groups is None or current.abandoned:
                 raise MembersChanged
-            members, leaves = self._rank.membership is not None, self._rounds.leaves
-            # where ranks are outside of the ring, the members' group knows nothing of what was launched
-            later = members and leaves is not None and leaves.are_there
-            if members and not (apart or later) and current.last_message is None:
+            if self._rank.membership is not None and not apart and current.last_message is None:
                 current.last_message = self._rounds.groups.gradients.barrier()
         # a thread that wakes for each bucket, and then for the barrier, takes the core from those that merge
         if current.last_message is not None and self._channel.ends_soon(current.last_message):
@@ -91,12 +88,10 @@ class MergedSteps:
             self._channel.wait(work, current.step, f"{where}, stage {name}", give_up_s, epoch)
             if on_merged is not None:
                 on_merged(current)
-        if apart or later or current.last_message is not None:
+        if apart or current.last_message is not None:
             with self._lock:
                 if epoch != self._channel.epoch or self._rounds.groups is None:
                     raise MembersChanged
-                if later and current.last_message is None:
-                    current.last_message = self._rounds.groups.gradients.barrier()
                 work = current.last_message or self._launch_telemetry(current)
             self._channel.wait(work, current.step, f"{where}, the sign that all ranks have it", give_up_s, epoch)
         return epoch
@@ -147,19 +142,10 @@ class MergedSteps:
                 self._rank.stand_in.merged(before_s=before_s)
                 self._member.merged(current.step, merged.table, given=current.complete)
                 self._rounds.merged(current.step, merged.table)
-                if (leaves := self._rounds.leaves) is not None:
-                    leaves.merged(current.step, merged.table, len(current.layout.buckets))
         return True
 
     def _merged(self, current: Round, now: float) -> MergedStep:
-        num_stages = len(self._rounds.plan.stages)
-        table = current.table
-        if table is None or self._rounds.leaves is not None:
-            rows = current.buffers.copy_rows()
-            if self._rounds.leaves is not None:
-                matrix = torch.frombuffer(rows, dtype=torch.float32).view(self._channel.world_size, -1)
-                self._rounds.leaves.read(current.step, matrix, num_stages)
-            table = Table(rows, num_stages)
+        table = current.table or Table(current.buffers.copy_rows(), len(self._rounds.plan.stages))
         return MergedStep(
             step=current.step,
             plan=self._rounds.plan,

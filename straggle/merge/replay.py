@@ -17,10 +17,10 @@ class Decision:
     ``idle``: it had no data for the last step that it had entered; ``None``: the loop says so. ``entered``: false where
     it was stood in for before it had entered this one. ``members_changed``: the job's members had changed by the end of
     the step, which cannot be repeated. ``drawn``: the micro-batches that it had drawn from the step's pool, in order;
-    ``None``: it drew none. ``leaves``: the ranks that were outside of the ring, which cannot be repeated. ``had_work``:
-    whether what was not computed was missing; ``None``: nothing was, or the recording does not say it. ``num_drawn``:
-    how many of ``drawn`` it had when its part was submitted; ``None``: all, or the recording does not say it.
-    ``joins_over``: if it was stood in for, the loops over `join` for which it was known to have no more data.
+    ``None``: it drew none. ``had_work``: whether what was not computed was missing; ``None``: nothing was, or the
+    recording does not say it. ``num_drawn``: how many of ``drawn`` it had when its part was submitted; ``None``: all,
+    or the recording does not say it. ``joins_over``: if it was stood in for, the loops over `join` for which it was
+    known to have no more data.
     """
 
     step: int
@@ -32,18 +32,9 @@ class Decision:
     entered: bool = True
     members_changed: bool = False
     drawn: tuple[int, ...] | None = None
-    leaves: tuple[int, ...] = ()
     had_work: bool | None = None
     num_drawn: int | None = None
     joins_over: int | None = None
-
-
-def no_leaves(leaf: Decision) -> str:
-    """Why a recording with this step is refused."""
-    return (
-        f"a run with leaves (links=LinkPolicy()) cannot be replayed: from step {leaf.step} on ranks "
-        f"{list(leaf.leaves)} were outside of the ring, and which of their gradients came is not recorded"
-    )
 
 
 def check_members(decisions: Iterable[Decision]) -> None:

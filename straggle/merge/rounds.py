@@ -9,7 +9,6 @@ from torch import nn
 from straggle.backward.stages import StagePlan
 from straggle.merge.buffers import StageBuffers, keep_freed_memory
 from straggle.merge.groups import Group, Groups
-from straggle.merge.links.leaves import Leaves
 from straggle.merge.options import Merge
 from straggle.merge.rank_state import MergeSide, TrainingSide
 from straggle.merge.round import Layout, Round, RoundTerms, Usage
@@ -39,7 +38,6 @@ class Rounds:
         self.groups: Groups | None = None  # `None` while members change
         self.ranks = tuple(range(world_size))  # of these groups
         self.generation = 0
-        self.leaves: Leaves | None = None  # `None`: all are in the ring, whatever their links
         self._parameters = parameters
         self._merge = merge
         self._all_or_nothing = all_or_nothing
@@ -71,12 +69,6 @@ class Rounds:
     def merge_among(self, groups: Groups | None, ranks: tuple[int, ...], generation: int, step: int = -1) -> None:
         """From here on rounds are merged among these; the members have changed in ``step``, alike for all of them."""
         self.groups, self.ranks, self.generation, self._repaired = groups, ranks, generation, step
-        if self.leaves is not None:
-            self.leaves.regroup(ranks, generation, step)
-
-    def missed(self, step: int) -> frozenset[int]:
-        """The buckets of a step that may have been merged without this rank's part."""
-        return frozenset() if self.leaves is None else self.leaves.missed(step)
 
     def tells_apart(self, step: int) -> bool:
         """Whether the telemetry of ``step`` goes in a message of its own, after all of its gradients.
@@ -95,7 +87,7 @@ class Rounds:
         """Begin the round of the step that is merged, with what is known of this rank's part in it."""
         buffers = self._spare or self.new_buffers()
         self._spare = None
-        current = Round(merging.step, self._layout, buffers, self._terms(merging.step, buffers), usage=self._usage)
+        current = Round(merging.step, self._layout, buffers, self._terms(), usage=self._usage)
         current.weigh(training.weight)  # of a rank that has not entered: its last step's
         if training.step == merging.step and training.entered_at is not None:
             current.end_data(training.entry.num_microbatches, training.data_share)
@@ -105,12 +97,6 @@ class Rounds:
                 current.draw(training.drawn)
         merging.begin(current)
         return current
-
-    def _group(self, step: int, buffers: StageBuffers) -> Group | None:
-        """By which group a step is merged; `None` while members change."""
-        if (everyone := self.everyone) is None or self.leaves is None:
-            return everyone
-        return self.leaves.of_step(step, buffers, self.plan, everyone)
 
     @property
     def everyone(self) -> Group | None:
@@ -124,9 +110,9 @@ class Rounds:
         if step % _LOOKS_EVERY == 0 and not self._are_slow and self.groups is not None and self.groups.wide is not None:
             self._are_slow = any(way.link.latency_s > _SLOW_S for way in table.ways())
 
-    def _terms(self, step: int, buffers: StageBuffers) -> RoundTerms:
+    def _terms(self) -> RoundTerms:
         return RoundTerms(
-            self._group(step, buffers),
+            self.everyone,
             self.generation,
             self.ranks,
             all_or_nothing=self._all_or_nothing,

@@ -12,7 +12,7 @@ import torch
 from straggle.backward.stages import StagePlan
 from straggle.merge.names import ScalarNames
 from straggle.merge.table import Table
-from straggle.merge.telemetry import COLUMN, LEAF_SINCE, MICROBATCH_SLOTS, NONFINITE, TIMES
+from straggle.merge.telemetry import COLUMN, MICROBATCH_SLOTS, NONFINITE, TIMES
 from straggle.policies.cost import UsualCost
 from straggle.policies.rank_links import RankLink
 from straggle.policies.step_model import StopRules, computed_share, simulate_step
@@ -98,7 +98,6 @@ class StepRecord:
             up_bytes_per_s=link.up_bytes_per_s,
             down_bytes_per_s=link.down_bytes_per_s,
             put_back=int(row[COLUMN["put_back"]]),
-            leaf_since=int(row[LEAF_SINCE]) if row[LEAF_SINCE] >= 0 else None,
         )
 
     def _of_stages(self, rows: Sequence[Sequence[float]]) -> tuple[StageReport, ...]:

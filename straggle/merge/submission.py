@@ -93,8 +93,6 @@ class Submission:
         weights = current.weights(own)
         without_store = not channel.store.reachable
         row = row_of(training, merging, current, own, weights, scalars, state=given.mark, without_store=without_store)
-        if (leaves := self._rank.rounds.leaves) is not None:
-            row = row._replace(ring_formed=leaves.formed)
         if self._member.admits(current):
             row = row._replace(admits=True)
         current.buffers.write_state(given.message)

@@ -210,14 +210,6 @@ class Table:
         """Ranks that were stood in for."""
         return frozenset(rank for rank, stood_in in enumerate(self._columns["stood_in"]) if stood_in)
 
-    def rings_formed(self) -> list[int]:
-        """The number of the ring that each rank has formed last; negative: it could not."""
-        return [int(number) for number in self._columns["ring_formed"]]
-
-    def leaves(self) -> dict[int, int]:
-        """The ranks that were leaves in this step, and since which one."""
-        return {rank: int(since) for rank, since in enumerate(self._columns["leaf_since"]) if since >= 0}
-
     def absent_ranks(self) -> frozenset[int]:
         """Ranks that are no members."""
         return frozenset(rank for rank, absent in enumerate(self._columns["absent"]) if absent)

@@ -39,8 +39,6 @@ _STATE = (
     "parts_done",
     "joins_over",
     "put_back",
-    "ring_formed",
-    "leaf_since",
     "state_high",
     "state_low",
     "unusual",
@@ -51,9 +49,6 @@ FIELDS = (*TIMES, "compute_s", "busy_s", "overrun_s", *_FLAGS, "merge_s", "num_m
 _PER_STAGE = 4
 COLUMN = {name: column for column, name in enumerate(FIELDS)}
 NONFINITE = COLUMN["nonfinite"]  # counted while the row is on its way
-CAUSE = COLUMN["cause"]  # so is what a leaf lost
-LEAF_SINCE = COLUMN["leaf_since"]  # not sent: all ranks know it; below 0: it is none
-STANDING = [COLUMN[name] for name in ("ring_formed", *WAYS)]  # what a rank says until it says otherwise
 NO_FINGERPRINT = -1
 
 
@@ -72,7 +67,6 @@ class Row(NamedTuple):
     ``put_back``: those that it had drawn and gave back. ``joins_over``: the loops over `join` for which it has no more
     data after this step.
     ``state``: the mark of what its forward pass changed beside gradients (`state/exchange.py`), as two numbers.
-    ``ring_formed``: the number of the ring that it has formed last; negative: it could not.
     ``ways``: to peers, as it measured them last, at most ``MAX_WAYS``.
     """
 
@@ -101,7 +95,6 @@ class Row(NamedTuple):
     without_store: bool = False
     absent: bool = False
     admits: bool = False
-    ring_formed: int = 0
     cost: float = math.nan
     pool_parts: int = 0
     pool_weight: float = 0.0
@@ -130,7 +123,7 @@ class Row(NamedTuple):
             *(self.merge_s, self.num_microbatches, self.stepped, self.kept, self.frozen, self.replans),
             *(self.without_store, self.absent),
             *(self.admits, self.pool_parts, self.pool_weight, self.parts_done, self.joins_over, self.put_back),
-            *(self.ring_formed, -1.0, self.state >> 24, self.state & 0xFFFFFF, self.is_unusual, self.cost),
+            *(self.state >> 24, self.state & 0xFFFFFF, self.is_unusual, self.cost),
             *(_numbers_of(self.ways) if self.ways else _NO_WAYS),
         ]
         slots = [math.nan] * MICROBATCH_SLOTS

@@ -14,7 +14,7 @@ from rich.table import Column, Table
 
 from straggle.observe.ddp_time import DdpPrediction
 from straggle.observe.waited_for import LastSteps
-from straggle.report import MembersReport, RankReport, StepReport
+from straggle.report import MembersReport, StepReport
 
 _WIDTH = 160  # columns of a table that is written to a file
 _LINES = 20  # plain lines over the run
@@ -70,8 +70,6 @@ class LiveView:
         loss = report.scalars.get("loss", math.nan)
         line = f"step {step} (DDP {ddp})  {self._last.words()}  loss {loss:.3f}"  # a narrow terminal cuts its end
         line += f"  drew {_drawn(report)}" if report.pool_parts else ""
-        leaves = "; ".join(_leaf(rank) for rank in report.ranks if rank.leaf_since is not None)
-        line += f"  leaf: {leaves}" if leaves else ""
         absent = "; ".join(map(self._absence, report.absent_ranks))
         return f"{line}  absent: {absent}" if absent else line
 
@@ -88,11 +86,6 @@ class LiveView:
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
-
-
-def _leaf(rank: RankReport) -> str:
-    """Since when, and how much of its gradients came in time."""
-    return f"{rank.rank} since step {rank.leaf_since} ({rank.reach:.0%} in time)"
 
 
 def _drawn(report: StepReport) -> str:

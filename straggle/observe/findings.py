@@ -35,7 +35,6 @@ PLACES = {
     "error": "after an error in the backward pass that the loop caught",
     "skipped": "without a backward pass",
     "members": "as the members changed",
-    "link": "on its link, which did not carry them in time",
 }
 
 
@@ -58,7 +57,6 @@ def advise(run: Run, numbers: Numbers) -> list[str]:
         *_waiting(numbers),
         *_out_of_data(run),
         *_absent(run, numbers),
-        *_leaves(run),
     ]
 
 
@@ -271,17 +269,6 @@ def _absent(run: Run, numbers: Numbers) -> Iterator[str]:
             yield (
                 f"Rank {rank.rank} was absent in {_steps(rank.absent, run.num_steps)}{why}. The others went on without "
                 "its data."
-            )
-
-
-def _leaves(run: Run) -> Iterator[str]:
-    for rank, since in enumerate(run.ranks["leaf_since"].T):
-        if (leaf := np.isfinite(since)).any():
-            times, came = len(set(since[leaf].tolist())), float(np.nanmean(run.ranks["reach"][leaf, rank]))
-            often = f"{times} times, first " if times > 1 else ""
-            yield (
-                f"Rank {rank} was a leaf in {_steps(int(leaf.sum()), run.num_steps)}, {often}from step "
-                f"{int(since[leaf][0])} on, because its link is slow: {came:.0%} of its gradients came in time there."
             )
 
 

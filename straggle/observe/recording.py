@@ -46,8 +46,7 @@ class DecisionWriter:
 
 def _decision(record: dict[str, Any]) -> Decision:
     drawn = record.pop("drawn", None)
-    leaves = tuple(record.pop("leaves", ()))
-    return Decision(**record, drawn=None if drawn is None else tuple(drawn), leaves=leaves)
+    return Decision(**record, drawn=None if drawn is None else tuple(drawn))
 
 
 def read_recording(path: Path) -> Recording:

@@ -28,7 +28,7 @@ Array: TypeAlias = NDArray[np.float64]
 _TIMES = ("outside_s", "optimizer_s", "data_s", "forward_s", "backward_s", "wait_s", "compute_s", "overrun_s")
 _LINK = ("latency_s", "up_bytes_per_s", "down_bytes_per_s")
 _DRAWN = ("parts", "put_back")
-_STATE = ("late", "stood_in", "cause", "idle", "nonfinite", "absent", "leaf_since")
+_STATE = ("late", "stood_in", "cause", "idle", "nonfinite", "absent")
 _FIELDS = (*_TIMES, *_LINK, "reach", "weight", *_STATE, *_DRAWN)
 
 
@@ -248,7 +248,6 @@ def _rank_report(record: Mapping[str, Any]) -> RankReport:
         parts=int(record.get("parts", 0)),
         **{name: _number(record.get(name)) for name in _LINK},
         put_back=int(record.get("put_back", 0)),
-        leaf_since=record.get("leaf_since"),
     )
 
 

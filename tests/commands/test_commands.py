@@ -100,14 +100,6 @@ def test_view_names_absent_ranks_and_says_when_the_members_change() -> None:
     assert lines[1].rstrip().endswith(f"no rank is late  loss 2.500  {absent}")
 
 
-def test_view_says_who_is_a_leaf_since_when_and_how_much_came() -> None:
-    console = Console(force_terminal=False, width=160, record=True)
-    leaf = dataclasses.replace(rank(1, 1.0, (1.0,)), reach=0.75, leaf_since=12)
-    with LiveView(20, console=console) as view:
-        view.show(report(rank(0, 1.0, (1.0,)), leaf, step=0))
-    assert console.export_text().rstrip().endswith("no rank is late  loss 2.500  leaf: 1 since step 12 (75% in time)")
-
-
 # -- the configuration
 
 
@@ -139,9 +131,7 @@ def test_view_says_who_is_a_leaf_since_when_and_how_much_came() -> None:
         (["rebalance=by_speed", "rebalance.window=0"], "window=0: must be an integer of at least 2"),
         (["delays=none"], "unknown key delays; valid keys: steps"),
         (["members=elastic", "members.suspect_s=0"], "suspect_s=0: must be a finite number of seconds, at least 0.5"),
-        (["links=auto", "links.min_gain=0.5"], "min_gain=0.5: must be a finite number, at least 1"),
-        (["links=auto", "links.foo=1"], "unknown key links.foo; links has min_gain, after_steps"),
-        (["links=auto", "pings=false"], "links=auto needs pings=true"),
+        (["members=elastic", "members.link_gain=0.5"], "link_gain=0.5: must be a number, at least 1"),
         (["pings=maybe"], "pings=maybe: choose one of true, false"),
         (["members=elastic", "members.foo=1"], "unknown key members.foo; members has min_ranks, suspect_s"),
         (["resume=true", "run_dir=/nowhere"], "resume=true: there is no checkpoint in run_dir=/nowhere"),

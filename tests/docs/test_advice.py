@@ -74,7 +74,6 @@ ELSEWHERE = {
     ),
     "straggle needs a process group: launch with torchrun and call torch.distributed.init_process_group() be": GROUPS,
     'in a running job; write dist.init_process_group("gloo"), or leave members out': GROUPS,
-    "links=LinkPolicy() needs a gloo process group, and parameters on the CPU: leave links out": GROUPS,
 }
 # of gradients by hand and of parameters that change: the tests that do as the texts say
 ELSEWHERE |= {

@@ -440,7 +440,6 @@ def logs(names):
 
 NO_GROUP = "straggle needs a process group: launch with torchrun and call torch.distributed.init_process_group() before"
 NO_MEMBERS = 'in a running job; write dist.init_process_group("gloo"), or leave members out'
-NO_LINKS = "links=LinkPolicy() needs a gloo process group, and parameters on the CPU: leave links out"
 
 
 def register_fake():
@@ -459,14 +458,12 @@ def init_process_groups(rank, ports):
     dist.init_process_group("cpu:gloo,cuda:fake")
     with pytest.raises(ValueError, match=pattern(NO_MEMBERS)):
         StagedDataParallel(mlp(), members=straggle.Elastic())
-    with pytest.raises(ValueError, match=pattern(NO_LINKS)):
-        StagedDataParallel(mlp(), links=straggle.LinkPolicy())
     modules = [trains()(rank)]
     for port, backend in ((ports[1], []), (ports[2], ["gloo"])):
         dist.destroy_process_group()
         os.environ["MASTER_PORT"] = str(port)
         torch.distributed.init_process_group(*backend)
-        modules.append(trains(members=straggle.Elastic(), links=straggle.LinkPolicy())(rank))
+        modules.append(trains(members=straggle.Elastic())(rank))
     return [digest(module.parameters()) for module in modules]
 
 

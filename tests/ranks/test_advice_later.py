@@ -89,7 +89,7 @@ def wrapped_again(change, build=mlp, **options):
 
 def freeze_then(rank):
     """The model is wrapped with all it will train; its body is frozen for some steps, and then trained again."""
-    with staged(mlp(), links=straggle.LinkPolicy()) as model:
+    with staged(mlp(), members=straggle.Elastic()) as model:
         for frozen in (True, False):
             model.module[0].requires_grad_(not frozen)
             module = train(model, rank)
@@ -98,20 +98,17 @@ def freeze_then(rank):
 
 AGAIN = "or close() this one and wrap the model again with a new optimizer"
 CONVERTED = "or close() this one and wrap the module again with a new optimizer"
-LINKS = {"links": straggle.LinkPolicy()}
+MEMBERS = {"members": straggle.Elastic()}
 CHANGED = {
     "replaced": case(
-        AGAIN, after_wrapping(replace, **LINKS), before_wrapping(replace), wrapped_again(replace, **LINKS)
-    ),
-    "replaced, with members": case(
-        AGAIN, after_wrapping(replace, **LINKS), wrapped_again(replace, members=straggle.Elastic())
+        AGAIN, after_wrapping(replace, **MEMBERS), before_wrapping(replace), wrapped_again(replace, **MEMBERS)
     ),
     "converted": case(CONVERTED, after_wrapping(convert), before_wrapping(convert), wrapped_again(convert)),
     "unfrozen": case(
         "wrap the model with all parameters that it will ever train, trainable, and freeze some after that",
-        after_wrapping(unfreeze, body_frozen, **LINKS),
+        after_wrapping(unfreeze, body_frozen, **MEMBERS),
         freeze_then,
-        wrapped_again(unfreeze, body_frozen, **LINKS),
+        wrapped_again(unfreeze, body_frozen, **MEMBERS),
     ),
 }
 

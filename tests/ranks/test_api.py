@@ -39,7 +39,6 @@ def test_public_names_are_pinned():
         "LastMerged",
         "LastOwn",
         "LateHandling",
-        "LinkPolicy",
         "MedianDeadline",
         "MembersReport",
         "Merge",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -12,43 +13,75 @@ from members import Board, run_job
 from ranks import digest, staged
 from training import features, mlp
 
-from straggle import Elastic, LinkPolicy
-from straggle.policies.leaves import Places, SeenLinks
+from straggle import Elastic
+from straggle.merge.links.put_out import PutOut
+from straggle.merge.links.slow_members import AFTER_STEPS
+from straggle.merge.table import Table
 from straggle.policies.rank_links import RankLink
 
-FAST, NARROW = RankLink(0.0002, 20e6, 20e6), RankLink(0.0002, 1e3, 1e3)
+NUM_RANKS = 4
+NUM_BYTES = 4 * sum(parameter.numel() for parameter in mlp().parameters())
 SLOW_FROM, SLOW_TO = 20, 60
 NUM_STEPS = 120
 
 
+def link(share: float) -> RankLink:
+    """One on which a step's gradients take a quarter of a second at the full rate, of which it has a share."""
+    return RankLink(0.0002, 4 * share * NUM_BYTES, 4 * share * NUM_BYTES)
+
+
+class Measured:
+    """A merged step's table, in which these links were measured."""
+
+    def __init__(self, table: Table, links: list[RankLink]) -> None:
+        self.absent_ranks, self.links = table.absent_ranks, lambda: links
+
+    def compute_s(self) -> list[float]:
+        return [0.1] * NUM_RANKS
+
+
 @dataclass(frozen=True)
-class Impaired(LinkPolicy):
-    """Asked with the link of ``rank`` slow in some steps, whatever was measured."""
+class Impaired:
+    """The link of ``rank`` has this ``share`` of the others' rate in some steps, whatever was measured.
 
-    rank: int = 0
+    ``found``: a step's telemetry says so of a member, too, and not only of one that was put out.
+    """
 
-    def next_places(self, now: Places, seen: SeenLinks) -> Places:
-        link = NARROW if SLOW_FROM <= now.step < SLOW_TO else FAST
-        links = [link if rank == self.rank else FAST for rank in range(len(seen.links))]
-        return super().next_places(now, replace(seen, links=links))
+    rank: int
+    share: float = 0.05
+    found: bool = True
+
+    def links(self, step: int = SLOW_FROM) -> list[RankLink]:
+        slow = SLOW_FROM <= step < SLOW_TO
+        return [link(self.share if slow and rank == self.rank else 1.0) for rank in range(NUM_RANKS)]
+
+    def measured(self, put_out: PutOut) -> None:
+        """Show ``put_out`` these links in place of what it would read from the telemetry."""
+        merged: Any = put_out.merged
+
+        def shown(step: int, table: Table, num_messages: int) -> None:
+            is_seen = self.found or self.rank in put_out.out
+            merged(step, Measured(table, self.links(step if is_seen else 0)), num_messages)
+
+        setattr(put_out, "merged", shown)  # noqa: B010 - a method
 
 
-def train(rank, board: Board, policy, found_by=None):
+def train(rank, board: Board, impaired: Impaired, found_by=None):
     """Its parameters, the members' changes, and each step's report.
 
     ``found_by``: in the middle of a merge this one finds whose link is slow, and that one is there when it is over.
     """
     changes, reports = [], []
-    with staged(mlp(), members=Elastic(suspect_s=1.0), links=policy) as model:
+    with staged(mlp(), members=Elastic(suspect_s=1.0)) as model:
+        impaired.measured(model._coordinator.member.links)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         model.register_state(optimizer=optimizer)
         model.register_members_hook(changes.append)
         for step in range(NUM_STEPS):
             if step == SLOW_FROM and rank == found_by:
-                links = [NARROW if other == policy.rank else FAST for other in range(3)]
-                threading.Timer(0.2, model._coordinator.member.judge_long_merge, [links]).start()
+                threading.Timer(0.2, model._coordinator.member.judge_long_merge, [impaired.links()]).start()
             with model.step():
-                while found_by is not None and rank == policy.rank and step == SLOW_FROM >= board.made(found_by):
+                while found_by is not None and rank == impaired.rank and step == SLOW_FROM >= board.made(found_by):
                     time.sleep(0.01)
                 time.sleep(0.01)
                 model(features(rank, step)).square().mean().backward()
@@ -60,10 +93,11 @@ def train(rank, board: Board, policy, found_by=None):
 
 
 @pytest.mark.slow
-def test_rank_with_a_slow_link_is_put_out_and_let_in_again_when_it_is_back():
+@pytest.mark.parametrize("share", [0.5, 0.05])
+def test_rank_with_a_slow_link_is_put_out_and_let_in_again_when_it_is_back(share):
     slow = 0  # which has led the others until then
-    with run_job(3, train, Impaired(rank=slow)) as job:
-        results = [job.result(rank) for rank in range(3)]
+    with run_job(NUM_RANKS, train, Impaired(slow, share)) as job:
+        results = [job.result(rank) for rank in range(NUM_RANKS)]
         log = job.log()
     assert len({own[0] for own in results}) == 1, log
     assert f"rank {slow} is no member from generation 1 on: its link is slow" in log
@@ -72,7 +106,7 @@ def test_rank_with_a_slow_link_is_put_out_and_let_in_again_when_it_is_back():
     assert (out.left_kinds, out.kinds, set(back.joined)) == ({slow: "link"}, ("link",), {slow}), log
     away = [report.step for report in reports if report.ranks[slow].absent]
     assert away == list(range(away[0], away[-1] + 1))
-    assert away[0] >= SLOW_FROM + LinkPolicy().after_steps
+    assert away[0] >= SLOW_FROM + AFTER_STEPS
     assert away[-1] >= SLOW_TO + 9  # ten steps, after which it asks, is let in and has its state
     assert sum(report.ranks[slow].reach == 1 for report in reports[-10:]) > 5, log
 
@@ -80,10 +114,10 @@ def test_rank_with_a_slow_link_is_put_out_and_let_in_again_when_it_is_back():
 @pytest.mark.slow
 @pytest.mark.parametrize("slow", [2, 0])
 def test_rank_is_put_out_in_the_middle_of_a_merge_that_is_long_because_of_its_link(slow):
-    never_between_steps = Impaired(rank=slow, after_steps=10**6)
+    never_between_steps = Impaired(slow, found=False)
     found_by = 1 - min(slow, 1)  # the lowest of those that are left
-    with run_job(3, train, never_between_steps, found_by) as job:
-        results = [job.result(rank) for rank in range(3)]
+    with run_job(NUM_RANKS, train, never_between_steps, found_by) as job:
+        results = [job.result(rank) for rank in range(NUM_RANKS)]
         log = job.log()
     assert len({own[0] for own in results}) == 1, log
     _, changes, reports = results[1]

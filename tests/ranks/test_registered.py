@@ -6,7 +6,7 @@ from ranks import run_ranks, staged
 from torch import nn
 from training import mlp
 
-from straggle import Elastic, LinkPolicy, StagedBackward
+from straggle import Elastic, StagedBackward
 
 pytestmark = pytest.mark.light
 
@@ -50,11 +50,10 @@ def square():
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
 
 
-def step_after(_rank, change, num_before, option):
+def step_after(_rank, change, num_before):
     module = square()
     module[0].weight.requires_grad_(change is not unfreeze)
-    options = {"members": Elastic()} if option == "members" else {"links": LinkPolicy()}
-    with staged(module, **options) as model:
+    with staged(module, members=Elastic()) as model:
         for number in range(num_before + 1):
             if number == num_before:
                 change(module)
@@ -62,14 +61,14 @@ def step_after(_rank, change, num_before, option):
                 model(torch.ones(2, 4)).sum().backward()
 
 
-@pytest.mark.parametrize(("num_before", "option"), [(0, "members"), (2, "members"), (2, "links")])
+@pytest.mark.parametrize("num_before", [0, 2])
 @pytest.mark.parametrize("change", [append, weight_norm, remove, unfreeze], ids=lambda change: change.__name__)
-def test_other_parameters_are_refused_by_name_where_stages_cannot_be_planned_again(change, num_before, option):
-    for rank, raised in enumerate(run_ranks(step_after, 2, change, num_before, option, outcomes=True)):
+def test_other_parameters_are_refused_by_name_where_stages_cannot_be_planned_again(change, num_before):
+    for rank, raised in enumerate(run_ranks(step_after, 2, change, num_before, outcomes=True)):
         assert raised.kind == "RuntimeError"
         assert raised.message.startswith(f"rank {rank}, step {num_before}: parameters are not those that were wrapped")
         assert CHANGES.get(change, "(unfrozen: 0.weight)") in raised.message
-        assert f"with {option}= stages cannot be planned again" in raised.message
+        assert "with members= stages cannot be planned again" in raised.message
         assert "wrap the model again" in raised.message
 
 

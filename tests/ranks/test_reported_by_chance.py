@@ -21,7 +21,6 @@ from straggle import (
     FirstK,
     LastMerged,
     LateHandling,
-    LinkPolicy,
     MedianDeadline,
     Merge,
     MovingAverage,
@@ -30,7 +29,6 @@ from straggle import (
     Zero,
 )
 from straggle.backward import stages
-from straggle.policies.leaves import Places
 
 NUM_LAYERS = 9
 LAYERS = [f"layers.{number}" for number in range(NUM_LAYERS)]
@@ -60,18 +58,6 @@ class Scales(nn.Module):
         for layer, factor in zip(self.layers, factors, strict=True):
             h = layer(h, factor)
         return h
-
-
-@dataclass(frozen=True)
-class InTurns(LinkPolicy):
-    """A rank is a leaf for some steps, and in the ring for as many, whatever its link is."""
-
-    leaf: int = 0
-    num_steps: int = 15
-
-    def next_places(self, now, seen):
-        leaves = {self.leaf} - set(seen.absent) if now.step // self.num_steps % 2 else ()
-        return Places(frozenset(leaves), step=now.step + 1)
 
 
 @dataclass(frozen=True)
@@ -115,7 +101,6 @@ def draw(number):
             "estimator": estimator,
             "late_handling": LateHandling(grace_s=pick([0.005, 0.02]), granularity=granularity),
             "merge": Merge(check_every=10, wire_dtype=pick([None, None, "bfloat16"])),
-            "links": pick([None, None, InTurns(leaf=chance.randrange(world_size))]),
         },
         hits=draw_hits(chance, world_size, has_members=has_members),
         num_parts=pick([world_size, 5, 8]) if work == "pool" else 0,

@@ -18,7 +18,6 @@ from straggle import (
     Estimator,
     FixedDeadline,
     LateHandling,
-    LinkPolicy,
     MembersReport,
     StepReport,
 )
@@ -72,7 +71,6 @@ class Loop:
     give_up_s: float = 300.0
     stages: BalancedByTime | None = None
     estimator: Estimator | None = None
-    links: LinkPolicy | None = None
 
 
 def plain() -> nn.Sequential:
@@ -126,7 +124,6 @@ def train(rank: int, board: Board, loop: Loop) -> Outcome:
     deadline = None if loop.deadline_s is None else FixedDeadline(loop.deadline_s)
     late_handling = LateHandling(max_lag=loop.max_lag, give_up_s=loop.give_up_s)
     options = {"stages": loop.stages, "deadline": deadline, "estimator": loop.estimator, "members": loop.elastic}
-    options["links"] = loop.links
     with staged(loop.network(), late_handling=late_handling, **options) as model:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.99)

@@ -5,33 +5,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import final
-
-from torch import Tensor
-
-from straggle.policies.leaves import LinkPolicy
-
-
-@dataclass(frozen=True)
-class Merged:
-    """A step took ``seconds``; ``came`` (ranks, messages): what share of each came in time. ``None``: all."""
-
-    seconds: float
-    came: Tensor | None = None
 
 
 class Merging(ABC):
     """Merges the messages of one step after another."""
 
-    @property
-    def outside(self) -> frozenset[int]:
-        """Ranks that are not in the ring: they are not waited for."""
-        return frozenset()
-
     @abstractmethod
-    def merge(self, ready_s: Sequence[float]) -> Merged:
-        """One step, of whose messages the ring's ranks have submitted the last part at these seconds."""
+    def merge(self, ready_s: Sequence[float]) -> float:
+        """The seconds of one step, of whose messages the ranks have submitted the last part at these seconds."""
 
 
 class Network(ABC):
@@ -41,19 +23,8 @@ class Network(ABC):
     def merge_s(self, ranks: int, share: float) -> float:
         """Seconds of the allreduce of this ``share`` of the gradients."""
 
-    def merging(
-        self,
-        ranks: int,
-        shares: Sequence[float],
-        overhead_s: float = 0.0,
-        policy: LinkPolicy | None = None,
-    ) -> Merging:
-        """A job whose messages have these ``shares`` of the gradients; a step takes ``overhead_s`` beside them.
-
-        Raises ``ValueError`` for a policy of links where there are none.
-        """
-        if policy is not None:
-            raise ValueError("links=auto: only network=links has a link for each rank")
+    def merging(self, ranks: int, shares: Sequence[float], overhead_s: float = 0.0) -> Merging:
+        """A job whose messages have these ``shares`` of the gradients; a step takes ``overhead_s`` beside them."""
         return _OneByOne([self.merge_s(ranks, share) for share in shares], overhead_s)
 
 
@@ -63,11 +34,11 @@ class _OneByOne(Merging):
     def __init__(self, merge_s: Sequence[float], overhead_s: float) -> None:
         self._merge_s, self._overhead_s = merge_s, overhead_s
 
-    def merge(self, ready_s: Sequence[float]) -> Merged:
+    def merge(self, ready_s: Sequence[float]) -> float:
         seconds = 0.0
         for ready, merge_s in zip(ready_s, self._merge_s, strict=True):
             seconds = max(seconds, ready) + merge_s
-        return Merged(seconds + self._overhead_s)
+        return seconds + self._overhead_s
 
 
 @final

@@ -122,9 +122,9 @@ class PulledCluster:
         done = simulate_step(unit_s, self._next.seconds, self._rules, entered_s, behind=away)
         computed = computed_share(unit_s, done, self._rules, self._silent) * (share > 0)
         self._keep(drawn, done, computed * share)
-        step_s = self._merging.merge(self._ready_s(float(done.seconds))).seconds
+        step_s = self._merging.merge(self._ready_s(float(done.seconds)))
         self._step_s.append(step_s)
-        all_s = self._waiting.merge(self._ready_s(float((held_s + part_s.sum(1)).max()))).seconds
+        all_s = self._waiting.merge(self._ready_s(float((held_s + part_s.sum(1)).max())))
         kept = float((computed * share).sum()) / self._num_parts
         late = int(done.late.sum())
         self._rows.append((step_s, all_s, self._next.seconds, 1 - kept, self._next.predicted_drop, late))

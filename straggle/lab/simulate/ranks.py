@@ -19,7 +19,6 @@ from straggle.lab.simulate.delays import Delays
 from straggle.lab.simulate.units import Units, Work
 from straggle.policies.deadline import Deadline, LateHandling, NextDeadline, next_deadline
 from straggle.policies.history import HistoryWindow, StepProgress
-from straggle.policies.leaves import LinkPolicy
 from straggle.policies.step_model import SimulatedStep, StopRules, computed_share, parts_of, simulate_step
 
 
@@ -68,11 +67,10 @@ def simulate(
     *,
     late_handling: LateHandling | None = None,
     network: Network | None = None,
-    links: LinkPolicy | None = None,
     seed: int = 0,
     history_ranks: int = 256,
 ) -> Simulation:
-    """Simulate ``steps`` steps of ``ranks`` ranks; ``links``: who leaves the ring, over a network of `Links`.
+    """Simulate ``steps`` steps of ``ranks`` ranks.
 
     Raises ``ValueError`` if the policy wants more ranks than there are, and for micro-batches of a recorded run.
     """
@@ -82,7 +80,7 @@ def simulate(
         raise ValueError("granularity=microbatch: a trace has the times of stages, not of micro-batches")
     generator = Generator().manual_seed(seed)
     drawn = islice(delays.steps(units.base_s, ranks, generator), steps)
-    return simulate_times(drawn, units, deadline, late_handling, network or Constant(), history_ranks, links)
+    return simulate_times(drawn, units, deadline, late_handling, network or Constant(), history_ranks)
 
 
 def simulate_times(
@@ -92,12 +90,11 @@ def simulate_times(
     late_handling: LateHandling,
     network: Network,
     history_ranks: int = 256,
-    links: LinkPolicy | None = None,
 ) -> Simulation:
     """Simulate steps in which each rank takes, for each of its units, the given seconds: tensors (ranks, units)."""
     cluster: Cluster | None = None
     for unit_s in step_times:
-        cluster = cluster or Cluster(len(unit_s), units, deadline, late_handling, network, history_ranks, links)
+        cluster = cluster or Cluster(len(unit_s), units, deadline, late_handling, network, history_ranks)
         cluster.step(unit_s.cumsum(1))
     if cluster is None:
         raise ValueError("there are no steps to simulate")
@@ -115,7 +112,6 @@ class Cluster:
         late_handling: LateHandling,
         network: Network,
         history_ranks: int,
-        links: LinkPolicy | None = None,
     ) -> None:
         shown = min(ranks, history_ranks)
         self._rules = replace(StopRules.of(deadline, late_handling, ranks), checks=units.checks)
@@ -132,7 +128,7 @@ class Cluster:
         shares = [1.0] if not units.overlaps else units.stage_share.tolist()
         network = Constant() if units.merged else network
         self._num_messages = len(shares)
-        self._merging = network.merging(ranks, shares, units.overhead_s, links)
+        self._merging = network.merging(ranks, shares, units.overhead_s)
         self._waiting = network.merging(ranks, shares, units.overhead_s)
         self._next = NextDeadline(math.inf)
         self._computed = torch.zeros(ranks, len(units.share))
@@ -148,28 +144,19 @@ class Cluster:
         computed = computed_share(unit_s, done, self._rules, self._units.silent)
         self._late_steps += done.late
         last_s = unit_s.T.contiguous().amax(1)  # when no rank is stopped; in half the time of amax(0)
-        all_s = self._waiting.merge(self._ready_s(last_s)).seconds
-        if outside := self._merging.outside:
-            last_s = unit_s[[rank for rank in range(len(unit_s)) if rank not in outside]].amax(0)
-        merged = self._merging.merge(self._ready_s(last_s.clamp(max=float(done.seconds))))
-        came_in = computed if merged.came is None else self._came_in(computed, merged.came)
-        self._computed += came_in
-        kept = float(came_in.mean(0) @ self._units.share)
+        all_s = self._waiting.merge(self._ready_s(last_s))
+        merged_s = self._merging.merge(self._ready_s(last_s.clamp(max=float(done.seconds))))
+        self._computed += computed
+        kept = float(computed.mean(0) @ self._units.share)
         late = int(done.late.sum())
-        self._rows.append((merged.seconds, all_s, self._next.seconds, 1 - kept, self._next.predicted_drop, late))
-        self._decide(unit_s, done, computed, max(0.0, merged.seconds - float(done.seconds)))
-        return came_in
+        self._rows.append((merged_s, all_s, self._next.seconds, 1 - kept, self._next.predicted_drop, late))
+        self._decide(unit_s, done, computed, max(0.0, merged_s - float(done.seconds)))
+        return computed
 
     def _ready_s(self, last_s: Tensor) -> list[float]:
         """When each message is ready; what comes before the stages of the last micro-batch is none by itself."""
         ready_s: list[float] = last_s[-self._num_messages :].tolist()
         return ready_s
-
-    def _came_in(self, computed: Tensor, came: Tensor) -> Tensor:
-        """What was computed, as far as the messages came in which it is."""
-        earlier, last = computed[:, : -self._num_messages], computed[:, -self._num_messages :]
-        share = self._units.stage_share if self._units.overlaps else torch.ones(1)
-        return torch.cat([earlier * (came @ share).unsqueeze(1), last * came], 1)
 
     def _decide(self, unit_s: Tensor, done: SimulatedStep, computed: Tensor, overhead_s: float) -> None:
         """Show the policy the step; it decides the next deadline."""

@@ -87,7 +87,6 @@ class Member:
         """Go on among the members of ``view``; ``telemetry`` of the step that is complete on some of them."""
         merging = self._rank.merging
         with self._lock:
-            missed = self._rank.rounds.missed(repair.step)
             self._rank.rounds.merge_among(groups, view.ranks, view.generation, repair.step)
             self._note_healing((self._healing | view.joined) & set(view.ranks))
             self._rank.deadline.members(len(view.ranks))
@@ -108,7 +107,6 @@ class Member:
                     new=new,
                     generation=view.generation,
                 )
-                current.lost |= missed
             merging.step_merged.notify_all()
 
     def _come_in(self, view: View, repair: Repair) -> None:

@@ -71,7 +71,7 @@ class Membership:
         exited: Callable[[Any, int], Exited | None],
     ) -> None:
         self.rank, self.world_size = rank, world_size
-        self.least = elastic.least(world_size)
+        self.elastic, self.least = elastic, elastic.least(world_size)
         self.incarnation = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT') or 0}-{uuid.uuid4().hex[:12]}"
         self.step = -1  # that this rank's merge is in; read by its own beats
         self.admitted: View | None = None  # the last view in which this rank let others in

@@ -209,10 +209,6 @@ class Regrouping:
             rank: MergeProgress.decode(numbers.tolist()) for rank, numbers in zip(view.ranks, gathered, strict=True)
         }
         way = repair(known)
-        if way.is_ahead_of(progress):
-            late = "returns: it was a leaf, and later than the ring in the step in which the members changed"
-            self._membership.leave(Leaving("returns", late), for_good=False)
-            raise MembersChanged
         telemetry = torch.empty(0)
         if way.completed is not None:
             telemetry = self._member.telemetry_of(way.completed)

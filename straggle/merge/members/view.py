@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from straggle.policies.deadline import is_number
 from straggle.report import LEAVING_KINDS, LeavingKind
 
 WATCHED = 3  # members that each one watches: those that follow it, in a ring
@@ -24,10 +25,13 @@ class Elastic:
 
     ``min_ranks``: with fewer members the job ends (default: more than half of those that it was started with).
     ``suspect_s``: a member that has sent no sign of life for so many seconds is put out; one that is slow is not.
+    ``link_gain``: a member whose link is slow is put out while the others are expected to merge so many times as many
+    gradients a second without it, and comes back with its link; infinite: it stays.
     """
 
     min_ranks: int | None = None
     suspect_s: float = 2.0
+    link_gain: float = 1.1
 
     def __post_init__(self) -> None:
         if self.min_ranks is not None and (
@@ -36,6 +40,8 @@ class Elastic:
             raise ValueError(f"min_ranks={self.min_ranks!r}: must be an integer, at least 1")
         if isinstance(self.suspect_s, bool) or not 0.5 <= self.suspect_s < math.inf:
             raise ValueError(f"suspect_s={self.suspect_s!r}: must be a finite number of seconds, at least 0.5")
+        if not is_number(self.link_gain) or not self.link_gain >= 1:
+            raise ValueError(f"link_gain={self.link_gain!r}: must be a number, at least 1 (inf: no member is put out)")
 
     def least(self, world_size: int) -> int:
         """The smallest number of members that go on. Raises ``ValueError`` where the job has fewer ranks."""
@@ -312,10 +318,6 @@ class Repair:
     given: Mapping[int, int] = field(default_factory=dict)
     kept: frozenset[int] = frozenset()
     num_launched: int = 0
-
-    def is_ahead_of(self, own: MergeProgress) -> bool:
-        """Whether others have merged what this member has not launched: it was a leaf, and later than the ring."""
-        return own.step == self.step and own.launched <= max(self.given, default=-1)
 
 
 def repair(progress: Mapping[int, MergeProgress]) -> Repair:

@@ -106,7 +106,6 @@ def _missing_text(causes: Sequence[str]) -> str:
         "error": "after an error in backward",
         "skipped": "without a backward pass",
         "members": "as the members changed",
-        "link": "its link did not carry them in time",
     }
     return ", ".join(f"{words[cause]}: {causes.count(cause)}" for cause in words if cause in causes)
 

@@ -97,14 +97,6 @@ COMMANDS = {
         train("deadline=first_k", "deadline.k=${{all_ranks_but:0}}"),
     ),
     "pings={}: choose one of true, false": (train("pings=maybe"), train("pings=true"), train("pings=false")),
-    "links=auto needs pings=true: without them no link is known to be slow": (
-        train("links=auto", "pings=false"),
-        train("links=auto", "pings=true"),
-    ),
-    "links=auto with pulled=true: what a leaf draws is not simulated; use links=none": (
-        lambda _: load("simulate", ["network=links", "links=auto", "pulled=true", "work.num_microbatches=8"]),
-        lambda _: load("simulate", ["network=links", "links=none", "pulled=true", "work.num_microbatches=8"]),
-    ),
     "its own processes stay; leave members out": (
         with_a_run("members=elastic", "replay={}/earlier"),
         with_a_run("replay={}/earlier"),

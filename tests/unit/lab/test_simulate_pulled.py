@@ -79,8 +79,6 @@ def test_what_cannot_be_drawn_is_refused():
     with pytest.raises(ValueError, match=r"num_microbatches=1: .* nothing to draw"):
         simulate_pulled(2, 4, Work(1.0), NoDelay(), WaitForAll())
     load("simulate", ["pulled=true", "work.num_microbatches=8"])
-    with pytest.raises(ConfigurationError, match="links=auto with pulled=true: what a leaf draws is not simulated"):
-        load("simulate", ["pulled=true", "work.num_microbatches=8", "links=auto"])
     with pytest.raises(ConfigurationError, match="unknown key pulls"):
         load("simulate", ["pulls=true"])
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from straggle.merge.links.put_out import PutOut
-from straggle.merge.members.view import Leaving, View
-from straggle.policies.leaves import LinkPolicy
+from straggle.merge.members.view import Elastic, Leaving, View
 from straggle.policies.rank_links import RankLink
 
 FAST, NARROW = RankLink(0.0002, 20e6, 20e6), RankLink(0.0002, 1e6, 1e6)
@@ -22,6 +21,7 @@ class Members:
 
     def __init__(self, rank: int, least: int = 3) -> None:
         self.rank, self.least, self.view = rank, least, FIRST
+        self.elastic = Elastic()
         self.watch = self
         self.kept_out: Mapping[int, Leaving] = {}
 
@@ -51,7 +51,7 @@ class Merged:
 
 def put_out(rank: int, least: int = 3) -> tuple[PutOut, Any]:
     members: Any = Members(rank, least)
-    own = PutOut(LinkPolicy(), members, num_bytes=5_100_000)
+    own = PutOut(members, num_bytes=5_100_000)
     merge(own, 0)
     return own, members
 

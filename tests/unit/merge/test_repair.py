@@ -406,16 +406,6 @@ def ranks_in(gradient, share, step):
     return ranks
 
 
-@pytest.mark.parametrize(
-    ("launched", "merged_by_others", "ahead"),
-    [(2, {0, 1}, False), (1, {0, 1}, True), (0, {0}, True), (0, set(), False), (3, {0}, False)],
-)
-def test_ring_is_ahead_of_a_leaf_that_has_not_launched_what_is_given(launched, merged_by_others, ahead):
-    leaf, ring = MergeProgress(7, launched), MergeProgress(7, 3, frozenset(merged_by_others))
-    assert repair({0: ring, 1: leaf}).is_ahead_of(leaf) is ahead
-    assert not repair({0: ring, 1: leaf}).is_ahead_of(ring)
-
-
 def test_of_a_step_that_is_dropped_as_a_whole_nothing_is_merged_before_it_is_whole():
     member, place = Member(0, at(0)), Place()
     terms = RoundTerms(None, 0, all_or_nothing=True)  # the members change when the step begins
@@ -426,4 +416,4 @@ def test_of_a_step_that_is_dropped_as_a_whole_nothing_is_merged_before_it_is_who
     member.stand_in()
     assert len(place.works) == len(ALL)
     assert member.round.num_gradients == 2
-    assert not any(member.round.buffers.gives(bucket) for bucket in BUCKETS)
+    assert not any(sum(member.round.buffers.weights_in(bucket)) for bucket in BUCKETS)

@@ -119,14 +119,6 @@ def test_absent_rank_and_the_changes_are_on_the_page(tmp_path: Path) -> None:
     assert (hover[1][15], hover[1][30]) == ("rank 1, step 15: absent", "rank 1, step 30: in time")
 
 
-def test_report_says_who_was_a_leaf_since_when_and_how_much_came(tmp_path: Path) -> None:
-    leaf = dataclasses.replace(a_rank(1, whole=4), late=False, cause="link", leaf_since=10)
-    steps = (a_step(step, [a_rank(0), leaf if 10 <= step < 30 else a_rank(1)]) for step in range(40))
-    run = read_run(write_run(tmp_path, steps))
-    said = "Rank 1 was a leaf in 50% of its steps (20 of 40), from step 10 on, because its link is slow: "
-    assert f"{said}{406 / 510:.0%} of its gradients came in time there." in advise(run, numbers_of(run))
-
-
 def test_advice_says_how_often_a_rank_left_and_why_first(tmp_path: Path) -> None:
     members = run_without_rank_1(tmp_path) / "members.jsonl"
     again = MembersReport(3, 35, (0, 2), 3, left={1: "no sign of life for 2 s"}, left_kinds={1: "silent"})

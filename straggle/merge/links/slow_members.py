@@ -1,0 +1,128 @@
+"""Which members are put out because of their links, and when they may return: pure, from what all ranks know of links.
+
+A merge is as slow as the slowest link of its ring. A member is put out only if its link is slow and the others are
+expected to merge more gradients a second without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from straggle.policies.merge_time import merge_seconds
+from straggle.policies.rank_links import RankLink, in_ring, others_links
+from straggle.policies.slow_links import STILL, slow_in
+
+AFTER_STEPS = 3  # in a row, in which the others would be better off without a member
+RETURN_STEPS = 10  # in a row, in which a link has been good again; doubled each time that it was so in vain,
+_MAX_DOUBLED = 4  # so often at most
+_REMEMBERED = 500  # steps: who is put out again within these came back in vain
+_SMALLEST = 2  # members are left at least
+_INSTANT_S = 1e-9  # a step takes so long at least
+_MORE = 1.02  # what each further rank that is put out has to bring at least
+
+
+@dataclass(frozen=True)
+class SeenLinks:
+    """What all members know after a merged step: each rank's link.
+
+    ``num_bytes`` of gradients are merged in a step, in ``num_messages``; ``compute_s``: what a step takes beside that.
+    ``absent``: ranks that are no members, and not because of their links. ``min_ranks``: members that are to be left.
+    """
+
+    links: Sequence[RankLink]
+    num_bytes: float
+    num_messages: int = 1
+    compute_s: float = 0.0
+    absent: frozenset[int] = frozenset()
+    min_ranks: int = 0
+
+
+@dataclass(frozen=True)
+class SlowMembers:
+    """The ranks that are ``out`` because of their links after so many steps, and what is remembered of all ranks.
+
+    ``against``: for how many steps in a row it has been better for each rank to be put out, or to return.
+    ``returned_at``: the step in which it came back last, and ``flaps``: how often it did so in vain.
+    """
+
+    out: frozenset[int] = frozenset()
+    step: int = 0
+    against: Mapping[int, int] = field(default_factory=dict)
+    returned_at: Mapping[int, int] = field(default_factory=dict)
+    flaps: Mapping[int, int] = field(default_factory=dict)
+
+    def without(self, ranks: Collection[int]) -> SlowMembers:
+        """The same, with these ranks put out, too."""
+        flaps = dict(self.flaps)
+        for rank in ranks:
+            in_vain = self.step - self.returned_at.get(rank, -_REMEMBERED) < _REMEMBERED
+            flaps[rank] = flaps.get(rank, 0) + 1 if in_vain else 0
+        against = {rank: number for rank, number in self.against.items() if rank not in ranks}
+        return replace(self, out=self.out.union(ranks), against=against, flaps=flaps)
+
+    def after_step(self, seen: SeenLinks, min_gain: float) -> SlowMembers:
+        """Who is out from the next step on: a function of this and of the arguments alone, so the same on all ranks."""
+        leaving = leaving_ranks(self.out, seen, min_gain)
+        better = leaving | {rank for rank in self.out if _may_return(rank, self.out, seen)}
+        after = replace(self, against={rank: self.against.get(rank, 0) + 1 for rank in sorted(better)})
+        if leaving and min(after.against[rank] for rank in leaving) >= AFTER_STEPS:
+            after = after.without(leaving)
+        too_few = len(seen.links) - len(self.out | seen.absent) < seen.min_ranks
+        return after._with_back({rank for rank in self.out if too_few or after._waited_enough(rank)})
+
+    def _waited_enough(self, rank: int) -> bool:
+        return self.against.get(rank, 0) >= RETURN_STEPS << min(self.flaps.get(rank, 0), _MAX_DOUBLED)
+
+    def _with_back(self, ranks: Collection[int]) -> SlowMembers:
+        """After one more step, with these ranks back."""
+        return replace(
+            self,
+            out=self.out.difference(ranks),
+            step=self.step + 1,
+            against={rank: number for rank, number in self.against.items() if rank not in ranks},
+            returned_at={**self.returned_at, **dict.fromkeys(ranks, self.step)},
+        )
+
+
+def leaving_ranks(out: frozenset[int], seen: SeenLinks, min_gain: float) -> frozenset[int]:
+    """The members that are better put out, too: the slowest one, or the slowest few together.
+
+    In the middle of a merge that takes many times as long as usual this is asked once, as such a merge is itself the
+    proof of many steps.
+    """
+    inside = sorted(set(range(len(seen.links))) - out - seen.absent, key=lambda rank: -_own_seconds(rank, seen))
+    others = others_links(seen.links)
+    now_rate = gradients_a_second(out, seen)
+    best, count = min_gain / _MORE, 0
+    for number in range(1, len(inside) - max(_SMALLEST, seen.min_ranks) + 1):
+        slowest = inside[number - 1]
+        if not slow_in(seen.links[slowest], others[slowest]):
+            break
+        gain = gradients_a_second(out.union(inside[:number]), seen) / now_rate
+        if gain >= _MORE * best:
+            best, count = gain, number
+    return frozenset(inside[:count])
+
+
+def _may_return(rank: int, out: frozenset[int], seen: SeenLinks) -> bool:
+    """Whether its link is good again, or slow and worth its gradients; not if nothing is known of it."""
+    link = seen.links[rank]
+    if not link.is_known:
+        return False
+    if not slow_in(link, others_links(seen.links)[rank], times=STILL):
+        return True
+    return gradients_a_second(out - {rank}, seen) >= gradients_a_second(out, seen)
+
+
+def gradients_a_second(out: Collection[int], seen: SeenLinks) -> float:
+    """Ranks' gradients that are merged in a second, as expected with these ranks put out."""
+    inside = [rank for rank in range(len(seen.links)) if rank not in out and rank not in seen.absent]
+    merge_s = merge_seconds(seen.num_bytes, [in_ring(seen.links[rank]) for rank in inside], seen.num_messages)
+    return len(inside) / max(_INSTANT_S, seen.compute_s + merge_s)
+
+
+def _own_seconds(rank: int, seen: SeenLinks) -> float:
+    """By what ranks are compared: a merge by two ranks that have this link; 0 where it is not known."""
+    link = in_ring(seen.links[rank])
+    return merge_seconds(2 * seen.num_bytes / len(seen.links), [link] * 2, seen.num_messages)
