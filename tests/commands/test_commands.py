@@ -133,7 +133,7 @@ def test_view_names_absent_ranks_and_says_when_the_members_change() -> None:
         (["members=elastic", "members.suspect_s=0"], "suspect_s=0: must be a finite number of seconds, at least 0.5"),
         (["members=elastic", "members.link_gain=0.5"], "link_gain=0.5: must be a number, at least 1"),
         (["pings=maybe"], "pings=maybe: choose one of true, false"),
-        (["members=elastic", "members.foo=1"], "unknown key members.foo; members has min_ranks, suspect_s"),
+        (["members=elastic", "members.foo=1"], "unknown key members.foo; members has min_ranks, suspect_s, link_gain"),
         (["resume=true", "run_dir=/nowhere"], "resume=true: there is no checkpoint in run_dir=/nowhere"),
     ],
 )
@@ -146,7 +146,7 @@ def test_wrong_key_or_value_is_refused_with_the_valid_ones(keys: list[str], mess
 def test_other_options_are_named_only_where_the_chosen_one_has_no_such_key() -> None:
     with pytest.raises(ConfigurationError) as error:
         load("train", ["members=elastic", "members.min_rank=2"])
-    assert str(error.value) == "unknown key members.min_rank; members has min_ranks, suspect_s"
+    assert str(error.value) == "unknown key members.min_rank; members has min_ranks, suspect_s, link_gain"
 
 
 @pytest.mark.parametrize(
