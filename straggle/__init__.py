@@ -18,7 +18,6 @@ from straggle.data.dealt_loader import DealtLoader
 from straggle.data.epochs import Epochs
 from straggle.data.micro_batches import MicroBatches
 from straggle.data.rebalance import Rebalance
-from straggle.data.sampler import RequeueSampler
 from straggle.garbage import CollectGarbage
 from straggle.merge.channel import PeerFailed
 from straggle.merge.members.membership import JobDone
@@ -32,7 +31,6 @@ from straggle.policies.deadline import (
     FirstK,
     FixedDeadline,
     LateHandling,
-    MedianDeadline,
     NextDeadline,
     QuantileDeadline,
     WaitForAll,
@@ -48,14 +46,13 @@ from straggle.policies.estimators import (
     Zero,
 )
 from straggle.policies.history import History, Progress
-from straggle.policies.wrappers import Anneal, DropBudget, Shadow
+from straggle.policies.wrappers import DropBudget, Shadow
 from straggle.report import BackwardReport, MembersReport, RankReport, ShadowReport, StageReport, StageTime, StepReport
 from straggle.step import Step
 from straggle.version import __version__ as __version__
 
 __all__ = [
     "Abstain",
-    "Anneal",
     "AutoDeadline",
     "BackwardReport",
     "BackwardStep",
@@ -77,7 +74,6 @@ __all__ = [
     "LastMerged",
     "LastOwn",
     "LateHandling",
-    "MedianDeadline",
     "MembersReport",
     "Merge",
     "MicroBatches",
@@ -90,7 +86,6 @@ __all__ = [
     "RankReport",
     "Reach",
     "Rebalance",
-    "RequeueSampler",
     "Shadow",
     "ShadowReport",
     "StageProfile",

@@ -17,7 +17,6 @@ from straggle.policies.deadline import (
     Deadline,
     FirstK,
     LateHandling,
-    MedianDeadline,
     QuantileDeadline,
     WaitForAll,
     next_deadline,
@@ -77,7 +76,6 @@ def candidates(num_ranks: int) -> list[Candidate]:
             "deadline=quantile deadline.q=0.5 deadline.slack=1.2",
             QuantileDeadline(0.5, slack=1.2),
         ),
-        Candidate("straggle.MedianDeadline()", "deadline=median", MedianDeadline()),
         Candidate("straggle.AutoDeadline()", "deadline=auto", AutoDeadline()),
         Candidate(
             "straggle.DropBudget(straggle.QuantileDeadline(0.5, slack=1.2), share=0.05)",

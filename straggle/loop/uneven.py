@@ -12,7 +12,7 @@ from straggle.merge.rank_state import TrainingSide
 from straggle.merge.table import Table
 
 Batch = TypeVar("Batch")
-_END, _UNKNOWN = object(), object()
+_END = object()
 
 
 class Joins:
@@ -50,16 +50,12 @@ class Joins:
         source, batch = iter(loader), None
         if (following := next(source, _END)) is _END:
             raise ValueError(f"rank {rank}: the loader is empty; give every rank at least one batch")
-        # what comes next may depend on the step that is made with this one, as with `RequeueSampler.epoch`
-        waits = getattr(loader, "waits_for_step", False)
         self._runs, training.joins_over = True, number
         try:
             while self.over <= number:
-                if following is _UNKNOWN:
-                    following = next(source, _END)
                 own = following is not _END
                 if own:
-                    batch, following = following, _UNKNOWN if waits else next(source, _END)
+                    batch, following = following, next(source, _END)
                 if following is _END:
                     training.joins_over = number + 1
                 self._draw(training.step, own=own)

@@ -102,32 +102,6 @@ class QuantileDeadline(Deadline):
 
 
 @final
-class MedianDeadline(Deadline):
-    """Median of all ranks' compute times over the last ``window`` steps, plus ``k`` times their spread.
-
-    The spread is the median absolute deviation from the median, which one slow rank does not move. Where all times are
-    nearly the same it says little: the deadline is ``slack`` times the median at least.
-    """
-
-    def __init__(self, k: float = 5.0, slack: float = 1.1, *, window: int = 50, warmup_steps: int = 10) -> None:
-        check_number("k", k, least=0, such_as="5")
-        check_number("slack", slack, least=1, such_as="1.1; with less the deadline shrinks from step to step")
-        check_count("window", window, least=1)
-        check_count("warmup_steps", warmup_steps, least=1)
-        self.k = k
-        self.slack = slack
-        self.window = window
-        self.warmup_steps = warmup_steps
-
-    def decide(self, history: History) -> float:
-        if history.num_steps < self.warmup_steps:
-            return math.inf
-        median_s = quantile_of(history.compute_s, 0.5)
-        spread_s = quantile_of((history.compute_s - median_s).abs(), 0.5) if median_s < math.inf else 0.0
-        return max(median_s + self.k * spread_s, self.slack * median_s)
-
-
-@final
 class FirstK(Deadline):
     """A rank is late ``grace_s`` seconds after ``k`` ranks have finished the step.
 

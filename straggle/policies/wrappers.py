@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import final
 
 import torch
@@ -68,29 +67,6 @@ class DropBudget(_DeadlineWrapper):
         could_drop = 1.0 - 1.0 / last.weight.shape[1]  # the first rank to finish is never late
         left = self.share * self.over_steps - torch.cat([dropped, (dropped * last.stage_share).sum().unsqueeze(0)])
         return NextDeadline(math.inf, 0.0) if float(left.min()) < could_drop else decided
-
-
-@final
-class Anneal(_DeadlineWrapper):
-    """``inner``'s deadline, longer and longer toward the end of ``num_steps`` steps, and then none.
-
-    From step ``begin * num_steps`` on it is divided by what is left of the way to the end: twice as long half-way.
-    """
-
-    def __init__(self, inner: Deadline, num_steps: int, *, begin: float = 0.5) -> None:
-        super().__init__(inner)
-        check_count("num_steps", num_steps, least=1)
-        if not is_number(begin) or not 0 <= begin < 1:
-            raise ValueError(f"begin={begin}: must be a share of the steps, from 0 to below 1")
-        if inner.quorum is not None:
-            raise ValueError(f"Anneal({type(inner).__name__}(...)): it has no seconds that could be made more")
-        self.num_steps = num_steps
-        self.begin = begin
-
-    def decide(self, history: History) -> NextDeadline:
-        decided = self._ask(history)
-        done = (history.num_steps / self.num_steps - self.begin) / (1 - self.begin)
-        return replace(decided, seconds=math.inf if done >= 1 else decided.seconds / (1 - max(0.0, done)))
 
 
 @final

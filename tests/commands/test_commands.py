@@ -109,7 +109,7 @@ def test_view_names_absent_ranks_and_says_when_the_members_change() -> None:
         (["stepz=3"], "unknown key stepz; valid keys: steps, seed"),
         (
             ["deadline=soon"],
-            "deadline=soon: choose one of anneal, auto, budget, first_k, fixed, median, none, quantile, shadow",
+            "deadline=soon: choose one of auto, budget, first_k, fixed, none, quantile, shadow",
         ),
         (["deadline.budget_s=1"], "unknown key deadline.budget_s; deadline has window, warmup_steps, every"),
         (["deadline.k=3"], "max_over_median; deadline=first_k has k"),
@@ -262,7 +262,7 @@ def test_every_command_has_help(word: str, monkeypatch: pytest.MonkeyPatch, caps
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("deadline=nosuch", "deadline=nosuch: choose one of anneal, auto"),
+        ("deadline=nosuch", "deadline=nosuch: choose one of auto, budget"),
         ("nosuch", "unknown key nosuch; valid keys: "),
     ],
 )

@@ -13,7 +13,7 @@ from straggle.commands.config import config_dir, load
 # as bash calls it at a TAB after the line; where its words end is told apart by COMP_WORDBREAKS
 ASK = 'COMP_LINE=$1 COMP_POINT=${#1}; _straggle 2>/dev/null; printf "%s\\n" "${COMPREPLY[@]}"'
 CHOICES = {
-    "train": {"deadline=auto", "deadline=anneal", "deadline.q=", "steps=", "resume=true", "resume=false"},
+    "train": {"deadline=auto", "deadline=budget", "deadline.q=", "steps=", "resume=true", "resume=false"},
     "launch": {"--nproc-per-node", "--nnodes"},
     "report": set(),
 }
@@ -24,8 +24,8 @@ CHOICES = {
     [
         ("straggle tr", {"train"}),
         ("straggle ", {"train", "launch", "report"}),
-        ("straggle train dead", {"deadline=auto", "deadline=anneal", "deadline.q="}),
-        ("straggle train deadline=a", {"auto", "anneal"}),  # the word is what stands after the "="
+        ("straggle train dead", {"deadline=auto", "deadline=budget", "deadline.q="}),
+        ("straggle train deadline=", {"auto", "budget"}),  # the word is what stands after the "="
         ("straggle train steps=5 resume=", {"true", "false"}),
         ("straggle launch --nn", {"--nnodes"}),
         ("straggle report ", {""}),  # then bash offers files

@@ -17,7 +17,6 @@ from straggle import FixedDeadline, StagedDataParallel
 def test_public_names_are_pinned():
     assert sorted(straggle.__all__) == [
         "Abstain",
-        "Anneal",
         "AutoDeadline",
         "BackwardReport",
         "BackwardStep",
@@ -39,7 +38,6 @@ def test_public_names_are_pinned():
         "LastMerged",
         "LastOwn",
         "LateHandling",
-        "MedianDeadline",
         "MembersReport",
         "Merge",
         "MicroBatches",
@@ -52,7 +50,6 @@ def test_public_names_are_pinned():
         "RankReport",
         "Reach",
         "Rebalance",
-        "RequeueSampler",
         "Shadow",
         "ShadowReport",
         "StageProfile",

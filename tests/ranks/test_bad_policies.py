@@ -8,7 +8,6 @@ from ranks import run_ranks, staged
 from training import Chain, Signals, Stopper, features, mlp
 
 from straggle import (
-    Anneal,
     Deadline,
     DropBudget,
     Estimate,
@@ -60,7 +59,7 @@ def test_deadline_that_is_no_seconds_is_refused_by_its_policy_on_every_rank(word
     ("wrapped", "name"),
     [
         (lambda inner: DropBudget(inner, 0.5), "DropBudget(Saying)"),
-        (lambda inner: Shadow(Anneal(inner, 100)), "Shadow(Anneal(Saying))"),
+        (lambda inner: Shadow(DropBudget(inner, 0.5)), "Shadow(DropBudget(Saying))"),
     ],
 )
 def test_policy_around_it_is_named_with_it(wrapped, name):
@@ -152,7 +151,6 @@ def test_estimate_that_cannot_be_merged_is_refused_by_its_estimator_and_the_peer
         lambda word: LateHandling(give_up_s=word),
         lambda word: LateHandling(quorum=word),
         lambda word: DropBudget(FixedDeadline(1.0), word),
-        lambda word: Anneal(FixedDeadline(1.0), 100, begin=word),
         lambda word: LastMerged(word),
         lambda word: MovingAverage(decay=word),
         lambda word: Merge(check_every=word),

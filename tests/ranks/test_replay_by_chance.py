@@ -26,7 +26,6 @@ from straggle import (
     LastMerged,
     LastOwn,
     LateHandling,
-    MedianDeadline,
     Merge,
     MovingAverage,
     QuantileDeadline,
@@ -68,7 +67,7 @@ def draw(number):
     work = pick(["plain", "epochs", "micro-batches", "pool", "pool"])
     granularity = pick(["stage", "stage", "microbatch" if work == "micro-batches" else "stage", "step"])
     estimators = [Abstain(), Zero(), LastOwn(0.5), LastMerged(0.5), MovingAverage(0.5)]
-    deadlines = [None, 0.05, 0.05, QuantileDeadline(0.6, slack=1.2), AutoDeadline(), FirstK(2), MedianDeadline()]
+    deadlines = [None, 0.05, 0.05, QuantileDeadline(0.6, slack=1.2), AutoDeadline(), FirstK(2)]
     return Plan(
         number,
         world_size,

@@ -21,7 +21,6 @@ from straggle import (
     FirstK,
     LastMerged,
     LateHandling,
-    MedianDeadline,
     Merge,
     MovingAverage,
     QuantileDeadline,
@@ -91,7 +90,7 @@ def draw(number):
     work = pick(["plain", "micro-batches", "pool"])
     granularity = pick(["stage", "stage", "microbatch" if work == "micro-batches" else "stage", "step"])
     estimator = pick([Abstain(), Abstain(), Zero(), LastMerged(0.5), MovingAverage(DECAY)])
-    deadlines = [None, 0.05, 0.05, QuantileDeadline(0.6, slack=1.2), AutoDeadline(), FirstK(2), MedianDeadline()]
+    deadlines = [None, 0.05, 0.05, QuantileDeadline(0.6, slack=1.2), AutoDeadline(), FirstK(2)]
     has_members = chance.random() < 0.75
     return Plan(
         world_size,

@@ -157,7 +157,6 @@ VALUES = {
     NUMBER: (
         lambda _: straggle.QuantileDeadline(0.9, slack=0.5),
         lambda _: straggle.QuantileDeadline(0.9, slack=1.2),
-        lambda _: straggle.MedianDeadline(5, slack=1.1),
         lambda _: straggle.FirstK(1, grace_s=0.05),
     ),
     COUNT: (
@@ -213,10 +212,6 @@ VALUES = {
         lambda _: straggle.DropBudget(straggle.FirstK(1), 0.003),
         lambda _: straggle.DropBudget(straggle.FirstK(1), 0.003, window=334),
     ),
-    "begin={}: must be a share of the steps, from 0 to below 1": (
-        lambda _: straggle.Anneal(straggle.FixedDeadline(1), 10, begin=1),
-        lambda _: straggle.Anneal(straggle.FixedDeadline(1), 10, begin=0),
-    ),
     # merge
     "{}={}: choose one of {}": (
         lambda _: straggle.Merge(buffers="sum"),
@@ -267,14 +262,6 @@ VALUES = {
     "total={}: must be a multiple of {}, and {} at least for each of {} ranks": (
         lambda _: check_shares(4, total=10, multiple_of=4),
         lambda _: check_shares(4, total=16, multiple_of=4),
-    ),
-    "rank={}: there are {} ranks, from 0 on": (
-        lambda _: straggle.RequeueSampler(8, rank=2, world_size=2),
-        lambda _: straggle.RequeueSampler(8, rank=1, world_size=2),
-    ),
-    "num_samples={}: {} ranks need at least one each": (
-        lambda _: straggle.RequeueSampler(1, rank=0, world_size=2),
-        lambda _: straggle.RequeueSampler(2, rank=0, world_size=2),
     ),
     "repeat_up_to={}: must be a share of the gradient, from 0 to 1": (
         lambda _: with_a_model(lambda model: straggle.Epochs(model, num_samples=4, batch_size=1, repeat_up_to=2)),

@@ -27,8 +27,9 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
     StepLR,
 )
+from torch.utils.data import SequentialSampler
 
-from straggle import LastOwn, RequeueSampler
+from straggle import LastOwn
 from straggle.merge.members.state_wire import CHUNK_BYTES, MAX_DEPTH, Encoded, decode, encode, receive, send
 from straggle.policies.history import History, HistoryWindow
 
@@ -527,9 +528,9 @@ def test_state_of_straggle_comes_back():
 
 
 def test_sampler_without_a_state_dict_is_refused_as_a_whole():
-    refused = r"^sampler is a straggle\.data\.sampler\.RequeueSampler, .*a state_dict\(\) of"
+    refused = r"^sampler is a torch\.utils\.data\.sampler\.SequentialSampler, .*a state_dict\(\) of"
     with pytest.raises(TypeError, match=refused):
-        encode({"sampler": RequeueSampler(10, rank=0, world_size=2)})
+        encode({"sampler": SequentialSampler(range(10))})
 
 
 def test_state_of_a_random_generator_comes_back():

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from straggle import AutoDeadline, LateHandling, MedianDeadline, QuantileDeadline
+from straggle import AutoDeadline, LateHandling, QuantileDeadline
 from straggle.merge.table import Table
 from straggle.merge.telemetry import Row, absent_row
 from straggle.policies.deadline import next_deadline
@@ -66,7 +66,6 @@ def test_no_deadline_where_no_rank_entered_a_step(rows, granularity):
 @pytest.mark.parametrize("others", [[ABSENT], [ABSENT, ABSENT], [ABSENT, IDLE]])
 def test_deadline_of_the_only_member_is_by_its_own_times(others):
     assert decided(AutoDeadline(max_over_median=3.0), there(0.1), *others) == pytest.approx(0.3)
-    assert decided(MedianDeadline(), there(0.1), *others) == pytest.approx(decided(MedianDeadline(), there(0.1)))
     assert decided(QuantileDeadline(0.5), there(0.1), *others) == decided(QuantileDeadline(0.5), there(0.1))
 
 

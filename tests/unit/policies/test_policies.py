@@ -10,7 +10,6 @@ import torch
 from histories import history
 
 from straggle import (
-    Anneal,
     AutoDeadline,
     Deadline,
     DropBudget,
@@ -18,7 +17,6 @@ from straggle import (
     FixedDeadline,
     History,
     LateHandling,
-    MedianDeadline,
     NextDeadline,
     Progress,
     QuantileDeadline,
@@ -38,30 +36,7 @@ from straggle.report import PHASES
 NAN, INF = math.nan, math.inf
 
 
-# -- the median, and the first k
-
-
-@pytest.mark.parametrize(
-    ("compute_s", "k", "expected"),
-    [
-        ([[1.0, 2.0, 3.0, 4.0, 10.0]], 2.0, 3.0 + 2.0 * 1.0),  # deviations 2 1 0 1 7
-        ([[2.0, 2.0, 2.0, 9.0]], 5.0, 1.1 * 2.0),  # no spread: a tenth more than the median
-        ([[1.0, NAN, 3.0, NAN]], 1.0, 2.0 + 1.0),  # a rank that never entered says nothing
-        ([[NAN, NAN]], 1.0, INF),
-    ],
-)
-def test_median_deadline_is_the_median_plus_k_times_the_median_deviation(compute_s, k, expected):
-    times = torch.tensor(compute_s, dtype=torch.float64)
-    policy = MedianDeadline(k, warmup_steps=1)
-    assert policy.decide(History(1, times, ~times.isnan())) == pytest.approx(expected)
-    assert policy.decide(History(0, times, ~times.isnan())) == INF
-
-
-def test_one_slow_rank_does_not_move_the_median_deadline():
-    quick = torch.tensor([[1.0, 1.1, 1.2, 1.3]], dtype=torch.float64)
-    slow = torch.tensor([[1.0, 1.1, 1.2, 50.0]], dtype=torch.float64)
-    decided = [MedianDeadline(warmup_steps=1).decide(History(1, times, times > 0)) for times in (quick, slow)]
-    assert decided[0] == pytest.approx(decided[1])
+# -- the first k
 
 
 def test_ranks_ask_for_the_first_k_only_when_these_may_have_finished():
@@ -123,32 +98,21 @@ def test_weight_of_a_rank_counts_in_what_it_drops_and_a_rank_without_data_drops_
     assert dropped_per_stage(progress).item() == pytest.approx(0.75)
 
 
-# -- less toward the end, and no rank
-
-
-@pytest.mark.parametrize(("done", "factor"), [(10, 1.0), (50, 1.0), (75, 2.0), (90, 5.0), (100, INF), (500, INF)])
-def test_annealed_deadline_grows_with_what_is_left_of_the_run(done, factor):
-    policy = Anneal(FixedDeadline(0.3), 100, begin=0.5)
-    assert policy.decide(history([[[1.0]]], done)).seconds == pytest.approx(0.3 * factor)
+# -- no rank
 
 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: MedianDeadline(-1.0), "k=-1.0"),
-        (lambda: MedianDeadline(slack=0.5), "slack=0.5"),
         (lambda: FirstK(0), "k=0"),
         (lambda: FirstK(1, grace_s=-1.0), "grace_s=-1.0"),
         (lambda: AutoDeadline(every=0), "every=0"),
         (lambda: AutoDeadline(least_gain=-1.0), "least_gain=-1.0"),
         (lambda: AutoDeadline(max_over_median=1.0), "max_over_median=1.0"),
         (lambda: AutoDeadline(max_over_median=INF), "max_over_median=inf"),
-        (lambda: MedianDeadline(True), "k=True"),
+        (lambda: FirstK(True), "k=True"),
         (lambda: DropBudget(FixedDeadline(1.0), 0.0), "share=0.0"),
         (lambda: DropBudget(FixedDeadline(1.0), 0.05, window=10), "give window=20 or more"),
-        (lambda: Anneal(FixedDeadline(1.0), 0), "num_steps=0"),
-        (lambda: Anneal(FixedDeadline(1.0), 10, begin=1.0), "begin=1.0"),
-        (lambda: Anneal(FirstK(2), 10), r"Anneal\(FirstK\(...\)\)"),
         (lambda: DropBudget(Shadow(FixedDeadline(1.0)), 0.5), r"Shadow goes around all the others"),
     ],
 )
@@ -157,7 +121,7 @@ def test_policy_out_of_range_is_refused_with_what_to_do(make, words):
         make()
 
 
-@pytest.mark.parametrize("around", [Shadow, lambda inner: DropBudget(inner, 1.0), lambda inner: Anneal(inner, 10**6)])
+@pytest.mark.parametrize("around", [Shadow, lambda inner: DropBudget(inner, 1.0)])
 def test_policy_around_another_shows_it_what_it_would_see_alone(around):
     class Seen(Deadline):
         window = 2
