@@ -1,41 +1,30 @@
-"""What late ranks cost under chaos, and what straggle costs where no rank is late; ranks are processes of this machine.
+"""What late ranks cost their peers under chaos; ranks are processes of this machine.
 
 python benchmarks/chaos.py stall                     # one of 4 ranks sleeps 2 s every 10 steps: DDP, straggle in turns
 python benchmarks/chaos.py long --steps 10000        # random stalls and NaNs: parameters, memory and counters
-python benchmarks/chaos.py evidence --clients 1000   # the job's store under one increment per rank and step
-python benchmarks/chaos.py overhead text             # no rank late: what stand-in, telemetry and deciding cost, 2 ranks
-python benchmarks/chaos.py overhead small            # the same with steps of about 5 ms
-
-The job's store is a TCPStore in the parent process, as that of torchrun's agent; gloo goes over the loopback device.
 """
 
 import argparse
 import contextlib
 import hashlib
 import math
-import multiprocessing
 import os
 import random
 import resource
 import statistics
-import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 
 import torch
 import torch.distributed as dist
-from paired import median_ratio
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from straggle import AutoDeadline, FirstK, FixedDeadline, LateHandling, QuantileDeadline, StagedDataParallel
+from straggle import FixedDeadline, LateHandling, StagedDataParallel
 from straggle.lab.jobs import gather
-from straggle.lab.local_ranks import HOST, run_on_ranks, serve_store
-from straggle.lab.workloads.text import Text
-from straggle.merge import telemetry
-from straggle.report import PHASES, text_table
+from straggle.lab.local_ranks import run_on_ranks
+from straggle.report import text_table
 
 PLACES = ("data", "forward", "backward", "optimizer")
 
@@ -239,254 +228,6 @@ def print_long(results, options):
     print(f"parameters compared at {len(results[0][0])} moments of the run, the same on all ranks at {agree}")
 
 
-# -- the evidence that peers wait
-
-
-def serve(pipe):
-    """The store's server, in a process of its own so that its CPU time is known."""
-    server = serve_store()
-    pipe.send(server.port)
-    pipe.recv()
-
-
-def cpu_s(pid):
-    with open(f"/proc/{pid}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def count_up(port, number, num_clients, barrier, pipe, options):
-    """Many clients in one process: in each step each adds one, as `Channel.post_finished` does, some at a time."""
-    first = dist.TCPStore(HOST, port)
-    with ThreadPoolExecutor(options.threads) as pool:  # each waits for a name server
-        clients = list(pool.map(lambda _: dist.PrefixStore("straggle/0", first.clone()), range(num_clients)))
-
-    def post(client, step):
-        began = time.monotonic()
-        client.add(f"finished/{step}", 1)
-        return time.monotonic() - began
-
-    steps = []
-    with ThreadPoolExecutor(min(num_clients, options.threads)) as pool:
-        for step in range(options.steps):
-            barrier.wait()
-            began = time.monotonic()
-            seconds = list(pool.map(post, clients, [step] * num_clients))
-            steps.append((began, time.monotonic(), seconds))
-            if number == 0 and step >= 32:
-                clients[0].delete_key(f"finished/{step - 32}")
-            barrier.wait()
-            time.sleep(max(0.0, began + options.period_s - time.monotonic()))
-    pipe.send(steps)
-
-
-def read(port, running, seconds):
-    """One late rank that asks how many have finished the running step, as its stand-in does; until that is ``None``."""
-    store = dist.PrefixStore("straggle/0", dist.TCPStore(HOST, port))
-    while (step := running[0]) is not None:
-        began = time.monotonic()
-        store.add(f"finished/{step}", 0)
-        seconds.append(time.monotonic() - began)
-        time.sleep(0.002)
-
-
-def evidence(options):
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit[1], limit[1]))
-    rows = [evidence_columns()]
-    rows += [evidence_row(num_clients, options) for num_clients in dict.fromkeys([4, options.clients])]
-    print(f"{options.steps} steps, one at least every {options.period_s} s; every client adds one in each")
-    print(text_table(rows))
-    print(
-        "add: one increment as its client sees it, in a burst of all clients; at once: requests in flight at most; "
-        "step: from the first increment's start to the last one's end; server: of one core, over the run"
-    )
-
-
-def evidence_columns():
-    return (
-        "clients",
-        "processes",
-        "at once",
-        "add ms p50",
-        "p99",
-        "step ms p50",
-        "p99",
-        "reader ms p50",
-        "p99",
-        "server CPU",
-        "µs per add",
-    )
-
-
-def evidence_row(num_clients, options):
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "straggle"])
-    ours, theirs = context.Pipe()
-    server = context.Process(target=serve, args=(theirs,), daemon=True)
-    server.start()
-    port = ours.recv()
-    num_processes = min(options.processes, num_clients)
-    shares = [num_clients // num_processes + (i < num_clients % num_processes) for i in range(num_processes)]
-    barrier = context.Barrier(num_processes + 1)
-    pipes, processes = [], []
-    for number, share in enumerate(shares):
-        pipe, other = context.Pipe()
-        arguments = (port, number, share, barrier, other, options)
-        processes.append(context.Process(target=count_up, args=arguments, daemon=True))
-        processes[-1].start()
-        pipes.append(pipe)
-    running, read_s = [0], []
-    reader = threading.Thread(target=read, args=(port, running, read_s))
-    for step in range(options.steps):
-        running[0] = step
-        barrier.wait()
-        if step == 0:
-            began, cpu_before = time.monotonic(), cpu_s(server.pid)
-            reader.start()
-        barrier.wait()
-    used_s, wall_s = cpu_s(server.pid) - cpu_before, time.monotonic() - began
-    running[0] = None
-    reader.join()
-    results = [pipe.recv() for pipe in pipes]
-    for process in processes:
-        process.join()
-    ours.send("end")
-    server.join()
-    adds = [1000 * second for steps in results for *_, seconds in steps for second in seconds]
-    step_ms = [
-        1000 * (max(end for _, end, _ in steps) - min(start for start, _, _ in steps))
-        for steps in zip(*results, strict=True)
-    ]
-    at_once = sum(min(share, options.threads) for share in shares)
-    numbers = [f(values) for values in (adds, step_ms, [1000 * s for s in read_s]) for f in (statistics.median, p99)]
-    per_add = 1e6 * used_s / (len(adds) + len(read_s))
-    cells = [*(f"{number:.2f}" for number in numbers), f"{used_s / wall_s:.1%}", f"{per_add:.0f}"]
-    return (str(num_clients), str(num_processes), str(at_once), *cells)
-
-
-def p99(values):
-    return quantile(values, 0.99)
-
-
-# -- no rank is late
-
-
-def small():
-    """A model whose step takes about 5 ms, and its loss."""
-    model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(192, 192), nn.Tanh())))
-    return model, lambda model: model(torch.randn(32, 192)).square().mean()
-
-
-def text():
-    workload = Text()
-    return workload.model(), lambda model: workload.loss(model, workload.batch(torch.randint(10000, (16,))))
-
-
-WAYS = {
-    "DDP": "DistributedDataParallel",
-    "bare": "StagedDataParallel without what makes it safe: no stand-in, a row of telemetry that never changes, no "
-    "deadline policy",
-    "bare again": "a second one, to show how much of a difference is chance",
-    "complete": "StagedDataParallel with stand-in, evidence, telemetry and QuantileDeadline(0.5, 1000), never hit",
-    "report": "the same with model.last_report read after every step",
-    "auto": "as complete, with AutoDeadline, which gets every rank's progress and chooses again every 25 steps; "
-    "never hit",
-    "auto itself": "as complete, with AutoDeadline(): a step's deadline is 1.4 times the median rank's time",
-    "first k": "as complete, with FirstK of half of the ranks and a grace that is never over: each writes to the store "
-    "that it has finished, and asks for its peers",
-}
-
-
-def wrap(way, model):
-    if way == "DDP":
-        return DistributedDataParallel(model)
-    if way == "auto":
-        return StagedDataParallel(model, deadline=AutoDeadline(least_gain=1000.0, max_over_median=1000.0))
-    if way == "auto itself":
-        return StagedDataParallel(model, deadline=AutoDeadline())
-    if way == "first k":
-        return StagedDataParallel(model, deadline=FirstK(dist.get_world_size() // 2, grace_s=1000.0))
-    staged = StagedDataParallel(model, deadline=QuantileDeadline(0.5, slack=1000.0))
-    return bare(staged) if way.startswith("bare") else staged
-
-
-def bare(staged):
-    """Takes off what `complete` has beyond hooks, flat buffers, weights and the merge."""
-    coordinator = staged._coordinator
-    row = telemetry.Row(dict.fromkeys(PHASES, 0.0), 0.1, 0.1)
-    rows = {}
-
-    def submit(current, own, _scalars, given):
-        stages = len(coordinator.plan.stages)
-        if stages not in rows:
-            ones, zeros = (1.0,) * stages, (0.0,) * stages
-            rows[stages] = row._replace(computed=ones, estimated=zeros, stage_s=zeros, weights=ones).numbers()
-        current.buffers.write_state(given.message)
-        current.buffers.write_telemetry(dist.get_rank(), rows[stages])
-        current.close(own, current.weights(own))
-        now = coordinator.stopwatch.now()
-        coordinator.merging.submit(now)
-        return now
-
-    coordinator._submission._submit = submit
-    coordinator.deadline.wait_for_all()
-    coordinator.deadline._window.append = lambda *_: None
-    coordinator.start = lambda: None
-    return staged
-
-
-def overhead(rank, options):
-    torch.manual_seed(rank)
-    steps_of, ways = {}, [way for way in WAYS if way in {"DDP", "bare", *options.ways}]
-    for way in ways:
-        model, compute_loss = small() if options.workload == "small" else text()
-        steps_of[way] = one_step(way, wrap(way, model), compute_loss)
-    draw, seconds, cpu = random.Random(0), {way: [] for way in ways}, {way: [] for way in ways}
-    for number in range(options.rounds + 3):
-        for way in draw.sample(ways, len(ways)):  # in turns, in an order that changes
-            dist.barrier()
-            steps_of[way]()
-            before = time.process_time()
-            times = [steps_of[way]() for _ in range(options.steps)]
-            if number >= 3:
-                seconds[way].append(statistics.median(times))
-                cpu[way].append((time.process_time() - before) / options.steps)
-    if rank == 0:
-        print_overhead(seconds, cpu, options)
-
-
-def one_step(way, model, compute_loss):
-    """A function that makes a step and gives its seconds."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-
-    def step():
-        began = time.perf_counter()
-        with contextlib.nullcontext() if way == "DDP" else model.step():
-            compute_loss(model).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if way == "report":
-            _ = model.last_report
-        return time.perf_counter() - began
-
-    return step
-
-
-def print_overhead(seconds, cpu, options):
-    num_steps = options.rounds * options.steps
-    print(f"{options.workload}: {dist.get_world_size()} ranks, {num_steps} steps of each in {options.rounds} turns")
-    rows = [("", "ms a step", "ratio to DDP", "ratio to bare", "quartiles", "CPU ms", "ratio to bare", "quartiles")]
-    for way, times in seconds.items():
-        to_ddp = statistics.median(a / b for a, b in zip(times, seconds["DDP"], strict=True))
-        cells = [f"{1000 * statistics.median(times):.3f}", f"{to_ddp:.3f}", *median_ratio(times, seconds["bare"])]
-        rows.append((way, *cells, f"{1000 * statistics.median(cpu[way]):.3f}", *median_ratio(cpu[way], cpu["bare"])))
-    print(text_table(rows))
-    print("medians over rounds of a round's median step on rank 0; ratios within a round; CPU: of all of its threads")
-    for way in seconds:
-        print(f"  {way}: {WAYS[way]}")
-
-
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -503,27 +244,10 @@ def arguments():
     command.add_argument("--ranks", type=int, default=4)
     command.add_argument("--steps", type=int, default=10000)
     command.add_argument("--deadline-s", type=float, default=0.01)
-    command = commands.add_parser("evidence")
-    command.add_argument("--clients", type=int, default=1000)
-    command.add_argument("--steps", type=int, default=100)
-    command.add_argument("--period-s", type=float, default=0.1)
-    command.add_argument("--processes", type=int, default=8)
-    command.add_argument("--threads", type=int, default=16, help="of each process")
-    command = commands.add_parser("overhead")
-    command.add_argument("workload", choices=["text", "small"])
-    command.add_argument("--ranks", type=int, default=2)
-    command.add_argument("--rounds", type=int, default=60)
-    command.add_argument("--steps", type=int, default=8, help="of each round and way")
-    command.add_argument(
-        "--ways", nargs="*", choices=WAYS, default=list(WAYS), help="beside DDP and bare; default: all"
-    )
     return parser.parse_args()
 
 
 if __name__ == "__main__":
     options = arguments()
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a warning for each client whose name is not known
-    if options.command == "evidence":
-        evidence(options)
-    else:
-        run_on_ranks({"stall": stall, "long": long, "overhead": overhead}[options.command], options.ranks, options)
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    run_on_ranks({"stall": stall, "long": long}[options.command], options.ranks, options)

@@ -9,14 +9,14 @@ the staged backward by itself: device time of a pass that is stopped at half of 
 """
 
 import argparse
-import contextlib
 import copy
-import random
 import statistics
 import time
 
 import torch
 import torch.distributed as dist
+from paired import in_turns, median_ratio
+from step_time import one_step
 from torch.nn.parallel import DistributedDataParallel
 
 import straggle
@@ -50,46 +50,29 @@ def wrapped(way, model):
     return straggle.StagedDataParallel(model, deadline=60.0 if way.endswith("deadline") else None)
 
 
-def one_step(way, model, compute_loss):
-    """A function that makes a step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+def turn_of(step):
+    """A function that makes a turn of steps, and gives the seconds of one of them with the device's work."""
 
-    def step():
-        with contextlib.nullcontext() if way.startswith("DDP") else model.step():
-            compute_loss(model).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    def turn():
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - began) / STEPS
 
-    return step
-
-
-def in_turns(ways, rounds):
-    """Milliseconds of a step of each way, for each round."""
-    times = {way: [] for way in ways}
-    for number in range(WARMUP + rounds):
-        for way in random.sample(list(ways), len(ways)):
-            torch.cuda.synchronize()
-            begin = time.perf_counter()
-            for _ in range(STEPS):
-                ways[way]()
-            torch.cuda.synchronize()
-            if number >= WARMUP:
-                times[way].append(1000 * (time.perf_counter() - begin) / STEPS)
-    return times
+    return turn
 
 
-def table(times, base):
-    for way, own in times.items():
-        ratios = sorted(a / b for a, b in zip(own, times[base], strict=True))
-        low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
-        print(
-            f"  {way:28} {statistics.median(own):8.3f} ms, median of ratios {statistics.median(ratios):.3f} "
-            f"(quartiles {low:.3f} to {high:.3f})"
-        )
+def table(seconds, base):
+    for way, own in seconds.items():
+        ratio, quartiles = median_ratio(own, seconds[base])
+        milliseconds = 1000 * statistics.median(own)
+        print(f"  {way:28} {milliseconds:8.3f} ms, median of ratios {ratio} (quartiles {quartiles})")
 
 
 def stopped_at_half(model, compute_loss, rounds):
-    """Milliseconds on the device of complete passes and of those stopped at half of the stages."""
+    """Seconds on the device of complete passes and of those stopped at half of the stages."""
     finished = []
 
     def on_stage(stage):
@@ -111,7 +94,7 @@ def stopped_at_half(model, compute_loss, rounds):
             end.record()
             end.synchronize()
             if number >= WARMUP:
-                times[name].append(begin.elapsed_time(end))
+                times[name].append(begin.elapsed_time(end) / 1000)
     return times
 
 
@@ -126,13 +109,12 @@ def main():
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
     model, compute_loss = model_and_loss(options.workload, options.samples, options.tokens)
-    ways = {}
-    for way in ("DDP", "DDP again", "straggle, no deadline", "straggle, a deadline"):
-        ways[way] = one_step(way, wrapped(way, copy.deepcopy(model)), compute_loss)
+    ways = ("DDP", "DDP again", "straggle, no deadline", "straggle, a deadline")
+    turns = {way: turn_of(one_step(wrapped(way, copy.deepcopy(model)), compute_loss, 1)) for way in ways}
     parameters = sum(parameter.numel() for parameter in model.parameters())
     device = torch.cuda.get_device_name()
     print(f"{options.workload}: {parameters / 1e6:.1f} M parameters, {device}, torch {torch.__version__}")
-    table(in_turns(ways, options.rounds), "DDP")
+    table(in_turns(turns, options.rounds, 1), "DDP")
     print("the staged backward by itself, milliseconds on the device")
     table(stopped_at_half(model, compute_loss, options.rounds), "complete")
     dist.destroy_process_group()

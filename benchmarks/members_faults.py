@@ -1,4 +1,10 @@
-"""What a rank that is killed or stopped costs its peers; see `benchmarks/members.py`."""
+"""What a rank that is killed or stopped costs its peers, and its healing; see `benchmarks/members.py`.
+
+In one run a rank is stopped and goes on, or is killed and comes back, in turns. So a drift of the machine meets all
+phases of a turn: all ranks take part; the rank is missed, which takes at most the suspicion time; the peers are without
+it; it is a member again and waits for its state. In the first step of the last phase new groups are formed, and the
+state is copied. Times are those of rank 0, which gives the state.
+"""
 
 import itertools
 import os
@@ -9,9 +15,15 @@ from pathlib import Path
 
 from members_job import End, Job, Lines, digest
 
-RANKS = 4
-WIDTH = 740  # of six square layers: 3.3 million parameters, 40 MB with Adam's state
-WARMUP = 10
+USUAL_STEPS = 40
+STOPPED_S = 4.0  # longer than the suspicion time
+HOW = ("stopped", "killed")
+PHASES = {
+    "without it": ("without",),
+    "while it heals": ("let in", "healing"),
+    "of these the first, in which it is let in": ("let in",),
+    "and the others": ("healing",),
+}
 
 
 def rank_main(folder, sleep_s, width, ballast_mb):
@@ -43,7 +55,6 @@ def rank_main(folder, sleep_s, width, ballast_mb):
         optimizer.step()
         optimizer.zero_grad()
         report = model.last_report
-        assert report is not None
         absent = [own.rank for own in report.ranks if own.absent]
         lines.write(report.step, absent, [own.rank for own in report.ranks if own.reach == 0 and not own.absent])
         step = report.step + 1
@@ -51,29 +62,46 @@ def rank_main(folder, sleep_s, width, ballast_mb):
     model.close()
 
 
-def start(steps=None, *, ranks=RANKS, sleep_s=0.03, width=WIDTH, ballast_mb=0, preload=False):
-    """A job of such ranks; without ``steps`` until `Job.end_at`. Each has a core of its own, if there are enough."""
+def faults(given):
+    """Print the table; 1 where the job did not end well."""
     script = str(Path(__file__).with_name("members.py"))
-    words = ("--sleep-s", str(sleep_s), "--width", str(width), "--ballast-mb", str(ballast_mb))
-    if ranks <= len(os.sched_getaffinity(0)):
-        words += ("--pin",)
-    return Job(ranks, script, "faults-rank", *words, end=steps, preload=preload)
+    words = ["--sleep-s", str(given.sleep_s), "--width", str(given.width), "--ballast-mb", str(given.ballast_mb)]
+    if given.ranks <= len(os.sched_getaffinity(0)):  # each has a core of its own
+        words.append("--pin")
+    job = Job(given.ranks, script, "faults-rank", *words, preload=given.preload)
+    found = {how: [] for how in HOW}
+    try:
+        _wait_for(job, USUAL_STEPS)
+        for turn in range(4 if given.quick else given.turns):
+            how, rank = HOW[turn % 2], 1 + turn % (given.ranks - 1)
+            found[how].append(_turn(job, rank, how))
+        job.end_at(job.lines(0)[-1][1] + 40)
+        status, hashes = job.wait(), set(job.hashes().values())
+        if status:
+            print(job.words())
+    finally:
+        job.close()
+    for how, own in found.items():
+        if own:
+            _show(how, own)
+    print(f"status {status}; parameters at the end: {'equal' if len(hashes) == 1 else 'DIFFERENT'}")
+    return int(status != 0 or len(hashes) != 1)
 
 
-def wait_for(job, rank, step):
-    """Wait until a rank has made this step."""
-    while not (lines := job.lines(rank, job.starts(rank))) or lines[-1][1] < step:
+def _wait_for(job, step):
+    """Wait until rank 0 has made this step."""
+    while not (lines := job.lines(0)) or lines[-1][1] < step:
         if job.process.poll() is not None:
             raise SystemExit(f"the job ended early, with status {job.process.returncode}: {job.words()}")
         time.sleep(0.05)
 
 
-def wait_back(job, rank, hit, *, of):
-    """The first step after ``hit`` in which a rank gives gradients again, as rank ``of`` has it."""
+def _wait_back(job, rank, hit):
+    """The first step after ``hit`` in which a rank gives gradients again, as rank 0 has it."""
     until = time.time() + 120
     while time.time() < until and job.process.poll() is None:
         was_absent = False
-        for _, step, absent, silent in job.lines(of)[1:]:
+        for _, step, absent, silent in job.lines(0)[1:]:
             if step > hit:
                 was_absent |= rank in absent
                 if was_absent and rank not in absent + silent:
@@ -82,45 +110,56 @@ def wait_back(job, rank, hit, *, of):
     raise SystemExit(f"rank {rank} does not come back: {job.words()}")
 
 
-def end(job):
-    """Wait for the job; "equal" where all ranks have the same parameters."""
-    status = job.wait()
-    hashes = set(job.hashes().values())
-    if status:
-        print(job.words())
-    job.close()
-    return f"status {status}" if status else "equal" if len(hashes) == 1 else "DIFFERENT"
+def _turn(job, rank, how):
+    """The durations of rank 0's steps in each phase.
+
+    "back": from when the rank was killed, or was let go on, to the end of the first step to which it has given.
+    """
+    begun = job.lines(0)[-1][1]
+    _wait_for(job, begun + USUAL_STEPS)
+    hit = job.lines(0)[-1][1]
+    at = time.time()
+    job.signal(rank, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+    if how == "stopped":
+        time.sleep(STOPPED_S)
+        at = time.time()
+        job.signal(rank, signal.SIGCONT)
+    back = _wait_back(job, rank, hit)
+    lines = [line for line in job.lines(0)[1:] if begun < line[1] <= back]
+    phases = {"usual": [], "missed": [], "without": [], "let in": [], "healing": [], "back": [lines[-1][0] - at]}
+    for before, after in itertools.pairwise(lines):
+        _, step, absent, silent = after
+        if step <= hit:
+            phase = "usual"
+        elif rank in absent:
+            phase = "without" if rank in before[2] else "missed"
+        elif rank in silent and rank in before[2] + before[3]:
+            phase = "healing" if rank in before[3] else "let in"
+        else:
+            phase = "missed"  # the last steps that it took part in, or in which it is waited for
+        phases[phase].append(after[0] - before[0])
+    return phases
 
 
-def durations(lines):
-    """Seconds of each step."""
-    return [after[0] - before[0] for before, after in itertools.pairwise(lines[1 + WARMUP :])]
-
-
-def faults(runs, steps):
-    """SIGKILL, and SIGSTOP for 5 s, of one rank of four; ``steps`` more when it is back."""
-    for name, sent, away_s in (("SIGKILL", signal.SIGKILL, 0.0), ("SIGSTOP for 5 s", signal.SIGSTOP, 5.0)):
-        for rank in [2, 0, 3, 1][:runs]:
-            job, peer = start(), (rank + 1) % RANKS
-            wait_for(job, rank, 40)
-            pid, at = job.pid(rank), time.time()
-            os.kill(pid, sent)
-            if away_s:
-                time.sleep(away_s)
-                os.kill(pid, signal.SIGCONT)
-            last = wait_back(job, rank, 40, of=peer) + steps
-            job.end_at(last)
-            wait_for(job, peer, last - 1)
-            of_peer = job.lines(peer)
-            longest = max(durations(of_peer))
-            usual = statistics.median(durations(of_peer[:40]))
-            back = next((own[0] for own in of_peer[1:] if own[0] > at + 1 and rank not in own[2]), float("nan"))
-            during = [after[0] - before[0] for before, after in itertools.pairwise(of_peer[1:]) if rank in after[2]]
-            began = job.lines(rank, 1)[0][0] if not away_s else at + away_s
+def _show(how, turns):
+    usual = [statistics.median(own["usual"]) for own in turns]
+    print(f"\none rank {how}, {len(turns)} turns; the usual step takes {1000 * statistics.median(usual):.0f} ms")
+    missed, back = (sorted(max(own[phase]) for own in turns) for phase in ("missed", "back"))
+    print(f"  the longest step of a peer {statistics.median(missed):.2f} s ({missed[0]:.2f} to {missed[-1]:.2f})")
+    print(f"  it takes part again after {statistics.median(back):.2f} s ({back[0]:.2f} to {back[-1]:.2f})")
+    for phase, names in PHASES.items():
+        steps = [[second for name in names for second in own[name]] for own in turns]
+        ratios = sorted(statistics.median(own) / base for own, base in zip(steps, usual, strict=True) if own)
+        each = sorted(second / base for own, base in zip(steps, usual, strict=True) for second in own)
+        if ratios:
             print(
-                f"{name} of rank {rank}: its peers' longest step {longest:.2f} s (usual {usual:.3f} s, without it "
-                f"{statistics.median(during):.3f} s); it takes part again {back - began:.2f} s after it was up; "
-                f"parameters {end(job)}",
-                flush=True,
+                f"  {phase}: median step over the usual {statistics.median(each):.3f} ({len(each)} steps), by turn "
+                f"{statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f}), longest {each[-1]:.2f}; "
+                f"{statistics.median(map(len, steps)):g} steps a turn, "
+                f"together {_beyond(steps, usual):.1f} ms a turn beyond the usual"
             )
-    return 0
+
+
+def _beyond(steps, usual):
+    """Milliseconds that the steps of a turn take more than as many usual ones, median over the turns that have any."""
+    return 1000 * statistics.median(sum(own) - len(own) * base for own, base in zip(steps, usual, strict=True) if own)

@@ -91,7 +91,6 @@ def _train(folder, variant):
     model = straggle.StagedDataParallel(
         net,
         deadline=straggle.QuantileDeadline(0.9, slack=1.5),
-        estimator=straggle.Abstain(),
         late_handling=straggle.LateHandling(max_lag=32, granularity=granularity),
         members=straggle.Elastic(min_ranks=1, suspect_s=SUSPECT_S),
     )

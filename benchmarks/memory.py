@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from paired import median_ratio
-from step_time import MODELS, one_step, wrap
+from step_time import COMPUTING, MODELS, one_step, wrap
 
 import straggle
 from straggle.lab.local_ranks import run_on_ranks
@@ -96,7 +96,7 @@ def row(name, options):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}; default: all")
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)}; default: all that compute")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--lag", type=int, default=16)
     options = parser.parse_args()
@@ -112,7 +112,7 @@ def main():
         "straggle, own",
         "a step of lag",
     )
-    rows = [row(name, options) for name in options.models or MODELS]
+    rows = [row(name, options) for name in options.models or COMPUTING]
     print(f"MB, medians of {options.runs} runs; own: beyond what the process had before the model was wrapped")
     print(text_table([columns, *rows]))
 

@@ -1,15 +1,14 @@
-"""What it is worth that ranks draw a step's micro-batches while it runs: the same steps six ways, in turns.
+"""What it is worth that ranks draw a step's micro-batches while it runs: the same steps five ways, in turns.
 
 torchrun --standalone --nproc-per-node 4 benchmarks/pulled.py
-torchrun --standalone --nproc-per-node 4 benchmarks/pulled.py --quick
+torchrun --standalone --nproc-per-node 4 benchmarks/pulled.py --runs 2 --block 6
 torchrun --standalone --nproc-per-node 8 benchmarks/pulled.py --scenarios slow random
 
 Each rank has 8 micro-batches of 20 ms on average, a third of it forward. They sleep, so that ranks which share few
 cores do not contend for them. All ways have as many micro-batches in a step over all ranks. Scenarios: `none`, no rank
 is slow; `slow`, the last rank takes twice as long; `random`, a rank is held up before a step for 0.32 of a step's time,
 with chance 0.44; `stall`, the last rank stands still for a second before every 60th step (--stall-every); `stuck`, it
-does so in its third micro-batch. Of the steps with a stall there is what rank 0 saw, and what the capacity that was
-lost accounts for plus one micro-batch.
+does so in its third micro-batch.
 
 A ratio is to the static split that waits for all ranks. The spread is that of the blocks: as many turns as --runs says,
 each of --block steps, after one that is left out. A step's seconds end with the slowest rank's.
@@ -19,12 +18,11 @@ import argparse
 import random
 import time
 from itertools import islice
-from statistics import fmean, median
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
 from sleeping import sleeping_net
-from torch.nn.parallel import DistributedDataParallel
 
 import straggle
 from straggle.lab.jobs import process_group
@@ -38,14 +36,14 @@ STALL_S = 1.0
 
 
 class Way:
-    """One way to make a step of all ranks' micro-batches; ``step_s`` as this rank sees it."""
+    """One way to make a step of all ranks' micro-batches, here by a static split; ``step_s`` as this rank sees it."""
 
     def __init__(self, arguments, scenario):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.scenario, self.part_s = scenario, arguments.part_ms / 1e3
-        self.stall_every = arguments.stall_every
+        self.is_last = self.rank == self.world_size - 1
+        self.scenario, self.part_s, self.stall_every = scenario, arguments.part_ms / 1e3, arguments.stall_every
         torch.manual_seed(0)
-        slow = 2 if scenario == "slow" and self.rank == self.world_size - 1 else 1
+        slow = 2 if scenario == "slow" and self.is_last else 1
         self.net = sleeping_net(WIDTH, LAYERS, slow * self.part_s)
         self.model = self.wrapped()
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
@@ -57,7 +55,6 @@ class Way:
         return straggle.StagedDataParallel(self.net, deadline=None)
 
     def passes(self, parts):
-        """Over the micro-batches of an equal split."""
         with self.model.step(num_microbatches=PARTS):
             for x in islice(parts, self.rank * PARTS, (self.rank + 1) * PARTS):
                 (loss_of(self.model, x) / PARTS).backward()
@@ -73,8 +70,7 @@ class Way:
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.step_s.append(time.perf_counter() - began_at)
-            if report := getattr(self.model, "last_report", None):
-                self.reports.append(report)
+            self.reports.append(self.model.last_report)
             self.number += 1
         began_at = time.perf_counter()
         dist.barrier()  # what a rank has to catch up with counts too
@@ -83,41 +79,17 @@ class Way:
     def hold_up(self):
         if self.scenario == "random" and self.chance.random() < CHANCE:
             time.sleep(DELAY * PARTS * self.part_s)
-        if self.scenario == "stall" and self.rank == self.world_size - 1 and self.stalls(self.number):
+        if self.scenario == "stall" and self.stalls():
             time.sleep(STALL_S)
 
     def stand_still(self):
         """Before a forward pass."""
         self.begun += 1
-        is_last = self.rank == self.world_size - 1
-        if self.scenario == "stuck" and is_last and self.begun == 3 and self.stalls(self.number):
+        if self.scenario == "stuck" and self.begun == 3 and self.stalls():
             time.sleep(STALL_S)
 
-    def stalls(self, number):
-        """Whether the last rank does so in this step."""
-        return is_stalled(number, self.stall_every)
-
-    def close(self):
-        self.model.close()
-
-
-def is_stalled(step, stall_every):
-    return step % stall_every == stall_every // 2
-
-
-class Ddp(Way):
-    def wrapped(self):
-        return DistributedDataParallel(self.net)
-
-    def passes(self, parts):
-        *first, last = islice(parts, self.rank * PARTS, (self.rank + 1) * PARTS)
-        with self.model.no_sync():
-            for x in first:
-                (loss_of(self.model, x) / PARTS).backward()
-        (loss_of(self.model, last) / PARTS).backward()
-
-    def close(self):
-        pass
+    def stalls(self):
+        return self.is_last and self.number % self.stall_every == self.stall_every // 2
 
 
 class StoppedAtDeadline(Way):
@@ -161,7 +133,6 @@ class PulledToDeadline(Pulled):
 
 WAYS = {
     "static split": Way,
-    "DDP": Ddp,
     "deadline": StoppedAtDeadline,
     "Rebalance": Rebalanced,
     "pulled": Pulled,
@@ -173,104 +144,64 @@ def loss_of(model, x):
     return model(x).square().mean()
 
 
-def arguments_of(description: str | None) -> argparse.Namespace:
-    """The words of a benchmark of pulled work."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--block", type=int, default=12, help="steps of one way before it is the next one's turn")
-    parser.add_argument("--part-ms", type=float, default=20.0, help="of a micro-batch")
-    parser.add_argument("--stall-every", type=int, default=60, help="steps from one stall to the next")
-    parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=SCENARIOS)
-    parser.add_argument("--quick", action="store_true", help="two blocks of six steps")
-    arguments = parser.parse_args()
-    if arguments.quick:
-        arguments.runs, arguments.block = 2, 6
-    return arguments
-
-
-def main() -> None:
-    arguments = arguments_of(__doc__)
-    torch.set_num_threads(1)
-    with process_group():
-        for scenario in arguments.scenarios:
-            measure(arguments, scenario)
-
-
-def measure(arguments, scenario) -> None:
+def measure(arguments, scenario):
     ways = {name: way(arguments, scenario) for name, way in WAYS.items()}
-    requests, waited_s = {}, {}
     for turn in range(arguments.runs + 1):
-        names = list(ways)[turn % len(ways) :] + list(ways)[: turn % len(ways)]
-        for name in names:
+        for name in list(ways)[turn % len(ways) :] + list(ways)[: turn % len(ways)]:
             ways[name].turn(arguments.block)
-            if turn == 0 and isinstance(ways[name], Pulled):
-                requests[name], waited_s[name] = asked(ways[name])
-    rows = []
     blocks = {name: blocks_of(way.step_s, arguments) for name, way in ways.items()}
-    for name, way in ways.items():
-        kept = way.reports[arguments.block :]
-        ratios = sorted(a / b for a, b in zip(blocks[name], blocks["static split"], strict=True))
-        row = [
-            name,
-            f"{1e3 * fmean(blocks[name]):.1f} ms",
-            f"{fmean(blocks[name]) / fmean(blocks['static split']):.3f}",
-        ]
-        row += [f"{ratios[0]:.3f} to {ratios[-1]:.3f}"]
-        row += [f"{fmean(report.dropped_share for report in kept):.2%}" if kept else ""]
-        if isinstance(way, Pulled):
-            asked_now, waited_now = asked(way)
-            steps = arguments.runs * arguments.block * dist.get_world_size()
-            parts = zip(*([rank.parts for rank in report.ranks] for report in kept), strict=True)
-            row += [", ".join(f"{fmean(own):.1f}" for own in parts)]
-            row += [f"{(asked_now - requests[name]) / steps:.2f}"]
-            row += [f"{1e3 * (waited_now - waited_s[name]) / steps:.2f} ms"]
-        rows.append(tuple(row + [""] * (8 - len(row))))
     same = identical(ways.values())
     for way in ways.values():
-        way.close()
+        way.model.close()
     if dist.get_rank() == 0:
         title = (
             f"{scenario}: {dist.get_world_size()} ranks, {PARTS} micro-batches of {arguments.part_ms:g} ms each, "
             f"{arguments.runs} blocks of {arguments.block} steps; parameters on all ranks {same}"
         )
-        columns = ("", "step, mean", "ratio", "of blocks", "dropped", "drawn by each", "requests", "waited")
-        print_table(title, columns, rows)
-        if scenario in ("stall", "stuck"):
-            print_stalled(ways, arguments.block)
+        columns = ("", "step, mean", "ratio", "of blocks", "dropped", "drawn by each")
+        kept = {name: way.reports[arguments.block :] for name, way in ways.items()}
+        print_table(title, columns, [row(name, blocks, kept[name]) for name in ways])
 
 
-def print_stalled(ways, block) -> None:
-    """This rank's steps in which the last one stood still, but for the first turn, of ``block`` steps."""
-    world_size = dist.get_world_size()
-    usual_s = median(ways["static split"].step_s)
-    without_it = world_size * usual_s / (world_size - 1)
-    most_s = min(without_it, usual_s + STALL_S / world_size) + usual_s / PARTS
-    print(f"the capacity that was lost, and a micro-batch: {most_s:.3f} s")
-    for name, way in ways.items():
-        found = [own for number, own in enumerate(way.step_s) if number >= block and way.stalls(number)]
-        if found:
-            print(f"steps with a stall, {name}: {', '.join(f'{own:.3f}' for own in found)} s")
+def row(name, blocks, reports):
+    ratios = sorted(own / base for own, base in zip(blocks[name], blocks["static split"], strict=True))
+    parts = zip(*([rank.parts for rank in report.ranks] for report in reports), strict=True)
+    return (
+        name,
+        f"{1e3 * fmean(blocks[name]):.1f} ms",
+        f"{fmean(blocks[name]) / fmean(blocks['static split']):.3f}",
+        f"{ratios[0]:.3f} to {ratios[-1]:.3f}",
+        f"{fmean(report.dropped_share for report in reports):.2%}",
+        ", ".join(f"{fmean(own):.1f}" for own in parts) if name.startswith("pulled") else "",
+    )
 
 
-def blocks_of(step_s, arguments) -> list[float]:
+def blocks_of(step_s, arguments):
     """The mean step of each block but the first, of the slowest rank."""
     own = torch.tensor(step_s, dtype=torch.float64).view(arguments.runs + 1, arguments.block).mean(1)
     dist.all_reduce(own, dist.ReduceOp.MAX)
     return own[1:].tolist()
 
 
-def asked(way) -> tuple[int, float]:
-    """Requests to the store, and seconds of waiting for it, over all ranks."""
-    numbers = torch.tensor([float(way.model.pulling.num_requests), way.model.pulling.waited_s], dtype=torch.float64)
-    dist.all_reduce(numbers)
-    return int(numbers[0]), float(numbers[1])
-
-
-def identical(ways) -> str:
+def identical(ways):
     same = torch.cat([p.detach().flatten() for way in ways for p in way.net.parameters()])
     copies = [torch.zeros_like(same) for _ in range(dist.get_world_size())]
     dist.all_gather(copies, same)
     return "identical" if all(torch.equal(same, other) for other in copies) else "DIFFERENT"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--block", type=int, default=12, help="steps of one way before it is the next one's turn")
+    parser.add_argument("--part-ms", type=float, default=20.0, help="of a micro-batch")
+    parser.add_argument("--stall-every", type=int, default=60, help="steps from one stall to the next")
+    parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=SCENARIOS)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    with process_group():
+        for scenario in arguments.scenarios:
+            measure(arguments, scenario)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,11 @@ python benchmarks/staged_backward.py gpt2 --rounds 10           # GPT-2 small sh
 import argparse
 import copy
 import random
-import resource
 import statistics
 import time
 
 import torch
 from paired import median_ratio
-from torch import nn
 
 from straggle import StagedBackward
 from straggle.lab.workloads.synthetic import Synthetic
@@ -81,29 +79,10 @@ def measure(name, rounds, warmup=5):
         )
 
 
-def memory(steps):
-    """Resident memory over many stopped steps."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(layer for _ in range(8) for layer in (nn.Linear(256, 256), nn.Tanh())))
-    finished = []
-    staged = StagedBackward(model, on_stage=lambda stage: stop_at_half(stage, finished, len(staged.stages)))
-    peaks = []
-    for number in range(steps):
-        staged.backward(model(torch.randn(256, 256)).square().mean())
-        model.zero_grad(set_to_none=True)
-        if number in (9, 99, steps - 1):
-            peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
-    after = f"{peaks[0]:.1f} MiB after 10 stopped steps, {peaks[1]:.1f} after 100, {peaks[2]:.1f} after {steps}"
-    print(f"memory: peak {after}")
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workload", choices=["synthetic", "text", "gpt2", "memory"])
+    parser.add_argument("workload", choices=["synthetic", "text", "gpt2"])
     parser.add_argument("--rounds", type=int, default=60)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    if arguments.workload == "memory":
-        memory(1000)
-    else:
-        measure(arguments.workload, arguments.rounds)
+    measure(arguments.workload, arguments.rounds)

@@ -21,6 +21,8 @@ from straggle.lab.simulate.units import Work
 from straggle.parallel import StagedDataParallel
 from straggle.policies.deadline import Deadline, LateHandling
 
+SLICES = 4  # layers, into which a stage's time is divided
+
 
 @dataclass(frozen=True)
 class Method:
@@ -35,14 +37,13 @@ class Setup:
     """What is run: ``unit_s`` (steps, ranks, units) seconds of each unit of ``work`` (`Work.units`).
 
     Where units are micro-batches, all their time passes in the forward pass, between whose layers a rank can stop.
-    ``slices``: into how many layers a stage's time is divided. The methods take turns of ``block`` steps.
+    The methods take turns of ``block`` steps.
     """
 
     unit_s: Tensor
     work: Work
     methods: Mapping[str, Method]
     whole_microbatches: bool = False
-    slices: int = 4
     block: int = 25
 
 
@@ -91,7 +92,7 @@ class _Run:
         self._rank = rank
         self._sleeps = _Sleeps()
         stages = setup.work.num_stages
-        layers = stages * (1 if setup.whole_microbatches else setup.slices)
+        layers = stages * (1 if setup.whole_microbatches else SLICES)
         net = nn.Sequential(*(_Layer(self._sleeps) for _ in range(layers)))
         self.model = StagedDataParallel(
             net, stages=stages, deadline=method.deadline(), late_handling=method.late_handling
@@ -125,11 +126,11 @@ class _Run:
         layers, ends = self._num_layers, list(accumulate(unit_s, initial=0.0))
         if self._setup.whole_microbatches:
             return [_between(ends[i], ends[i + 1], layers) + [ends[i + 1]] * layers for i in range(len(unit_s))]
-        work, slices = self._setup.work, self._setup.slices
+        work = self._setup.work
         forward = work.forward_share / (work.forward_share + (1 - work.forward_share) / work.num_stages)
         middle = forward * ends[1]  # the first unit is the forward pass and the last stage's backward pass
         bounds = [middle, *ends[1:]]
-        stages = [_between(begin, end, slices) for begin, end in pairwise(bounds)]
+        stages = [_between(begin, end, SLICES) for begin, end in pairwise(bounds)]
         return [_between(0.0, middle, layers) + [moment for stage in stages for moment in stage]]
 
 

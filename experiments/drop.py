@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import Generator
 
-from experiments._plot import save_lines
 from experiments._real import Method, Setup, run_real
 from experiments.result import Line, Result
 from straggle.lab.simulate.delays import DropCompute, SlowRanks, Stalls
@@ -32,9 +31,9 @@ METHODS = {
 SKIP = 20  # steps: in the first it waits for all ranks, then it chooses from a few
 
 
-def run(quick: bool, out: Path) -> Result:
+def run(quick: bool, _out: Path) -> Result:
     """Four processes under each of the delays."""
-    lines, curves = [], {}
+    lines = []
     for unit, (work, method) in METHODS.items():
         for name, delays in DELAYS.items():
             units = work.units(method.late_handling.granularity)
@@ -46,8 +45,5 @@ def run(quick: bool, out: Path) -> Result:
             off = 100 * (dropped - predicted)
             shown = f"{dropped:.2%} ({off:+.2f} points)"
             lines.append(Line(f"{unit}, {name}", f"{predicted:.2%} +- 1 point", shown, abs(off) <= 1))
-            means = [100 * float(run.dropped[max(0, end - 49) : end + 1].mean()) for end in range(len(run.dropped))]
-            curves[f"{unit}, {name}"] = [(float(SKIP + step), mean) for step, mean in enumerate(means)]
-    plot = save_lines(out / "DROP.png", curves, log_x=False, xlabel="step", ylabel="dropped, %, mean of 50 steps")
     notes = (f"{RANKS} processes of one machine, whose layers sleep; the first {SKIP} steps are left out.",)
-    return Result("what AutoDeadline drops, and what it says", tuple(lines), notes, plot)
+    return Result("what AutoDeadline drops, and what it says", tuple(lines), notes)

@@ -9,7 +9,6 @@ from statistics import fmean, pstdev
 import torch
 from torch import Generator, Tensor
 
-from experiments._plot import save_lines
 from experiments.result import Line, Result
 from straggle.lab.faults import dropcompute_factors
 from straggle.policies.thresholds import StepTimes, Threshold, choose_threshold
@@ -45,7 +44,7 @@ def draw(seed: int, steps: int = STEPS, ranks: int = RANKS, units: int = MICROBA
     return BASE_S * factors
 
 
-def run(quick: bool, out: Path) -> Result:
+def run(quick: bool, _out: Path) -> Result:
     """The threshold over many draws of the setting, and against the transcription on inputs of many shapes."""
     draws = 20 if quick else 200
     overhead_s = torch.full((STEPS,), OVERHEAD_S, dtype=torch.float64)
@@ -63,7 +62,7 @@ def run(quick: bool, out: Path) -> Result:
         f"of communication; mean and standard deviation over {draws} draws. The published run, a single one, printed",
         "5.99 s, 7.45 %, 8.3 %.",
     )
-    return Result("automatic threshold of DropCompute", tuple(lines), notes, _plot(out))
+    return Result("automatic threshold of DropCompute", tuple(lines), notes)
 
 
 def _line(what: str, values: list[float], expected: float, tolerance: float, form: str) -> Line:
@@ -84,18 +83,3 @@ def _agrees(seed: int) -> bool:
         literal_threshold(t, overhead_s, min(5, units - 1)),
     )
     return all(abs(a - b) <= 1e-9 for a, b in zip(vars(ours).values(), vars(literal).values(), strict=True))
-
-
-def _plot(out: Path) -> Path:
-    """Gain and drop over tau, for one draw."""
-    a = draw(0).cumsum(-1)
-    slowest = a.flatten(1).amax(1)
-    gains, drops = [], []
-    for tau in torch.linspace(float(a[..., 5:].min()), float(a.max()), 200).tolist():
-        below = a.where(a < tau, 0.0).flatten(1).amax(1)
-        dropped = (a >= tau).double().mean((1, 2))
-        saved = (slowest - below) / (slowest + OVERHEAD_S)
-        gains.append((tau, 100 * float(((1 - dropped) / (1 - saved) - 1).mean())))
-        drops.append((tau, 100 * float(dropped.mean())))
-    lines = {"gain, %": gains, "dropped, %": drops}
-    return save_lines(out / "E1.png", lines, log_x=False, xlabel="threshold, s", ylim=(-10, 30))

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-
 from experiments._watched import BACKWARD_S, FORWARD_S, LAYERS, SLOW, run_watched
 from experiments.result import Line, Result
 from straggle.advise.slow import slowdown
-from straggle.observe.intervals import Interval
 
 STRENGTHS = (0.0, 0.2, 0.4, 1.0)  # of a step's work, that rank 1's backward pass takes more
 TOLERANCE = 0.05
@@ -40,23 +37,4 @@ def run(quick: bool, out: Path) -> Result:
         f"without a slow rank took {1e3 * mean_s[0]:.0f} ms, and the additional seconds are sleeps. A prediction sees "
         "only the steps of its own strength, a measurement compares with the steps in which no rank was slow.",
     )
-    return Result("E10: what one slow rank costs the job", lines, notes, _plot(out / "E10.png", predicted, measured))
-
-
-def _plot(path: Path, predicted: list[Interval], measured: list[float]) -> Path:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.5, 3.4), layout="constrained")
-    axes = figure.add_subplot()
-    at = np.arange(len(measured))
-    values = [one.value for one in predicted]
-    spread = [[one.value - one.low for one in predicted], [one.high - one.value for one in predicted]]
-    axes.bar(at - 0.2, values, 0.4, yerr=spread, capsize=4, label="predicted, from the slow run alone")
-    axes.bar(at + 0.2, measured, 0.4, label="measured, against the run without")
-    axes.axhline(1.0, color="black", linewidth=0.8)
-    axes.set_xticks(at, [f"{share:.0%} more work" for share in STRENGTHS[1:]])
-    axes.set_ylabel("time of the job, relative")
-    axes.set_ylim(0.9)
-    axes.legend(frameon=False, loc="upper left")
-    figure.savefig(path, dpi=120)
-    return path
+    return Result("E10: what one slow rank costs the job", lines, notes)

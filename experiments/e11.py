@@ -6,21 +6,16 @@ import json
 import os
 from pathlib import Path
 
-import numpy as np
-
 from experiments._watched import RANKS, SLOW, run_watched
 from experiments.result import Line, Result
 from straggle.advise.slow import ATTRIBUTED, find_slow_ranks
 from straggle.advise.slow import SLOW as SLOW_AT
-from straggle.advise.timings import PHASES, Timings
 
 EXTRA_S = 0.2
 _TIMERS = {
-    "avg_forward_compute_time": "forward",
     "avg_backward_compute_time": "backward",
     "avg_backward_comm_time": "allreduce",
 }
-_COLORS = {"forward": "tab:blue", "backward": "tab:orange", "data": "tab:green", "pauses": "tab:red"}
 _PARTS = ("avg_backward_compute_time", "avg_backward_comm_time")
 
 
@@ -64,7 +59,6 @@ def run(quick: bool, out: Path) -> Result:
         *(
             Line(f"of that: {name}", "", _list([timer.get(key, 0) / 1e6 for timer in timers]))
             for key, name in _TIMERS.items()
-            if name != "forward"
         ),
     )
     notes = (
@@ -74,41 +68,8 @@ def run(quick: bool, out: Path) -> Result:
         "published numbers are is not known.",
     )
     title = f"E11: {1e3 * EXTRA_S:.0f} ms of busy work in the backward pass of rank {SLOW}"
-    return Result(title, lines, notes, _plot(out / "E11.png", timings, timers))
+    return Result(title, lines, notes)
 
 
 def _list(values_ms: list[float]) -> str:
     return " / ".join(f"{value:.1f}" for value in values_ms) + " ms"
-
-
-def _plot(path: Path, timings: Timings, timers: list[dict[str, float]]) -> Path:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8.5, 3.4), layout="constrained")
-    ours, theirs = figure.subplots(1, 2, sharey=True)
-    ranks = [f"rank {rank}" for rank in range(RANKS)]
-    wait_s = (timings.seconds[:, None] - timings.own_s).mean(axis=0)
-    parts = {phase: timings.phases[phase].mean(axis=0) for phase in PHASES} | {"wait and network": wait_s}
-    _stack(
-        ours,
-        ranks,
-        {name: 1e3 * values for name, values in parts.items() if values.max() > 0.01 * timings.seconds.mean()},
-    )
-    _stack(theirs, ranks, {name: np.array([t.get(key, 0) / 1e6 for t in timers]) for key, name in _TIMERS.items()})
-    ours.set_title("straggle.watch")
-    theirs.set_title("DDP's own timers")
-    ours.set_ylabel("ms in a step")
-    figure.savefig(path, dpi=120)
-    return path
-
-
-def _stack(axes: object, ranks: list[str], parts: dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float64]]]) -> None:
-    from matplotlib.axes import Axes
-
-    assert isinstance(axes, Axes)
-    below = np.zeros(len(ranks))
-    for name, values in parts.items():
-        axes.bar(ranks, values, bottom=below, label=name, color=_COLORS.get(name, "lightgrey"))
-        below = below + values
-    axes.set_ylim(0, 1.3 * below.max())
-    axes.legend(frameon=False, fontsize="small", ncols=len(parts), loc="upper center")

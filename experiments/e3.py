@@ -6,7 +6,6 @@ import math
 from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 
-from experiments._plot import save_lines
 from experiments.result import Line, Result
 from straggle.lab.simulate.delays import Delays, DropCompute, Normal
 from straggle.lab.simulate.ranks import simulate
@@ -26,28 +25,24 @@ def expected_slowest(ranks: int, mean: float, std: float, microbatches: int = MI
     return microbatches * mean + math.sqrt(microbatches) * std * spread
 
 
-def run(quick: bool, out: Path) -> Result:
+def run(quick: bool, _out: Path) -> Result:
     """The mean over steps of the slowest rank's time."""
-    lines, errors = [], {}
+    lines = []
     for name, delays, mean, std in (
         ("normal", Normal(0.2), 1.0, 0.2),
         ("DropCompute's log-normal", DropCompute(), 1.5, 0.581),
     ):
-        points = []
         for ranks in LOW_BY:
             slowest, error = _slowest(delays, ranks, quick)
             low_by = 100 * (1 - expected_slowest(ranks, mean, std) / slowest)
-            points.append((float(ranks), low_by))
             measured = f"{low_by:.2f} % (+- {100 * error / slowest:.2f})"
             if name == "normal":
                 lines.append(Line(f"{name}, N = {ranks}: formula low by", "0 +- 0.3 %", measured, abs(low_by) <= 0.3))
             else:
                 fine = abs(low_by - LOW_BY[ranks]) <= 0.5
                 lines.append(Line(f"{name}, N = {ranks}: formula low by", f"{LOW_BY[ranks]} +- 0.5 %", measured, fine))
-        errors[name] = points
-    plot = save_lines(out / "E3.png", errors, xlabel="ranks", ylabel="formula too low by, %")
     notes = (f"{MICROBATCHES} micro-batches a step; behind +-, the standard error of the mean over steps.",)
-    return Result("the slowest of N ranks against the formula for normal times", tuple(lines), notes, plot)
+    return Result("the slowest of N ranks against the formula for normal times", tuple(lines), notes)
 
 
 def _slowest(delays: Delays, ranks: int, quick: bool) -> tuple[float, float]:
