@@ -11,24 +11,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from straggle.backward.clocks import FinishTimes
 from straggle.backward.hooks import tensors_in
-from straggle.backward.stages import BalancedByTime, StagePlan, plan_stages
+from straggle.backward.stages import BalancedByTime
 from straggle.backward.step_in_parts import check_steps_in_parts
 from straggle.loop.hook_registers import HookRegisters, add_hook
 from straggle.loop.model_parts import MembersParts, Options, build_parts, close_parts
 from straggle.loop.optimizer_steps import OptimizerSteps
+from straggle.loop.planning import Planning
 from straggle.loop.replanning import Replanning
 from straggle.loop.replayed import Replayed
 from straggle.loop.step_warnings import StepWarnings
 from straggle.loop.uneven import own_passes
-from straggle.merge.alike import check_same_state
 from straggle.merge.checks import (
     CLIP_AFTER_THE_BLOCK,
     CLIP_BEFORE_THE_STEP,
@@ -40,11 +38,10 @@ from straggle.merge.checks import (
 )
 from straggle.merge.links.job_pings import JobPings
 from straggle.merge.members.view import Elastic
-from straggle.merge.names import ScalarNames
 from straggle.merge.options import Merge
+from straggle.merge.phases import when_left
 from straggle.merge.rank_state import Entry
 from straggle.merge.replay import Decision, Recording
-from straggle.merge.round import MergedStep
 from straggle.merge.saved_state import SavedState
 from straggle.merge.step_record import StepRecord
 from straggle.merge.telemetry import NO_FINGERPRINT
@@ -57,7 +54,7 @@ from straggle.step import Pause, Step
 _log = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch")
-_OF_A_REPLICA = ("rank", "world_size", "learned", "_coordinator", "_current_deadline", "_rank_state")
+_OF_A_REPLICA = ("rank", "world_size", "_planning", "_coordinator", "_current_deadline", "_rank_state")
 
 
 @dataclass
@@ -126,18 +123,26 @@ class StagedDataParallel(nn.Module):
         self.pulling = parts.pulling
         self.rank, self.world_size = self._channel.rank, self._channel.world_size
         self._comes_late = self._members is not None and self._members.channel.comes_late
-        self._check_at_stages(self._coordinator.plan)
         self.idle = False  # this rank has no data for the steps from here on: it takes part with weight 0
         self.default_weight = 1.0  # of a step whose `Step.weight` the loop does not set
-        self.learned: tuple[list[int], list[float]] = ([], [])  # what the stages were planned from
         self._replayed = Replayed(self._coordinator)
-        self._names = ScalarNames(self._channel)
         self._warnings = StepWarnings(self.rank, options.merge, self._open)
         drops_nonfinite = options.merge.nonfinite == "drop"
         self._steps = OptimizerSteps(self._wrapped.all, self._open, drops_nonfinite=drops_nonfinite)
         self._replanning = Replanning(self.module, options, parts, self._steps)
         regrouping = None if self._members is None else self._members.regrouping
+        self._planning = Planning(self.module, options, parts, self._replanning, self._replayed)
         self._pings = JobPings(self._channel, self._coordinator)
+        self._phases = when_left(
+            warn=self._warnings.merged,
+            end_loops=self._joins.merged,
+            check_alike=self._replanning.merged,
+            plan_stages=self._planning.merged,
+            compare=self._warnings.of_different_replicas,
+            hooks=self._registers.merged,
+            wings=(self.pulling.merged, self._pings.merged),
+            last=() if self._members is None else (self._members.healing.after_step,),
+        )
         self._finalizer = weakref.finalize(
             self, close_parts, self._coordinator, self._hooks, self._state, self._steps.handles, regrouping, self._pings
         )
@@ -222,7 +227,7 @@ class StagedDataParallel(nn.Module):
         return Step(
             num_microbatches,
             self._coordinator,
-            self._names,
+            self._coordinator.names,
             enter=self._enter,
             leave=self._leave,
             release=self._open.release,
@@ -268,7 +273,7 @@ class StagedDataParallel(nn.Module):
         self._comes_late = False
         order, seconds = members.channel.plan()
         self._learner.skip()
-        self._use_plan(list(map(int, order)), seconds)
+        self._planning.use(list(map(int, order)), seconds)
         self._coordinator.make_spare()
         members.regrouping.start()
         members.regrouping.ask()
@@ -285,6 +290,11 @@ class StagedDataParallel(nn.Module):
         Raises ``ValueError`` where there is not one batch.
         """
         return self._joins.batches(loader, self._coordinator.training, self.rank, self._open.out_of_data)
+
+    @property
+    def learned(self) -> tuple[list[int], list[float]]:
+        """What the stages were planned from: parameters in the order in which backward finished them, and seconds."""
+        return self._planning.learned
 
     @property
     def last_report(self) -> StepReport | None:
@@ -449,7 +459,7 @@ class StagedDataParallel(nn.Module):
         number = self._coordinator.training.step
         frozen = self._wrapped.frozen
         if changes := self._wrapped.check():
-            self._check_at_stages(self._replanning.replan(changes, number))
+            self._planning.check_at(self._replanning.replan(changes, number))
         elif frozen != self._wrapped.frozen:
             self._state.look_again()
         self._hooks.keep_last()
@@ -482,57 +492,10 @@ class StagedDataParallel(nn.Module):
             return False
         if step.optimizer is not None:
             self._steps.stepped_in_block(step.optimizer)
-        self._last.decision = self._open.decision(merged)
-        self._warnings.merged(step, merged)
-        record = self._last.record = self._record(merged)
-        self._joins.merged(merged.table)
-        self.pulling.merged(record)
-        self._pings.merged(record)
-        self._replanning.check(record.table, merged.step)
-        if (times := self._learner.step_complete()) is not None:
-            self._learn(times)
-        self._warnings.of_different_replicas(record)
-        self._registers.step_merged(record)
-        if self._members is not None:
-            self._members.healing.after_step()
+        self._last.decision, self._last.record = self._open.decision(merged), merged.record
+        for phase in self._phases:
+            phase(merged)
         return error is not None
-
-    def _record(self, merged: MergedStep) -> StepRecord:
-        return StepRecord(
-            merged.step,
-            merged.seconds,
-            merged.deadline_s,
-            merged.plan,
-            merged.table,
-            self._names,
-            shadow_s=merged.shadow_s,
-            rules=self._coordinator.deadline.rules,
-            usual_cost=self._coordinator.deadline.usual_cost,
-            merged_weights=merged.merged_weights,
-            differing=merged.differing,
-            dealt=self._coordinator.deadline.dealt,
-        )
-
-    def _learn(self, times: FinishTimes) -> None:
-        """Plan the stages as rank 0 finished the gradients; from here on they stay."""
-        check_same_state(self._coordinator.history, replays=self._replayed.is_on, channel=self._channel)
-        number = len(self._wrapped.all)
-        own = self._replayed.learned or (times.order(number), times.seconds(number))
-        order, seconds = self._channel.of_rank0(torch.tensor(own, dtype=torch.float64)).tolist()
-        self._use_plan([int(index) for index in order], seconds)
-
-    def _use_plan(self, order: list[int], seconds: list[float]) -> None:
-        self.learned = order, seconds
-        self._replanning.learned(order, seconds)
-        plan = plan_stages(self.module, self._options.stages, *self.learned, named=self._wrapped.named)
-        self._check_at_stages(plan)
-        self._coordinator.learn(plan)
-        self._open.groups.follow(plan)
-        self._coordinator.start()
-
-    def _check_at_stages(self, plan: StagePlan) -> None:
-        if self._options.late_handling.granularity != "microbatch":
-            self._hooks.check_at([stage.entry for stage in plan.stages])
 
     def _in_step(self) -> bool:
         return bool(self._of_the_job) and self._open.step is not None

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from torch.utils.hooks import RemovableHandle
 
+from straggle.merge.round import Round
 from straggle.merge.step_record import StepRecord
 from straggle.report import MembersReport
 
@@ -26,10 +27,10 @@ class HookRegisters:
         self.members: OrderedDict[int, Callable[[MembersReport], None]] = OrderedDict()
         self.last_members_report: MembersReport | None = None
 
-    def step_merged(self, record: StepRecord) -> None:
+    def merged(self, current: Round) -> None:
         """The training thread has left a step."""
         for hook in tuple(self.step.values()):
-            hook(record)
+            hook(current.record)
 
     def members_changed(self, report: MembersReport) -> None:
         """Members have left or come in; called by the thread that follows them."""

@@ -29,7 +29,7 @@ from straggle.merge.coordinator import Coordinator
 from straggle.merge.pools.draws import Drawn, Draws
 from straggle.merge.rank_state import Entry, TrainingSide
 from straggle.merge.replay import Decision
-from straggle.merge.round import MergedStep, Round
+from straggle.merge.round import Round
 from straggle.merge.state.exchange import Given
 from straggle.merge.state.module_state import ModuleState
 from straggle.policies.fill_in import FillIn
@@ -113,6 +113,7 @@ class OpenStep(PassWatcher):
         limit: HostLimit | None,
     ) -> None:
         self.step: Step | None = None
+        self.num_announced = 1  # backward passes of the step that was left last
         self._named, self._parameters = wrapped.named, wrapped.all
         self._by_hand = ByHand(wrapped)
         self._coordinator = coordinator
@@ -232,7 +233,7 @@ class OpenStep(PassWatcher):
         self._coordinator.expect(number)
         self._left = number * len(self._parameters)
 
-    def leave(self, error: BaseException | None) -> MergedStep | None:
+    def leave(self, error: BaseException | None) -> Round | None:
         """Merge, and put the merged gradients in place; ``None`` where the user's code failed, which peers then know.
 
         Raises what the merge does.
@@ -257,6 +258,7 @@ class OpenStep(PassWatcher):
                 on_merged=None if self._optimizing is None else self._step_early,
             )
         finally:
+            self.num_announced = step.num_microbatches
             self.step, self._grouped_run, self.on_backward = None, _NO_RUN, None
             if isinstance(error, DeadlineReached):
                 release_graph(error, self._outputs)
@@ -276,10 +278,11 @@ class OpenStep(PassWatcher):
         release_graph(error, self._outputs)
         self._outputs.clear()
 
-    def decision(self, merged: MergedStep) -> Decision:
+    def decision(self, merged: Round) -> Decision:
         """What this rank decided in the step that it left, for a recording."""
         # also what it drew after it had been submitted: of that it has run passes
         drawn = self._coordinator.training.drawn
+        num_drawn = None if merged.drawn is None else len(merged.drawn.numbers)
         decision = Decision(
             merged.step,
             merged.num_gradients,
@@ -289,12 +292,12 @@ class OpenStep(PassWatcher):
             drawn=None if drawn is None else drawn.numbers,
             had_work=merged.had_work,
             joins_over=merged.joins_over,
-            num_drawn=None if drawn is None or merged.num_drawn == len(drawn.numbers) else merged.num_drawn,
-            members_changed=merged.members_changed,
+            num_drawn=None if drawn is None or num_drawn == len(drawn.numbers) else num_drawn,
+            members_changed=merged.generation > 0,
         )
         if merged.entered:
             return decision  # the loop says whether there are data for the step
-        return replace(decision, idle=merged.idle, entered=merged.entered)
+        return replace(decision, idle=merged.idle, entered=False)
 
     @property
     def _left_at(self) -> int | None:
@@ -306,7 +309,7 @@ class OpenStep(PassWatcher):
         """Whether an optimizer is being stepped by this step, and not by the loop."""
         return self._optimizing is not None and self._optimizing.running
 
-    def passes_came_short(self, merged: MergedStep) -> bool:
+    def passes_came_short(self, merged: Round) -> bool:
         """Whether passes may be missing by mistake: what a replay, a stand-in or missing data took is none."""
         explained = self.failed or self.stopped or merged.stood_in or self._idle
         return not explained and self._replayed is None and self.drawn is None
@@ -492,7 +495,7 @@ class OpenStep(PassWatcher):
         if twice := self._coordinator.place(gradients):
             self._by_hand.refuse_twice(twice)
 
-    def _keep_as_peers_did(self, merged: MergedStep) -> None:
+    def _keep_as_peers_did(self, merged: Round) -> None:
         """Where this rank was late before any backward pass, it keeps the gradients that its peers kept."""
         decision = merged.table.kept()
         decision = self._last_kept[0] if decision == UNDECIDED else decision
@@ -524,7 +527,7 @@ class OpenStep(PassWatcher):
         if part:
             self._optimizing.step(part)
 
-    def _put_in_place(self, merged: MergedStep) -> None:
+    def _put_in_place(self, merged: Round) -> None:
         """Give every parameter its merged gradient, and every buffer its merged value: the same on every rank."""
         kept, fill_in = self._kept.gradients, self._fill_in
         if self._state.holds_any:

@@ -21,7 +21,7 @@ from straggle.merge.coordinator import Coordinator
 from straggle.merge.pools.draws import Drawn, Draws, StoreCounters
 from straggle.merge.pools.pool import WINDOW, Did, Pool, even_parts, static_shares, sure_shares
 from straggle.merge.pools.pool_times import NEVER, PoolTimes
-from straggle.merge.step_record import StepRecord
+from straggle.merge.round import Round
 from straggle.merge.table import Table
 
 # A micro-batch beyond a rank's even part by so much is not asked for ahead: a slow rank that draws early what it can
@@ -119,9 +119,9 @@ class Pulling:
 
     # -- after each step
 
-    def merged(self, record: StepRecord) -> None:
+    def merged(self, current: Round) -> None:
         """Learn from a merged step. Raises ``ValueError``, on all ranks, where their pools differ."""
-        table = record.table
+        record, table = current.record, current.table
         if not table.has_pool:
             self._step_s.clear()  # such a step is waited for
             self._expect(NEVER)

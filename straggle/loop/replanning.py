@@ -21,7 +21,7 @@ from straggle.loop.optimizer_steps import OptimizerSteps
 from straggle.merge.alike import Wrapped, check_alike
 from straggle.merge.checks import check_module
 from straggle.merge.rank_state import Entry
-from straggle.merge.table import Table
+from straggle.merge.round import Round
 
 _log = logging.getLogger(__name__)
 _NAMED = 4  # parameters that a line in the log names
@@ -60,8 +60,9 @@ class Replanning:
         parts.coordinator.resume()
         return plan
 
-    def check(self, table: Table, step: int) -> None:
+    def merged(self, current: Round) -> None:
         """A step is merged. Raises ``RuntimeError``, on all ranks, where some have other parameters than the rest."""
+        step, table = current.step, current.table
         if ranks := table.replanning():
             self._refuse(step, ranks, "have other parameters than before")
         ranks = table.frozen_unlike()

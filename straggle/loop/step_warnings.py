@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from straggle.loop.open_step import OpenStep
 from straggle.merge.checks import left_out, no_gradient_at_first, no_gradient_of_passes, too_few_passes
 from straggle.merge.options import Merge
-from straggle.merge.round import MergedStep
-from straggle.merge.step_record import StepRecord
-from straggle.step import Step
+from straggle.merge.round import Round
 
 _AT_FIRST = 3  # steps in which no rank has a gradient, after which that is no choice of the loop's
 
@@ -31,10 +29,10 @@ class StepWarnings:
             self._warned.add(what)
             _log.warning(words)
 
-    def merged(self, step: Step, merged: MergedStep) -> None:
+    def merged(self, merged: Round) -> None:
         """A step is merged: were there as many passes as announced, and are all gradients finite?"""
         if self._opened.passes_came_short(merged) and (
-            words := too_few_passes(step.num_microbatches, self._opened.num_over)
+            words := too_few_passes(self._opened.num_announced, self._opened.num_over)
         ):
             self.once("passes", f"rank {self._rank}, step {merged.step}: {words}")
         fruitless = self._opened.num_fruitless
@@ -45,13 +43,14 @@ class StepWarnings:
         if self._rank == 0 and (nonfinite := merged.table.nonfinite_ranks()):
             self.once("nonfinite", f"step {merged.step}: {left_out(nonfinite, merged.table.skipped())}")
 
-    def _count_empty(self, merged: MergedStep) -> None:
+    def _count_empty(self, merged: Round) -> None:
         self._num_empty = self._num_empty + 1 if merged.table.all_skipped() else -1
         if self._num_empty == _AT_FIRST and self._rank == 0 and "fruitless" not in self._warned:
             self.once("empty", no_gradient_at_first(_AT_FIRST))
 
-    def of_different_replicas(self, record: StepRecord) -> None:
+    def of_different_replicas(self, current: Round) -> None:
         """Say where ranks have, or will have, other parameters than the rest."""
+        record = current.record
         level = logging.WARNING if self._rank == 0 else logging.DEBUG
         if unlike := record.table.stepped_unlike():
             _log.log(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar, cast
 
 from straggle.merge.rank_state import TrainingSide
-from straggle.merge.table import Table
+from straggle.merge.round import Round
 
 Batch = TypeVar("Batch")
 _END = object()
@@ -79,10 +79,10 @@ class Joins:
             return float(self._had_own or not self._runs)
         return self._num_own / self._num_drawn
 
-    def merged(self, table: Table) -> None:
+    def merged(self, current: Round) -> None:
         """A step is merged, in which all members may have said that they have no more."""
         if self._runs:
-            self.over = max(self.over, table.joins_over())
+            self.over = max(self.over, current.table.joins_over())
 
 
 def own_passes(num_microbatches: int, share: float) -> int:

@@ -26,11 +26,12 @@ from straggle.merge.links.put_out import PutOut
 from straggle.merge.members.member import Member
 from straggle.merge.members.membership import Membership
 from straggle.merge.merged_steps import MergedSteps
+from straggle.merge.names import ScalarNames
 from straggle.merge.options import Merge
 from straggle.merge.pools.draws import Drawn, Draws
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.rank_state import Entry, MergeSide, TrainingSide
-from straggle.merge.round import Finished, MergedStep, Round
+from straggle.merge.round import Finished, Round
 from straggle.merge.rounds import Rounds
 from straggle.merge.stand_in import StandIn
 from straggle.merge.state.exchange import NOTHING_GIVEN, Given
@@ -91,7 +92,8 @@ class Coordinator:
         if membership is not None:
             self.member.links = PutOut(membership, num_bytes=self.num_bytes)
         self._submission = Submission(self._rank, self.member, parameters, fill_in)
-        self._merged_steps = MergedSteps(self._rank, self.member)
+        self.names = ScalarNames(channel)  # of what users log
+        self._merged_steps = MergedSteps(self._rank, self.member, self.names)
         self.submit_hooks: Mapping[int, Callable[[int], object]] = {}  # the model's
         self.waiting: deque[Finished] = deque()
         self._pass_number = 0
@@ -353,7 +355,7 @@ class Coordinator:
         abstain: bool = False,
         left_at: int | None = None,
         on_merged: Callable[[Round], None] | None = None,
-    ) -> MergedStep:
+    ) -> Round:
         """The training thread's work for its step is over: merge the rest, wait for the peers, and take the result.
 
         ``truncated``: it was cut short; ``failed``: a backward pass did not come to its end. ``given``: of the
@@ -408,7 +410,7 @@ class Coordinator:
         except RuntimeError as problem:  # a peer is gone too, but the user's own error matters more
             _log.warning("could not report this failure to the peers: %s", problem)
 
-    def _take(self) -> MergedStep:
+    def _take(self) -> Round:
         """Take the merged step, or raise what it says of a rank that failed."""
         merged = self._merged_steps.take()
         if (error := self._submission.error) is not None:

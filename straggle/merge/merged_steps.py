@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -12,11 +11,12 @@ from straggle.merge.channel import PeerFailed
 from straggle.merge.groups import succeeded
 from straggle.merge.members.member import Member
 from straggle.merge.members.view_chain import MembersChanged
+from straggle.merge.names import ScalarNames
 from straggle.merge.other_state import OtherState
+from straggle.merge.phases import when_merged
 from straggle.merge.rank_parts import RankParts
-from straggle.merge.round import MergedStep, Round
-from straggle.merge.table import Table
-from straggle.merge.telemetry import absent_row
+from straggle.merge.round import Round
+from straggle.merge.step_result import StepResult
 
 
 class MergedSteps:
@@ -25,10 +25,21 @@ class MergedSteps:
     `complete` closed rounds, whichever thread has closed them; only the training thread may `take` a merged step.
     """
 
-    def __init__(self, rank: RankParts, member: Member) -> None:
+    def __init__(self, rank: RankParts, member: Member, names: ScalarNames) -> None:
         self._rank, self._member = rank, member
         self._channel, self._rounds, self._lock = rank.channel, rank.rounds, rank.merging.lock
         self._others = OtherState(rank)
+        self._result = result = StepResult(rank, names, member, self._others)
+        self._phases = when_merged(
+            read=result.read,
+            decide=result.decide,
+            record=result.record,
+            keep=result.keep,
+            begin_next=rank.merging.merged,
+            stop_training=rank.training.merged,
+            watch_next=rank.stand_in.merged,
+            wings=(member.merged, rank.rounds.merged),
+        )
 
     def complete(
         self, current: Round, give_up_s: float | None = None, on_merged: Callable[[Round], None] | None = None
@@ -47,14 +58,14 @@ class MergedSteps:
                 if self._publish(current, epoch):
                     break
 
-    def take(self) -> MergedStep:
+    def take(self) -> Round:
         """Wait until the training thread's step is merged; the training thread goes on to the next."""
         with self._lock:
             training, merging = self._rank.training, self._rank.merging
             while (merged := self._rank.ring.pop(training.step, None)) is None:
                 self._member.check_ended()
                 if training.step < self._member.absent_until:
-                    merged = self._nothing()
+                    merged = self._result.of_absent(training.step)
                     break
                 merging.step_merged.wait()
             training.take(merged, self._rank.stopwatch.now())
@@ -123,68 +134,7 @@ class MergedSteps:
         with self._lock:
             if epoch != self._channel.epoch or current.abandoned:
                 return False
-            if current.last_message is not None or current.complete:
-                self._member.telemetry_merged(current)
-                current.table = None  # ranks that are no members have other rows now
-            now, before_s = self._rank.stopwatch.now(), self._rank.deadline.seconds
-            merged = self._rank.ring[current.step] = self._merged(current, now)
-            self._member.published()
-            self._channel.merged(current.step)
-            try:
-                if not merged.table.replanning():  # which is no step of the training
-                    self._rank.deadline.decide(merged.table)
-            except Exception as error:  # a policy may be the user's
-                self._channel.post_failure(f"{self._rank.where(current.step)}: {error!r}")
-                raise
-            finally:
-                self._rank.merging.merged(now, any_late=merged.table.any_late())
-                self._rank.training.stop_up_to(current.step)  # where it still is in this step, it comes to take it
-                self._rank.stand_in.merged(before_s=before_s)
-                self._member.merged(current.step, merged.table, given=current.complete)
-                self._rounds.merged(current.step, merged.table)
+            for phase in self._phases:
+                phase(current)
+        self._result.raise_error()
         return True
-
-    def _merged(self, current: Round, now: float) -> MergedStep:
-        table = current.table or Table(current.buffers.copy_rows(), len(self._rounds.plan.stages))
-        return MergedStep(
-            step=current.step,
-            plan=self._rounds.plan,
-            buffers=current.buffers,
-            table=table,
-            seconds=now - self._rank.merging.merged_at,
-            deadline_s=self._rank.deadline.seconds,
-            shadow_s=self._rank.deadline.shadow_s,
-            merged_at=now,
-            stood_in=current.stood_in,
-            num_gradients=current.num_gradients,
-            num_over=current.num_over,
-            idle=current.idle,
-            entered=current.entered,
-            members_changed=current.generation > 0,
-            had_work=current.had_work,
-            joins_over=current.joins_over,
-            num_drawn=None if current.drawn is None else len(current.drawn.numbers),
-            merged_weights=current.merged_weights() if current.has_more_than_told else (),
-            sent=self._others.sent_in(current, table),
-            differing=current.differing,
-        )
-
-    def _nothing(self) -> MergedStep:
-        """What a step comes to for a rank that is no member."""
-        buffers, training, deadline = self._rounds.new_buffers(), self._rank.training, self._rank.deadline
-        buffers.rows[:] = absent_row(len(self._rounds.plan.stages))
-        now = self._rank.stopwatch.now()
-        return MergedStep(
-            step=training.step,
-            plan=self._rounds.plan,
-            buffers=buffers,
-            table=Table(buffers.rows.clone(), len(self._rounds.plan.stages)),
-            seconds=now - training.applied_at if math.isfinite(training.applied_at) else 0.0,
-            deadline_s=deadline.seconds,
-            shadow_s=deadline.shadow_s,
-            merged_at=now,
-            stood_in=True,
-            num_gradients=0,
-            num_over=0,
-            members_changed=True,
-        )

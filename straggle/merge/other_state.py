@@ -50,7 +50,7 @@ class OtherState:
         current.sent = exchange.carry_out(transfers(manifests), current.given)
 
     def _is_asked(self, current: Round) -> bool:
-        current.table = table = Table(current.buffers.copy_rows(), len(self._rank.rounds.plan.stages))
+        table = current.read_rows()
         return table.must_exchange(self._rank.rounds.ranks) or bool(table.differ_in_tensors())
 
     def sent_in(self, current: Round, table: Table) -> Mapping[str, Tensor] | None:

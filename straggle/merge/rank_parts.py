@@ -9,7 +9,7 @@ from straggle.merge.channel import Channel
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.members.membership import Membership
 from straggle.merge.rank_state import MergeSide, TrainingSide
-from straggle.merge.round import MergedStep
+from straggle.merge.round import Round
 from straggle.merge.rounds import Rounds
 from straggle.merge.stand_in import StandIn
 
@@ -18,7 +18,7 @@ from straggle.merge.stand_in import StandIn
 class RankParts:
     """The two sides of a rank, and what merges for it; ``merging.lock`` guards all of it.
 
-    ``ring``: by their number, the merged steps that wait for the training thread. ``membership``: ``None`` where ranks
+    ``ring``: by their number, the merged rounds that wait for the training thread. ``membership``: ``None`` where ranks
     cannot leave.
     """
 
@@ -28,7 +28,7 @@ class RankParts:
     deadline: CurrentDeadline
     stand_in: StandIn
     rounds: Rounds
-    ring: dict[int, MergedStep]
+    ring: dict[int, Round]
     membership: Membership | None
 
     @property

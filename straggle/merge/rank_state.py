@@ -16,7 +16,7 @@ from straggle.backward.kept import NONE, UNDECIDED
 from straggle.merge.fingerprint import Fingerprint
 from straggle.merge.pools.draws import Drawn, Draws
 from straggle.merge.pools.pool_times import NEVER
-from straggle.merge.round import MergedStep, Round
+from straggle.merge.round import Round
 from straggle.merge.telemetry import NO_FINGERPRINT
 from straggle.policies.rank_links import Way
 
@@ -140,10 +140,10 @@ class TrainingSide:
         """Its own code raised, or the estimator's."""
         self.failed = True
 
-    def take(self, merged: MergedStep, now: float) -> None:
+    def take(self, current: Round, now: float) -> None:
         """It takes its step's merge, and goes on to the next step."""
-        if merged.stood_in:
-            self.overrun_s += now - max(merged.merged_at, self.applied_at)
+        if current.stood_in:
+            self.overrun_s += now - max(current.record.merged_at, self.applied_at)
         self.applied_at = now
         self.came_late = not self.taking
         self.step += 1
@@ -209,6 +209,10 @@ class TrainingSide:
 
     # -- whoever merges
 
+    def merged(self, current: Round) -> None:
+        """A step is merged: it is to leave that, and comes to take it."""
+        self.stop_up_to(current.step)
+
     def stop_up_to(self, step: int) -> None:
         """Ask it to leave every step up to this one."""
         self.stop_step = max(self.stop_step, step)
@@ -270,10 +274,11 @@ class MergeSide:
         (submitted, at), step = self._on_its_way, self.step
         return step, max(1e-9, self._stopwatch.now() - at) if submitted == step else 0.0
 
-    def merged(self, now: float, *, any_late: bool) -> None:
+    def merged(self, current: Round) -> None:
         """The step is merged: on to the next one."""
+        now = current.record.merged_at
         self.merge_s = now - self._submitted_at
-        self.any_late = any_late
+        self.any_late = current.table.any_late()
         self.step += 1
         self.round = None
         self.merged_at, self.times_at_merge = now, self._stopwatch.read()

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from straggle.merge.groups import Group, succeeded
 from straggle.merge.members.view import MergeProgress, Repair
 from straggle.merge.pools.draws import Drawn
 from straggle.merge.state.exchange import NOTHING_GIVEN
+from straggle.merge.step_record import StepRecord
 from straggle.merge.table import Table
 from straggle.merge.telemetry import Row
 from straggle.policies.fill_in import FillIn
@@ -130,7 +130,9 @@ class Round:
         self._merged: set[int] = set()  # buckets that are known to be merged
         self.abandoned = False  # the rank has given it up: it was put out, or goes on in another step
         self.row: Row | None = None  # its telemetry
-        self.table: Table | None = None  # of all ranks' telemetry, as it was merged
+        self.table: Table  # the rows of all ranks, if `is_read`
+        self.record: StepRecord  # what happened in the step, once it is merged
+        self.is_read = False
         self.given = NOTHING_GIVEN  # of the module's other state
         self.sent: Mapping[str, Tensor] | None = None  # what ranks have sent each other of it
         self.differing: tuple[str, ...] = ()  # the names of tensors that were seen to differ between ranks
@@ -153,6 +155,16 @@ class Round:
         self._complete: set[int] = set()  # parameters of which all is in
         self._missing = [len(stage.parameters) for stage in layout.plan.stages]  # how many are not complete
         buffers.begin()
+
+    def read_rows(self) -> Table:
+        """Read the rows of all ranks, which are merged."""
+        self.table, self.is_read = Table(self.buffers.copy_rows(), len(self.layout.plan.stages)), True
+        return self.table
+
+    @property
+    def finished_ranks(self) -> list[int]:
+        """Of a merged round, the ranks whose forward passes came to their end."""
+        return self.table.finished_forward()
 
     @property
     def num_gradients(self) -> int:
@@ -429,33 +441,3 @@ class Round:
             self._launch_rest()
         else:
             self._launch_complete()
-
-
-class MergedStep(NamedTuple):
-    """A step that all ranks have merged, waiting for this rank to apply it."""
-
-    step: int
-    plan: StagePlan
-    buffers: StageBuffers
-    table: Table
-    seconds: float
-    deadline_s: float
-    shadow_s: float
-    merged_at: float
-    stood_in: bool
-    num_gradients: int
-    num_over: int
-    idle: bool = False
-    entered: bool = True
-    members_changed: bool = False  # in this step, or before it
-    had_work: bool | None = None
-    joins_over: int | None = None
-    num_drawn: int | None = None  # of the step's pool, when the rank's part was submitted
-    merged_weights: tuple[float, ...] = ()  # of each stage, where ranks that have left since may have given to it
-    sent: Mapping[str, Tensor] | None = None  # of the module's other state; `None`: members left meanwhile
-    differing: tuple[str, ...] = ()  # tensors that are not the same on all ranks
-
-    @property
-    def finished_ranks(self) -> list[int]:
-        """Ranks whose forward passes came to their end."""
-        return self.table.finished_forward()

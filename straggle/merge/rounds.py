@@ -12,7 +12,6 @@ from straggle.merge.groups import Group, Groups
 from straggle.merge.options import Merge
 from straggle.merge.rank_state import MergeSide, TrainingSide
 from straggle.merge.round import Layout, Round, RoundTerms, Usage
-from straggle.merge.table import Table
 from straggle.policies.merge_time import QUICK_S
 
 _LOOKS_EVERY = 16  # steps: at the links
@@ -98,6 +97,10 @@ class Rounds:
         merging.begin(current)
         return current
 
+    def empty(self, step: int) -> Round:
+        """A round in which nothing is merged."""
+        return Round(step, self._layout, self.new_buffers(), RoundTerms(None))
+
     @property
     def everyone(self) -> Group | None:
         """The group that merges the gradients of all ranks in the next step; `None` while members change."""
@@ -105,9 +108,15 @@ class Rounds:
             return None
         return self.groups.wide if self._are_slow and self.groups.wide is not None else self.groups.gradients
 
-    def merged(self, step: int, table: Table) -> None:
+    def merged(self, current: Round) -> None:
         """What came of a step, alike on all ranks: where a link is slow by now, more messages are on their way."""
-        if step % _LOOKS_EVERY == 0 and not self._are_slow and self.groups is not None and self.groups.wide is not None:
+        table = current.table
+        if (
+            current.step % _LOOKS_EVERY == 0
+            and not self._are_slow
+            and self.groups is not None
+            and self.groups.wide is not None
+        ):
             self._are_slow = any(way.link.latency_s > _SLOW_S for way in table.ways())
 
     def _terms(self) -> RoundTerms:

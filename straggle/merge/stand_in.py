@@ -154,10 +154,10 @@ class StandIn:
         self._wakes.notify()
         self._merging.step_merged.notify_all()
 
-    def merged(self, *, before_s: float) -> None:
-        """A step is merged, whose deadline was ``before_s``."""
+    def merged(self, current: Round) -> None:
+        """A step is merged, and the deadline of the next one is decided."""
         self._waited_since, self._asked_at, self._unposted = math.inf, -math.inf, False
-        if self._deadline.seconds < 0.9 * before_s:  # it sleeps until the end of a longer one
+        if self._deadline.seconds < 0.9 * current.record.deadline_s:  # it sleeps until the end of a longer one
             self._wakes.notify()
 
     # -- the thread

@@ -29,7 +29,7 @@ class StepRecord:
     by whose ``rules`` the step would have ended; NaN: it is enforced. ``usual_cost``: that of `CurrentDeadline`.
     ``differing``: the names of tensors that are not the same on all ranks.
     ``merged_weights``: that of each stage, where it may be more than what the ``table`` says of those that are left.
-    ``dealt``: that of `CurrentDeadline`.
+    ``dealt``: that of `CurrentDeadline`. ``merged_at``: when it was merged, by this rank's clock.
     """
 
     step: int
@@ -44,6 +44,7 @@ class StepRecord:
     merged_weights: tuple[float, ...] = ()
     differing: tuple[str, ...] = ()
     dealt: bool = False
+    merged_at: float = math.nan
 
     @cached_property
     def report(self) -> StepReport:

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from ranks import digest, run_ranks, staged
+from rounds import merged_round
 from torch import nn
 from training import Signals, features, mlp, shared
 
@@ -228,8 +229,9 @@ def test_stand_in_keeps_an_answer_until_the_step_is_merged():
     clock[0] = 10.985
     acts(stand_in)
     with merging.lock:
-        merging.merged(10.985, any_late=False)
-        stand_in.merged(before_s=1.0)
+        current = merged_round(merged_at=10.985)
+        merging.merged(current)
+        stand_in.merged(current)
     clock[0] = 11.99
     acts(stand_in)
     assert channel.asked == [0, 1]

@@ -8,6 +8,7 @@ from functools import partial
 from straggle.merge.channel import Channel
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.links.pings import Merged, Pings
+from straggle.merge.round import Round
 from straggle.merge.step_record import StepRecord
 from straggle.merge.table import Table
 
@@ -34,8 +35,9 @@ class JobPings:
         """Bytes that were sent for it."""
         return self._pings.num_bytes
 
-    def merged(self, record: StepRecord) -> None:
+    def merged(self, current: Round) -> None:
         """A step is merged; by the training thread, which does next to nothing for it."""
+        record = current.record
         self._pings.merged(record.step, partial(self._merged, record))
 
     def _merged(self, record: StepRecord) -> Merged:

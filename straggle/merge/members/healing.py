@@ -26,6 +26,7 @@ from straggle.merge.members.pace import Pace
 from straggle.merge.members.regrouping import Regrouping
 from straggle.merge.members.state_wire import Encoded, encode, receive, send
 from straggle.merge.members.view import TOO_FAR_BEHIND, Leaving, View
+from straggle.merge.round import Round
 from straggle.merge.state.module_state import ModuleState
 from straggle.policies.history import History
 from straggle.report import HealingReport
@@ -91,7 +92,7 @@ class Healing:
                 time.sleep(0.005)
         coordinator.member.awaits_state = False
 
-    def after_step(self) -> None:
+    def after_step(self, _current: Round) -> None:
         """After a step that was made without this rank: wait until it is known that its loop goes on.
 
         A loop that ended with this step would end with an older model than the others'. Raises `JobDone` where theirs

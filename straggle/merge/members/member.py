@@ -214,19 +214,17 @@ class Member:
                 current.buffers.rows[rank] = absent
         self._last_telemetry = current.buffers.telemetry.clone()
 
-    def published(self) -> None:
-        """A merged step is in the ring; nothing in it is for a rank that is to take a state."""
-        if self.fell_behind:
-            self._rank.ring.clear()
-
-    def merged(self, step: int, table: Table, *, given: bool) -> None:
+    def merged(self, current: Round) -> None:
         """A step is merged: who has its state, and who is let in.
 
-        ``given``: another member had it complete before, and the members have changed since. So who was to be let in
-        after it has been, or was not: no view comes that this rank could wait for.
+        If another member had it complete before, the members have changed since. So who was to be let in after it has
+        been, or was not: no view comes that this rank could wait for.
         """
         if (membership := self._membership) is None:
             return
+        step, table, given = current.step, current.table, current.complete
+        if self.fell_behind:  # nothing in the ring is for a rank that is to take a state
+            self._rank.ring.clear()
         rank, stood_in = self._rank.channel.rank, table.stood_in_ranks()
         membership.step = self._rank.merging.step
         self._note_healing(self._healing & stood_in)

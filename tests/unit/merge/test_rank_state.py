@@ -1,10 +1,10 @@
 """Whose clock a rank's deadline counts by, for every way in which it comes to its step. No threads, no ranks."""
 
 import pytest
+from rounds import merged_round
 
 from straggle.backward.clocks import Stopwatch
 from straggle.merge.rank_state import Entry, MergeSide, TrainingSide
-from straggle.merge.round import MergedStep
 
 ENTERS_AT, MERGED_AT = 107.0, 104.0
 
@@ -12,11 +12,6 @@ ENTERS_AT, MERGED_AT = 107.0, 104.0
 def sides(clock):
     stopwatch = Stopwatch(lambda: clock[0])
     return TrainingSide(stopwatch), MergeSide(stopwatch)
-
-
-def merged_step(*, stood_in):
-    nothing = dict.fromkeys(MergedStep._fields)
-    return MergedStep(**{**nothing, "merged_at": MERGED_AT, "stood_in": stood_in})
 
 
 def at_end_of_step(*, merges):
@@ -27,9 +22,9 @@ def at_end_of_step(*, merges):
     training.leave(merges=merges)
     clock[0] = MERGED_AT
     with merging.lock:
-        merging.merged(MERGED_AT, any_late=not merges)
+        merging.merged(merged_round(merged_at=MERGED_AT, late=not merges))
     clock[0] = ENTERS_AT
-    training.take(merged_step(stood_in=not merges), ENTERS_AT)
+    training.take(merged_round(merged_at=MERGED_AT, stood_in=not merges), ENTERS_AT)
     return training, merging
 
 
@@ -49,7 +44,9 @@ def test_clock_begins_with_the_peers_where_the_last_step_was_ended_without_the_r
 def test_clock_of_a_rank_that_came_back_in_an_earlier_step_than_its_peers_is_its_own():
     training, merging = at_end_of_step(merges=False)
     with merging.lock:
-        merging.merged(MERGED_AT + 1, any_late=True)  # the next one, too: it has this step to walk through
+        merging.merged(
+            merged_round(1, merged_at=MERGED_AT + 1, late=True)
+        )  # the next one, too: it has this step to walk through
     training.enter(Entry(), ENTERS_AT, merging)
     assert training.clock_from == ENTERS_AT
 
@@ -67,7 +64,7 @@ def test_rank_that_is_let_in_has_its_peers_clock_in_its_first_step():
     training, merging = sides(clock)  # of a new process
     with merging.lock:
         merging.restore(5)
-        merging.merged(MERGED_AT, any_late=False)
+        merging.merged(merged_round(merged_at=MERGED_AT))
     training.restore(6)
     training.enter(Entry(), ENTERS_AT, merging)
     assert training.clock_from == MERGED_AT

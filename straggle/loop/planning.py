@@ -1,0 +1,54 @@
+"""How the stages of a model are planned: from the order in which rank 0 finished the gradients of the first step."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from straggle.backward.stages import StagePlan, plan_stages
+from straggle.loop.model_parts import ModelParts, Options
+from straggle.loop.replanning import Replanning
+from straggle.loop.replayed import Replayed
+from straggle.merge.alike import check_same_state
+from straggle.merge.round import Round
+
+
+class Planning:
+    """Of one model, on its training thread.
+
+    ``learned``: what the stages were planned from: the parameters in the order in which backward finished them, and
+    when, in seconds; both empty before that.
+    """
+
+    def __init__(
+        self, module: nn.Module, options: Options, parts: ModelParts, replanning: Replanning, replayed: Replayed
+    ) -> None:
+        self._module, self._options, self._parts = module, options, parts
+        self._replanning, self._replayed = replanning, replayed
+        self.learned: tuple[list[int], list[float]] = ([], [])
+        self.check_at(parts.coordinator.plan)
+
+    def merged(self, _current: Round) -> None:
+        """A step is left. After the first one plan the stages, all ranks together; from here on they stay."""
+        if (times := self._parts.learner.step_complete()) is None:
+            return
+        channel, number = self._parts.channel, len(self._parts.parameters.all)
+        check_same_state(self._parts.coordinator.history, replays=self._replayed.is_on, channel=channel)
+        own = self._replayed.learned or (times.order(number), times.seconds(number))
+        order, seconds = channel.of_rank0(torch.tensor(own, dtype=torch.float64)).tolist()
+        self.use(list(map(int, order)), seconds)
+
+    def use(self, order: list[int], seconds: list[float]) -> None:
+        """Plan the stages from this, and begin to watch for ranks that are late."""
+        self.learned = order, seconds
+        self._replanning.learned(order, seconds)
+        plan = plan_stages(self._module, self._options.stages, order, seconds, named=self._parts.parameters.named)
+        self.check_at(plan)
+        self._parts.coordinator.learn(plan)
+        self._parts.opened.groups.follow(plan)
+        self._parts.coordinator.start()
+
+    def check_at(self, plan: StagePlan) -> None:
+        """Ask at these stages whether the rank is late."""
+        if self._options.late_handling.granularity != "microbatch":
+            self._parts.hooks.check_at([stage.entry for stage in plan.stages])

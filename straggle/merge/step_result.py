@@ -1,0 +1,91 @@
+"""What comes of a merged round: the rows of all ranks, the next deadline, and the record of the step."""
+
+from __future__ import annotations
+
+import math
+
+from straggle.merge.members.member import Member
+from straggle.merge.names import ScalarNames
+from straggle.merge.other_state import OtherState
+from straggle.merge.rank_parts import RankParts
+from straggle.merge.round import Round
+from straggle.merge.step_record import StepRecord
+from straggle.merge.table import Table
+from straggle.merge.telemetry import absent_row
+
+
+class StepResult:
+    """The first phases of `when_merged`; called with the coordinator's lock held."""
+
+    def __init__(self, rank: RankParts, names: ScalarNames, member: Member, others: OtherState) -> None:
+        self._rank, self._names, self._member, self._others = rank, names, member, others
+        self._ended_s = math.inf, math.nan  # the deadline that the step had, and one that is not enforced
+        self._error: Exception | None = None  # the policy's
+
+    def read(self, current: Round) -> None:
+        """Read the rows of all ranks."""
+        if current.last_message is not None or current.complete:
+            self._member.telemetry_merged(current)
+            current.is_read = False  # ranks that are no members have other rows now
+        if not current.is_read:
+            current.read_rows()
+
+    def decide(self, current: Round) -> None:
+        """Decide the deadline of the next step. An error of the policy's is reported to the peers, and kept."""
+        deadline, table = self._rank.deadline, current.table
+        self._ended_s = deadline.seconds, deadline.shadow_s
+        try:
+            if not table.replanning():  # which is no step of the training
+                deadline.decide(table)
+        except Exception as error:  # a policy may be the user's
+            self._rank.channel.post_failure(f"{self._rank.where(current.step)}: {error!r}")
+            self._error = error
+
+    def record(self, current: Round) -> None:
+        """Note what happened in the step, whose time ends now."""
+        now = self._rank.stopwatch.now()
+        current.sent = self._others.sent_in(current, current.table)
+        current.record = self._recorded(current, now - self._rank.merging.merged_at, now)
+
+    def keep(self, current: Round) -> None:
+        """Put the round into the ring, for the training thread to take."""
+        self._rank.ring[current.step] = current
+        self._rank.channel.merged(current.step)
+
+    def raise_error(self) -> None:
+        """Raise what the policy raised, after all phases; without the lock."""
+        if (error := self._error) is not None:
+            self._error = None
+            raise error
+
+    def of_absent(self, step: int) -> Round:
+        """What a step comes to for a rank that takes no part in it."""
+        rank, now = self._rank, self._rank.stopwatch.now()
+        current = rank.rounds.empty(step)
+        num_stages = len(current.layout.plan.stages)
+        current.buffers.rows[:] = absent_row(num_stages)
+        current.stood_in, current.sent = True, {}
+        current.generation = max(1, current.generation)  # its members are others than at first
+        current.table = Table(current.buffers.rows.clone(), num_stages)
+        self._ended_s = rank.deadline.seconds, rank.deadline.shadow_s
+        since_s = now - rank.training.applied_at
+        current.record = self._recorded(current, since_s if math.isfinite(since_s) else 0.0, now)
+        return current
+
+    def _recorded(self, current: Round, seconds: float, now: float) -> StepRecord:
+        deadline, (deadline_s, shadow_s) = self._rank.deadline, self._ended_s
+        return StepRecord(
+            current.step,
+            seconds,
+            deadline_s,
+            current.layout.plan,
+            current.table,
+            self._names,
+            shadow_s=shadow_s,
+            rules=deadline.rules,
+            usual_cost=deadline.usual_cost,
+            merged_weights=current.merged_weights() if current.has_more_than_told else (),
+            differing=current.differing,
+            dealt=deadline.dealt,
+            merged_at=now,
+        )

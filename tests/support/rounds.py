@@ -1,0 +1,32 @@
+"""Merged rounds, as whoever waits for a step is given them."""
+
+from __future__ import annotations
+
+import torch
+from training import mlp
+
+from straggle.backward.stages import plan_stages
+from straggle.merge.buffers import StageBuffers
+from straggle.merge.names import ScalarNames
+from straggle.merge.round import Layout, Round, RoundTerms
+from straggle.merge.step_record import StepRecord
+from straggle.merge.table import Table
+from straggle.merge.telemetry import Row
+from straggle.report import PHASES
+
+
+def merged_round(
+    step: int = 0, *, merged_at: float, deadline_s: float = 1.0, late: bool = False, stood_in: bool = False
+) -> Round:
+    """A round of one rank that is merged at this time, by its clock, and had this deadline."""
+    module = mlp()
+    plan, parameters = plan_stages(module, None), list(module.parameters())
+    buffers = StageBuffers(plan, parameters, 1, num_state=0, drop_nonfinite=True, wire_dtype=None)
+    current = Round(step, Layout(plan, parameters), buffers, RoundTerms(None))
+    current.stood_in = stood_in
+    num_stages = len(plan.stages)
+    nothing = (0.0,) * num_stages
+    row = Row(dict.fromkeys(PHASES, 0.0), 0.5, 0.5, late=late, computed=nothing, estimated=nothing, stage_s=nothing)
+    current.table = Table(torch.stack([row.encode()]), num_stages)
+    current.record = StepRecord(step, 0.5, deadline_s, plan, current.table, ScalarNames({}), merged_at=merged_at)
+    return current
