@@ -12,11 +12,18 @@ from straggle.merge.round import Layout, Round, RoundTerms
 from straggle.merge.step_record import StepRecord
 from straggle.merge.table import Table
 from straggle.merge.telemetry import Row
+from straggle.policies.rank_links import Way
 from straggle.report import PHASES
 
 
 def merged_round(
-    step: int = 0, *, merged_at: float, deadline_s: float = 1.0, late: bool = False, stood_in: bool = False
+    step: int = 0,
+    *,
+    merged_at: float = 0.0,
+    deadline_s: float = 1.0,
+    late: bool = False,
+    stood_in: bool = False,
+    ways: tuple[Way, ...] = (),
 ) -> Round:
     """A round of one rank that is merged at this time, by its clock, and had this deadline."""
     module = mlp()
@@ -26,7 +33,9 @@ def merged_round(
     current.stood_in = stood_in
     num_stages = len(plan.stages)
     nothing = (0.0,) * num_stages
-    row = Row(dict.fromkeys(PHASES, 0.0), 0.5, 0.5, late=late, computed=nothing, estimated=nothing, stage_s=nothing)
+    row = Row(
+        dict.fromkeys(PHASES, 0.0), 0.5, 0.5, late=late, computed=nothing, estimated=nothing, stage_s=nothing, ways=ways
+    )
     current.table = Table(torch.stack([row.encode()]), num_stages)
     current.record = StepRecord(step, 0.5, deadline_s, plan, current.table, ScalarNames({}), merged_at=merged_at)
     return current

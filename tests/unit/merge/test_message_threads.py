@@ -9,13 +9,13 @@ from typing import cast
 import pytest
 import torch
 import torch.distributed as dist
+from rounds import merged_round
 from torch import Tensor, nn
 
 from straggle.backward.stages import MIN_STAGES, plan_stages
 from straggle.merge.groups import Group, Groups, gloo_group, messages_at_a_time
 from straggle.merge.options import Merge
 from straggle.merge.rounds import Rounds
-from straggle.merge.table import Table
 from straggle.policies.links import Link
 from straggle.policies.merge_time import MESSAGES_AT_A_TIME, QUICK_AT_A_TIME
 from straggle.policies.rank_links import Way
@@ -73,16 +73,6 @@ def test_many_messages_are_on_their_way_where_a_small_one_takes_long(
     assert messages_at_a_time(cast(Group, group), 2, group.clock) == number
 
 
-class Ways:
-    """A merged step's table in which the ranks' links have these latencies."""
-
-    def __init__(self, *latencies_s: float) -> None:
-        self._latencies_s = latencies_s
-
-    def ways(self) -> list[Way]:
-        return [Way(rank, 1 - rank, Link(own_s, 1e9)) for rank, own_s in enumerate(self._latencies_s)]
-
-
 NARROW, WIDE = cast(Group, object()), cast(Group, object())
 
 
@@ -100,6 +90,8 @@ def test_steps_are_merged_by_the_wide_group_for_good_when_a_link_is_slow(wide: G
     rounds.merge_among(Groups(NARROW, NARROW, (0, 1), wide), (0, 1), 0)
     groups = []
     for step, latencies_s in [(16, (1e-5, math.nan)), (31, (1e-5, 0.02)), (32, (1e-5, 0.02)), (48, (1e-5, 1e-5))]:
-        rounds.merged(step, cast(Table, Ways(*latencies_s)))
+        rounds.merged(
+            merged_round(step, ways=tuple(Way(0, rank, Link(own_s, 1e9)) for rank, own_s in enumerate(latencies_s, 1)))
+        )
         groups.append(rounds.everyone)
     assert groups == [NARROW, NARROW, wide or NARROW, wide or NARROW]
