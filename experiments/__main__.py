@@ -24,11 +24,11 @@ _FRAME = ("__main__", "result")
 _USAGE = """\
 python -m experiments NAME ... [key=value ...]
   quick=true   smaller and sooner, for a first look; its numbers may miss their tolerance
-  out=FOLDER   where NAME.json and the picture are written; default: runs/experiments
+  out=FOLDER   where NAME.json is written; default: runs/experiments
   all          as NAME: every experiment, one after another
 """
 
-Experiment = Callable[[bool, Path], Result]
+Experiment = Callable[[bool], Result]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Arguments:
 
 
 def names() -> list[str]:
-    """The experiments that there are: each module with a ``run(quick, out)``, private ones and the frame aside."""
+    """The experiments that there are: each module with a ``run(quick)``, private ones and the frame aside."""
     found = [module.name for module in pkgutil.iter_modules(experiments.__path__)]
     return sorted((n for n in found if n not in _FRAME and not n.startswith("_")), key=lambda n: (len(n), n))
 
@@ -79,11 +79,10 @@ def _experiment(name: str) -> Experiment:
 
 def perform(name: str, experiment: Experiment, *, quick: bool, out: Path) -> bool:
     """Run one, print and write what it found; whether all was as expected."""
-    result = experiment(quick, out)
+    result = experiment(quick)
     path = out / f"{name.upper()}.json"
     path.write_text(json.dumps(result.as_dict(), indent=2) + "\n")
-    files = [str(path), *([str(result.plot)] if result.plot else [])]
-    sys.stdout.write(f"{name.upper()}: {result}\n\nfiles: {', '.join(files)}\n\n")
+    sys.stdout.write(f"{name.upper()}: {result}\n\nfile: {path}\n\n")
     sys.stdout.flush()
     return result.ok
 

@@ -5,10 +5,10 @@ A layer sleeps, as a stand-in for an accelerator, so that ranks that share few c
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -67,8 +67,8 @@ def spend(seconds: float, kind: str) -> None:
         pass
 
 
-def _train(rank: int, folder: Path, steps: int, block: int, kind: str, seconds: Sequence[float]) -> None:
-    """The loop of one rank."""
+def _train(rank: int, folder: Path, steps: int, block: int, kind: str, seconds: Sequence[float]) -> Mapping[str, float]:
+    """The loop of one rank; its DDP timers."""
     torch.manual_seed(0)
     layers = [_Layer(rank, number) for number in range(LAYERS)]
     model = DistributedDataParallel(nn.Sequential(*layers))
@@ -82,15 +82,17 @@ def _train(rank: int, folder: Path, steps: int, block: int, kind: str, seconds: 
         optimizer.step()
         optimizer.zero_grad()
     watched.close()
-    timers = {key: value for key, value in model._get_ddp_logging_data().items() if key.startswith("avg_")}  # type: ignore[no-untyped-call]
-    (folder / f"ddp{rank}.json").write_text(json.dumps(timers))
+    return {key: value for key, value in model._get_ddp_logging_data().items() if key.startswith("avg_")}  # type: ignore[no-untyped-call]
 
 
-def run_watched(folder: Path, steps: int, block: int, kind: str, seconds: Sequence[float]) -> Timings:
-    """Four ranks; in turns of ``block`` steps, rank 1's backward pass takes some of the ``seconds`` more.
+def run_watched(
+    steps: int, block: int, kind: str, seconds: Sequence[float]
+) -> tuple[Timings, list[Mapping[str, float]]]:
+    """What the watch of four ranks wrote, and each rank's DDP timers.
 
-    These are spent by ``kind``: spin, which needs a core of its own, or sleep. The ``folder`` has what the watch wrote,
-    and each rank's DDP timers, as ``ddp<r>.json``.
+    In turns of ``block`` steps, rank 1's backward pass takes some of the ``seconds`` more. These are spent by ``kind``:
+    spin, which needs a core of its own, or sleep.
     """
-    run_on_ranks(_train, RANKS, folder, steps, block, kind, list(seconds))
-    return read_timings(folder)
+    with TemporaryDirectory() as folder:
+        timers = run_on_ranks(_train, RANKS, Path(folder), steps, block, kind, list(seconds))
+        return read_timings(Path(folder)), timers

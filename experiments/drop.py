@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import islice
-from pathlib import Path
 
 import torch
 from torch import Generator
@@ -31,7 +30,7 @@ METHODS = {
 SKIP = 20  # steps: in the first it waits for all ranks, then it chooses from a few
 
 
-def run(quick: bool, _out: Path) -> Result:
+def run(quick: bool) -> Result:
     """Four processes under each of the delays."""
     lines = []
     for unit, (work, method) in METHODS.items():

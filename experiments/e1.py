@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from statistics import fmean, pstdev
 
 import torch
@@ -44,7 +43,7 @@ def draw(seed: int, steps: int = STEPS, ranks: int = RANKS, units: int = MICROBA
     return BASE_S * factors
 
 
-def run(quick: bool, _out: Path) -> Result:
+def run(quick: bool) -> Result:
     """The threshold over many draws of the setting, and against the transcription on inputs of many shapes."""
     draws = 20 if quick else 200
     overhead_s = torch.full((STEPS,), OVERHEAD_S, dtype=torch.float64)

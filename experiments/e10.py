@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from experiments._watched import BACKWARD_S, FORWARD_S, LAYERS, SLOW, run_watched
 from experiments.result import Line, Result
 from straggle.advise.slow import slowdown
@@ -13,11 +11,11 @@ TOLERANCE = 0.05
 BLOCK = 10
 
 
-def run(quick: bool, out: Path) -> Result:
+def run(quick: bool) -> Result:
     """All strengths in one run, in turns, so that a drift of the machine's speed meets them all."""
     whole_s = LAYERS * (FORWARD_S + BACKWARD_S)
     steps = BLOCK * len(STRENGTHS) * (3 if quick else 12)
-    timings = run_watched(out / "E10", steps, BLOCK, "sleep", [share * whole_s for share in STRENGTHS])
+    timings, _ = run_watched(steps, BLOCK, "sleep", [share * whole_s for share in STRENGTHS])
     strength = (timings.step // BLOCK % len(STRENGTHS)).astype(int)
     mean_s = [float(timings.seconds[strength == number].mean()) for number in range(len(STRENGTHS))]
     predicted = [slowdown(timings.select(strength == number), SLOW) for number in range(1, len(STRENGTHS))]

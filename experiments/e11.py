@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-from pathlib import Path
 
 from experiments._watched import RANKS, SLOW, run_watched
 from experiments.result import Line, Result
@@ -16,19 +14,17 @@ _TIMERS = {
     "avg_backward_compute_time": "backward",
     "avg_backward_comm_time": "allreduce",
 }
-_PARTS = ("avg_backward_compute_time", "avg_backward_comm_time")
 
 
-def run(quick: bool, out: Path) -> Result:
+def run(quick: bool) -> Result:
     """One run; only rank 1 spins, so one core beside those that wait is enough."""
     kind = "spin" if (os.cpu_count() or 1) > 1 else "sleep"
-    timings = run_watched(out / "E11", 30 if quick else 120, 1, kind, [EXTRA_S])
+    timings, timers = run_watched(30 if quick else 120, 1, kind, [EXTRA_S])
     slowness = find_slow_ranks(timings)
     worst = slowness.ranks[0] if slowness.ranks else None
     named = [rank.rank for rank in slowness.ranks]
     share = 0.0 if worst is None else worst.lost_share * worst.phases["backward"]
-    timers = [json.loads((out / "E11" / f"ddp{rank}.json").read_text()) for rank in range(RANKS)]
-    complete_ms = [sum(t.get(key, 0) for key in t if key in _PARTS) / 1e6 for t in timers]
+    complete_ms = [sum(timer.get(key, 0) for key in _TIMERS) / 1e6 for timer in timers]
     found = "no rank" if worst is None else f"rank {worst.rank}, {1e3 * worst.excess_s:.1f} ms more than the others"
     lines = (
         Line("ranks that are named", f"rank {SLOW} and no other", f"ranks {named}", named == [SLOW]),

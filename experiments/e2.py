@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from itertools import islice
-from pathlib import Path
 
 import torch
 from torch import Generator, Tensor
 
-from experiments._plot import save_lines
 from experiments.result import Line, Result
 from straggle.lab.simulate.delays import DropCompute
 from straggle.lab.simulate.ranks import simulate
@@ -56,38 +54,30 @@ def best_speedup_of_half(times: list[Tensor], num_candidates: int = 20) -> float
     return max(found)
 
 
-def run(quick: bool, out: Path) -> Result:
+def run(quick: bool) -> Result:
     """The best threshold for each number of ranks, and beside it what `AutoDeadline` comes to by itself."""
     lines: list[Line] = []
-    best, half, auto = [], [], []
+    half = []
     for ranks in (*EXPECTED, *BEYOND):
         steps = _steps(ranks, quick)
         times = step_times(ranks, steps)
         speedup, tau = best_speedup(times)
-        best.append((float(ranks), speedup))
-        half.append((float(ranks), best_speedup_of_half(times)))
+        half.append(Line(f"waiting for half of the ranks, N = {ranks:,}", "", f"{best_speedup_of_half(times):.3f}"))
         expected = EXPECTED.get(ranks)
         shown = f"{speedup:.3f} (tau {tau / (1.5 * MICROBATCHES):.2f} of the mean time; {steps:,} steps)"
         ok = None if expected is None else abs(speedup - expected) <= 0.02
         lines.append(Line(f"N = {ranks:,}", "" if expected is None else f"{expected} +- 0.02", shown, ok))
+    lines += half
     lines += [
-        Line(f"waiting for half of the ranks, N = {int(ranks):,}", "", f"{speedup:.3f}") for ranks, speedup in half
+        Line(f"AutoDeadline, N = {ranks:,}", "", f"{_auto(ranks, 60 if quick else 400):.3f}") for ranks in EXPECTED
     ]
-    for ranks in EXPECTED:
-        auto.append((float(ranks), _auto(ranks, 60 if quick else 400)))
-        lines.append(Line(f"AutoDeadline, N = {ranks:,}", "", f"{auto[-1][1]:.3f}"))
     notes = (
         "The threshold drops micro-batches that are not finished, the running one included. Waiting for half: no rank",
         "is late before half of the ranks have finished, which is the default in training. AutoDeadline does that too,",
         "chooses its threshold by itself, and lets a late rank finish its running micro-batch for up to a tenth of a",
         "mean one's time; its first ten steps are left out, because in some it waits for all ranks.",
     )
-    expected_points = [(float(ranks), value) for ranks, value in EXPECTED.items()]
-    curves = {"best threshold": best, "the same, waiting for half of the ranks": half, "AutoDeadline": auto}
-    plot = save_lines(
-        out / "E2.png", curves, markers={"expected": expected_points}, xlabel="ranks", ylabel="effective speedup"
-    )
-    return Result("effective speedup against the number of ranks, DropCompute's delays", tuple(lines), notes, plot)
+    return Result("effective speedup against the number of ranks, DropCompute's delays", tuple(lines), notes)
 
 
 def _steps(ranks: int, quick: bool) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 
 from experiments.result import Line, Result
@@ -25,7 +24,7 @@ def expected_slowest(ranks: int, mean: float, std: float, microbatches: int = MI
     return microbatches * mean + math.sqrt(microbatches) * std * spread
 
 
-def run(quick: bool, _out: Path) -> Result:
+def run(quick: bool) -> Result:
     """The mean over steps of the slowest rank's time."""
     lines = []
     for name, delays, mean, std in (

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from experiments._plot import save_lines
 from experiments._real import Measured, Method, Setup, run_real
 from experiments.e2 import EXPECTED, MICROBATCHES, step_times
 from experiments.result import Line, Result
@@ -38,18 +36,13 @@ NAMES = {
 }
 
 
-def run(quick: bool, out: Path) -> Result:
+def run(quick: bool) -> Result:
     """Four and eight processes."""
     lines: list[Line] = []
-    curves = {}
     for ranks in (4, 8):
         unit_s = delays(ranks, 40 if quick else 150)
         measured = run_real(Setup(unit_s, WORK, METHODS, whole_microbatches=True, block=20))
         lines += _lines(ranks, measured, unit_s)
-        for name in ("wait for all", "fixed"):
-            ordered = measured[name].after(SKIP).step_s.sort().values.tolist()
-            curves[f"{ranks} ranks, {name}"] = [(s, (n + 1) / len(ordered)) for n, s in enumerate(ordered)]
-    plot = save_lines(out / "E4.png", curves, log_x=False, xlabel="seconds of a step", ylabel="share of steps")
     notes = (
         f"{MICROBATCHES} micro-batches of {1000 * MICROBATCH_S:.0f} ms, DropCompute's delays, gloo, all ranks on one",
         "machine; the methods take turns on the same delays. A rank stops between two layers of the forward pass, and",
@@ -57,7 +50,7 @@ def run(quick: bool, out: Path) -> Result:
         "micro-batches vary by. The simulator is given what a step takes beside its slowest rank's work, as measured.",
         f"The first {SKIP} steps are left out.",
     )
-    return Result("DropCompute's delays on real ranks", tuple(lines), notes, plot)
+    return Result("DropCompute's delays on real ranks", tuple(lines), notes)
 
 
 def delays(ranks: int, steps: int) -> Tensor:

@@ -11,8 +11,6 @@ import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from statistics import fmean
 
 import torch
 from torch import Generator, Tensor, nn
@@ -112,14 +110,14 @@ class Task:
     digits: int = 2
 
 
-def run(quick: bool, out: Path) -> Result:
+def run(quick: bool) -> Result:
     """20 seeds on digits and 4 on text; quick: 3 on digits, with fewer steps."""
     torch.set_num_threads(1)
     lines = [_real_line()]
     found = {task.name: _runs(task) for task in _tasks(quick)}
     for task in _tasks(quick):
         lines += _lines(task, found[task.name])
-    return Result(f"{RANKS} ranks, no rank delayed", tuple(lines), _notes(quick), _plot(_tasks(quick), found, out))
+    return Result(f"{RANKS} ranks, no rank delayed", tuple(lines), _notes(quick))
 
 
 # -- real ranks
@@ -235,24 +233,3 @@ def _notes(quick: bool) -> tuple[str, ...]:
         f"{counts}.",
         "Differences from waiting for all are between runs of the same seed, with 95 % intervals.",
     )
-
-
-def _plot(tasks: list[Task], found: dict[str, dict[str, tuple[Learned, ...]]], out: Path) -> Path:
-    """The difference from waiting for all, by treatment, one panel for each task."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(15, 3.6), layout="constrained")
-    axes = figure.subplots(1, len(tasks), sharey=True)
-    names = [name for name in reversed(TREATMENTS) if name not in (ALL, DEADLINE)]
-    for axis, task in zip(axes, tasks, strict=True):
-        reference = [task.score(run) for run in found[task.name][ALL]]
-        for row, name in enumerate(names):
-            gap = difference_interval([task.score(run) for run in found[task.name][name]], reference)
-            axis.errorbar(gap.value, row, xerr=gap.half, fmt="o", capsize=4)
-        axis.axvline(0, color="grey", linewidth=0.8)
-        axis.set_title(f"{task.name}\nwaiting for all: {fmean(reference):.2f}", fontsize=10)
-        axis.set_xlabel(f"{task.unit}, difference from that")
-    axes[0].set_yticks(range(len(names)), names)
-    path = out / "E6.png"
-    figure.savefig(path, dpi=110)
-    return path

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from statistics import fmean
 
 import torch
 from torch import Generator, Tensor
@@ -88,12 +86,8 @@ class Runs:
         """Per cent of the held-out digits."""
         return [100 * run.scores["accuracy"] for run in self.learned]
 
-    def loss(self, round_: int) -> float:
-        """The mean training loss of a round, over users and seeds."""
-        return fmean(run.losses[round_] for run in self.learned)
 
-
-def run(quick: bool, out: Path) -> Result:
+def run(quick: bool) -> Result:
     """20 seeds; quick: 4."""
     torch.set_num_threads(1)
     seeds = 4 if quick else 20
@@ -111,9 +105,7 @@ def run(quick: bool, out: Path) -> Result:
     lines = [_chance_line(found["alike", "3 of 6 expected"][COUNT])]
     for (samples, depth), runs in found.items():
         lines += _lines(f"samples {samples}, depth {depth}", runs)
-    return Result(
-        f"{LATE} of {USERS} users late in all of {ROUNDS} rounds", tuple(lines), _notes(seeds), _plot(found, out)
-    )
+    return Result(f"{LATE} of {USERS} users late in all of {ROUNDS} rounds", tuple(lines), _notes(seeds))
 
 
 def _by_depth(name: str) -> bool:
@@ -173,20 +165,3 @@ def _notes(seeds: int) -> tuple[str, ...]:
         "Digits (8 x 8 pixels) and a 64-32-16-10 network instead of MNIST and 784-32-16-10; momentum is that of the",
         "merged gradient, not each user's own. 'over N' divides by all 30 users, as the program of the paper does.",
     )
-
-
-def _plot(found: dict[tuple[str, str], dict[str, Runs]], out: Path) -> Path:
-    """Training loss by round, one panel for each setting."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.2 * len(found), 4), layout="constrained")
-    axes = figure.subplots(1, len(found), sharey=True)
-    for axis, ((samples, depth), runs) in zip(axes, found.items(), strict=True):
-        for name, each in runs.items():
-            axis.plot([each.loss(number) for number in range(ROUNDS)], label=name, linewidth=1.5)
-        axis.set(title=f"samples {samples}, depth {depth}", xlabel="round", ylim=(0, 3))
-    axes[0].set_ylabel("training loss, mean over all users")
-    axes[0].legend(fontsize=8)
-    path = out / "E7.png"
-    figure.savefig(path, dpi=110)
-    return path

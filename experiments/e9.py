@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from statistics import fmean, stdev
 
 from experiments.result import Line, Result
@@ -20,7 +19,7 @@ def expected_s(k: int, ranks: int) -> float:
     return 1 + sum(1 / n for n in range(ranks - k + 1, ranks + 1))
 
 
-def run(quick: bool, _out: Path) -> Result:
+def run(quick: bool) -> Result:
     """The mean step time under `FirstK` against the closed form; the first step waits for all ranks."""
     lines = []
     for k, ranks in CASES:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from straggle.report import text_table
@@ -26,7 +25,6 @@ class Result:
     title: str
     lines: tuple[Line, ...]
     notes: tuple[str, ...] = ()
-    plot: Path | None = None
 
     @property
     def ok(self) -> bool:
@@ -35,7 +33,7 @@ class Result:
 
     def as_dict(self) -> dict[str, Any]:
         """The result as plain JSON values."""
-        return {**asdict(self), "plot": None if self.plot is None else self.plot.name, "ok": self.ok}
+        return {**asdict(self), "ok": self.ok}
 
     def __str__(self) -> str:
         verdicts = {True: "yes", False: "NO", None: ""}

@@ -35,7 +35,7 @@ COMMANDS = {
     "profile": ["steps=1"],
     "check": ["train"],
     "completion": ["bash"],
-    "experiments": ["E1"],
+    "experiments": ["E10"],
     "advise": ["runs"],
     "report": ["runs"],
 }

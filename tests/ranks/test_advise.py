@@ -45,8 +45,8 @@ def test_printed_code_runs_in_a_program_that_has_a_model(ranks, tmp_path):
 
 
 @pytest.mark.slow
-def test_real_ranks_under_ddp_name_the_one_that_is_busy(tmp_path):
-    result = run_e11(True, tmp_path)
+def test_real_ranks_under_ddp_name_the_one_that_is_busy():
+    result = run_e11(True)
     who, _, phase, share, *_ = result.lines  # what they have of the excess, to a tenth, is for an idle machine
     assert who.ok, who
     assert phase.ok, phase

@@ -37,14 +37,13 @@ def test_wrong_command_line_is_refused_with_what_is_valid(words, complaint):
 
 @pytest.mark.parametrize(("lines", "ok"), [((FINE, TOLD), True), ((FINE, WRONG), False), ((TOLD,), True)])
 def test_what_came_out_is_printed_and_written(lines, ok, tmp_path, capsys):
-    def experiment(quick, out):
-        return Result(f"quick: {quick}", lines, ("why",), out / "E0.png")
+    def experiment(quick):
+        return Result(f"quick: {quick}", lines, ("why",))
 
     assert perform("e0", experiment, quick=True, out=tmp_path) is ok
     written = json.loads((tmp_path / "E0.json").read_text())
     assert written["ok"] is ok
     assert [line["measured"] for line in written["lines"]] == [line.measured for line in lines]
-    assert written["plot"] == "E0.png"
     printed = capsys.readouterr().out
     assert "E0: quick: True" in printed
     assert "why" in printed
