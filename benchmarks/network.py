@@ -30,7 +30,6 @@ from paired import median_ratio
 from sleeping import sleeping_net
 from torch.multiprocessing.spawn import ProcessRaisedException
 from torch.nn.parallel import DistributedDataParallel
-from wire_dtype import rounding_hook
 
 import straggle
 from straggle.lab.local_ranks import run_on_ranks
@@ -95,20 +94,12 @@ def staged(**options):
     return lambda module: straggle.StagedDataParallel(module, **options)
 
 
-def with_hook(module):
-    model = DistributedDataParallel(module, gradient_as_bucket_view=True)
-    model.register_comm_hook(None, rounding_hook)
-    return model
-
-
 # of a module that is made alike on all ranks
 WAYS = {
     "DDP": lambda module: DistributedDataParallel(module, gradient_as_bucket_view=True),
     "DDP again": lambda module: DistributedDataParallel(module, gradient_as_bucket_view=True),
     "none": staged(),
     "auto": lambda module: straggle.StagedDataParallel(module, deadline=straggle.AutoDeadline()),
-    "bf16": lambda module: straggle.StagedDataParallel(module, merge=straggle.Merge(wire_dtype="bfloat16")),
-    "DDP bf16": with_hook,
     "members": staged(members=straggle.Elastic()),
 }
 
