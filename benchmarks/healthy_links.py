@@ -23,15 +23,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from namespaces import Unavailable, enter, hosts, options_of
+from network import LAYERS, MTU, RANKS, WIDTH, WORK_S
 from sleeping import sleeping_net
 
 import straggle
 from straggle.lab.local_ranks import run_on_ranks
 from straggle.merge.links import pings
 
-RANKS = 4
-WIDTH, LAYERS, WORK_S = 400, 7, 0.1
-MTU = 9000
 MORE = 50  # steps after the one in which rank 0 has seen that the time is over: no rank is further by then
 
 

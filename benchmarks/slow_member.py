@@ -10,7 +10,6 @@ Needs root. Parameters are compared at the end, unless the link is not back by t
 
 import argparse
 import contextlib
-import hashlib
 import logging
 import statistics
 import sys
@@ -19,30 +18,21 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from namespaces import Slow, Unavailable, enter, hosts, options_of
+from namespaces import Slow, Unavailable, hosts, options_of
+from network import LAYERS, MTU, NETWORK, ONE, RANKS, WIDTH, WORK_S, digest_of, join
 from sleeping import sleeping_net
 
 import straggle
 from straggle.lab.local_ranks import run_on_ranks
 
-RANKS = 4
-ONE = RANKS - 1
-WIDTH, LAYERS, WORK_S = 400, 7, 0.1
 SLOW_FROM, STEPS = 40, 160
-MTU = 9000
-PORT = 29517
-NETWORK = "10.83.0"
 
 
 def train(rank, names, slow_file, options):
     """Each step's seconds, where the slow rank was, and what it gave; how the members changed; the parameters."""
     if options["log"]:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    dist.destroy_process_group()
-    enter(names[rank])
-    store = dist.TCPStore(f"{NETWORK}.1", PORT, is_master=rank == 0, wait_for_workers=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    join(rank, names)
     torch.manual_seed(0)
     net = sleeping_net(WIDTH, LAYERS, WORK_S)
     model = straggle.StagedDataParallel(net, members=straggle.Elastic(link_gain=options["link_gain"]))
@@ -60,7 +50,7 @@ def train(rank, names, slow_file, options):
         optimizer.zero_grad()
         own = model.last_report.ranks[ONE]
         steps.append((time.perf_counter() - began, own.absent, own.reach))
-    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    digest = digest_of(model)
     model.close()
     return {"steps": steps, "changes": changes, "digest": digest}
 
