@@ -19,13 +19,9 @@ from torch.utils.hooks import RemovableHandle
 from straggle.backward.hooks import tensors_in
 from straggle.backward.stages import BalancedByTime
 from straggle.backward.step_in_parts import check_steps_in_parts
+from straggle.building import build
 from straggle.loop.hook_registers import HookRegisters, add_hook
-from straggle.loop.model_parts import MembersParts, Options, build_parts, close_parts
-from straggle.loop.optimizer_steps import OptimizerSteps
-from straggle.loop.planning import Planning
-from straggle.loop.replanning import Replanning
-from straggle.loop.replayed import Replayed
-from straggle.loop.step_warnings import StepWarnings
+from straggle.loop.model_parts import Options
 from straggle.loop.uneven import own_passes
 from straggle.merge.checks import (
     CLIP_AFTER_THE_BLOCK,
@@ -36,10 +32,8 @@ from straggle.merge.checks import (
     clips,
     refuse_words_of_ddp,
 )
-from straggle.merge.links.job_pings import JobPings
 from straggle.merge.members.view import Elastic
 from straggle.merge.options import Merge
-from straggle.merge.phases import when_left
 from straggle.merge.rank_state import Entry
 from straggle.merge.replay import Decision, Recording
 from straggle.merge.saved_state import SavedState
@@ -104,9 +98,10 @@ class StagedDataParallel(nn.Module):
             self.estimator,
             late_handling or LateHandling(),
             merge or Merge(),
-            members,
+            {"members": members},
             own_group=process_group is not None and process_group is not dist.group.WORLD,
         )
+        self._elastic = members
         self._last = _LastStep()
         self._registers = HookRegisters()
         self._of_the_job: frozenset[str] = frozenset()  # attributes that no copy has; none yet
@@ -114,43 +109,31 @@ class StagedDataParallel(nn.Module):
 
     def _join_job(self, process_group: dist.ProcessGroup | None) -> None:
         """Become a replica of the job: on all ranks alike, when the model is wrapped or a copy's first step begins."""
-        own, options = set(self.__dict__), self._options
-        parts = build_parts(self.module, options, process_group, wrapper=StagedDataParallel, registers=self._registers)
-        self._wrapped, self._joins, self._learner = parts.parameters, parts.joins, parts.learner
-        self._channel, self._coordinator, self._members = parts.channel, parts.coordinator, parts.members
-        self._open, self._hooks, self._rank_state = parts.opened, parts.hooks, parts.rank_state
-        self._state = parts.state
-        self.pulling = parts.pulling
+        own = set(self.__dict__)
+        built = build(
+            self.module,
+            self._options,
+            process_group,
+            members=self._elastic,
+            wrapper=StagedDataParallel,
+            registers=self._registers,
+        )
+        parts = built.parts
+        self._wings, self._phases, self._members = parts.wings, built.phases, built.members
+        self._channel, self._coordinator, self._open = parts.channel, parts.coordinator, parts.opened
+        self._wrapped, self._hooks, self._state = parts.parameters, parts.hooks, parts.state
+        self._joins, self._steps, self._warnings = built.joins, built.steps, built.warnings
+        self._planning, self._replanning, self._replayed = built.planning, built.replanning, built.replayed
+        self._rank_state, self._pings, self.pulling = built.rank_state, built.pings, built.pulling
         self.rank, self.world_size = self._channel.rank, self._channel.world_size
-        self._comes_late = self._members is not None and self._members.channel.comes_late
         self.idle = False  # this rank has no data for the steps from here on: it takes part with weight 0
         self.default_weight = 1.0  # of a step whose `Step.weight` the loop does not set
-        self._replayed = Replayed(self._coordinator)
-        self._warnings = StepWarnings(self.rank, options.merge, self._open)
-        drops_nonfinite = options.merge.nonfinite == "drop"
-        self._steps = OptimizerSteps(self._wrapped.all, self._open, drops_nonfinite=drops_nonfinite)
-        self._replanning = Replanning(self.module, options, parts, self._steps)
-        regrouping = None if self._members is None else self._members.regrouping
-        self._planning = Planning(self.module, options, parts, self._replanning, self._replayed)
-        self._pings = JobPings(self._channel, self._coordinator)
-        self._phases = when_left(
-            warn=self._warnings.merged,
-            end_loops=self._joins.merged,
-            check_alike=self._replanning.merged,
-            plan_stages=self._planning.merged,
-            compare=self._warnings.of_different_replicas,
-            hooks=self._registers.merged,
-            wings=(self.pulling.merged, self._pings.merged),
-            last=() if self._members is None else (self._members.healing.after_step,),
-        )
-        self._finalizer = weakref.finalize(
-            self, close_parts, self._coordinator, self._hooks, self._state, self._steps.handles, regrouping, self._pings
-        )
+        self._finalizer = weakref.finalize(self, built.closing())
         self._of_the_job = frozenset(self.__dict__) - own
-        if self._comes_late:
+        if self.comes_late:
             self._pings.begin()  # its peers may want to know its link before they let it in
-        elif regrouping is not None:
-            regrouping.start()
+        for phase in self._wings.built:
+            phase()
 
     # -- copies
 
@@ -237,7 +220,7 @@ class StagedDataParallel(nn.Module):
         )
 
     def _check_stepped_early(self, optimizer: Optimizer) -> None:
-        if self._options.members is not None or self._options.merge.nonfinite == "drop":
+        if self._wings.completion is not None or self._options.merge.nonfinite == "drop":
             raise ValueError(EARLY_IS_TOO_EARLY)
         check_steps_in_parts(optimizer, self._wrapped.all)
 
@@ -256,27 +239,14 @@ class StagedDataParallel(nn.Module):
         """
         self._before_first_step("register_state")
         if self._members is not None:
-            self._members.healing.register(objects)
-            if self._comes_late:
-                self._come_late(self._members)
-                self._members.healing.take_first()
+            self._members.register(objects)
         return self._coordinator.training.step
 
     @property
     def comes_late(self) -> bool:
         """Whether the job runs already (`Elastic`), and `register_state` is still to get its state."""
         self._join_first()
-        return self._comes_late
-
-    def _come_late(self, members: MembersParts) -> None:
-        """Ask the members of the running job to be let in."""
-        self._comes_late = False
-        order, seconds = members.channel.plan()
-        self._learner.skip()
-        self._planning.use(list(map(int, order)), seconds)
-        self._coordinator.make_spare()
-        members.regrouping.start()
-        members.regrouping.ask()
+        return self._members is not None and self._members.comes_late
 
     def join(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """The batches of ``loader``, for ranks that have not all as many: ``for x, y in model.join(loader)``.
@@ -336,13 +306,13 @@ class StagedDataParallel(nn.Module):
     def member_ranks(self) -> tuple[int, ...]:
         """The ranks that are members now, as far as this rank knows; all of them where none can leave."""
         if self._members is not None:
-            return self._members.channel.membership.view.ranks
+            return self._members.ranks
         return tuple(range(self.world_size))
 
     @property
     def healing_report(self) -> HealingReport:
         """What this rank has taken from its peers to take part again (`Elastic`)."""
-        return HealingReport() if self._members is None else self._members.healing.report
+        return HealingReport() if self._members is None else self._members.report
 
     @property
     def lag(self) -> int:
@@ -426,8 +396,7 @@ class StagedDataParallel(nn.Module):
         self._coordinator.resume()
 
     def _end_pause(self) -> None:
-        if self._members is None:
-            self._channel.barrier()
+        self._channel.end_pause()
         self.resume()
 
     def stop_pings(self) -> None:
@@ -452,10 +421,8 @@ class StagedDataParallel(nn.Module):
             raise RuntimeError(
                 f"step {self._coordinator.training.step} is still open: a step() cannot be nested in another"
             )
-        if self._members is not None:
-            if self._comes_late:
-                self._come_late(self._members)
-            self._members.healing.before_step()
+        for phase in self._wings.enter:
+            phase()
         number = self._coordinator.training.step
         frozen = self._wrapped.frozen
         if changes := self._wrapped.check():

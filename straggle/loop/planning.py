@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from straggle.backward.stages import StagePlan, plan_stages
-from straggle.loop.model_parts import ModelParts, Options
+from straggle.loop.model_parts import ModelParts
 from straggle.loop.replanning import Replanning
 from straggle.loop.replayed import Replayed
 from straggle.merge.alike import check_same_state
@@ -20,10 +20,8 @@ class Planning:
     when, in seconds; both empty before that.
     """
 
-    def __init__(
-        self, module: nn.Module, options: Options, parts: ModelParts, replanning: Replanning, replayed: Replayed
-    ) -> None:
-        self._module, self._options, self._parts = module, options, parts
+    def __init__(self, module: nn.Module, parts: ModelParts, replanning: Replanning, replayed: Replayed) -> None:
+        self._module, self._options, self._parts = module, parts.options, parts
         self._replanning, self._replayed = replanning, replayed
         self.learned: tuple[list[int], list[float]] = ([], [])
         self.check_at(parts.coordinator.plan)
@@ -37,6 +35,11 @@ class Planning:
         own = self._replayed.learned or (times.order(number), times.seconds(number))
         order, seconds = channel.of_rank0(torch.tensor(own, dtype=torch.float64)).tolist()
         self.use(list(map(int, order)), seconds)
+
+    def begin_with(self, order: list[int], seconds: list[float]) -> None:
+        """Before the first step: plan the stages as the job has, which runs already."""
+        self._parts.learner.skip()
+        self.use(order, seconds)
 
     def use(self, order: list[int], seconds: list[float]) -> None:
         """Plan the stages from this, and begin to watch for ranks that are late."""

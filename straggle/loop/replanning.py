@@ -16,12 +16,13 @@ from torch import nn
 
 from straggle.backward.kept import UNDECIDED
 from straggle.backward.stages import StagePlan, complete_order, plan_stages
-from straggle.loop.model_parts import ModelParts, Options
+from straggle.loop.model_parts import ModelParts
 from straggle.loop.optimizer_steps import OptimizerSteps
 from straggle.merge.alike import Wrapped, check_alike
 from straggle.merge.checks import check_module
 from straggle.merge.rank_state import Entry
 from straggle.merge.round import Round
+from straggle.merge.saved_state import RankState
 
 _log = logging.getLogger(__name__)
 _NAMED = 4  # parameters that a line in the log names
@@ -30,8 +31,9 @@ _NAMED = 4  # parameters that a line in the log names
 class Replanning:
     """Of one model, on its training thread."""
 
-    def __init__(self, module: nn.Module, options: Options, parts: ModelParts, steps: OptimizerSteps) -> None:
-        self._module, self._options, self._parts, self._steps = module, options, parts, steps
+    def __init__(self, module: nn.Module, parts: ModelParts, steps: OptimizerSteps, rank_state: RankState) -> None:
+        self._module, self._options, self._parts, self._steps = module, parts.options, parts, steps
+        self._rank_state = rank_state
         self._rank = parts.channel.rank
         self._seconds: dict[str, float] = {}  # of each parameter, in the order in which backward finished them
         self._owners = _owners_of_buffers(module)
@@ -47,8 +49,8 @@ class Replanning:
         Raises ``RuntimeError`` naming the ranks and the first parameter that differs, on all of them.
         """
         parts = self._parts
-        if self._options.members is not None:
-            raise RuntimeError(self._not_with(changes, step))
+        if option := self._parts.wings.keeps_stages:
+            raise RuntimeError(self._not_with(option, changes, step))
         parts.coordinator.pause()
         table = parts.coordinator.announce(Entry(idle=True, kept=UNDECIDED, replans=True))
         if table is None:
@@ -66,11 +68,11 @@ class Replanning:
         if ranks := table.replanning():
             self._refuse(step, ranks, "have other parameters than before")
         ranks = table.frozen_unlike()
-        if ranks and (self._options.members is None or self._rank in ranks):  # or it leaves, and its peers go on
+        if ranks and (not self._parts.wings.go_on or self._rank in ranks):  # or it leaves, and its peers go on
             self._refuse(step, ranks, "have frozen other parameters than the rest")
 
     def _refuse(self, step: int, ranks: Sequence[int], what: str) -> NoReturn:
-        if self._options.members is None:
+        if not self._parts.wings.go_on:
             self._check_alike(step, ranks, what)
         names = [name for name, parameter in self._parts.parameters.named if not parameter.requires_grad]
         raise RuntimeError(f"{self._words(step, ranks, what)} (frozen on this rank: {', '.join(names) or 'none'})")
@@ -94,10 +96,10 @@ class Replanning:
             "on all ranks before the same step"
         )
 
-    def _not_with(self, changes: str, step: int) -> str:
+    def _not_with(self, option: str, changes: str, step: int) -> str:
         return (
             f"rank {self._rank}, step {step}: parameters are not those that were wrapped ({changes}), and with "
-            "members= stages cannot be planned again in a running job: wrap the model with all parameters that it "
+            f"{option}= stages cannot be planned again in a running job: wrap the model with all parameters that it "
             "will ever train, trainable, and freeze some after that; or close() this one and wrap the model again with "
             "a new optimizer"
         )
@@ -115,7 +117,7 @@ class Replanning:
         parts.coordinator.replan(plan, parts.state.numel)
         parts.hooks.renew()
         self._steps.watch()
-        parts.rank_state.parameters_changed()
+        self._rank_state.parameters_changed()
         if self._rank == 0:
             _log.warning(
                 "step %d: parameters are others than before (%s): stages are planned again, and %d parameters that "

@@ -53,6 +53,10 @@ class PeerFailed(RuntimeError):
     """A rank ended in an error or could not be reached; says which one, in which step and stage."""
 
 
+class GroupsChanged(Exception):
+    """A collective was launched in groups that are not used any more."""
+
+
 class Channel:
     """Two process groups (gradients; control, always on the CPU by gloo) and a store, for one wrapped model.
 
@@ -169,7 +173,7 @@ class Channel:
         self._between_steps(what, partial(self.groups.control.all_gather, tensors, tensor))
         return tensors
 
-    def barrier(self) -> None:
+    def end_pause(self) -> None:
         """Wait for all ranks. Raises `PeerFailed` where one ended instead, or does not come within ``give_up_s``."""
         self._gather(torch.zeros(1), f"the end of the pause, where all ranks wait give_up_s={self.give_up_s:g} at most")
 

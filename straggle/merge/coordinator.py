@@ -15,31 +15,25 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from straggle.backward.clocks import Stopwatch
 from straggle.backward.kept import UNDECIDED
 from straggle.backward.passes import TWICE_IN_ONE_PASS
 from straggle.backward.stages import StagePlan
 from straggle.merge.buffers import bytes_on_wire
-from straggle.merge.channel import Channel, PeerFailed
-from straggle.merge.current_deadline import CurrentDeadline
-from straggle.merge.links.put_out import PutOut
-from straggle.merge.members.member import Member
-from straggle.merge.members.membership import Membership
+from straggle.merge.channel import PeerFailed
 from straggle.merge.merged_steps import MergedSteps
 from straggle.merge.names import ScalarNames
 from straggle.merge.options import Merge
 from straggle.merge.pools.draws import Drawn, Draws
 from straggle.merge.rank_parts import RankParts
-from straggle.merge.rank_state import Entry, MergeSide, TrainingSide
+from straggle.merge.rank_state import Entry
 from straggle.merge.round import Finished, Round
-from straggle.merge.rounds import Rounds
-from straggle.merge.stand_in import StandIn
 from straggle.merge.state.exchange import NOTHING_GIVEN, Given
 from straggle.merge.submission import Submission
 from straggle.merge.table import Table
 from straggle.policies.cost import check_cost
 from straggle.policies.fill_in import FillIn
 from straggle.policies.history import History
+from straggle.wing import Wings
 
 _log = logging.getLogger(__name__)
 
@@ -47,56 +41,32 @@ _log = logging.getLogger(__name__)
 class Coordinator:
     """What a training thread asks of the merge of one wrapped model.
 
-    ``training`` and ``merging`` are this rank's two sides, and ``member`` is what it is among the others; ``deadline``
-    and ``stopwatch`` are asked directly. One lock, `MergeSide.lock`, guards all of this: methods take it, and what is
-    called with the lock held says so. No thread waits for a peer or for the store while it holds it.
+    ``rank`` has the two sides of this rank, and ``wings`` are its optional parts; ``deadline`` and ``stopwatch`` are
+    asked directly. One lock, `MergeSide.lock`, guards all of this: methods take it, and what is called with the lock
+    held says so. No thread waits for a peer or for the store while it holds it.
     ``waiting`` are gradients of the running pass that are in no round yet, each with its parameter and when it was
     finished. The training thread appends to it without the lock; who holds the lock merges what is there.
-    ``num_state``: numbers of the module's other state that go beside each merge. ``parameters`` may be others after a
-    `replan`.
+    ``parameters`` may be others after a `replan`.
     """
 
     def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        plan: StagePlan,
-        channel: Channel,
-        *,
-        deadline: CurrentDeadline,
-        fill_in: FillIn,
-        merge: Merge,
-        num_state: int,
-        membership: Membership | None = None,
+        self, rank: RankParts, parameters: Sequence[nn.Parameter], *, fill_in: FillIn, merge: Merge, wings: Wings
     ) -> None:
-        stopwatch, device = Stopwatch(), parameters[0].device
-        self.training, self.merging = TrainingSide(stopwatch), MergeSide(stopwatch)
-        self.stopwatch, self.deadline = stopwatch, deadline
-        sides = self.training, self.merging
+        self._rank, self._wings = rank, wings
+        self.training, self.merging = rank.training, rank.merging
+        self.stopwatch, self.deadline = rank.stopwatch, rank.deadline
         self._parameters, self._fill_in = parameters, fill_in
-        self._channel, self._membership = channel, membership
+        self._channel, self._stand_in, self._rounds = rank.channel, rank.stand_in, rank.rounds
         self._lock = self.merging.lock
-        self._stand_in = StandIn(*sides, deadline, channel, device=device, heals=membership is not None)
-        self._rounds = Rounds(
-            parameters,
-            plan,
-            merge=merge,
-            all_or_nothing=deadline.late_handling.granularity == "step",
-            num_state=num_state,
-            world_size=channel.world_size,
-        )
-        self._rounds.merge_among(channel.formed, self._rounds.ranks, 0)
-        self._rank = RankParts(channel, *sides, deadline, self._stand_in, self._rounds, {}, membership)
-        self.member = Member(self._rank)
         self._wire_dtype = merge.dtype_on_wire
         self.num_bytes = bytes_on_wire(parameters, self._wire_dtype)  # of gradients in a step
-        if membership is not None:
-            self.member.links = PutOut(membership, num_bytes=self.num_bytes)
-        self._submission = Submission(self._rank, self.member, parameters, fill_in)
-        self.names = ScalarNames(channel)  # of what users log
-        self._merged_steps = MergedSteps(self._rank, self.member, self.names)
+        self._submission = Submission(rank, wings, parameters, fill_in)
+        self.names = ScalarNames(rank.channel)  # of what users log
+        self._merged_steps = MergedSteps(rank, wings, self.names)
         self.submit_hooks: Mapping[int, Callable[[int], object]] = {}  # the model's
         self.waiting: deque[Finished] = deque()
         self._pass_number = 0
+        device = parameters[0].device
         self._last_copy = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     # -- between two steps
@@ -110,12 +80,6 @@ class Coordinator:
     def is_planned(self) -> bool:
         """Whether the stages stay as they are, as on all members that are as far."""
         return self._stand_in.started
-
-    @property
-    def is_merging(self) -> bool:
-        """Whether gradients of this rank are on their way."""
-        with self.merging.lock:
-            return (current := self.merging.round) is not None and current.travels
 
     @property
     def plan(self) -> StagePlan:
@@ -366,8 +330,8 @@ class Coordinator:
         """
         posts = False
         with self._lock:
-            if self._membership is not None:
-                self.member.check_ended()
+            for phase in self._wings.leave:
+                phase()
             mine = (current := self._open_own_round()) is not None
             self.training.leave(merges=mine)
             if current is not None:
@@ -392,11 +356,9 @@ class Coordinator:
     def fail(self, error: BaseException) -> None:
         """The user's code raised in this step: post it, and let the peers finish the step, so that none waits."""
         what = f"rank {self._channel.rank} raised in step {self.training.step}, {self.stopwatch.phase}: {error!r}"
-        if self._membership is not None:  # its peers go on without it
-            self._membership.leave_with_an_error(what)
-            if not self._membership.is_member:
-                # now, or its next step would go on with this one before the other thread has seen it
-                self.member.put_out()
+        for phase in self._wings.failed:
+            phase(what)
+        if self._wings.go_on:  # its peers do, without it
             return
         with self._lock:
             self.training.fail()
@@ -414,9 +376,10 @@ class Coordinator:
         """Take the merged step, or raise what it says of a rank that failed."""
         merged = self._merged_steps.take()
         if (error := self._submission.error) is not None:
-            if self._membership is not None:
-                self._submission.error = None  # it may be let in again
-                self._membership.leave_with_an_error(f"{self._rank.where(merged.step)}: {error!r}")
+            if self._wings.go_on:
+                self._submission.error = None  # it may take part again
+            for phase in self._wings.failed:
+                phase(f"{self._rank.where(merged.step)}: {error!r}")
             raise error
         if failed := [rank for rank in merged.table.failed_ranks() if rank != self._channel.rank]:
             raise PeerFailed(self._channel.explain(f"{self._rank.where(merged.step)}: ranks {failed} failed"))
@@ -431,8 +394,8 @@ class Coordinator:
 
     @property
     def _takes_part(self) -> bool:
-        """Whether the training thread's step is not yet merged, and is one in which this rank is a member."""
-        return self.merging.step <= self.training.step >= self.member.absent_until
+        """Whether the training thread's step is not yet merged, and is one in which this rank takes part."""
+        return self.merging.step <= self.training.step >= self.merging.takes_part_from
 
     def _open_own_round(self) -> Round | None:
         """The same, begun if it is not yet; `None` where it was submitted, in the training thread's place or by it."""
@@ -447,7 +410,8 @@ class Coordinator:
             self._last_copy.wait()
         elif self._takes_part:  # those that are finished and wait for their group
             self._merge_waiting()
-        self.member.fall_behind_if_full()
+        for phase in self._wings.stands_in:
+            phase()
         current = self.merging.round or self._rounds.begin(self.training, self.merging)
         self._submission.finished(current)
         return current

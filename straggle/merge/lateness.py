@@ -45,8 +45,8 @@ class Situation:
     it has been in the same step, or between the same two. ``stopped``: it was asked to leave.
     ``submitted``: all of this rank's part of the merge is on its way. ``waited_since``: when a quorum was seen to wait;
     ``asked_at``: when none was, last. ``unposted``: its work is done, and the peers do not know. ``posted_stuck_s``:
-    for how long it is stuck, as they know. ``healing``: it waits for its state. ``put_back_at``: when it is stuck and
-    puts back what it has not begun.
+    for how long it is stuck, as they know. ``gives_nothing``: what it computes is not merged. ``put_back_at``: when it
+    is stuck and puts back what it has not begun.
     """
 
     lag: int = 0
@@ -63,7 +63,7 @@ class Situation:
     unposted: bool = False
     posted_stuck_s: int = 0
     paused: bool = False
-    healing: bool = False
+    gives_nothing: bool = False
     put_back_at: float = math.inf
     closing: bool = False
 
@@ -131,7 +131,7 @@ def decide(now: float, at: Situation, limits: Limits) -> Action:
         return End()
     if at.paused:
         return Sleep(math.inf)
-    if at.healing:  # it has nothing to give, and its peers need not wait for that
+    if at.gives_nothing:  # and its peers need not wait for that
         return Sleep(math.inf) if at.submitted else SubmitForStuck()
     due_at, stuck_s = post_at(limits.shortest_s, at.merged_at, any_late=at.any_late), _stuck_s(now, at)
     finished = at.unposted and now >= due_at

@@ -7,7 +7,8 @@ from functools import partial
 
 from torch import Tensor
 
-from straggle.merge.members.view_chain import MembersChanged
+from straggle.merge.channel import GroupsChanged
+from straggle.merge.completion import Completion
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.round import Round
 from straggle.merge.state.exchange import Exchange, Manifest, different_tensors, transfers
@@ -17,27 +18,26 @@ from straggle.merge.table import Table
 class OtherState:
     """Called by whichever thread completes a round, without the lock."""
 
-    def __init__(self, rank: RankParts) -> None:
-        self._rank = rank
+    def __init__(self, rank: RankParts, completion: Completion) -> None:
+        self._rank, self._completion = rank, completion
 
     def send(self, current: Round, epoch: int, give_up_s: float | None) -> None:
         """Exchange what is unlike by the telemetry of a merged round; nothing if it is alike.
 
-        In a step in which members changed nothing is sent, and what was sent when they did is lost: `sent_in` says so,
-        and the marks of the next step ask for it again.
+        If the groups change meanwhile, what was sent is lost: `sent_in` says so, and the marks of the next step ask for
+        it again.
         """
         if current.sent is not None or not self._is_asked(current):
             return
         rank = self._rank
         with rank.merging.lock:
-            groups = rank.rounds.groups
-            if groups is None or epoch != rank.channel.epoch or rank.rounds.tells_apart(current.step):
+            if (groups := self._completion.groups_for(current, epoch)) is None:
                 return
         what = f"{rank.where(current.step)}, what the modules hold beside gradients"
         wait = partial(rank.channel.wait, step=current.step, what=what, give_up_s=give_up_s, epoch=epoch)
         try:
             self._exchange(current, Exchange(groups.control, groups.ranks, rank.channel.rank, wait))
-        except MembersChanged:
+        except GroupsChanged:
             return
 
     def _exchange(self, current: Round, exchange: Exchange) -> None:

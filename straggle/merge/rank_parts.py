@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
 
 from straggle.backward.clocks import Stopwatch
+from straggle.backward.stages import StagePlan
 from straggle.merge.channel import Channel
 from straggle.merge.current_deadline import CurrentDeadline
-from straggle.merge.members.membership import Membership
+from straggle.merge.options import Merge
 from straggle.merge.rank_state import MergeSide, TrainingSide
 from straggle.merge.round import Round
 from straggle.merge.rounds import Rounds
@@ -18,8 +22,7 @@ from straggle.merge.stand_in import StandIn
 class RankParts:
     """The two sides of a rank, and what merges for it; ``merging.lock`` guards all of it.
 
-    ``ring``: by their number, the merged rounds that wait for the training thread. ``membership``: ``None`` where ranks
-    cannot leave.
+    ``ring``: by their number, the merged rounds that wait for the training thread.
     """
 
     channel: Channel
@@ -28,8 +31,33 @@ class RankParts:
     deadline: CurrentDeadline
     stand_in: StandIn
     rounds: Rounds
-    ring: dict[int, Round]
-    membership: Membership | None
+    ring: dict[int, Round] = field(default_factory=dict)
+
+    @staticmethod
+    def build(
+        parameters: Sequence[nn.Parameter],
+        plan: StagePlan,
+        channel: Channel,
+        deadline: CurrentDeadline,
+        merge: Merge,
+        *,
+        num_state: int,
+    ) -> RankParts:
+        """Those of a model with these parameters; ``num_state``: numbers of other state that go beside each merge."""
+        stopwatch = Stopwatch()
+        sides = TrainingSide(stopwatch), MergeSide(stopwatch)
+        stand_in = StandIn(*sides, deadline, channel, device=parameters[0].device)
+        all_or_nothing = deadline.late_handling.granularity == "step"
+        rounds = Rounds(
+            parameters,
+            plan,
+            merge=merge,
+            all_or_nothing=all_or_nothing,
+            num_state=num_state,
+            world_size=channel.world_size,
+        )
+        rounds.merge_among(channel.formed, rounds.ranks, 0)
+        return RankParts(channel, *sides, deadline, stand_in, rounds)
 
     @property
     def stopwatch(self) -> Stopwatch:
@@ -44,3 +72,8 @@ class RankParts:
     def where(self, step: int) -> str:
         """As errors begin."""
         return f"rank {self.channel.rank}, step {step}"
+
+    def check_ended(self) -> None:
+        """Raise what ended the job for this rank, if anything did."""
+        if self.stand_in.error is not None:
+            raise self.stand_in.error

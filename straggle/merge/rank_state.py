@@ -244,6 +244,7 @@ class MergeSide:
         self.step_merged = threading.Condition(self.lock)
         self.step = 0
         self.round: Round | None = None  # `None` until a thread has something for it
+        self.takes_part_from = 0  # the step from which on this rank takes part; `sys.maxsize`: it is not known
         self.merged_at = stopwatch.now()  # the step before
         self.any_late = False  # in the step before
         self.merge_s = 0.0  # of the step before, from the end of this rank's own work on

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from straggle.backward.stages import Stage, StagePlan
 from straggle.merge.buffers import Share, StageBuffers
 from straggle.merge.groups import Group, succeeded
-from straggle.merge.members.view import MergeProgress, Repair
 from straggle.merge.pools.draws import Drawn
 from straggle.merge.state.exchange import NOTHING_GIVEN
 from straggle.merge.step_record import StepRecord
 from straggle.merge.table import Table
 from straggle.merge.telemetry import Row
 from straggle.policies.fill_in import FillIn
-from straggle.report import CAUSES, Cause, Phase
+from straggle.report import Cause, Phase
 
 Finished = tuple[int, Tensor, float]  # a parameter, its gradient of one backward pass, and when it was finished
 
@@ -95,13 +94,12 @@ class Contribution:
 class RoundTerms:
     """Among whom a step is merged, and what a gradient counts in it.
 
-    ``group``: ``None`` while the members change; ``generation`` and ``ranks`` are the group's. ``all_or_nothing``: all
-    that the rank computes goes into the merge, or nothing does.
+    ``group``: ``None`` while there is none; ``generation``: how many there were before it. ``all_or_nothing``: all that
+    the rank computes goes into the merge, or nothing does.
     """
 
     group: Group | None
     generation: int = 0
-    ranks: tuple[int, ...] = ()
     all_or_nothing: bool = False
 
 
@@ -124,10 +122,8 @@ class Round:
         self._data_share = 1.0
         self.drawn: Drawn | None = None  # of the step's pool, where that has one
         self.stage_s = [math.nan] * len(layout.plan.stages)  # when each stage was complete
-        self.lost = frozenset[int]()  # buckets that a change of members took from it
         self.layout = layout
-        self._works: list[list[dist.Work]] = []  # of each bucket whose merge has begun
-        self._merged: set[int] = set()  # buckets that are known to be merged
+        self.launched: list[list[dist.Work]] = []  # of each bucket whose merge has begun
         self.abandoned = False  # the rank has given it up: it was put out, or goes on in another step
         self.row: Row | None = None  # its telemetry
         self.table: Table  # the rows of all ranks, if `is_read`
@@ -136,13 +132,11 @@ class Round:
         self.given = NOTHING_GIVEN  # of the module's other state
         self.sent: Mapping[str, Tensor] | None = None  # what ranks have sent each other of it
         self.differing: tuple[str, ...] = ()  # the names of tensors that were seen to differ between ranks
-        self.last_message: dist.Work | None = None  # where members change: over when all members have all of the step
-        self.complete = False  # some member had it complete, and gave this rank the telemetry of all
+        self.notes: object = None  # what the wing that completes rounds keeps with it
         self._last_shares: Mapping[int, Share] = {}  # of the buckets that were not launched when it was closed
-        self._group = terms.group
-        self.generation = terms.generation  # of the members that end it
-        self.has_more_than_told = False  # gradients of ranks that have left since, and so have no row in its telemetry
-        self.told = terms.ranks  # of which the telemetry is
+        self.group = terms.group
+        self.generation = terms.generation  # of the groups by which it is merged
+        self.rows_tell_all = True  # no gradients are in it of a rank that has no row
         self._all_or_nothing = terms.all_or_nothing
         self._usage = usage or Usage()
         self.num_in = [0] * len(layout.numel)  # for each parameter, the gradients that are in, one for each pass
@@ -345,98 +339,44 @@ class Round:
         if self._all_or_nothing:
             return
         ends = self.layout.bucket_ends
-        while len(self._works) < len(ends) - 1 and not any(self._missing[: ends[len(self._works)]]):
+        while len(self.launched) < len(ends) - 1 and not any(self._missing[: ends[len(self.launched)]]):
             if not self._launch_allreduce({}):
                 break
 
     def _launch_rest(self) -> None:
         """Launch what is left of a closed round."""
-        while len(self._works) < len(self.layout.buckets) and self._launch_allreduce(self._last_shares):
+        while len(self.launched) < len(self.layout.buckets) and self._launch_allreduce(self._last_shares):
             pass
 
     def _launch_allreduce(self, shares: Mapping[int, Share]) -> bool:
-        """Begin the merge of the next bucket; false where the members have no group at present."""
-        if self._group is None:
+        """Begin the merge of the next bucket; false if there is no group at present."""
+        if self.group is None:
             return False
-        self._works.append(self.buffers.all_reduce(len(self._works), shares, self._group, self.weight))
+        self.launched.append(self.buffers.all_reduce(len(self.launched), shares, self.group, self.weight))
         return True
 
-    # -- its collectives, and changes of members
-
-    def lost_in(self, row: Row) -> Row:
-        """The row, without what a change of members took."""
-        if not self.lost:
-            return row
-        names = {stage.name for bucket in self.lost for stage in self.layout.buckets[bucket]}
-        kept = [stage.name not in names for stage in self.layout.plan.stages]
-        cause = row.cause if row.cause >= 0 else CAUSES.index("members")
-        computed, estimated, weights = (
-            tuple(share * own for share, own in zip(shares, kept, strict=True))
-            for shares in (row.computed, row.estimated, row.weights or row.computed)
-        )
-        return row._replace(computed=computed, estimated=estimated, weights=weights, cause=cause)
+    # -- its collectives
 
     @property
     def works(self) -> list[tuple[dist.Work, str]]:
         """What was launched and is to be waited for, each with the names of its stages."""
         names = self.layout.bucket_names
-        return [(work, name) for works, name in zip(self._works, names, strict=False) for work in works]
-
-    @property
-    def travels(self) -> bool:
-        """Whether anything that was launched is not over."""
-        last = [] if self.last_message is None else [self.last_message]
-        return not all(work.is_completed() for work in (*chain.from_iterable(self._works), *last))
+        return [(work, name) for works, name in zip(self.launched, names, strict=False) for work in works]
 
     def merged_early(self) -> list[int]:
         """The first buckets whose merges are over while those of others are not; none where all are over."""
         over = 0
-        while over < len(self._works) and all(map(succeeded, self._works[over])):
+        while over < len(self.launched) and all(map(succeeded, self.launched[over])):
             over += 1
-        return list(range(over)) if over < len(self._works) else []
-
-    def freeze(self) -> MergeProgress:
-        """Launch nothing from here on: the members change. How far this rank has come."""
-        self._group = None
-        self._merged |= {b for b, works in enumerate(self._works) if works and all(map(succeeded, works))}
-        complete = self.complete or (self.last_message is not None and succeeded(self.last_message))
-        return MergeProgress(self.step, len(self._works), frozenset(self._merged), complete)
+        return list(range(over)) if over < len(self.launched) else []
 
     def merged_weights(self) -> tuple[float, ...]:
         """For each stage, the weight of all that was merged."""
         return tuple(chain.from_iterable(map(self.buffers.weights_in, range(len(self.layout.buckets)))))
 
-    def regroup(
-        self,
-        group: Group,
-        repair: Repair,
-        place_of: Mapping[int, int],
-        renew: Callable[[], StageBuffers],
-        *,
-        new: bool,
-        generation: int,
-    ) -> None:
-        """Go on among the members of ``group``; ``place_of`` each rank in it, ``new``: this rank has just joined.
-
-        What was on its way and no member has is lost: its gradients count nothing. The old merges may still write into
-        the buffers that they were launched with, also where they only give once more what is there, so ``renew()``
-        gives others.
-        """
-        num_launched = repair.num_launched if new else len(self._works)
-        lost = frozenset(b for b in range(num_launched) if b not in self._merged)
-        if lost or not all(work.is_completed() for works in self._works for work in works):
-            old, self.buffers = self.buffers, renew()
-            self.buffers.take_over(old, lost)
-        self.lost |= lost - repair.given.keys()
-        self.last_message = None
-        self._group, self._works = group, [[] for _ in range(num_launched)]
-        self.generation = generation
-        self.has_more_than_told = bool(repair.given or repair.kept)
-        for bucket in range(num_launched):
-            if (giver := repair.given.get(bucket)) is not None:
-                self._works[bucket] = self.buffers.broadcast(bucket, group, place_of[giver])
-            elif bucket not in repair.kept:
-                self._works[bucket] = self.buffers.resend(bucket, group)
+    def go_on_in(self, group: Group, launched: list[list[dist.Work]], generation: int) -> None:
+        """Go on in another group, in which these messages of the first buckets are on their way or over."""
+        self.group, self.launched, self.generation = group, launched, generation
         if self.closed:
             self._launch_rest()
         else:

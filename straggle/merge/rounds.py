@@ -34,7 +34,7 @@ class Rounds:
         num_state: int,
         world_size: int,
     ) -> None:
-        self.groups: Groups | None = None  # `None` while members change
+        self.groups: Groups | None = None  # `None`: there are none at present
         self.ranks = tuple(range(world_size))  # of these groups
         self.generation = 0
         self._parameters = parameters
@@ -42,7 +42,6 @@ class Rounds:
         self._all_or_nothing = all_or_nothing
         self._num_state = num_state
         self._world_size = world_size
-        self._repaired = -1  # the step in which the members changed last
         self._are_slow = False  # links that were quick when the groups were formed
         keep_freed_memory()
         self.begin_anew()
@@ -65,16 +64,9 @@ class Rounds:
         """Between two steps: forget in which passes parameters had gradients, and how far this rank came."""
         self._usage = Usage()
 
-    def merge_among(self, groups: Groups | None, ranks: tuple[int, ...], generation: int, step: int = -1) -> None:
-        """From here on rounds are merged among these; the members have changed in ``step``, alike for all of them."""
-        self.groups, self.ranks, self.generation, self._repaired = groups, ranks, generation, step
-
-    def tells_apart(self, step: int) -> bool:
-        """Whether the telemetry of ``step`` goes in a message of its own, after all of its gradients.
-
-        In a step in which the members changed it has to say what was lost, and is of those that are left.
-        """
-        return step == self._repaired
+    def merge_among(self, groups: Groups | None, ranks: tuple[int, ...], generation: int) -> None:
+        """From here on rounds are merged among these ranks, by these groups, which are not the first ones."""
+        self.groups, self.ranks, self.generation = groups, ranks, generation
 
     def merge_among_none(self) -> None:
         """Nothing is launched until `merge_among`."""
@@ -103,7 +95,7 @@ class Rounds:
 
     @property
     def everyone(self) -> Group | None:
-        """The group that merges the gradients of all ranks in the next step; `None` while members change."""
+        """The group that merges the gradients of all ranks in the next step; `None`: there is none at present."""
         if self.groups is None:
             return None
         return self.groups.wide if self._are_slow and self.groups.wide is not None else self.groups.gradients
@@ -120,12 +112,7 @@ class Rounds:
             self._are_slow = any(way.link.latency_s > _SLOW_S for way in table.ways())
 
     def _terms(self) -> RoundTerms:
-        return RoundTerms(
-            self.everyone,
-            self.generation,
-            self.ranks,
-            all_or_nothing=self._all_or_nothing,
-        )
+        return RoundTerms(self.everyone, self.generation, all_or_nothing=self._all_or_nothing)
 
     # -- the buffers
 

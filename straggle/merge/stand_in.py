@@ -39,7 +39,7 @@ _SOON_S = 0.005  # peers may learn so much later that a rank has finished
 class StandIn:
     """The thread, from `start` to `close`. All but these two is to be called with the lock of ``merging`` held.
 
-    ``device``: where the gradients are. ``heals``: a rank that is far behind takes a state, so that no peer waits.
+    ``device``: where the gradients are.
     """
 
     def __init__(
@@ -50,7 +50,6 @@ class StandIn:
         channel: Channel,
         *,
         device: torch.device,
-        heals: bool = False,
     ) -> None:
         self._training, self._merging = training, merging
         self._deadline = deadline
@@ -58,13 +57,13 @@ class StandIn:
         self._stopwatch = training.stopwatch
         self._lock = merging.lock
         self._device = device
-        self._heals = heals
+        self.waits_for_room = True  # after `max_lag` merged steps the peers wait for this rank
         self._wakes = threading.Condition(merging.lock)
         self._thread: threading.Thread | None = None
         self._closing = False
         self._paused = False
-        self._out = False  # this rank is no member
-        self.healing = False  # the training thread waits for its state, and gives nothing; with the lock held
+        self._rests = False
+        self.gives_nothing = False  # every step is submitted at once, empty; with the lock held
         self._waited_since = math.inf  # when a quorum was seen to wait
         self._asked_at = -math.inf  # when none was, last
         self._looks_at = math.inf  # when the thread decides next, unless it is woken; in the past: it is at work
@@ -107,9 +106,9 @@ class StandIn:
         self._paused = False
         self._wakes.notify()
 
-    def put_out(self) -> None:
-        """This rank is no member: begin nothing, whatever its training thread does, until it is let in (`heal`)."""
-        self._out = True
+    def rest(self) -> None:
+        """Begin nothing, whatever the training thread does, until `give_nothing`."""
+        self._rests = True
 
     def entered(self, now: float) -> None:
         """The training thread has entered its step."""
@@ -141,10 +140,10 @@ class StandIn:
             self._wakes.notify()
         return False
 
-    def heal(self, healing: bool) -> None:
-        """Submit nothing for every step, at once, until the training thread has its state; or no longer."""
-        self.healing, self._paused = healing, False
-        self._out = self._out and not healing
+    def give_nothing(self, gives_nothing: bool) -> None:
+        """Submit every step at once, without anything of the training thread's; or no longer."""
+        self.gives_nothing, self._paused = gives_nothing, False
+        self._rests = self._rests and not gives_nothing
         self._wakes.notify()
 
     def end(self, error: BaseException) -> None:
@@ -246,7 +245,7 @@ class StandIn:
             by_number * deadline.late_after_s,
             deadline.after_quorum_of(by_number),
             grace_s=deadline.late_handling.grace_s,
-            max_lag=sys.maxsize if self._heals and max_lag else max_lag,
+            max_lag=max_lag if self.waits_for_room or not max_lag else sys.maxsize,
             pool_s=self._pool_s,
         )
 
@@ -266,8 +265,8 @@ class StandIn:
             asked_at=self._asked_at,
             unposted=self._unposted,
             posted_stuck_s=self._posted_stuck_s,
-            paused=self._paused or self._out,
-            healing=self.healing,
+            paused=self._paused or self._rests,
+            gives_nothing=self.gives_nothing,
             put_back_at=training.put_back_at if training.is_in(merging.step) else math.inf,
             closing=self._closing,
         )

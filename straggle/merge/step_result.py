@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from straggle.merge.members.member import Member
 from straggle.merge.names import ScalarNames
 from straggle.merge.other_state import OtherState
 from straggle.merge.rank_parts import RankParts
@@ -12,21 +11,21 @@ from straggle.merge.round import Round
 from straggle.merge.step_record import StepRecord
 from straggle.merge.table import Table
 from straggle.merge.telemetry import absent_row
+from straggle.wing import Wings
 
 
 class StepResult:
     """The first phases of `when_merged`; called with the coordinator's lock held."""
 
-    def __init__(self, rank: RankParts, names: ScalarNames, member: Member, others: OtherState) -> None:
-        self._rank, self._names, self._member, self._others = rank, names, member, others
+    def __init__(self, rank: RankParts, names: ScalarNames, wings: Wings, others: OtherState) -> None:
+        self._rank, self._names, self._wings, self._others = rank, names, wings, others
         self._ended_s = math.inf, math.nan  # the deadline that the step had, and one that is not enforced
         self._error: Exception | None = None  # the policy's
 
     def read(self, current: Round) -> None:
         """Read the rows of all ranks."""
-        if current.last_message is not None or current.complete:
-            self._member.telemetry_merged(current)
-            current.is_read = False  # ranks that are no members have other rows now
+        for phase in self._wings.rows_merged:
+            phase(current)
         if not current.is_read:
             current.read_rows()
 
@@ -65,7 +64,7 @@ class StepResult:
         num_stages = len(current.layout.plan.stages)
         current.buffers.rows[:] = absent_row(num_stages)
         current.stood_in, current.sent = True, {}
-        current.generation = max(1, current.generation)  # its members are others than at first
+        current.generation = max(1, current.generation)  # the ranks that merge are others than at first
         current.table = Table(current.buffers.rows.clone(), num_stages)
         self._ended_s = rank.deadline.seconds, rank.deadline.shadow_s
         since_s = now - rank.training.applied_at
@@ -84,7 +83,7 @@ class StepResult:
             shadow_s=shadow_s,
             rules=deadline.rules,
             usual_cost=deadline.usual_cost,
-            merged_weights=current.merged_weights() if current.has_more_than_told else (),
+            merged_weights=() if current.rows_tell_all else current.merged_weights(),
             differing=current.differing,
             dealt=deadline.dealt,
             merged_at=now,

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from straggle.merge.members.member import Member
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.round import Contribution, Round
 from straggle.merge.row import row_of
 from straggle.merge.state.exchange import NOTHING_GIVEN, Given
 from straggle.policies.fill_in import FillIn
+from straggle.wing import Wings
 
 
 class Submission:
@@ -20,8 +20,8 @@ class Submission:
     ``error``: the estimator's, while a step was submitted.
     """
 
-    def __init__(self, rank: RankParts, member: Member, parameters: Sequence[nn.Parameter], fill_in: FillIn) -> None:
-        self._rank, self._member = rank, member
+    def __init__(self, rank: RankParts, wings: Wings, parameters: Sequence[nn.Parameter], fill_in: FillIn) -> None:
+        self._rank, self._wings = rank, wings
         self._parameters, self._fill_in = parameters, fill_in
         self.error: Exception | None = None
 
@@ -53,9 +53,9 @@ class Submission:
             return own
 
     def _estimator_failed(self, current: Round, error: Exception) -> None:
-        """The peers learn of it, and the rank ends with this step."""
+        """Report the estimator's error to all ranks; this rank raises it when the step ends."""
         self.error = error
-        if self._rank.membership is None:
+        if not self._wings.go_on:
             self._rank.training.fail()
             self._rank.channel.post_failure(f"{self._rank.where(current.step)}: {error!r}")
 
@@ -93,8 +93,8 @@ class Submission:
         weights = current.weights(own)
         without_store = not channel.store.reachable
         row = row_of(training, merging, current, own, weights, scalars, state=given.mark, without_store=without_store)
-        if self._member.admits(current):
-            row = row._replace(admits=True)
+        for phase in self._wings.submit:
+            row = phase(current, row)
         current.buffers.write_state(given.message)
         current.buffers.write_telemetry(channel.rank, row.numbers())
         current.row, current.given = row, given

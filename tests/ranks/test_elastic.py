@@ -49,10 +49,13 @@ from straggle.merge.members.agents import over
 from straggle.merge.members.elastic import ElasticChannel
 from straggle.merge.members.pace import Pace
 from straggle.merge.members.view import Leaving, Repair
+from straggle.merge.members.wing import Members
+from straggle.merge.rank_parts import RankParts
 from straggle.merge.rank_state import Entry
 from straggle.merge.telemetry import Row
 from straggle.policies.fill_in import FillIn
 from straggle.report import PHASES
+from straggle.wing import Wings
 
 BALLAST = 2**24  # elements of a state that takes a while to send
 
@@ -629,19 +632,10 @@ def test_rank_whose_loop_goes_on_after_its_own_error_is_healed():
 
 def finish_steps_while_others_ask(rank):
     """What is held for newcomers after a step that this rank has merged itself, and after one that it was given."""
-    model, late_handling = mlp(), LateHandling()
+    model = mlp()
     channel = ElasticChannel(Elastic(), give_up_s=60.0)
     membership, view = channel.membership, channel.membership.view
-    coordinator = Coordinator(
-        list(model.parameters()),
-        plan_stages(model),
-        channel,
-        deadline=CurrentDeadline(WaitForAll(), late_handling, world_size=1),
-        fill_in=FillIn(Abstain()),
-        merge=Merge(),
-        num_state=0,
-        membership=membership,
-    )
+    coordinator, member = coordinator_of(channel, list(model.parameters()), plan_stages(model), WaitForAll())
 
     def begin_step():
         coordinator.enter(Entry())
@@ -651,14 +645,14 @@ def finish_steps_while_others_ask(rank):
     coordinator.start()
     try:
         begin_step()
-        membership.joins.wanted, coordinator.member.has_room = {rank: "another incarnation"}, lambda: True
+        membership.joins.wanted, member.has_room = {rank: "another incarnation"}, lambda: True
         coordinator.finish(truncated=False, scalars={})
         held.append(membership.chain.held)
-        membership.chain.held, admits = None, coordinator.member.telemetry_of(0)
-        coordinator.member.regroup(channel.groups, view, Repair(1), torch.empty(0))
+        membership.chain.held, admits = None, member.telemetry_of(0)
+        member.regroup(channel.groups, view, Repair(1), torch.empty(0))
         begin_step()
-        coordinator.member.freeze()
-        coordinator.member.regroup(channel.groups, view, Repair(2, completed=1, giver=0), admits)
+        member.freeze()
+        member.regroup(channel.groups, view, Repair(2, completed=1, giver=0), admits)
         coordinator.finish(truncated=False, scalars={})
         held.append(membership.chain.held)
     finally:
@@ -669,6 +663,15 @@ def finish_steps_while_others_ask(rank):
 def test_step_that_another_member_gave_holds_nobody_for_newcomers():
     # who was to come in after it has, or has not: a rank that waited for that would wait for ever
     assert run_ranks(finish_steps_while_others_ask, 1) == [[(1, True), None]]
+
+
+def coordinator_of(channel, parameters, plan, policy):
+    """The coordinator of a member of a job of one rank or two, and that member."""
+    deadline = CurrentDeadline(policy, LateHandling(), world_size=channel.world_size)
+    rank = RankParts.build(parameters, plan, channel, deadline, Merge(), num_state=0)
+    members = Members(rank, channel)
+    coordinator = Coordinator(rank, parameters, fill_in=FillIn(Abstain()), merge=Merge(), wings=Wings(members))
+    return coordinator, members.member
 
 
 def give_ones(coordinator, parameters):
@@ -682,20 +685,13 @@ def begun_while_it_is_out(rank, catches_up):
 
     Whether it had to, and what is begun in its place while it is out and its peers take longer than the deadline.
     """
-    model, late_handling = mlp(), LateHandling()
+    model = mlp()
     channel = ElasticChannel(Elastic(min_ranks=1), give_up_s=60.0)
     view = channel.membership.view
-    coordinator = Coordinator(
-        list(model.parameters()),
-        plan_stages(model),
-        channel,
-        deadline=CurrentDeadline(FixedDeadline(0.001, warmup_steps=0), late_handling, world_size=1),
-        fill_in=FillIn(Abstain()),
-        merge=Merge(),
-        num_state=0,
-        membership=channel.membership,
+    coordinator, member = coordinator_of(
+        channel, list(model.parameters()), plan_stages(model), FixedDeadline(0.001, warmup_steps=0)
     )
-    member, merging, history = coordinator.member, coordinator.merging, coordinator.history
+    merging, history = coordinator.merging, coordinator.history
     coordinator.start()
     try:
         member.put_out()
@@ -728,7 +724,7 @@ def test_nothing_is_begun_in_the_place_of_a_rank_that_is_out(catches_up):
 
 def take_telemetry_of_who_has_left(rank):
     """Rank 1 leaves when all has come of a step, its telemetry too, to a peer: who is absent in it for rank 0."""
-    model, late_handling = mlp(), LateHandling()
+    model = mlp()
     parameters, plan = list(model.parameters()), plan_stages(model)
     channel = ElasticChannel(Elastic(), give_up_s=60.0)
     view = channel.membership.view
@@ -738,16 +734,7 @@ def take_telemetry_of_who_has_left(rank):
             for work in buffers.all_reduce(bucket, {}, channel.groups.gradients):
                 work.wait()
         return None
-    coordinator = Coordinator(
-        parameters,
-        plan,
-        channel,
-        deadline=CurrentDeadline(WaitForAll(), late_handling, world_size=2),
-        fill_in=FillIn(Abstain()),
-        merge=Merge(),
-        num_state=0,
-        membership=channel.membership,
-    )
+    coordinator, member = coordinator_of(channel, parameters, plan, WaitForAll())
     coordinator.enter(Entry())
     give_ones(coordinator, parameters)
     found = []
@@ -757,11 +744,11 @@ def take_telemetry_of_who_has_left(rank):
         (current := coordinator.merging.round) is None or not current.works or not current.works[-1][0].is_completed()
     ):
         time.sleep(0.001)
-    coordinator.member.freeze()
+    member.freeze()
     ones, zeros = (1.0,) * len(plan.stages), (0.0,) * len(plan.stages)
     row = Row(dict.fromkeys(PHASES, 0.0), 0.0, 0.0, computed=ones, estimated=zeros, stage_s=zeros).encode()
     of_both = torch.cat([row, row])
-    coordinator.member.regroup(
+    member.regroup(
         channel.groups, view.without({1: Leaving("ended", "gone")}), Repair(1, completed=0, giver=0), of_both
     )
     thread.join()

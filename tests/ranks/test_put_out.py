@@ -73,13 +73,13 @@ def train(rank, board: Board, impaired: Impaired, found_by=None):
     """
     changes, reports = [], []
     with staged(mlp(), members=Elastic(suspect_s=1.0)) as model:
-        impaired.measured(model._coordinator.member.links)
+        impaired.measured(model._members.member.links)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         model.register_state(optimizer=optimizer)
         model.register_members_hook(changes.append)
         for step in range(NUM_STEPS):
             if step == SLOW_FROM and rank == found_by:
-                threading.Timer(0.2, model._coordinator.member.judge_long_merge, [impaired.links()]).start()
+                threading.Timer(0.2, model._members.member.judge_long_merge, [impaired.links()]).start()
             with model.step():
                 while found_by is not None and rank == impaired.rank and step == SLOW_FROM >= board.made(found_by):
                     time.sleep(0.01)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from straggle.merge.channel import Channel
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.links.pings import Merged, Pings
+from straggle.merge.members.member import Member
 from straggle.merge.round import Round
 from straggle.merge.step_record import StepRecord
 from straggle.merge.table import Table
+from straggle.policies.rank_links import RankLink
 
 
 class JobPings:
     """Measures this rank's ways to its peers while it trains. ``num_bytes`` were sent for it."""
 
-    def __init__(self, channel: Channel, coordinator: Coordinator) -> None:
+    def __init__(self, channel: Channel, coordinator: Coordinator, member: Member | None) -> None:
         training = coordinator.training
         self._pings = Pings(
             channel.rank,
@@ -25,9 +27,9 @@ class JobPings:
             merged_bytes=coordinator.num_bytes,
             sink=partial(setattr, training, "measured"),
             on_its_way=coordinator.merging.on_its_way,
-            on_long=coordinator.member.judge_long_merge,
+            on_long=_nothing if member is None else member.judge_long_merge,
         )
-        self._member = coordinator.member
+        self._member, self._merging = member, coordinator.merging
         self.begin, self.close = self._pings.begin, self._pings.close
 
     @property
@@ -41,7 +43,7 @@ class JobPings:
         self._pings.merged(record.step, partial(self._merged, record))
 
     def _merged(self, record: StepRecord) -> Merged:
-        links, returns = self._member.links, self._member.absent_until
+        links, returns = None if self._member is None else self._member.links, self._merging.takes_part_from
         return merged_step(
             record.step, record.seconds, record.table, frozenset() if links is None else links.out, absent_until=returns
         )
@@ -59,3 +61,7 @@ def merged_step(step: int, seconds: float, table: Table, out: Collection[int], *
     if step < absent_until:
         members = put_out = ()
     return Merged(step, seconds, table.network_s(seconds), members, table.ways(), put_out)
+
+
+def _nothing(_links: Sequence[RankLink]) -> None:
+    """No member can be put out."""

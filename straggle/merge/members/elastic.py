@@ -18,12 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from straggle.merge.channel import Channel, LongWait, PeerFailed
+from straggle.merge.channel import Channel, GroupsChanged, LongWait, PeerFailed
 from straggle.merge.groups import GlooGroup, Groups, is_of_peer, is_over, let_go
 from straggle.merge.members.agents import DONE, Exited, exited
 from straggle.merge.members.membership import JobDone, Membership
 from straggle.merge.members.view import Elastic, View
-from straggle.merge.members.view_chain import MembersChanged
 from straggle.merge.store import check_answers, connect_all, default_store
 
 _SLICE_S = 0.02
@@ -178,7 +177,7 @@ class ElasticChannel(Channel):
         return not view.has_begun and self.membership.chain.annulled == view.job
 
     def exchange(self, tensor: Tensor, view: View) -> list[Tensor]:
-        """Every member's ``tensor``. Raises `MembersChanged` where there is a newer view before that."""
+        """Every member's ``tensor``. Raises `GroupsChanged` where there is a newer view before that."""
         tensors = [torch.empty_like(tensor) for _ in view.ranks]
         self.wait_in(view, self.groups.control.all_gather(tensors, tensor))
         return tensors
@@ -196,6 +195,9 @@ class ElasticChannel(Channel):
         words = self._poll(lambda: None if None in (words := said()).values() else words, "the comparison of states")
         values = {rank: json.loads(word) for rank, word in words.items() if word is not None}
         return [values.get(rank, values[min(values)]) for rank in range(self.world_size)]
+
+    def end_pause(self) -> None:
+        """Each member goes on by itself, and is waited for in its next step."""
 
     def of_rank0(self, numbers: Tensor) -> Tensor:
         """What the stages are planned from: the lowest member's ``numbers``, for who comes later too."""
@@ -246,10 +248,10 @@ class ElasticChannel(Channel):
                 if not self.membership.chain.wait_newer(view.generation, self.give_up_s):
                     raise PeerFailed(f"rank {self.rank}: {error}") from error
             if self.membership.view.generation > view.generation:
-                raise MembersChanged
+                raise GroupsChanged
 
     def wait(self, work: dist.Work, step: int, what: str, give_up_s: float | None = None, epoch: int = 0) -> None:
-        """Wait for a collective; raises `MembersChanged` when the members do, `PeerFailed` after ``give_up_s``."""
+        """Wait for a collective; raises `GroupsChanged` when the members do, `PeerFailed` after ``give_up_s``."""
         until = time.monotonic() + (give_up_s or self.give_up_s)
         broke, long_wait = False, LongWait(self, step, what)
         while self.epoch == epoch:
@@ -272,7 +274,7 @@ class ElasticChannel(Channel):
             if time.monotonic() > until:
                 raise PeerFailed(self.explain(what))
             long_wait.look()
-        raise MembersChanged
+        raise GroupsChanged
 
     def close(self) -> None:
         """Leave the job: at the end of its loop when the others have come as far, and with the error that ends it."""

@@ -22,11 +22,13 @@ from straggle.merge.channel import PeerFailed
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.groups import gloo_group
 from straggle.merge.members.elastic import ElasticChannel
+from straggle.merge.members.member import Member
+from straggle.merge.members.moved_round import travels
 from straggle.merge.members.pace import Pace
 from straggle.merge.members.regrouping import Regrouping
 from straggle.merge.members.state_wire import Encoded, encode, receive, send
 from straggle.merge.members.view import TOO_FAR_BEHIND, Leaving, View
-from straggle.merge.round import Round
+from straggle.merge.rank_parts import RankParts
 from straggle.merge.state.module_state import ModuleState
 from straggle.policies.history import History
 from straggle.report import HealingReport
@@ -46,13 +48,15 @@ class Healing:
     def __init__(
         self,
         channel: ElasticChannel,
+        rank: RankParts,
         coordinator: Coordinator,
+        member: Member,
         regrouping: Regrouping,
         module: nn.Module,
         state: ModuleState,
     ) -> None:
         self._channel, self._membership = channel, channel.membership
-        self._coordinator = coordinator
+        self._rank, self._coordinator, self._member = rank, coordinator, member
         self._regrouping = regrouping
         self._module, self._module_state = module, state
         self._registered: Mapping[str, Any] = {}
@@ -61,8 +65,8 @@ class Healing:
         self._given_bytes = 0  # the last time
         self.report = HealingReport()
         regrouping.on_joined, regrouping.leaves = self.let_in, self.leave_if_lost
-        coordinator.member.has_room = self._has_room
-        regrouping.is_back = lambda: coordinator.member.is_back and coordinator.is_planned
+        member.has_room = self._has_room
+        regrouping.is_back = lambda: member.is_back and coordinator.is_planned
 
     def register(self, objects: Mapping[str, Any]) -> None:
         """What has a ``state_dict`` and is to be given with the model."""
@@ -73,35 +77,35 @@ class Healing:
 
     def before_step(self) -> None:
         """Between two steps: give this rank's state to a newcomer, or wait for that of another."""
-        coordinator, step = self._coordinator, self._coordinator.training.step
+        step = self._rank.training.step
         self._regrouping.ask_anew()
-        if coordinator.member.gives_state:
+        if self._member.gives_state:
             self._give(step)
         else:
             self._make_room()
-        while coordinator.member.absent_until > step or self._arrival is not None:
-            coordinator.member.check_ended()
-            coordinator.member.is_back = True
-            arrival, begins = self._arrival, coordinator.member.absent_until
+        while self._rank.merging.takes_part_from > step or self._arrival is not None:
+            self._rank.check_ended()
+            self._member.is_back = True
+            arrival, begins = self._arrival, self._rank.merging.takes_part_from
             if step < begins and (begins < sys.maxsize or step < self._membership.watch.furthest_step):
                 break  # its peers have made this step without it
-            coordinator.member.awaits_state = True
+            self._member.awaits_state = True
             if begins == step and arrival is not None and arrival.state is not None:
                 self._take(arrival.view, arrival.state, loaders_too=False)
             else:
                 time.sleep(0.005)
-        coordinator.member.awaits_state = False
+        self._member.awaits_state = False
 
-    def after_step(self, _current: Round) -> None:
+    def after_step(self) -> None:
         """After a step that was made without this rank: wait until it is known that its loop goes on.
 
         A loop that ended with this step would end with an older model than the others'. Raises `JobDone` where theirs
         have ended.
         """
-        member, following = self._coordinator.member, self._coordinator.training.step
+        member, following = self._member, self._coordinator.training.step
         say_at = time.monotonic() + _SAY_S
-        while member.absent_until >= following and not self._is_made(following):
-            member.check_ended()
+        while self._rank.merging.takes_part_from >= following and not self._is_made(following):
+            self._rank.check_ended()
             member.is_back = member.awaits_state = True
             if time.monotonic() > say_at:
                 say_at = math.inf
@@ -117,17 +121,17 @@ class Healing:
 
     def _is_made(self, step: int) -> bool:
         """Whether the members have made or begun this step, as far as this rank, which is out, knows."""
-        if (begins := self._coordinator.member.absent_until) < sys.maxsize:
+        if (begins := self._rank.merging.takes_part_from) < sys.maxsize:
             return step < begins or ((arrival := self._arrival) is not None and arrival.state is not None)
         return step < self._membership.watch.furthest_step
 
     def take_first(self) -> None:
         """Of a rank that comes to a running job, before its first step: wait for the state, and go on from there."""
         until = time.monotonic() + self._channel.give_up_s
-        self._coordinator.member.awaits_state = True
+        self._member.awaits_state = True
         while (arrival := self._arrival) is None or arrival.state is None or not self._takes_part_from(arrival.view):
-            self._coordinator.member.check_ended()
-            self._coordinator.member.is_back = True  # also after it was put out because its state did not come
+            self._rank.check_ended()
+            self._member.is_back = True  # also after it was put out because its state did not come
             if time.monotonic() > until:
                 raise PeerFailed(
                     f"rank {self._channel.rank} has asked to be let in, and the members (ranks "
@@ -136,11 +140,11 @@ class Healing:
                 )
             time.sleep(0.005)
         self._take(arrival.view, arrival.state, loaders_too=True)
-        self._coordinator.member.awaits_state = False
+        self._member.awaits_state = False
 
     def _takes_part_from(self, view: View) -> bool:
         """Whether the coordinator has come to this view; the state may arrive before that."""
-        return self._coordinator.member.absent_until == view.step
+        return self._rank.merging.takes_part_from == view.step
 
     def let_in(self, view: View) -> None:
         """This rank is a member again, from ``view.step`` on; called by the thread that leads it from view to view."""
@@ -152,8 +156,8 @@ class Healing:
         As long as the others may not go on without it, one that fell behind stays a member which gives nothing; it then
         leaves for a moment when it is back.
         """
-        if self._coordinator.member.fell_behind:
-            at_once = self._coordinator.member.is_back or self._coordinator.member.owes_state
+        if self._member.fell_behind:
+            at_once = self._member.is_back or self._member.owes_state
             why = Leaving("returns", f"returns: {TOO_FAR_BEHIND}") if at_once else Leaving("restarted", TOO_FAR_BEHIND)
             self._membership.leave(why, for_good=False, if_spared=not at_once)
         elif lost := self._lost_state():
@@ -229,7 +233,11 @@ class Healing:
         """Of a state as of ``step``: the newcomer keeps what is merged meanwhile, of which it is to be the larger."""
         coordinator = self._coordinator
         most = max(coordinator.deadline.late_handling.max_lag, len(encoded.data) // max(1, coordinator.num_bytes))
-        return Pace(lambda: coordinator.is_merging, lambda: self._membership.step >= step + most)
+        return Pace(self._is_merging, lambda: self._membership.step >= step + most)
+
+    def _is_merging(self) -> bool:
+        with self._rank.merging.lock:
+            return (current := self._rank.merging.round) is not None and travels(current)
 
     def _take(self, view: View, state: Mapping[str, Any], *, loaders_too: bool) -> None:
         """Go on from a state; ``loaders_too``: what the loop iterates over begins there as well."""
@@ -243,7 +251,7 @@ class Healing:
             value = self._registered.get(name)
             if value is not None and (loaders_too or not hasattr(value, "__iter__")):
                 value.load_state_dict(own)
-        self._coordinator.member.healed(view.step, History.from_tensors(state["history"]), state["deadline_s"])
+        self._member.healed(view.step, History.from_tensors(state["history"]), state["deadline_s"])
         _log.warning("rank %d takes part again from step %d on", self._channel.rank, view.step)
 
 

@@ -1,7 +1,4 @@
-"""This rank as a member of a job whose members change: since when it is one, and what it lacks when it is back.
-
-Where ranks cannot leave, it is a member from step 0 on, and nothing here happens.
-"""
+"""This rank as a member of a job whose members change: since when it is one, and what it lacks when it is back."""
 
 from __future__ import annotations
 
@@ -14,6 +11,8 @@ from torch import Tensor
 
 from straggle.merge.groups import Groups
 from straggle.merge.links.put_out import PutOut
+from straggle.merge.members.membership import Membership
+from straggle.merge.members.moved_round import Notes, freeze, go_on, notes_of
 from straggle.merge.members.view import MergeProgress, Repair, View
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.round import Round
@@ -36,12 +35,12 @@ class Member:
     ``awaits_state`` are written by the training thread alone.
     """
 
-    def __init__(self, rank: RankParts) -> None:
+    def __init__(self, rank: RankParts, membership: Membership) -> None:
         self._rank = rank
         self._lock = rank.merging.lock
-        self._membership = rank.membership
+        self._membership = membership
         self.links: PutOut | None = None  # who is put out because of its link; `None`: no rank
-        self.absent_until = 0  # the step from which on this rank takes part; `sys.maxsize`: it is not known
+        self.changed_in = -1  # the step in which the members changed last, alike for all of them
         self.fell_behind = False  # a member that needs a state, because more steps were merged than may wait for it
         self.is_back = False  # the training thread has been between two steps since
         self.awaits_state = False  # it does nothing else
@@ -56,7 +55,11 @@ class Member:
     @property
     def is_out(self) -> bool:
         """Whether it is no member, or waits for the view that lets it in."""
-        return self.absent_until == sys.maxsize and not self.fell_behind
+        return self._rank.merging.takes_part_from == sys.maxsize and not self.fell_behind
+
+    def notes_of(self, current: Round) -> Notes:
+        """What is kept with a round."""
+        return notes_of(current, self._rank.rounds.ranks)
 
     # -- the members change; called by the thread that leads this rank from view to view
 
@@ -71,7 +74,9 @@ class Member:
         if self.is_out:
             return MergeProgress(-1)
         current = self._rank.merging.round
-        return MergeProgress(self._rank.merging.step) if current is None else current.freeze()
+        if current is None:
+            return MergeProgress(self._rank.merging.step)
+        return freeze(current, self.notes_of(current))
 
     def telemetry_of(self, step: int) -> Tensor:
         """The merged telemetry of ``step``, to be given to who lacks it; zeros where this rank has none."""
@@ -87,41 +92,53 @@ class Member:
         """Go on among the members of ``view``; ``telemetry`` of the step that is complete on some of them."""
         merging = self._rank.merging
         with self._lock:
-            self._rank.rounds.merge_among(groups, view.ranks, view.generation, repair.step)
+            if merging.round is not None:
+                self.notes_of(merging.round)  # of the members until now
+            self._rank.rounds.merge_among(groups, view.ranks, view.generation)
+            self.changed_in = repair.step
             self._note_healing((self._healing | view.joined) & set(view.ranks))
             self._rank.deadline.members(len(view.ranks))
-            new = self._rank.channel.rank in view.joined and self.absent_until == sys.maxsize
+            new = self._rank.channel.rank in view.joined and merging.takes_part_from == sys.maxsize
             if new:
                 self._come_in(view, repair)
             if self.links is not None:
                 self.links.follow(view, repair.step, new=new)
-            if (current := merging.round) is not None and current.step == repair.completed:
-                current.buffers.use_telemetry(telemetry)
-                current.complete = True
-            elif current is not None and current.step == repair.step:
-                current.regroup(
-                    groups.gradients,
-                    repair,
-                    {rank: place for place, rank in enumerate(view.ranks)},
-                    self._rank.rounds.new_buffers,
-                    new=new,
-                    generation=view.generation,
-                )
+            if (current := merging.round) is not None:
+                self._go_on(current, groups, view, repair, telemetry, new=new)
             merging.step_merged.notify_all()
+
+    def _go_on(
+        self,
+        current: Round,
+        groups: Groups,
+        view: View,
+        repair: Repair,
+        telemetry: Tensor,
+        *,
+        new: bool,
+    ) -> None:
+        """Go on with the round that is being merged."""
+        notes = self.notes_of(current)
+        if current.step == repair.completed:
+            current.buffers.use_telemetry(telemetry)
+            notes.complete = True
+        elif current.step == repair.step:
+            place_of = {rank: place for place, rank in enumerate(view.ranks)}
+            renew = self._rank.rounds.new_buffers
+            go_on(current, notes, groups.gradients, repair, place_of, renew, new=new, generation=view.generation)
 
     def _come_in(self, view: View, repair: Repair) -> None:
         """This rank is let in: it gives nothing until it has its state."""
         training, merging = self._rank.training, self._rank.merging
-        self.absent_until, self._tables, self._catch_up = view.step, [], None
-        if self._membership is not None:
-            self._membership.watch.is_out = False
+        merging.takes_part_from, self._tables, self._catch_up = view.step, [], None
+        self._membership.watch.is_out = False
         merging.restore(repair.step)
         self._last_taken_at = repair.step
         merging.begin_now(self._rank.stopwatch.now())
         training.stop_up_to(view.step - 1)
         if repair.num_launched:
             self._rank.rounds.begin(training, merging)
-        self._rank.stand_in.heal(True)
+        self._rank.stand_in.give_nothing(True)
 
     def judge_long_merge(self, links: Sequence[RankLink]) -> None:
         """A merge takes many times as long as usual, and meanwhile this rank has measured these links."""
@@ -135,14 +152,13 @@ class Member:
         with self._lock:
             self._rank.channel.epoch += 1
             self._rank.rounds.merge_among_none()
-            self.absent_until, self._gives_at = sys.maxsize, -1
-            if self._membership is not None:
-                self._membership.watch.is_out = True
+            merging.takes_part_from, self._gives_at = sys.maxsize, -1
+            self._membership.watch.is_out = True
             self.is_back = self.is_back and self.fell_behind  # then it is known already that it was away
             self.fell_behind = False
             merging.restore(merging.step)
             self._rank.ring.clear()
-            self._rank.stand_in.put_out()
+            self._rank.stand_in.rest()
             self._rank.training.stop_up_to(sys.maxsize)
             if self.links is not None:
                 self.links.begin_anew()
@@ -154,11 +170,6 @@ class Member:
             self._rank.stand_in.end(error)
 
     # -- this rank's state, given and taken; called by `healing.py`
-
-    def check_ended(self) -> None:
-        """Raise what ended the job for this rank, if anything did."""
-        if self._rank.stand_in.error is not None:
-            raise self._rank.stand_in.error
 
     @property
     def gives_state(self) -> bool:
@@ -203,14 +214,20 @@ class Member:
         Who is stood in for could not give its state, and who has no room for it yet would give it late; before the
         stages are planned no rank can merge with newcomers.
         """
-        wanted = self._membership is not None and bool(self._membership.joins.wanted)
-        return wanted and self.has_room() and self._rank.stand_in.started and not current.stood_in
+        return (
+            bool(self._membership.joins.wanted)
+            and self.has_room()
+            and self._rank.stand_in.started
+            and not current.stood_in
+        )
 
-    def telemetry_merged(self, current: Round) -> None:
-        """Who was no member when the telemetry was merged has none; the members may have changed since."""
-        if len(current.told) < self._rank.channel.world_size:
+    def rows_merged(self, current: Round) -> None:
+        """Who was no member when the rows were merged has none; the members may have changed since."""
+        notes = self.notes_of(current)
+        current.is_read = False
+        if len(notes.told) < self._rank.channel.world_size:
             absent = absent_row(len(self._rank.rounds.plan.stages))
-            for rank in set(range(self._rank.channel.world_size)) - set(current.told):
+            for rank in set(range(self._rank.channel.world_size)) - set(notes.told):
                 current.buffers.rows[rank] = absent
         self._last_telemetry = current.buffers.telemetry.clone()
 
@@ -220,22 +237,20 @@ class Member:
         If another member had it complete before, the members have changed since. So who was to be let in after it has
         been, or was not: no view comes that this rank could wait for.
         """
-        if (membership := self._membership) is None:
-            return
-        step, table, given = current.step, current.table, current.complete
+        membership, step, table = self._membership, current.step, current.table
         if self.fell_behind:  # nothing in the ring is for a rank that is to take a state
             self._rank.ring.clear()
         rank, stood_in = self._rank.channel.rank, table.stood_in_ranks()
         membership.step = self._rank.merging.step
         self._note_healing(self._healing & stood_in)
         membership.watch.healing = stood_in
-        if self._rank.stand_in.healing and self._catch_up is None and not self.fell_behind:
+        if self._rank.stand_in.gives_nothing and self._catch_up is None and not self.fell_behind:
             self._tables.append((step, table))
         else:
             self._judge_links(step, table)
         if self._catch_up is not None and stood_in >= set(self._rank.rounds.ranks):
             self._end_healing()  # the others are at their end, or no further: none of them waits for this rank
-        if table.admits() and not given:
+        if table.admits() and not self.notes_of(current).complete:
             if table.admits_of(rank):
                 self._gives_at = step + 1
             self._freeze()  # nothing of the next step is on its way when the others come in
@@ -246,11 +261,9 @@ class Member:
             self.links.merged(step, table, len(self._rank.rounds.plan.buckets()))
 
     def _note_healing(self, ranks: frozenset[int]) -> None:
-        self._healing = ranks
-        if self._membership is not None:
-            self._membership.watch.healing = ranks
-            own = {self._rank.channel.rank} if self._catch_up is not None else set()
-            self._membership.watch.without_state = ranks - own
+        self._healing = self._membership.watch.healing = ranks
+        own = {self._rank.channel.rank} if self._catch_up is not None else set()
+        self._membership.watch.without_state = ranks - own
 
     def taken(self) -> None:
         """The training thread has taken a merged step."""
@@ -262,7 +275,7 @@ class Member:
 
         The ring is dropped, and the peers do not wait for this rank.
         """
-        if self._membership is None or not self._ring_is_full():
+        if not self._ring_is_full():
             return
         training, stand_in = self._rank.training, self._rank.stand_in
         _log.warning(
@@ -274,11 +287,12 @@ class Member:
             self._rank.lag,
             self._rank.deadline.late_handling.max_lag,
         )
-        self.fell_behind, self.is_back, self.absent_until = True, False, sys.maxsize
+        self.fell_behind, self.is_back = True, False
+        self._rank.merging.takes_part_from = sys.maxsize
         self._rank.ring.clear()
         self._tables, self._catch_up = [], None
         training.stop_up_to(sys.maxsize)
-        stand_in.heal(True)
+        stand_in.give_nothing(True)
 
     def _ring_is_full(self) -> bool:
         """Whether no more merged steps may wait for the training thread.
@@ -286,7 +300,7 @@ class Member:
         One that was let in has as many as it needs to come as far, but not if it is stuck.
         """
         max_lag = self._rank.deadline.late_handling.max_lag
-        if self._rank.stand_in.healing:
+        if self._rank.stand_in.gives_nothing:
             stuck = self._rank.merging.step - self._last_taken_at >= max(max_lag, _NEWCOMERS_LAG)
             return stuck and not (self.awaits_state or self.fell_behind)
         return len(self._rank.ring) - int(self._rank.training.taking) >= max_lag
@@ -307,4 +321,4 @@ class Member:
 
     def _end_healing(self) -> None:
         self._catch_up = None
-        self._rank.stand_in.heal(False)
+        self._rank.stand_in.give_nothing(False)

@@ -11,11 +11,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from straggle.merge.channel import GroupsChanged
 from straggle.merge.members.elastic import ElasticChannel
 from straggle.merge.members.member import Member
 from straggle.merge.members.membership import TooFewRanks
 from straggle.merge.members.view import Leaving, MergeProgress, Silence, View, progress_length, repair
-from straggle.merge.members.view_chain import MembersChanged
 from straggle.merge.store import StoreUnreachable
 from straggle.report import MembersReport
 
@@ -157,7 +157,7 @@ class Regrouping:
                 self._asked_at = None
                 self.on_joined(view)
             self._regroup(view, progress)
-        except MembersChanged:
+        except GroupsChanged:
             return
         self._report(view, time.monotonic() - began_at)
 

@@ -12,10 +12,6 @@ from straggle.merge.members.view import Change, View
 _log = logging.getLogger(__name__)
 
 
-class MembersChanged(Exception):
-    """A collective was launched among other members than those of today."""
-
-
 class ViewChain:
     """Of one incarnation of one rank; any thread may ask. Methods that are given a store have a connection to it."""
 

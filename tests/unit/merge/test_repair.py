@@ -13,6 +13,7 @@ from training import Chain
 
 from straggle.backward.stages import BUCKET_BYTES, Stage, StagePlan
 from straggle.merge.buffers import StageBuffers
+from straggle.merge.members.moved_round import freeze, go_on, notes_of, travels
 from straggle.merge.members.view import MergeProgress, Repair, progress_length, repair
 from straggle.merge.round import Layout, Round, RoundTerms
 from straggle.policies import merge_time
@@ -175,6 +176,13 @@ class Member:
             own = self.round.own_part("backward", truncated=False, failed=False)
             self.round.close(own, self.round.weights(own))
 
+    @property
+    def notes(self):
+        return notes_of(self.round, OLD)
+
+    def frozen(self):
+        return as_sent(freeze(self.round, self.notes))
+
     def stand_in(self):
         """Submit nothing, as for a rank that waits for its state."""
         own = self.round.finished_part("outside")
@@ -191,13 +199,16 @@ class Member:
         if self.progress.step < 0:
             self.open_round(way.step, None if way.num_launched else self.new, generation)
             if way.num_launched:
-                self.round.regroup(self.new, way, place_of, new_buffers, new=True, generation=generation)
+                self.go_on(way, place_of, new=True, generation=generation)
         elif self.round.step == way.completed:
             self.done = self.round
             self.open_round(way.step, self.new, generation)
         else:
             assert self.round.step == way.step
-            self.round.regroup(self.new, way, place_of, new_buffers, new=False, generation=generation)
+            self.go_on(way, place_of, new=False, generation=generation)
+
+    def go_on(self, way, place_of, *, new, generation):
+        go_on(self.round, self.notes, self.new, way, place_of, new_buffers, new=new, generation=generation)
 
     def finish(self):
         if self.rank != NEWCOMER:
@@ -209,20 +220,20 @@ class Member:
 def test_gradients_travel_from_the_first_that_is_launched_until_the_last_is_there():
     peers = [Member(rank, MergeProgress(0, 0)) for rank in OLD]
     member = peers[0]
-    assert not member.round.travels
+    assert not travels(member.round)
     for peer in peers:
         peer.compute(1)
-    assert member.round.travels
+    assert travels(member.round)
     run([peer.old for peer in peers])
-    assert not member.round.travels, "between two buckets"
+    assert not travels(member.round), "between two buckets"
     for peer in peers:
         peer.compute(3)
-    assert member.round.travels
+    assert travels(member.round)
     run([peer.old for peer in peers])
-    member.round.last_message = Work()
-    assert member.round.travels, "the sign that all have it"
-    member.round.last_message.done = True
-    assert not member.round.travels
+    member.notes.last_message = Work()
+    assert travels(member.round), "the sign that all have it"
+    member.notes.last_message.done = True
+    assert not travels(member.round)
 
 
 def subsets(of):
@@ -285,8 +296,8 @@ def merge_what_was_merged(members):
                         work.done = True
     for member in members:
         if member.progress.merged == ALL:
-            member.round.last_message = Work()
-            member.round.last_message.done = member.progress.complete
+            member.notes.last_message = Work()
+            member.notes.last_message.done = member.progress.complete
         member.left_in_flight()
 
 
@@ -303,7 +314,7 @@ def test_members_may_change_again_before_a_step_is_repaired(leaves, joins, monke
         wanted = stay + ([Member(NEWCOMER, FRESH)] if joins else [])
         came = regroup_some(wanted, chance)
         again = came if chance.random() < 0.5 else came[1:]  # the lowest, who may have given a bucket, leaves
-        progress = {member.rank: as_sent(member.round.freeze()) for member in again}
+        progress = {member.rank: member.frozen() for member in again}
         way = repair(progress)
         for member in again:
             member.progress, member.old, member.new = progress[member.rank], member.new, Place()
@@ -318,17 +329,17 @@ def test_members_may_change_again_before_a_step_is_repaired(leaves, joins, monke
         ranks = [counted(member.round) for member in again]
         assert all(own == ranks[0] for own in ranks)
         for member in (member for member in again if member.rank != NEWCOMER):
-            assert {bucket for bucket in BUCKETS if member.rank not in ranks[0][bucket]} == member.round.lost
+            assert {bucket for bucket in BUCKETS if member.rank not in ranks[0][bucket]} == notes_of(
+                member.round, OLD
+            ).lost
         have_left = set(OLD) - {member.rank for member in again}
         if any(own & have_left for own in ranks[0]):
-            assert all(member.round.has_more_than_told for member in again)
+            assert not any(member.round.rows_tell_all for member in again)
 
 
 def regroup_some(members, chance):
     """A first repair, to which not all come; the members of the view after it: who was let in has to have come."""
-    progress = {
-        member.rank: as_sent(member.round.freeze()) if member.progress.step >= 0 else FRESH for member in members
-    }
+    progress = {member.rank: member.frozen() if member.progress.step >= 0 else FRESH for member in members}
     way = repair(progress)
     place_of = {member.rank: place for place, member in enumerate(members)}
     come = [member for member in members if chance.random() < 0.8]
@@ -351,7 +362,7 @@ def works_of(member, bucket):
 
 def check(stay, newcomers, *, meanwhile):
     """Carry the repair out, and compare what is in each bucket with who had launched what."""
-    progress = {member.rank: as_sent(member.round.freeze()) for member in stay}
+    progress = {member.rank: member.frozen() for member in stay}
     assert progress == {member.rank: member.progress for member in stay}
     way = repair(progress | {member.rank: FRESH for member in newcomers})
     if meanwhile:
@@ -383,7 +394,7 @@ def check(stay, newcomers, *, meanwhile):
         assert member.round.merged_weights() == tuple(map(len, expected))
         assert counted(member.round) == expected
         if member in stay:
-            assert member.round.lost == frozenset(range(here[member.rank])) - merged
+            assert member.notes.lost == frozenset(range(here[member.rank])) - merged
 
 
 def as_sent(progress):
@@ -411,7 +422,8 @@ def test_of_a_step_that_is_dropped_as_a_whole_nothing_is_merged_before_it_is_who
     terms = RoundTerms(None, 0, all_or_nothing=True)  # the members change when the step begins
     member.round = Round(0, LAYOUT, new_buffers(), terms)
     member.compute(2)
-    member.round.regroup(place, Repair(0), {0: 0}, new_buffers, new=False, generation=1)
+    notes = member.notes
+    go_on(member.round, notes, place, Repair(0), {0: 0}, new_buffers, new=False, generation=1)
     assert place.works == []
     member.stand_in()
     assert len(place.works) == len(ALL)

@@ -1,0 +1,164 @@
+"""Builds a wrapped model: the core, and the optional parts that its arguments ask for. The core knows none of these."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch.distributed as dist
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from straggle.loop.hook_registers import HookRegisters
+from straggle.loop.model_parts import ModelParts, Options, make_alike, model_parts, rank_parts
+from straggle.loop.optimizer_steps import OptimizerSteps
+from straggle.loop.parameters import WrappedParameters
+from straggle.loop.planning import Planning
+from straggle.loop.pulling import Pulling
+from straggle.loop.replanning import Replanning
+from straggle.loop.replayed import Replayed
+from straggle.loop.step_warnings import StepWarnings
+from straggle.loop.uneven import Joins
+from straggle.merge.alike import Wrapped
+from straggle.merge.channel import Channel
+from straggle.merge.links.job_pings import JobPings
+from straggle.merge.members.elastic import ElasticChannel
+from straggle.merge.members.meeting import meet_members
+from straggle.merge.members.view import Elastic
+from straggle.merge.members.wing import Members
+from straggle.merge.phases import Phase, when_left
+from straggle.merge.saved_state import RankState, SharedMemory
+from straggle.merge.state.module_state import ModuleState
+from straggle.report import MembersReport
+from straggle.wing import Wing, Wings
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model's parts; ``members``: ``None`` if ranks cannot leave. ``phases``: of leaving a step."""
+
+    parts: ModelParts
+    steps: OptimizerSteps
+    warnings: StepWarnings
+    replanning: Replanning
+    planning: Planning
+    joins: Joins
+    rank_state: RankState
+    replayed: Replayed
+    pulling: Pulling
+    pings: JobPings
+    members: Members | None
+    phases: tuple[Phase, ...]
+
+    def closing(self) -> Callable[[], None]:
+        """What ends the threads of the model, and removes its hooks; it holds the parts that these need alone."""
+        parts = self.parts
+        wings = (self.pings.close, *parts.wings.close)
+        return partial(_close, wings, parts, self.steps.handles)
+
+
+def build(
+    module: nn.Module,
+    options: Options,
+    process_group: dist.ProcessGroup | None,
+    *,
+    members: Elastic | None,
+    wrapper: type[nn.Module],
+    registers: HookRegisters,
+) -> Built:
+    """Meet the other ranks, and build what the model needs; parameters and buffers are rank 0's from here on.
+
+    Raises ``ValueError`` on all ranks for a module or options that cannot be, ``RuntimeError`` without a process group.
+    """
+    wrapped, parameters = options.wrapped(module, wrapper), WrappedParameters(module)
+    channel = _meet(module, wrapped, options, process_group, members)
+    state = ModuleState(module, options.merge.buffers, channel.rank, parameters.all[0].device)
+    rank = rank_parts(module, options, parameters, channel, state)
+    member = Members(rank, channel) if isinstance(channel, ElasticChannel) else None
+    own: list[Wing] = [] if member is None else [member]
+    parts = model_parts(module, options, parameters, rank, state, Wings(*own), registers)
+    built = _with_the_loop(module, parts, member, registers)
+    if member is not None:
+        _attach(member, module, built, registers)
+    return built
+
+
+def _with_the_loop(module: nn.Module, parts: ModelParts, members: Members | None, registers: HookRegisters) -> Built:
+    """What the loop around a step needs beside it."""
+    options, channel, coordinator = parts.options, parts.channel, parts.coordinator
+    drops_nonfinite = options.merge.nonfinite == "drop"
+    steps = OptimizerSteps(parts.parameters.all, parts.opened, drops_nonfinite=drops_nonfinite)
+    warnings, joins = StepWarnings(channel.rank, options.merge, parts.opened), Joins()
+    pulling, replayed = Pulling(parts.opened, coordinator, channel), Replayed(coordinator)
+    pings = JobPings(channel, coordinator, None if members is None else members.member)
+    rank_state = RankState(
+        coordinator, module, options.estimator, stages=options.stages, world_size=channel.world_size, pool=pulling
+    )
+    replanning = Replanning(module, parts, steps, rank_state)
+    planning = Planning(module, parts, replanning, replayed)
+    phases = when_left(
+        warn=warnings.merged,
+        end_loops=joins.merged,
+        check_alike=replanning.merged,
+        plan_stages=planning.merged,
+        compare=warnings.of_different_replicas,
+        hooks=registers.merged,
+        wings=(pulling.merged, pings.merged, *parts.wings.left),
+        last=parts.wings.last,
+    )
+    return Built(
+        parts, steps, warnings, replanning, planning, joins, rank_state, replayed, pulling, pings, members, phases
+    )
+
+
+def _attach(members: Members, module: nn.Module, built: Built, registers: HookRegisters) -> None:
+    parts = built.parts
+    members.attach(
+        parts.coordinator,
+        module,
+        parts.state,
+        max_buckets=len(parts.parameters.all),
+        on_changed=partial(_members_changed, weakref.ref(registers)),
+        begin_with_plan=built.planning.begin_with,
+        shared={
+            "straggle.joins": built.joins,
+            "straggle.estimator": SharedMemory(parts.options.estimator, module),
+            "straggle.pulling": built.pulling,
+            "straggle.state": parts.state,
+        },
+    )
+
+
+def _meet(
+    module: nn.Module,
+    wrapped: Wrapped,
+    options: Options,
+    process_group: dist.ProcessGroup | None,
+    members: Elastic | None,
+) -> Channel:
+    """The channel to the other ranks, which have the same module and options."""
+    give_up_s = options.late_handling.give_up_s
+    if members is None:
+        channel = Channel(process_group, give_up_s=give_up_s)
+        make_alike(module, wrapped, channel)
+        return channel
+    if options.own_group:
+        raise ValueError("members=Elastic() is for all ranks of the job: leave process_group out")
+    return meet_members(members, wrapped, partial(make_alike, module, wrapped), give_up_s=give_up_s)
+
+
+def _members_changed(reference: weakref.ref[HookRegisters], report: MembersReport) -> None:
+    if (registers := reference()) is not None:
+        registers.members_changed(report)
+
+
+def _close(wings: Sequence[Callable[[], object]], parts: ModelParts, handles: Sequence[RemovableHandle]) -> None:
+    for end in wings:
+        end()
+    parts.coordinator.close()
+    parts.hooks.close()
+    parts.state.close()
+    for handle in handles:
+        handle.remove()
