@@ -31,8 +31,8 @@ from straggle.merge.members.wing import Members
 from straggle.merge.phases import Phase, when_left
 from straggle.merge.saved_state import RankState, SharedMemory
 from straggle.merge.state.module_state import ModuleState
+from straggle.merge.wing import Wing, Wings
 from straggle.report import MembersReport
-from straggle.wing import Wing, Wings
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.options import Merge
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.state.module_state import ModuleState
+from straggle.merge.wing import Wings
 from straggle.policies.deadline import Deadline, LateHandling, WaitForAll
 from straggle.policies.estimators import Estimator
 from straggle.policies.fill_in import FillIn
-from straggle.wing import Wings
 
 
 @dataclass(frozen=True)

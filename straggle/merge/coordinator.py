@@ -30,10 +30,10 @@ from straggle.merge.round import Finished, Round
 from straggle.merge.state.exchange import NOTHING_GIVEN, Given
 from straggle.merge.submission import Submission
 from straggle.merge.table import Table
+from straggle.merge.wing import Wings
 from straggle.policies.cost import check_cost
 from straggle.policies.fill_in import FillIn
 from straggle.policies.history import History
-from straggle.wing import Wings
 
 _log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from straggle.merge.phases import when_merged
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.round import Round
 from straggle.merge.step_result import StepResult
-from straggle.wing import Wings
+from straggle.merge.wing import Wings
 
 
 class MergedSteps:

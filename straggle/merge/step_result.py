@@ -11,7 +11,7 @@ from straggle.merge.round import Round
 from straggle.merge.step_record import StepRecord
 from straggle.merge.table import Table
 from straggle.merge.telemetry import absent_row
-from straggle.wing import Wings
+from straggle.merge.wing import Wings
 
 
 class StepResult:

@@ -10,8 +10,8 @@ from straggle.merge.rank_parts import RankParts
 from straggle.merge.round import Contribution, Round
 from straggle.merge.row import row_of
 from straggle.merge.state.exchange import NOTHING_GIVEN, Given
+from straggle.merge.wing import Wings
 from straggle.policies.fill_in import FillIn
-from straggle.wing import Wings
 
 
 class Submission:

@@ -13,7 +13,7 @@ import straggle
 
 ROOT = Path(straggle.__file__).parent
 # a training loop's step
-LOOP = ("parallel", "step", "loop", "garbage", "stop_signal")
+LOOP = ("parallel", "building", "step", "loop", "garbage", "stop_signal")
 # each imports only from those before it
 PACKAGES = ("report", "policies", "backward", "merge", LOOP, "data")
 PACKAGES += ("observe", "integrations", "advise", "lab", "commands")

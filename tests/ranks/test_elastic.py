@@ -53,9 +53,9 @@ from straggle.merge.members.wing import Members
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.rank_state import Entry
 from straggle.merge.telemetry import Row
+from straggle.merge.wing import Wings
 from straggle.policies.fill_in import FillIn
 from straggle.report import PHASES
-from straggle.wing import Wings
 
 BALLAST = 2**24  # elements of a state that takes a while to send
 

@@ -18,8 +18,8 @@ from straggle.merge.rank_parts import RankParts
 from straggle.merge.round import Round
 from straggle.merge.state.module_state import ModuleState
 from straggle.merge.telemetry import Row
+from straggle.merge.wing import Wing
 from straggle.report import HealingReport, MembersReport
-from straggle.wing import Wing
 
 OnChanged = Callable[[MembersReport], None]
 
