@@ -7,69 +7,142 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
+
+from straggle.schema import Metric, number
 
 Phase = Literal["outside", "optimizer", "data", "forward", "backward"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 Cause = Literal["outside", "optimizer", "data", "forward", "backward", "error", "skipped", "members"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
+_RATE = Metric("gauge", "link_bytes_per_second", "Bytes a second that this rank can send and receive, measured last.")
 
 
-@dataclass(frozen=True)
-class RankReport:
-    """One rank's part in one step.
+@dataclass(frozen=True, kw_only=True)
+class RankNumbers:
+    """What a rank's row says in numbers that its report has as they are.
+
+    To add one, declare it here, and set it where the row is made (`merge/row.py`): the wire, the table, the report, the
+    trace, the arrays of a run and, if it has a metric, the exporter take it from here. ``nonfinite`` is counted while
+    the row is on its way (`merge/buffers.py`).
+    """
+
+    compute_s: float = field(
+        metadata=number("seconds from entering `step()` to the end of its own work; NaN (null): it never entered")
+    )
+    overrun_s: float = field(
+        default=0.0,
+        metadata=number("seconds for which it went on with earlier steps after these had been merged without it"),
+    )
+    late: bool = field(default=False, metadata=number("was it late"))
+    stood_in: bool = field(default=False, metadata=number("did the stand-in submit its gradients"))
+    idle: bool = field(default=False, metadata=number("it had no more data (`model.join`), or found its pool empty"))
+    absent: bool = field(
+        default=False, metadata=number("it was no member of the job: it was not late, and dropped nothing")
+    )
+    weight: float = field(default=1.0, metadata=number("what `step.weight` was set to; 1 otherwise"))
+    nonfinite: int = field(
+        default=0,
+        metadata=number(
+            "number of parameters whose gradients had elements that are not finite, and were left out; on a CUDA "
+            "device those that were in one bucket with such a gradient count too",
+            Metric(
+                "counter",
+                "nonfinite_contributions",
+                "Parameters' gradients of this rank left out because they were not finite.",
+            ),
+        ),
+    )
+    parts: int = field(
+        default=0,
+        metadata=number(
+            "micro-batches of the step's pool that it computed, with `step.pull`; 0 otherwise",
+            Metric(
+                "counter",
+                "micro_batches",
+                "Micro-batches that this rank drew from the pools of its steps and computed.",
+            ),
+        ),
+    )
+    put_back: int = field(
+        default=0,
+        metadata=number(
+            "micro-batches that it had drawn and not begun, and gave back because it was stuck",
+            Metric(
+                "counter",
+                "micro_batches_put_back",
+                "Micro-batches that this rank had drawn and gave back, because it was stuck.",
+            ),
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport(RankNumbers):
+    """One rank's part in one step: its `RankNumbers`, and what follows from the rows of all ranks.
 
     ``outside_s`` is time between two ``step()`` blocks that was spent neither on data nor in the optimizer's step
     (``optimizer_s``): clipping, evaluation, checkpoints. ``data_s`` runs from the end of the optimizer's step to the
-    first forward pass. ``compute_s`` counts from entering ``step()`` to the end of the rank's own work (NaN: it never
-    entered). ``wait_s`` is how long the rank waited for the slowest rank. ``overrun_s`` is how long it went on with
-    earlier steps after these had been merged without it.
-
-    ``stages`` holds the share of each stage that the rank computed, and ``reach`` the share of the full model: 0.5
-    means that half of the gradient elements came from this rank's own backward pass. ``stage_s`` says when each stage
-    was complete, in seconds from entering ``step()`` (NaN: it never was). ``cause`` says what a late rank was doing;
-    ``stood_in`` says that the stand-in submitted its gradients. ``idle``: it has no more data. ``weight`` is what the
-    user gave its step (``step.weight``; 1 otherwise). ``nonfinite`` is how many of its parameters' gradients were left
-    out because they had elements that were not finite. A rank that was not late, but whose gradients are missing, has a
+    first forward pass. ``stages`` holds the share of each stage that the rank computed, and ``reach`` the share of the
+    full model: 0.5 means that half of the gradient elements came from this rank's own backward pass. ``stage_s`` says
+    when each stage was complete, in seconds from entering ``step()`` (NaN: it never was). ``cause`` says what a late
+    rank was doing. A rank that was not late, but whose gradients are missing, has a
     ``cause``, too: "error" where a backward pass ended in an error that the loop caught, "skipped" where the block was
     left without a backward pass, "members" where a merge that was on its way was lost as another rank left (`Elastic`).
-    ``absent``: it is no member at present. ``weights`` is the weight in the merge of all that the rank submitted for
-    each stage, including estimates. Without these it is ``weight`` times ``stages``. ``cost`` is what
-    the user gave its step (``step.cost``), over the mean cost of the first step that had any. Without one it goes by
-    the number of micro-batches, and is 1 where work is dealt out. Its deadline was longer by that factor. ``parts``:
-    the micro-batches of the step's pool that it computed (``step.pull``). It is ``idle`` in a step whose pool had
-    nothing left for it. ``put_back``: micro-batches that it had drawn and not begun, and gave back to the pool because
-    it was stuck. ``latency_s``, ``up_bytes_per_s`` and ``down_bytes_per_s`` are of its link, as the ranks measured it
-    last (NaN: they did not).
+    ``weights`` is the weight in the merge of all that the rank submitted for
+    each stage, including estimates. Without these it is ``weight`` times ``stages``.
     """
 
-    rank: int
-    outside_s: float
-    data_s: float
-    forward_s: float
-    backward_s: float
-    wait_s: float
-    compute_s: float
-    reach: float
+    rank: int = field(metadata=number("number"))
+    outside_s: float = field(
+        default=math.nan, metadata=number("seconds between two steps, for clipping, evaluation or checkpoints")
+    )
+    optimizer_s: float = field(default=0.0, metadata=number("seconds in the optimizer's step"))
+    data_s: float = field(
+        default=math.nan, metadata=number("seconds from the end of the optimizer's step to the first forward pass")
+    )
+    forward_s: float = field(default=math.nan, metadata=number("seconds in forward passes"))
+    backward_s: float = field(default=math.nan, metadata=number("seconds in backward passes"))
+    wait_s: float = field(metadata=number("seconds that it waited for the slowest rank"))
+    reach: float = field(
+        metadata=number(
+            "share of the model's gradient elements that it computed",
+            Metric("gauge", "reach_ratio", "Share of the model's gradients that this rank computed in the last step."),
+        )
+    )
     stages: tuple[float, ...]
     stage_s: tuple[float, ...]
-    late: bool = False
-    stood_in: bool = False
-    cause: Cause | None = None
-    overrun_s: float = 0.0
-    idle: bool = False
-    weight: float = 1.0
-    nonfinite: int = 0
     weights: tuple[float, ...] = ()
-    absent: bool = False
-    cost: float = 1.0
-    parts: int = 0
-    put_back: int = 0
-    optimizer_s: float = 0.0
-    latency_s: float = math.nan
-    up_bytes_per_s: float = math.nan
-    down_bytes_per_s: float = math.nan
+    cause: Cause | None = None
+    cost: float = field(
+        default=1.0,
+        metadata=number(
+            "what `step.cost` was set to, over the mean cost of the first step that had any; without one the same of "
+            "its micro-batches, or 1 where work is dealt out. Its deadline was longer by that factor"
+        ),
+    )
+    latency_s: float = field(
+        default=math.nan,
+        metadata=number(
+            "seconds each way of its link, as the ranks measured it last; NaN (null): they did not",
+            Metric(
+                "gauge",
+                "link_latency_seconds",
+                "Seconds until a first byte from this rank is with a peer, as measured last.",
+            ),
+        ),
+    )
+    up_bytes_per_s: float = field(
+        default=math.nan,
+        metadata=number("bytes a second that it can send, as measured last", replace(_RATE, label=("direction", "up"))),
+    )
+    down_bytes_per_s: float = field(
+        default=math.nan,
+        metadata=number(
+            "bytes a second that it can receive, as measured last", replace(_RATE, label=("direction", "down"))
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -121,16 +194,32 @@ class StepReport:
 
     step: int
     seconds: float
-    deadline_s: float
+    deadline_s: float = field(
+        metadata=number(
+            metric=Metric("gauge", "deadline_seconds", "The deadline of the last step; infinite without one.")
+        )
+    )
     ranks: tuple[RankReport, ...]
     stages: tuple[StageReport, ...]
     scalars: Mapping[str, float] = field(default_factory=dict)
-    skipped: bool = False
+    skipped: bool = field(
+        default=False,
+        metadata=number(metric=Metric("counter", "skipped_steps", "Steps in which no rank had finite gradients.")),
+    )
     different_ranks: tuple[int, ...] | None = None
     different_tensors: tuple[str, ...] = ()
     shadow: ShadowReport | None = None
     ranks_without_store: tuple[int, ...] = ()
-    pool_parts: int = 0
+    pool_parts: int = field(
+        default=0,
+        metadata=number(
+            metric=Metric(
+                "counter",
+                "pool_micro_batches",
+                "Micro-batches in the pools of its steps, which all ranks together draw from.",
+            )
+        ),
+    )
     pool_weight: float = 0.0
     network_s: float = math.nan
     dealt: bool = False

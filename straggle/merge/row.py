@@ -9,7 +9,7 @@ from straggle.backward.kept import UNDECIDED
 from straggle.merge.rank_state import MergeSide, TrainingSide
 from straggle.merge.round import Contribution, Round
 from straggle.merge.telemetry import NO_FINGERPRINT, Row
-from straggle.report import CAUSES, PHASES
+from straggle.report import CAUSES, PHASES, RankNumbers
 
 
 def row_of(
@@ -31,17 +31,22 @@ def row_of(
     # a rank for which nothing was left in the pool had no data for this step
     idle = in_step and (entry.idle or (drawn is not None and not drawn.numbers and not own.late))
     computed = layout.by_stage(own.computed)
-    return Row(
-        times={phase: times[phase] - before[phase] for phase in PHASES},
+    told = RankNumbers(
         compute_s=now - (training.entered_at or now) if in_step and not idle else math.nan,
-        busy_s=now - merging.merged_at,
         overrun_s=training.take_overrun_s(),
         late=own.late and not idle,
         stood_in=current.stood_in,
-        cause=CAUSES.index(own.cause) if own.cause is not None and not idle else -1,
-        failed=training.failed,
         idle=idle,
         weight=current.weight if drawn is None else drawn.weight,
+        parts=0 if drawn is None else min(current.num_over, len(drawn.numbers)),
+        put_back=training.num_put_back if in_step else 0,
+    )
+    return Row(
+        times={phase: times[phase] - before[phase] for phase in PHASES},
+        told=told,
+        busy_s=now - merging.merged_at,
+        cause=CAUSES.index(own.cause) if own.cause is not None and not idle else -1,
+        failed=training.failed,
         # a rank that has not entered may have an older state, which is no different one
         fingerprint=entry.fingerprint if in_step else NO_FINGERPRINT,
         stepped=entry.stepped if in_step else math.nan,
@@ -59,9 +64,7 @@ def row_of(
         microbatch_s=tuple(training.microbatch_s) if in_step else (),
         pool_parts=0 if drawn is None else drawn.num_parts,
         pool_weight=0.0 if drawn is None else drawn.total_weight,
-        parts_done=0 if drawn is None else min(current.num_over, len(drawn.numbers)),
         joins_over=training.no_more_after(merging.step, stood_in=current.stood_in),
-        put_back=training.num_put_back if in_step else 0,
         without_store=without_store,
         state=state,
         ways=training.ways(now),

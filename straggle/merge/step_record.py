@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -16,9 +17,12 @@ from straggle.merge.telemetry import COLUMN, MICROBATCH_SLOTS, NONFINITE, TIMES
 from straggle.policies.cost import UsualCost
 from straggle.policies.rank_links import RankLink
 from straggle.policies.step_model import StopRules, computed_share, simulate_step
-from straggle.report import CAUSES, RankReport, ShadowReport, StageReport, StepReport
+from straggle.report import CAUSES, RankNumbers, RankReport, ShadowReport, StageReport, StepReport
+from straggle.schema import numbers_of
 
 _ROUNDING = 1e-4  # of sums of weights
+_KINDS = dict.fromkeys(TIMES, float) | {own.name: own.kind for own in numbers_of(RankNumbers)}
+_AS_THEY_ARE = [(name, COLUMN[name], kind) for name, kind in _KINDS.items()]
 
 
 @dataclass(frozen=True)
@@ -78,27 +82,20 @@ class StepRecord:
         computed, _, stage_s, weights = (tuple(row[columns]) for columns in self.table.of_stages)
         reach = sum(share * stage.numel for share, stage in zip(computed, plan.stages, strict=True)) / plan.numel
         cause = int(row[COLUMN["cause"]])
+        numbers: dict[str, Any] = {name: kind(row[column]) for name, column, kind in _AS_THEY_ARE}
         return RankReport(
             rank=rank,
-            **{name: row[COLUMN[name]] for name in (*TIMES, "compute_s", "overrun_s")},
+            **numbers,
             wait_s=self.table.last_submitted_s - row[COLUMN["busy_s"]],
             reach=reach,
             stages=computed,
             stage_s=stage_s,
-            late=bool(row[COLUMN["late"]]),
-            stood_in=bool(row[COLUMN["stood_in"]]),
             cause=CAUSES[cause] if cause >= 0 else None,
-            idle=bool(row[COLUMN["idle"]]),
-            absent=bool(row[COLUMN["absent"]]),
-            weight=row[COLUMN["weight"]],
             weights=tuple(row[COLUMN["weight"]] * weight for weight in weights),
-            nonfinite=int(row[NONFINITE]),
             cost=cost,
-            parts=int(row[COLUMN["parts_done"]]),
             latency_s=link.latency_s,
             up_bytes_per_s=link.up_bytes_per_s,
             down_bytes_per_s=link.down_bytes_per_s,
-            put_back=int(row[COLUMN["put_back"]]),
         )
 
     def _of_stages(self, rows: Sequence[Sequence[float]]) -> tuple[StageReport, ...]:

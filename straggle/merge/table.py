@@ -136,7 +136,7 @@ class Table:
 
     def parts_done(self) -> list[int]:
         """Micro-batches of the pool that each rank computed."""
-        return [int(number) for number in self._columns["parts_done"]]
+        return [int(number) for number in self._columns["parts"]]
 
     def compute_s(self) -> list[float]:
         """Seconds from entering ``step()`` to the end of each rank's own work; NaN: it never entered."""

@@ -1,7 +1,7 @@
 """What each rank reports with every merge: one row of numbers, in its own slot, so that no message is added.
 
-A row holds the fixed fields of `Row`, then four numbers for each stage, then the user's scalars as (hash of the name,
-value) pairs, so that ranks need not agree on names or their order.
+A row holds the numbers that `Row` declares, then four numbers for each stage, then the user's scalars as (hash of the
+name, value) pairs, so that ranks need not agree on names or their order.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import math
 from array import array
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -20,95 +21,52 @@ from straggle.backward.kept import NONE, UNDECIDED
 from straggle.merge.names import name_hash
 from straggle.merge.state.marks import UNCHANGED, UNFINISHED
 from straggle.policies.rank_links import Way
-from straggle.report import PHASES, Phase
+from straggle.report import PHASES, Phase, RankNumbers
+from straggle.schema import numbers_of
 
 MAX_SCALARS = 8
 MICROBATCH_SLOTS = 16  # for the times at which micro-batches end; of more of them, several share one
 TIMES = tuple(f"{phase}_s" for phase in PHASES)
-_FLAGS = ("late", "stood_in", "cause", "failed", "idle", "weight", "nonfinite", "fingerprint_high", "fingerprint_low")
-_STATE = (
-    "stepped",
-    "kept",
-    "frozen",
-    "replans",
-    "without_store",
-    "absent",
-    "admits",
-    "pool_parts",
-    "pool_weight",
-    "parts_done",
-    "joins_over",
-    "put_back",
-    "state_high",
-    "state_low",
-    "unusual",
-)
 MAX_WAYS = 4  # to peers, as this rank measured them last
 WAYS = tuple(f"way_{part}_{slot}" for slot in range(MAX_WAYS) for part in ("target", "latency", "rate", "age"))
-FIELDS = (*TIMES, "compute_s", "busy_s", "overrun_s", *_FLAGS, "merge_s", "num_microbatches", *_STATE, "cost", *WAYS)
-_PER_STAGE = 4
-COLUMN = {name: column for column, name in enumerate(FIELDS)}
-NONFINITE = COLUMN["nonfinite"]  # counted while the row is on its way
 NO_FINGERPRINT = -1
 
 
 class Row(NamedTuple):
-    """One rank's telemetry for one step; times in seconds, ``cause`` an index into ``CAUSES`` or -1.
+    """One rank's telemetry for one step: what its report has as it is (``told``), and beside that what only ranks read.
 
-    ``computed``, ``estimated`` and ``weights`` (of all that it submits; empty: as computed) are relative to the rank's
-    own ``weight``; ``idle``: it has no more data. ``fingerprint`` has 48 bits, which go as two numbers, exact
-    in float32. ``merge_s``: seconds from the end of the rank's own work in the step before to the end of its merge.
-    ``microbatch_s``: when each micro-batch ended. ``stepped``: how often its optimizers stepped since the merge before
-    (NaN: not known). ``kept``: which gradients it had before its first backward pass (`kept.mark`). ``frozen``: a
-    number for the merged parameters that need no gradient; ``replans``: it has other parameters, and says only that.
-    ``without_store``: the job's store did not answer it. ``absent``: it is no member. ``admits``: it lets others in
-    after this step. ``cost``: what the user gave the step (NaN: nothing). ``pool_parts`` and ``pool_weight``: the
-    micro-batches in the step's pool, and the sum of their weights; ``parts_done``: those that the rank computed, and
-    ``put_back``: those that it had drawn and gave back. ``joins_over``: the loops over `join` for which it has no more
-    data after this step.
-    ``state``: the mark of what its forward pass changed beside gradients (`state/exchange.py`), as two numbers.
-    ``ways``: to peers, as it measured them last, at most ``MAX_WAYS``.
+    ``times``: seconds of each phase. ``computed``, ``estimated`` and ``weights`` (of all that it submits; empty: as
+    computed) are shares of each stage, relative to the rank's own weight. ``stage_s``: when each stage was complete,
+    and ``microbatch_s``: each micro-batch. ``ways``: to peers, as it measured them last, at most ``MAX_WAYS``. Each
+    field that is one number has a slot; marks are integers of 48 bits, which go as two numbers, exact in float32.
     """
 
     times: Mapping[Phase, float]
-    compute_s: float
-    busy_s: float
-    overrun_s: float = 0.0
-    late: bool = False
-    stood_in: bool = False
-    cause: int = -1
-    failed: bool = False
-    idle: bool = False
-    weight: float = 1.0
-    fingerprint: int = NO_FINGERPRINT
+    told: RankNumbers
+    busy_s: float  # from the merge before to the end of its own work
     computed: tuple[float, ...] = ()
     estimated: tuple[float, ...] = ()
     stage_s: tuple[float, ...] = ()
     weights: tuple[float, ...] = ()
-    merge_s: float = 0.0
-    num_microbatches: int = 1
     microbatch_s: tuple[float, ...] = ()
-    stepped: float = math.nan
-    kept: int = UNDECIDED
-    frozen: int = UNDECIDED
-    replans: bool = False
-    without_store: bool = False
-    absent: bool = False
-    admits: bool = False
-    cost: float = math.nan
-    pool_parts: int = 0
-    pool_weight: float = 0.0
-    parts_done: int = 0
-    joins_over: int = 0
-    put_back: int = 0
-    state: int = UNFINISHED
     ways: tuple[Way, ...] = ()
     scalars: Mapping[str, float] = MappingProxyType({})
-
-    @property
-    def is_unusual(self) -> bool:
-        """Whether it says more of the rank's state than rows of most steps do."""
-        return self.state != UNCHANGED or self.fingerprint >= 0 or self.replans or self.frozen != NONE
+    merge_s: float = 0.0  # from the end of its own work in the step before to the end of its merge
+    num_microbatches: int = 1
+    cause: int = -1  # an index into `CAUSES`
+    failed: bool = False  # its own code raised
+    cost: float = math.nan  # what the user gave the step
+    stepped: float = math.nan  # how often its optimizers stepped since the merge before; NaN: not known
+    kept: int = UNDECIDED  # which gradients it had before its first backward pass (`kept.mark`)
+    frozen: int = UNDECIDED  # a number for the merged parameters that need no gradient
+    replans: bool = False  # it has other parameters, and reports only that
+    without_store: bool = False  # the job's store did not answer it
+    admits: bool = False  # it lets others in after this step
+    pool_parts: int = 0  # micro-batches in the step's pool,
+    pool_weight: float = 0.0  # and the sum of their weights
+    joins_over: int = 0  # the loops over `join` for which it has no more data after this step
+    fingerprint: int = NO_FINGERPRINT  # of what it holds
+    state: int = UNFINISHED  # the mark of what its forward pass changed beside gradients (`state/exchange.py`)
 
     def encode(self) -> Tensor:
         """The row as a tensor of `row_length` elements."""
@@ -116,35 +74,50 @@ class Row(NamedTuple):
 
     def numbers(self) -> array[float]:
         """The same as plain memory."""
-        fixed = [
-            *(self.times[phase] for phase in PHASES),
-            *(self.compute_s, self.busy_s, self.overrun_s, self.late, self.stood_in, self.cause, self.failed),
-            *(self.idle, self.weight, 0.0, self.fingerprint >> 24, self.fingerprint & 0xFFFFFF),
-            *(self.merge_s, self.num_microbatches, self.stepped, self.kept, self.frozen, self.replans),
-            *(self.without_store, self.absent),
-            *(self.admits, self.pool_parts, self.pool_weight, self.parts_done, self.joins_over, self.put_back),
-            *(self.state >> 24, self.state & 0xFFFFFF, self.is_unusual, self.cost),
-            *(_numbers_of(self.ways) if self.ways else _NO_WAYS),
-        ]
-        slots = [math.nan] * MICROBATCH_SLOTS
-        if self.num_microbatches <= MICROBATCH_SLOTS:
-            slots[: len(self.microbatch_s)] = self.microbatch_s
-        else:
-            for number, seconds in enumerate(self.microbatch_s):
-                slots[microbatch_slot(number, self.num_microbatches)] = seconds
+        fixed = [*map(self.times.__getitem__, PHASES), *_told(self.told), *_plain(self)]
+        for mark in (self.fingerprint, self.state):
+            fixed += (mark >> 24, mark & 0xFFFFFF)
+        # whether it says more of the rank's state than rows of most steps do
+        fixed.append(self.state != UNCHANGED or self.fingerprint >= 0 or self.replans or self.frozen != NONE)
+        numbers = array("f", fixed)
+        numbers += _numbers_of(self.ways) if self.ways else _NO_WAYS
+        numbers.fromlist([*self.computed, *self.estimated, *self.stage_s, *(self.weights or self.computed)])
+        ends = self.microbatch_s if self.num_microbatches <= MICROBATCH_SLOTS else self._shared_slots()
+        numbers.fromlist([*ends])
+        numbers += _NO_ENDS[len(ends) :]
         pairs = [number for name, value in self.scalars.items() for number in (name_hash(name), value)]
-        pairs += [0.0] * (2 * MAX_SCALARS - len(pairs))
-        weights = self.weights or self.computed
-        return array("f", [*fixed, *self.computed, *self.estimated, *self.stage_s, *weights, *slots, *pairs])
+        numbers.fromlist(pairs)
+        numbers += _NO_PAIRS[len(pairs) :]
+        return numbers
+
+    def _shared_slots(self) -> list[float]:
+        """When the last micro-batch of each slot ended."""
+        slots = [math.nan] * MICROBATCH_SLOTS
+        for number, seconds in enumerate(self.microbatch_s):
+            slots[microbatch_slot(number, self.num_microbatches)] = seconds
+        return slots
 
 
-_NO_WAYS = [-1.0, math.nan, math.nan, math.nan] * MAX_WAYS
+_MARKS = ("fingerprint", "state")
+_TOLD = tuple(own.name for own in numbers_of(RankNumbers))
+_ONE_NUMBER = [name for name, kind in get_type_hints(Row).items() if kind in (bool, int, float)]
+_PLAIN = tuple(name for name in _ONE_NUMBER if name not in _MARKS)
+_told, _plain = attrgetter(*_TOLD), attrgetter(*_PLAIN)
+# the slots of a row, in their order, as `Row.numbers` writes them; those of stages, ends and scalars follow
+_HALVES = tuple(f"{mark}_{half}" for mark in _MARKS for half in ("high", "low"))
+FIELDS = (*TIMES, *_TOLD, *_PLAIN, *_HALVES, "unusual", *WAYS)
+COLUMN = {name: column for column, name in enumerate(FIELDS)}
+NONFINITE = COLUMN["nonfinite"]  # counted while the row is on its way
+_PER_STAGE = 4
+_NO_WAYS = array("f", [-1.0, math.nan, math.nan, math.nan] * MAX_WAYS)
+_NO_ENDS = array("f", [math.nan] * MICROBATCH_SLOTS)
+_NO_PAIRS = array("f", [0.0] * (2 * MAX_SCALARS))
 
 
-def _numbers_of(ways: Sequence[Way]) -> list[float]:
+def _numbers_of(ways: Sequence[Way]) -> array[float]:
     """Four numbers for each of these ways."""
     each = [(float(way.target), way.link.latency_s, way.link.bytes_per_s, way.age_s) for way in ways[:MAX_WAYS]]
-    numbers = [number for own in each for number in own]
+    numbers = array("f", [number for own in each for number in own])
     return numbers + _NO_WAYS[len(numbers) :]
 
 
@@ -171,9 +144,8 @@ def absent_row(num_stages: int) -> Tensor:
     nothing = (0.0,) * num_stages
     row = Row(
         dict.fromkeys(PHASES, 0.0),
-        compute_s=math.nan,
+        RankNumbers(compute_s=math.nan, absent=True),
         busy_s=0.0,
-        absent=True,
         computed=nothing,
         estimated=nothing,
         stage_s=(math.nan,) * num_stages,

@@ -12,11 +12,14 @@ with needs_extra("metrics"):
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
     from prometheus_client.metrics_core import Metric
 
-from straggle.report import CAUSES, CHANGE_KINDS, PHASES
+from straggle.report import CAUSES, CHANGE_KINDS, PHASES, RankReport, StepReport
+from straggle.schema import numbers_of
 
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
 
-COUNTERS = {
+# of one number of a step, or of a rank in it, that is declared with its metric
+_DECLARED = [own.metric for report in (StepReport, RankReport) for own in numbers_of(report) if own.metric]
+COUNTERS = {own.name: own.text for own in _DECLARED if own.kind == "counter"} | {
     "steps": "Merged steps that this rank has applied.",
     "step_wait_for_all_seconds": "Seconds that the steps would have taken under DDP, with equal shares.",
     "whole_compute_seconds": "Seconds of this rank's own work in all steps, with what it would have taken "
@@ -34,24 +37,15 @@ COUNTERS = {
     "stage_contributions": "Sum over steps of the share of the stage that this rank computed.",
     "estimates": "Steps in which an estimate was used in the stage.",
     "contributed_weight": "Sum over steps of the weight times the share of the model that this rank computed.",
-    "nonfinite_contributions": "Parameters' gradients of this rank left out because they were not finite.",
-    "skipped_steps": "Steps in which no rank had finite gradients.",
     "merged_bytes": "Bytes of gradients that this rank has merged.",
     "samples": "Samples whose gradients this rank computed in time.",
     "replica_checks": "Steps in which the ranks compared their parameters.",
     "replica_mismatches": "Comparisons in which this rank's parameters were not those of the others.",
-    "micro_batches": "Micro-batches that this rank drew from the pools of its steps and computed.",
-    "micro_batches_put_back": "Micro-batches that this rank had drawn and gave back, because it was stuck.",
-    "pool_micro_batches": "Micro-batches in the pools of its steps, which all ranks together draw from.",
 }
-GAUGES = {
-    "deadline_seconds": "The deadline of the last step; infinite without one.",
+GAUGES = {own.name: own.text for own in _DECLARED if own.kind == "gauge"} | {
     "absent_rank": "Whether each rank was absent in the last step, 1 or 0; of the lowest member only.",
-    "link_latency_seconds": "Seconds until a first byte from this rank is with a peer, as measured last.",
-    "link_bytes_per_second": "Bytes a second that this rank can send and receive, measured last.",
     "link_slow": "Whether this rank's link is slow, and costs the job time, 1 or 0.",
     "stage_weight_ratio": "Merged weight of the stage in the last step; 1 when all ranks computed it.",
-    "reach_ratio": "Share of the model's gradients that this rank computed in the last step.",
     "dropped_ratio": "Share of all ranks' gradients that did not come in time in the last step.",
     "predicted_dropped_ratio": "Share of all ranks' gradients that the deadline policy expects to be dropped.",
     "step_weight": "Weight of this rank's last step; 0 without data.",
@@ -74,12 +68,15 @@ HISTOGRAMS = {
 }
 # the label that a metric has beside the rank, and the values that are there from the beginning
 LABELS: dict[str, tuple[str, tuple[str, ...]]] = {
+    own.name: (own.label[0], tuple(other.label[1] for other in _DECLARED if other.label and other.name == own.name))
+    for own in _DECLARED
+    if own.label
+} | {
     "phase_seconds": ("phase", (*PHASES, "wait", "network")),
     "late_steps": ("cause", PHASES),
     "incomplete_steps": ("cause", tuple(cause for cause in CAUSES if cause not in PHASES)),
     "stood_in_steps": ("cause", CAUSES),
     "members_changes": ("reason", CHANGE_KINDS),
-    "link_bytes_per_second": ("direction", ("up", "down")),
     "link_slow": ("what", ("up", "down", "latency")),
     "absent_rank": ("absent", ()),
     "stage_contributions": ("stage", ()),
@@ -116,6 +113,14 @@ class Series:
         if value not in found:
             found[value] = self._families[name].labels(*((self._rank,) if value is None else (self._rank, value)))
         return found[value]
+
+    def add(self, report: StepReport | RankReport) -> None:
+        """One step more: its numbers that are declared with a metric."""
+        declaring: type = type(report)
+        for own in numbers_of(declaring):
+            if (metric := own.metric) is not None:
+                series = self.of(metric.name, None if metric.label is None else metric.label[1])
+                (series.inc if metric.kind == "counter" else series.set)(getattr(report, own.name))
 
     def clear(self, *names: str) -> None:
         """These metrics have no series from here on."""

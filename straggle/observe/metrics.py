@@ -181,12 +181,10 @@ class StepMetrics:
         self._count_gradients(record.plan, own)
         self._count_stages(report.stages, own, sum(rank.weight for rank in report.ranks if not rank.absent))
         self._count_contributions(report)
-        self._of("micro_batches").inc(own.parts)
-        self._of("micro_batches_put_back").inc(own.put_back)
-        self._of("pool_micro_batches").inc(report.pool_parts)
-        self._show_link(record.plan, report, own)
+        self._series.add(report)
+        self._series.add(own)
+        self._show_link(record.plan, report)
         self._of("steps").inc()
-        self._of("skipped_steps").inc(report.skipped)
         self._of("dropped_ratio").set(report.dropped_share)
         if report.different_ranks is not None:
             self._of("replica_checks").inc()
@@ -223,7 +221,6 @@ class StepMetrics:
         self._of("phase_seconds", "network").observe(max(0.0, report.network_s))
         if not math.isnan(own.compute_s):
             self._of("compute_seconds").observe(own.compute_s / own.cost)
-        self._of("deadline_seconds").set(report.deadline_s)
         ddp = self._prediction.add(report)
         self._of("step_wait_for_all_seconds").inc(max(0.0, ddp.seconds))
         whole_s = ddp.own_s[self._rank]
@@ -233,23 +230,18 @@ class StepMetrics:
             self._of("late_steps" if own.late else "incomplete_steps", own.cause).inc()
             self._of("stood_in_steps", own.cause).inc(own.stood_in)
 
-    def _show_link(self, plan: StagePlan, report: StepReport, own: RankReport) -> None:
-        """This rank's link: as measured, and whether it is slow."""
+    def _show_link(self, plan: StagePlan, report: StepReport) -> None:
+        """Whether this rank's link is slow, and what was sent to measure it."""
         num_bytes = sum(stage.nbytes for stage in plan.stages)
         self._slow_links.add(report.step, links_of(report), num_bytes=num_bytes, step_s=report.seconds)
         slow = [what for link in self._slow_links.now if link.rank == self._rank for what in link.slow]
         pinged, self._pinged = self._pinged, self._model.ping_bytes
         self._of("ping_bytes").inc(self._pinged - pinged)
-        self._of("link_latency_seconds").set(own.latency_s)
-        for direction, rate in (("up", own.up_bytes_per_s), ("down", own.down_bytes_per_s)):
-            self._of("link_bytes_per_second", direction).set(rate)
         for what in LABELS["link_slow"][1]:
             self._of("link_slow", what).set(what in slow)
 
     def _count_gradients(self, plan: StagePlan, own: RankReport) -> None:
-        self._of("reach_ratio").set(own.reach)
         self._of("merged_bytes").inc(sum(stage.nbytes for stage in plan.stages))
-        self._of("nonfinite_contributions").inc(own.nonfinite)
         if not own.idle:
             self._of("gradient_elements").inc(plan.numel)
             self._of("gradient_elements_dropped").inc(max(0.0, 1.0 - own.reach) * plan.numel)

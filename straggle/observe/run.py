@@ -23,13 +23,11 @@ from straggle.observe.watch import watched_files
 from straggle.observe.watched_links import links_of_lines
 from straggle.policies.rank_links import RankLink
 from straggle.report import CAUSES, PHASES, MembersReport, RankReport, ShadowReport, StageReport, StepReport
+from straggle.schema import numbers_of
 
 Array: TypeAlias = NDArray[np.float64]
-_TIMES = ("outside_s", "optimizer_s", "data_s", "forward_s", "backward_s", "wait_s", "compute_s", "overrun_s")
 _LINK = ("latency_s", "up_bytes_per_s", "down_bytes_per_s")
-_DRAWN = ("parts", "put_back")
-_STATE = ("late", "stood_in", "cause", "idle", "nonfinite", "absent")
-_FIELDS = (*_TIMES, *_LINK, "reach", "weight", *_STATE, *_DRAWN)
+_FIELDS = (*(own.name for own in numbers_of(RankReport) if own.name != "rank"), "cause")
 
 
 _ELEMENT_BYTES = 4  # a trace does not say what a gradient's elements are
@@ -41,7 +39,7 @@ class Run:
     """Arrays over steps have shape (steps,), those over steps and ranks (steps, ranks); NaN: not known, or no such
     rank.
 
-    ``ranks`` has the numeric fields of `RankReport`, flags as 0 and 1 and ``cause`` as an index into `CAUSES`.
+    ``ranks`` has the numbers of `RankReport`, flags as 0 and 1 and ``cause`` as an index into `CAUSES`.
     ``ddp_s`` is predicted (`DdpPrediction`). ``stages`` are those of the last step. ``stage_share``,
     shape (stages, ranks), is the mean share of each stage that each rank computed, over the ``num_stage_steps`` last
     steps, which have this plan. ``pool_parts``: the micro-batches in each step's pool; 0: the ranks did not draw.
@@ -224,30 +222,11 @@ def _shadow_report(record: Mapping[str, Any] | None) -> ShadowReport | None:
 def _rank_report(record: Mapping[str, Any]) -> RankReport:
     cause = record.get("cause")
     return RankReport(
-        rank=int(record["rank"]),
-        outside_s=_number(record.get("outside_s")),
-        optimizer_s=_number(record.get("optimizer_s", 0.0)),
-        data_s=_number(record.get("data_s")),
-        forward_s=_number(record.get("forward_s")),
-        backward_s=_number(record.get("backward_s")),
-        wait_s=_number(record["wait_s"]),
-        compute_s=_number(record["compute_s"]),
-        reach=_number(record["reach"]),
+        **{own.name: own.read(record) for own in numbers_of(RankReport)},
         stages=tuple(_number(share) for share in record.get("stages", ())),
         stage_s=tuple(_number(at) for at in record.get("stage_s", ())),
-        late=bool(record["late"]),
-        stood_in=bool(record["stood_in"]),
-        cause=cause if cause in CAUSES else None,
-        overrun_s=_number(record.get("overrun_s", 0.0)),
-        idle=bool(record.get("idle", False)),
-        absent=bool(record.get("absent", False)),
-        weight=_number(record.get("weight", 1.0)),
-        cost=_number(record.get("cost", 1.0)),
-        nonfinite=int(record.get("nonfinite", 0)),
         weights=tuple(_number(weight) for weight in record.get("weights", ())),
-        parts=int(record.get("parts", 0)),
-        **{name: _number(record.get(name)) for name in _LINK},
-        put_back=int(record.get("put_back", 0)),
+        cause=cause if cause in CAUSES else None,
     )
 
 

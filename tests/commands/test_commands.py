@@ -34,7 +34,9 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 def rank(number: int, compute_s: float, stage_s: tuple[float, ...], **rest: Any) -> RankReport:
     whole = tuple(float(not math.isnan(at)) for at in stage_s)
-    return RankReport(number, 0.0, 0.0, 0.0, 0.0, 0.0, compute_s, sum(whole) / len(whole), whole, stage_s, **rest)
+    times = dict.fromkeys(("outside_s", "data_s", "forward_s", "backward_s", "wait_s"), 0.0)
+    own = {"compute_s": compute_s, "reach": sum(whole) / len(whole), "stages": whole, "stage_s": stage_s}
+    return RankReport(rank=number, **times, **own, **rest)
 
 
 def report(*ranks: RankReport, step: int = 0, seconds: float = 1.5) -> StepReport:

@@ -17,7 +17,7 @@ LOOP = ("parallel", "building", "step", "loop", "garbage", "stop_signal")
 # each imports only from those before it
 PACKAGES = ("report", "policies", "backward", "merge", LOOP, "data")
 PACKAGES += ("observe", "integrations", "advise", "lab", "commands")
-BEFORE = ("extras", "version")
+BEFORE = ("extras", "schema", "version")
 AFTER = ("straggle", "__main__")
 FOLDERS = ["loop", *(name for name in PACKAGES if isinstance(name, str) and name != "report")]
 

@@ -26,6 +26,7 @@ from job_loop import (
 )
 from members import run_job
 from ranks import Raised, die, digest, run_ranks, staged
+from telemetry_rows import row_of
 from training import features, mlp
 
 from straggle import (
@@ -52,10 +53,13 @@ from straggle.merge.members.view import Leaving, Repair
 from straggle.merge.members.wing import Members
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.rank_state import Entry
-from straggle.merge.telemetry import Row
+<<<<<<< HEAD
 from straggle.merge.wing import Wings
 from straggle.policies.fill_in import FillIn
-from straggle.report import PHASES
+=======
+from straggle.policies.fill_in import FillIn
+from straggle.wing import Wings
+>>>>>>> cc68b8b (A number of a rank's row is declared once: slot, column, report, trace, arrays and metric follow from it)
 
 BALLAST = 2**24  # elements of a state that takes a while to send
 
@@ -746,7 +750,7 @@ def take_telemetry_of_who_has_left(rank):
         time.sleep(0.001)
     member.freeze()
     ones, zeros = (1.0,) * len(plan.stages), (0.0,) * len(plan.stages)
-    row = Row(dict.fromkeys(PHASES, 0.0), 0.0, 0.0, computed=ones, estimated=zeros, stage_s=zeros).encode()
+    row = row_of(computed=ones, estimated=zeros, stage_s=zeros).encode()
     of_both = torch.cat([row, row])
     member.regroup(
         channel.groups, view.without({1: Leaving("ended", "gone")}), Repair(1, completed=0, giver=0), of_both

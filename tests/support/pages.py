@@ -25,7 +25,7 @@ def a_rank(number: int, *, whole: int = len(STAGES), pace: float = 1.0, **rest: 
     times = {"outside_s": 0.01, "data_s": 0.02, "forward_s": 0.1, "backward_s": 0.1 * whole, "wait_s": 0.05}
     late = whole < len(STAGES) and not rest.get("idle")
     own = {"compute_s": pace * 0.1 * len(STAGES), "reach": reach, "stages": share, "stage_s": stage_s, "late": late}
-    return RankReport(number, **{**times, **own, "cause": "backward" if late else None, **rest})
+    return RankReport(rank=number, **{**times, **own, "cause": "backward" if late else None, **rest})
 
 
 def a_step(step: int, ranks: Iterable[RankReport], **rest: Any) -> StepReport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from telemetry_rows import row_of
 from training import mlp
 
 from straggle.backward.stages import plan_stages
@@ -11,9 +12,7 @@ from straggle.merge.names import ScalarNames
 from straggle.merge.round import Layout, Round, RoundTerms
 from straggle.merge.step_record import StepRecord
 from straggle.merge.table import Table
-from straggle.merge.telemetry import Row
 from straggle.policies.rank_links import Way
-from straggle.report import PHASES
 
 
 def merged_round(
@@ -33,9 +32,8 @@ def merged_round(
     current.stood_in = stood_in
     num_stages = len(plan.stages)
     nothing = (0.0,) * num_stages
-    row = Row(
-        dict.fromkeys(PHASES, 0.0), 0.5, 0.5, late=late, computed=nothing, estimated=nothing, stage_s=nothing, ways=ways
-    )
+    of_stages = {"computed": nothing, "estimated": nothing, "stage_s": nothing}
+    row = row_of(compute_s=0.5, busy_s=0.5, late=late, ways=ways, **of_stages)
     current.table = Table(torch.stack([row.encode()]), num_stages)
     current.record = StepRecord(step, 0.5, deadline_s, plan, current.table, ScalarNames({}), merged_at=merged_at)
     return current

@@ -62,9 +62,19 @@ def a_rank(rank: int, pace: float, stop_s: float) -> RankReport:
     compute_s = min(stage_s[-1], stop_s)
     whole = tuple(at if at <= stop_s else float("nan") for at in stage_s)
     return RankReport(
-        rank, 0.0, 0.0, 0.0, compute_s, 0.0, compute_s, sum(done) / NUM_STAGES, done, whole, late,
+        rank=rank,
+        outside_s=0.0,
+        data_s=0.0,
+        forward_s=0.0,
+        backward_s=compute_s,
+        wait_s=0.0,
+        compute_s=compute_s,
+        reach=sum(done) / NUM_STAGES,
+        stages=done,
+        stage_s=whole,
+        late=late,
         cause="backward" if late else None,
-    )  # fmt: skip
+    )
 
 
 def write_trace(folder: Path, stop_s: float) -> Path:

@@ -1,5 +1,7 @@
 """A rank whose steps cost more takes longer by right: it is not found slow, and one of the same cost is."""
 
+from dataclasses import replace
+
 import pytest
 
 from straggle import RankReport, StageReport, StepReport
@@ -15,8 +17,8 @@ def a_rank(number, cost, slowness, step, **rest):
     compute_s = cost * slowness * (0.3 + 0.001 * ((step + number) % 3))
     times = {"outside_s": 0.0, "data_s": 0.01, "forward_s": compute_s / 3, "backward_s": 2 * compute_s / 3}
     stage_s = (compute_s * 0.7, compute_s)
-    return RankReport(number, **times, wait_s=0.0, compute_s=compute_s, reach=1.0, stages=(1.0, 1.0), stage_s=stage_s,
-                      cost=cost, **rest)  # fmt: skip
+    whole = {"wait_s": 0.0, "reach": 1.0, "stages": (1.0, 1.0), "stage_s": stage_s}
+    return RankReport(rank=number, **times, **whole, compute_s=compute_s, cost=cost, **rest)
 
 
 def write_trace(folder, cost, slowness):
@@ -38,6 +40,15 @@ def test_slow_is_who_takes_longer_than_its_steps_cost(cost, slowness, slow, tmp_
 
 def test_untruncated_time_of_a_late_rank_is_predicted_from_its_peers_and_its_own_cost():
     peers = [a_rank(number, 1.0, 1.0, 0) for number in (0, 3)]
-    late = RankReport(1, 0.0, 0.01, 0.2, 0.1, 0.0, 0.3, 0.5, (1.0, 0.0), (float("nan"),) * 2, late=True, cost=2.0)
+    late = replace(
+        a_rank(1, 2.0, 1.0, 0),
+        forward_s=0.2,
+        backward_s=0.1,
+        compute_s=0.3,
+        reach=0.5,
+        stages=(1.0, 0.0),
+        stage_s=(float("nan"),) * 2,
+        late=True,
+    )
     report = StepReport(0, 0.4, 0.3, (peers[0], late, peers[1]), STAGES)
     assert DdpPrediction().add(report).own_s[1] == pytest.approx(2.0 * 0.3)

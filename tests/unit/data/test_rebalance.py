@@ -10,14 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from telemetry_rows import row_of
 from torch.utils.hooks import RemovableHandle
 
 from straggle import Rebalance
 from straggle.data.rebalance import deal
 from straggle.lab.workloads.shard import Shard
 from straggle.merge.table import Table
-from straggle.merge.telemetry import Row, absent_row
-from straggle.report import PHASES
+from straggle.merge.telemetry import absent_row
 
 STAGES = (0.4, 0.6, 0.8, 1.0)  # of a rank's time, when each stage is complete
 
@@ -78,13 +78,12 @@ class Telemetry:
 
     def _idle_row(self):
         nothing = {"computed": (1.0,) * 4, "estimated": (0.0,) * 4, "stage_s": (math.nan,) * 4}
-        return Row(dict.fromkeys(PHASES, 0.0), math.nan, 0.0, idle=True, **nothing)
+        return row_of(compute_s=math.nan, idle=True, **nothing)
 
     def _row(self, count, whole_s, limit_s, *, stuck):
         late = whole_s > limit_s or stuck
         ends = [math.nan if stuck or at * whole_s > limit_s else at * whole_s for at in STAGES]
-        return Row(
-            times=dict.fromkeys(PHASES, 0.0),
+        return row_of(
             compute_s=math.nan if stuck else min(whole_s, limit_s),
             busy_s=1.0,
             late=late,
@@ -230,10 +229,9 @@ def test_closed_it_measures_no_more():
 def late_table(ranks):
     """Rows of (compute_s, finished, num_microbatches, ends of micro-batches, ends of stages)."""
     rows = [
-        Row(
-            dict.fromkeys(PHASES, 0.0),
-            own_s,
-            own_s,
+        row_of(
+            compute_s=own_s,
+            busy_s=own_s,
             late=not done,
             computed=(float(done),) * 2,
             estimated=(0.0,) * 2,

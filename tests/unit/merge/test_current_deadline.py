@@ -4,12 +4,11 @@ import math
 
 import pytest
 import torch
+from telemetry_rows import row_of
 
 from straggle import FirstK, FixedDeadline, LateHandling
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.table import Table
-from straggle.merge.telemetry import Row
-from straggle.report import PHASES
 
 
 @pytest.mark.parametrize(
@@ -40,7 +39,7 @@ def test_first_of_all_ranks_waits_for_all():
 
 def table_of(**fields):
     """Of two ranks without stages."""
-    row = Row(dict.fromkeys(PHASES, 0.0), 1.0, 1.0, computed=(), estimated=(), stage_s=(), **fields)
+    row = row_of(compute_s=1.0, busy_s=1.0, **fields)
     return Table(torch.stack([row.encode()] * 2), 0)
 
 

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
+from telemetry_rows import row_of
 from torch import nn
 
 from straggle import Merge
 from straggle.merge.fingerprint import digest
 from straggle.merge.fingerprint import fingerprint as fingerprint_of
 from straggle.merge.table import Table
-from straggle.merge.telemetry import Row
-from straggle.report import PHASES
 
 
 def fingerprint(tensors):
@@ -17,8 +16,7 @@ def fingerprint(tensors):
 
 
 def table(*fingerprints):
-    times = dict.fromkeys(PHASES, 0.0)
-    rows = [Row(times, compute_s=0.0, busy_s=0.0, fingerprint=own).encode() for own in fingerprints]
+    rows = [row_of(fingerprint=own).encode() for own in fingerprints]
     return Table(torch.stack(rows), 0)
 
 

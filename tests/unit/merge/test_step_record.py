@@ -4,14 +4,17 @@ import math
 
 import pytest
 import torch
+from telemetry_rows import row_of
 from training import mlp
 
 from straggle.backward.stages import plan_stages
 from straggle.merge.names import ScalarNames
 from straggle.merge.step_record import StepRecord
 from straggle.merge.table import Table
-from straggle.merge.telemetry import NONFINITE, Row
-from straggle.report import PHASES
+from straggle.merge.telemetry import NONFINITE
+from straggle.observe.run import step_report
+from straggle.report import RankNumbers
+from straggle.schema import numbers_of
 
 WEIGHTS = (2.0, 1.0)  # of the ranks that are left
 PLAN = plan_stages(mlp())
@@ -22,7 +25,7 @@ def weights(merged, pool_weight=0.0, nonfinite=0):
     """Those of the stages, of which so much was ``merged`` in each; ``nonfinite``: gradients of the second rank."""
     alike = {"computed": (1.0,) * NUM_STAGES, "estimated": (0.0,) * NUM_STAGES, "stage_s": (math.nan,) * NUM_STAGES}
     pool = {"pool_parts": int(pool_weight), "pool_weight": pool_weight}
-    rows = [Row(dict.fromkeys(PHASES, 0.0), 0.1, 0.1, weight=own, **alike, **pool).encode() for own in (*WEIGHTS, 0.0)]
+    rows = [row_of(compute_s=0.1, busy_s=0.1, weight=own, **alike, **pool).encode() for own in (*WEIGHTS, 0.0)]
     rows = torch.stack(rows)
     rows[1, NONFINITE] = nonfinite
     record = StepRecord(0, 0.1, math.inf, PLAN, Table(rows, NUM_STAGES), ScalarNames({}), merged_weights=merged)
@@ -47,3 +50,16 @@ def test_it_counts_also_where_less_was_merged_because_something_was_not_finite()
 def test_of_a_pool_too():
     # of five parts the third rank, which has left, had two; a pool counts as one step of all three ranks
     assert weights((3.0,) * NUM_STAGES, pool_weight=5.0) == [5.0] * NUM_STAGES
+
+
+def test_each_number_that_a_row_declares_is_in_the_report_and_in_its_trace_as_it_was_sent():
+    of_kind = {bool: lambda _: True, int: lambda place: place + 1, float: lambda place: place + 0.5}
+    sent = {own.name: of_kind[own.kind](place) for place, own in enumerate(numbers_of(RankNumbers))}
+    row = row_of(
+        busy_s=0.1, computed=(1.0,) * NUM_STAGES, estimated=(0.0,) * NUM_STAGES, stage_s=(0.1,) * NUM_STAGES, **sent
+    )
+    record = StepRecord(0, 0.1, math.inf, PLAN, Table(row.encode().unsqueeze(0), NUM_STAGES), ScalarNames({}))
+    (rank,) = record.report.ranks
+    assert {name: getattr(rank, name) for name in sent} == sent
+    (again,) = step_report(record.report.as_dict()).ranks
+    assert repr(again) == repr(rank)  # NaN is as NaN here

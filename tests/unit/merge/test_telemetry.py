@@ -6,19 +6,19 @@ import sys
 
 import pytest
 import torch
+from telemetry_rows import row_of
 
 from straggle.backward.clocks import Stopwatch
 from straggle.merge.links.job_pings import merged_step
 from straggle.merge.rank_state import TrainingSide
 from straggle.merge.table import Table
-from straggle.merge.telemetry import MAX_WAYS, Row, absent_row
+from straggle.merge.telemetry import MAX_WAYS, absent_row
 from straggle.policies.links import Link
 from straggle.policies.rank_links import Way
-from straggle.report import PHASES
 
 
 def encoded(*ways: Way) -> torch.Tensor:
-    return Row(dict.fromkeys(PHASES, 0.0), compute_s=0.0, busy_s=0.0, ways=ways).encode()
+    return row_of(ways=ways).encode()
 
 
 @pytest.mark.parametrize("count", range(MAX_WAYS + 2))

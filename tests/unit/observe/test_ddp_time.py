@@ -17,7 +17,7 @@ NAN = math.nan
 def rank(number, compute_s, stage_s, **rest):
     whole = tuple(float(not math.isnan(at)) for at in stage_s)
     times = dict.fromkeys(("outside_s", "data_s", "forward_s", "backward_s", "wait_s"), 0.0)
-    return RankReport(number, **{**times, "compute_s": compute_s, "reach": sum(whole) / 2, "stages": whole,
+    return RankReport(rank=number, **{**times, "compute_s": compute_s, "reach": sum(whole) / 2, "stages": whole,
                                  "stage_s": stage_s, **rest})  # fmt: skip
 
 

@@ -10,7 +10,10 @@ from straggle.observe.fairness import Contributions, fairness_of, jain_index
 
 def rank(number, *shares, weight=1.0, **rest):
     reach = sum(shares) / len(shares)
-    return RankReport(number, 0, 0, 0, 0, 0, 1.0, reach, shares, (math.nan,) * len(shares), weight=weight, **rest)
+    stage_s = (math.nan,) * len(shares)
+    return RankReport(
+        rank=number, wait_s=0, compute_s=1.0, reach=reach, stages=shares, stage_s=stage_s, weight=weight, **rest
+    )
 
 
 def step(*ranks, names=("head", "blocks.0")):

@@ -4,16 +4,17 @@ import math
 
 import pytest
 import torch
+from telemetry_rows import row_of
 
 from straggle import AutoDeadline, LateHandling, QuantileDeadline
 from straggle.merge.table import Table
-from straggle.merge.telemetry import Row, absent_row
+from straggle.merge.telemetry import absent_row
 from straggle.policies.deadline import next_deadline
 from straggle.policies.history import HistoryWindow
 from straggle.policies.promise import kept
 from straggle.policies.step_model import StopRules
 from straggle.policies.thresholds import quorum_times
-from straggle.report import CAUSES, PHASES
+from straggle.report import CAUSES
 
 STAGES, STEPS = 4, 12
 SHARE = torch.full((STAGES,), 1 / STAGES)
@@ -25,7 +26,7 @@ def there(seconds, cause=-1):
 
 
 def of(**fields):
-    return Row(dict.fromkeys(PHASES, 0.0), **{"busy_s": 0.1, "estimated": (0.0,) * STAGES, **fields}).encode()
+    return row_of(**{"busy_s": 0.1, "estimated": (0.0,) * STAGES, **fields}).encode()
 
 
 ABSENT = absent_row(STAGES)

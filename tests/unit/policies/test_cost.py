@@ -4,18 +4,17 @@ import math
 
 import pytest
 import torch
+from telemetry_rows import row_of
 from torch import nn
 
 from straggle.backward.stages import Stage, StagePlan
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.table import Table
-from straggle.merge.telemetry import Row
 from straggle.policies.auto_deadline import AutoDeadline
 from straggle.policies.cost import UsualCost, check_cost, mean_cost_of
 from straggle.policies.deadline import Deadline, LateHandling, NextDeadline, QuantileDeadline
 from straggle.policies.history import History
 from straggle.policies.wrappers import Shadow
-from straggle.report import PHASES
 
 NAN = math.nan
 PLAN = StagePlan((Stage("all", (0,), 1, 4, "all", "all"),))
@@ -25,10 +24,9 @@ def table(compute_s, costs, numbers=None):
     """A step that all ranks finished, in one stage; ``numbers`` of micro-batches."""
     numbers = numbers or [1] * len(costs)
     rows = [
-        Row(
-            dict.fromkeys(PHASES, 0.0),
-            own_s,
-            own_s,
+        row_of(
+            compute_s=own_s,
+            busy_s=own_s,
             cost=cost,
             computed=(1.0,),
             estimated=(0.0,),

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from histories import history
+from telemetry_rows import row_of
 
 from straggle import (
     AutoDeadline,
@@ -23,7 +24,7 @@ from straggle import (
     Shadow,
 )
 from straggle.merge.table import Table
-from straggle.merge.telemetry import MICROBATCH_SLOTS, Row
+from straggle.merge.telemetry import MICROBATCH_SLOTS
 from straggle.policies.history import HistoryWindow, ProgressRow, StepProgress
 from straggle.policies.ordinary import vary_together
 from straggle.policies.promise import kept
@@ -31,7 +32,6 @@ from straggle.policies.step_model import StopRules, computed_share, simulate_ste
 from straggle.policies.thresholds import StepTimes, choose_threshold, expected_drop, longest_alike
 from straggle.policies.untruncated import untruncated_entries, untruncated_times
 from straggle.policies.wrappers import dropped_per_stage
-from straggle.report import PHASES
 
 NAN, INF = math.nan, math.inf
 
@@ -609,8 +609,7 @@ def test_late_rank_stops_at_its_next_layer(deadline_s, grace_s, end_s, reached):
 
 
 def row(**fields):
-    times = dict.fromkeys(PHASES, 0.0)
-    return Row(times=times, computed=(1.0, 0.5), estimated=(0.0, 0.0), weights=(1.0, 0.5), **fields)
+    return row_of(computed=(1.0, 0.5), estimated=(0.0, 0.0), weights=(1.0, 0.5), **fields)
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 5, 16, 17, 40])

@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
+from telemetry_rows import row_of
 from training import Chain
 
 from straggle.backward.stages import plan_stages
 from straggle.merge.step_record import shadow_report
 from straggle.merge.table import Table
-from straggle.merge.telemetry import Row
 from straggle.policies.step_model import StopRules
 from straggle.report import PHASES
 
@@ -21,8 +21,8 @@ NUM_STAGES = 5
 def a_row(unit_s: float, *, outside_s: float = 0.0, idle: bool = False) -> torch.Tensor:
     """A rank whose stages take ``unit_s`` seconds each, the forward pass nothing."""
     compute_s = math.nan if idle else NUM_STAGES * unit_s
-    return Row(
-        times={**dict.fromkeys(PHASES, 0.0), "outside": outside_s, "backward": NUM_STAGES * unit_s},
+    return row_of(
+        times={"outside": outside_s, "backward": NUM_STAGES * unit_s},
         compute_s=compute_s,
         busy_s=outside_s + (0.0 if idle else NUM_STAGES * unit_s),
         idle=idle,
