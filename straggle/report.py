@@ -76,6 +76,15 @@ class RankNumbers:
             ),
         ),
     )
+    sent_bytes: int = field(
+        default=0,
+        metadata=number(
+            "bytes that it handed to collectives for its gradients, their weights, averaged buffers and telemetry, to "
+            "seven digits; what was merged again as members changed counts twice, and what ranks send beside that or "
+            "a collective makes of it on the network does not count",
+            Metric("counter", "sent_bytes", "Bytes that this rank handed to collectives for gradients and telemetry."),
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

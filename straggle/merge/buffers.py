@@ -20,9 +20,10 @@ from straggle.backward.stages import STAGE_BYTES, StagePlan
 from straggle.merge.groups import Group
 from straggle.merge.lent import Lent
 from straggle.merge.numbers import Numbers
-from straggle.merge.telemetry import NONFINITE, row_length
+from straggle.merge.telemetry import COLUMN, NONFINITE, row_length
 from straggle.policies.merge_time import largest_message_bytes
 
+_SENT_BYTES = COLUMN["sent_bytes"]
 _FREED_BYTES = STAGE_BYTES  # DDP's first bucket has as many
 _LARGE_BYTES = 2**18  # a gradient of this size has left the cache when the last one of its bucket is copied
 _ALIGN = 16  # elements: each gradient starts on a cache line
@@ -131,6 +132,8 @@ class StageBuffers:
         self._own_rows = array("f", bytes(4 * self._length))  # zeros but for this rank's row
         self._with_last = self.rows
         self._num_rows = last
+        self._num_bytes = sum(map(self._bytes_of, range(len(buckets))))  # of all messages, sent once
+        self._again_bytes = 0  # of those that are sent once more, because members have changed
         no_rows, last_bucket = torch.empty(0), self._buckets[-1]
         self._memory = [
             _Memory.new(flats, self.views, self.rows if flats is last_bucket else no_rows) for flats in self._buckets
@@ -149,6 +152,7 @@ class StageBuffers:
     def begin(self) -> None:
         """A new step begins."""
         self._bad, self._merged, self._rank, self._sums = [], {}, -1, {}
+        self._again_bytes = 0
         if self.telemetry is not self._with_last:
             self.use_telemetry(self._with_last)
 
@@ -221,6 +225,8 @@ class StageBuffers:
     def write_telemetry(self, rank: int, row: array[float]) -> None:
         """This rank's telemetry, before the last bucket goes."""
         self._rank = rank
+        apart_bytes = 0 if self.telemetry is self._with_last else self.telemetry.nbytes
+        row[_SENT_BYTES] = self._num_bytes + self._again_bytes + apart_bytes
         self._own_rows[rank * len(row) : (rank + 1) * len(row)] = row
         self._plain.write(self._own_rows)
 
@@ -268,8 +274,12 @@ class StageBuffers:
         """How many messages a bucket goes in."""
         return sum(len(flat.messages) for flat in self._buckets[bucket])
 
+    def _bytes_of(self, bucket: int) -> int:
+        return sum(message.nbytes for flat in self._buckets[bucket] for message in flat.messages)
+
     def resend(self, bucket: int, group: Group) -> list[dist.Work]:
         """Start the merge of a bucket with what is in it now."""
+        self._again_bytes += self._bytes_of(bucket)
         return [group.all_reduce(message) for flat in self._buckets[bucket] for message in flat.messages]
 
     def broadcast(self, bucket: int, group: Group, source: int) -> list[dist.Work]:
@@ -278,7 +288,7 @@ class StageBuffers:
 
     def take_over(self, other: StageBuffers, lost: Collection[int]) -> None:
         """Copy what another has, but for the ``lost`` buckets, into these, which are zeros."""
-        self._bad = other._bad
+        self._bad, self._again_bytes = other._bad, other._again_bytes
         for number, (mine, theirs) in enumerate(zip(self._buckets, other._buckets, strict=True)):
             for flat, its in zip(mine, theirs, strict=True):
                 if number in lost:

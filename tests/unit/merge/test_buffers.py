@@ -4,10 +4,12 @@ import math
 
 import pytest
 import torch
+from telemetry_rows import row_of
 from torch import nn
 
 from straggle.backward.stages import plan_stages
 from straggle.merge.buffers import StageBuffers
+from straggle.merge.telemetry import COLUMN
 
 SMALL, LARGE = 8, 2**16  # elements; the second has 256 KiB
 
@@ -80,3 +82,42 @@ def test_complex_gradients_travel_as_real_numbers_and_are_looked_at_in_both_part
     assert set(sent) == {torch.float32}
     assert share.weight == (bad is None)
     assert torch.equal(buffers.views[0], gradient * share.weight)
+
+
+class Counting:
+    """A group that counts the bytes it is given."""
+
+    def __init__(self):
+        self.num_bytes = 0
+
+    def all_reduce(self, tensor):
+        self.num_bytes += tensor.nbytes
+        return tensor
+
+
+@pytest.mark.parametrize("wire_dtype", [None, torch.bfloat16], ids=["exact", "rounded"])
+@pytest.mark.parametrize("num_state", [0, 5])
+def test_row_tells_the_bytes_that_its_rank_hands_to_collectives(wire_dtype, num_state):
+    module = nn.ModuleList([layer(SMALL), layer(LARGE)])
+    plan, group = plan_stages(module, 2), Counting()
+    buffers = StageBuffers(plan, list(module.parameters()), 2, num_state=num_state, wire_dtype=wire_dtype)
+    of_stages = {"computed": (1.0,) * len(plan.stages), "estimated": (0.0,) * len(plan.stages), "stage_s": (0.1,) * 2}
+    row = row_of(**of_stages).numbers()
+
+    def told():
+        buffers.write_telemetry(1, row)
+        return buffers.rows[1, COLUMN["sent_bytes"]].item()
+
+    for _ in range(2):  # steps
+        buffers.begin()
+        group.num_bytes = 0
+        first = told()
+        for bucket in range(len(plan.buckets())):
+            buffers.all_reduce(bucket, {}, group)
+        assert group.num_bytes == first > 4 * SMALL
+    # the members have changed: a bucket goes again, and the telemetry in a message of its own
+    buffers.resend(0, group)
+    buffers.use_telemetry(torch.zeros_like(buffers.telemetry))
+    last = told()
+    buffers.merge_telemetry(group)
+    assert group.num_bytes == last > first
