@@ -109,9 +109,3 @@ def check_dense(name: str, gradient: Tensor) -> None:
     """Raise ``ValueError`` for a gradient that has no place in flat buffers."""
     if gradient.layout is not _STRIDED:
         raise ValueError(f"parameter {name} has a gradient of layout {gradient.layout}: use dense gradients")
-
-
-PULLED_BY_HAND = (
-    "gradients were put into p.grad by hand in a step with step.pull(), which weighs those of each backward pass by "
-    "its micro-batch: call loss.backward() for each of them, or give each rank micro-batches of its own"
-)

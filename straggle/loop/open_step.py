@@ -22,16 +22,16 @@ from straggle.backward.kept import NONE, UNDECIDED, KeptGradients
 from straggle.backward.passes import PassWatcher, current_run, in_backward
 from straggle.backward.stages import PlanLearner, StagePlan
 from straggle.backward.step_in_parts import StepInParts
-from straggle.loop.by_hand import PULLED_BY_HAND, ByHand, check_dense
+from straggle.loop.by_hand import ByHand, check_dense
 from straggle.loop.parameters import WrappedParameters
 from straggle.merge.checks import check_passes_to_come
 from straggle.merge.coordinator import Coordinator
-from straggle.merge.pools.draws import Drawn, Draws
 from straggle.merge.rank_state import Entry, TrainingSide
 from straggle.merge.replay import Decision
 from straggle.merge.round import Round
 from straggle.merge.state.exchange import Given
 from straggle.merge.state.module_state import ModuleState
+from straggle.merge.step_passes import AnyPasses, Passes
 from straggle.policies.fill_in import FillIn
 from straggle.step import Step
 
@@ -154,7 +154,6 @@ class OpenStep(PassWatcher):
         self._num_timed = 0  # micro-batches whose end was noted
         self._num_taken = 0  # gradients
         self._most = max(1, 3 * len(self._parameters) // 4)
-        self.drawn: Drawn | None = None
         self._grouped_run = _NO_RUN
         self._left = step.num_microbatches * len(self._parameters)  # gradients after which nothing is left to stop
         self._num_checks = 0  # how often the pass asked whether to go on
@@ -170,7 +169,7 @@ class OpenStep(PassWatcher):
         if (kept := self._kept.mark, max_over) != (entry.kept, entry.max_over):
             entry = entry._replace(kept=kept, max_over=max_over)
         if replayed is not None:
-            entry = entry._replace(had_work=replayed.had_work, num_drawn=replayed.num_drawn)
+            entry = entry._replace(had_work=replayed.had_work)
             if replayed.joins_over is not None:
                 entry = entry._replace(joins_over=replayed.joins_over)
         self._state.begin(checked=checked)
@@ -193,16 +192,21 @@ class OpenStep(PassWatcher):
         """What the rank is to do in the step, as it was recorded."""
         return self._replayed
 
-    def draw(self, has: Callable[[], Drawn], draws: Draws | None = None) -> Drawn:
-        """The step has the micro-batches of its pool that ``has()`` says, of ``draws`` that may go on."""
+    def use(self, made: Callable[[Passes], AnyPasses]) -> AnyPasses:
+        """The step has the passes that ``made(those that it has)`` gives, which is called with the lock held."""
         assert self.step is not None
-        self.drawn = drawn = self._coordinator.draw(has, draws)
-        self.step.num_microbatches = number = max(1, len(drawn.numbers))
-        self._left = sys.maxsize if drawn.is_open else number * len(self._parameters)
-        return drawn
+        passes = self._coordinator.change_passes(made)
+        self.step.num_microbatches = number = max(1, passes.number)
+        self._left = sys.maxsize if passes.is_open else number * len(self._parameters)
+        return passes
+
+    @property
+    def _follow_loop(self) -> bool:
+        """Whether the loop says how many passes the step has."""
+        return self._coordinator.training.passes.follow_loop
 
     def out_of_data(self) -> None:
-        """The loop has no more data, and draws for the rest of the open step what is not computed."""
+        """The loop has no more data, and its batches for the rest of the open step are not computed."""
         if self.step is not None and not (self._idle or self.stopped):
             self.settle()
             self.end_data(self.num_over)
@@ -210,7 +214,7 @@ class OpenStep(PassWatcher):
     def end_data(self, num_passes: int) -> None:
         """This rank has data for so many passes of the step: these count, and the block ends where another begins."""
         assert self.step is not None
-        if num_passes >= min(self.step.num_microbatches, self._passes_with_data) or self.drawn is not None:
+        if num_passes >= min(self.step.num_microbatches, self._passes_with_data) or not self._follow_loop:
             return
         self._passes_with_data, self._left = num_passes, num_passes * len(self._parameters)
         self._coordinator.end_data(num_passes)
@@ -226,11 +230,11 @@ class OpenStep(PassWatcher):
     def expect(self, number: int) -> None:
         """The step has this many backward passes. Raises where that comes too late (`Step.num_microbatches`)."""
         assert self.step is not None
-        if self.drawn is not None or self._passes_with_data < sys.maxsize:
-            return  # the pool says it, or the end of the data
+        if self._passes_with_data < sys.maxsize or not self._follow_loop:
+            return
         self.settle()
         check_passes_to_come(number, self.num_over, self.step.num_microbatches)
-        self._coordinator.expect(number)
+        self._coordinator.change_passes(lambda passes: passes.of_number(number))
         self._left = number * len(self._parameters)
 
     def leave(self, error: BaseException | None) -> Round | None:
@@ -280,19 +284,18 @@ class OpenStep(PassWatcher):
 
     def decision(self, merged: Round) -> Decision:
         """What this rank decided in the step that it left, for a recording."""
-        # also what it drew after it had been submitted: of that it has run passes
-        drawn = self._coordinator.training.drawn
-        num_drawn = None if merged.drawn is None else len(merged.drawn.numbers)
+        # also those that came after its part was submitted: they have run
+        parts, submitted = self._coordinator.training.passes.parts, merged.passes.parts
         decision = Decision(
             merged.step,
             merged.num_gradients,
             self._left_at,
             merged.stood_in,
             merged.num_over,
-            drawn=None if drawn is None else drawn.numbers,
+            parts=parts,
             had_work=merged.had_work,
             joins_over=merged.joins_over,
-            num_drawn=None if drawn is None or num_drawn == len(drawn.numbers) else num_drawn,
+            num_parts=None if submitted is None or submitted == parts else len(submitted),
             members_changed=merged.generation > 0,
         )
         if merged.entered:
@@ -312,7 +315,7 @@ class OpenStep(PassWatcher):
     def passes_came_short(self, merged: Round) -> bool:
         """Whether passes may be missing by mistake: what a replay, a stand-in or missing data took is none."""
         explained = self.failed or self.stopped or merged.stood_in or self._idle
-        return not explained and self._replayed is None and self.drawn is None
+        return not explained and self._replayed is None and self._follow_loop
 
     # -- forward
 
@@ -462,9 +465,7 @@ class OpenStep(PassWatcher):
         """What this rank gives of the module's other state: its forward passes may have come to their end."""
         assert self.step is not None
         num_passes = max(self._num_forward, self.pass_number + 1)
-        training = self._coordinator.training  # the stand-in may have put some back of what it had drawn
-        drawn = None if training.drawn is None else training.drawn.first(training.entry.num_drawn)
-        most = self.step.num_microbatches if drawn is None else len(drawn.numbers)
+        most = self._coordinator.training.passes.num_submitted  # fewer than in `Step` if some were given back
         finished = not self._in_forward and (num_passes >= most or not truncated)
         return self._state.give(finished=finished, forward_ran=self._num_forward > 0)
 
@@ -487,8 +488,7 @@ class OpenStep(PassWatcher):
         assert self.step is not None
         self._by_hand.check_gradients(gradients, self._kept.gradients)
         self._coordinator.keep(self._kept.mark)
-        if self.drawn is not None:
-            raise RuntimeError(PULLED_BY_HAND)
+        self._coordinator.training.passes.check_none_by_hand()
         is_part = (truncated or self.failed) and self.step.num_microbatches > 1
         if self._idle or is_part or not self._rule.takes(self._num_taken):
             return

@@ -18,10 +18,12 @@ from torch import Tensor
 from straggle.loop.open_step import OpenStep
 from straggle.merge.channel import Channel
 from straggle.merge.coordinator import Coordinator
-from straggle.merge.pools.draws import Drawn, Draws, StoreCounters
+from straggle.merge.pools.drawn import Drawn, PoolWeights
+from straggle.merge.pools.draws import Draws, StoreCounters
 from straggle.merge.pools.pool import WINDOW, Did, Pool, even_parts, static_shares, sure_shares
 from straggle.merge.pools.pool_times import NEVER, PoolTimes
 from straggle.merge.round import Round
+from straggle.merge.step_passes import Passes
 from straggle.merge.table import Table
 
 # A micro-batch beyond a rank's even part by so much is not asked for ahead: a slow rank that draws early what it can
@@ -42,6 +44,7 @@ class Pulling:
         self._done: deque[tuple[Did | None, ...]] = deque(maxlen=WINDOW)
         self._step_s: deque[float] = deque(maxlen=WINDOW)  # of the last steps, as long as all have pools
         self._present = (True,) * channel.world_size
+        self._times = NEVER
         self._draws = False  # the next step's: a pool was merged before, and all ranks had the store then
         self.waited_s = 0.0
 
@@ -61,18 +64,19 @@ class Pulling:
         With each come those that the rank has drawn beside it, in their order.
         """
         opened, replayed = self._opened, self._opened.replayed
+        of_pool = PoolWeights(weights, self._channel.world_size)
         if opened.idle or self._is_stopped():
-            opened.draw(lambda: self._has((), weights))
+            opened.use(lambda _: Drawn((), of_pool))
             yield from ((number, ()) for number in range(opened.idle))  # whose forward pass ends the block
-        elif replayed is not None and (own := replayed.drawn) is not None:
-            opened.draw(lambda: self._has(own, weights))
+        elif replayed is not None and (own := replayed.parts) is not None:
+            opened.use(lambda _: Drawn(own, of_pool, num_submitted=replayed.num_parts))
             yield from ((number, own[place + 1 :]) for place, number in enumerate(own))
         elif replayed is None or replayed.num_gradients == sys.maxsize:  # beyond the end of the recording
-            yield from self._drawn(weights)
+            yield from self._drawn(of_pool)
 
-    def _drawn(self, weights: tuple[float, ...]) -> Iterator[tuple[int, Sequence[int]]]:
+    def _drawn(self, of_pool: PoolWeights) -> Iterator[tuple[int, Sequence[int]]]:
         """The next one is asked for in a backward pass: the answer is there before the rank begins its last."""
-        opened, step, begun = self._opened, self._opened.step, 0
+        opened, step, begun, weights = self._opened, self._opened.step, 0, of_pool.weights
         pool, channel, lock = self._pool(len(weights)), self._channel, self._coordinator.merging.lock
         ahead = even_parts(len(weights), tuple(self._done), self._present)[channel.rank] + AHEAD
         draws = Draws(pool, channel.rank, self._coordinator.training.step, channel.store, self._counters, lock)
@@ -82,9 +86,15 @@ class Pulling:
             if len(draws.numbers) - begun <= 1 and len(draws.numbers) + 1 <= ahead:
                 draws.ask()
 
-        def has() -> Drawn:  # with the lock held, so that nothing of it is put back meanwhile
-            next_one = min(begun + 1, len(draws.numbers))
-            return self._has(draws.numbers, weights, is_open=not draws.exhausted, num_begun=next_one)
+        def has(_: Passes) -> Drawn:  # with the lock held, so that nothing of it is put back meanwhile
+            return Drawn(
+                draws.numbers,
+                of_pool,
+                is_open=not draws.exhausted,
+                num_begun=min(begun + 1, len(draws.numbers)),
+                draws=draws,
+                stuck_at=opened.stopwatch.now() + self._times.put_back_after_s,
+            )
 
         opened.on_backward = ask_ahead
         while opened.step is step and not opened.stopped:
@@ -93,10 +103,10 @@ class Pulling:
                 draws.wait()
             if begun + 1 == len(draws.numbers) and not draws.exhausted:  # the answer was the first there is
                 draws.wait()
-            drawn = opened.draw(has, draws)
+            drawn = opened.use(has)
             if drawn.num_begun > begun:
                 begun = drawn.num_begun
-                yield drawn.numbers[begun - 1], drawn.numbers[begun:]
+                yield drawn.parts[begun - 1], drawn.parts[begun:]
             elif not drawn.is_open:  # otherwise what it had was put back: there may be more
                 break
         self.waited_s += draws.waited_s
@@ -104,13 +114,6 @@ class Pulling:
     def _is_stopped(self) -> bool:
         training = self._coordinator.training
         return training.is_stopped(training.step)
-
-    def _has(
-        self, numbers: Sequence[int], weights: tuple[float, ...], *, is_open: bool = False, num_begun: int = 0
-    ) -> Drawn:
-        own, total = tuple(weights[number] for number in numbers), sum(weights)
-        scale = self._channel.world_size / total
-        return Drawn(tuple(numbers), own, is_open, len(weights), total, scale, num_begun)
 
     def _pool(self, num_parts: int) -> Pool:
         if self._draws:
@@ -123,8 +126,9 @@ class Pulling:
         """Learn from a merged step. Raises ``ValueError``, on all ranks, where their pools differ."""
         record, table = current.record, current.table
         if not table.has_pool:
-            self._step_s.clear()  # such a step is waited for
-            self._expect(NEVER)
+            if self._step_s or self._times is not NEVER:  # such a step is waited for
+                self._step_s.clear()
+                self._expect(NEVER)
             return
         if len(pools := {number for number in table.pool_parts() if number}) > 1:
             raise ValueError(
@@ -141,9 +145,10 @@ class Pulling:
         return PoolTimes.usual(self._step_s, [did.part_s for did in own if did is not None and did.share])
 
     def _expect(self, times: PoolTimes) -> None:
-        if times is not (before := self._coordinator.training.pool_times) and times != before:
+        if times != self._times:
+            self._times = times
             with self._coordinator.merging.lock:  # the stand-in reads it
-                self._coordinator.training.pool_times = times
+                self._coordinator.training.unentered_s = times.step_s
 
     def _learn(self, table: Table, num_parts: int) -> None:
         away = table.absent_ranks() | table.stood_in_ranks()

@@ -18,14 +18,14 @@ _END = object()
 class Joins:
     """The loops over `StagedDataParallel.join` that this process has begun, and how many are over for the job.
 
-    What a loop draws between two steps is of the next one, and what it draws in a step is of that.
+    A batch that a loop takes between two steps is of the next one, and one that it takes in a step is of that.
     """
 
     def __init__(self) -> None:
         self.begun = self.over = 0
         self._runs = False
-        self._step = -1  # for which batches were drawn last,
-        self._num_own = self._num_drawn = 0  # how many of these are this rank's, and how many were drawn
+        self._step = -1  # for which batches were taken last,
+        self._num_own = self._num_taken = 0  # how many of these are this rank's, and how many were taken
         self._had_own = True  # the last one was
 
     def state_dict(self) -> dict[str, int]:
@@ -41,7 +41,7 @@ class Joins:
     ) -> Iterator[Batch]:
         """The batches of ``loader``, and then its last one until no rank has more.
 
-        ``out_of_data()`` is called if that is drawn in an open step. Raises ``ValueError`` if there is not one batch.
+        ``out_of_data()`` is called if that is taken in an open step. Raises ``ValueError`` if there is not one batch.
         """
         number, self.begun = self.begun, self.begun + 1
         training.joins_over = self.begun
@@ -58,7 +58,7 @@ class Joins:
                     batch, following = following, next(source, _END)
                 if following is _END:
                     training.joins_over = number + 1
-                self._draw(training.step, own=own)
+                self._take(training.step, own=own)
                 if not own and training.entered_at is not None:
                     out_of_data()
                 yield cast(Batch, batch)
@@ -66,18 +66,18 @@ class Joins:
             if self.begun == number + 1:  # one that a loop has left open may be closed in the next one
                 self._runs, training.joins_over = False, number + 1
 
-    def _draw(self, step: int, *, own: bool) -> None:
+    def _take(self, step: int, *, own: bool) -> None:
         if step != self._step:
-            self._step, self._num_own, self._num_drawn = step, 0, 0
+            self._step, self._num_own, self._num_taken = step, 0, 0
         self._num_own += own
-        self._num_drawn += 1
+        self._num_taken += 1
         self._had_own = own
 
     def share_of(self, step: int) -> float:
-        """Of what was drawn for a step that begins now, the share that is this rank's own; 0: it has no data for it."""
+        """The share of the batches taken for a step that begins now that is this rank's own; 0: it has no data for it."""
         if not self._runs or step != self._step:
             return float(self._had_own or not self._runs)
-        return self._num_own / self._num_drawn
+        return self._num_own / self._num_taken
 
     def merged(self, current: Round) -> None:
         """A step is merged, in which all members may have said that they have no more."""

@@ -23,11 +23,11 @@ from straggle.merge.channel import PeerFailed
 from straggle.merge.merged_steps import MergedSteps
 from straggle.merge.names import ScalarNames
 from straggle.merge.options import Merge
-from straggle.merge.pools.draws import Drawn, Draws
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.rank_state import Entry
 from straggle.merge.round import Finished, Round
 from straggle.merge.state.exchange import NOTHING_GIVEN, Given
+from straggle.merge.step_passes import AnyPasses, Passes
 from straggle.merge.submission import Submission
 from straggle.merge.table import Table
 from straggle.merge.wing import Wings
@@ -175,7 +175,7 @@ class Coordinator:
     def enter(self, entry: Entry) -> None:
         """The training thread enters its step."""
         with self._lock:
-            now, before = self.stopwatch.now(), self.training.entry.num_microbatches
+            now, before = self.stopwatch.now(), self.training.passes.number
             self.training.enter(entry, now, self.merging)
             self.waiting.clear()
             self._stand_in.entered(now)
@@ -211,15 +211,24 @@ class Coordinator:
             if self._takes_part and (current := self.merging.round) is not None:
                 if current.num_gradients:
                     raise RuntimeError("step.weight comes before the first backward pass: gradients are scaled by it")
-                current.weigh(weight)
+                current.passes = current.passes.weighed(weight)
             self.training.weigh(weight)
 
     def end_data(self, num_passes: int) -> None:
         """This rank has data for so many of its step's backward passes, and for no more of them."""
+        if num_passes:
+            self.change_passes(lambda passes: passes.with_data(num_passes))
+            return
         with self._lock:
-            self.training.end_data(num_passes)
-            if num_passes and (current := self._own_round()) is not None:
-                current.end_data(num_passes, self.training.data_share)
+            self.training.end_data()
+
+    def change_passes(self, changed: Callable[[Passes], AnyPasses]) -> AnyPasses:
+        """The training thread's step has others from here on: ``changed(those that it has)``, with the lock held."""
+        with self._lock:
+            self.training.passes = passes = changed(self.training.passes)
+            if (current := self._own_round()) is not None:
+                current.passes = passes
+        return passes
 
     def takes(self, cost: float) -> None:
         """This rank's step costs this much: its deadline is longer or shorter by that."""
@@ -227,21 +236,6 @@ class Coordinator:
         with self._lock:
             self.training.takes(cost)
             self._stand_in.wake()
-
-    def draw(self, has: Callable[[], Drawn], draws: Draws | None = None) -> Drawn:
-        """This rank has what ``has()`` says of its step's pool; before it begins a pass, of ``draws`` that go on."""
-        with self._lock:
-            self.training.draw(drawn := has(), draws)
-            if (current := self._own_round()) is not None:
-                current.draw(drawn)
-        return drawn
-
-    def expect(self, number: int) -> None:
-        """The training thread's step has this many backward passes."""
-        with self._lock:
-            self.training.expect(number)
-            if (current := self._own_round()) is not None:
-                current.num_microbatches = number
 
     def merge_waiting(self) -> bool:
         """Take the gradients that wait; merge each bucket that is complete with them.
@@ -259,7 +253,7 @@ class Coordinator:
         if (current := self._open_own_round()) is None:
             return False
         number, entered_at = self._pass_number, self.training.entered_at or 0.0
-        last_in, num_in, most = current.last_in, current.num_in, current.num_microbatches
+        last_in, num_in, most = current.last_in, current.num_in, current.passes.number
         for index, _, _ in waiting:
             if (twice := last_in[index] == number) or num_in[index] == most:
                 raise RuntimeError(self._too_many(index, twice=twice))
@@ -305,7 +299,7 @@ class Coordinator:
             return f"{where}: a parameter {TWICE_IN_ONE_PASS}"
         return (
             f"{where}: a gradient came after "
-            f"{self.training.entry.num_microbatches} backward passes; for more of them, several losses included, write "
+            f"{self.training.passes.number} backward passes; for more of them, several losses included, write "
             "model.step(num_microbatches=<number of backward passes>)"
         )
 
@@ -336,7 +330,6 @@ class Coordinator:
             self.training.leave(merges=mine)
             if current is not None:
                 current.left_at = left_at
-                current.draw_only(self.training.entry.num_drawn)
                 if abstain:
                     now = self._submission.finished(current)
                 else:

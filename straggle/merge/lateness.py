@@ -2,8 +2,8 @@
 
 No rank is late while no rank waits. Once a quorum of ranks has finished the step, a rank is stopped when its deadline
 is over, and stood in for when the grace is over too. A rank that is still in an earlier step is stood in for at once.
-Where the ranks draw from a pool, one that has not entered the step is not waited for, also without a deadline: it has
-claimed nothing, and so nothing is lost. One that is stuck in a micro-batch puts back what it has not begun.
+If others can do the work of a rank, one that has not entered the step is waited for only so long, also without a
+deadline, because nothing is lost then; and one that is stuck in a pass gives back what it has not begun.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ _SHORTEST_S = 0.002  # between two looks
 class Limits:
     """How long a rank is waited for in the running step: seconds of it, once a quorum waits, and of grace.
 
-    After ``max_lag`` merged steps without it, its peers wait; after 0, they always do. ``pool_s``: of a rank that has
-    not entered a step with a pool.
+    After ``max_lag`` merged steps without it, its peers wait; after 0, they always do. ``unentered_s``: of a
+    rank that has not entered the step, and whose work others can do.
     """
 
     deadline_s: float
     after_quorum_s: float = 0.0
     grace_s: float = 0.0
     max_lag: int = 1
-    pool_s: float = math.inf
+    unentered_s: float = math.inf
 
     @property
     def shortest_s(self) -> float:
         """Seconds of a step in which nothing has to be done about a rank."""
-        return min(self.deadline_s, self.pool_s)
+        return min(self.deadline_s, self.unentered_s)
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Situation:
     it has been in the same step, or between the same two. ``stopped``: it was asked to leave.
     ``submitted``: all of this rank's part of the merge is on its way. ``waited_since``: when a quorum was seen to wait;
     ``asked_at``: when none was, last. ``unposted``: its work is done, and the peers do not know. ``posted_stuck_s``:
-    for how long it is stuck, as they know. ``gives_nothing``: what it computes is not merged. ``put_back_at``: when it
-    is stuck and puts back what it has not begun.
+    for how long it is stuck, as they know. ``gives_nothing``: what it computes is not merged. ``give_back_at``: when it
+    is stuck, and gives back what it has not begun; infinite: never.
     """
 
     lag: int = 0
@@ -64,7 +64,7 @@ class Situation:
     posted_stuck_s: int = 0
     paused: bool = False
     gives_nothing: bool = False
-    put_back_at: float = math.inf
+    give_back_at: float = math.inf
     closing: bool = False
 
 
@@ -94,8 +94,8 @@ class Stop:
 
 
 @dataclass(frozen=True)
-class PutBack:
-    """Put back what the training thread has drawn and not begun: others may draw it, and it may when it is back."""
+class GiveBack:
+    """Give back the passes that the training thread has not begun: others may have them, or itself when it is back."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def _notice_s(deadline_s: float) -> float:
     return min(max(0.004, 0.04 * deadline_s), 0.2 * deadline_s, 0.1)
 
 
-Action = Sleep | Post | Ask | Stop | PutBack | SubmitForStuck | End
+Action = Sleep | Post | Ask | Stop | GiveBack | SubmitForStuck | End
 
 
 def decide(now: float, at: Situation, limits: Limits) -> Action:
@@ -141,9 +141,9 @@ def decide(now: float, at: Situation, limits: Limits) -> Action:
     if at.submitted:  # nothing can be late before the next deadline is over
         shortest_s = limits.shortest_s
         return Sleep(min(wake_at, now + max(shortest_s - _notice_s(shortest_s) / 2, _SHORTEST_S)))
-    if now >= at.put_back_at:
-        return PutBack()
-    wake_at = min(wake_at, at.put_back_at)
+    if now >= at.give_back_at:
+        return GiveBack()
+    wake_at = min(wake_at, at.give_back_at)
     stop_at, grace_s = _stop_at(at, limits), _grace_s(at, limits)
     if at.waited_since == math.inf:
         ask_at = _ask_at(at, stop_at, limits)
@@ -151,8 +151,8 @@ def decide(now: float, at: Situation, limits: Limits) -> Action:
     late_at = max(stop_at, at.waited_since + limits.after_quorum_s)
     if now < late_at:
         return Sleep(min(wake_at, late_at))
-    if at.put_back_at < math.inf and not at.stopped:  # for those that still draw
-        return PutBack()
+    if at.give_back_at < math.inf and not at.stopped:  # to those that still take some
+        return GiveBack()
     if now >= late_at + grace_s:
         return SubmitForStuck()
     if at.entered and not at.stopped:
@@ -179,7 +179,7 @@ def _grace_s(at: Situation, limits: Limits) -> float:
         return 0.0
     if limits.max_lag == 0:
         return math.inf
-    return limits.grace_s if at.entered or limits.deadline_s <= limits.pool_s else 0.0
+    return limits.grace_s if at.entered or limits.deadline_s <= limits.unentered_s else 0.0
 
 
 def _ask_at(at: Situation, stop_at: float, limits: Limits) -> float:

@@ -14,9 +14,8 @@ from typing import NamedTuple
 from straggle.backward.clocks import Stopwatch
 from straggle.backward.kept import NONE, UNDECIDED
 from straggle.merge.fingerprint import Fingerprint
-from straggle.merge.pools.draws import Drawn, Draws
-from straggle.merge.pools.pool_times import NEVER
 from straggle.merge.round import Round
+from straggle.merge.step_passes import EqualPasses, Passes
 from straggle.merge.telemetry import NO_FINGERPRINT
 from straggle.policies.rank_links import Way
 
@@ -28,8 +27,8 @@ class Entry(NamedTuple):
     ``tensors``, if the ranks compare them in this step.
     ``stepped``: how often its optimizers stepped since the merge before. ``kept``: the mark of the gradients that it
     keeps, where that is decided. ``max_over``: as many of its passes are taken for over, where it replays. ``entered``:
-    false where it replays a step that was submitted before it had entered it. ``had_work`` and ``num_drawn``: as a
-    `Decision` has them, where it replays. ``joins_over``: the loops over `join` for which it has no more data, as far
+    false where it replays a step that was submitted before it had entered it. ``had_work``: as a
+    `Decision` has it, where it replays. ``joins_over``: the loops over `join` for which it has no more data, as far
     as it knew then; if it replays, as a `Decision` has it. ``frozen``: a number for the merged parameters that need no
     gradient. ``replans``: its parameters are others, and it gives nothing but that word.
     """
@@ -43,7 +42,6 @@ class Entry(NamedTuple):
     max_over: int | None = None
     entered: bool = True
     had_work: bool | None = None
-    num_drawn: int | None = None
     joins_over: int = 0
     frozen: int = NONE
     replans: bool = False
@@ -64,15 +62,12 @@ class TrainingSide:
         self.taking = False  # it has merged its step itself, and is about to take it
         self.came_late = True  # it has not submitted its last step itself: the next one may have begun without it
         self.failed = False  # its own code raised
-        self.weight = 1.0
-        self.data_share = 1.0  # of its step's micro-batches, where the loop ran out of data within it
+        self.passes: Passes = EqualPasses()  # of its step; also by the stand-in
+        self.weight = 1.0  # that the loop gave the step
+        # seconds after the last merge, after which no rank waits for one that has not entered the step
+        self.unentered_s = math.inf
         self.joins_over = 0  # loops over `join` for which it has no more data; set without the lock
         self.cost = math.nan  # what its step takes by right, in the user's unit
-        self.drawn: Drawn | None = None  # of its step's pool, where that has one
-        self.num_put_back = 0  # micro-batches of it that it had drawn and did not begin; by the stand-in
-        self.part_began_at = math.inf  # the last one
-        self.pool_times = NEVER
-        self._draws: Draws | None = None
         # appended to without the lock, which costs too much for each micro-batch: a reader may see one less
         self.microbatch_s: list[float] = []  # when each was finished
         self.overrun_s = 0.0  # emptied by whoever submits
@@ -94,9 +89,8 @@ class TrainingSide:
         """
         self.entry, self.entered_at = entry, now
         self.clock_from = merging.merged_at if self.came_late and merging.step == self.step else now
-        self.weight, self.cost, self.microbatch_s, self.drawn = 1.0, math.nan, [], None
-        self.data_share = 1.0
-        self.num_put_back, self._draws = 0, None
+        self.passes, self.weight = EqualPasses(entry.num_microbatches), 1.0
+        self.cost, self.microbatch_s = math.nan, []
 
     def keep(self, kept: int) -> None:
         """The mark of the gradients that it keeps is decided."""
@@ -104,32 +98,19 @@ class TrainingSide:
 
     def weigh(self, weight: float) -> None:
         """Its step has this weight."""
-        self.weight = weight
+        self.weight, self.passes = weight, self.passes.weighed(weight)
 
     def takes(self, cost: float) -> None:
         """Its step costs this much."""
         self.cost = cost
 
-    def draw(self, drawn: Drawn, draws: Draws | None) -> None:
-        """It has this of its step's pool, from these draws where it was not dealt out."""
-        self.drawn, self._draws, self.part_began_at = drawn, draws, self.stopwatch.now()
-        self.entry = self.entry._replace(num_microbatches=max(1, len(drawn.numbers)))
-
-    def end_data(self, num_passes: int) -> None:
-        """It has data for so many of its step's micro-batches, and no more."""
-        if not num_passes:
-            self.entry = self.entry._replace(idle=True)
-            return
-        self.data_share *= num_passes / self.entry.num_microbatches
-        self.entry = self.entry._replace(num_microbatches=num_passes)
-
-    def expect(self, number: int) -> None:
-        """Its step has this many backward passes."""
-        self.entry = self.entry._replace(num_microbatches=number)
+    def end_data(self) -> None:
+        """It has no data for any of its step's passes."""
+        self.entry = self.entry._replace(idle=True)
 
     def microbatch_finished(self) -> None:
         """It has finished a micro-batch of its step. Needs no lock."""
-        if len(self.microbatch_s) < self.entry.num_microbatches:  # a loop may call the model more often
+        if len(self.microbatch_s) < max(1, self.passes.number):  # a loop may call the model more often
             self.microbatch_s.append(self.stopwatch.now() - (self.entered_at or 0.0))
 
     def leave(self, *, merges: bool) -> None:
@@ -166,31 +147,17 @@ class TrainingSide:
         """Whether it is in this step; where it replays, whether it was when the step was submitted."""
         return self.step == step and self.entered_at is not None and self.entry.entered
 
+    def passes_in(self, step: int) -> Passes:
+        """Those of this step; if it has not entered it, nothing is known but the weight of its last one."""
+        if self.step == step and self.entered_at is not None:
+            return self.passes
+        return EqualPasses(1, self.weight)
+
     def no_more_after(self, step: int, *, stood_in: bool) -> int:
-        """For how many loops over `join` it has no more data after ``step``; what it drew last is of its own step."""
+        """For how many loops over `join` it has no more data after ``step``; its last batch is of its own step."""
         if stood_in and self.step == step and self.entered_at is not None:
-            return self.entry.joins_over  # it may draw on; a replay submits only after that
+            return self.entry.joins_over  # it may take more batches; a replay submits only after that
         return self.joins_over if self.step <= step else 0
-
-    # -- the stand-in
-
-    @property
-    def put_back_at(self) -> float:
-        """When it has been in a micro-batch for so long that it puts back what it has not begun; infinite: never."""
-        drawn, draws = self.drawn, self._draws
-        if self.entered_at is None or drawn is None or draws is None or not drawn.unbegun or not draws.may_put_back:
-            return math.inf
-        return self.part_began_at + self.pool_times.put_back_after_s
-
-    def put_back(self, current: Round | None) -> None:
-        """Put that back; ``current``: the round of its step, where that is begun."""
-        assert self.drawn is not None
-        assert self._draws is not None
-        self.num_put_back += self._draws.put_back(self.drawn.num_begun)
-        self.drawn = self.drawn.without_unbegun()
-        self.entry = self.entry._replace(num_microbatches=max(1, len(self.drawn.numbers)))
-        if current is not None:
-            current.draw(self.drawn)
 
     # -- any thread
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from straggle.backward.stages import Stage, StagePlan
 from straggle.merge.buffers import Share, StageBuffers
 from straggle.merge.groups import Group, succeeded
-from straggle.merge.pools.draws import Drawn
 from straggle.merge.state.exchange import NOTHING_GIVEN
+from straggle.merge.step_passes import EqualPasses, Passes
 from straggle.merge.step_record import StepRecord
 from straggle.merge.table import Table
 from straggle.merge.telemetry import Row
@@ -104,12 +104,20 @@ class RoundTerms:
 
 
 class Round:
-    """One step; ``num_microbatches`` and ``weight`` are those that this rank gave it."""
+    """One step; ``passes`` are this rank's."""
 
     def __init__(
-        self, step: int, layout: Layout, buffers: StageBuffers, terms: RoundTerms, *, usage: Usage | None = None
+        self,
+        step: int,
+        layout: Layout,
+        buffers: StageBuffers,
+        terms: RoundTerms,
+        *,
+        usage: Usage | None = None,
+        passes: Passes | None = None,
     ) -> None:
         self.step = step
+        self.passes = passes or EqualPasses()
         self.buffers = buffers
         self.closed = False  # all collectives are launched
         self.stood_in = False
@@ -117,10 +125,6 @@ class Round:
         self.joins_over: int | None = None  # and this
         self.idle, self.entered = False, True  # whether its rank had no data for it, and had entered it
         self.left_at: int | None = None  # as in a `Decision`, where the training thread submitted it late
-        self.num_microbatches = 1
-        self.weight = self._pass_weight = 1.0  # a rank whose data end within the step gives less than its passes weigh
-        self._data_share = 1.0
-        self.drawn: Drawn | None = None  # of the step's pool, where that has one
         self.stage_s = [math.nan] * len(layout.plan.stages)  # when each stage was complete
         self.layout = layout
         self.launched: list[list[dist.Work]] = []  # of each bucket whose merge has begun
@@ -165,32 +169,12 @@ class Round:
         """Finished gradients that came in, over all micro-batches, also where a whole step was dropped with them."""
         return sum(self.num_in) + self._num_dropped
 
-    def weigh(self, weight: float) -> None:
-        """The rank's step counts so much."""
-        self._pass_weight, self.weight = weight, weight * self._data_share
-
-    def end_data(self, num_passes: int, share: float) -> None:
-        """The rank has data for so many passes, which are this share of those that it announced."""
-        self.num_microbatches, self._data_share = num_passes, share
-        self.weigh(self._pass_weight)
-
-    def draw(self, drawn: Drawn) -> None:
-        """The rank has this of the step's pool: a pass for each micro-batch, in this order."""
-        self.drawn, self.num_microbatches = drawn, len(drawn.numbers)
-        self.weight = drawn.scale * drawn.weight
-
-    def draw_only(self, number: int | None) -> None:
-        """In a replay: so many of what it has drawn had been drawn when its part was submitted; ``None``: all."""
-        if number is not None and self.drawn is not None:
-            self.draw(self.drawn.first(number))
-
     def accumulate(self, finished: Sequence[Finished], number: int = 0) -> list[tuple[int, float]]:
         """Take these gradients of pass ``number``; the parameters that are complete with them, and since when."""
         num_in, last_in, buffers, complete = self.num_in, self.last_in, self.buffers, []
-        weight = self._weight_of_pass(number)
+        weight, most = self.passes.weight_of(number), self.passes.most
         if together := len(finished) > 1 and finished[0][1].is_cuda:
             self._accumulate_together(finished, weight)
-        most = sys.maxsize if self.drawn is not None and self.drawn.is_open else self.num_microbatches
         for index, gradient, at in finished:
             before = num_in[index]
             if not together:
@@ -203,12 +187,13 @@ class Round:
 
     def place(self, gradients: Mapping[int, Tensor]) -> None:
         """Take these gradients, each the rank's own of the entire step: the loop computed them, no pass gave them."""
+        weight, number = self.passes.weight, self.passes.number
         if together := any(gradient.is_cuda for gradient in gradients.values()):
-            self._accumulate_together([(index, own, 0.0) for index, own in gradients.items()], self.weight)
+            self._accumulate_together([(index, own, 0.0) for index, own in gradients.items()], weight)
         for index, gradient in gradients.items():
             if not together:
-                self.buffers.accumulate(index, gradient, add=False, weight=self.weight, complete=True)
-            self.num_in[index] = self.num_microbatches
+                self.buffers.accumulate(index, gradient, add=False, weight=weight, complete=True)
+            self.num_in[index] = number
 
     def _accumulate_together(self, finished: Sequence[Finished], weight: float) -> None:
         """Put them into the buffers by few kernels, which a device needs; on the CPU that saves nothing."""
@@ -217,11 +202,6 @@ class Round:
             alike.setdefault(self.num_in[index] > 0, []).append((index, gradient))
         for add, own in alike.items():
             self.buffers.accumulate_together(own, add=add, weight=weight)
-
-    def _weight_of_pass(self, number: int) -> float:
-        """What its gradients count: a micro-batch of a pool has its own weight, and any other that of the step."""
-        drawn = self.drawn
-        return self._pass_weight if drawn is None else drawn.scale * drawn.weights[number]
 
     def end_pass(self, number: int) -> None:
         """Pass ``number`` is over: what it gave no gradient to is a computed zero."""
@@ -243,7 +223,7 @@ class Round:
 
     def read(self, index: int) -> Tensor:
         """A copy of this rank's own gradient of parameter ``index``, as far as it is in."""
-        return self.buffers.read(index, self.weight)
+        return self.buffers.read(index, self.passes.weight)
 
     def parameter_complete(self, index: int, after_s: float) -> bool:
         """Merge what is complete now; true where the parameter's stage is, ``after_s`` seconds into the step."""
@@ -256,12 +236,11 @@ class Round:
         self._launch_complete()
         return True
 
-    def complete_after_all(self) -> list[int]:
-        """Parameters of which all is in, though more could have come: the rest was put back, or there are no data."""
-        if self._data_share == 1.0 and (self.drawn is None or not self.drawn.numbers):
-            return []
-        most = self.num_microbatches
-        return [index for index, count in enumerate(self.num_in) if count == most and index not in self._complete]
+    def end_early(self) -> list[int]:
+        """The rank's part is submitted, and no more passes come: parameters of which all is in after all."""
+        self.passes = self.passes.as_submitted()
+        most = self.passes.number
+        return [index for index, count in enumerate(self.num_in) if count == most > 0 and index not in self._complete]
 
     def finished_part(self, phase: Phase) -> Contribution:
         """What a rank computed that is stood in for in this phase."""
@@ -279,9 +258,8 @@ class Round:
         if failed and min(computed := self._computed()) < 1:
             return Contribution(computed, {}, False, "error")
         if not any(self.num_in):
-            cause: Cause | None = None if self.drawn is not None and not self.drawn.numbers else "skipped"
-            return Contribution([0.0] * len(self.num_in), {}, False, cause)
-        if self.drawn is not None and self.num_over < len(self.drawn.numbers):  # the loop left some of its own out
+            return Contribution([0.0] * len(self.num_in), {}, False, "skipped" if self.passes.number else None)
+        if self.passes.num_missing(self.num_over):
             return Contribution(self._computed(), {}, False, "skipped")
         return Contribution([1.0] * len(self.num_in), {})
 
@@ -297,11 +275,9 @@ class Round:
         return computed
 
     def _share(self, index: int, num_in: int) -> float:
-        may = self._usage.passes(index, self.num_microbatches)
+        may = self._usage.passes(index, self.passes.number)
         zeros = self._unused.get(index, 0) & may
-        if self.drawn is not None:  # passes come one after another, and any of them may have any micro-batch
-            return self.drawn.share(num_in + zeros.bit_count())
-        return min(1.0, (num_in + zeros.bit_count()) / may.bit_count())
+        return self.passes.share(num_in + zeros.bit_count(), may.bit_count())
 
     def estimate(self, own: Contribution, fill_in: FillIn, parameters: Sequence[nn.Parameter]) -> Contribution:
         """Put the estimator's contributions in for what is not in ``own``."""
@@ -311,7 +287,7 @@ class Round:
                 continue
             if (estimate := fill_in.missing(parameters[index])) is not None:
                 weights[index] = estimate.weight * (1 - share)
-                add, weight = self.num_in[index] > 0, self.weight * weights[index]
+                add, weight = self.num_in[index] > 0, self.passes.weight * weights[index]
                 self.buffers.accumulate(index, estimate.gradient, add=add, weight=weight)
         return replace(own, estimated=weights)
 
@@ -323,10 +299,11 @@ class Round:
 
     def close(self, own: Contribution, weights: Sequence[float]) -> None:
         """Merge what is left, with these `weights`; the telemetry is in the buffers."""
+        weight, number = self.passes.weight, self.passes.number
         shares = {
-            index: Share(self.weight * weights[index], self.num_in[index] > 0 or index in own.estimated)
+            index: Share(weight * weights[index], self.num_in[index] > 0 or index in own.estimated)
             for index in range(len(weights))
-            if self.num_in[index] != self.num_microbatches or not self.num_microbatches
+            if self.num_in[index] != number or not number
         }
         self.closed, self._last_shares = True, shares
         self._launch_rest()
@@ -352,7 +329,7 @@ class Round:
         """Begin the merge of the next bucket; false if there is no group at present."""
         if self.group is None:
             return False
-        self.launched.append(self.buffers.all_reduce(len(self.launched), shares, self.group, self.weight))
+        self.launched.append(self.buffers.all_reduce(len(self.launched), shares, self.group, self.passes.weight))
         return True
 
     # -- its collectives

@@ -78,14 +78,10 @@ class Rounds:
         """Begin the round of the step that is merged, with what is known of this rank's part in it."""
         buffers = self._spare or self.new_buffers()
         self._spare = None
-        current = Round(merging.step, self._layout, buffers, self._terms(), usage=self._usage)
-        current.weigh(training.weight)  # of a rank that has not entered: its last step's
-        if training.step == merging.step and training.entered_at is not None:
-            current.end_data(training.entry.num_microbatches, training.data_share)
-            if training.entry.max_over is not None:
-                current.max_over = training.entry.max_over
-            if training.drawn is not None:
-                current.draw(training.drawn)
+        passes, max_over = training.passes_in(merging.step), training.entry.max_over
+        current = Round(merging.step, self._layout, buffers, self._terms(), usage=self._usage, passes=passes)
+        if max_over is not None and passes is training.passes:  # it is in the step
+            current.max_over = max_over
         merging.begin(current)
         return current
 

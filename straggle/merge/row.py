@@ -27,9 +27,9 @@ def row_of(
     now, times, layout = training.stopwatch.now(), training.stopwatch.read(), current.layout
     in_step = training.is_in(merging.step)
     entry, before = training.entry, merging.times_at_merge
-    drawn = current.drawn if in_step else None
-    # a rank for which nothing was left in the pool had no data for this step
-    idle = in_step and (entry.idle or (drawn is not None and not drawn.numbers and not own.late))
+    passes = current.passes
+    # a rank for which no passes were left had no data for this step
+    idle = in_step and (entry.idle or (not passes.number and not own.late))
     computed = layout.by_stage(own.computed)
     told = RankNumbers(
         compute_s=now - (training.entered_at or now) if in_step and not idle else math.nan,
@@ -37,11 +37,9 @@ def row_of(
         late=own.late and not idle,
         stood_in=current.stood_in,
         idle=idle,
-        weight=current.weight if drawn is None else drawn.weight,
-        parts=0 if drawn is None else min(current.num_over, len(drawn.numbers)),
-        put_back=training.num_put_back if in_step else 0,
+        weight=passes.own_weight if in_step else passes.weight,
     )
-    return Row(
+    row = Row(
         times={phase: times[phase] - before[phase] for phase in PHASES},
         told=told,
         busy_s=now - merging.merged_at,
@@ -60,10 +58,8 @@ def row_of(
         stage_s=tuple(current.stage_s),
         weights=computed if weights is own.computed else layout.by_stage(weights),
         merge_s=merging.merge_s,
-        num_microbatches=max(1, current.num_microbatches),
+        num_microbatches=max(1, passes.number),
         microbatch_s=tuple(training.microbatch_s) if in_step else (),
-        pool_parts=0 if drawn is None else drawn.num_parts,
-        pool_weight=0.0 if drawn is None else drawn.total_weight,
         joins_over=training.no_more_after(merging.step, stood_in=current.stood_in),
         without_store=without_store,
         state=state,
@@ -71,3 +67,4 @@ def row_of(
         cost=training.cost if in_step and not idle else math.nan,
         scalars=scalars,
     )
+    return row if passes.parts is None or not in_step else passes.tell(row, current.num_over)

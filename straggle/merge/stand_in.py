@@ -19,9 +19,9 @@ from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.lateness import (
     Ask,
     End,
+    GiveBack,
     Limits,
     Post,
-    PutBack,
     Situation,
     Sleep,
     Stop,
@@ -192,8 +192,8 @@ class StandIn:
                     self._unposted = self._unposted and not finished
                 case Stop():
                     self._training.stop_up_to(step)
-                case PutBack():
-                    self._training.put_back(self._merging.round)
+                case GiveBack():
+                    self._give_back()
                 case SubmitForStuck():
                     current = submit_for_stuck()
         # without the lock, because these wait for the store or for the peers
@@ -208,6 +208,12 @@ class StandIn:
                 self._channel.post_doing(words)
         return not isinstance(action, End)
 
+    def _give_back(self) -> None:
+        """Passes that the training thread has not begun are no longer its own."""
+        self._training.passes = passes = self._training.passes.give_back()
+        if (current := self._merging.round) is not None:
+            current.passes = passes
+
     def _note_answer(self, step: int, *, waits: bool) -> None:
         """Whether a quorum waits in ``step``; of no use where that is merged by now."""
         with self._lock:
@@ -221,7 +227,7 @@ class StandIn:
     @property
     def _shortest_s(self) -> float:
         """`Limits.shortest_s`, of which every step asks twice."""
-        return min(self._by_number * self._deadline.late_after_s, self._pool_s)
+        return min(self._by_number * self._deadline.late_after_s, self._unentered_s)
 
     @property
     def _by_number(self) -> float:
@@ -229,14 +235,11 @@ class StandIn:
 
         So the ranks that have finished post that when the deadline of such a step is over, and not before or after.
         """
-        training = self._training
-        if training.drawn is not None:
-            return 1.0
-        return self._deadline.usual_cost.by_number(training.entry.num_microbatches)
+        return self._deadline.usual_cost.by_number(self._training.passes.usual_number)
 
     @property
-    def _pool_s(self) -> float:
-        return self._training.pool_times.step_s if self._deadline.can_be_late else math.inf
+    def _unentered_s(self) -> float:
+        return self._training.unentered_s if self._deadline.can_be_late else math.inf
 
     def _limits(self) -> Limits:
         deadline, by_number = self._deadline, self._by_number
@@ -246,7 +249,7 @@ class StandIn:
             deadline.after_quorum_of(by_number),
             grace_s=deadline.late_handling.grace_s,
             max_lag=max_lag if self.waits_for_room or not max_lag else sys.maxsize,
-            pool_s=self._pool_s,
+            unentered_s=self._unentered_s,
         )
 
     def _situation(self) -> Situation:
@@ -267,7 +270,7 @@ class StandIn:
             posted_stuck_s=self._posted_stuck_s,
             paused=self._paused or self._rests,
             gives_nothing=self.gives_nothing,
-            put_back_at=training.put_back_at if training.is_in(merging.step) else math.inf,
+            give_back_at=training.passes.give_back_at if training.is_in(merging.step) else math.inf,
             closing=self._closing,
         )
 

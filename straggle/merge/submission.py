@@ -36,7 +36,8 @@ class Submission:
     ) -> float:
         """Submit the training thread's own step; when that was."""
         training = self._rank.training
-        self._complete(current)
+        if current.passes.may_end_early:
+            self._end_early(current)
         own = current.own_part(self._rank.stopwatch.phase, truncated=truncated, failed=failed)
         if not truncated:
             training.microbatch_finished()
@@ -62,16 +63,17 @@ class Submission:
     def finished(self, current: Round) -> float:
         """Submit what the training thread finished, and nothing for the rest; when that was."""
         current.stood_in = True
-        self._complete(current)
+        if current.passes.may_end_early:
+            self._end_early(current)
         own = current.finished_part(self._rank.stopwatch.phase)
         now = self._submit(current, own, {}, NOTHING_GIVEN)
         self._rank.training.stop_up_to(current.step)
         return now
 
-    def _complete(self, current: Round) -> None:
-        """Of a pool, what is complete may be known only now; it counts like any other that is."""
+    def _end_early(self, current: Round) -> None:
+        """Only now it is known that no more passes come: what is complete counts like any other that is."""
         after_s = self._rank.stopwatch.now() - (self._rank.training.entered_at or 0.0)
-        for index in current.complete_after_all():
+        for index in current.end_early():
             if self._fill_in.reads_own:
                 try:
                     self._fill_in.computed(self._parameters[index], current.read(index))
@@ -80,10 +82,10 @@ class Submission:
             current.parameter_complete(index, after_s)
 
     def _had_work(self, current: Round) -> bool:
-        """Whether what is not computed is missing: who has no data, or none of the step's pool, has dropped nothing."""
-        training, drawn = self._rank.training, current.drawn
-        if (had_work := training.entry.had_work) is None:
-            had_work = (drawn is None or bool(drawn.numbers)) and not training.entry.idle
+        """Whether what is not computed is missing: who has no data, or no passes, has dropped nothing."""
+        entry = self._rank.training.entry
+        if (had_work := entry.had_work) is None:
+            had_work = current.passes.number > 0 and not entry.idle
         current.had_work = had_work
         return had_work
 

@@ -45,8 +45,8 @@ class DecisionWriter:
 
 
 def _decision(record: dict[str, Any]) -> Decision:
-    drawn = record.pop("drawn", None)
-    return Decision(**record, drawn=None if drawn is None else tuple(drawn))
+    parts = record.pop("parts", None)
+    return Decision(**record, parts=None if parts is None else tuple(parts))
 
 
 def read_recording(path: Path) -> Recording:

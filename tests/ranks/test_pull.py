@@ -288,7 +288,7 @@ def recorded_and_repeated(rank, estimator):
                     learned = model.learned
                 reports.append([own.parts for own in model.last_report.ranks])
         hashes.append(digest([*module.parameters(), *module.buffers()]))
-    return hashes, reports[:12] == reports[12:], [sorted(one.drawn) for one in decisions]
+    return hashes, reports[:12] == reports[12:], [sorted(one.parts) for one in decisions]
 
 
 @pytest.mark.parametrize("estimator", [None, LastOwn()], ids=["none", "LastOwn"])
@@ -339,7 +339,7 @@ def test_statistics_of_a_stopped_rank_are_those_of_what_it_did_not_put_back_in_a
     ranks = run_ranks(put_back_and_stopped, 3, timeout_s=25.0)
     assert len({own for hashes, _ in ranks for own in hashes}) == 1
     decision = ranks[1][1]
-    assert len(decision.drawn) == 1
+    assert len(decision.parts) == 1
     assert decision.left_at is not None
 
 
@@ -386,7 +386,7 @@ def test_what_a_rank_has_left_after_it_put_some_back_counts_as_all_of_its_step(e
     (first, again), _ = ranks[0]
     assert [digest(own) for own in first] == [digest(own) for own in again]
     _, late, own, late_again = ranks[1][1]
-    assert (len(own.drawn), own.num_gradients, own.left_at) == (1, 5, None)
+    assert (len(own.parts), own.num_gradients, own.left_at) == (1, 5, None)
     assert None not in (late.left_at, late_again.left_at)
     for layer, gradient in enumerate(first[2]):  # whatever a rank counts, it has the gradient that all have
         torch.testing.assert_close(gradient, torch.full_like(gradient, 3.0 * (layer + 1)))
@@ -427,7 +427,7 @@ def test_what_is_drawn_after_the_step_is_submitted_is_no_part_of_it_in_a_replay_
     ranks = run_ranks(drawn_after_it_was_stood_in_for, 2, timeout_s=25.0)
     decision = ranks[1][1][1]
     assert decision.stood_in
-    assert 0 < decision.num_drawn < len(decision.drawn)
+    assert 0 < decision.num_parts < len(decision.parts)
     for (first, again), _ in ranks:
         assert first == again
 
@@ -455,7 +455,7 @@ def test_a_step_without_a_pool_has_its_estimates_though_the_one_before_had_one()
     # in the order of backward, as the shares are; a stage that a rank has counts 1, and an estimate half
     assert [stage.weight for stage in report.stages] == pytest.approx([1 + (1 + share) / 2 for share in own.stages])
     assert [stage.estimated for stage in report.stages] == [share < 1 for share in own.stages]
-    assert decision.drawn is None
+    assert decision.parts is None
 
 
 def leaves_its_loop(rank):

@@ -14,8 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, cast
 
 from straggle.merge.pools.pool import Claim, Count, Drawer, Owner, Pool, Release, Request, Seize
@@ -25,49 +24,6 @@ _NO_OWNER = "-"
 _HALF = 32  # bits of a counter
 _KEPT_STEPS = 32  # a counter stays so long for ranks that are behind
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """What a rank has of its step's pool so far: ``numbers`` of micro-batches, each with its weight in ``weights``.
-
-    ``is_open``: there may be more. ``num_begun`` of them it has begun. ``num_parts`` and ``total_weight`` are those of
-    the entire pool, and a micro-batch counts ``scale * weight`` in the merge, so that the sum over all ranks is the
-    number of ranks.
-    """
-
-    numbers: tuple[int, ...]
-    weights: tuple[float, ...]
-    is_open: bool
-    num_parts: int
-    total_weight: float
-    scale: float
-    num_begun: int = 0
-
-    @cached_property
-    def weight(self) -> float:
-        """The sum of the weights."""
-        return sum(self.weights)
-
-    @property
-    def unbegun(self) -> tuple[int, ...]:
-        """What it has not begun."""
-        return self.numbers[self.num_begun :]
-
-    def first(self, number: int | None) -> Drawn:
-        """Only the first ``number`` of them, and no more; ``None``: as it is."""
-        if number is None:
-            return self
-        return replace(self, numbers=self.numbers[:number], weights=self.weights[:number], is_open=False)
-
-    def without_unbegun(self) -> Drawn:
-        """Only what it has begun; there may be more."""
-        kept = self.num_begun
-        return replace(self, numbers=self.numbers[:kept], weights=self.weights[:kept], is_open=True)
-
-    def share(self, num_passes: int) -> float:
-        """Which share of its weight the first ``num_passes`` are."""
-        return min(1.0, sum(self.weights[:num_passes]) / self.weight) if self.weight else 0.0
 
 
 class StoreCounters:
@@ -138,7 +94,8 @@ def _owner(word: str) -> Owner:
 class Draws:
     """The numbers of the micro-batches that this rank computes in ``step``, on its training thread.
 
-    ``exhausted``: there are no more than those that it has. ``waited_s``: seconds that it waited for answers.
+    ``exhausted``: there are no more than those that it has. ``num_put_back`` of them it has put back.
+    ``waited_s``: seconds that it waited for answers.
     ``lock``: that of the merge, with which `put_back` is called by another thread.
     """
 
@@ -147,6 +104,7 @@ class Draws:
     ) -> None:
         self.numbers: list[int] = []
         self.exhausted = not pool.drawn
+        self.num_put_back = 0
         self.waited_s = 0.0
         self._pool, self._rank, self._step = pool, rank, step
         self._store, self._counters, self._lock = store, counters, lock
@@ -199,16 +157,16 @@ class Draws:
             self._gone = gone
             self._store.post(partial(self._change, lambda drawer: drawer.without(gone)))
 
-    def put_back(self, num_begun: int) -> int:
-        """Give all but the first ones to whoever draws them; how many. With the lock held, where `may_put_back`."""
+    def put_back(self, num_begun: int) -> None:
+        """Give all but the first ones to whoever draws them. With the lock held, where `may_put_back`."""
         # more may have come since the training thread looked last
         numbers = tuple(self.numbers[num_begun:])
         del self.numbers[num_begun:]
+        self.num_put_back += len(numbers)
         self._is_back = self._asked_before = True
         self.exhausted = False
         # queued with the lock held: what the training thread asks from here on comes after it
         self._store.post(partial(self._change, lambda drawer: drawer.put_back(numbers)))
-        return len(numbers)
 
     def _give_up(self, error: StoreUnreachable) -> None:
         # what is on its way may be drawn for this rank, and is then computed by none: that is counted

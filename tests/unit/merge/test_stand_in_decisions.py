@@ -13,9 +13,9 @@ from straggle.merge.channel import LONG_S
 from straggle.merge.lateness import (
     Ask,
     End,
+    GiveBack,
     Limits,
     Post,
-    PutBack,
     Situation,
     Sleep,
     Stop,
@@ -31,7 +31,7 @@ SUBMITTED = replace(ENTERED, submitted=True)
 BEHIND = replace(ENTERED, lag=1)
 NOT_STUCK = {"busy_since": math.inf}  # keeps what is said of a stuck rank out of a row
 
-POOL = {"deadline_s": math.inf, "pool_s": 10.0}
+POOL = {"deadline_s": math.inf, "unentered_s": 10.0}
 
 
 def case(name, now, at, expected, **limits):
@@ -111,12 +111,12 @@ TABLE = [
          **POOL, max_lag=0),
     case("the end of a rank is posted for those", 109.9, quiet(SUBMITTED, unposted=True), Post(True, 0), **POOL),
     case("a deadline that is over before has its grace", 109.2, quiet(BETWEEN, waited_since=105.0), Sleep(109.5),
-         deadline_s=9.0, pool_s=10.0),
-    case("sleeps until a micro-batch takes too long", 101.5, quiet(ENTERED, put_back_at=102.0), Sleep(102.0), **POOL),
-    case("then it puts back what it has not begun", 102.0, quiet(ENTERED, put_back_at=102.0), PutBack(), **POOL),
-    case("a late rank does so before it is stopped", 111.0, quiet(ENTERED, waited_since=105.0, put_back_at=200.0),
-         PutBack()),
-    case("what is submitted is not put back", 111.0, quiet(SUBMITTED, put_back_at=102.0), Sleep(111.0 + LONG_S)),
+         deadline_s=9.0, unentered_s=10.0),
+    case("sleeps until a micro-batch takes too long", 101.5, quiet(ENTERED, give_back_at=102.0), Sleep(102.0), **POOL),
+    case("then it puts back what it has not begun", 102.0, quiet(ENTERED, give_back_at=102.0), GiveBack(), **POOL),
+    case("a late rank does so before it is stopped", 111.0, quiet(ENTERED, waited_since=105.0, give_back_at=200.0),
+         GiveBack()),
+    case("what is submitted is not put back", 111.0, quiet(SUBMITTED, give_back_at=102.0), Sleep(111.0 + LONG_S)),
     # where this rank has submitted everything
     case("nothing can be late before the next deadline is over", 109.91, quiet(SUBMITTED), Sleep(109.91 + LONG_S)),
     case("nor before a short one is", 109.91, quiet(SUBMITTED), Sleep(109.91 + 0.98), deadline_s=1.0),
