@@ -116,7 +116,7 @@ class OpenStep(PassWatcher):
         self.num_announced = 1  # backward passes of the step that was left last
         self._named, self._parameters = wrapped.named, wrapped.all
         self._by_hand = ByHand(wrapped)
-        self._coordinator = coordinator
+        self._coordinator, self._training = coordinator, coordinator.training
         self.stopwatch = coordinator.stopwatch
         self._state = state
         self._fill_in = fill_in
@@ -145,7 +145,7 @@ class OpenStep(PassWatcher):
         if replayed is not None and replayed.idle is not None:
             entry = entry._replace(idle=replayed.idle, entered=replayed.entered)
         self._idle = entry.idle and (replayed is None or replayed.idle is None)  # otherwise it stops as recorded
-        by_clock: StopRule = ByClock(self._coordinator.training) if replayed is None else AsRecorded(replayed)
+        by_clock: StopRule = ByClock(self._training) if replayed is None else AsRecorded(replayed)
         self._rule = NoData() if self._idle else by_clock
         self._passes_with_data = sys.maxsize  # fewer than were announced where the loop runs out of data
         self.stopped = False
@@ -200,11 +200,6 @@ class OpenStep(PassWatcher):
         self._left = sys.maxsize if passes.is_open else number * len(self._parameters)
         return passes
 
-    @property
-    def _follow_loop(self) -> bool:
-        """Whether the loop says how many passes the step has."""
-        return self._coordinator.training.passes.follow_loop
-
     def out_of_data(self) -> None:
         """The loop has no more data, and its batches for the rest of the open step are not computed."""
         if self.step is not None and not (self._idle or self.stopped):
@@ -214,7 +209,8 @@ class OpenStep(PassWatcher):
     def end_data(self, num_passes: int) -> None:
         """This rank has data for so many passes of the step: these count, and the block ends where another begins."""
         assert self.step is not None
-        if num_passes >= min(self.step.num_microbatches, self._passes_with_data) or not self._follow_loop:
+        most = min(self.step.num_microbatches, self._passes_with_data)
+        if num_passes >= most or not self._training.passes.follow_loop:
             return
         self._passes_with_data, self._left = num_passes, num_passes * len(self._parameters)
         self._coordinator.end_data(num_passes)
@@ -230,7 +226,7 @@ class OpenStep(PassWatcher):
     def expect(self, number: int) -> None:
         """The step has this many backward passes. Raises where that comes too late (`Step.num_microbatches`)."""
         assert self.step is not None
-        if self._passes_with_data < sys.maxsize or not self._follow_loop:
+        if self._passes_with_data < sys.maxsize or not self._training.passes.follow_loop:
             return
         self.settle()
         check_passes_to_come(number, self.num_over, self.step.num_microbatches)
@@ -285,7 +281,7 @@ class OpenStep(PassWatcher):
     def decision(self, merged: Round) -> Decision:
         """What this rank decided in the step that it left, for a recording."""
         # also those that came after its part was submitted: they have run
-        parts, submitted = self._coordinator.training.passes.parts, merged.passes.parts
+        parts, submitted = self._training.passes.parts, merged.passes.parts
         decision = Decision(
             merged.step,
             merged.num_gradients,
@@ -315,7 +311,7 @@ class OpenStep(PassWatcher):
     def passes_came_short(self, merged: Round) -> bool:
         """Whether passes may be missing by mistake: what a replay, a stand-in or missing data took is none."""
         explained = self.failed or self.stopped or merged.stood_in or self._idle
-        return not explained and self._replayed is None and self._follow_loop
+        return not explained and self._replayed is None and self._training.passes.follow_loop
 
     # -- forward
 
@@ -333,7 +329,7 @@ class OpenStep(PassWatcher):
         self.stopwatch.enter("forward")
         if self._num_timed < self.num_over:  # its first forward pass ends the micro-batch before it
             self._num_timed += 1
-            self._coordinator.training.microbatch_finished()
+            self._training.microbatch_finished()
         self._end_without_data()
         self.check()
         self._in_forward = True
@@ -465,7 +461,7 @@ class OpenStep(PassWatcher):
         """What this rank gives of the module's other state: its forward passes may have come to their end."""
         assert self.step is not None
         num_passes = max(self._num_forward, self.pass_number + 1)
-        most = self._coordinator.training.passes.num_submitted  # fewer than in `Step` if some were given back
+        most = self._training.passes.num_submitted  # fewer than in `Step` if some were given back
         finished = not self._in_forward and (num_passes >= most or not truncated)
         return self._state.give(finished=finished, forward_ran=self._num_forward > 0)
 
@@ -488,7 +484,7 @@ class OpenStep(PassWatcher):
         assert self.step is not None
         self._by_hand.check_gradients(gradients, self._kept.gradients)
         self._coordinator.keep(self._kept.mark)
-        self._coordinator.training.passes.check_none_by_hand()
+        self._training.passes.check_none_by_hand()
         is_part = (truncated or self.failed) and self.step.num_microbatches > 1
         if self._idle or is_part or not self._rule.takes(self._num_taken):
             return

@@ -74,7 +74,7 @@ class Joins:
         self._had_own = own
 
     def share_of(self, step: int) -> float:
-        """The share of the batches taken for a step that begins now that is this rank's own; 0: it has no data for it."""
+        """Which share of the batches that were taken for this step is this rank's own; 0: it has no data for it."""
         if not self._runs or step != self._step:
             return float(self._had_own or not self._runs)
         return self._num_own / self._num_taken

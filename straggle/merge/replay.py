@@ -16,11 +16,11 @@ class Decision:
     ``num_over``: how many of its backward passes were over by then; ``None`` in recordings that do not say it.
     ``idle``: it had no data for the last step that it had entered; ``None``: the loop says so. ``entered``: false where
     it was stood in for before it had entered this one. ``members_changed``: the job's members had changed by the end of
-    the step, which cannot be repeated. ``parts``: the numbers of its micro-batches, in order, if they were some of those
-    that all ranks share; ``None``: they were the loop's own. ``had_work``: whether what was not computed was missing;
-    ``None``: nothing was, or the recording does not say it. ``num_parts``: how many of ``parts`` it had when its part
-    was submitted; ``None``: all, or the recording does not say it. ``joins_over``: if it was stood in for, the loops
-    over `join` for which it was known to have no more data.
+    the step, which cannot be repeated. ``parts``: the numbers of its micro-batches, in order, if they were some of
+    those that all ranks share; ``None``: they were the loop's own. ``had_work``: whether what was not computed was
+    missing; ``None``: nothing was, or the recording does not say it. ``num_parts``: how many of ``parts`` it had when
+    its part was submitted; ``None``: all, or the recording does not say it. ``joins_over``: if it was stood in for, the
+    loops over `join` for which it was known to have no more data.
     """
 
     step: int

@@ -259,7 +259,7 @@ class Round:
             return Contribution(computed, {}, False, "error")
         if not any(self.num_in):
             return Contribution([0.0] * len(self.num_in), {}, False, "skipped" if self.passes.number else None)
-        if self.passes.num_missing(self.num_over):
+        if self.passes.are_owed and self.num_over < self.passes.number:
             return Contribution(self._computed(), {}, False, "skipped")
         return Contribution([1.0] * len(self.num_in), {})
 

@@ -227,7 +227,10 @@ class StandIn:
     @property
     def _shortest_s(self) -> float:
         """`Limits.shortest_s`, of which every step asks twice."""
-        return min(self._by_number * self._deadline.late_after_s, self._unentered_s)
+        deadline = self._deadline
+        if not deadline.can_be_late:
+            return math.inf
+        return min(self._by_number * deadline.seconds, self._training.unentered_s)
 
     @property
     def _by_number(self) -> float:
@@ -237,10 +240,6 @@ class StandIn:
         """
         return self._deadline.usual_cost.by_number(self._training.passes.usual_number)
 
-    @property
-    def _unentered_s(self) -> float:
-        return self._training.unentered_s if self._deadline.can_be_late else math.inf
-
     def _limits(self) -> Limits:
         deadline, by_number = self._deadline, self._by_number
         max_lag = deadline.late_handling.max_lag
@@ -249,7 +248,7 @@ class StandIn:
             deadline.after_quorum_of(by_number),
             grace_s=deadline.late_handling.grace_s,
             max_lag=max_lag if self.waits_for_room or not max_lag else sys.maxsize,
-            unentered_s=self._unentered_s,
+            unentered_s=self._training.unentered_s if deadline.can_be_late else math.inf,
         )
 
     def _situation(self) -> Situation:

@@ -28,6 +28,7 @@ class Passes(ABC):
     """
 
     follow_loop = True  # how many they are, what they count and when their data end is for the loop to say
+    are_owed = False  # one that the loop leaves out is missing from the merge; otherwise its gradients are zeros
     parts: tuple[int, ...] | None = None
 
     def __init__(self, number: int, weight: float, *, is_open: bool = False, may_end_early: bool = False) -> None:
@@ -56,10 +57,6 @@ class Passes(ABC):
     @abstractmethod
     def share(self, num_in: int, num_expected: int) -> float:
         """Which share of the step ``num_in`` gradients of a parameter are, of which ``num_expected`` may come."""
-
-    def num_missing(self, num_over: int) -> int:  # noqa: ARG002
-        """Passes that the loop left out, if ``num_over`` came, and that are missing: 0 if they are computed zeros."""
-        return 0
 
     def as_submitted(self) -> Passes:
         """The first ``num_submitted`` of them."""

@@ -44,6 +44,7 @@ class Drawn(Passes):
     """
 
     follow_loop = False
+    are_owed = True  # no other rank computes what this one has drawn
     parts: tuple[int, ...]
 
     def __init__(
@@ -73,10 +74,6 @@ class Drawn(Passes):
     def share(self, num_in: int, num_expected: int) -> float:  # noqa: ARG002
         """By weight: passes come one after another, and any of them may have any micro-batch."""
         return min(1.0, sum(self._weights[:num_in]) / self.own_weight) if self.own_weight else 0.0
-
-    def num_missing(self, num_over: int) -> int:
-        """All that did not come: no other rank computes them."""
-        return max(0, self.number - num_over)
 
     def as_submitted(self) -> Drawn:
         """The first ones, and no more."""
