@@ -94,7 +94,12 @@ def _with_the_loop(module: nn.Module, parts: ModelParts, members: Members | None
     pulling, replayed = Pulling(parts.opened, coordinator, channel), Replayed(coordinator)
     pings = JobPings(channel, coordinator, None if members is None else members.member)
     rank_state = RankState(
-        coordinator, module, options.estimator, stages=options.stages, world_size=channel.world_size, pool=pulling
+        coordinator,
+        module,
+        options.estimator,
+        stages=options.stages,
+        world_size=channel.world_size,
+        parts={"pool": pulling},
     )
     replanning = Replanning(module, parts, steps, rank_state)
     planning = Planning(module, parts, replanning, replayed)

@@ -16,14 +16,14 @@ from straggle.policies.history import History
 
 SavedState: TypeAlias = "dict[str, Tensor | int | str]"
 
-_HISTORY, _ESTIMATOR, _POOL = "history.", "estimator.", "pool."
+_HISTORY, _ESTIMATOR = "history.", "estimator."
 
 
-class PoolState(Protocol):
-    """What of the last pools says who has how much of the next one for sure: the same on all ranks."""
+class PartState(Protocol):
+    """What an optional part of the model saves: the same on all ranks."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """That, by name; nothing where there was no pool."""
+        """Its state, by name; empty if there is none."""
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
         """Go on from there."""
@@ -32,8 +32,8 @@ class PoolState(Protocol):
 class RankState:
     """Saves and loads the state of one rank.
 
-    ``ranks``, ``stages``, ``estimator`` and ``model`` say what it is of. ``history.*`` and ``pool.*`` are equal on all
-    ranks, and ``estimator.*`` is the rank's own.
+    ``ranks``, ``stages``, ``estimator`` and ``model`` say what it is of. ``history.*`` is equal on all ranks, as is
+    the state of each of ``parts`` under its name, and ``estimator.*`` is the rank's own.
     """
 
     def __init__(
@@ -44,9 +44,10 @@ class RankState:
         *,
         stages: int | Sequence[str] | BalancedByTime | None,
         world_size: int,
-        pool: PoolState,
+        parts: Mapping[str, PartState],
     ) -> None:
-        self._coordinator, self._pool = coordinator, pool
+        self._coordinator = coordinator
+        self._parts = {f"{name}.": part for name, part in parts.items()}
         self._estimator, self._module = estimator, module
         self._of: dict[str, int | str] = {
             "ranks": world_size,
@@ -67,7 +68,8 @@ class RankState:
         history, estimator = self._coordinator.history.tensors(), self._estimator
         kept = estimator.state_dict(names) if own else estimator.shared_state_dict(names)
         state: SavedState = {**self._of, **{_HISTORY + name: tensor for name, tensor in history.items()}}
-        state |= {_POOL + name: tensor for name, tensor in self._pool.tensors().items()}
+        for prefix, part in self._parts.items():
+            state |= {prefix + name: tensor for name, tensor in part.tensors().items()}
         return {**state, **{_ESTIMATOR + name: tensor for name, tensor in kept.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -92,7 +94,8 @@ class RankState:
         except (LookupError, RuntimeError) as error:  # a name, or a shape, that is none of this model's
             raise ValueError(f"the saved state is of another model than this: {error}") from error
         self._coordinator.restore(history)
-        self._pool.restore(_below(_POOL, state))
+        for prefix, part in self._parts.items():
+            part.restore(_below(prefix, state))
 
 
 class SharedMemory:
