@@ -58,7 +58,7 @@ from straggle.merge.wing import Wings
 from straggle.policies.fill_in import FillIn
 =======
 from straggle.policies.fill_in import FillIn
-from straggle.wing import Wings
+from straggle.merge.wing import Wings
 >>>>>>> cc68b8b (A number of a rank's row is declared once: slot, column, report, trace, arrays and metric follow from it)
 
 BALLAST = 2**24  # elements of a state that takes a while to send
