@@ -20,7 +20,7 @@ from straggle.merge.members.membership import Membership
 from straggle.merge.members.view import Leaving, View
 from straggle.merge.table import Table
 from straggle.policies.rank_links import RankLink, others_link
-from straggle.policies.slow_links import compared
+from straggle.policies.slow_links import compared, slow_in
 
 _NO_REASON = Leaving("link", "its link is slow")
 _log = logging.getLogger(__name__)
@@ -127,4 +127,4 @@ class PutOut:
 
 def _why(links: Sequence[RankLink], rank: int) -> Leaving:
     link, others = links[rank], others_link(links, rank)
-    return Leaving("link", f"its link is slow: {compared(link, others)}")
+    return Leaving("link", f"its link is slow: {compared(link, others, slow_in(link, others) or ('up', 'down'))}")

@@ -6,6 +6,7 @@ expected to merge more gradients a second without it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -16,6 +17,7 @@ from straggle.policies.slow_links import STILL, slow_in
 AFTER_STEPS = 3  # in a row, in which the others would be better off without a member
 RETURN_STEPS = 10  # in a row, in which a link has been good again; doubled each time that it was so in vain,
 _MAX_DOUBLED = 4  # so often at most
+_LASTS_S = 3.0  # that either takes at least: short steps are many between two pings
 _REMEMBERED = 500  # steps: who is put out again within these came back in vain
 _SMALLEST = 2  # members are left at least
 _INSTANT_S = 1e-9  # a step takes so long at least
@@ -66,13 +68,14 @@ class SlowMembers:
         leaving = leaving_ranks(self.out, seen, min_gain)
         better = leaving | {rank for rank in self.out if _may_return(rank, self.out, seen)}
         after = replace(self, against={rank: self.against.get(rank, 0) + 1 for rank in sorted(better)})
-        if leaving and min(after.against[rank] for rank in leaving) >= AFTER_STEPS:
+        least = math.ceil(_LASTS_S / step_seconds(self.out, seen))
+        if leaving and min(after.against[rank] for rank in leaving) >= max(AFTER_STEPS, least):
             after = after.without(leaving)
         too_few = len(seen.links) - len(self.out | seen.absent) < seen.min_ranks
-        return after._with_back({rank for rank in self.out if too_few or after._waited_enough(rank)})
+        return after._with_back({rank for rank in self.out if too_few or after._waited_enough(rank, least)})
 
-    def _waited_enough(self, rank: int) -> bool:
-        return self.against.get(rank, 0) >= RETURN_STEPS << min(self.flaps.get(rank, 0), _MAX_DOUBLED)
+    def _waited_enough(self, rank: int, least: int) -> bool:
+        return self.against.get(rank, 0) >= max(RETURN_STEPS, least) << min(self.flaps.get(rank, 0), _MAX_DOUBLED)
 
     def _with_back(self, ranks: Collection[int]) -> SlowMembers:
         """After one more step, with these ranks back."""
@@ -91,7 +94,7 @@ def leaving_ranks(out: frozenset[int], seen: SeenLinks, min_gain: float) -> froz
     In the middle of a merge that takes many times as long as usual this is asked once, as such a merge is itself the
     proof of many steps.
     """
-    inside = sorted(set(range(len(seen.links))) - out - seen.absent, key=lambda rank: -_own_seconds(rank, seen))
+    inside = sorted(_members(out, seen), key=lambda rank: -_own_seconds(rank, seen))
     others = others_links(seen.links)
     now_rate = gradients_a_second(out, seen)
     best, count = min_gain / _MORE, 0
@@ -117,9 +120,17 @@ def _may_return(rank: int, out: frozenset[int], seen: SeenLinks) -> bool:
 
 def gradients_a_second(out: Collection[int], seen: SeenLinks) -> float:
     """Ranks' gradients that are merged in a second, as expected with these ranks put out."""
-    inside = [rank for rank in range(len(seen.links)) if rank not in out and rank not in seen.absent]
-    merge_s = merge_seconds(seen.num_bytes, [in_ring(seen.links[rank]) for rank in inside], seen.num_messages)
-    return len(inside) / max(_INSTANT_S, seen.compute_s + merge_s)
+    return len(_members(out, seen)) / step_seconds(out, seen)
+
+
+def step_seconds(out: Collection[int], seen: SeenLinks) -> float:
+    """What a step is expected to take with these ranks put out, if nothing is computed while it is merged."""
+    links = [in_ring(seen.links[rank]) for rank in _members(out, seen)]
+    return max(_INSTANT_S, seen.compute_s + merge_seconds(seen.num_bytes, links, seen.num_messages))
+
+
+def _members(out: Collection[int], seen: SeenLinks) -> list[int]:
+    return [rank for rank in range(len(seen.links)) if rank not in out and rank not in seen.absent]
 
 
 def _own_seconds(rank: int, seen: SeenLinks) -> float:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from straggle.merge.links.slow_members import SeenLinks, SlowMembers, gradients_a_second
+from straggle.merge.links.slow_members import SeenLinks, SlowMembers, gradients_a_second, step_seconds
 from straggle.policies.rank_links import RankLink
 
 FAST, NEARLY, HALF, NARROW = (RankLink(0.0002, rate, rate) for rate in (20e6, 15e6, 10e6, 1e6))
@@ -87,6 +88,20 @@ def test_two_steps_of_a_slow_link_change_nothing_and_three_put_its_rank_out() ->
     assert after(now, slow, 1).out == {3}
     now = after(now, seen([FAST] * 4), 1)
     assert after(now, slow, 2).out == frozenset()
+
+
+def test_short_steps_are_judged_for_three_seconds() -> None:
+    short = {"compute_s": 0.001, "num_bytes": 20_000.0}
+    slow = replace(seen([FAST, FAST, FAST, NARROW]), **short)
+    least = math.ceil(3.0 / step_seconds((), slow))
+    assert least > 50
+    now = after(SlowMembers(), slow, least - 1)
+    assert now.out == frozenset()
+    assert (now := after(now, slow, 1)).out == {3}
+    good = replace(seen([FAST] * 4), **short)
+    least = math.ceil(3.0 / step_seconds({3}, good))
+    assert after(now, good, least - 1).out == {3}
+    assert after(now, good, least).out == frozenset()
 
 
 @pytest.mark.parametrize("num_ranks", [4, 64])
