@@ -83,9 +83,8 @@ class Channel:
         self._gloo_groups: list[Any] = []
         corner = self._meet(parent)
         store = default_store()
-        self.connection = partial(self._connect, store, corner)  # one of its own to this model's corner of the store
         self.store = JobStore(
-            self.connection,
+            partial(self._connect, store, corner),  # a connection of its own to this model's corner of the store
             place_of(store),
             who=f"rank {self.rank}",
             without="this rank is not late, however slow, and learns of no peer's failure but by its connections",

@@ -1,7 +1,8 @@
-"""A narrow link between hosts in network namespaces: it is named, and a step's columns are all of it."""
+"""A narrow link between hosts in network namespaces: it is named, a step's columns are all of it, its member leaves."""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from network import enter, made_network
 from ranks import run_ranks, staged
 from torch import nn
 
+from straggle import Elastic, JobDone, MembersReport
+from straggle.merge.links.slow_members import AFTER_STEPS
 from straggle.observe.findings import advise
 from straggle.observe.run import read_run
 from straggle.observe.run_numbers import numbers_of
@@ -51,3 +54,34 @@ def test_the_narrow_link_is_named_and_columns_add_up(tmp_path: Path) -> None:
     # on a busy machine a small message waits as long as a large one, and a link looks quicker than it is
     assert spell.slow.link.slower_bytes_per_s < 3e6 * MB_PER_S < 5e6 < spell.slow.others.slower_bytes_per_s
     assert any("Rank 1's link was slow from step" in sentence for sentence in advise(run, numbers_of(run)))
+
+
+def train_until_it_is_out(rank: int, names: list[str]) -> tuple[int, str]:
+    """In which step the others are without the rank at half the rate first, and why."""
+    enter(names[rank])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 512))
+    changes: list[MembersReport] = []
+    out: list[int] = []
+    with staged(model, members=Elastic()) as wrapped, contextlib.suppress(JobDone):
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+        wrapped.register_state(optimizer=optimizer)
+        wrapped.register_members_hook(changes.append)
+        while len(out) < 5 or not changes:
+            with wrapped.step():
+                wrapped(torch.randn(8, 256)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            report = wrapped.last_report
+            out += [report.step] * report.ranks[NARROW].absent
+    return (-1, "") if rank == NARROW else (out[0], changes[0].left[NARROW])
+
+
+@pytest.mark.slow
+def test_member_at_half_the_rate_is_put_out_because_the_others_merge_more_without_it() -> None:
+    rates = {**{host: 20.0 for host in range(4) if host != NARROW}, NARROW: 10.0}
+    with made_network(4, {host: {"rate": 8e6 * rate} for host, rate in rates.items()}) as network:
+        found = run_ranks(train_until_it_is_out, 4, list(network.names), timeout_s=300.0)
+    ((step, why),) = {own for rank, own in enumerate(found) if rank != NARROW}
+    assert step > AFTER_STEPS
+    assert why.startswith("its link is slow: ")
