@@ -12,7 +12,7 @@ from ranks import run_ranks, staged
 from torch import nn
 
 from straggle import Elastic, JobDone, MembersReport
-from straggle.merge.links.slow_members import AFTER_STEPS
+from straggle.merge.links.slow_members import AFTER_LOOKS
 from straggle.observe.findings import advise
 from straggle.observe.run import read_run
 from straggle.observe.run_numbers import numbers_of
@@ -83,5 +83,5 @@ def test_member_at_half_the_rate_is_put_out_because_the_others_merge_more_withou
     with made_network(4, {host: {"rate": 8e6 * rate} for host, rate in rates.items()}) as network:
         found = run_ranks(train_until_it_is_out, 4, list(network.names), timeout_s=300.0)
     ((step, why),) = {own for rank, own in enumerate(found) if rank != NARROW}
-    assert step > AFTER_STEPS
+    assert step > AFTER_LOOKS
     assert why.startswith("its link is slow: ")

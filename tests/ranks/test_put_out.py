@@ -15,7 +15,7 @@ from training import features, mlp
 
 from straggle import Elastic
 from straggle.merge.links.put_out import PutOut
-from straggle.merge.links.slow_members import AFTER_STEPS
+from straggle.merge.links.slow_members import AFTER_LOOKS
 from straggle.merge.table import Table
 from straggle.policies.rank_links import RankLink
 
@@ -34,7 +34,8 @@ class Measured:
     """A merged step's table, in which these links were measured."""
 
     def __init__(self, table: Table, links: list[RankLink]) -> None:
-        self.absent_ranks, self.links = table.absent_ranks, lambda: links
+        self.absent_ranks, self.links, self.column = table.absent_ranks, lambda: links, table.column
+        self.last_submitted_s = 1.0
 
     def compute_s(self) -> list[float]:
         return [0.1] * NUM_RANKS
@@ -106,7 +107,7 @@ def test_rank_with_a_slow_link_is_put_out_and_let_in_again_when_it_is_back(share
     assert (out.left_kinds, out.kinds, set(back.joined)) == ({slow: "link"}, ("link",), {slow}), log
     away = [report.step for report in reports if report.ranks[slow].absent]
     assert away == list(range(away[0], away[-1] + 1))
-    assert away[0] >= SLOW_FROM + AFTER_STEPS
+    assert away[0] >= SLOW_FROM + AFTER_LOOKS
     assert away[-1] >= SLOW_TO + 9  # ten steps, after which it asks, is let in and has its state
     assert sum(report.ranks[slow].reach == 1 for report in reports[-10:]) > 5, log
 

@@ -1,6 +1,6 @@
 """Which members are put out because of their links, and until when: decided by all members alike.
 
-After each merged step all judge the links (`slow_members.py`). Who is put out is left out of the next view, and is not
+After merged steps all judge the links (`slow_members.py`). Who is put out is left out of the next view, and is not
 let in while it stays so. In the middle of a merge that takes many times as long as usual one member judges, by what it
 has measured meanwhile, and the others follow the view that comes of it. Members ping who is out, so that all know from
 the telemetry when its link is back; then it is let in as any rank that asks. A member that was let in has what is
@@ -36,7 +36,7 @@ class PutOut:
         self._membership, self._watch, self._min_gain = membership, membership.watch, membership.elastic.link_gain
         self._num_bytes = num_bytes
         self._known = SlowMembers()
-        self._seen: SeenLinks | None = None  # after the last step
+        self._seen: SeenLinks | None = None  # at the last look
         self._by_link: frozenset[int] = frozenset()  # those of the view that was followed last
         self._following: tuple[int, frozenset[int]] = 0, frozenset()  # from which step on which ranks are out by it
 
@@ -54,9 +54,8 @@ class PutOut:
         """A step is merged: who is put out from the next one on, and who may come back."""
         if step < self._known.step:  # it is in what this rank was given
             return
-        before = replace(self._followed(step), step=step)
-        self._seen = seen = self._seen_in(table, num_messages, before.out)
-        known = before.after_step(seen, self._min_gain)
+        before, seconds = self._followed(step), table.last_submitted_s + max(table.column("merge_s"))
+        known = before.after_step(step, seconds, lambda: self._look(table, num_messages, before.out), self._min_gain)
         if known.out == self._known.out:
             self._known = known
             return
@@ -64,14 +63,16 @@ class PutOut:
             for rank in before.out - known.out:
                 _log.info("step %d: rank %d may be let in again", step, rank)
         kept = {rank: why for rank, why in self._watch.kept_out.items() if rank in known.out}
-        self._use(known, {rank: _why(seen.links, rank) for rank in known.out} | kept)
+        links = self._seen.links if self._seen else ()
+        self._use(known, {rank: _why(links, rank) if links else _NO_REASON for rank in known.out} | kept)
 
-    def _seen_in(self, table: Table, num_messages: int, out: frozenset[int]) -> SeenLinks:
+    def _look(self, table: Table, num_messages: int, out: frozenset[int]) -> SeenLinks:
         """What all members know after a step of which this is the table."""
         times = [own_s for own_s in table.compute_s() if own_s > 0]
         compute_s = median(times) if times else 0.0
         absent, least = table.absent_ranks() - out, self._membership.least
-        return SeenLinks(table.links(), self._num_bytes, num_messages, compute_s, absent, least)
+        self._seen = SeenLinks(table.links(), self._num_bytes, num_messages, compute_s, absent, least)
+        return self._seen
 
     def _followed(self, step: int) -> SlowMembers:
         """What was known before ``step``, as all members have it that followed the same views."""
@@ -89,7 +90,8 @@ class PutOut:
         view = self._membership.view
         if self._seen is None or not self._membership.is_member:
             return
-        seen = replace(self._seen, links=links)
+        absent = frozenset(range(len(links))).difference(view.ranks, self._known.out)
+        seen = replace(self._seen, links=links, absent=absent)
         gone = leaving_ranks(self._known.out, seen, self._min_gain) - {self._membership.rank}
         if gone and self._membership.rank == min(set(view.ranks) - gone, default=-1):
             self._watch.keep_out({**self._watch.kept_out, **{rank: _why(links, rank) for rank in gone}})

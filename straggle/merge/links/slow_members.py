@@ -7,18 +7,18 @@ expected to merge more gradients a second without it.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from straggle.policies.merge_time import merge_seconds
 from straggle.policies.rank_links import RankLink, in_ring, others_links
 from straggle.policies.slow_links import STILL, slow_in
 
-AFTER_STEPS = 3  # in a row, in which the others would be better off without a member
-RETURN_STEPS = 10  # in a row, in which a link has been good again; doubled each time that it was so in vain,
+LOOK_EVERY_S = 0.3  # so far are two looks at the links apart, which cost a tenth of a millisecond, and a step at least
+AFTER_LOOKS = 3  # in a row, in which the others would be better off without a member
+RETURN_LOOKS = 10  # in a row, in which a link has been good again; doubled each time that it was so in vain,
 _MAX_DOUBLED = 4  # so often at most
-_LASTS_S = 3.0  # that either takes at least: short steps are many between two pings
-_REMEMBERED = 500  # steps: who is put out again within these came back in vain
+_REMEMBERED_S = 300.0  # who is put out again within these came back in vain
 _SMALLEST = 2  # members are left at least
 _INSTANT_S = 1e-9  # a step takes so long at least
 _MORE = 1.02  # what each further rank that is put out has to bring at least
@@ -44,48 +44,53 @@ class SeenLinks:
 class SlowMembers:
     """The ranks that are ``out`` because of their links after so many steps, and what is remembered of all ranks.
 
-    ``against``: for how many steps in a row it has been better for each rank to be put out, or to return.
-    ``returned_at``: the step in which it came back last, and ``flaps``: how often it did so in vain.
+    ``now_s``: the seconds of all steps so far, as all members know them, and ``looked_s``: those at the last look.
+    ``against``: for how many looks in a row it has been better for each rank to be put out, or to return.
+    ``returned_s``: when it came back last, and ``flaps``: how often it did so in vain.
     """
 
     out: frozenset[int] = frozenset()
     step: int = 0
+    now_s: float = 0.0
+    looked_s: float = -LOOK_EVERY_S
     against: Mapping[int, int] = field(default_factory=dict)
-    returned_at: Mapping[int, int] = field(default_factory=dict)
+    returned_s: Mapping[int, float] = field(default_factory=dict)
     flaps: Mapping[int, int] = field(default_factory=dict)
+
+    def after_step(self, step: int, seconds: float, look: Callable[[], SeenLinks], min_gain: float) -> SlowMembers:
+        """Who is out from the next step on: a function of this and of the arguments alone, so the same on all ranks."""
+        after = replace(self, step=step + 1, now_s=self.now_s + seconds)
+        if after.now_s - self.looked_s < LOOK_EVERY_S:
+            return after
+        return replace(after, looked_s=after.now_s).after_look(look(), min_gain)
+
+    def after_look(self, seen: SeenLinks, min_gain: float) -> SlowMembers:
+        """The same, with the links as they are ``seen`` now."""
+        leaving = leaving_ranks(self.out, seen, min_gain)
+        better = leaving | {rank for rank in self.out if _may_return(rank, self.out, seen)}
+        after = replace(self, against={rank: self.against.get(rank, 0) + 1 for rank in sorted(better)})
+        if leaving and min(after.against[rank] for rank in leaving) >= AFTER_LOOKS:
+            after = after.without(leaving)
+        too_few = len(seen.links) - len(self.out | seen.absent) < seen.min_ranks
+        return after._with({rank for rank in self.out if too_few or after._waited_enough(rank)})
 
     def without(self, ranks: Collection[int]) -> SlowMembers:
         """The same, with these ranks put out, too."""
         flaps = dict(self.flaps)
         for rank in ranks:
-            in_vain = self.step - self.returned_at.get(rank, -_REMEMBERED) < _REMEMBERED
+            in_vain = self.now_s - self.returned_s.get(rank, -math.inf) < _REMEMBERED_S
             flaps[rank] = flaps.get(rank, 0) + 1 if in_vain else 0
         against = {rank: number for rank, number in self.against.items() if rank not in ranks}
         return replace(self, out=self.out.union(ranks), against=against, flaps=flaps)
 
-    def after_step(self, seen: SeenLinks, min_gain: float) -> SlowMembers:
-        """Who is out from the next step on: a function of this and of the arguments alone, so the same on all ranks."""
-        leaving = leaving_ranks(self.out, seen, min_gain)
-        better = leaving | {rank for rank in self.out if _may_return(rank, self.out, seen)}
-        after = replace(self, against={rank: self.against.get(rank, 0) + 1 for rank in sorted(better)})
-        least = math.ceil(_LASTS_S / step_seconds(self.out, seen))
-        if leaving and min(after.against[rank] for rank in leaving) >= max(AFTER_STEPS, least):
-            after = after.without(leaving)
-        too_few = len(seen.links) - len(self.out | seen.absent) < seen.min_ranks
-        return after._with_back({rank for rank in self.out if too_few or after._waited_enough(rank, least)})
+    def _waited_enough(self, rank: int) -> bool:
+        return self.against.get(rank, 0) >= RETURN_LOOKS << min(self.flaps.get(rank, 0), _MAX_DOUBLED)
 
-    def _waited_enough(self, rank: int, least: int) -> bool:
-        return self.against.get(rank, 0) >= max(RETURN_STEPS, least) << min(self.flaps.get(rank, 0), _MAX_DOUBLED)
-
-    def _with_back(self, ranks: Collection[int]) -> SlowMembers:
-        """After one more step, with these ranks back."""
-        return replace(
-            self,
-            out=self.out.difference(ranks),
-            step=self.step + 1,
-            against={rank: number for rank, number in self.against.items() if rank not in ranks},
-            returned_at={**self.returned_at, **dict.fromkeys(ranks, self.step)},
-        )
+    def _with(self, ranks: Collection[int]) -> SlowMembers:
+        """The same, with these ranks let in again."""
+        against = {rank: number for rank, number in self.against.items() if rank not in ranks}
+        returned_s = {**self.returned_s, **dict.fromkeys(ranks, self.now_s)}
+        return replace(self, out=self.out.difference(ranks), against=against, returned_s=returned_s)
 
 
 def leaving_ranks(out: frozenset[int], seen: SeenLinks, min_gain: float) -> frozenset[int]:
@@ -94,18 +99,15 @@ def leaving_ranks(out: frozenset[int], seen: SeenLinks, min_gain: float) -> froz
     In the middle of a merge that takes many times as long as usual this is asked once, as such a merge is itself the
     proof of many steps.
     """
-    inside = sorted(_members(out, seen), key=lambda rank: -_own_seconds(rank, seen))
-    others = others_links(seen.links)
-    now_rate = gradients_a_second(out, seen)
+    members, others = _members(out, seen), others_links(seen.links)
+    slow = [rank for rank in members if slow_in(seen.links[rank], others[rank])]
+    slow.sort(key=lambda rank: -_own_seconds(rank, seen))
     best, count = min_gain / _MORE, 0
-    for number in range(1, len(inside) - max(_SMALLEST, seen.min_ranks) + 1):
-        slowest = inside[number - 1]
-        if not slow_in(seen.links[slowest], others[slowest]):
-            break
-        gain = gradients_a_second(out.union(inside[:number]), seen) / now_rate
+    for number in range(1, min(len(slow), len(members) - max(_SMALLEST, seen.min_ranks)) + 1):
+        gain = gradients_a_second(out.union(slow[:number]), seen) / gradients_a_second(out, seen)
         if gain >= _MORE * best:
             best, count = gain, number
-    return frozenset(inside[:count])
+    return frozenset(slow[:count])
 
 
 def _may_return(rank: int, out: frozenset[int], seen: SeenLinks) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
-from straggle.merge.links.slow_members import SeenLinks, SlowMembers, gradients_a_second, step_seconds
+from straggle.merge.links.slow_members import AFTER_LOOKS, SeenLinks, SlowMembers, gradients_a_second
 from straggle.policies.rank_links import RankLink
 
 FAST, NEARLY, HALF, NARROW = (RankLink(0.0002, rate, rate) for rate in (20e6, 15e6, 10e6, 1e6))
@@ -22,9 +22,11 @@ def seen(links: Sequence[RankLink], min_ranks: int = 2, *, compute_s: float = 0.
     return SeenLinks(links, NUM_BYTES, num_messages, compute_s, min_ranks=min_ranks)
 
 
-def after(now: SlowMembers, of: SeenLinks, steps: int = 20, min_gain: float = 1.1) -> SlowMembers:
+def after(
+    now: SlowMembers, of: SeenLinks, steps: int = 20, min_gain: float = 1.1, *, step_s: float = 1.0
+) -> SlowMembers:
     for _ in range(steps):
-        now = now.after_step(of, min_gain)
+        now = now.after_step(now.step, step_s, lambda: of, min_gain)
     return now
 
 
@@ -90,18 +92,18 @@ def test_two_steps_of_a_slow_link_change_nothing_and_three_put_its_rank_out() ->
     assert after(now, slow, 2).out == frozenset()
 
 
-def test_short_steps_are_judged_for_three_seconds() -> None:
-    short = {"compute_s": 0.001, "num_bytes": 20_000.0}
-    slow = replace(seen([FAST, FAST, FAST, NARROW]), **short)
-    least = math.ceil(3.0 / step_seconds((), slow))
-    assert least > 50
-    now = after(SlowMembers(), slow, least - 1)
-    assert now.out == frozenset()
-    assert (now := after(now, slow, 1)).out == {3}
-    good = replace(seen([FAST] * 4), **short)
-    least = math.ceil(3.0 / step_seconds({3}, good))
-    assert after(now, good, least - 1).out == {3}
-    assert after(now, good, least).out == frozenset()
+@pytest.mark.parametrize(("step_s", "steps_a_look"), [(8.0, 1), (0.5, 1), (0.125, 3), (2**-10, 308)])
+def test_links_are_looked_at_each_third_of_a_second_or_after_each_step(step_s: float, steps_a_look: int) -> None:
+    now, looks = SlowMembers(), list[int]()
+
+    def look() -> SeenLinks:
+        looks.append(now.step)
+        return seen([FAST, FAST, FAST, NARROW])
+
+    while not now.out:
+        now = now.after_step(now.step, step_s, look, 1.1)
+    assert len(looks) == AFTER_LOOKS
+    assert [later - earlier for earlier, later in pairwise(looks)] == [steps_a_look] * (AFTER_LOOKS - 1)
 
 
 @pytest.mark.parametrize("num_ranks", [4, 64])
