@@ -199,7 +199,7 @@ class Pings:
             self._merged_bytes,
             self._quickest_s,
             max(1, len(merged.members)),
-            is_slow=bool(self._doubted or self.slow.now) or self._long.are_longer(merged.seconds),
+            is_slow=bool(self._doubted or self.slow.now or merged.out) or self._long.are_longer(merged.seconds),
             in_doubt=0 < self._doubted < ROUNDS or len(self._rounds) < ROUNDS,
         )
         return time.monotonic() - self._pinged_at - interval_s
