@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 
 from straggle.policies.merge_time import merge_seconds
 from straggle.policies.rank_links import RankLink, in_ring, others_links
-from straggle.policies.slow_links import STILL, slow_in
+from straggle.policies.slow_links import slow_in
 
 LOOK_EVERY_S = 0.3  # so far are two looks at the links apart, which cost a tenth of a millisecond, and a step at least
 AFTER_LOOKS = 3  # in a row, in which the others would be better off without a member
 RETURN_LOOKS = 10  # in a row, in which a link has been good again; doubled each time that it was so in vain,
 _MAX_DOUBLED = 4  # so often at most
+_GOOD = 1.4  # times as slow as the others' links, which a link is at most that is good again; pings differ by a third
 _REMEMBERED_S = 300.0  # who is put out again within these came back in vain
 _SMALLEST = 2  # members are left at least
 _INSTANT_S = 1e-9  # a step takes so long at least
@@ -115,7 +116,7 @@ def _may_return(rank: int, out: frozenset[int], seen: SeenLinks) -> bool:
     link = seen.links[rank]
     if not link.is_known:
         return False
-    if not slow_in(link, others_links(seen.links)[rank], times=STILL):
+    if not slow_in(link, others_links(seen.links)[rank], times=_GOOD):
         return True
     return gradients_a_second(out - {rank}, seen) >= gradients_a_second(out, seen)
 
