@@ -12,6 +12,5 @@ COMMANDS = {
     "profile": ("straggle.commands.profile", "time of each stage of a workload's backward pass"),
     "advise": ("straggle.commands.advise", "who is slow in a recorded run, and what a deadline would be worth"),
     "report": ("straggle.commands.report", "a run as one HTML page"),
-    "completion": ("straggle.commands.completion", "a script with which bash completes all these at a TAB"),
     "check": ("straggle.commands.config", "COMMAND key=value ...: whether a configuration of these is valid"),
 }

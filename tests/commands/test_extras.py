@@ -34,7 +34,6 @@ COMMANDS = {
     "simulate": ["steps=1"],
     "profile": ["steps=1"],
     "check": ["train"],
-    "completion": ["bash"],
     "experiments": ["E10"],
     "advise": ["runs"],
     "report": ["runs"],
