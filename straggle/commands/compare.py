@@ -25,7 +25,7 @@ with needs_extra("train"):
     from straggle.commands.config_parts import of_method, of_scenario, slows_ranks
     from straggle.lab.comparison import REFERENCE, TRAIN_ON, Comparison, MethodResult, draw, print_summary
     from straggle.lab.interleaved import TimedJob, seconds_to
-    from straggle.lab.jobs import gather, process_group
+    from straggle.lab.jobs import StagedJob, gather, process_group
     from straggle.lab.workloads.workload import Workload
 
 _log = logging.getLogger(__name__)
@@ -65,7 +65,8 @@ def _scenario(name: str, config: DictConfig, workload: Workload, device: torch.d
 
 
 def _timed(config: DictConfig, method: str, workload: Workload, device: torch.device) -> TimedJob:
-    build = instantiate(config.methods[method].job, _partial_=True)
+    job = config.methods[method].get("job")
+    build = StagedJob if job is None else instantiate(job, _partial_=True)
     return TimedJob(build(of_method(config, method), workload, device))
 
 

@@ -19,88 +19,89 @@ from straggle.extras import needs_extra
 with needs_extra("train"):
     import hydra
     from hydra import compose, initialize_config_dir
-    from hydra.errors import HydraException
-    from omegaconf import DictConfig
-    from omegaconf.errors import OmegaConfBaseException
+    from hydra.errors import HydraException, MissingConfigException
+    from omegaconf import DictConfig, ListConfig, OmegaConf
+    from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
 from straggle.commands.config_checks import check
-from straggle.commands.config_help import help_of
-from straggle.commands.config_keys import (
-    GROUPS,
-    METHODS,
-    ConfigurationError,
-    check_choice,
-    composed,
-    config_dir,
-    register_resolvers,
-    unknown_key,
-)
+from straggle.commands.config_schema import SCHEMAS, ConfigurationError, config_dir, option, options_of, register
 from straggle.commands.plain_args import run_command
 from straggle.commands.run_dir import check_run_dir
 
 
 def load(name: str, overrides: Sequence[str]) -> DictConfig:
     """The configuration ``name`` with ``overrides`` such as ``steps=10``; raises `ConfigurationError`."""
-    register_resolvers()
+    register()
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        if wrong := [override for override in overrides if "=" not in override and not override.startswith("~")]:
-            raise ConfigurationError(f"{wrong[0]!r} is no key=value, such as steps=10")
-        choices = [override for override in overrides if override.partition("=")[0] in (*GROUPS, METHODS)]
-        try:
-            valid = composed(name, *choices)
-        except (HydraException, OmegaConfBaseException):
-            _check_choices(choices, composed(name))
-            raise
         try:
             config = compose(name, list(overrides))
+            check(name, config)
         except (HydraException, OmegaConfBaseException) as error:
-            raise ConfigurationError(_explain(str(error), valid)) from None
-    check(config, valid)
+            raise ConfigurationError(_explained(error, name, overrides)) from None
     return config
 
 
-def _check_choices(choices: Sequence[str], valid: DictConfig) -> None:
-    """Raise `ConfigurationError` for the first choice that there is not."""
-    for choice in choices:
-        if choice.partition("=")[0] not in valid:
-            raise ConfigurationError(unknown_key(choice.partition("=")[0], valid))
-        check_choice(*choice.split("=", 1))
+def _explained(error: Exception, name: str, overrides: Sequence[str]) -> str:
+    """The complaint of hydra or OmegaConf in one line, with the key; of an unknown key or option, the valid ones."""
+    if wrong := [override for override in overrides if "=" not in override and not override.startswith("~")]:
+        return f"{wrong[0]!r} is no key=value, such as steps=10"
+    if isinstance(error, MissingConfigException):
+        group, _, wanted = str(error.missing_cfg_file).partition("/")
+        return f"{group}={wanted}: choose one of {', '.join(options_of(group))}"
+    cause = error.__cause__ or error
+    key = getattr(cause, "full_key", None)
+    if isinstance(cause, (ConfigAttributeError, ConfigKeyError)) or "Could not override" in str(error):
+        found = re.match("Could not override '(.*?)'", str(error))
+        return _unknown_key(found[1] if found else str(key), name, overrides)
+    return f"{key}: {str(cause).splitlines()[0]}" if key else " ".join(str(error).split())
 
 
-def _explain(problem: str, valid: DictConfig) -> str:
-    """Hydra's complaint in one line; for an unknown key, the valid ones."""
-    found = re.match("Could not override '(.*)'", problem)
-    return unknown_key(found[1], valid) if found else problem.strip().splitlines()[0]
+def _unknown_key(key: str, name: str, overrides: Sequence[str]) -> str:
+    """What to say of a key that there is none of: the keys beside it, with the options that were chosen."""
+    default = compose(name)
+    groups = [group.name for group in config_dir().iterdir() if group.is_dir() and group.name in default]
+    chosen = compose(name, [override for override in overrides if override.partition("=")[0] in groups])
+    valid = OmegaConf.merge(OmegaConf.structured(SCHEMAS[name]), chosen)
+    parent, last = key, key.rpartition(".")[2]
+    while parent := parent.rpartition(".")[0]:
+        if isinstance(part := OmegaConf.select(valid, parent), DictConfig):
+            others = [f"; {parent}={name} has {last}" for name in options_of(parent) if last in option(parent, name)]
+            return f"unknown key {key}; {parent} has {', '.join(_keys_of(part)) or 'no keys'}{''.join(others)}"
+    return f"unknown key {key}; valid keys: {', '.join(_keys_of(valid))}"
+
+
+def _keys_of(part: DictConfig | ListConfig) -> list[str]:
+    return [str(name) for name in part if name != "_target_"]
 
 
 def run_configured(name: str, work: Callable[[DictConfig], None], usage: str) -> None:
-    """The command ``name``: ``work`` with the configuration that the command line asks for, or its help.
+    """The command ``name``: ``work`` with the configuration that the command line asks for.
 
     Ends the program with status 2, and a message from rank 0, if the command line is not valid, as `complain_and_exit`
     says, or ``work`` raises `ConfigurationError`. What the program logs goes to its standard output.
 
-    Hydra's own flags, such as ``--multirun`` and ``--cfg job``, and its keys are left to `hydra.main`. Without them the
-    configuration that was checked is used: that function composes it twice more, for half a second of each worker.
+    Hydra's own flags, such as ``--help``, ``--multirun`` and ``--cfg job``, and its keys are left to `hydra.main`.
     """
     words = sys.argv[1:]
     if {"-h", "--help"} & set(words):
-        try:
-            sys.stdout.write(help_of(name, usage, [word for word in words if not word.startswith("-")]))
-        except ConfigurationError as error:
-            refuse(error)
-        return
-    config = complain_and_exit(name, words)
+        sys.stdout.write(f"{usage.strip()}\n\n")
+
+    by_hydra = any(word.startswith("-") or "hydra" in word for word in words)
 
     @wraps(work)  # hydra looks for the module that it is of
     def checked(config: DictConfig) -> None:
         try:
+            if by_hydra:
+                check(name, config)
             work(config)
         except ConfigurationError as error:
             refuse(error)
 
-    if config is None or any("hydra" in word for word in words):
+    if by_hydra:
+        register()
         hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=name)(checked)()
         return
+    config = complain_and_exit(name, words)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     checked(config)
 
@@ -112,15 +113,12 @@ def refuse(error: Exception, status: int = 2) -> NoReturn:
     raise SystemExit(status) from None
 
 
-def complain_and_exit(name: str, arguments: Sequence[str]) -> DictConfig | None:
-    """End the program, with a message from rank 0, if the command line is wrong; ``None`` where flags are for hydra.
+def complain_and_exit(name: str, arguments: Sequence[str]) -> DictConfig:
+    """Load the configuration; if the command line is wrong, end the program with a message from rank 0.
 
     It is also wrong if ``run_dir`` cannot be written, or another run writes into it; rank 0 checks that, unless it was
     started again: then the run that it comes back to may be the one that writes.
     """
-    register_resolvers()
-    if any(argument.startswith("-") for argument in arguments):
-        return None
     try:
         config = load(name, arguments)
         if os.environ.get("RANK", "0") == "0" and config.get("run_dir") and not _started_again():
@@ -136,9 +134,8 @@ def _started_again() -> bool:
 
 
 def _check_command(words: Sequence[str]) -> int:
-    names = sorted(path.stem for path in config_dir().glob("*.yaml"))
-    if words[0] not in names:
-        raise ValueError(f"no command {words[0]} with a configuration: choose one of {', '.join(names)}")
+    if words[0] not in SCHEMAS:
+        raise ValueError(f"no command {words[0]} with a configuration: choose one of {', '.join(sorted(SCHEMAS))}")
     complain_and_exit(words[0], words[1:])
     return 0
 

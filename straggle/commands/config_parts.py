@@ -1,16 +1,15 @@
-"""Configurations made from one another: of a method, of a scenario, and as plain dictionaries."""
+"""Configurations made from one another: of a method, of a scenario."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from straggle.extras import needs_extra
 
 with needs_extra("train"):
     from omegaconf import DictConfig, OmegaConf
 
-from straggle.commands.config_keys import METHODS, config_dir
+from straggle.commands.config_schema import option
 from straggle.lab.build import build_faults
 
 
@@ -18,7 +17,7 @@ def of_method(config: DictConfig, name: str) -> DictConfig:
     """``config`` with the parts that the method ``name`` of ``compare`` replaces, and without the methods."""
     own = OmegaConf.to_container(config.methods[name], resolve=True)
     assert isinstance(own, dict)
-    merged = OmegaConf.masked_copy(config, [str(key) for key in config if key != METHODS])  # the copy takes its time
+    merged = OmegaConf.masked_copy(config, [str(key) for key in config if key != "methods"])  # the copy takes its time
     OmegaConf.set_struct(merged, False)
     for key, part in own.items():
         if key != "job":
@@ -34,7 +33,7 @@ def of_scenario(config: DictConfig, name: str) -> DictConfig:
     """
     merged = config.copy()
     OmegaConf.set_struct(merged, False)
-    merged.faults = OmegaConf.load(config_dir() / "faults" / f"{name}.yaml")
+    merged.faults = option("faults", name)
     if "pace" in merged.faults and "pace" in config.faults:
         merged.faults.pace = config.faults.pace
     merged.run_dir = str(Path(config.run_dir) / name)
@@ -44,10 +43,3 @@ def of_scenario(config: DictConfig, name: str) -> DictConfig:
 def slows_ranks(config: DictConfig) -> bool:
     """Whether there are faults beside the pace; all ranks have the pace."""
     return bool(build_faults(config).keys() - {"pace"})
-
-
-def plain(config: DictConfig) -> dict[str, Any]:
-    """The configuration as ordinary dictionaries and lists, with everything resolved."""
-    container = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(container, dict)
-    return {str(key): value for key, value in container.items()}

@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from straggle.commands import durable
 from straggle.commands.agreement import on_all_ranks
-from straggle.commands.config_keys import ConfigurationError
+from straggle.commands.config_schema import ConfigurationError
 from straggle.commands.trusted_targets import check_targets
 from straggle.data.rebalance import Rebalance
 from straggle.lab.jobs import StagedJob

@@ -19,7 +19,7 @@ with needs_extra("train"):
     from omegaconf import DictConfig
 
     from straggle.commands.config import run_configured
-    from straggle.commands.config_keys import ConfigurationError
+    from straggle.commands.config_schema import ConfigurationError
     from straggle.lab.simulate.pulled import simulate_pulled
     from straggle.lab.simulate.ranks import Simulation, simulate
     from straggle.lab.simulate.summary import numbers_of, rows_of, save_chart

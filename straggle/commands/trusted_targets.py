@@ -12,7 +12,7 @@ with needs_extra("train"):
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-from straggle.commands.config_keys import ConfigurationError
+from straggle.commands.config_schema import ConfigurationError
 
 
 def check_targets(config: DictConfig, own: DictConfig, where: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from ranks import run_command
 
-from straggle.commands.config_keys import config_dir
+from straggle.commands.config_schema import config_dir
 
 METHODS = sorted(path.stem for path in (config_dir() / "methods").iterdir())
 ALL = f"methods=[{','.join(METHODS)}]"

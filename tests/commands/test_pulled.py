@@ -11,7 +11,7 @@ from repository import ROOT
 from training import TINY
 
 from straggle.commands.config import load
-from straggle.commands.config_keys import ConfigurationError
+from straggle.commands.config_schema import ConfigurationError
 
 
 @pytest.mark.slow

@@ -8,14 +8,14 @@ import pytest
 from repository import ROOT
 from training import TINY
 
-from straggle.commands.config_keys import register_resolvers
+from straggle.commands.config_schema import register
 
 SECRET = "hunter2-is-not-to-be-found"
 
 
 @pytest.mark.slow
 def test_secret_of_the_environment_is_in_no_file_of_the_run(tmp_path):
-    register_resolvers()
+    register()
     keys = (*TINY, "faults=none", "steps=3", "metrics.port=null", "run_dir=run", "checkpoint_every=1")
     secret = "+metrics.targets.labels.token='${oc.env:STRAGGLE_SECRET}'"
     command = [sys.executable, "-m", "straggle", "train", *keys, secret]

@@ -30,7 +30,7 @@ import straggle
 from experiments.__main__ import arguments as experiment_arguments
 from straggle.commands.advise import arguments as advise_arguments
 from straggle.commands.config import load
-from straggle.commands.config_keys import GROUPS
+from straggle.commands.config_schema import config_dir, options_of
 from straggle.commands.launching.options import arguments as launch_arguments
 from straggle.commands.report import arguments as report_arguments
 from straggle.commands.watch import arguments as watch_arguments
@@ -38,6 +38,7 @@ from straggle.commands.watch import arguments as watch_arguments
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 CONFIGURATION = (ROOT / "docs" / "configuration.md").read_text()
+GROUPS = sorted(folder.name for folder in config_dir().iterdir() if folder.is_dir() and folder.name != "methods")
 NUM_BATCHES = 3
 
 
@@ -241,7 +242,7 @@ def test_every_option_of_a_group_is_documented_with_its_keys(
     section = CONFIGURATION.partition(f"**`{group}`**")[2]
     section = re.split(r"\n\*\*|\n## ", section)[0]
     rows = {line.split("`")[1]: documented(line) for line in section.splitlines() if line.startswith("| `")}
-    options = {path.stem: load(command, [f"{group}={path.stem}"])[group] for path in (ROOT / "conf" / group).iterdir()}
+    options = {name: load(command, [f"{group}={name}"])[group] for name in options_of(group)}
     assert rows.keys() == options.keys()
     for option, config in options.items():
         assert {str(key) for key in config} - {"_target_"} <= rows[option], option

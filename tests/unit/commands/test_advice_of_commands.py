@@ -96,7 +96,6 @@ COMMANDS = {
         train("deadline=first_k", "deadline.k=${{all_ranks_but:-1}}"),
         train("deadline=first_k", "deadline.k=${{all_ranks_but:0}}"),
     ),
-    "pings={}: choose one of true, false": (train("pings=maybe"), train("pings=true"), train("pings=false")),
     "its own processes stay; leave members out": (
         with_a_run("members=elastic", "replay={}/earlier"),
         with_a_run("replay={}/earlier"),
@@ -118,10 +117,6 @@ COMMANDS = {
     "work=pulled needs num_microbatches above 1": (
         train("work=pulled", "num_microbatches=1"),
         train("work=pulled", "num_microbatches=2"),
-    ),
-    "scenarios={}: give a list, such as [{}]": (
-        compare("scenarios=3"),
-        compare("scenarios=[dropcompute,everyone_noisy]"),
     ),
     "scenarios={}: choose of {}": (compare("scenarios=[nobody]"), compare("scenarios=[none,slow_rank]")),
     "methods={}: ddp must be among them, for comparison": (

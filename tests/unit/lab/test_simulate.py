@@ -9,7 +9,7 @@ import torch
 
 from straggle import AutoDeadline, Deadline, FirstK, FixedDeadline, LateHandling, Shadow, WaitForAll
 from straggle.commands.config import load
-from straggle.commands.config_keys import ConfigurationError
+from straggle.commands.config_schema import ConfigurationError
 from straggle.lab.faults import dropcompute_factors
 from straggle.lab.simulate.communication import Constant, Ring, Tree
 from straggle.lab.simulate.delays import ByNode, DropCompute, Exponential, LogNormal, NoDelay, Normal, SlowRanks, Stalls
