@@ -1,14 +1,15 @@
-"""Save and load what a run needs to go on: tensors as safetensors, numbers as JSON, no pickle.
+"""Save and load what a run needs to go on.
 
-Model, optimizer, history, the ranks' shares and the step number are the same on every rank and written by rank 0; each
-rank writes what only it knows: its random state and its estimator's memory. `durable` says why a death at any moment
-leaves a complete one.
+Model, optimizer, history and the ranks' shares are the same on every rank and written by rank 0; each rank writes what
+only it knows: its random state and its estimator's memory. Files are loaded with ``weights_only``, so that they run no
+code. `durable` explains why a death at any moment leaves a complete checkpoint.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -34,7 +33,7 @@ from straggle.merge.saved_state import SavedState
 from straggle.parallel import StagedDataParallel
 
 _HISTORY = "history."  # begins the names of what is the same on all ranks
-_COMMON = ("model.safetensors", "optimizer.safetensors", "history.safetensors")
+_COMMON = "common.pt"
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _NOTHING: Mapping[str, Any] = {}
 _log = logging.getLogger(__name__)
@@ -74,12 +73,9 @@ class Checkpoint:
         try:
             on_all_ranks(lambda: durable.begin(self.directory) if dist.get_rank() == 0 else None)
             is_first = dist.get_rank() == 0
-            states = {name: own.state_dict() for name, own in dealt.items()}
-            sealed = on_all_ranks(
-                lambda: self._write(model, optimizer, model.straggle_state(), states if is_first else None)
-            )
+            sealed = on_all_ranks(lambda: self._write(model, optimizer, model.straggle_state(), dealt, common=is_first))
             files = {name: seal for of_rank in sealed for name, seal in of_rank.items()}
-            on_all_ranks(lambda: self._publish(step, model, optimizer, states, files) if is_first else None)
+            on_all_ranks(lambda: durable.publish(self.directory, _about(step), files) if is_first else None)
         except Refused as error:
             on_all_ranks(self._give_up)
             last = next(iter(durable.snapshots(self.directory)[0]), None)
@@ -100,9 +96,8 @@ class Checkpoint:
             return False
         try:
             durable.begin(self.directory)
-            states = {name: own.state_dict() for name, own in dealt.items()}
-            files = self._write(model, optimizer, state, states)
-            self._publish(step, model, optimizer, states, files, alone=True)
+            files = self._write(model, optimizer, state, dealt, common=True)
+            durable.publish(self.directory, {**_about(step), "alone": True}, files)
         except (OSError, ValueError) as error:
             raise NotSaved(f"checkpoint {self.directory} of step {step} not saved: {error}") from None
         return True
@@ -121,7 +116,7 @@ class Checkpoint:
         def restore() -> None:
             try:
                 self._restore(found, model, optimizer, dealt)
-            except (RuntimeError, LookupError, TypeError, AttributeError) as error:  # torch says it in several ways
+            except (RuntimeError, LookupError, TypeError, AttributeError, pickle.UnpicklingError) as error:
                 said = " ".join(str(error).split())
                 raise ValueError(
                     f"{_named(found)} is of another model, optimizer or estimator than this run's: give the keys that "
@@ -142,44 +137,30 @@ class Checkpoint:
     # -- writing
 
     def _write(
-        self, model: StagedDataParallel, optimizer: Optimizer, saved: SavedState, states: Mapping[str, Any] | None
-    ) -> dict[str, Seal]:
-        """Write this rank's files, and those that are common if it is the one that does, which has the ``states``."""
-        new, rank = durable.being_written(self.directory), dist.get_rank()
-        new.mkdir(parents=True, exist_ok=True)
-        state = _separate(saved)
-        history = {name.removeprefix(_HISTORY): state.pop(name) for name in list(state) if name.startswith(_HISTORY)}
-        tensors = {_of_rank(rank): {"random": torch.get_rng_state(), **state}}
-        if states is not None:
-            history |= {f"{of}.{name}": value for of, own in states.items() for name, value in _tensors(own).items()}
-            flat = get_optimizer_state_dict(model.module, optimizer, options=_FLAT)
-            contents = (_separate(model.module.state_dict()), _separate(flat), history)
-            tensors |= dict(zip(_COMMON, contents, strict=True))
-        try:
-            for name, content in tensors.items():
-                save_file(content, new / name)
-        except SafetensorError as error:  # the full disk, as it says it
-            raise OSError(f"{new / name}: {error}") from None
-        return {name: durable.seal(new / name) for name in tensors}
-
-    def _publish(
         self,
-        step: int,
         model: StagedDataParallel,
         optimizer: Optimizer,
-        states: Mapping[str, Any],
-        files: dict[str, Seal],
+        state: SavedState,
+        dealt: Mapping[str, Dealer],
         *,
-        alone: bool = False,
-    ) -> None:
-        flat = get_optimizer_state_dict(model.module, optimizer, options=_FLAT)
-        numbers = {name: value for name, value in flat.items() if not isinstance(value, Tensor)}
-        plain = {of: {k: v for k, v in own.items() if not isinstance(v, Tensor)} for of, own in states.items()}
-        of = {name: value for name, value in model.straggle_state().items() if not isinstance(value, Tensor)}
-        state = {"step": step, "ranks": dist.get_world_size(), "optimizer": numbers, "straggle": of, **plain}
-        if alone:
-            state["alone"] = True
-        durable.publish(self.directory, state, files)
+        common: bool,
+    ) -> dict[str, Seal]:
+        """Write this rank's file and, if ``common``, that of what is the same on all ranks."""
+        new = durable.being_written(self.directory)
+        new.mkdir(parents=True, exist_ok=True)
+        equal = {name: value for name, value in state.items() if _is_common(name, value)}
+        own = {name: value for name, value in state.items() if name not in equal}
+        contents: dict[str, Any] = {_of_rank(dist.get_rank()): {"random": torch.get_rng_state(), **own}}
+        if common:
+            contents[_COMMON] = {
+                "model": model.module.state_dict(),
+                "optimizer": get_optimizer_state_dict(model.module, optimizer, options=_FLAT),
+                "straggle": equal,
+                "dealt": {name: dealer.state_dict() for name, dealer in dealt.items()},
+            }
+        for name, content in contents.items():
+            _save(content, new / name)
+        return {name: durable.seal(new / name) for name in contents}
 
     def _give_up(self) -> None:
         """Remove what was written of an incomplete checkpoint, to make room."""
@@ -214,9 +195,10 @@ class Checkpoint:
         loadable, (found, damaged) = list[Snapshot](), durable.snapshots(self.directory)
         for snapshot in found:
             try:
-                for name in (*_COMMON, _of_rank(dist.get_rank())):
-                    if name in snapshot.state["files"] or (_of_as_many(snapshot) and "alone" not in snapshot.state):
-                        snapshot.check(name)
+                snapshot.check(_COMMON)
+                own = _of_rank(dist.get_rank())
+                if own in snapshot.state["files"] or (_of_as_many(snapshot) and "alone" not in snapshot.state):
+                    snapshot.check(own)
                 loadable.append(snapshot)
             except ValueError as error:
                 damaged.append(str(error))
@@ -225,10 +207,9 @@ class Checkpoint:
     def _restore(
         self, found: Snapshot, model: StagedDataParallel, optimizer: Optimizer, dealt: Mapping[str, Dealer]
     ) -> None:
-        of_model, of_optimizer, of_history = (load_file(found.directory / name) for name in _COMMON)
-        model.module.load_state_dict(of_model)
-        flat: dict[str, Any] = {**of_optimizer, **found.state["optimizer"]}
-        set_optimizer_state_dict(model.module, optimizer, flat, options=_FLAT)
+        common, own = _load(found.directory / _COMMON), _load_own(found, dist.get_rank())
+        model.module.load_state_dict(common["model"])
+        set_optimizer_state_dict(model.module, optimizer, common["optimizer"], options=_FLAT)
         as_many = _of_as_many(found)
         if not as_many:
             _log.log(
@@ -238,20 +219,20 @@ class Checkpoint:
                 found.state["ranks"],
                 dist.get_world_size(),
             )
-        for name in dealt.keys() & found.state.keys():
-            if name == "rebalance" and not as_many:
-                continue
-            tensors = {key: of_history.pop(key) for key in list(of_history) if key.startswith(f"{name}.")}
-            own = {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items()}
-            dealt[name].load_state_dict({**found.state[name], **own})
-        tensors = _load_own(found, dist.get_rank())
-        if "random" in tensors:
-            torch.set_rng_state(tensors.pop("random"))
-        of = found.state.get("straggle")
-        if of is None:  # of an older version, which named the tensors of an estimator by their parameters alone
-            of, tensors = {}, {name if name == "reached" else f"estimator.{name}": t for name, t in tensors.items()}
-        history = {_HISTORY + name: tensor for name, tensor in of_history.items()}
-        model.load_straggle_state({**of, **history, **tensors})
+        for name in dealt.keys() & common["dealt"].keys():
+            if name != "rebalance" or as_many:
+                dealt[name].load_state_dict(common["dealt"][name])
+        if "random" in own:
+            torch.set_rng_state(own.pop("random"))
+        model.load_straggle_state({**common["straggle"], **own})
+
+
+def _about(step: int) -> dict[str, Any]:
+    return {"step": step, "ranks": dist.get_world_size()}
+
+
+def _is_common(name: str, value: Tensor | int | str) -> bool:
+    return name.startswith(_HISTORY) or not isinstance(value, Tensor)
 
 
 def _of_as_many(snapshot: Snapshot) -> bool:
@@ -272,25 +253,28 @@ def _on_rank0() -> int:
 
 
 def _of_rank(rank: int) -> str:
-    return f"rank{rank}.safetensors"
+    return f"rank{rank}.pt"
 
 
-def _load_own(found: Snapshot, rank: int) -> dict[str, Tensor]:
-    """What a rank has of its own; where one rank saved alone, each has that one's, but for its random state."""
+def _load_own(found: Snapshot, rank: int) -> dict[str, Any]:
+    """What a rank has of its own; if one rank saved alone, each has that rank's, but for its random state."""
     files = found.state["files"]
     if (file := _of_rank(rank)) in files:
-        return load_file(found.directory / file)
-    saved = {}
-    if "alone" in found.state:
-        (file,) = files.keys() - set(_COMMON)
-        saved = load_file(found.directory / file)
-    return {name: tensor for name, tensor in saved.items() if name != "random"}
+        return _load(found.directory / file)
+    if "alone" not in found.state:
+        return {}
+    (file,) = files.keys() - {_COMMON}
+    return {name: value for name, value in _load(found.directory / file).items() if name != "random"}
 
 
-def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+def _save(content: Any, path: Path) -> None:
+    try:
+        with path.open("wb") as file:
+            torch.save(content, file)
+    except RuntimeError as error:  # torch's own, after that of the full disk
+        raise OSError(f"{path}: {error.__context__ or error}") from None
 
 
-def _separate(tensors: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors, each with its own memory, as safetensors needs them (tied weights share theirs)."""
-    return {name: value.detach().cpu().clone() for name, value in tensors.items() if isinstance(value, Tensor)}
+def _load(path: Path) -> dict[str, Any]:
+    """The content of a file, on the CPU; no code of its own runs."""
+    return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))

@@ -46,6 +46,8 @@ class Snapshot:
     def check(self, name: str) -> Path:
         """The path of its file ``name``. Raises ``ValueError`` if the file is not what was written."""
         path = self.directory / name
+        if name not in self.state["files"]:
+            raise ValueError(f"{self.directory} of step {self.step} has no {name}: another version wrote it")
         wanted = Seal(**self.state["files"][name])
         try:
             size = path.stat().st_size

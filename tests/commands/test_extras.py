@@ -20,7 +20,6 @@ MODULES = [
     "hydra",
     "omegaconf",
     "rich",
-    "safetensors",
     "numpy",
     "plotly",
     "jinja2",

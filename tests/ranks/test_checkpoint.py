@@ -2,12 +2,14 @@
 
 import os
 import resource
+import shutil
 import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import Raised, die, digest, run_ranks, staged
+from torch import nn
 from training import features, mlp
 
 from straggle import Epochs, MovingAverage, QuantileDeadline, Rebalance
@@ -110,11 +112,11 @@ def damage(path):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["model", "optimizer", "history", "rank1"])
+@pytest.mark.parametrize("name", ["common", "rank1"])
 @pytest.mark.parametrize("how", [damage, lambda path: os.truncate(path, path.stat().st_size // 2)])
 def test_damaged_checkpoint_is_refused_on_all_ranks_with_file_and_step(tmp_path, name, how):
     run_ranks(replaced, 2, tmp_path)
-    path = tmp_path / "checkpoint" / f"{name}.safetensors"
+    path = tmp_path / "checkpoint" / f"{name}.pt"
     how(path)
     outcomes = run_ranks(load, 2, tmp_path / "checkpoint", outcomes=True)
     assert {outcome.kind for outcome in outcomes} == {"Refused"}
@@ -129,7 +131,7 @@ def test_older_checkpoint_that_is_whole_is_taken_where_the_newer_one_is_damaged(
     (tmp_path / "newer").mkdir()
     run_ranks(replaced, 2, tmp_path / "newer")
     os.replace(tmp_path / "newer" / "checkpoint", tmp_path / "checkpoint")
-    damage(tmp_path / "checkpoint" / "rank1.safetensors")  # which rank 0 does not read
+    damage(tmp_path / "checkpoint" / "rank1.pt")  # which rank 0 does not read
     assert run_ranks(load, 2, tmp_path / "checkpoint") == [1, 1]
 
 
@@ -204,6 +206,83 @@ def test_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path, width, ki
         assert f"{tmp_path / 'checkpoint'} of step 2 is of another model, optimizer or estimator" in outcome.message
 
 
+class Harmful:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+def written_again(directory, name, write):
+    """Give a complete checkpoint another file of this name, or take the file out of it, with the checksums of that."""
+    (snapshot,), _ = durable.snapshots(directory)
+    new = durable.begin(directory)
+    names = [own for own in snapshot.state["files"] if own != name]
+    for own in names:
+        shutil.copy(snapshot.directory / own, new / own)
+    if write is not None:
+        write(new / name)
+        names.append(name)
+    state = {key: value for key, value in snapshot.state.items() if key != "files"}
+    durable.publish(directory, state, {own: durable.seal(new / own) for own in names})
+
+
+def test_file_that_would_run_code_is_refused_and_runs_none(tmp_path):
+    run_ranks(replaced, 1, tmp_path)
+    content = {"random": Harmful(tmp_path / "made")}
+    written_again(tmp_path / "checkpoint", "rank0.pt", lambda path: torch.save(content, path))
+    (outcome,) = run_ranks(load, 1, tmp_path / "checkpoint", outcomes=True)
+    assert outcome.kind == "Refused"
+    assert "Weights only load failed" in outcome.message
+    assert not (tmp_path / "made").exists()
+
+
+def test_checkpoint_without_the_files_of_this_version_is_refused(tmp_path):
+    run_ranks(replaced, 1, tmp_path)
+    written_again(tmp_path / "checkpoint", "common.pt", None)
+    (outcome,) = run_ranks(load, 1, tmp_path / "checkpoint", outcomes=True)
+    assert outcome.kind == "Refused"
+    assert f"{tmp_path / 'checkpoint'} of step 2 has no common.pt: another version wrote it" in outcome.message
+
+
+class Counting(nn.Module):
+    """Has a state that is no tensor."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.layer, self.seen = nn.Linear(2, 2), seen
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+def save_and_load_extra_state(rank, directory):
+    modules = Counting(("a", 3)), Counting(())
+    for number, module in enumerate(modules):
+        with staged(module) as model:
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            if number:
+                Checkpoint(directory).load(model, optimizer)
+            else:
+                with model.step():
+                    model(torch.ones(1, 2)).sum().backward()
+                Checkpoint(directory).save(1, model, optimizer)
+    return modules[1].seen
+
+
+def test_extra_state_of_a_module_comes_back(tmp_path):
+    assert run_ranks(save_and_load_extra_state, 1, tmp_path / "checkpoint") == [("a", 3)]
+
+
 def save_on_a_full_disk(rank, directory):
     """Rank 1 can write no file of more than 100 kB from the second checkpoint on, and can again in the third."""
     checkpoint = Checkpoint(directory / "checkpoint")
@@ -229,7 +308,7 @@ def test_checkpoint_that_cannot_be_written_is_told_on_all_ranks_and_the_one_befo
     for said, step in run_ranks(save_on_a_full_disk, 2, tmp_path):
         ((sentence, left),) = said
         assert f"{tmp_path / 'checkpoint'} of step 2 not saved: rank 1: " in sentence
-        assert "rank1.safetensors" in sentence
+        assert "rank1.pt" in sentence
         assert "File too large" in sentence
         assert sentence.endswith("the last complete one is that of step 1")
         assert left == ["checkpoint"]  # the half is gone, which makes room

@@ -6,13 +6,10 @@ import json
 import pytest
 import torch
 from ranks import digest, run_ranks, staged
-from safetensors.torch import load_file, save_file
 from torch import nn
 from training import Stopper, features, mlp
 
 from straggle import LastOwn, MovingAverage, QuantileDeadline
-from straggle.commands import durable
-from straggle.commands.checkpoint import Checkpoint
 
 STAGES = ["0", "2", "4", "6"]
 STOPS = [None, 2, 5, 3, None, 1, None, None]  # in the first step after a resume no rank is late
@@ -129,47 +126,6 @@ def test_state_of_another_number_of_ranks_brings_the_history_of_those_that_there
     ((kept, num_steps, compute_s),) = run_ranks(load_of_two, 1, states[1])
     assert (kept, num_steps) == (0, 2)  # the estimator begins again
     assert compute_s == states[0]["history.compute_s"][:, :1].tolist()
-
-
-def load_older(rank, directory):
-    """What the estimator keeps after a checkpoint is loaded that is written as before there was `straggle_state`."""
-    kept = []
-    for older in (False, True):
-        module = mlp(depth=4)
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-        with staged(module, estimator=LastOwn(0.5), stages=2) as model:
-            checkpoint = Checkpoint(directory / "checkpoint")
-            if older:
-                as_before(checkpoint.directory)
-                assert checkpoint.load(model, optimizer) == 1
-                assert model.history.num_steps == 1
-            else:
-                with model.step():
-                    model(features(rank, 0)).sum().backward()
-                checkpoint.save(1, model, optimizer)
-            kept.append(digest(model.estimator.memory[parameter] for parameter in module.parameters()))
-    return kept
-
-
-def as_before(directory):
-    """Write a checkpoint of one rank again without the names that `straggle_state` gives."""
-    (snapshot,), _ = durable.snapshots(directory)
-    new = durable.begin(directory)
-    new.mkdir(parents=True, exist_ok=True)
-    files = {}
-    for name in snapshot.state["files"]:
-        tensors = load_file(snapshot.directory / name)
-        if name.startswith("rank"):
-            tensors = {name.removeprefix("estimator."): tensor for name, tensor in tensors.items()}
-        save_file(tensors, new / name)
-        files[name] = durable.seal(new / name)
-    state = {name: value for name, value in snapshot.state.items() if name not in ("straggle", "files", "sha256")}
-    durable.publish(directory, state, files)
-
-
-def test_checkpoint_of_before_is_still_read(tmp_path):
-    ((first, again),) = run_ranks(load_older, 1, tmp_path)
-    assert first == again
 
 
 def test_estimator_of_ones_own_is_saved_by_what_is_in_its_memory():
