@@ -71,11 +71,11 @@ class Checkpoint:
         Raises `NotSaved` if it cannot be written, such as on a full disk.
         """
         try:
-            on_all_ranks(lambda: durable.begin(self.directory) if dist.get_rank() == 0 else None)
             is_first = dist.get_rank() == 0
-            sealed = on_all_ranks(lambda: self._write(model, optimizer, model.straggle_state(), dealt, common=is_first))
+            new = on_all_ranks(lambda: durable.begin(self.directory, step) if is_first else Path())[0]
+            sealed = on_all_ranks(lambda: _write(new, model, optimizer, model.straggle_state(), dealt, common=is_first))
             files = {name: seal for of_rank in sealed for name, seal in of_rank.items()}
-            on_all_ranks(lambda: durable.publish(self.directory, _about(step), files) if is_first else None)
+            on_all_ranks(lambda: durable.publish(new, _about(step), files) if is_first else None)
         except Refused as error:
             on_all_ranks(self._give_up)
             last = next(iter(durable.snapshots(self.directory)[0]), None)
@@ -95,9 +95,9 @@ class Checkpoint:
         if int(state[_HISTORY + "num_steps"]) != step:
             return False
         try:
-            durable.begin(self.directory)
-            files = self._write(model, optimizer, state, dealt, common=True)
-            durable.publish(self.directory, {**_about(step), "alone": True}, files)
+            new = durable.begin(self.directory, step)
+            files = _write(new, model, optimizer, state, dealt, common=True)
+            durable.publish(new, {**_about(step), "alone": True}, files)
         except (OSError, ValueError) as error:
             raise NotSaved(f"checkpoint {self.directory} of step {step} not saved: {error}") from None
         return True
@@ -124,7 +124,7 @@ class Checkpoint:
                 ) from None
 
         on_all_ranks(restore)
-        on_all_ranks(lambda: durable.adopt(found, self.directory) if dist.get_rank() == 0 else None)
+        on_all_ranks(lambda: durable.keep_only(found.directory) if dist.get_rank() == 0 else None)
         return found.step
 
     def set_aside(self) -> None:
@@ -134,40 +134,11 @@ class Checkpoint:
                 "%s was there before this run, which starts from the beginning: kept as %s", self.directory, kept
             )
 
-    # -- writing
-
-    def _write(
-        self,
-        model: StagedDataParallel,
-        optimizer: Optimizer,
-        state: SavedState,
-        dealt: Mapping[str, Dealer],
-        *,
-        common: bool,
-    ) -> dict[str, Seal]:
-        """Write this rank's file and, if ``common``, that of what is the same on all ranks."""
-        new = durable.being_written(self.directory)
-        new.mkdir(parents=True, exist_ok=True)
-        equal = {name: value for name, value in state.items() if _is_common(name, value)}
-        own = {name: value for name, value in state.items() if name not in equal}
-        contents: dict[str, Any] = {_of_rank(dist.get_rank()): {"random": torch.get_rng_state(), **own}}
-        if common:
-            contents[_COMMON] = {
-                "model": model.module.state_dict(),
-                "optimizer": get_optimizer_state_dict(model.module, optimizer, options=_FLAT),
-                "straggle": equal,
-                "dealt": {name: dealer.state_dict() for name, dealer in dealt.items()},
-            }
-        for name, content in contents.items():
-            _save(content, new / name)
-        return {name: durable.seal(new / name) for name in contents}
-
     def _give_up(self) -> None:
         """Remove what was written of an incomplete checkpoint, to make room."""
-        new = durable.being_written(self.directory)
-        if dist.get_rank() == 0 and not (new / durable.STATE).exists():
-            with contextlib.suppress(OSError):  # why it could not be written is said already
-                durable.remove(new)
+        if dist.get_rank() == 0:
+            with contextlib.suppress(OSError):  # why it could not be written is reported already
+                durable.remove_unfinished(self.directory)
 
     # -- reading
 
@@ -229,6 +200,32 @@ class Checkpoint:
 
 def _about(step: int) -> dict[str, Any]:
     return {"step": step, "ranks": dist.get_world_size()}
+
+
+def _write(
+    new: Path,
+    model: StagedDataParallel,
+    optimizer: Optimizer,
+    state: SavedState,
+    dealt: Mapping[str, Dealer],
+    *,
+    common: bool,
+) -> dict[str, Seal]:
+    """Write this rank's file into ``new`` and, if ``common``, that of what is the same on all ranks."""
+    new.mkdir(parents=True, exist_ok=True)
+    equal = {name: value for name, value in state.items() if _is_common(name, value)}
+    own = {name: value for name, value in state.items() if name not in equal}
+    contents: dict[str, Any] = {_of_rank(dist.get_rank()): {"random": torch.get_rng_state(), **own}}
+    if common:
+        contents[_COMMON] = {
+            "model": model.module.state_dict(),
+            "optimizer": get_optimizer_state_dict(model.module, optimizer, options=_FLAT),
+            "straggle": equal,
+            "dealt": {name: dealer.state_dict() for name, dealer in dealt.items()},
+        }
+    for name, content in contents.items():
+        _save(content, new / name)
+    return {name: durable.seal(new / name) for name in contents}
 
 
 def _is_common(name: str, value: Tensor | int | str) -> bool:

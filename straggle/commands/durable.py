@@ -1,8 +1,7 @@
-"""A folder that is complete after a death at any moment: written beside the old one, sealed by checksums, then renamed.
+"""Folders that are complete after a death at any moment; of those in a directory the latest counts.
 
-``X.new`` is being written, ``X.old`` was there before; a death between the two renames leaves both and no ``X``. A
-folder counts if it has a ``state.json``, with size and SHA-256 of every other file. It is written last, by a rename,
-and removed first.
+A folder counts if it has a ``state.json``, with size and SHA-256 of every other file. That is written last, by the
+rename of one file, and removed first. Folders are not renamed.
 """
 
 from __future__ import annotations
@@ -11,14 +10,15 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 STATE = "state.json"
-EARLIER = ".earlier"  # what a run found there that does not go on from it
-_FORMS = ("", ".new", ".old")
+EARLIER = ".earlier"  # what a run that began from the start found there
 _CHUNK_BYTES = 1 << 20
 
 
@@ -62,32 +62,28 @@ class Snapshot:
 
 
 def exists(directory: Path) -> bool:
-    """Whether there is a folder, complete or damaged, in any of its places; an unfinished one does not count."""
-    return any((place / STATE).exists() for place in _places(directory))
+    """Whether there is a folder in it, complete or damaged; an unfinished one does not count."""
+    return any((folder / STATE).exists() for folder in _folders(directory))
 
 
 def snapshots(directory: Path) -> tuple[list[Snapshot], list[str]]:
-    """The existing folders, the latest step first, and what is wrong with those that cannot be read."""
+    """The folders in it, the latest step first, and what is wrong with those that cannot be read."""
     found, damaged = list[Snapshot](), list[str]()
-    for place in _places(directory):
+    for folder in _folders(directory):
         try:
-            if (place / STATE).exists():
-                found.append(_read(place))
+            if (folder / STATE).exists():
+                found.append(_read(folder))
         except (OSError, ValueError) as error:
             damaged.append(str(error))
     return sorted(found, key=lambda snapshot: -snapshot.step), damaged
 
 
-def being_written(directory: Path) -> Path:
-    """The folder that takes the place of ``directory`` once it is complete."""
-    return _beside(directory, ".new")
-
-
-def begin(directory: Path) -> Path:
-    """An empty folder to write into: `being_written`."""
-    new = being_written(directory)
-    remove(new)
-    new.mkdir(parents=True, exist_ok=True)
+def begin(directory: Path, step: int) -> Path:
+    """A new folder to write into, for the state after this step."""
+    remove_unfinished(directory)
+    places = (directory / (f"step{step}.{again}" if again else f"step{step}") for again in count())
+    new = next(place for place in places if not place.exists())
+    new.mkdir(parents=True)
     return new
 
 
@@ -98,60 +94,51 @@ def seal(path: Path) -> Seal:
     return Seal(path.stat().st_size, _sha256(path))
 
 
-def publish(directory: Path, state: Mapping[str, Any], files: Mapping[str, Seal]) -> None:
-    """Put the folder from `begin`, with these files, in the place of ``directory``.
+def publish(new: Path, state: Mapping[str, Any], files: Mapping[str, Seal]) -> None:
+    """Complete the folder from `begin`, which has these files, and remove all others.
 
     Raises ``OSError`` if a file is not there as it was sealed, such as another rank's on storage that is not shared.
     """
-    new, old = being_written(directory), _beside(directory, ".old")
     for name, wanted in files.items():
-        if (new / name).stat().st_size != wanted.size:
-            raise OSError(f"{new / name} has {(new / name).stat().st_size:,} bytes of {wanted.size:,}")
+        if (size := (new / name).stat().st_size) != wanted.size:
+            raise OSError(f"{new / name} has {size:,} bytes of {wanted.size:,}")
     sealed = {**state, "files": {name: asdict(wanted) for name, wanted in sorted(files.items())}}
     write_text(new / STATE, _dumps({**sealed, "sha256": _sha256_of_state(sealed)}))
-    if (directory / STATE).exists():
-        remove(old)
-        os.replace(directory, old)
-    else:
-        remove(directory)  # what there is of it is not complete; ``old`` may be
-    os.replace(new, directory)
-    _sync(directory.parent)
-    remove(old)
+    keep_only(new)
 
 
-def adopt(snapshot: Snapshot, directory: Path) -> None:
-    """Move ``snapshot``, which is in one of the places, to ``directory``, and remove what is in the other places."""
-    if snapshot.directory != directory:
-        remove(directory)
-        os.replace(snapshot.directory, directory)
-        _sync(directory.parent)
-    for place in _places(directory)[1:]:
-        remove(place)
+def keep_only(folder: Path) -> None:
+    """Remove all other folders beside a complete one."""
+    _sync(folder.parent)
+    _sync(folder.parent.parent)
+    for other in _folders(folder.parent):
+        if other != folder:
+            _remove(other)
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Remove the folders in it that are not complete, and will not be."""
+    for folder in _folders(directory):
+        if not (folder / STATE).exists():
+            _remove(folder)
 
 
 def set_aside(directory: Path) -> Path | None:
-    """Rename the latest folder, which no longer belongs to this run; returns its path, ``None`` if there is none."""
-    found, _ = snapshots(directory)
-    kept = _beside(directory, EARLIER)
-    for place in _places(directory):
-        if not found or place != found[0].directory:
-            remove(place)
-    if not found:
+    """Rename a directory that no longer belongs to this run; returns its path, ``None`` if no folder is in it."""
+    if not exists(directory):
         return None
-    remove(kept)
-    os.replace(found[0].directory, kept)
+    kept = directory.with_name(directory.name + EARLIER)
+    if kept.exists():
+        shutil.rmtree(kept)
+    os.replace(directory, kept)
     _sync(directory.parent)
     return kept
 
 
-def remove(directory: Path) -> None:
-    """Remove a folder of files, ``state.json`` first: a folder without it does not count."""
-    if not directory.exists():
-        return
-    (directory / STATE).unlink(missing_ok=True)
-    for path in directory.iterdir():
-        path.unlink()
-    directory.rmdir()
+def _remove(folder: Path) -> None:
+    """Remove a folder, ``state.json`` first: without it the folder does not count."""
+    (folder / STATE).unlink(missing_ok=True)
+    shutil.rmtree(folder)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -169,12 +156,8 @@ def write_text(path: Path, text: str) -> None:
     _sync(path.parent)
 
 
-def _places(directory: Path) -> list[Path]:
-    return [_beside(directory, form) for form in _FORMS]
-
-
-def _beside(directory: Path, form: str) -> Path:
-    return directory.with_name(directory.name + form)
+def _folders(directory: Path) -> list[Path]:
+    return [path for path in directory.glob("step*") if path.is_dir()]
 
 
 def _read(directory: Path) -> Snapshot:

@@ -290,7 +290,7 @@ def test_training_writes_its_files_and_a_resumed_run_equals_an_uninterrupted_one
     assert whole["late_steps_per_rank"] == [0, 0]
     stable = "steps step_seconds_median step_seconds_mean ddp_seconds_median loss validation_loss"
     assert set(stable.split()) <= whole.keys()
-    files = {path.name for path in (tmp_path / "whole" / "checkpoint").iterdir()}
+    files = {path.name for path in (tmp_path / "whole" / "checkpoint" / "step8").iterdir()}
     assert {"common.pt", "rank0.pt", "rank1.pt", "state.json"} <= files
     assert (tmp_path / "whole" / "config.yaml").exists()
 

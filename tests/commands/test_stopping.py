@@ -18,7 +18,7 @@ import torch.distributed.run
 from ranks import rank_environment, run_command, run_ranks, staged, started, straggle_main
 from repository import ROOT
 from stores import serve_store
-from training import TINY, Signals, features, mlp
+from training import TINY, Signals, features, mlp, saved_step
 
 from straggle import FixedDeadline, LateHandling
 from straggle.stop_signal import StopSignal
@@ -147,7 +147,7 @@ def test_terminated_run_leaves_a_checkpoint_and_goes_on_as_if_it_had_not_been(ru
         os.kill(told.pid, signal.SIGTERM)
         codes = [process.status(120.0) for process in processes]
         printed = "".join(process.log.read_text() for process in processes)
-    done = json.loads((run / "checkpoint" / "state.json").read_text())["step"]
+    done = saved_step(run)
     assert done == (run / "trace.jsonl").read_text().count("\n") < 100_000
     assert f"stopped after step {done} of 100000" in printed
     assert codes == ([1] if run_of is run_of_torchrun else [0, 0])  # torchrun says that it was ended by a signal
@@ -208,7 +208,7 @@ def test_worker_ends_when_it_is_told_though_it_waits_for_one_that_has_ended(tmp_
         assert first.poll() is None
         first.terminate()
         assert first.wait(20) == STOPPED
-    assert (tmp_path / "run" / "checkpoint" / "state.json").exists()
+    assert saved_step(tmp_path / "run")
 
 
 @pytest.mark.slow

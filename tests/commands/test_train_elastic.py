@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from ranks import Started, run_command, started_command
-from training import TINY
+from training import TINY, saved_step
 
 from straggle.merge.members.agents import DO_NOT_RESTART
 from straggle.observe.members import read_members
@@ -84,8 +84,7 @@ def test_too_few_ranks_leave_a_checkpoint_from_which_a_run_goes_on(tmp_path: Pat
     status, printed = train(tmp_path, *few, world_size=2)
     assert status == DO_NOT_RESTART, printed
     assert "1 of 2 ranks are left (rank 0 left: its process ended by SIGKILL" in printed
-    state = json.loads((tmp_path / "run" / "checkpoint" / "state.json").read_text())
-    assert state["step"] == len(steps_of(tmp_path)) == 5
+    assert saved_step(tmp_path / "run") == len(steps_of(tmp_path)) == 5
     status, printed = train(tmp_path, *TINY, "faults=none", "steps=12", "resume=true", world_size=2)
     assert status == 0, printed
     assert [report.step for report in steps_of(tmp_path)] == list(range(12))
@@ -139,5 +138,4 @@ def test_store_that_dies_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     assert status != 0, printed
     assert f"the job's store at 127.0.0.1:{port} does not answer" in printed
     assert printed.count(f"the job's store at 127.0.0.1:{port} has not answered for give_up_s=15") == 2  # on both ranks
-    state = json.loads((tmp_path / "run" / "checkpoint" / "state.json").read_text())
-    assert state["step"] == len(steps_of(tmp_path)) > 0
+    assert saved_step(tmp_path / "run") == len(steps_of(tmp_path)) > 0

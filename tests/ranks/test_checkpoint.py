@@ -86,23 +86,20 @@ def replaced(rank, directory, steps=2):
         for step in range(steps):
             trained(module, model, optimizer, rank, [step])
             checkpoint.save(step + 1, model, optimizer)
-    return sorted(path.name for path in directory.iterdir())
+    return sorted(path.name for path in checkpoint.directory.iterdir())
 
 
 def test_second_checkpoint_takes_the_place_of_the_first_and_leaves_nothing_else(tmp_path):
-    assert run_ranks(replaced, 2, tmp_path)[0] == ["checkpoint"]
+    assert run_ranks(replaced, 2, tmp_path)[0] == ["step2"]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_death_between_the_two_renames_loses_neither_checkpoint(tmp_path, world_size):
-    """What then lies there is the newer one as ``.new`` and the older one as ``.old``."""
+def test_of_two_complete_checkpoints_the_newer_one_is_taken_and_the_older_one_removed(tmp_path, world_size):
     run_ranks(replaced, world_size, tmp_path)
-    os.replace(tmp_path / "checkpoint", tmp_path / "checkpoint.new")
-    (tmp_path / "older").mkdir()
     run_ranks(replaced, world_size, tmp_path / "older", 1)
-    os.replace(tmp_path / "older" / "checkpoint", tmp_path / "checkpoint.old")
+    os.replace(tmp_path / "older" / "checkpoint" / "step1", tmp_path / "checkpoint" / "step1")
     assert run_ranks(load, world_size, tmp_path / "checkpoint") == [2] * world_size
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir() and path.name != "older"] == ["checkpoint"]
+    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step2"]
 
 
 def damage(path):
@@ -116,7 +113,7 @@ def damage(path):
 @pytest.mark.parametrize("how", [damage, lambda path: os.truncate(path, path.stat().st_size // 2)])
 def test_damaged_checkpoint_is_refused_on_all_ranks_with_file_and_step(tmp_path, name, how):
     run_ranks(replaced, 2, tmp_path)
-    path = tmp_path / "checkpoint" / f"{name}.pt"
+    path = tmp_path / "checkpoint" / "step2" / f"{name}.pt"
     how(path)
     outcomes = run_ranks(load, 2, tmp_path / "checkpoint", outcomes=True)
     assert {outcome.kind for outcome in outcomes} == {"Refused"}
@@ -126,12 +123,10 @@ def test_damaged_checkpoint_is_refused_on_all_ranks_with_file_and_step(tmp_path,
 
 
 def test_older_checkpoint_that_is_whole_is_taken_where_the_newer_one_is_damaged(tmp_path):
-    run_ranks(replaced, 2, tmp_path, 1)
-    os.replace(tmp_path / "checkpoint", tmp_path / "checkpoint.old")
-    (tmp_path / "newer").mkdir()
-    run_ranks(replaced, 2, tmp_path / "newer")
-    os.replace(tmp_path / "newer" / "checkpoint", tmp_path / "checkpoint")
-    damage(tmp_path / "checkpoint" / "rank1.pt")  # which rank 0 does not read
+    run_ranks(replaced, 2, tmp_path)
+    run_ranks(replaced, 2, tmp_path / "older", 1)
+    os.replace(tmp_path / "older" / "checkpoint" / "step1", tmp_path / "checkpoint" / "step1")
+    damage(tmp_path / "checkpoint" / "step2" / "rank1.pt")  # which rank 0 does not read
     assert run_ranks(load, 2, tmp_path / "checkpoint") == [1, 1]
 
 
@@ -145,7 +140,7 @@ def test_ranks_that_do_not_see_the_same_checkpoint_are_refused(tmp_path):
         run_ranks(replaced, 2, tmp_path / str(rank), steps)
     outcomes = run_ranks(load_own, 2, tmp_path, outcomes=True)
     for outcome in outcomes:
-        assert "rank 0: sees step 1 in checkpoint; rank 1: sees step 2 in checkpoint" in outcome.message
+        assert "rank 0: sees step 1 in step1; rank 1: sees step 2 in step2" in outcome.message
         assert "run_dir must be on storage that all ranks see" in outcome.message
 
 
@@ -203,7 +198,10 @@ def test_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path, width, ki
     run_ranks(replaced, 2, tmp_path)
     for outcome in run_ranks(load_other, 2, tmp_path / "checkpoint", width, kind, outcomes=True):
         assert outcome.kind == "Refused"
-        assert f"{tmp_path / 'checkpoint'} of step 2 is of another model, optimizer or estimator" in outcome.message
+        assert (
+            f"{tmp_path / 'checkpoint' / 'step2'} of step 2 is of another model, optimizer or estimator"
+            in outcome.message
+        )
 
 
 class Harmful:
@@ -219,7 +217,7 @@ class Harmful:
 def written_again(directory, name, write):
     """Give a complete checkpoint another file of this name, or take the file out of it, with the checksums of that."""
     (snapshot,), _ = durable.snapshots(directory)
-    new = durable.begin(directory)
+    new = durable.begin(directory, snapshot.step)
     names = [own for own in snapshot.state["files"] if own != name]
     for own in names:
         shutil.copy(snapshot.directory / own, new / own)
@@ -227,7 +225,7 @@ def written_again(directory, name, write):
         write(new / name)
         names.append(name)
     state = {key: value for key, value in snapshot.state.items() if key != "files"}
-    durable.publish(directory, state, {own: durable.seal(new / own) for own in names})
+    durable.publish(new, state, {own: durable.seal(new / own) for own in names})
 
 
 def test_file_that_would_run_code_is_refused_and_runs_none(tmp_path):
@@ -245,7 +243,9 @@ def test_checkpoint_without_the_files_of_this_version_is_refused(tmp_path):
     written_again(tmp_path / "checkpoint", "common.pt", None)
     (outcome,) = run_ranks(load, 1, tmp_path / "checkpoint", outcomes=True)
     assert outcome.kind == "Refused"
-    assert f"{tmp_path / 'checkpoint'} of step 2 has no common.pt: another version wrote it" in outcome.message
+    assert (
+        f"{tmp_path / 'checkpoint' / 'step2.1'} of step 2 has no common.pt: another version wrote it" in outcome.message
+    )
 
 
 class Counting(nn.Module):
@@ -298,7 +298,7 @@ def save_on_a_full_disk(rank, directory):
             try:
                 checkpoint.save(step + 1, model, optimizer)
             except NotSaved as error:
-                said.append((str(error), sorted(path.name for path in directory.iterdir())))
+                said.append((str(error), sorted(path.name for path in checkpoint.directory.iterdir())))
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
             dist.barrier()
     return said, durable.snapshots(directory / "checkpoint")[0][0].step
@@ -311,13 +311,13 @@ def test_checkpoint_that_cannot_be_written_is_told_on_all_ranks_and_the_one_befo
         assert "rank1.pt" in sentence
         assert "File too large" in sentence
         assert sentence.endswith("the last complete one is that of step 1")
-        assert left == ["checkpoint"]  # the half is gone, which makes room
+        assert left == ["step1"]  # the half is gone, which makes room
         assert step == 3
 
 
 def test_unfinished_checkpoint_is_no_checkpoint(tmp_path):
     run_ranks(replaced, 1, tmp_path)
-    (tmp_path / "checkpoint" / "state.json").unlink()
+    (tmp_path / "checkpoint" / "step2" / "state.json").unlink()
     (outcome,) = run_ranks(load, 1, tmp_path / "checkpoint", outcomes=True)
     assert "no checkpoint in" in outcome.message
 

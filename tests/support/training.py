@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -158,3 +160,9 @@ class Ahead:
             if len(fetched) > self._num_ahead:
                 yield fetched.popleft()
         yield from fetched
+
+
+def saved_step(run_dir: Path) -> int:
+    """The step of a run's checkpoint, of which there is one."""
+    (path,) = run_dir.glob("checkpoint/step*/state.json")
+    return int(json.loads(path.read_text())["step"])

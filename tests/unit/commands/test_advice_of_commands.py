@@ -39,8 +39,8 @@ def checked(word):
 
 
 def with_a_checkpoint(path):
-    (path / "checkpoint").mkdir()
-    (path / "checkpoint" / "state.json").write_text("{}")
+    (path / "checkpoint" / "step1").mkdir(parents=True)
+    (path / "checkpoint" / "step1" / "state.json").write_text("{}")
     return train("resume=true", "run_dir={}")(path)
 
 

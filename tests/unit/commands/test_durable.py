@@ -1,7 +1,7 @@
 """A folder is complete after a death at any moment of its writing, and what is damaged is refused by name."""
 
-import json
 import os
+import shutil
 import signal
 import sys
 
@@ -14,10 +14,22 @@ OPERATIONS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.trun
 
 
 def save(directory, step):
-    new = durable.begin(directory)
+    durable.publish(*written(directory, step))
+
+
+def written(directory, step):
+    """A folder that is ready to be published."""
+    new = durable.begin(directory, step)
     for name, content in FILES.items():
         (new / name).write_bytes(content + bytes([step]))
-    durable.publish(directory, {"step": step}, {name: durable.seal(new / name) for name in FILES})
+    return new, {"step": step}, {name: durable.seal(new / name) for name in FILES}
+
+
+def copied(directory, step):
+    """Complete the folder of another step beside those that there are."""
+    save(elsewhere := directory.with_name("elsewhere"), step)
+    shutil.move(elsewhere / f"step{step}", directory / f"step{step}")
+    elsewhere.rmdir()
 
 
 def killed_before(operation, work):
@@ -66,30 +78,32 @@ def test_death_before_any_file_operation_of_writing_leaves_the_old_or_the_new_on
         steps.append(latest(directory))
         save(directory, 3)  # whatever was left is in no save's way
         assert latest(directory) == 3
-        assert [path.name for path in directory.parent.iterdir()] == ["checkpoint"]
+        assert [path.name for path in directory.iterdir()] == ["step3"]
     assert len(steps) > 15
     assert steps == sorted(steps)
     assert set(steps) == {1, 2}
 
 
-def between_the_renames(directory):
+def two_complete(directory):
     save(directory, 1)
-    os.replace(directory, directory.with_name("whole"))
-    save(directory, 2)
-    os.replace(directory, directory.with_name("checkpoint.new"))
-    os.replace(directory.with_name("whole"), directory.with_name("checkpoint.old"))
+    copied(directory, 2)
 
 
-def test_death_while_the_latest_is_put_in_its_place_leaves_it(tmp_path):
-    def adopt(directory):
-        durable.adopt(durable.snapshots(directory)[0][0], directory)
-
+def test_death_while_all_but_the_latest_are_removed_leaves_it(tmp_path):
     deaths = 0
-    for directory, died in moments_of_death(tmp_path, between_the_renames, adopt):
+    for directory, died in moments_of_death(tmp_path, two_complete, lambda it: durable.keep_only(it / "step2")):
         assert latest(directory) == 2
         deaths += died
     assert deaths > 3
-    assert [path.name for path in directory.parent.iterdir()] == ["checkpoint"]
+    assert [path.name for path in directory.iterdir()] == ["step2"]
+
+
+def test_same_step_is_written_again_beside_the_first(tmp_path):
+    for _ in range(3):
+        (tmp_path / "checkpoint" / "notes").mkdir(parents=True, exist_ok=True)  # of the user's own
+        save(tmp_path / "checkpoint", 4)
+        assert latest(tmp_path / "checkpoint") == 4
+    assert {path.name for path in (tmp_path / "checkpoint").iterdir()} == {"step4", "notes"}
 
 
 def test_first_one_that_was_broken_off_is_none(tmp_path):
@@ -107,7 +121,7 @@ def test_first_one_that_was_broken_off_is_none(tmp_path):
 def test_damaged_file_is_refused_by_name_and_step(tmp_path, name, damage):
     directory = tmp_path / "checkpoint"
     save(directory, 7)
-    path = directory / name
+    path = directory / "step7" / name
     content = path.read_bytes()
     if damage == "flipped":
         path.write_bytes(content.replace(b"first", b"First").replace(b"second", b"Second").replace(b"7", b"8"))
@@ -128,11 +142,9 @@ def test_damaged_file_is_refused_by_name_and_step(tmp_path, name, damage):
 def test_one_whose_files_have_not_all_come_is_not_published(tmp_path):
     directory = tmp_path / "checkpoint"
     save(directory, 1)
-    new = durable.begin(directory)
-    (new / "a").write_bytes(b"")
-    seal = durable.seal(new / "a")
+    new, state, files = written(directory, 2)
     with pytest.raises(FileNotFoundError):
-        durable.publish(directory, {"step": 2}, {"a": seal, "rank1": seal})
+        durable.publish(new, state, {**files, "rank1": files["a"]})
     assert latest(directory) == 1
 
 
@@ -143,13 +155,19 @@ def test_what_was_there_before_is_kept_under_another_name_once(tmp_path):
         save(directory, step)
         kept = durable.set_aside(directory)
         assert not durable.exists(directory)
-        assert json.loads((kept / durable.STATE).read_text())["step"] == step
+        assert latest(kept) == step
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.earlier"]
+
+
+def one_aside_already(directory):
+    save(directory, 0)
+    durable.set_aside(directory)
+    two_complete(directory)
 
 
 def test_death_while_it_is_set_aside_leaves_it_somewhere(tmp_path):
     deaths = 0
-    for directory, died in moments_of_death(tmp_path, between_the_renames, durable.set_aside):
+    for directory, died in moments_of_death(tmp_path, one_aside_already, durable.set_aside):
         earlier = directory.with_name("checkpoint.earlier")
         assert latest(directory if durable.exists(directory) else earlier) == 2
         deaths += died
