@@ -70,13 +70,9 @@ def fairness_of(reports: Iterable[StepReport]) -> Fairness:
 
 
 class Contributions:
-    """What each rank has contributed, step after step.
+    """What each rank has contributed, step after step."""
 
-    With a ``decay`` of 0.98 a step counts 0.98 times as much as the next one: about the last 50 steps.
-    """
-
-    def __init__(self, decay: float = 1.0) -> None:
-        self._decay = decay
+    def __init__(self) -> None:
         self._stages: tuple[tuple[str, int], ...] | None = None
         self._ranks: list[float] = []
         self._given: list[list[float]] = []  # by rank and stage
@@ -85,16 +81,14 @@ class Contributions:
     def add(self, report: StepReport) -> None:
         """One more step."""
         self._begin(tuple((stage.name, stage.numel) for stage in report.stages), len(report.ranks))
-        decay = self._decay
-        self._weight *= decay
         for number, rank in enumerate(report.ranks):
             known = len(rank.stages) == len(report.stages) and math.isfinite(rank.reach)  # a trace may lack them
             weight, reach = (rank.weight, rank.reach) if known and not (rank.idle or rank.absent) else (0.0, 0.0)
             shares = rank.stages if known else (0.0,) * len(report.stages)
             self._weight += weight
-            self._ranks[number] = decay * self._ranks[number] + weight * reach
+            self._ranks[number] += weight * reach
             given = zip(self._given[number], shares, strict=True)
-            self._given[number] = [decay * before + weight * share for before, share in given]
+            self._given[number] = [before + weight * share for before, share in given]
 
     def fairness(self) -> Fairness:
         """The fairness of all steps until now."""

@@ -28,7 +28,6 @@ COUNTERS = {own.name: own.text for own in _DECLARED if own.kind == "counter"} | 
     "incomplete_steps": "Steps in which this rank's gradients are missing though it was not late, by why.",
     "stood_in_steps": "Late steps that the stand-in submitted, because this rank was stuck.",
     "members_changes": "Ranks that left or joined while this rank was a member.",
-    "absent_steps": "Steps of this rank's loop in which it was no member itself.",
     "healing_seconds": "Seconds from when this rank was let in until it had the state of its peers.",
     "healing_bytes": "Bytes of state that this rank took to take part again.",
     "ping_bytes": "Bytes that this rank has sent to measure links.",
@@ -45,16 +44,8 @@ COUNTERS = {own.name: own.text for own in _DECLARED if own.kind == "counter"} | 
 GAUGES = {own.name: own.text for own in _DECLARED if own.kind == "gauge"} | {
     "absent_rank": "Whether each rank was absent in the last step, 1 or 0; of the lowest member only.",
     "link_slow": "Whether this rank's link is slow, and costs the job time, 1 or 0.",
-    "stage_weight_ratio": "Merged weight of the stage in the last step; 1 when all ranks computed it.",
-    "dropped_ratio": "Share of all ranks' gradients that did not come in time in the last step.",
     "predicted_dropped_ratio": "Share of all ranks' gradients that the deadline policy expects to be dropped.",
     "step_weight": "Weight of this rank's last step; 0 without data.",
-    "depth_bias_ratio": "Share of the gradients that came in for the first stage of backward, "
-    "less that of the last; recent steps.",
-    "fairness_ratio": "Jain's index of what the ranks contributed, 1 when all gave alike; recent steps.",
-    "input_fairness_ratio": "The same of the stage at the input alone; recent steps.",
-    "least_contribution_ratio": "What the rank that gave least contributed over the mean rank; recent steps.",
-    "input_least_contribution_ratio": "The same of the stage at the input alone; recent steps.",
     "loss": "Mean over ranks of the scalar that was logged as loss, last step.",
     "lag_steps": "Merged steps that this rank has not yet applied, now.",
     "since_step_seconds": "Seconds since this rank's training thread last finished a step.",
@@ -80,7 +71,6 @@ LABELS: dict[str, tuple[str, tuple[str, ...]]] = {
     "link_slow": ("what", ("up", "down", "latency")),
     "absent_rank": ("absent", ()),
     "stage_contributions": ("stage", ()),
-    "stage_weight_ratio": ("stage", ()),
     "estimates": ("stage", ()),
 }
 # which have no series before their first value

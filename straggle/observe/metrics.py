@@ -26,7 +26,6 @@ from straggle.backward.stages import StagePlan
 from straggle.merge.groups import backend_of
 from straggle.merge.step_record import StepRecord
 from straggle.observe.ddp_time import DdpPrediction
-from straggle.observe.fairness import Contributions
 from straggle.observe.metric_series import LABELS, Series
 from straggle.observe.metrics_endpoint import Endpoint, Security, Targets, check_port
 from straggle.parallel import StagedDataParallel
@@ -44,7 +43,6 @@ from straggle.version import __version__
 
 _log = logging.getLogger(__name__)
 PORT = 9640
-_DECAY = 0.98  # of the steps in fairness: the last 50, about
 _REST_S = 0.1  # waking a thread for each step costs the training thread more than handing over the step
 
 
@@ -157,7 +155,6 @@ class StepMetrics:
         self._model = model
         self._samples_per_step = samples_per_step
         self._prediction = DdpPrediction()
-        self._contributions = Contributions(_DECAY)
         self._slow_links = SlowLinks()
         self._pinged = 0  # bytes that were counted
         self._counted = HealingReport()  # of what this rank took to take part again
@@ -173,19 +170,18 @@ class StepMetrics:
         self._show_absent(report)
         self._count_healing()
         if own.absent:  # it had no part in the step, and knows nothing of it
-            self._of("absent_steps").inc()
             return
         if record.plan is not self._plan:
             self._use(record.plan)
         self._count_times(report, own)
         self._count_gradients(record.plan, own)
-        self._count_stages(report.stages, own, sum(rank.weight for rank in report.ranks if not rank.absent))
-        self._count_contributions(report)
+        self._count_stages(report.stages, own)
+        self._of("step_weight").set(0.0 if own.idle else own.weight)
+        self._of("contributed_weight").inc(0.0 if own.idle else own.weight * own.reach)
         self._series.add(report)
         self._series.add(own)
         self._show_link(record.plan, report)
         self._of("steps").inc()
-        self._of("dropped_ratio").set(report.dropped_share)
         if report.different_ranks is not None:
             self._of("replica_checks").inc()
             self._of("replica_mismatches").inc(self._rank in report.different_ranks)
@@ -248,27 +244,14 @@ class StepMetrics:
         if self._samples_per_step is not None:
             self._of("samples").inc(own.reach * own.weight * self._samples_per_step)
 
-    def _count_contributions(self, report: StepReport) -> None:
-        own = report.ranks[self._rank]
-        self._of("step_weight").set(0.0 if own.idle else own.weight)
-        self._of("contributed_weight").inc(0.0 if own.idle else own.weight * own.reach)
-        self._contributions.add(report)
-        fairness = self._contributions.fairness()
-        self._of("depth_bias_ratio").set(fairness.depth_bias)
-        self._of("fairness_ratio").set(fairness.index)
-        self._of("input_fairness_ratio").set(fairness.input_index)
-        self._of("least_contribution_ratio").set(fairness.least)
-        self._of("input_least_contribution_ratio").set(fairness.input_least)
-
-    def _count_stages(self, stages: tuple[StageReport, ...], own: RankReport, total_weight: float) -> None:
+    def _count_stages(self, stages: tuple[StageReport, ...], own: RankReport) -> None:
         for label, stage, share in zip(self._stages, stages, own.stages, strict=True):
             self._of("stage_contributions", label).inc(share)
-            self._of("stage_weight_ratio", label).set(stage.weight / total_weight)
             self._of("estimates", label).inc(stage.estimated)
 
     def _use(self, plan: StagePlan) -> None:
         """The stages are these now."""
-        self._series.clear("stage_contributions", "stage_weight_ratio", "estimates")
+        self._series.clear("stage_contributions", "estimates")
         self._plan, self._stages = plan, stage_labels(plan)
 
     # -- what there is

@@ -53,13 +53,8 @@ from straggle.merge.members.view import Leaving, Repair
 from straggle.merge.members.wing import Members
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.rank_state import Entry
-<<<<<<< HEAD
 from straggle.merge.wing import Wings
 from straggle.policies.fill_in import FillIn
-=======
-from straggle.policies.fill_in import FillIn
-from straggle.merge.wing import Wings
->>>>>>> cc68b8b (A number of a rank's row is declared once: slot, column, report, trace, arrays and metric follow from it)
 
 BALLAST = 2**24  # elements of a state that takes a while to send
 

@@ -116,7 +116,6 @@ def test_counters_are_the_sums_of_the_reports_on_every_rank():
             "gradient_elements_total": num_steps * numel,
             "gradient_elements_dropped_total": sum((1 - part.reach) * numel for part in own),
             "reach_ratio": own[-1].reach,
-            "dropped_ratio": reports[-1].dropped_share,
             "predicted_dropped_ratio": 0.125,
             "nonfinite_contributions_total": sum(part.nonfinite for part in own),
             "skipped_steps_total": sum(report.skipped for report in reports),
@@ -141,7 +140,6 @@ def test_counters_are_the_sums_of_the_reports_on_every_rank():
         columns = {
             "stage_contributions_total": [sum(part.stages[i] for part in own[1:]) for i in range(len(names))],
             "estimates_total": [sum(report.stages[i].estimated for report in reports[1:]) for i in range(len(names))],
-            "stage_weight_ratio": [stage.weight / 3 for stage in reports[-1].stages],
         }
         for name, column in columns.items():
             assert values(text, f"straggle_{name}") == {
@@ -678,5 +676,5 @@ def test_rank_that_left_is_named_and_counted_by_reason():
         assert {absent: number for (name, _, absent), number in values.items() if name == "absent_rank"} == (
             {"0": 0, "1": 1, "2": 0} if values is first[2] else {}
         )
-        assert values["dropped_ratio", None, None] == 0.0
+        assert values["reach_ratio", None, None] == 1.0
         assert values["healing_bytes_total", None, None] == 0.0

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from straggle import RankReport, StageReport, StepReport
-from straggle.observe.fairness import Contributions, fairness_of, jain_index
+from straggle.observe.fairness import fairness_of, jain_index
 
 
 def rank(number, *shares, weight=1.0, **rest):
@@ -62,14 +62,6 @@ def test_stages_that_are_planned_anew_begin_anew():
     fairness = fairness_of([before, after])
     assert fairness.stages == (1.0, 1.0, 1.0)
     assert fairness.ranks == pytest.approx((2 / 3, 4 / 3))
-
-
-def test_decay_forgets_what_was_long_ago():
-    contributions = Contributions(decay=0.5)
-    contributions.add(step(rank(0, 1, 1), rank(1, 0, 0)))
-    for _ in range(50):
-        contributions.add(step(rank(0, 1, 1), rank(1, 1, 1)))
-    assert contributions.fairness().input_least == pytest.approx(1.0)
 
 
 def test_without_a_step_nothing_is_known():
