@@ -27,13 +27,14 @@ from straggle.lab.faults import dropcompute_factors
 from straggle.lab.simulate.communication import Constant
 from straggle.lab.simulate.ranks import simulate_times
 from straggle.lab.simulate.units import Units, Work
-from straggle.policies.auto_deadline import choose_for, price_of
+from straggle.policies.auto_deadline import choose_for
 from straggle.policies.deadline import quantile_of
+from straggle.policies.price import price_of
+from straggle.policies.recorded_steps import StepTimes
 from straggle.policies.step_model import StopRules, computed_share, parts_of, simulate_step
-from straggle.policies.thresholds import StepTimes
 from straggle.report import text_table
 
-RANKS, SEEN, LONGER, JUDGED = 6, 50, 75, 25
+RANKS, FIRST, SEEN, JUDGED = 6, 50, 75, 25
 PART_S, PARTS, PACED_RANKS = 0.036, 4, 5  # of head-to-head
 
 
@@ -228,31 +229,30 @@ def step_times(job, unit_s):
     return StepTimes(unit_s, share, at_once, at_once[:, 0], quorum_s)
 
 
-def choose(job, longer_s, options):
-    unit_s = longer_s[-SEEN:]
+def choose(job, unit_s, options):
+    steps = step_times(job, unit_s)
     return choose_for(
-        step_times(job, unit_s),
+        steps,
         job.rules,
         longest_s=options.max_over_median * quantile_of(unit_s[..., -1].median(1).values, 0.1),
         least_gain=options.least_gain,
-        noise=options.noise,
-        price=price_of(step_times(job, longer_s), dealt=options.dealt),
+        price=price_of(steps.end_s, dealt=options.dealt),
         parts=parts_of(len(job.units.stage_share), job.late_handling.granularity, job.units.checks),
     )
 
 
 def judge(job, draw, options):
     outcome_of = partial(outcome, job)
-    unit_s = draw(torch.Generator().manual_seed(options.seed), SEEN + JUDGED * options.windows)
+    unit_s = draw(torch.Generator().manual_seed(options.seed), FIRST + JUDGED * options.windows)
     starts = range(0, JUDGED * options.windows, JUDGED)
-    ends = [first + SEEN for first in starts]
-    chosen = [choose(job, unit_s[max(0, end - LONGER) : end], options) for end in ends]
-    judged = unit_s[SEEN:]
+    ends = [first + FIRST for first in starts]
+    chosen = [choose(job, unit_s[max(0, end - SEEN) : end], options) for end in ends]
+    judged = unit_s[FIRST:]
     parts = zip(judged.split(JUDGED), chosen, strict=True)
     each = [outcome_of(part, one.tau_s, one.after_quorum_s) for part, one in parts]
     waiting, auto = rate(*outcome_of(judged, math.inf)), tuple(map(torch.cat, zip(*each, strict=True)))
     best_s = max(job.grid, key=lambda one_s: rate(*outcome_of(judged, one_s)))
-    quantile_s = torch.tensor([1.2 * quantile_of(unit_s[first : first + SEEN, :, -1], 0.5) for first in starts])
+    quantile_s = torch.tensor([1.2 * quantile_of(unit_s[first : first + FIRST, :, -1], 0.5) for first in starts])
     worst_s = outcome_of(judged, quantile_s.repeat_interleave(JUDGED))[0].max()
     best, known = outcome_of(judged, best_s), oracle(job, judged)
     changes = sum(abs(one.tau_s / other.tau_s - 1) > 0.1 for one, other in pairwise(chosen))
@@ -270,11 +270,11 @@ def judge(job, draw, options):
 
 
 def judge_in_training(job, draw, options):
-    unit_s = draw(torch.Generator().manual_seed(options.seed), SEEN + JUDGED * options.windows)
+    unit_s = draw(torch.Generator().manual_seed(options.seed), FIRST + JUDGED * options.windows)
     own_s = unit_s.diff(dim=2, prepend=torch.zeros_like(unit_s[..., :1]))
     policy = AutoDeadline(least_gain=options.least_gain, max_over_median=options.max_over_median)
     done = simulate_times(own_s, job.units, policy, job.late_handling, Constant())
-    judged, seconds, dropped = unit_s[SEEN:], done.step_s[SEEN:], done.dropped[SEEN:]
+    judged, seconds, dropped = unit_s[FIRST:], done.step_s[FIRST:], done.dropped[FIRST:]
     waiting, auto = rate(*outcome(job, judged, math.inf)), rate(seconds, dropped)
     best_s = max(job.grid, key=lambda one_s: rate(*outcome(job, judged, one_s)))
     best = outcome(job, judged, best_s)
@@ -293,8 +293,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--windows", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--noise", type=float, default=1.0)
-    parser.add_argument("--least-gain", type=float, default=0.01)
+    parser.add_argument("--least-gain", type=float, default=0.1)
     parser.add_argument("--max-over-median", type=float, default=1.4)
     parser.add_argument("--only", default="", help="scenarios with this in their name")
     parser.add_argument("--dealt", action="store_true", help="as where work is dealt out by speed")

@@ -31,7 +31,7 @@ class StopRules:
     """
 
     quorum: int
-    after_quorum_s: float = 0.0
+    after_quorum_s: float | Tensor = 0.0
     finish_running: bool = False
     grace_s: float = 0.0
     drop_all: bool = False
@@ -105,8 +105,9 @@ def simulate_step(
             clock_from = entered_s.where(~behind, 0.0)
         stood_in = entered_s > stood_in_at  # so it reaches no unit before that
         deadline_at = torch.where(stood_in, stood_in_at, deadline_at + clock_from)
-    stop_at = torch.maximum(deadline_at, quorum_at).expand_as(whole_s)
+    stop_at = torch.maximum(deadline_at, quorum_at)
     late = whole_s > stop_at
+    stop_at = stop_at.expand(late.shape)
     reached = unit_s <= stop_at.unsqueeze(-1)
     if rules.drop_all:
         reached = reached & ~late.unsqueeze(-1)
@@ -118,7 +119,7 @@ def simulate_step(
         reached = reached | (in_time.unsqueeze(-1) & (unit_s == running_s.unsqueeze(-1)))
         late = late & ~reached[..., -1]  # it was the last one
     elif rules.checks and not rules.drop_all and bool(late.any()):
-        end_s[late] = _next_check(unit_s[late], stop_at[late], rules)
+        end_s[late] = _next_check(unit_s.expand(reached.shape)[late], stop_at[late], rules)
         late, reached = late & (end_s < whole_s), unit_s <= end_s.unsqueeze(-1)
     own_s = end_s if entered_s is None else (end_s - entered_s).clamp(min=0.0)
     return SimulatedStep(late, stood_in, own_s, end_s, reached, end_s.amax(-1))

@@ -13,7 +13,7 @@ from straggle import (
     LateHandling,
     Shadow,
 )
-from straggle.policies.thresholds import StepTimes
+from straggle.policies.recorded_steps import StepTimes
 
 
 def until_two_have_finished(rank):

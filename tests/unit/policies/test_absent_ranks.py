@@ -12,8 +12,8 @@ from straggle.merge.telemetry import absent_row
 from straggle.policies.deadline import next_deadline
 from straggle.policies.history import HistoryWindow
 from straggle.policies.promise import kept
+from straggle.policies.recorded_steps import quorum_times
 from straggle.policies.step_model import StopRules
-from straggle.policies.thresholds import quorum_times
 from straggle.report import CAUSES
 
 STAGES, STEPS = 4, 12

@@ -200,9 +200,8 @@ def test_what_is_dropped_of_a_rank_counts_by_its_weight(weight, drops):
 
 
 @pytest.mark.parametrize(("steps_ago", "drops"), [(50, False), (45, True)])
-def test_choice_is_made_from_the_last_fifty_steps(steps_ago, drops):
-    """How ranks vary is seen over 75, of which the first ones are no reason to drop anything."""
+def test_choice_is_made_from_the_last_window_of_steps(steps_ago, drops):
     times = torch.linspace(0.4, 1.0, 8).repeat(75, 4, 1)
     times[: 75 - steps_ago, 3] *= 3.0  # until so many steps ago
-    decided = AutoDeadline().decide(history(times, 77))
+    decided = AutoDeadline(window=50).decide(history(times, 77))
     assert (decided.predicted_drop > 0.01) == drops

@@ -26,10 +26,10 @@ from straggle import (
 from straggle.merge.table import Table
 from straggle.merge.telemetry import MICROBATCH_SLOTS
 from straggle.policies.history import HistoryWindow, ProgressRow, StepProgress
-from straggle.policies.ordinary import vary_together
+from straggle.policies.price import vary_together
 from straggle.policies.promise import kept
+from straggle.policies.recorded_steps import StepTimes, outcomes
 from straggle.policies.step_model import StopRules, computed_share, simulate_step
-from straggle.policies.thresholds import StepTimes, choose_threshold, expected_drop, longest_alike
 from straggle.policies.untruncated import untruncated_entries, untruncated_times
 from straggle.policies.wrappers import dropped_per_stage
 
@@ -141,53 +141,6 @@ def test_policy_around_another_shows_it_what_it_would_see_alone(around):
 # -- the threshold
 
 
-def literal_rule(t, overhead_s, entered=None):
-    """DropCompute's rule word for word, on the times t[n, i, m] of micro-batches, for ranks that have entered."""
-    ends = t.cumsum(2)
-    best, longest = (-INF, None), float(ends.max()) if entered is None else 20.0
-    entered = torch.zeros(t.shape[:2], dtype=t.dtype) if entered is None else entered
-    for tau in torch.linspace(float(ends[:, :, 5:].min()), longest, 200, dtype=t.dtype).tolist():
-        gains = []
-        for i in range(t.shape[1]):
-            of_step, begin = ends[:, i], entered[:, i]
-            slowest = float((of_step + begin.unsqueeze(1)).max())
-            below = [
-                float(first + own[own < tau].max())
-                for own, first in zip(of_step, begin, strict=True)
-                if first < tau and bool((own < tau).any())
-            ]
-            gain = slowest - max(below, default=0.0)
-            dropped = float(((of_step >= tau) | (begin >= tau).unsqueeze(1)).double().mean())
-            gains.append((1 - dropped) / (1 - gain / (slowest + overhead_s)) - 1)
-        best = max(best, (sum(gains) / len(gains), tau))
-    return best[1], best[0]
-
-
-@pytest.mark.parametrize(("ranks", "steps", "units"), [(2, 3, 6), (5, 4, 12), (16, 8, 12), (3, 2, 20)])
-@pytest.mark.parametrize("overhead_s", [0.0, 0.7])
-def test_threshold_is_that_of_the_rule_word_for_word(ranks, steps, units, overhead_s):
-    generator = torch.Generator().manual_seed(ranks * units)
-    t = torch.rand(ranks, steps, units, generator=generator, dtype=torch.float64).exp()
-    overheads_s = torch.full((steps,), overhead_s, dtype=torch.float64)
-    chosen = choose_threshold(StepTimes.entered_at_once(t.cumsum(2).transpose(0, 1), overheads_s))
-    tau, gain = literal_rule(t, overhead_s)
-    assert chosen.tau_s == pytest.approx(tau, rel=1e-9)
-    assert chosen.gain == pytest.approx(gain, rel=1e-9)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_nothing_comes_of_a_rank_that_has_not_entered_by_the_threshold(seed):
-    generator = torch.Generator().manual_seed(seed)
-    t = torch.rand(4, 6, 8, generator=generator, dtype=torch.float64).exp()
-    held_up = torch.rand(4, 6, generator=generator, dtype=torch.float64) < 0.2
-    entered_s = (30 * torch.rand(4, 6, generator=generator, dtype=torch.float64)).where(held_up, 0.1)
-    steps = StepTimes.entered_at_once(t.cumsum(2).transpose(0, 1), torch.zeros(6))
-    chosen = choose_threshold(replace(steps, entered_s=entered_s.T), longest_s=20.0)
-    tau, gain = literal_rule(t, 0.0, entered_s)
-    assert chosen.gain == pytest.approx(gain, rel=1e-9)
-    assert chosen.tau_s == pytest.approx(tau, rel=1e-9)
-
-
 def test_delay_of_a_rank_that_never_entered_belongs_to_that_step():
     steps = torch.tensor([[[1.0]] * 3, [[1.0], [NAN], [NAN]], [[1.0], [1.0], [NAN]], [[1.0]] * 3])
     entered_s = torch.tensor([[0.1] * 3, [0.1, 1.0, 1.0], [0.1, 0.3, 1.0], [0.1, 0.1, 0.5]])
@@ -196,32 +149,35 @@ def test_delay_of_a_rank_that_never_entered_belongs_to_that_step():
     assert torch.allclose(whole, torch.tensor([[0.1] * 3, [0.1, 1.3, 2.5], [0.1, 0, 0], [0.1, 0.1, 0]]))
 
 
-def test_nobody_is_stopped_before_a_quorum_waits():
-    unit_s = torch.tensor([[[1.0, 2.0], [1.0, 2.0], [2.0, 40.0]]], dtype=torch.float64)
-    steps = replace(StepTimes.entered_at_once(unit_s, torch.zeros(1)), quorum_s=torch.tensor([2.0]))
-    chosen = choose_threshold(steps)
-    assert chosen.dropped == pytest.approx(1 / 6)  # the slow rank's last unit, and no other's
+RULES = {
+    "stage": StopRules(quorum=2, grace_s=0.7),
+    "microbatch": StopRules(quorum=2, grace_s=0.7, finish_running=True),
+    "step": StopRules(quorum=2, grace_s=0.7, drop_all=True),
+}
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("grace_s", [0.0, 0.7])
-def test_threshold_is_the_best_by_the_model_of_a_step(seed, grace_s):
-    """Of 200 deadlines, none gives more gradient per second in steps as `simulate_step` has them."""
-    generator, rules = torch.Generator().manual_seed(seed), StopRules(quorum=2, grace_s=grace_s)
+@pytest.mark.parametrize("granularity", RULES)
+@pytest.mark.parametrize("seed", range(4))
+def test_outcomes_of_many_deadlines_are_those_of_each_by_the_model_of_a_step(granularity, seed):
+    generator, rules = torch.Generator().manual_seed(seed), RULES[granularity]
     unit_s = torch.rand(6, 4, 7, generator=generator, dtype=torch.float64).exp().cumsum(-1)
     held_up = torch.rand(6, 4, generator=generator, dtype=torch.float64) < 0.3
     entered_s = (20 * torch.rand(6, 4, generator=generator, dtype=torch.float64)).where(held_up, 0.1)
     overhead_s = torch.rand(6, generator=generator, dtype=torch.float64)
-    quorum_s = (entered_s + unit_s[..., -1]).kthvalue(2, dim=1).values
-    steps = StepTimes(unit_s, torch.full_like(unit_s, 1 / 7), entered_s, overhead_s, quorum_s)
-    gains = []
-    for tau in torch.linspace(float(unit_s[..., 5].min()), 14.0, 200, dtype=torch.float64).tolist():
-        would = simulate_step(unit_s, tau, rules, entered_s)
-        slowest_s = (entered_s + unit_s[..., -1]).amax(1)
-        reached = would.reached.double().mean((1, 2))
-        gains.append(float((reached * (slowest_s + overhead_s) / (would.seconds + overhead_s) - 1).mean()))
-    chosen = choose_threshold(steps, grace_s=grace_s, longest_s=14.0, waits_until_tau=True)
-    assert chosen.gain == pytest.approx(max(gains))
+    end_s = entered_s + unit_s[..., -1]
+    steps = StepTimes(unit_s, torch.full_like(unit_s, 1 / 7), entered_s, overhead_s, end_s.kthvalue(2, 1).values)
+    tau_s = torch.linspace(2.0, 14.0, 20, dtype=torch.float64)
+    lags_s = torch.rand(20, generator=generator, dtype=torch.float64)
+    done = outcomes(steps, tau_s, lags_s, rules)
+    waiting_s = float((end_s.amax(1) + overhead_s).mean())
+    for number, (one_s, lag_s) in enumerate(zip(tau_s.tolist(), lags_s.tolist(), strict=True)):
+        alone = replace(rules, after_quorum_s=lag_s)
+        would = simulate_step(unit_s, one_s, alone, entered_s)
+        brought = float(computed_share(unit_s, would, alone).mean())
+        assert done.brought[number].item() == pytest.approx(brought)
+        step_s = float((would.seconds + overhead_s).mean())
+        assert done.gain[number].item() == pytest.approx(brought * waiting_s / step_s - 1)
+    assert bool((done.brought < 0.99).any())
 
 
 def test_times_of_what_was_not_finished_are_those_of_the_peers_times_the_ranks_slowness():
@@ -260,38 +216,38 @@ def test_rank_that_never_entered_has_no_time():
     assert untruncated_times(history(seen).progress, torch.tensor([[2.0, NAN]]))[0, 1].isnan().all()
 
 
-def test_expected_drop_counts_running_stages_in_part_and_running_microbatches_whole_or_not():
-    steps = StepTimes.entered_at_once(torch.tensor([[[2.0, 3.0], [4.0, 8.0]]]), torch.zeros(1))
-    drops = [expected_drop(steps, 5.0, StopRules(quorum=1), parts) for parts in ((1, 1), (1, 2), (1, 8))]
+def entered_at_once(unit_s):
+    """Steps of equal units that all ranks enter when they begin."""
+    at_once = torch.zeros_like(unit_s[..., 0])
+    return StepTimes(unit_s, torch.full_like(unit_s, 1 / unit_s.shape[-1]), at_once, at_once[:, 0], at_once[:, 0])
+
+
+def dropped(steps, tau_s, rules, parts=()):
+    done = outcomes(steps, torch.tensor([tau_s]), torch.zeros(1), rules, parts, whole_parts=bool(parts))
+    return 1 - done.brought.item()
+
+
+def test_drop_counts_running_stages_in_part_and_running_microbatches_whole_or_not():
+    steps = entered_at_once(torch.tensor([[[2.0, 3.0], [4.0, 8.0]]]))
+    drops = [dropped(steps, 5.0, StopRules(quorum=1), parts) for parts in ((1, 1), (1, 2), (1, 8))]
     assert drops == [pytest.approx(0.5 * left / 2) for left in (0.0, 0.5, 0.75)]  # of the slow rank's second stage
     running = [StopRules(quorum=1, finish_running=True, grace_s=grace_s) for grace_s in (3.0, 2.9)]
-    assert [expected_drop(steps, 5.0, rules) for rules in running] == [pytest.approx(0.0), pytest.approx(0.25)]
-    assert expected_drop(steps, 3.0, StopRules(quorum=1), (1, 1)) == pytest.approx(0.5)  # in its forward pass
+    assert [dropped(steps, 5.0, rules) for rules in running] == [pytest.approx(0.0), pytest.approx(0.25)]
+    assert dropped(steps, 3.0, StopRules(quorum=1), (1, 1)) == pytest.approx(0.5)  # in its forward pass
 
 
-def test_expected_drop_has_nothing_of_a_rank_that_has_not_entered():
-    steps = StepTimes.entered_at_once(torch.tensor([[[1.0, 2.0], [1.0, 2.0]]]), torch.zeros(1))
+def test_drop_has_nothing_of_a_rank_that_has_not_entered():
+    steps = entered_at_once(torch.tensor([[[1.0, 2.0], [1.0, 2.0]]]))
     steps = replace(steps, entered_s=torch.tensor([[0.0, 9.0]]))
     for granularity in ("stage", "microbatch", "step"):
         rules = StopRules.of(FixedDeadline(3.0), LateHandling(granularity=granularity, grace_s=5.0), 2)
-        assert expected_drop(steps, 3.0, rules) == 0.5
+        assert dropped(steps, 3.0, rules) == 0.5
 
 
-def test_steps_in_parts_have_the_ends_of_parts_of_units():
-    unit_s = torch.tensor([[[3.0, 5.0, 7.0, math.inf]]])  # a micro-batch, and another one in three stages
-    share = torch.tensor([[[0.5, 0.1, 0.3, 0.1]]])
-    fine = replace(StepTimes.entered_at_once(unit_s, torch.zeros(1)), unit_share=share).in_parts((9, 2, 7))
-    after_forward = [1.5, 2.0, 2.5, 3.0]
-    assert fine.unit_s.flatten().tolist() == pytest.approx([*after_forward, 5.0, 6.0, 7.0, *[math.inf] * 4])
-    wanted = [0.125] * 4 + [0.1] + [0.15] * 2 + [0.025] * 4
-    assert fine.unit_share.flatten().tolist() == pytest.approx(wanted)
-    assert torch.equal(fine.end_s, torch.tensor([[math.inf]]))
-
-
-def test_steps_without_stages_have_no_parts():
-    steps = StepTimes.entered_at_once(torch.tensor([[[3.0, 5.0]]]), torch.zeros(1))
-    assert steps.in_parts(()) is steps
-    assert steps.in_parts((4, 4, 4)) is steps  # of stages that no rank had
+def test_nobody_is_stopped_before_a_quorum_waits():
+    steps = entered_at_once(torch.tensor([[[1.0, 2.0], [1.0, 2.0], [2.0, 40.0]]]))
+    drops = [dropped(steps, tau_s, StopRules(quorum=2)) for tau_s in (0.5, 2.0, 3.0)]
+    assert drops == [pytest.approx((1 - (max(tau_s, 2.0) - 2.0) / 38) / 6) for tau_s in (0.5, 2.0, 3.0)]
 
 
 def one_slow(factor, steps=30, stages=6):
@@ -488,13 +444,6 @@ def test_what_was_dropped_of_ranks_that_vary_by_themselves_need_only_have_been_a
     unit_s = untruncated_times(last.progress, last.compute_s)
     assert kept(last.progress, last.compute_s, unit_s.amax((1, 2))).gain == pytest.approx(gain, abs=0.005)
     assert (AutoDeadline().decide(replace(seen, dealt=dealt)).predicted_drop > 0.05) == drops
-
-
-@pytest.mark.parametrize(("noise", "index"), [(None, 0), (1.0, 1), (3.0, 2)])
-def test_longest_of_the_thresholds_that_are_alike_but_for_noise_is_chosen(noise, index):
-    """Of 4 steps the second threshold is behind by 0.1 in one, a third one by 0.1 in three."""
-    behind = torch.tensor([[0.0, 0.1, 0.1], [0.0, 0.0, 0.1], [0.0, 0.0, 0.1], [0.0, 0.0, 0.0]])
-    assert longest_alike(0.5 - behind, 0, 0.0 if noise is None else noise) == index
 
 
 # -- the model of a step
