@@ -20,7 +20,7 @@ from straggle.policies.recorded_steps import StepTimes, outcomes
 from straggle.policies.step_model import StopRules
 from straggle.policies.untruncated import any_unheard, untruncated_entries, untruncated_times
 
-_CANDIDATES = 24  # shorter deadlines that are simulated
+_CANDIDATES = 18  # shorter deadlines that are simulated
 _LAGS = 6  # times after a quorum that are simulated with the longest deadline
 _BUSY = 0.1  # this quantile over steps is that of a machine without other work
 _AT_FIRST = 10  # first steps: AutoDeadline chooses in each
