@@ -85,7 +85,7 @@ def _last_best(value: Tensor) -> int:
 def _usual_s(compute_s: Tensor) -> float:
     """The median rank's time in a step, (steps, ranks) given, in which the machine is not busy with other work.
 
-    Where all ranks are slow at once, none is late: no rank is before a quorum waits. A deadline that followed such
+    If all ranks are slow at once, none is late: no rank is before a quorum waits. A deadline that followed such
     steps would be far too long for a rank that is stuck in the step after them.
     """
     return quantile_of(compute_s.nanmedian(dim=1).values, _BUSY)

@@ -1,7 +1,7 @@
-"""What a step costs each rank by right: a long batch takes longer, and is not late for that.
+"""What a step is expected to cost each rank: a long batch takes longer, and is not late for that.
 
 With ``c`` a rank's cost and ``m`` the mean cost of the first step that has any, times are ``t * m / c`` in the history,
-and a deadline of ``d`` seconds is ``d * c / m`` for that rank. Where the user gives no cost, it is the number of the
+and a deadline of ``d`` seconds is ``d * c / m`` for that rank. If the user gives no cost, it is the number of the
 step's micro-batches, unless work is dealt out by speed: a rank that has fewer because it is slow is to have the
 deadline of the others.
 """
@@ -49,6 +49,6 @@ def check_cost(cost: float) -> None:
 
 
 def mean_cost_of(costs: Sequence[float]) -> float:
-    """The mean over the ranks of which it is known (not NaN); NaN where it is of none."""
+    """The mean over the ranks of which it is known (not NaN); NaN if it is of none."""
     known = [cost for cost in costs if not math.isnan(cost)]
     return math.fsum(known) / len(known) if known else math.nan

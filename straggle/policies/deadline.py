@@ -20,7 +20,7 @@ Granularity = Literal["stage", "microbatch", "step"]
 class NextDeadline:
     """What a policy decided: the ``seconds`` of the next step, infinite to wait for all ranks.
 
-    ``predicted_drop``: the share of the gradients that it expects to be dropped in it; NaN: it has no idea.
+    ``predicted_drop``: the share of the gradients that it expects to be dropped in it; NaN if unknown.
     ``after_quorum_s``: seconds that a rank has in any case after a quorum has finished, if that is more than the
     policy's ``grace_s``.
     """
@@ -172,7 +172,7 @@ class LateHandling:
     def quorum_of(self, world_size: int, wanted: int | None = None) -> int:
         """The number of ranks that must have finished; ``wanted``: that of a policy, which goes before this one's.
 
-        Raises ``ValueError`` where there are not that many.
+        Raises ``ValueError`` if there are not that many.
         """
         quorum = wanted or self.quorum
         if quorum is not None and quorum > world_size:
@@ -180,7 +180,7 @@ class LateHandling:
         return quorum or max(1, world_size // 2)
 
     def quorum_among(self, members: int, wanted: int | None = None) -> int:
-        """The same where so many of the job's ranks are members: it is never more than those."""
+        """The same if so many of the job's ranks are members: it is never more than those."""
         quorum = wanted or self.quorum
         return max(1, members // 2) if quorum is None else min(quorum, members)
 
@@ -232,7 +232,7 @@ def check_granularity(granularity: str, valid: Sequence[str] = get_args(Granular
 
 
 def quantile_of(values: Tensor, q: float) -> float:
-    """The ``q`` quantile of what is not NaN, between two values by their distance; infinite where there is nothing.
+    """The ``q`` quantile of what is not NaN, between two values by their distance; infinite if there is nothing.
 
     As ``torch.nanquantile``, in a quarter of its time: every step of every rank waits for this.
     """

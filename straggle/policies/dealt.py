@@ -1,7 +1,7 @@
 """Since when do the ranks have the shares that they have now? Times from before say nothing about those.
 
-`Rebalance` deals a step's samples out by speed, and a rank with more of them takes longer by right. What it took for
-its earlier share is not scaled to the new one: how much of a step's time goes with its samples is not known. It is
+`Rebalance` deals a step's samples out by speed, and a rank with more of them is expected to take longer. What it took
+for its earlier share is not scaled to the new one: how much of a step's time goes with its samples is not known. It is
 forgotten. The ranks' weights say what they had.
 """
 

@@ -19,7 +19,7 @@ class Progress:
 
     A step's work is counted in units, which are finished one after another: its micro-batches but the last, and the
     stages of the last one; with ``granularity="microbatch"`` all its micro-batches, with ``"step"`` there is one unit.
-    ``unit_s``, of shape (steps, ranks, units), has the seconds from entering the step to each unit's end, NaN where it
+    ``unit_s``, of shape (steps, ranks, units), has the seconds from entering the step to each unit's end, NaN if it
     never came; ``unit_share``, of the same shape, the share of the rank's gradient that comes with it (0: the rank had
     fewer units).
 
@@ -43,7 +43,7 @@ class Progress:
 class History:
     """Telemetry of the last ``window`` merged steps, oldest first, equal on every rank.
 
-    ``compute_s`` and ``finished`` have the shape (steps, ranks). Where ``finished`` is false the rank was stopped, and
+    ``compute_s`` and ``finished`` have the shape (steps, ranks). If ``finished`` is false the rank was stopped, and
     its ``compute_s`` is only a lower bound; NaN means that it never entered the step. ``num_steps`` counts all merged
     steps, also those that have left the window. ``progress`` covers the last of these steps, those made with the stages
     as they are now; ``None`` for policies that do not ask for it. ``mean_cost``: ``compute_s`` and `Progress.unit_s`
@@ -206,7 +206,7 @@ class ProgressWindow:
         self._window = window
         self.stage_share = stage_share
         self._rows: Tensor | None = None  # (steps, ranks, all numbers of a rank): one write is cheaper than six
-        self._numbers = array("f")  # the same memory, where the numbers are in float32
+        self._numbers = array("f")  # the same memory, if the numbers are in float32
         self._widths: list[int] = []
         self._views: dict[int, Progress] = {}  # of a full window, by its end
         self._num_steps = 0

@@ -25,6 +25,8 @@ class StopRules:
     ``drop_all`` (steps) nothing of what it has comes in. A rank that has not entered ``grace_s`` seconds after the
     deadline is stood in for.
 
+    ``after_quorum_s`` is a number, or a tensor that is broadcast to (..., 1).
+
     ``checks``: the number of moments of each unit, evenly over its time (the ends of layers), at which a rank can stop.
     It is stood in for no later than ``grace_s`` seconds after the deadline. With 0 it can stop at any moment, as it
     always can in the unit that has the forward pass.
@@ -53,7 +55,7 @@ class StopRules:
 
 
 def parts_of(num_stages: int, granularity: Granularity, checks: int) -> list[int]:
-    """For `Deadline.prepare`: in how many parts each stage comes, where ranks stop at so many ``checks`` of it.
+    """For `Deadline.prepare`: in how many parts each stage comes, if ranks stop at so many ``checks`` of it.
 
     Of many it makes no difference how many they are, so as many stand for any moment.
     """
@@ -64,7 +66,7 @@ def parts_of(num_stages: int, granularity: Granularity, checks: int) -> list[int
 class SimulatedStep:
     """``late`` and ``stood_in`` (..., ranks), and a rank can be both; ``reached`` (..., ranks, units).
 
-    ``own_s`` (..., ranks): seconds of each rank's own work, from entering; 0 where it is stood in for. ``end_s``
+    ``own_s`` (..., ranks): seconds of each rank's own work, from entering; 0 if it is stood in for. ``end_s``
     (..., ranks), and ``seconds`` (...) of the last rank: from the step's begin to the end of that work, or to standing
     in, without communication.
     """
@@ -84,7 +86,7 @@ def simulate_step(
     entered_s: Tensor | None = None,
     behind: Tensor | None = None,
 ) -> SimulatedStep:
-    """The step under a deadline of ``deadline_s`` seconds, a number or a tensor of shape (...).
+    """The step under a deadline of ``deadline_s`` seconds, a number or a tensor of shape (...), which is broadcast.
 
     ``unit_s``, (..., ranks, units): seconds from entering the step to the end of each unit of a rank's work, if it is
     not stopped. ``entered_s``, (..., ranks): when each rank enters, 0 for all if not given. ``behind``, (..., ranks):

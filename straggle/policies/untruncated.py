@@ -73,7 +73,7 @@ def untruncated_step(
 
 
 def _microbatch_marks(microbatch_s: Sequence[float], num_microbatches: int) -> list[Mark]:
-    """Of each micro-batch but the last; where there are more of them than times, several share one."""
+    """Of each micro-batch but the last; if there are more of them than times, several share one."""
     slots, marks = len(microbatch_s), list[Mark]()
     for slot in range(min(num_microbatches, slots)):
         done = slot + 1 if num_microbatches <= slots else -(-(slot + 1) * num_microbatches // slots)
@@ -90,16 +90,16 @@ def untruncated_times(progress: Progress, compute_s: Tensor) -> Tensor:
     """``progress.unit_s`` with the times that a late rank would have taken for what it did not finish.
 
     They are its peers' typical times, times how much longer than they it took for what it did finish; ``compute_s``
-    (steps, ranks) is when it was stopped. Where it finished nothing, only that is known: it is taken to need a quarter
+    (steps, ranks) is when it was stopped. If it finished nothing, only that is known: it is taken to need a quarter
     more. So a rank that comes to its first unit in its quickest steps alone is not taken to be that quick. In such a
     step a rank that is no slower otherwise did not end just when it was stopped: it is taken to have needed more by as
-    much as its times vary, a quarter at most (`_beyond`). Gives (steps, ranks, units), NaN where a rank did not enter a
+    much as its times vary, a quarter at most (`_beyond`). Gives (steps, ranks, units), NaN if a rank did not enter a
     step.
     """
     seen = _seen(progress, compute_s)
     slowness = seen.slowness.where(~seen.slowness.isnan(), (_MORE * seen.at_least).clamp(min=1.0))
     left_s = (seen.typical_s * slowness.unsqueeze(1)).where(seen.missing, 0.0)
-    # the first missing one did not end before the rank was stopped; NaN where it never entered
+    # the first missing one did not end before the rank was stopped; NaN if it never entered
     stopped_s = (compute_s.to(left_s) * (1 + seen.beyond)).unsqueeze(-1)
     wait_s = (stopped_s - seen.known_s - left_s).clamp(min=0.0).where(seen.first_missing, 0.0)
     return seen.known_s + (left_s + wait_s).cumsum(-1)
@@ -144,18 +144,18 @@ def _seen(progress: Progress, compute_s: Tensor) -> _Seen:
     stopped_s = compute_s.to(unit_s).nan_to_num(0.0).unsqueeze(-1).where(first_missing & (typical_s > 0), 0.0)
     at_least = (stopped_s / typical_s.clamp(min=1e-9)).amax(2)
     heard = slower.nanmedian(0).values
-    # a rank that finishes something only where it is quick is slower than those steps say
+    # a rank that finishes something only if it is quick is slower than those steps say
     unheard = slower.isnan() & (at_least > 0)
     with_unheard = slower.where(~unheard, (_MORE * at_least).clamp(min=1.0)).nanmedian(0).values
-    slowness = torch.maximum(heard, with_unheard)  # NaN where nothing was heard
+    slowness = torch.maximum(heard, with_unheard)  # NaN if nothing was heard
     return _Seen(known_s, missing, first_missing, typical_s, slowness, at_least.amax(0), _beyond(slower, unheard))
 
 
 def _beyond(slower: Tensor, unheard: Tensor) -> Tensor:
     """The share by which a rank needed more than it was given, in steps in which it finished nothing (``unheard``).
 
-    ``slower``, (steps, ranks): how much longer than its peers it took, NaN where that is not known. Its spread says how
-    far beyond. Nothing is added where some rank finishes nothing in most steps: a threshold is for that one, and
+    ``slower``, (steps, ranks): how much longer than its peers it took, NaN if unknown. Its spread says how
+    far beyond. Nothing is added if some rank finishes nothing in most steps: a threshold is for that one, and
     what the others lose by noise would only shorten it.
     """
     entered = unheard | ~slower.isnan()
@@ -167,7 +167,7 @@ def _beyond(slower: Tensor, unheard: Tensor) -> Tensor:
 
 
 def untruncated_stages(stage_s: Tensor, compute_s: Tensor, stage_share: Tensor) -> Tensor:
-    """`untruncated_times` where only the stages' times, (steps, ranks, stages), are known, as from a trace."""
+    """`untruncated_times` if only the stages' times, (steps, ranks, stages), are known, as from a trace."""
     weight, at_once = torch.ones_like(compute_s), torch.zeros_like(compute_s)
     share = stage_share.expand_as(stage_s)
     progress = Progress(stage_s, share, share, stage_share, weight, at_once, at_once[:, 0])
