@@ -1,13 +1,12 @@
 """AutoDeadline's choice against the best fixed threshold of a grid, on drawn steps; no clock of this machine is in it.
 
-python benchmarks/auto.py                           # about half a minute
-python benchmarks/auto.py --windows 100 --noise 0   # without its margin for noise
-python benchmarks/auto.py --in-training             # each choice sees what its own deadlines left: two minutes
+python benchmarks/auto.py                # about half a minute
+python benchmarks/auto.py --in-training  # each choice sees what its own deadlines left: two minutes
 
 Six ranks whose step takes 0.1 s: none slow, with 2, 5 and 10 % noise of each rank; all slow at once for a while (a busy
 machine); times as four ranks had on two cores that others used, too; one twice as slow; random stalls; heavy tails. And
-the delays of head-to-head, of five ranks with four micro-batches of 36 ms. Each choice sees 50 steps, and in 75 how
-ranks vary; it is judged by the 25 steps after them. Gain: gradient per second over that of waiting for all ranks. The
+the delays of head-to-head, of five ranks with four micro-batches of 36 ms. Each choice sees 75 steps, and
+is judged by the 25 steps after them. Gain: gradient per second over that of waiting for all ranks. The
 oracle knows each step in advance, and takes the best threshold of the grid for it; seconds saved are those for as much
 gradient. The steps seen are as if no rank had been stopped; with ``--in-training`` they are those of the simulator,
 where a rank that was late is known as far as it came, as it is in a job. There, one rank is slow by more, on 3 to 8
