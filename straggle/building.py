@@ -77,21 +77,24 @@ def build(
     state = ModuleState(module, options.merge.buffers, channel.rank, parameters.all[0].device)
     rank = rank_parts(module, options, parameters, channel, state)
     member = Members(rank, channel) if isinstance(channel, ElasticChannel) else None
-    own: list[Wing] = [] if member is None else [member]
+    own: list[Wing] = [pulling := Pulling(rank), *([] if member is None else [member])]
     parts = model_parts(module, options, parameters, rank, state, Wings(*own), registers)
-    built = _with_the_loop(module, parts, member, registers)
+    pulling.attach(parts.opened)
+    built = _with_the_loop(module, parts, pulling, member, registers)
     if member is not None:
         _attach(member, module, built, registers)
     return built
 
 
-def _with_the_loop(module: nn.Module, parts: ModelParts, members: Members | None, registers: HookRegisters) -> Built:
+def _with_the_loop(
+    module: nn.Module, parts: ModelParts, pulling: Pulling, members: Members | None, registers: HookRegisters
+) -> Built:
     """What the loop around a step needs beside it."""
     options, channel, coordinator = parts.options, parts.channel, parts.coordinator
     drops_nonfinite = options.merge.nonfinite == "drop"
     steps = OptimizerSteps(parts.parameters.all, parts.opened, drops_nonfinite=drops_nonfinite)
     warnings, joins = StepWarnings(channel.rank, options.merge, parts.opened), Joins()
-    pulling, replayed = Pulling(parts.opened, coordinator, channel), Replayed(coordinator)
+    replayed = Replayed(coordinator)
     pings = JobPings(channel, coordinator, None if members is None else members.member)
     rank_state = RankState(
         coordinator,
@@ -110,7 +113,7 @@ def _with_the_loop(module: nn.Module, parts: ModelParts, members: Members | None
         plan_stages=planning.merged,
         compare=warnings.of_different_replicas,
         hooks=registers.merged,
-        wings=(pulling.merged, pings.merged, *parts.wings.left),
+        wings=(*parts.wings.left, pings.merged),
         last=parts.wings.last,
     )
     return Built(

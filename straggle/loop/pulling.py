@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from straggle.loop.open_step import OpenStep
-from straggle.merge.channel import Channel
-from straggle.merge.coordinator import Coordinator
 from straggle.merge.pools.drawn import Drawn, PoolWeights
 from straggle.merge.pools.draws import Draws, StoreCounters
 from straggle.merge.pools.pool import WINDOW, Did, Pool, even_parts, static_shares, sure_shares
 from straggle.merge.pools.pool_times import NEVER, PoolTimes
+from straggle.merge.rank_parts import RankParts
 from straggle.merge.round import Round
 from straggle.merge.step_passes import Passes
 from straggle.merge.table import Table
+from straggle.merge.wing import Wing
 
 # A micro-batch beyond a rank's even part by so much is not asked for ahead: a slow rank that draws early what it can
 # only begin late is whom all others wait for. The answer that nothing is left, one beyond the even part, is.
@@ -32,21 +32,25 @@ AHEAD = 1.25
 
 
 @final
-class Pulling:
-    """The draws of one model, on its training thread.
+class Pulling(Wing):
+    """The draws of one model, on its training thread. The first step with a pool tells that work is dealt by speed.
 
     ``waited_s``: seconds that this rank has waited for the store until now, and ``num_requests`` what it asked there.
     """
 
-    def __init__(self, opened: OpenStep, coordinator: Coordinator, channel: Channel) -> None:
-        self._opened, self._coordinator, self._channel = opened, coordinator, channel
-        self._counters = StoreCounters(channel.rank)
+    def __init__(self, rank: RankParts) -> None:
+        self._rank, self._channel = rank, rank.channel
+        self._counters = StoreCounters(rank.channel.rank)
         self._done: deque[tuple[Did | None, ...]] = deque(maxlen=WINDOW)
         self._step_s: deque[float] = deque(maxlen=WINDOW)  # of the last steps, as long as all have pools
-        self._present = (True,) * channel.world_size
+        self._present = (True,) * rank.channel.world_size
         self._times = NEVER
         self._draws = False  # the next step's: a pool was merged before, and all ranks had the store then
         self.waited_s = 0.0
+
+    def attach(self, opened: OpenStep) -> None:
+        """The step that the training thread is in is this one's."""
+        self._opened = opened
 
     @property
     def num_requests(self) -> int:
@@ -77,9 +81,9 @@ class Pulling:
     def _drawn(self, of_pool: PoolWeights) -> Iterator[tuple[int, Sequence[int]]]:
         """The next one is asked for in a backward pass: the answer is there before the rank begins its last."""
         opened, step, begun, weights = self._opened, self._opened.step, 0, of_pool.weights
-        pool, channel, lock = self._pool(len(weights)), self._channel, self._coordinator.merging.lock
+        pool, channel, lock = self._pool(len(weights)), self._channel, self._rank.merging.lock
         ahead = even_parts(len(weights), tuple(self._done), self._present)[channel.rank] + AHEAD
-        draws = Draws(pool, channel.rank, self._coordinator.training.step, channel.store, self._counters, lock)
+        draws = Draws(pool, channel.rank, self._rank.training.step, channel.store, self._counters, lock)
         sharing = frozenset(rank for rank, share in enumerate(pool.shares) if share)
 
         def ask_ahead() -> None:
@@ -112,7 +116,7 @@ class Pulling:
         self.waited_s += draws.waited_s
 
     def _is_stopped(self) -> bool:
-        training = self._coordinator.training
+        training = self._rank.training
         return training.is_stopped(training.step)
 
     def _pool(self, num_parts: int) -> Pool:
@@ -122,17 +126,27 @@ class Pulling:
 
     # -- after each step
 
-    def merged(self, current: Round) -> None:
+    def rows_read(self, current: Round) -> None:
+        """Of a step that has a pool, a rank that did not come to it had nothing: its weight is of another step."""
+        table = current.table
+        if any(pools := table.column("pool_parts")):
+            weights = zip(pools, table.column("weight"), strict=True)
+            own = [weight if parts else 0.0 for parts, weight in weights]
+            table.share_weight(own, max(table.column("pool_weight")))
+            self._rank.deadline.work_is_dealt()
+
+    def left(self, current: Round) -> None:
         """Learn from a merged step. Raises ``ValueError``, on all ranks, where their pools differ."""
         record, table = current.record, current.table
-        if not table.has_pool:
-            if self._step_s or self._times is not NEVER:  # such a step is waited for
+        if table.total_weight is None:
+            if self._times is not NEVER or self._step_s:  # such a step is waited for
                 self._step_s.clear()
                 self._expect(NEVER)
             return
-        if len(pools := {number for number in table.pool_parts() if number}) > 1:
+        sizes = [int(number) for number in table.column("pool_parts")]
+        if len(pools := {number for number in sizes if number}) > 1:
             raise ValueError(
-                f"step {record.step}: step.pull() was given {table.pool_parts()} micro-batches by ranks 0, 1, ...: all "
+                f"step {record.step}: step.pull() was given {sizes} micro-batches by ranks 0, 1, ...: all "
                 "ranks draw from one pool, so give every rank all micro-batches of the step"
             )
         self._learn(table, pools.pop())
@@ -147,14 +161,14 @@ class Pulling:
     def _expect(self, times: PoolTimes) -> None:
         if times != self._times:
             self._times = times
-            with self._coordinator.merging.lock:  # the stand-in reads it
-                self._coordinator.training.unentered_s = times.step_s
+            with self._rank.merging.lock:  # the stand-in reads it
+                self._rank.training.unentered_s = times.step_s
 
     def _learn(self, table: Table, num_parts: int) -> None:
         away = table.absent_ranks() | table.stood_in_ranks()
         present = tuple(rank not in away for rank in range(self._channel.world_size))
         self._present = present if any(present) else self._present
-        done = zip(table.parts_done(), table.compute_s(), present, strict=True)
+        done = zip(map(int, table.column("parts")), table.compute_s(), present, strict=True)
         self._done.append(tuple(_did(own, own_s, num_parts) if here else None for own, own_s, here in done))
         self._draws = self._channel.world_size > 1 and not table.ranks_without_store()
 

@@ -113,8 +113,6 @@ class CurrentDeadline:
         """A step is merged: the deadline of the next one."""
         shares, granularity = self._stage_share, self.late_handling.granularity
         progress: StepProgress | ProgressRow | None = None
-        if table.has_pool:
-            self.work_is_dealt()
         compute_s, relative = table.compute_s(), self._relative_costs(table)
         if relative.count(1.0) < len(relative):
             compute_s = [own_s / own for own_s, own in zip(compute_s, relative, strict=True)]

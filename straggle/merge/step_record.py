@@ -22,6 +22,7 @@ from straggle.schema import numbers_of
 
 _ROUNDING = 1e-4  # of sums of weights
 _KINDS = dict.fromkeys(TIMES, float) | {own.name: own.kind for own in numbers_of(RankNumbers)}
+_OF_ALL = [own for own in numbers_of(StepReport) if own.name in COLUMN]  # the largest of the ranks' rows
 _AS_THEY_ARE = [(name, COLUMN[name], kind) for name, kind in _KINDS.items()]
 
 
@@ -56,6 +57,7 @@ class StepRecord:
         table, rows = self.table, self.table.rows.tolist()
         costs = self.usual_cost.relative_of(table.costs(), table.num_microbatches())
         ranks = enumerate(zip(rows, table.links(), costs, strict=True))
+        of_all: dict[str, Any] = {own.name: own.kind(max(table.column(own.name))) for own in _OF_ALL}
         would = None
         if self.rules is not None and not math.isnan(self.shadow_s):
             would = shadow_report(table, self.seconds, self.shadow_s, self.rules, self.plan)
@@ -70,8 +72,7 @@ class StepRecord:
             different_ranks=table.different_ranks(),
             different_tensors=self.differing,
             shadow=would,
-            pool_parts=max(table.pool_parts()),
-            pool_weight=max(table.column("pool_weight")),
+            **of_all,
             ranks_without_store=table.ranks_without_store(),
             network_s=table.network_s(self.seconds),
             dealt=self.dealt,
@@ -116,8 +117,8 @@ class StepRecord:
         It is more where a rank gave something and left. Where gradients of others were left out as well, because they
         were not finite, the rows tell of these too, so that what was merged says it alone.
         """
-        pool_weight = max(self.table.column("pool_weight"))
-        merged *= pool_weight / self.table.num_ranks if pool_weight else 1.0  # a pool counts as one step of all ranks
+        if self.table.total_weight is not None:  # which is merged as one step of each rank
+            merged *= self.table.total_weight / self.table.num_ranks
         is_more = merged > (1 + _ROUNDING) * told
         return merged if is_more or self.table.nonfinite_ranks() else told
 

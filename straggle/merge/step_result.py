@@ -28,6 +28,8 @@ class StepResult:
             phase(current)
         if not current.is_read:
             current.read_rows()
+        for phase in self._wings.rows_read:
+            phase(current)
 
     def decide(self, current: Round) -> None:
         """Decide the deadline of the next step. An error of the policy's is reported to the peers, and kept."""

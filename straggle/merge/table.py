@@ -97,7 +97,8 @@ class _Columns(dict[str, tuple[float, ...]]):
 class Table:
     """Made of a matrix of shape (ranks, `row_length`), on the CPU, or its numbers.
 
-    ``of_stages``: where a row has what it says of each stage. ``has_pool``: the step had a pool of micro-batches.
+    ``of_stages``: where a row has what it says of each stage. ``total_weight``: what the entire step weighs for
+    all ranks together, if that is known (`share_weight`).
     """
 
     def __init__(self, rows: Tensor | array[float], num_stages: int) -> None:
@@ -112,16 +113,7 @@ class Table:
         self._columns, self.num_ranks = _Columns(fixed), len(fixed)
         # no row says more of its rank's state than rows of most steps do
         self._is_usual = not any(self._columns["unusual"])
-        self.has_pool = any(self._columns["pool_parts"])
-        if self.has_pool:
-            self._weigh_by_pool()
-
-    def _weigh_by_pool(self) -> None:
-        """Of a step that has a pool, a rank that did not come to it had nothing: its weight is of another step."""
-        pools = self._columns["pool_parts"]
-        weights = zip(pools, self._columns["weight"], strict=True)
-        self._columns["weight"] = tuple(weight if parts else 0.0 for parts, weight in weights)
-        self.rows[:, COLUMN["weight"]] = torch.tensor(self._columns["weight"])
+        self.total_weight: float | None = None
 
     @cached_property
     def rows(self) -> Tensor:
@@ -130,13 +122,10 @@ class Table:
             return self._given
         return torch.frombuffer(self._given, dtype=torch.float32).view(self.num_ranks, -1)
 
-    def pool_parts(self) -> list[int]:
-        """For each rank the micro-batches in its step's pool; 0: it had none, or did not come to it."""
-        return [int(number) for number in self._columns["pool_parts"]]
-
-    def parts_done(self) -> list[int]:
-        """Micro-batches of the pool that each rank computed."""
-        return [int(number) for number in self._columns["parts"]]
+    def share_weight(self, weights: Sequence[float], total: float) -> None:
+        """The ranks share a step of this weight: each has so much of it, whatever its row tells."""
+        self._columns["weight"], self.total_weight = tuple(weights), total
+        self.rows[:, COLUMN["weight"]] = torch.tensor(weights)
 
     def compute_s(self) -> list[float]:
         """Seconds from entering ``step()`` to the end of each rank's own work; NaN: it never entered."""

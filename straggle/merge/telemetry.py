@@ -62,8 +62,8 @@ class Row(NamedTuple):
     replans: bool = False  # it has other parameters, and reports only that
     without_store: bool = False  # the job's store did not answer it
     admits: bool = False  # it lets others in after this step
-    pool_parts: int = 0  # micro-batches in the step's pool,
-    pool_weight: float = 0.0  # and the sum of their weights
+    pool_parts: int = 0  # as `StepReport` has it, which takes the largest of all ranks,
+    pool_weight: float = 0.0  # and this
     joins_over: int = 0  # the loops over `join` for which it has no more data after this step
     fingerprint: int = NO_FINGERPRINT  # of what it holds
     state: int = UNFINISHED  # the mark of what its forward pass changed beside gradients (`state/exchange.py`)

@@ -8,6 +8,7 @@
 | `submit` | this rank's row is written, and what is left of its part is launched next | either | yes |
 | `leave` | the training thread's work for its step is over, and not yet submitted | training | yes |
 | `rows_merged` | all ranks' rows are merged, and nobody has read them | either | yes |
+| `rows_read` | they are read, and the deadline of the next step is not yet decided | either | yes |
 | `merged` | the step is merged, and the next one has begun | either | yes |
 | `taken` | the training thread takes a merged step | training | yes |
 | `left` | gradients are in place, before the user's hooks | training | no |
@@ -62,6 +63,9 @@ class Wing:
     def rows_merged(self, current: Round) -> None:
         """Before the rows are read."""
 
+    def rows_read(self, current: Round) -> None:
+        """Before anything follows from the rows."""
+
     def merged(self, current: Round) -> None:
         """The step is merged."""
 
@@ -92,6 +96,7 @@ class Wings:
         self.submit = _of(wings, Wing.submit)
         self.leave = _of(wings, Wing.leave)
         self.rows_merged = _of(wings, Wing.rows_merged)
+        self.rows_read = _of(wings, Wing.rows_read)
         self.merged = _of(wings, Wing.merged)
         self.taken = _of(wings, Wing.taken)
         self.left = _of(wings, Wing.left)
