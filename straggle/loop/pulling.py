@@ -127,12 +127,8 @@ class Pulling(Wing):
     # -- after each step
 
     def rows_read(self, current: Round) -> None:
-        """Of a step that has a pool, a rank that did not come to it had nothing: its weight is of another step."""
-        table = current.table
-        if any(pools := table.column("pool_parts")):
-            weights = zip(pools, table.column("weight"), strict=True)
-            own = [weight if parts else 0.0 for parts, weight in weights]
-            table.share_weight(own, max(table.column("pool_weight")))
+        """Of a step that has a pool, what each rank did is its share."""
+        if shared_out(current.table):
             self._rank.deadline.work_is_dealt()
 
     def left(self, current: Round) -> None:
@@ -201,6 +197,15 @@ class Pulling(Wing):
         self._done = deque(done, maxlen=WINDOW)
         self._present, self._draws = tuple(state["present"]), bool(state["draws"])
         self._expect(self._usual())
+
+
+def shared_out(table: Table) -> bool:
+    """Whether the step had a pool. A rank that did not come to it had nothing: its row has another step's weight."""
+    if not any(pools := table.column("pool_parts")):
+        return False
+    weights = zip(pools, table.column("weight"), strict=True)
+    table.share_weight([weight if parts else 0.0 for parts, weight in weights], max(table.column("pool_weight")))
+    return True
 
 
 def _did(num_parts_done: int, compute_s: float, num_parts: int) -> Did:

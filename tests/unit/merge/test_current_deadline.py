@@ -43,11 +43,10 @@ def table_of(**fields):
     return Table(torch.stack([row.encode()] * 2), 0)
 
 
-def test_policy_sees_that_work_is_dealt_from_a_pool_or_as_it_is_said():
-    drawn, told, alone = (CurrentDeadline(FixedDeadline(2.0), LateHandling(), 2) for _ in range(3))
+def test_policy_sees_that_work_is_dealt_if_it_is_said():
+    told, alone = (CurrentDeadline(FixedDeadline(2.0), LateHandling(), 2) for _ in range(2))
     told.work_is_dealt()
-    drawn.decide(table_of(pool_parts=4))
     for deadline in (told, alone):
         deadline.decide(table_of())
-    assert (drawn.history.dealt, told.history.dealt, alone.history.dealt) == (True, True, False)
+    assert (told.history.dealt, alone.history.dealt) == (True, False)
     assert told.history.last(1).dealt

@@ -8,6 +8,7 @@ from telemetry_rows import row_of
 from training import mlp
 
 from straggle.backward.stages import plan_stages
+from straggle.loop.pulling import shared_out
 from straggle.merge.names import ScalarNames
 from straggle.merge.step_record import StepRecord
 from straggle.merge.table import Table
@@ -28,7 +29,9 @@ def weights(merged, pool_weight=0.0, nonfinite=0):
     rows = [row_of(compute_s=0.1, busy_s=0.1, weight=own, **alike, **pool).encode() for own in (*WEIGHTS, 0.0)]
     rows = torch.stack(rows)
     rows[1, NONFINITE] = nonfinite
-    record = StepRecord(0, 0.1, math.inf, PLAN, Table(rows, NUM_STAGES), ScalarNames({}), merged_weights=merged)
+    table = Table(rows, NUM_STAGES)
+    assert shared_out(table) == (pool_weight > 0)
+    record = StepRecord(0, 0.1, math.inf, PLAN, table, ScalarNames({}), merged_weights=merged)
     return [stage.weight for stage in record.report.stages]
 
 

@@ -1,0 +1,38 @@
+"""What the rows of a step with a pool say, before the next deadline is decided."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from telemetry_rows import row_of
+
+from straggle import FixedDeadline, LateHandling
+from straggle.loop.pulling import Pulling
+from straggle.merge.current_deadline import CurrentDeadline
+from straggle.merge.table import Table
+
+
+def after(*rows):
+    """The table of a step with these rows and no stages, and the deadline of a rank that has read them."""
+    table = Table(torch.stack([row_of(compute_s=1.0, busy_s=1.0, **row).encode() for row in rows]), 0)
+    deadline = CurrentDeadline(FixedDeadline(2.0), LateHandling(), len(rows))
+    channel = SimpleNamespace(rank=0, world_size=len(rows))
+    Pulling(SimpleNamespace(channel=channel, deadline=deadline)).rows_read(SimpleNamespace(table=table))
+    return table, deadline
+
+
+@pytest.mark.parametrize("pool_parts", [0, 4])
+def test_policy_sees_that_work_is_dealt_from_a_pool(pool_parts):
+    table, deadline = after({"pool_parts": pool_parts}, {"pool_parts": pool_parts})
+    deadline.decide(table)
+    assert deadline.history.dealt == (pool_parts > 0)
+
+
+def test_a_rank_that_did_not_come_to_a_pool_has_no_share_of_it():
+    table, _ = after({"pool_parts": 4, "pool_weight": 8.0, "weight": 6.0}, {"weight": 3.0})
+    assert (table.weight(), table.total_weight) == ([6.0, 0.0], 8.0)
+
+
+def test_without_a_pool_each_rank_has_the_weight_that_its_row_says():
+    table, _ = after({"weight": 6.0}, {"weight": 3.0})
+    assert (table.weight(), table.total_weight) == ([6.0, 3.0], None)
