@@ -183,9 +183,9 @@ def test_command_exists_and_its_keys_are_valid(
     for entry in ROOT.iterdir():
         if entry.name != "runs":
             (tmp_path / entry.name).symlink_to(entry)
-    for folder in ("checkpoint", "decisions"):  # what resume=true and replay= look for
+    for folder in ("checkpoint/step1", "decisions"):  # what resume=true and replay= look for
         (tmp_path / "runs" / "latest" / folder).mkdir(parents=True)
-    (tmp_path / "runs" / "latest" / "checkpoint" / "state.json").touch()
+    (tmp_path / "runs" / "latest" / "checkpoint" / "step1" / "state.json").touch()
     record_a_run(tmp_path / "runs" / "latest")
     monkeypatch.chdir(tmp_path)
     check_command(words)
