@@ -8,7 +8,7 @@ next to the input.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from straggle.report import StepReport
@@ -59,14 +59,6 @@ def jain_index(values: Sequence[float]) -> float:
     """
     squares = math.fsum(value * value for value in values)
     return math.fsum(values) ** 2 / (len(values) * squares) if squares > 0 else math.nan
-
-
-def fairness_of(reports: Iterable[StepReport]) -> Fairness:
-    """The fairness of these steps; of stages, since they were last planned."""
-    contributions = Contributions()
-    for report in reports:
-        contributions.add(report)
-    return contributions.fairness()
 
 
 class Contributions:

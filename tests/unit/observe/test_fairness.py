@@ -5,7 +5,14 @@ import math
 import pytest
 
 from straggle import RankReport, StageReport, StepReport
-from straggle.observe.fairness import fairness_of, jain_index
+from straggle.observe.fairness import Contributions, jain_index
+
+
+def fairness_of(reports):
+    contributions = Contributions()
+    for report in reports:
+        contributions.add(report)
+    return contributions.fairness()
 
 
 def rank(number, *shares, weight=1.0, **rest):
