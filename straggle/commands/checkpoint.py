@@ -72,7 +72,7 @@ class Checkpoint:
         """
         try:
             is_first = dist.get_rank() == 0
-            new = on_all_ranks(lambda: durable.begin(self.directory, step) if is_first else Path())[0]
+            new = self.directory / on_all_ranks(lambda: durable.begin(self.directory, step).name if is_first else "")[0]
             sealed = on_all_ranks(lambda: _write(new, model, optimizer, model.straggle_state(), dealt, common=is_first))
             files = {name: seal for of_rank in sealed for name, seal in of_rank.items()}
             on_all_ranks(lambda: durable.publish(new, _about(step), files) if is_first else None)
@@ -135,10 +135,9 @@ class Checkpoint:
             )
 
     def _give_up(self) -> None:
-        """Remove what was written of an incomplete checkpoint, to make room."""
-        if dist.get_rank() == 0:
-            with contextlib.suppress(OSError):  # why it could not be written is reported already
-                durable.remove_unfinished(self.directory)
+        """Remove what was written of an incomplete checkpoint, to make room; on each rank, as each may have a disk."""
+        with contextlib.suppress(OSError):  # why it could not be written is reported already, or a peer has removed it
+            durable.remove_unfinished(self.directory)
 
     # -- reading
 

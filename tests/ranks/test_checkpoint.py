@@ -315,6 +315,28 @@ def test_checkpoint_that_cannot_be_written_is_told_on_all_ranks_and_the_one_befo
         assert step == 3
 
 
+def save_on_ones_own_disk(rank, directory):
+    """Twice, where no rank sees what another writes; what is then said, and what is left on this rank's disk."""
+    checkpoint = Checkpoint(directory / str(rank) / "checkpoint")
+    module, said = mlp(), []
+    with staged(module, estimator=MovingAverage()) as model:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for step in range(2):
+            trained(module, model, optimizer, rank, [step])
+            try:
+                checkpoint.save(step + 1, model, optimizer)
+            except NotSaved as error:
+                said.append(str(error))
+    return said, list(checkpoint.directory.iterdir())
+
+
+def test_checkpoint_on_disks_that_are_not_shared_is_refused_and_leaves_nothing_on_any(tmp_path):
+    for said, left in run_ranks(save_on_ones_own_disk, 2, tmp_path):
+        assert len(said) == 2
+        assert all("rank 0: " in sentence and "rank1.pt" in sentence for sentence in said)
+        assert left == []
+
+
 def test_unfinished_checkpoint_is_no_checkpoint(tmp_path):
     run_ranks(replaced, 1, tmp_path)
     (tmp_path / "checkpoint" / "step2" / "state.json").unlink()
