@@ -17,11 +17,18 @@ ALL = f"methods=[{','.join(METHODS)}]"
 @pytest.mark.slow
 def test_all_methods_train_in_turns_under_several_scenarios(tmp_path: Path) -> None:
     keys = (ALL, "scenarios=[none,slow_rank]", "workload=digits", "steps=4", "block=2", "num_microbatches=2")
-    keys += ("workload.channels=8", "workload.depth=3", "batch_size=4", "deadline=first_k", "deadline.k=2")
+    keys += (
+        "workload.channels=8",
+        "workload.depth=3",
+        "batch_size=4",
+        "deadline=first_k",
+        "deadline.k=2",
+        "+methods.equal.rebalance=null",
+    )
     out = run_command("compare", 4, *keys, "run_dir=run", folder=tmp_path)
     for scenario in ("none", "slow_rank"):
         results = json.loads((tmp_path / "run" / scenario / "compare.json").read_text())
-        assert sorted(results) == METHODS
+        assert sorted(results) == sorted([*METHODS, "equal"])
         assert all(fields["replicas_identical"] for fields in results.values())
         assert results["ddp"]["step_time_ratio"] == results["ddp"]["time_to_loss_ratio"] == 1.0
         assert results["ddp"]["dropped_share"] == results["local_sgd"]["dropped_share"] == 0.0

@@ -47,8 +47,8 @@ def test_what_does_not_go_with_it_is_refused(keys, words):
 
 def test_a_method_of_compare_needs_several_micro_batches():
     with pytest.raises(ConfigurationError, match="above 1"):
-        load("compare", [*TINY, "methods=[ddp,straggle_pulled]"])
-    load("compare", [*TINY, "methods=[ddp,straggle_pulled]", "num_microbatches=4"])
+        load("compare", [*TINY, "+methods.pulled.work=pulled"])
+    load("compare", [*TINY, "+methods.pulled.work=pulled", "num_microbatches=4"])
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,18 @@ def test_straggle_is_the_runs_own_configuration():
     assert {key: own[key] for key in own} == {key: config[key] for key in config if key != "methods"}
 
 
+def test_method_of_the_command_line_is_the_runs_own_but_for_what_it_names():
+    keys = ["num_microbatches=4", "+methods.equal.rebalance=null", "+methods.equal.work=pulled"]
+    config = load("compare", [*keys, "+methods.equal.deadline={_target_: straggle.FixedDeadline, budget_s: 2.0}"])
+    own = of_method(config, "equal")
+    assert (own.rebalance, own.work, dict(own.deadline)) == (
+        None, "pulled", {"_target_": "straggle.FixedDeadline", "budget_s": 2.0}
+    )  # fmt: skip
+    assert {key: own[key] for key in own if key not in ("rebalance", "work", "deadline")} == {
+        key: config[key] for key in config if key not in ("rebalance", "work", "deadline", "methods")
+    }
+
+
 def test_method_replaces_a_class_and_overrides_single_keys():
     own = of_method(load("compare", ["methods=[ddp,dropcompute]", "late_handling.max_lag=3"]), "dropcompute")
     assert own.deadline.keys() == {
