@@ -18,10 +18,10 @@ from straggle.loop.parameters import WrappedParameters
 from straggle.loop.planning import Planning
 from straggle.loop.pulling import Pulling
 from straggle.loop.replanning import Replanning
-from straggle.loop.replayed import Replayed
 from straggle.loop.step_warnings import StepWarnings
 from straggle.loop.uneven import Joins
 from straggle.merge.alike import Wrapped
+from straggle.merge.buffers import bytes_on_wire
 from straggle.merge.channel import Channel
 from straggle.merge.links.job_pings import JobPings
 from straggle.merge.members.elastic import ElasticChannel
@@ -29,34 +29,47 @@ from straggle.merge.members.meeting import meet_members
 from straggle.merge.members.view import Elastic
 from straggle.merge.members.wing import Members
 from straggle.merge.phases import Phase, when_left
+from straggle.merge.rank_parts import RankParts
 from straggle.merge.saved_state import RankState, SharedMemory
 from straggle.merge.state.module_state import ModuleState
-from straggle.merge.wing import Wing, Wings
+from straggle.merge.wing import Wings
+from straggle.policies.rank_links import RankLink
+from straggle.replay.wing import Replay
 from straggle.report import MembersReport
 
 
 @dataclass(frozen=True)
+class OptionalParts:
+    """The wings of a model; ``members``: ``None`` if ranks cannot leave."""
+
+    replay: Replay
+    pulling: Pulling
+    pings: JobPings
+    members: Members | None
+
+    def all_of_them(self) -> Wings:
+        """As the core has them: in each phase they come in this order."""
+        members = [] if self.members is None else [self.members]
+        return Wings(self.replay, self.pulling, self.pings, *members)
+
+
+@dataclass(frozen=True)
 class Built:
-    """A model's parts; ``members``: ``None`` if ranks cannot leave. ``phases``: of leaving a step."""
+    """A model's parts. ``phases``: of leaving a step."""
 
     parts: ModelParts
+    wings: OptionalParts
     steps: OptimizerSteps
     warnings: StepWarnings
     replanning: Replanning
     planning: Planning
     joins: Joins
     rank_state: RankState
-    replayed: Replayed
-    pulling: Pulling
-    pings: JobPings
-    members: Members | None
     phases: tuple[Phase, ...]
 
     def closing(self) -> Callable[[], None]:
-        """What ends the threads of the model, and removes its hooks; it holds the parts that these need alone."""
-        parts = self.parts
-        wings = (self.pings.close, *parts.wings.close)
-        return partial(_close, wings, parts, self.steps.handles)
+        """What ends the threads of the model, and removes its hooks."""
+        return partial(_close, self.parts, self.steps.handles)
 
 
 def build(
@@ -77,35 +90,46 @@ def build(
     state = ModuleState(module, options.merge.buffers, channel.rank, parameters.all[0].device)
     rank = rank_parts(module, options, parameters, channel, state)
     member = Members(rank, channel) if isinstance(channel, ElasticChannel) else None
-    own: list[Wing] = [pulling := Pulling(rank), *([] if member is None else [member])]
-    parts = model_parts(module, options, parameters, rank, state, Wings(*own), registers)
-    pulling.attach(parts.opened)
-    built = _with_the_loop(module, parts, pulling, member, registers)
+    wings = _wings(rank, member, merged_bytes=bytes_on_wire(parameters.all, options.merge.dtype_on_wire))
+    parts = model_parts(module, options, parameters, rank, state, wings.all_of_them(), registers)
+    wings.pulling.attach(parts.opened)
+    built = _with_the_loop(module, parts, wings, registers)
     if member is not None:
         _attach(member, module, built, registers)
     return built
 
 
-def _with_the_loop(
-    module: nn.Module, parts: ModelParts, pulling: Pulling, members: Members | None, registers: HookRegisters
-) -> Built:
+def _wings(rank: RankParts, members: Members | None, *, merged_bytes: int) -> OptionalParts:
+    pings = JobPings(
+        rank,
+        merged_bytes=merged_bytes,
+        begins=members is not None and members.comes_late,
+        out=frozenset if members is None else members.out_by_link,
+        on_long=_nothing if members is None else members.member.judge_long_merge,
+    )
+    return OptionalParts(Replay(rank, rank.channel), Pulling(rank), pings, members)
+
+
+def _nothing(_links: Sequence[RankLink]) -> None:
+    """No rank can be put out."""
+
+
+def _with_the_loop(module: nn.Module, parts: ModelParts, wings: OptionalParts, registers: HookRegisters) -> Built:
     """What the loop around a step needs beside it."""
     options, channel, coordinator = parts.options, parts.channel, parts.coordinator
     drops_nonfinite = options.merge.nonfinite == "drop"
     steps = OptimizerSteps(parts.parameters.all, parts.opened, drops_nonfinite=drops_nonfinite)
     warnings, joins = StepWarnings(channel.rank, options.merge, parts.opened), Joins()
-    replayed = Replayed(coordinator)
-    pings = JobPings(channel, coordinator, None if members is None else members.member)
     rank_state = RankState(
         coordinator,
         module,
         options.estimator,
         stages=options.stages,
         world_size=channel.world_size,
-        parts={"pool": pulling},
+        parts={"pool": wings.pulling},
     )
     replanning = Replanning(module, parts, steps, rank_state)
-    planning = Planning(module, parts, replanning, replayed)
+    planning = Planning(module, parts, replanning)
     phases = when_left(
         warn=warnings.merged,
         end_loops=joins.merged,
@@ -113,12 +137,10 @@ def _with_the_loop(
         plan_stages=planning.merged,
         compare=warnings.of_different_replicas,
         hooks=registers.merged,
-        wings=(*parts.wings.left, pings.merged),
+        wings=parts.wings.left,
         last=parts.wings.last,
     )
-    return Built(
-        parts, steps, warnings, replanning, planning, joins, rank_state, replayed, pulling, pings, members, phases
-    )
+    return Built(parts, wings, steps, warnings, replanning, planning, joins, rank_state, phases)
 
 
 def _attach(members: Members, module: nn.Module, built: Built, registers: HookRegisters) -> None:
@@ -133,7 +155,7 @@ def _attach(members: Members, module: nn.Module, built: Built, registers: HookRe
         shared={
             "straggle.joins": built.joins,
             "straggle.estimator": SharedMemory(parts.options.estimator, module),
-            "straggle.pulling": built.pulling,
+            "straggle.pulling": built.wings.pulling,
             "straggle.state": parts.state,
         },
     )
@@ -162,9 +184,9 @@ def _members_changed(reference: weakref.ref[HookRegisters], report: MembersRepor
         registers.members_changed(report)
 
 
-def _close(wings: Sequence[Callable[[], object]], parts: ModelParts, handles: Sequence[RemovableHandle]) -> None:
-    for end in wings:
-        end()
+def _close(parts: ModelParts, handles: Sequence[RemovableHandle]) -> None:
+    for phase in parts.wings.close:
+        phase()
     parts.coordinator.close()
     parts.hooks.close()
     parts.state.close()

@@ -35,13 +35,15 @@ from straggle.merge.checks import (
 from straggle.merge.members.view import Elastic
 from straggle.merge.options import Merge
 from straggle.merge.rank_state import Entry
-from straggle.merge.replay import Decision, Recording
+from straggle.merge.round import Round
 from straggle.merge.saved_state import SavedState
 from straggle.merge.step_record import StepRecord
 from straggle.merge.telemetry import NO_FINGERPRINT
 from straggle.policies.deadline import Deadline, LateHandling, as_deadline
 from straggle.policies.estimators import Abstain, Estimator
 from straggle.policies.history import History
+from straggle.replay.decision import Decision, Recording
+from straggle.replay.wing import decision_of
 from straggle.report import HealingReport, MembersReport, StepReport
 from straggle.step import Pause, Step
 
@@ -53,10 +55,10 @@ _OF_A_REPLICA = ("rank", "world_size", "_planning", "_coordinator", "_current_de
 
 @dataclass
 class _LastStep:
-    """What was merged last, and what this rank decided in that step: attributes of a module are slow to set."""
+    """What was merged last, and its record: attributes of a module are slow to set."""
 
     record: StepRecord | None = None
-    decision: Decision | None = None
+    merged: Round | None = None
 
 
 class StagedDataParallel(nn.Module):
@@ -118,20 +120,18 @@ class StagedDataParallel(nn.Module):
             wrapper=StagedDataParallel,
             registers=self._registers,
         )
-        parts = built.parts
-        self._wings, self._phases, self._members = parts.wings, built.phases, built.members
+        parts, wings = built.parts, built.wings
         self._channel, self._coordinator, self._open = parts.channel, parts.coordinator, parts.opened
         self._wrapped, self._hooks, self._state = parts.parameters, parts.hooks, parts.state
+        self._wings, self._phases = parts.wings, built.phases
+        self._members, self._pings, self._replay, self.pulling = wings.members, wings.pings, wings.replay, wings.pulling
         self._joins, self._steps, self._warnings = built.joins, built.steps, built.warnings
-        self._planning, self._replanning, self._replayed = built.planning, built.replanning, built.replayed
-        self._rank_state, self._pings, self.pulling = built.rank_state, built.pings, built.pulling
+        self._planning, self._replanning, self._rank_state = built.planning, built.replanning, built.rank_state
         self.rank, self.world_size = self._channel.rank, self._channel.world_size
         self.idle = False  # this rank has no data for the steps from here on: it takes part with weight 0
         self.default_weight = 1.0  # of a step whose `Step.weight` the loop does not set
         self._finalizer = weakref.finalize(self, built.closing())
         self._of_the_job = frozenset(self.__dict__) - own
-        if self.comes_late:
-            self._pings.begin()  # its peers may want to know its link before they let it in
         for phase in self._wings.built:
             phase()
 
@@ -367,7 +367,7 @@ class StagedDataParallel(nn.Module):
     @property
     def last_decision(self) -> Decision | None:
         """What this rank decided in its last step: recorded for each step, it makes the run repeatable (`replay`)."""
-        return self._last.decision
+        return None if self._last.merged is None else decision_of(self._open, self._last.merged)
 
     def replay(self, recording: Recording) -> None:
         """Decide as in a recorded run instead of by the clock; before the first step, on all ranks alike.
@@ -377,7 +377,7 @@ class StagedDataParallel(nn.Module):
         Raises ``ValueError`` for a recording of steps in which the members changed (`Elastic`), and after that.
         """
         self._before_first_step("replay")
-        self._replayed.follow(recording)
+        self._replay.follow(recording)
 
     def pause(self) -> Pause:
         """Between two steps, on all ranks: what comes until `resume` belongs to no step, and no rank is late in it.
@@ -432,7 +432,10 @@ class StagedDataParallel(nn.Module):
         self._hooks.keep_last()
         checked = self._options.merge.checks(number)
         share = self._joins.share_of(number)
-        self._open.enter(step, self._replayed.decision(), self._entry(step, share, checked=checked), checked=checked)
+        entry = self._entry(step, share, checked=checked)
+        for phase in self._wings.entry:
+            entry = phase(entry)
+        self._open.enter(step, entry, checked=checked)
         if 0 < share < 1:
             self._open.end_data(own_passes(step.num_microbatches, share))
         if self.default_weight != 1.0:
@@ -459,7 +462,7 @@ class StagedDataParallel(nn.Module):
             return False
         if step.optimizer is not None:
             self._steps.stepped_in_block(step.optimizer)
-        self._last.decision, self._last.record = self._open.decision(merged), merged.record
+        self._last.merged, self._last.record = merged, merged.record
         for phase in self._phases:
             phase(merged)
         return error is not None

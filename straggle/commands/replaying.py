@@ -18,8 +18,8 @@ from straggle.commands.config_schema import ConfigurationError
 from straggle.commands.trusted_targets import check_targets
 from straggle.data.rebalance import Rebalance
 from straggle.lab.jobs import StagedJob
-from straggle.merge.replay import Recording, check_members
 from straggle.observe.recording import DecisionWriter, file_of, read_recording
+from straggle.replay.decision import Recording, check_members
 
 _log = logging.getLogger(__name__)
 

@@ -9,8 +9,6 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +22,10 @@ from straggle.backward.stages import PlanLearner, StagePlan
 from straggle.backward.step_in_parts import StepInParts
 from straggle.loop.by_hand import ByHand, check_dense
 from straggle.loop.parameters import WrappedParameters
+from straggle.loop.stop_rules import ByClock, NoData
 from straggle.merge.checks import check_passes_to_come
 from straggle.merge.coordinator import Coordinator
-from straggle.merge.rank_state import Entry, TrainingSide
-from straggle.merge.replay import Decision
+from straggle.merge.rank_state import Entry
 from straggle.merge.round import Round
 from straggle.merge.state.exchange import Given
 from straggle.merge.state.module_state import ModuleState
@@ -39,59 +37,6 @@ _log = logging.getLogger(__name__)
 _STRIDED = torch.strided
 _NOTHING_KEPT = KeptGradients(())
 _NO_RUN = -2  # is no number of a run, nor that of being outside of all
-
-
-class StopRule(Protocol):
-    """What ends this rank's part in a step; the two answers depend on nothing else of the open step."""
-
-    def takes(self, num_gradients: int) -> bool:
-        """Whether a gradient may still go into the merge, as ``num_gradients`` did before it."""
-
-    def stops(self, num_checks: int) -> bool:
-        """Whether to leave the step now; it was asked ``num_checks`` times before."""
-
-
-class ByClock:
-    """A rank is late when its deadline is over and a quorum waits: the stand-in watches the clock (`stand_in.py`)."""
-
-    def __init__(self, training: TrainingSide) -> None:
-        self._training = training
-
-    def takes(self, num_gradients: int) -> bool:  # noqa: ARG002
-        """Any; the coordinator leaves out those that come after the merge."""
-        return True
-
-    def stops(self, num_checks: int) -> bool:  # noqa: ARG002
-        """Whether the stand-in said so."""
-        training = self._training
-        return training.stop_step >= training.step or training.asked_step >= training.step
-
-
-class AsRecorded:
-    """A replay stops where the recorded run did."""
-
-    def __init__(self, decision: Decision) -> None:
-        self._decision = decision
-
-    def takes(self, num_gradients: int) -> bool:
-        """Those that were in time then."""
-        return num_gradients < self._decision.num_gradients
-
-    def stops(self, num_checks: int) -> bool:
-        """At the same check as then."""
-        return num_checks == self._decision.left_at
-
-
-class NoData:
-    """A rank whose loader is exhausted computes nothing (`StagedDataParallel.join`)."""
-
-    def takes(self, num_gradients: int) -> bool:  # noqa: ARG002
-        """Any; it computes none."""
-        return True
-
-    def stops(self, num_checks: int) -> bool:  # noqa: ARG002
-        """At once."""
-        return True
 
 
 class OpenStep(PassWatcher):
@@ -117,6 +62,9 @@ class OpenStep(PassWatcher):
         self._named, self._parameters = wrapped.named, wrapped.all
         self._by_hand = ByHand(wrapped)
         self._coordinator, self._training = coordinator, coordinator.training
+        self._by_clock = ByClock(coordinator.training)
+        self.last_passes: Passes = coordinator.training.passes  # of the step that was left last
+        self.last_left_at: int | None = None  # how often it had asked whether to go on when it was late in that
         self.stopwatch = coordinator.stopwatch
         self._state = state
         self._fill_in = fill_in
@@ -134,19 +82,16 @@ class OpenStep(PassWatcher):
 
     # -- the two ends of the block
 
-    def enter(self, step: Step, replayed: Decision | None, entry: Entry, *, checked: bool) -> None:
-        """Begin; ``replayed``: this rank does as recorded. The entry lacks what is known of kept gradients.
+    def enter(self, step: Step, entry: Entry, *, checked: bool) -> None:
+        """Begin; the entry lacks what is known of kept gradients.
 
         ``checked``: the ranks compare what they hold in this step.
         """
         self._watch_step()
         self._kept = KeptGradients(self._parameters)
-        self._replayed = replayed
-        if replayed is not None and replayed.idle is not None:
-            entry = entry._replace(idle=replayed.idle, entered=replayed.entered)
-        self._idle = entry.idle and (replayed is None or replayed.idle is None)  # otherwise it stops as recorded
-        by_clock: StopRule = ByClock(self._training) if replayed is None else AsRecorded(replayed)
-        self._rule = NoData() if self._idle else by_clock
+        rule = entry.rule or self._by_clock
+        self._idle = entry.idle and not rule.stops_idle
+        self.rule = NoData() if self._idle else rule
         self._passes_with_data = sys.maxsize  # fewer than were announced where the loop runs out of data
         self.stopped = False
         self._num_forward = 0  # passes that were finished
@@ -165,13 +110,8 @@ class OpenStep(PassWatcher):
         self._outputs: list[weakref.ref[Tensor]] = []
         self._learner.step_begins()
         self.stopwatch.enter("data")
-        max_over = None if replayed is None else replayed.num_over
-        if (kept := self._kept.mark, max_over) != (entry.kept, entry.max_over):
-            entry = entry._replace(kept=kept, max_over=max_over)
-        if replayed is not None:
-            entry = entry._replace(had_work=replayed.had_work)
-            if replayed.joins_over is not None:
-                entry = entry._replace(joins_over=replayed.joins_over)
+        if (kept := self._kept.mark) != entry.kept:
+            entry = entry._replace(kept=kept)
         self._state.begin(checked=checked)
         self._coordinator.enter(entry)
         self.step = step
@@ -186,11 +126,6 @@ class OpenStep(PassWatcher):
     def idle(self) -> bool:
         """Whether this rank has no data for the step."""
         return self._idle
-
-    @property
-    def replayed(self) -> Decision | None:
-        """What the rank is to do in the step, as it was recorded."""
-        return self._replayed
 
     def use(self, made: Callable[[Passes], AnyPasses]) -> AnyPasses:
         """The step has the passes that ``made(those that it has)`` gives, which is called with the lock held."""
@@ -221,7 +156,7 @@ class OpenStep(PassWatcher):
     def _end_without_data(self) -> None:
         """Nothing more of the step is begun, if the rank has no data for it."""
         if self.num_over >= self._passes_with_data:
-            self._rule = NoData()
+            self.rule = NoData()
 
     def expect(self, number: int) -> None:
         """The step has this many backward passes. Raises where that comes too late (`Step.num_microbatches`)."""
@@ -253,12 +188,12 @@ class OpenStep(PassWatcher):
                 failed=self.failed,
                 scalars=step.scalars,
                 given=self._give_state(truncated=truncated),
-                abstain=self._replayed is not None and self._replayed.stood_in,
-                left_at=self._left_at,
+                abstain=self.rule.abstains,
                 on_merged=None if self._optimizing is None else self._step_early,
             )
         finally:
-            self.num_announced = step.num_microbatches
+            self.num_announced, self.last_passes = step.num_microbatches, self._training.passes
+            self.last_left_at = self._num_checks if self.stopped else None
             self.step, self._grouped_run, self.on_backward = None, _NO_RUN, None
             if isinstance(error, DeadlineReached):
                 release_graph(error, self._outputs)
@@ -278,40 +213,15 @@ class OpenStep(PassWatcher):
         release_graph(error, self._outputs)
         self._outputs.clear()
 
-    def decision(self, merged: Round) -> Decision:
-        """What this rank decided in the step that it left, for a recording."""
-        # also those that came after its part was submitted: they have run
-        parts, submitted = self._training.passes.parts, merged.passes.parts
-        decision = Decision(
-            merged.step,
-            merged.num_gradients,
-            self._left_at,
-            merged.stood_in,
-            merged.num_over,
-            parts=parts,
-            had_work=merged.had_work,
-            joins_over=merged.joins_over,
-            num_parts=None if submitted is None or submitted == parts else len(submitted),
-            members_changed=merged.generation > 0,
-        )
-        if merged.entered:
-            return decision  # the loop says whether there are data for the step
-        return replace(decision, idle=merged.idle, entered=False)
-
-    @property
-    def _left_at(self) -> int | None:
-        """How often the pass had asked whether to go on when this rank was late; ``None``: it is not."""
-        return self._num_checks if self.stopped else None
-
     @property
     def optimizing(self) -> bool:
         """Whether an optimizer is being stepped by this step, and not by the loop."""
         return self._optimizing is not None and self._optimizing.running
 
     def passes_came_short(self, merged: Round) -> bool:
-        """Whether passes may be missing by mistake: what a replay, a stand-in or missing data took is none."""
+        """Whether passes may be missing by mistake, and not for want of time or data, or by a rule without a clock."""
         explained = self.failed or self.stopped or merged.stood_in or self._idle
-        return not explained and self._replayed is None and self._training.passes.follow_loop
+        return not explained and self.rule.by_clock and self._training.passes.follow_loop
 
     # -- forward
 
@@ -378,15 +288,15 @@ class OpenStep(PassWatcher):
     def _joins_and_groups(self) -> bool:
         """A gradient comes from a run that has no groups so far; whether it has from here on.
 
-        There are none where the merge must know of each gradient at once: in a nested run, in a pass too many, in a
-        replay, for an estimator that reads it, and while the plan is learned.
+        There are none where the merge must know of each gradient at once: in a nested run, in a pass too many, by a
+        rule without a clock, for an estimator that reads it, and while the plan is learned.
         """
         self._joins_if_new()
         self._merge_waiting()
         assert self.step is not None
         if learning := self._learner.times is not None:
             self.groups.note_stream()
-        plain = self._replayed is None and not self._idle and not self._fill_in.reads_own and not learning
+        plain = self.rule.by_clock and not self._idle and not self._fill_in.reads_own and not learning
         alone = self._runs == {self._own} and self.pass_number < min(self.step.num_microbatches, self._passes_with_data)
         grouped = plain and alone and bool(self.groups.ends)
         self._grouped_run = current_run() if grouped else _NO_RUN
@@ -398,17 +308,17 @@ class OpenStep(PassWatcher):
             return
         if self._learner.times is not None:
             self._learner.times.finished(self._waiting[0][0])
-        if self._rule.takes(self._num_taken - 1):
+        if self.rule.takes(self._num_taken - 1):
             if self._coordinator.merge_waiting() and self._limit is not None:
                 self._limit.stage_finished()
-        else:  # it came too late in the run that is replayed
+        else:  # it comes too late by the rule
             self._coordinator.discard_waiting()
 
     def check(self) -> None:
         """Leave the step if its rule says so."""
         if (step := self.step) is None or step.between or (self._complete_microbatches and in_backward()):
             return
-        if not self._rule.stops(self._num_checks) or not (self._idle or self.may_stop):
+        if not self.rule.stops(self._num_checks) or not (self._idle or self.may_stop):
             self._num_checks += 1
             return
         self._merge_waiting()  # they are finished
@@ -486,7 +396,7 @@ class OpenStep(PassWatcher):
         self._coordinator.keep(self._kept.mark)
         self._training.passes.check_none_by_hand()
         is_part = (truncated or self.failed) and self.step.num_microbatches > 1
-        if self._idle or is_part or not self._rule.takes(self._num_taken):
+        if self._idle or is_part or not self.rule.takes(self._num_taken):
             return
         if twice := self._coordinator.place(gradients):
             self._by_hand.refuse_twice(twice)

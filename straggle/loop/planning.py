@@ -8,7 +8,6 @@ from torch import nn
 from straggle.backward.stages import StagePlan, plan_stages
 from straggle.loop.model_parts import ModelParts
 from straggle.loop.replanning import Replanning
-from straggle.loop.replayed import Replayed
 from straggle.merge.alike import check_same_state
 from straggle.merge.round import Round
 
@@ -20,9 +19,9 @@ class Planning:
     when, in seconds; both empty before that.
     """
 
-    def __init__(self, module: nn.Module, parts: ModelParts, replanning: Replanning, replayed: Replayed) -> None:
+    def __init__(self, module: nn.Module, parts: ModelParts, replanning: Replanning) -> None:
         self._module, self._options, self._parts = module, parts.options, parts
-        self._replanning, self._replayed = replanning, replayed
+        self._replanning = replanning
         self.learned: tuple[list[int], list[float]] = ([], [])
         self.check_at(parts.coordinator.plan)
 
@@ -31,8 +30,9 @@ class Planning:
         if (times := self._parts.learner.step_complete()) is None:
             return
         channel, number = self._parts.channel, len(self._parts.parameters.all)
-        check_same_state(self._parts.coordinator.history, replays=self._replayed.is_on, channel=channel)
-        own = self._replayed.learned or (times.order(number), times.seconds(number))
+        given = [planned for phase in self._parts.wings.plan if (planned := phase()) is not None]
+        check_same_state(self._parts.coordinator.history, channel)
+        own = given[0] if given else (times.order(number), times.seconds(number))
         order, seconds = channel.of_rank0(torch.tensor(own, dtype=torch.float64)).tolist()
         self.use(list(map(int, order)), seconds)
 

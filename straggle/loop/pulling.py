@@ -25,6 +25,7 @@ from straggle.merge.round import Round
 from straggle.merge.step_passes import Passes
 from straggle.merge.table import Table
 from straggle.merge.wing import Wing
+from straggle.replay.wing import AsRecorded
 
 # A micro-batch beyond a rank's even part by so much is not asked for ahead: a slow rank that draws early what it can
 # only begin late is whom all others wait for. The answer that nothing is left, one beyond the even part, is.
@@ -67,7 +68,8 @@ class Pulling(Wing):
 
         With each come those that the rank has drawn beside it, in their order.
         """
-        opened, replayed = self._opened, self._opened.replayed
+        opened = self._opened
+        replayed = opened.rule.decision if isinstance(opened.rule, AsRecorded) else None
         of_pool = PoolWeights(weights, self._channel.world_size)
         if opened.idle or self._is_stopped():
             opened.use(lambda _: Drawn((), of_pool))
@@ -147,7 +149,7 @@ class Pulling(Wing):
             )
         self._learn(table, pools.pop())
         self._step_s.append(record.seconds)
-        if self._opened.replayed is None:
+        if self._opened.rule.by_clock:
             self._expect(self._usual())
 
     def _usual(self) -> PoolTimes:

@@ -103,19 +103,14 @@ def check_alike(mine: Wrapped, channel: Channel) -> None:
                 )
 
 
-def check_same_state(history: History, *, replays: bool, channel: Channel) -> None:
+def check_same_state(history: History, channel: Channel) -> None:
     """Raise ``ValueError`` on every rank where some have gone on from another state: after the first step."""
     content = hashlib.sha256()
     for name, numbers in sorted(history.tensors().items()):
         content.update(f"{name} {numbers.tolist()}".encode())
-    gathered = channel.gather((history.num_steps, replays, content.hexdigest()))
-    for rank, (num_steps, theirs_replay, theirs) in enumerate(gathered):
-        if theirs_replay != gathered[0][1]:
-            which = "replays" if theirs_replay else "does not replay"
-            raise ValueError(
-                f"rank {rank} {which} a recorded run, unlike rank 0: call replay() on all ranks or on none"
-            )
-        if (num_steps, theirs) != (gathered[0][0], gathered[0][2]):
+    gathered = channel.gather((history.num_steps, content.hexdigest()))
+    for rank, (num_steps, theirs) in enumerate(gathered):
+        if (num_steps, theirs) != tuple(gathered[0]):
             raise ValueError(
                 f"rank {rank} has a history of {num_steps} steps, and not that of rank 0, of {gathered[0][0]} steps: "
                 "call load_straggle_state() on all ranks with what was saved together, or on none"

@@ -78,7 +78,7 @@ class Coordinator:
 
     @property
     def is_planned(self) -> bool:
-        """Whether the stages stay as they are, as on all members that are as far."""
+        """Whether the stages stay as they are, as on all ranks that are as far."""
         return self._stand_in.started
 
     @property
@@ -311,14 +311,13 @@ class Coordinator:
         scalars: Mapping[str, float],
         given: Given = NOTHING_GIVEN,
         abstain: bool = False,
-        left_at: int | None = None,
         on_merged: Callable[[Round], None] | None = None,
     ) -> Round:
         """The training thread's work for its step is over: merge the rest, wait for the peers, and take the result.
 
         ``truncated``: it was cut short; ``failed``: a backward pass did not come to its end. ``given``: of the
         module's other state; ``abstain``: give what is finished and nothing else,
-        as the stand-in does. ``left_at``: as a `Decision` has it. ``on_merged(round)`` is called after each message
+        as the stand-in does. ``on_merged(round)`` is called after each message
         that was merged, while this waits.
         Raises `PeerFailed` when a rank failed in this step or cannot be reached.
         """
@@ -329,7 +328,6 @@ class Coordinator:
             mine = (current := self._open_own_round()) is not None
             self.training.leave(merges=mine)
             if current is not None:
-                current.left_at = left_at
                 if abstain:
                     now = self._submission.finished(current)
                 else:

@@ -16,6 +16,7 @@ from straggle.backward.kept import NONE, UNDECIDED
 from straggle.merge.fingerprint import Fingerprint
 from straggle.merge.round import Round
 from straggle.merge.step_passes import EqualPasses, Passes
+from straggle.merge.stop_rule import StopRule
 from straggle.merge.telemetry import NO_FINGERPRINT
 from straggle.policies.rank_links import Way
 
@@ -26,11 +27,12 @@ class Entry(NamedTuple):
     ``idle``: it has no data for it. ``fingerprint``: of what it holds, and of each of these
     ``tensors``, if the ranks compare them in this step.
     ``stepped``: how often its optimizers stepped since the merge before. ``kept``: the mark of the gradients that it
-    keeps, where that is decided. ``max_over``: as many of its passes are taken for over, where it replays. ``entered``:
-    false where it replays a step that was submitted before it had entered it. ``had_work``: as a
-    `Decision` has it, where it replays. ``joins_over``: the loops over `join` for which it has no more data, as far
-    as it knew then; if it replays, as a `Decision` has it. ``frozen``: a number for the merged parameters that need no
-    gradient. ``replans``: its parameters are others, and it gives nothing but that word.
+    keeps, where that is decided. ``joins_over``: the loops over `join` for which it has no more data, as far as it knew
+    then. ``frozen``: a number for the merged parameters that need no gradient. ``replans``: its parameters are others,
+    and it gives nothing but that word.
+    ``rule``: what ends its part in the step, if not the clock. By such a rule, ``max_over``: as many of its passes are
+    taken for over; ``entered``: whether it had entered the step when it was submitted; ``had_work``: whether what it
+    did not compute is missing.
     """
 
     num_microbatches: int = 1
@@ -42,6 +44,7 @@ class Entry(NamedTuple):
     max_over: int | None = None
     entered: bool = True
     had_work: bool | None = None
+    rule: StopRule | None = None
     joins_over: int = 0
     frozen: int = NONE
     replans: bool = False
@@ -71,7 +74,7 @@ class TrainingSide:
         # appended to without the lock, which costs too much for each micro-batch: a reader may see one less
         self.microbatch_s: list[float] = []  # when each was finished
         self.overrun_s = 0.0  # emptied by whoever submits
-        # ways to peers, and when; by the thread that pings, as a whole
+        # ways to peers, and when; by the thread that measures them, as a whole
         self.measured: tuple[tuple[float, Way], ...] = ()
         self.stopwatch = stopwatch
         self._made_at = stopwatch.now()
@@ -144,7 +147,7 @@ class TrainingSide:
         self.step, self.stop_step = step, min(self.stop_step, step - 1)
 
     def is_in(self, step: int) -> bool:
-        """Whether it is in this step; where it replays, whether it was when the step was submitted."""
+        """Whether it is in this step, or by its rule was when the step was submitted."""
         return self.step == step and self.entered_at is not None and self.entry.entered
 
     def passes_in(self, step: int) -> Passes:
@@ -156,7 +159,7 @@ class TrainingSide:
     def no_more_after(self, step: int, *, stood_in: bool) -> int:
         """For how many loops over `join` it has no more data after ``step``; its last batch is of its own step."""
         if stood_in and self.step == step and self.entered_at is not None:
-            return self.entry.joins_over  # it may take more batches; a replay submits only after that
+            return self.entry.joins_over  # it may take more batches
         return self.joins_over if self.step <= step else 0
 
     # -- any thread

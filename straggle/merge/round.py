@@ -121,10 +121,9 @@ class Round:
         self.buffers = buffers
         self.closed = False  # all collectives are launched
         self.stood_in = False
-        self.had_work: bool | None = None  # as a `Decision` has it,
-        self.joins_over: int | None = None  # and this
+        self.had_work: bool | None = None  # whether what was not computed is missing; `None`: nothing was
+        self.joins_over: int | None = None  # if it was stood in for: as its row has it
         self.idle, self.entered = False, True  # whether its rank had no data for it, and had entered it
-        self.left_at: int | None = None  # as in a `Decision`, where the training thread submitted it late
         self.stage_s = [math.nan] * len(layout.plan.stages)  # when each stage was complete
         self.layout = layout
         self.launched: list[list[dist.Work]] = []  # of each bucket whose merge has begun

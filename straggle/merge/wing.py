@@ -4,6 +4,8 @@
 | --- | --- | --- | --- |
 | `built` | the model is wrapped | training | no |
 | `enter` | between two steps, before anything of the next one; it may wait | training | no |
+| `entry` | this rank is about to enter a step with this | training | no |
+| `plan` | the stages are planned after the first step, all ranks together | training | no |
 | `stands_in` | the stand-in is about to submit what the training thread has finished | stand-in | yes |
 | `submit` | this rank's row is written, and what is left of its part is launched next | either | yes |
 | `leave` | the training thread's work for its step is over, and not yet submitted | training | yes |
@@ -27,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from straggle.merge.completion import Completion
+    from straggle.merge.rank_state import Entry
     from straggle.merge.round import Round
     from straggle.merge.telemetry import Row
 
@@ -49,6 +52,14 @@ class Wing:
 
     def enter(self) -> None:
         """Between two steps."""
+
+    def entry(self, entry: Entry) -> Entry:
+        """What this rank enters its step with."""
+        return entry
+
+    def plan(self) -> tuple[list[int], list[float]] | None:
+        """What the stages are to be planned from, as `Planning.learned` has it; ``None``: from this run."""
+        return None
 
     def stands_in(self) -> None:
         """Before the stand-in submits."""
@@ -92,6 +103,8 @@ class Wings:
         self.all = wings
         self.built = _of(wings, Wing.built)
         self.enter = _of(wings, Wing.enter)
+        self.entry = _of(wings, Wing.entry)
+        self.plan = _of(wings, Wing.plan)
         self.stands_in = _of(wings, Wing.stands_in)
         self.submit = _of(wings, Wing.submit)
         self.leave = _of(wings, Wing.leave)

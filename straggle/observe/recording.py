@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from straggle.merge.replay import Decision, Recording
 from straggle.observe.lines import LineWriter, bytes_before, is_cut
+from straggle.replay.decision import Decision, Recording
 
 
 def file_of(folder: Path, rank: int) -> Path:

@@ -14,7 +14,7 @@ from training import features, mlp
 
 import straggle
 from straggle import StagedDataParallel
-from straggle.merge.replay import Decision, Recording
+from straggle.replay.decision import Decision, Recording
 
 pytestmark = pytest.mark.light
 

@@ -14,13 +14,13 @@ from ranks import run_command, run_ranks, staged
 from repository import ROOT
 from training import TINY, features, mlp
 
-from straggle.merge.replay import Decision
 from straggle.observe.findings import advise
 from straggle.observe.lines import LineWriter
 from straggle.observe.recording import DecisionWriter, read_recording
 from straggle.observe.run import read_run, read_steps
 from straggle.observe.run_numbers import numbers_of
 from straggle.observe.trace import TraceWriter, read_trace
+from straggle.replay.decision import Decision
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from torch import nn
 from training import Chain, Stopper, features, grads, mlp, shared
 
 from straggle import Abstain, FixedDeadline, LastOwn
-from straggle.merge.replay import Recording
+from straggle.replay.decision import Recording
 
 pytestmark = pytest.mark.light
 NUM_PARTS = 8

@@ -11,8 +11,8 @@ from torch import nn
 from training import Signals, features, mlp
 
 from straggle import Elastic, LastOwn, LateHandling
-from straggle.merge.replay import Decision, Recording
 from straggle.observe.recording import DecisionWriter, read_recording
+from straggle.replay.decision import Decision, Recording
 
 STEPS = 30
 PARTLY = LateHandling(grace_s=0.005, max_lag=4)

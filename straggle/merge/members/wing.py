@@ -66,6 +66,10 @@ class Members(Wing):
         """The members, as far as this rank knows."""
         return self.channel.membership.view.ranks
 
+    def out_by_link(self) -> frozenset[int]:
+        """The ranks that are no members, or are about to be none, because of their links."""
+        return self.member.links.out if self.member.links is not None else frozenset()
+
     @property
     def report(self) -> HealingReport:
         """What this rank has taken from its peers to take part again."""

@@ -43,10 +43,10 @@ def test_a_way_ages_from_when_it_was_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("absent_until", "members", "out"),
+    ("takes_part_from", "members", "out"),
     [(0, (0, 1), (2,)), (5, (0, 1), (2,)), (6, (), ()), (sys.maxsize, (), ())],  # put out after step 5, and not back
 )
-def test_a_rank_that_has_been_put_out_pings_none(absent_until: int, members: tuple[int, ...], out: object) -> None:
+def test_a_rank_that_has_been_put_out_pings_none(takes_part_from: int, members: tuple[int, ...], out: object) -> None:
     table = Table(torch.stack([encoded(), encoded(), absent_row(0), absent_row(0)]), 0)
-    merged = merged_step(5, 0.5, table, {1, 2}, absent_until=absent_until)
+    merged = merged_step(5, 0.5, table, {1, 2}, takes_part_from=takes_part_from)
     assert (merged.step, merged.seconds, merged.members, merged.out) == (5, 0.5, members, out)

@@ -1,0 +1,29 @@
+"""When a rank leaves a step: by the clock, or at once."""
+
+from __future__ import annotations
+
+from straggle.merge.rank_state import TrainingSide
+from straggle.merge.stop_rule import StopRule
+
+
+class ByClock(StopRule):
+    """A rank is late when its deadline is over and a quorum waits: the stand-in watches the clock (`stand_in.py`).
+
+    Gradients that come after the merge are left out by the coordinator.
+    """
+
+    def __init__(self, training: TrainingSide) -> None:
+        self._training = training
+
+    def stops(self, num_checks: int) -> bool:  # noqa: ARG002
+        """Whether the stand-in asked for it."""
+        training = self._training
+        return training.stop_step >= training.step or training.asked_step >= training.step
+
+
+class NoData(StopRule):
+    """A rank whose loader is exhausted computes nothing (`StagedDataParallel.join`)."""
+
+    def stops(self, num_checks: int) -> bool:  # noqa: ARG002
+        """At once."""
+        return True

@@ -1,0 +1,1 @@
+"""Replay: a recorded run is repeated bit for bit."""

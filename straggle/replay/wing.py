@@ -1,0 +1,100 @@
+"""A run that is repeated: in each step this rank does what it decided then. An optional part of a wrapped model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+from straggle.loop.open_step import OpenStep
+from straggle.merge.channel import Channel
+from straggle.merge.rank_parts import RankParts
+from straggle.merge.rank_state import Entry
+from straggle.merge.round import Round
+from straggle.merge.stop_rule import StopRule
+from straggle.merge.wing import Wing
+from straggle.replay.decision import Decision, Recording, check_members
+
+
+class AsRecorded(StopRule):
+    """A replay stops where the recorded run did."""
+
+    by_clock = False
+
+    def __init__(self, decision: Decision) -> None:
+        self.decision = decision
+        self.abstains = decision.stood_in
+        self.stops_idle = decision.idle is not None
+
+    def takes(self, num_gradients: int) -> bool:
+        """Those that were in time then."""
+        return num_gradients < self.decision.num_gradients
+
+    def stops(self, num_checks: int) -> bool:
+        """At the same check as then."""
+        return num_checks == self.decision.left_at
+
+
+class Replay(Wing):
+    """The recording that a model repeats, if it does; on the training thread."""
+
+    def __init__(self, rank: RankParts, channel: Channel) -> None:
+        self._rank, self._channel = rank, channel
+        self._decisions: Iterator[Decision] | None = None
+        self._planned_from: tuple[list[int], list[float]] | None = None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether this run repeats another."""
+        return self._decisions is not None
+
+    def follow(self, recording: Recording) -> None:
+        """Decide as in this one, on all ranks alike. Raises ``ValueError`` for one that cannot be replayed so."""
+        check_members(recording.decisions)
+        self._decisions = iter(recording.decisions)
+        self._planned_from = (list(recording.order), list(recording.seconds)) if recording.order else None
+        self._rank.deadline.wait_for_all()
+
+    # -- phases
+
+    def entry(self, entry: Entry) -> Entry:
+        """What this rank entered the step with then, and where it stopped."""
+        if self._decisions is None:
+            return entry
+        own = next(self._decisions, Decision(self._rank.training.step, sys.maxsize, None, False))
+        if own.idle is not None:
+            entry = entry._replace(idle=own.idle, entered=own.entered)
+        if own.joins_over is not None:
+            entry = entry._replace(joins_over=own.joins_over)
+        return entry._replace(rule=AsRecorded(own), max_over=own.num_over, had_work=own.had_work)
+
+    def plan(self) -> tuple[list[int], list[float]] | None:
+        """What the stages were planned from then. Raises ``ValueError`` if some ranks repeat a run, and others none."""
+        for rank, is_on in enumerate(on := self._channel.gather(self.is_on)):
+            if is_on != on[0]:
+                which = "replays" if is_on else "does not replay"
+                raise ValueError(
+                    f"rank {rank} {which} a recorded run, unlike rank 0: call replay() on all ranks or on none"
+                )
+        return self._planned_from
+
+
+def decision_of(opened: OpenStep, current: Round) -> Decision:
+    """What this rank decided in the step that it has left, for a recording."""
+    # also the micro-batches that came after its part was submitted: they have run
+    parts, submitted = opened.last_passes.parts, current.passes.parts
+    decision = Decision(
+        current.step,
+        current.num_gradients,
+        opened.last_left_at,
+        current.stood_in,
+        current.num_over,
+        parts=parts,
+        had_work=current.had_work,
+        joins_over=current.joins_over,
+        num_parts=None if submitted is None or submitted == parts else len(submitted),
+        members_changed=current.generation > 0,
+    )
+    if current.entered:
+        return decision  # the loop says whether there are data for the step
+    return replace(decision, idle=current.idle, entered=False)
