@@ -84,7 +84,7 @@ class Wrapped:
 
 def check_alike(mine: Wrapped, channel: Channel) -> None:
     """Raise ``ValueError``, on every rank, naming the first that cannot be wrapped, or the first difference."""
-    gathered = [Wrapped(**theirs) for theirs in channel.gather(asdict(mine))]
+    gathered = [Wrapped(**theirs) for theirs in channel.gather(asdict(mine), "models")]
     if refusals := [(rank, theirs.refusal) for rank, theirs in enumerate(gathered) if theirs.refusal]:
         alone = len({theirs.refusal for theirs in gathered}) > 1
         raise ValueError(f"rank {refusals[0][0]}: {refusals[0][1]}" if alone else refusals[0][1])
@@ -108,7 +108,7 @@ def check_same_state(history: History, channel: Channel) -> None:
     content = hashlib.sha256()
     for name, numbers in sorted(history.tensors().items()):
         content.update(f"{name} {numbers.tolist()}".encode())
-    gathered = channel.gather((history.num_steps, content.hexdigest()))
+    gathered = channel.gather((history.num_steps, content.hexdigest()), "histories")
     for rank, (num_steps, theirs) in enumerate(gathered):
         if (num_steps, theirs) != tuple(gathered[0]):
             raise ValueError(

@@ -70,7 +70,7 @@ class Replay(Wing):
 
     def plan(self) -> tuple[list[int], list[float]] | None:
         """What the stages were planned from then. Raises ``ValueError`` if some ranks repeat a run, and others none."""
-        for rank, is_on in enumerate(on := self._channel.gather(self.is_on)):
+        for rank, is_on in enumerate(on := self._channel.gather(self.is_on, "replays")):
             if is_on != on[0]:
                 which = "replays" if is_on else "does not replay"
                 raise ValueError(

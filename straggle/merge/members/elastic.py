@@ -182,15 +182,15 @@ class ElasticChannel(Channel):
         self.wait_in(view, self.groups.control.all_gather(tensors, tensor))
         return tensors
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, of: str) -> list[Any]:
         """Every rank's ``value``; when members may leave, for an absent rank that of the lowest member."""
         if not self.membership.watch.is_on:
-            return super().gather(value)
+            return super().gather(value, of)
         membership = self.membership
-        membership.publish(f"gathered/{self.rank}", json.dumps(value))
+        membership.publish(f"gathered/{of}/{self.rank}", json.dumps(value))
 
         def said() -> dict[int, str | None]:
-            return {rank: membership.published(f"gathered/{rank}") for rank in membership.view.ranks}
+            return {rank: membership.published(f"gathered/{of}/{rank}") for rank in membership.view.ranks}
 
         words = self._poll(lambda: None if None in (words := said()).values() else words, "the comparison of states")
         values = {rank: json.loads(word) for rank, word in words.items() if word is not None}
