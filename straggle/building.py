@@ -16,7 +16,6 @@ from straggle.loop.model_parts import ModelParts, Options, make_alike, model_par
 from straggle.loop.optimizer_steps import OptimizerSteps
 from straggle.loop.parameters import WrappedParameters
 from straggle.loop.planning import Planning
-from straggle.loop.pulling import Pulling
 from straggle.loop.replanning import Replanning
 from straggle.loop.step_warnings import StepWarnings
 from straggle.loop.uneven import Joins
@@ -34,6 +33,7 @@ from straggle.merge.saved_state import RankState, SharedMemory
 from straggle.merge.state.module_state import ModuleState
 from straggle.merge.wing import Wings
 from straggle.policies.rank_links import RankLink
+from straggle.pools.pulling import Pulling
 from straggle.replay.wing import Replay
 from straggle.report import MembersReport
 

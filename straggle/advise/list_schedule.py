@@ -1,7 +1,7 @@
 """Steps whose micro-batches the ranks draw from one pool, by list scheduling: who computes how many, and until when.
 
-What a rank asks, and what an answer gives it, is that of training: the pure functions of `straggle.merge.pools.pool`. A
-rank has an answer before it begins the last micro-batch that it knows of, as in `straggle.loop.pulling.Pulling`. One
+What a rank asks, and what an answer gives it, is that of training: the pure functions of `straggle.pools.pool`. A
+rank has an answer before it begins the last micro-batch that it knows of, as in `straggle.pools.pulling.Pulling`. One
 that is in a micro-batch for too long puts back what it has not begun.
 """
 
@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
-from straggle.loop.pulling import AHEAD
-from straggle.merge.pools.pool import (
+from straggle.pools.pool import (
     WINDOW,
     Claim,
     Count,
@@ -28,7 +27,8 @@ from straggle.merge.pools.pool import (
     static_shares,
     sure_shares,
 )
-from straggle.merge.pools.pool_times import PoolTimes
+from straggle.pools.pool_times import PoolTimes
+from straggle.pools.pulling import AHEAD
 
 REQUEST_S = 0.0008  # that a rank waits for the store in a step, as measured with four ranks on one machine
 

@@ -11,9 +11,9 @@ from straggle.advise.gain import WORTH_IT, Candidate, Gain, Replayed, gain_of, r
 from straggle.advise.list_schedule import Drawing
 from straggle.advise.slow import HELD_UP
 from straggle.advise.timings import Timings
-from straggle.merge.pools.pool import WINDOW
 from straggle.observe.run import Array
 from straggle.policies.deadline import LateHandling, WaitForAll
+from straggle.pools.pool import WINDOW
 
 KEYS = "work=pulled"
 TRIED = (2, 4, 8, 16)  # micro-batches of a rank, where a step has one

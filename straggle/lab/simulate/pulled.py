@@ -20,11 +20,11 @@ from straggle.lab.simulate.communication import Constant, Network
 from straggle.lab.simulate.delays import Delays
 from straggle.lab.simulate.ranks import Simulation
 from straggle.lab.simulate.units import Work
-from straggle.merge.pools.pool import WINDOW
-from straggle.merge.pools.pool_times import PoolTimes
 from straggle.policies.deadline import Deadline, LateHandling, NextDeadline, next_deadline
 from straggle.policies.history import HistoryWindow, StepProgress
 from straggle.policies.step_model import SimulatedStep, StopRules, computed_share, simulate_step
+from straggle.pools.pool import WINDOW
+from straggle.pools.pool_times import PoolTimes
 
 _COLUMNS = 4  # times a rank's equal share: of more micro-batches than these the last ones count as one
 

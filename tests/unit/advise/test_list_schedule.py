@@ -5,7 +5,7 @@ import random
 import pytest
 
 from straggle.advise.list_schedule import Drawing, draw_step
-from straggle.merge.pools.pool import Pool
+from straggle.pools.pool import Pool
 
 
 def after(steps, num_parts, part_s, entered_s=None, request_s=0.0):

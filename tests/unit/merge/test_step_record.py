@@ -8,12 +8,12 @@ from telemetry_rows import row_of
 from training import mlp
 
 from straggle.backward.stages import plan_stages
-from straggle.loop.pulling import shared_out
 from straggle.merge.names import ScalarNames
 from straggle.merge.step_record import StepRecord
 from straggle.merge.table import Table
 from straggle.merge.telemetry import NONFINITE
 from straggle.observe.run import step_report
+from straggle.pools.pulling import shared_out
 from straggle.report import RankNumbers
 from straggle.schema import numbers_of
 

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from straggle.loop.open_step import OpenStep
-from straggle.merge.pools.drawn import Drawn, PoolWeights
-from straggle.merge.pools.draws import Draws, StoreCounters
-from straggle.merge.pools.pool import WINDOW, Did, Pool, even_parts, static_shares, sure_shares
-from straggle.merge.pools.pool_times import NEVER, PoolTimes
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.round import Round
 from straggle.merge.step_passes import Passes
 from straggle.merge.table import Table
 from straggle.merge.wing import Wing
+from straggle.pools.drawn import Drawn, PoolWeights
+from straggle.pools.draws import Draws, StoreCounters
+from straggle.pools.pool import WINDOW, Did, Pool, even_parts, static_shares, sure_shares
+from straggle.pools.pool_times import NEVER, PoolTimes
 from straggle.replay.wing import AsRecorded
 
 # A micro-batch beyond a rank's even part by so much is not asked for ahead: a slow rank that draws early what it can

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import final
 
-from straggle.merge.pools.draws import Draws
 from straggle.merge.step_passes import Passes
 from straggle.merge.telemetry import Row
+from straggle.pools.draws import Draws
 
 BY_HAND = (
     "gradients were put into p.grad by hand in a step with step.pull(), which weighs those of each backward pass by "

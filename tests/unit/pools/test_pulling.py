@@ -7,9 +7,9 @@ import torch
 from telemetry_rows import row_of
 
 from straggle import FixedDeadline, LateHandling
-from straggle.loop.pulling import Pulling
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.table import Table
+from straggle.pools.pulling import Pulling
 
 
 def after(*rows):

@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
-from straggle.merge.pools.pool import Claim, Count, Drawer, Owner, Pool, Release, Request, Seize
 from straggle.merge.store import Asked, JobStore, StoreUnreachable
+from straggle.pools.pool import Claim, Count, Drawer, Owner, Pool, Release, Request, Seize
 
 _NO_OWNER = "-"
 _HALF = 32  # bits of a counter

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from straggle.merge.pools.pool_times import PoolTimes
+from straggle.pools.pool_times import PoolTimes
 
 
 @pytest.mark.parametrize(

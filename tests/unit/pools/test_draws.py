@@ -3,8 +3,8 @@
 import pytest
 from torch.distributed import HashStore
 
-from straggle.merge.pools.draws import StoreCounters
-from straggle.merge.pools.pool import SETTLED, Claim, Count, Release, Seize
+from straggle.pools.draws import StoreCounters
+from straggle.pools.pool import SETTLED, Claim, Count, Release, Seize
 
 
 def test_who_has_a_share_is_decided_by_who_comes_first_in_each_step():

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from straggle.merge.pools.pool import (
+from straggle.pools.pool import (
     MAX_RANKS,
     SETTLED,
     Claim,
