@@ -130,7 +130,8 @@ class Pulling(Wing):
 
     def rows_read(self, current: Round) -> None:
         """Of a step that has a pool, what each rank did is its share."""
-        if shared_out(current.table):
+        if any(current.table.column("pool_parts")):
+            share_out(current.table)
             self._rank.deadline.work_is_dealt()
 
     def left(self, current: Round) -> None:
@@ -201,13 +202,10 @@ class Pulling(Wing):
         self._expect(self._usual())
 
 
-def shared_out(table: Table) -> bool:
-    """Whether the step had a pool. A rank that did not come to it had nothing: its row has another step's weight."""
-    if not any(pools := table.column("pool_parts")):
-        return False
-    weights = zip(pools, table.column("weight"), strict=True)
+def share_out(table: Table) -> None:
+    """Of a step that has a pool, a rank that did not come to it had nothing: its row has the weight of another step."""
+    weights = zip(table.column("pool_parts"), table.column("weight"), strict=True)
     table.share_weight([weight if parts else 0.0 for parts, weight in weights], max(table.column("pool_weight")))
-    return True
 
 
 def _did(num_parts_done: int, compute_s: float, num_parts: int) -> Did:
