@@ -28,7 +28,7 @@ from sleeping import sleeping_net
 
 import straggle
 from straggle.lab.local_ranks import run_on_ranks
-from straggle.merge.links import pings
+from straggle.links import pings
 
 MORE = 50  # steps after the one in which rank 0 has seen that the time is over: no rank is further by then
 

@@ -19,9 +19,9 @@ from straggle.data.epochs import Epochs
 from straggle.data.micro_batches import MicroBatches
 from straggle.data.rebalance import Rebalance
 from straggle.garbage import CollectGarbage
+from straggle.members.membership import JobDone
+from straggle.members.view import Elastic
 from straggle.merge.channel import PeerFailed
-from straggle.merge.members.membership import JobDone
-from straggle.merge.members.view import Elastic
 from straggle.merge.options import Merge
 from straggle.observe.watch import Watch, watch
 from straggle.parallel import StagedDataParallel

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from straggle.links.job_pings import JobPings
 from straggle.loop.hook_registers import HookRegisters
 from straggle.loop.model_parts import ModelParts, Options, make_alike, model_parts, rank_parts
 from straggle.loop.optimizer_steps import OptimizerSteps
@@ -19,14 +20,13 @@ from straggle.loop.planning import Planning
 from straggle.loop.replanning import Replanning
 from straggle.loop.step_warnings import StepWarnings
 from straggle.loop.uneven import Joins
+from straggle.members.elastic import ElasticChannel
+from straggle.members.meeting import meet_members
+from straggle.members.view import Elastic
+from straggle.members.wing import Members
 from straggle.merge.alike import Wrapped
 from straggle.merge.buffers import bytes_on_wire
 from straggle.merge.channel import Channel
-from straggle.merge.links.job_pings import JobPings
-from straggle.merge.members.elastic import ElasticChannel
-from straggle.merge.members.meeting import meet_members
-from straggle.merge.members.view import Elastic
-from straggle.merge.members.wing import Members
 from straggle.merge.phases import Phase, when_left
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.saved_state import RankState, SharedMemory

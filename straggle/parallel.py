@@ -23,6 +23,7 @@ from straggle.building import build
 from straggle.loop.hook_registers import HookRegisters, add_hook
 from straggle.loop.model_parts import Options
 from straggle.loop.uneven import own_passes
+from straggle.members.view import Elastic
 from straggle.merge.checks import (
     CLIP_AFTER_THE_BLOCK,
     CLIP_BEFORE_THE_STEP,
@@ -32,7 +33,6 @@ from straggle.merge.checks import (
     clips,
     refuse_words_of_ddp,
 )
-from straggle.merge.members.view import Elastic
 from straggle.merge.options import Merge
 from straggle.merge.rank_state import Entry
 from straggle.merge.round import Round

@@ -26,7 +26,7 @@ from straggle.commands.launching.options import PIDS_DIR, SECRET, arguments
 from straggle.commands.launching.restarting import RestartRules
 from straggle.commands.launching.store_host import LOOPBACK, Endpoint, answers, connect, serve_store
 from straggle.commands.launching.worker_process import ForkServer, Program, Starter, new_process
-from straggle.merge.members import agents
+from straggle.members import agents
 from straggle.merge.store import JobStore
 
 OF_ONE_RANK = ("RANK", "LOCAL_RANK", "ROLE_RANK")  # of a node's workers; the rest of their environment is the same

@@ -24,8 +24,8 @@ from straggle.commands.replaying import decisions_of, write_decision, write_shar
 from straggle.commands.result import finish, metrics_of, write_config, write_page
 from straggle.commands.run_dir import one_run_of_members
 from straggle.lab.jobs import StagedJob, process_group
-from straggle.merge.members.agents import DO_NOT_RESTART
-from straggle.merge.members.membership import JobDone, TooFewRanks
+from straggle.members.agents import DO_NOT_RESTART
+from straggle.members.membership import JobDone, TooFewRanks
 from straggle.merge.store import StoreUnreachable, connect_all, default_store
 from straggle.observe.console import LiveView
 from straggle.observe.members import HandedOnTrace, MembersWriter, writer_of

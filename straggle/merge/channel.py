@@ -157,7 +157,9 @@ class Channel:
     # -- all ranks together
 
     def gather(self, value: Any, of: str) -> list[Any]:  # noqa: ARG002
-        """Every rank's ``value``, of what JSON can hold; ``of`` names it, once in a job. Raises `PeerFailed` where a rank ended instead.
+        """Every rank's ``value``, of what JSON can hold; ``of`` names it, once in a job.
+
+        Raises `PeerFailed` where a rank ended instead.
 
         torch's own way with objects needs numpy, and builds what the others send from pickles.
         """

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from straggle.merge.links.pings import Merged, Pings
+from straggle.links.pings import Merged, Pings
 from straggle.merge.store import JobStore, StoreUnreachable, connect_all, default_store, peek, place_of
 from straggle.policies.links import Link
 from straggle.policies.rank_links import RankLink, Way, rank_links

@@ -12,7 +12,7 @@ from ranks import run_ranks, staged
 from torch import nn
 
 from straggle import Elastic, JobDone, MembersReport
-from straggle.merge.links.slow_members import AFTER_LOOKS
+from straggle.members.slow_members import AFTER_LOOKS
 from straggle.observe.findings import advise
 from straggle.observe.run import read_run
 from straggle.observe.run_numbers import numbers_of

@@ -23,7 +23,7 @@ from repository import ROOT
 from training import TINY
 
 from straggle.commands.config import load
-from straggle.merge.members.agents import DO_NOT_RESTART
+from straggle.members.agents import DO_NOT_RESTART
 
 DEPLOY = ROOT / "deploy"
 SCRIPTS = [ROOT / "launch.sh", *sorted(DEPLOY.rglob("*.sbatch"))]

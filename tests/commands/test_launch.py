@@ -29,8 +29,8 @@ from launch_jobs import (
 from ranks import Started, started_command
 from repository import ROOT
 
-from straggle.merge.members import agents
-from straggle.merge.members.agents import DO_NOT_RESTART, Exited
+from straggle.members import agents
+from straggle.members.agents import DO_NOT_RESTART, Exited
 
 # of torchrun's own: where its `record` leaves errors, the signals of its own processes, and a name for this machine
 ONLY_TORCHRUN = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}

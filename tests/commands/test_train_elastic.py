@@ -14,7 +14,7 @@ import pytest
 from ranks import Started, run_command, started_command
 from training import TINY, saved_step
 
-from straggle.merge.members.agents import DO_NOT_RESTART
+from straggle.members.agents import DO_NOT_RESTART
 from straggle.observe.members import read_members
 from straggle.observe.run import read_reports
 from straggle.report import StepReport

@@ -14,7 +14,12 @@ import straggle
 ROOT = Path(straggle.__file__).parent
 # each imports only from those before it, and the core from no wing
 PACKAGES = [("report",), ("policies",), ("backward",), ("merge",)]
-PACKAGES += [("step", "loop"), ("pools",), ("parallel", "building", "garbage", "stop_signal"), ("data",)]
+PACKAGES += [
+    ("step", "loop"),
+    ("replay", "pools", "links", "members"),
+    ("parallel", "building", "garbage", "stop_signal"),
+    ("data",),
+]
 PACKAGES += [("observe",), ("integrations",), ("advise",), ("lab",), ("commands",)]
 BEFORE = ("extras", "schema", "version")
 AFTER = ("straggle", "__main__")

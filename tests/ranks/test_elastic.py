@@ -43,14 +43,14 @@ from straggle import (
 )
 from straggle.backward.stages import plan_stages
 from straggle.loop import model_parts
+from straggle.members.agents import over
+from straggle.members.elastic import ElasticChannel
+from straggle.members.pace import Pace
+from straggle.members.view import Leaving, Repair
+from straggle.members.wing import Members
 from straggle.merge.buffers import StageBuffers
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.current_deadline import CurrentDeadline
-from straggle.merge.members.agents import over
-from straggle.merge.members.elastic import ElasticChannel
-from straggle.merge.members.pace import Pace
-from straggle.merge.members.view import Leaving, Repair
-from straggle.merge.members.wing import Members
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.rank_state import Entry
 from straggle.merge.wing import Wings

@@ -14,8 +14,8 @@ from ranks import digest, staged
 from training import features, mlp
 
 from straggle import Elastic
-from straggle.merge.links.put_out import PutOut
-from straggle.merge.links.slow_members import AFTER_LOOKS
+from straggle.members.put_out import PutOut
+from straggle.members.slow_members import AFTER_LOOKS
 from straggle.merge.table import Table
 from straggle.policies.rank_links import RankLink
 

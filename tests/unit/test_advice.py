@@ -22,7 +22,7 @@ from straggle.data.rebalance import check_shares
 from straggle.lab import faults
 from straggle.lab.simulate import communication, delays, links, pulled, recorded, units
 from straggle.lab.workloads import digits, paced, shard, synthetic, text
-from straggle.merge.members import state_wire
+from straggle.members import state_wire
 from straggle.merge.tensor_bytes import bytes_of
 from straggle.observe import metrics_endpoint, run
 from straggle.pools.pool import Pool

@@ -18,8 +18,8 @@ from typing import Any
 from straggle.commands import durable
 from straggle.commands.launching.restarting import RestartRules, StaysDown, failed_again, job_ends, next_start
 from straggle.commands.launching.worker_process import Process, Program, ServerEnded, Starter, new_process
-from straggle.merge.members import agents
-from straggle.merge.members.agents import Exited
+from straggle.members import agents
+from straggle.members.agents import Exited
 from straggle.merge.store import JobStore, StoreUnreachable
 
 _CANNOT_START = 127  # as a shell says it

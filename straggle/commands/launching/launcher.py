@@ -12,7 +12,7 @@ from queue import SimpleQueue
 
 from straggle.commands.launching.agent import Agent, say
 from straggle.commands.launching.nodes import BEAT_S, Nodes
-from straggle.merge.members.agents import WRONG_CONFIGURATION
+from straggle.members.agents import WRONG_CONFIGURATION
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _POLL_S = 0.5

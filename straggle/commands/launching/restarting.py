@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from straggle.merge.members.agents import DO_NOT_RESTART, WRONG_CONFIGURATION, Exited
+from straggle.members.agents import DO_NOT_RESTART, WRONG_CONFIGURATION, Exited
 
 MAX_DELAY_S = 30.0
 RECOVERED_S = 60.0  # a worker that ran so long has all its restarts again

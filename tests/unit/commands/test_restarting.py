@@ -12,7 +12,7 @@ from straggle.commands.launching.restarting import (
     job_ends,
     next_start,
 )
-from straggle.merge.members.agents import DO_NOT_RESTART, Exited
+from straggle.members.agents import DO_NOT_RESTART, Exited
 
 RULES = RestartRules(max_restarts=3, delay_s=0.5)
 

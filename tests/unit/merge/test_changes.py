@@ -1,6 +1,6 @@
 """What became of the members between two views, when those between them were not seen."""
 
-from straggle.merge.members.view import DONE, STARTED_AGAIN, Change, Leaving, View
+from straggle.members.view import DONE, STARTED_AGAIN, Change, Leaving, View
 
 ENDED = Leaving("ended", "its process ended")
 SILENT = Leaving("silent", "no sign of life for 2 s")

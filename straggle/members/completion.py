@@ -1,0 +1,91 @@
+"""When a round is merged in a job whose members change: as soon as all members have all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from straggle.members.member import Member
+from straggle.members.moved_round import Notes, without_lost
+from straggle.merge.channel import GroupsChanged, PeerFailed
+from straggle.merge.completion import Completion
+from straggle.merge.groups import Groups, succeeded
+from straggle.merge.rank_parts import RankParts
+from straggle.merge.round import Round
+
+
+class MembersCompletion(Completion):
+    """No rank gives merged gradients to its training thread before all members have all of them.
+
+    One that had stepped with them could not give them to those that have not. So a barrier follows the last bucket,
+    which ends when all have all; or, in a step in which the members changed, the rows do, which have to tell what was
+    lost, and are launched when all is merged. Then, if members leave, either no rank has given merged gradients to its
+    training thread, or all can do so.
+    """
+
+    def __init__(self, rank: RankParts, member: Member) -> None:
+        super().__init__(rank)
+        self._member = member
+
+    def wait(self, current: Round, give_up_s: float | None, on_merged: Callable[[Round], None] | None) -> int | None:
+        """As the base class, over all changes of members."""
+        while not current.abandoned:
+            try:
+                return self._wait(current, self._member.notes_of(current), give_up_s, on_merged)
+            except GroupsChanged:
+                self._wait_formed(current)
+        return None
+
+    def groups_for(self, current: Round, epoch: int) -> Groups | None:
+        """None in a step in which the members changed."""
+        is_usual = self.is_current(epoch) and current.step != self._member.changed_in
+        return self._rank.rounds.groups if is_usual else None
+
+    def _wait(
+        self, current: Round, notes: Notes, give_up_s: float | None, on_merged: Callable[[Round], None] | None
+    ) -> int:
+        rank, channel, where = self._rank, self._rank.channel, self._rank.where(current.step)
+        with rank.merging.lock:
+            epoch, works, apart = channel.epoch, current.works, current.step == self._member.changed_in
+            if notes.complete:
+                return epoch
+            if rank.rounds.groups is None or current.abandoned:
+                raise GroupsChanged
+            if not apart and notes.last_message is None:
+                notes.last_message = rank.rounds.groups.gradients.barrier()
+        # a thread that wakes for each bucket, and then for the barrier, takes the core from those that merge
+        if notes.last_message is not None and channel.ends_soon(notes.last_message):
+            works = [(work, name) for work, name in works if not succeeded(work)]
+        for work, name in works:
+            channel.wait(work, current.step, f"{where}, stage {name}", give_up_s, epoch)
+            if on_merged is not None:
+                on_merged(current)
+        with rank.merging.lock:
+            if not self.is_current(epoch) or (groups := rank.rounds.groups) is None:
+                raise GroupsChanged
+            last = notes.last_message or self._launch_rows(current, notes, groups)
+        channel.wait(last, current.step, f"{where}, the sign that all ranks have it", give_up_s, epoch)
+        return epoch
+
+    def _launch_rows(self, current: Round, notes: Notes, groups: Groups) -> dist.Work:
+        """All of this rank's gradients are merged: tell the others how it came through the step."""
+        assert current.row is not None
+        current.buffers.use_telemetry(torch.zeros_like(current.buffers.telemetry))
+        # asked again: while the members change, a step may be submitted that others are let in before
+        row = without_lost(current.row, current, notes)._replace(admits=self._member.admits(current))
+        current.buffers.write_telemetry(self._rank.channel.rank, row.numbers())
+        notes.told = self._rank.rounds.ranks
+        notes.last_message = current.buffers.merge_telemetry(groups.control)
+        return notes.last_message
+
+    def _wait_formed(self, current: Round) -> None:
+        rank = self._rank
+        with rank.merging.lock:
+            if not rank.merging.step_merged.wait_for(
+                lambda: rank.rounds.groups is not None or current.abandoned or rank.stand_in.error is not None,
+                rank.channel.give_up_s,
+            ):
+                raise PeerFailed(f"{rank.where(current.step)}: the members found to no new view")
+            rank.check_ended()

@@ -1,0 +1,295 @@
+"""The channel of a job whose members come and go; `regrouping.py` leads it from one view to the next.
+
+Each view has process groups of its own, over a corner of the store. The old ones are dropped and never waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from straggle.members.agents import DONE, Exited, exited
+from straggle.members.membership import JobDone, Membership
+from straggle.members.view import Elastic, View
+from straggle.merge.channel import Channel, GroupsChanged, LongWait, PeerFailed
+from straggle.merge.groups import GlooGroup, Groups, is_of_peer, is_over, let_go
+from straggle.merge.store import check_answers, connect_all, default_store
+
+_SLICE_S = 0.02
+_MERGE_SLICE_S = 0.1  # each slice that ends before a merge does costs 0.2 ms of CPU, for gloo's error that says so
+_FORM_S = 20.0  # for the members of a view to meet
+_OLD_S = 600.0  # after which gloo itself ends what was launched
+_OLD_LOOK_S = 0.1  # between two looks whether it has ended
+_num_models = 0  # that were wrapped so in this process: its models have their corners of the store in this order
+
+_log = logging.getLogger(__name__)
+
+Found = TypeVar("Found")
+
+
+class MetAnew(Exception):
+    """A rank was started again while the model was wrapped: all of them meet again, and wrap it once more."""
+
+
+class ElasticChannel(Channel):
+    """The channel of a model whose ranks may leave and come back; by gloo, of all ranks of the job.
+
+    ``comes_late``: this rank comes to a job that has begun without it.
+    """
+
+    def __init__(self, elastic: Elastic, *, give_up_s: float) -> None:
+        self._elastic = elastic
+        self._formed: Groups | None = None
+        self._made: Sequence[GlooGroup] = ()  # the same, as what they are here
+        self.generation = -1
+        self.ended: BaseException | None = None  # what ended the job for this rank
+        self.closing = False
+        super().__init__(None, give_up_s=give_up_s)
+
+    def _meet(self, parent: dist.ProcessGroup) -> str:  # noqa: ARG002
+        global _num_models
+        if self._queued:
+            raise ValueError(
+                "members=Elastic() needs a gloo process group: nccl's groups cannot be formed again in a running job; "
+                'write dist.init_process_group("gloo"), or leave members out'
+            )
+        corner, _num_models = f"straggle/elastic/{_num_models}", _num_models + 1
+        store = default_store()
+        check_answers(store, self.give_up_s)
+        self.membership = Membership(
+            self.rank,
+            self.world_size,
+            self._elastic,
+            connect=partial(connect_all, store, corner),
+            exited=_ended_start,
+        )
+        self._until = time.monotonic() + self.give_up_s  # for the first view
+        self.meet_members()
+        return corner
+
+    def meet_members(self) -> None:
+        """Meet the ranks of the job, or find that it has begun. A first view in which they do not meet is given up.
+
+        Raises `PeerFailed` where they have not met within ``give_up_s``.
+        """
+        membership = self.membership
+        try:
+            while not (late := membership.begin(left_s := max(0.0, self._until - time.monotonic()))):
+                if self.form(membership.view):
+                    break
+                if not left_s:
+                    raise PeerFailed(
+                        f"rank {self.rank}, before step 0: the ranks of the job have not met within "
+                        f"give_up_s={self.give_up_s:g}"
+                    )
+                membership.annul(membership.view)
+        except BaseException:
+            membership.close()
+            raise
+        self.comes_late = late
+
+    @staticmethod
+    def _connect(store: Any, corner: str) -> Any:
+        return connect_all(store, corner)
+
+    @property
+    def formed(self) -> Groups | None:
+        """The process groups of today's members."""
+        return self._formed
+
+    def merged(self, step: int) -> None:
+        super().merged(step)
+        for group in self._made:
+            group.forget_ended()
+
+    @property
+    def awaited(self) -> Sequence[int]:
+        """The members."""
+        return self.membership.view.ranks
+
+    def form(self, view: View, limit_s: float = _FORM_S) -> bool:
+        """Meet the other members of a view; false where there is a newer one, or where they do not come."""
+        place, size = view.ranks.index(self.rank), len(view.ranks)
+        made: dict[str, GlooGroup] = {}
+        given_up = threading.Event()
+        corner, until = f"generation/{view.job}/{view.generation}", time.monotonic() + limit_s
+
+        def meet() -> None:
+            try:
+                with self.membership.connection(corner) as store:
+                    store.set(f"here/{place}", "")
+                    # gloo would wait for one that is missing, and that cannot be stopped: this can
+                    while not store.check([f"here/{other}" for other in range(size)]):
+                        if given_up.wait(_SLICE_S / 4) or time.monotonic() > until:
+                            return
+            except (RuntimeError, OSError) as error:
+                self._note_unformed(view, error)
+                return
+            # at the same time: each asks the store for one rank after the other
+            control = self.membership.spawn(make, "control")
+            make("gradients")
+            control.join()
+
+        def make(name: str) -> None:
+            try:
+                with self.membership.connection(f"{corner}/{name}") as store:
+                    made[name] = GlooGroup(store, place, size, limit_s, _OLD_S)
+            except (RuntimeError, OSError) as error:
+                self._note_unformed(view, error)
+
+        # on a thread that is left to itself where a member dies meanwhile: nothing else ends this
+        thread = self.membership.spawn(meet)
+        while thread.is_alive():
+            thread.join(_SLICE_S / 4)
+            newer = self.membership.view.generation > view.generation
+            if newer or self.closing or self._is_annulled(view):
+                given_up.set()
+                return False
+        if len(made) < 2:
+            return False
+        self._formed = Groups(made["gradients"], made["control"], view.ranks)
+        old, self._made = self._made, tuple(made.values())
+        self.generation = view.generation
+        self.membership.spawn(self._drop, old)
+        return True
+
+    def _note_unformed(self, view: View, error: Exception) -> None:
+        _log.info("rank %d: generation %d was not formed: %s", self.rank, view.generation, error)
+
+    def _drop(self, groups: Sequence[GlooGroup]) -> None:
+        """On a thread of its own: freeing a group takes long, and the members wait for the one that forms the next."""
+        for group in groups:
+            group.drop()
+        while not (let_go() or self.closing):
+            time.sleep(_OLD_LOOK_S)
+
+    def _is_annulled(self, view: View) -> bool:
+        return not view.has_begun and self.membership.chain.annulled == view.job
+
+    def exchange(self, tensor: Tensor, view: View) -> list[Tensor]:
+        """Every member's ``tensor``. Raises `GroupsChanged` where there is a newer view before that."""
+        tensors = [torch.empty_like(tensor) for _ in view.ranks]
+        self.wait_in(view, self.groups.control.all_gather(tensors, tensor))
+        return tensors
+
+    def gather(self, value: Any, of: str) -> list[Any]:
+        """Every rank's ``value``; when members may leave, for an absent rank that of the lowest member."""
+        if not self.membership.watch.is_on:
+            return super().gather(value, of)
+        membership = self.membership
+        membership.publish(f"gathered/{of}/{self.rank}", json.dumps(value))
+
+        def said() -> dict[int, str | None]:
+            return {rank: membership.published(f"gathered/{of}/{rank}") for rank in membership.view.ranks}
+
+        words = self._poll(lambda: None if None in (words := said()).values() else words, "the comparison of states")
+        values = {rank: json.loads(word) for rank, word in words.items() if word is not None}
+        return [values.get(rank, values[min(values)]) for rank in range(self.world_size)]
+
+    def end_pause(self) -> None:
+        """Each member goes on by itself, and is waited for in its next step."""
+
+    def of_rank0(self, numbers: Tensor) -> Tensor:
+        """What the stages are planned from: the lowest member's ``numbers``, for who comes later too."""
+        membership = self.membership
+
+        def published() -> str | None:
+            if (word := membership.published("plan")) is None and self.rank == min(membership.view.ranks, default=-1):
+                membership.publish("plan", json.dumps(numbers.tolist()))
+            return word
+
+        return torch.tensor(json.loads(self._poll(published, "the stages")), dtype=numbers.dtype)
+
+    def plan(self) -> tuple[list[float], list[float]]:
+        """What the stages were planned from, in a running job. Raises `PeerFailed` where it is not known in time."""
+        order, seconds = json.loads(self._poll(lambda: self.membership.published("plan"), "the stages"))
+        return order, seconds
+
+    def publish_name(self, key: int, name: str) -> str:
+        first = super().publish_name(key, name)
+        self.membership.note(f"name/{key}", first)
+        return first
+
+    def published_name(self, key: int) -> str | None:
+        if (name := super().published_name(key)) is not None:
+            self.membership.note(f"name/{key}", name)
+        return name
+
+    def _poll(self, find: Callable[[], Found | None], what: str) -> Found:
+        """What ``find()`` finds in the store; members may leave meanwhile. Raises `PeerFailed` after ``give_up_s``."""
+        until = time.monotonic() + self.give_up_s
+        while (found := find()) is None:
+            if self.ended is not None:
+                raise self.ended
+            self.membership.check_done()
+            if time.monotonic() > until:
+                raise PeerFailed(f"rank {self.rank}: {what} did not come within give_up_s={self.give_up_s:g}")
+            time.sleep(0.01)
+        return found
+
+    def wait_in(self, view: View, work: dist.Work) -> None:
+        """Wait for a collective among the members of a view, while it is the newest one."""
+        while True:
+            try:
+                if is_over(work, _SLICE_S):
+                    return
+            except RuntimeError as error:
+                self.membership.watch.connection_broke()
+                if not self.membership.chain.wait_newer(view.generation, self.give_up_s):
+                    raise PeerFailed(f"rank {self.rank}: {error}") from error
+            if self.membership.view.generation > view.generation:
+                raise GroupsChanged
+
+    def wait(self, work: dist.Work, step: int, what: str, give_up_s: float | None = None, epoch: int = 0) -> None:
+        """Wait for a collective; raises `GroupsChanged` when the members do, `PeerFailed` after ``give_up_s``."""
+        until = time.monotonic() + (give_up_s or self.give_up_s)
+        broke, long_wait = False, LongWait(self, step, what)
+        while self.epoch == epoch:
+            if self.ended is not None:
+                raise self.ended
+            try:
+                if not broke and is_over(work, _MERGE_SLICE_S):
+                    return
+            except RuntimeError as error:
+                if not is_of_peer(error):
+                    raise self._failed(what, error) from error
+                broke = True
+                self.membership.watch.connection_broke()
+            if broke:
+                time.sleep(_SLICE_S)
+            if self._is_annulled(self.membership.view):
+                raise MetAnew
+            if self.generation == 0 and self.membership.view.generation > 0 and not self.membership.watch.is_on:
+                raise PeerFailed(f"{what}: {self.membership.view.said()}, while the model was wrapped")
+            if time.monotonic() > until:
+                raise PeerFailed(self.explain(what))
+            long_wait.look()
+        raise GroupsChanged
+
+    def close(self) -> None:
+        """Leave the job: at the end of its loop when the others have come as far, and with the error that ends it."""
+        error = self._progress.uncaught
+        if error is None or isinstance(error, PeerFailed) or self.membership.left_for_good:
+            self.membership.leave_at_the_end()
+        else:
+            self.membership.leave_with_an_error(self._progress.raised(self.rank, error))
+        # a program that has caught it may go on with another model, and there the others wait for this rank
+        if isinstance(error, JobDone):
+            self.membership.end(DONE)
+        self.membership.close()
+        super().close()
+
+
+def _ended_start(store: Any, rank: int) -> Exited | None:
+    """How the process of a rank ended, and which of its starts that was, where an agent has said so."""
+    return exited(store, rank) if "STRAGGLE_ELASTIC" in os.environ else None

@@ -1,0 +1,311 @@
+"""How a rank that comes back gets the state of the job: from one member, in the background, between two steps.
+
+The members let it in after step S. The one that leads copies its state as it enters step S + 1 and sends it, while the
+newcomer takes part at weight 0. With that state its training thread goes on from step S + 1, and takes what has been
+merged meanwhile from the ring.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from straggle.members.elastic import ElasticChannel
+from straggle.members.member import Member
+from straggle.members.moved_round import travels
+from straggle.members.pace import Pace
+from straggle.members.regrouping import Regrouping
+from straggle.members.state_wire import Encoded, encode, receive, send
+from straggle.members.view import TOO_FAR_BEHIND, Leaving, View
+from straggle.merge.channel import PeerFailed
+from straggle.merge.coordinator import Coordinator
+from straggle.merge.groups import gloo_group
+from straggle.merge.rank_parts import RankParts
+from straggle.merge.state.module_state import ModuleState
+from straggle.policies.history import History
+from straggle.report import HealingReport
+
+_SEND_S = 60.0
+_SAY_S = 10.0  # of waiting after a step
+_MAX_BYTES = 1 << 40
+_PAGE_BYTES = 4096  # or more of them
+_OTHER_BYTES = 1 << 20  # of samplers, schedulers, and the policy's history
+
+_log = logging.getLogger(__name__)
+
+
+class Healing:
+    """Gives and takes state, for one wrapped model. All but `arrived` is called by the training thread."""
+
+    def __init__(
+        self,
+        channel: ElasticChannel,
+        rank: RankParts,
+        coordinator: Coordinator,
+        member: Member,
+        regrouping: Regrouping,
+        module: nn.Module,
+        state: ModuleState,
+    ) -> None:
+        self._channel, self._membership = channel, channel.membership
+        self._rank, self._coordinator, self._member = rank, coordinator, member
+        self._regrouping = regrouping
+        self._module, self._module_state = module, state
+        self._registered: Mapping[str, Any] = {}
+        self._arrival: _Arrival | None = None
+        self._room: _Room | None = None  # for the state of this rank, which another one is to be given
+        self._given_bytes = 0  # the last time
+        self.report = HealingReport()
+        regrouping.on_joined, regrouping.leaves = self.let_in, self.leave_if_lost
+        member.has_room = self._has_room
+        regrouping.is_back = lambda: member.is_back and coordinator.is_planned
+
+    def register(self, objects: Mapping[str, Any]) -> None:
+        """What has a ``state_dict`` and is to be given with the model."""
+        for name, value in objects.items():
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                raise TypeError(f"{name}={value!r} has no state_dict() and load_state_dict()")
+        self._registered = {**self._registered, **objects}
+
+    def before_step(self) -> None:
+        """Between two steps: give this rank's state to a newcomer, or wait for that of another."""
+        step = self._rank.training.step
+        self._regrouping.ask_anew()
+        if self._member.gives_state:
+            self._give(step)
+        else:
+            self._make_room()
+        while self._rank.merging.takes_part_from > step or self._arrival is not None:
+            self._rank.check_ended()
+            self._member.is_back = True
+            arrival, begins = self._arrival, self._rank.merging.takes_part_from
+            if step < begins and (begins < sys.maxsize or step < self._membership.watch.furthest_step):
+                break  # its peers have made this step without it
+            self._member.awaits_state = True
+            if begins == step and arrival is not None and arrival.state is not None:
+                self._take(arrival.view, arrival.state, loaders_too=False)
+            else:
+                time.sleep(0.005)
+        self._member.awaits_state = False
+
+    def after_step(self) -> None:
+        """After a step that was made without this rank: wait until it is known that its loop goes on.
+
+        A loop that ended with this step would end with an older model than the others'. Raises `JobDone` where theirs
+        have ended.
+        """
+        member, following = self._member, self._coordinator.training.step
+        say_at = time.monotonic() + _SAY_S
+        while self._rank.merging.takes_part_from >= following and not self._is_made(following):
+            self._rank.check_ended()
+            member.is_back = member.awaits_state = True
+            if time.monotonic() > say_at:
+                say_at = math.inf
+                _log.warning(
+                    "rank %d was out in step %d, and its peers have not made step %d yet: it waits to be let in, or to "
+                    "hear that their loops have ended",
+                    self._channel.rank,
+                    following - 1,
+                    following,
+                )
+            time.sleep(0.005)
+        member.awaits_state = False
+
+    def _is_made(self, step: int) -> bool:
+        """Whether the members have made or begun this step, as far as this rank, which is out, knows."""
+        if (begins := self._rank.merging.takes_part_from) < sys.maxsize:
+            return step < begins or ((arrival := self._arrival) is not None and arrival.state is not None)
+        return step < self._membership.watch.furthest_step
+
+    def take_first(self) -> None:
+        """Of a rank that comes to a running job, before its first step: wait for the state, and go on from there."""
+        until = time.monotonic() + self._channel.give_up_s
+        self._member.awaits_state = True
+        while (arrival := self._arrival) is None or arrival.state is None or not self._takes_part_from(arrival.view):
+            self._rank.check_ended()
+            self._member.is_back = True  # also after it was put out because its state did not come
+            if time.monotonic() > until:
+                raise PeerFailed(
+                    f"rank {self._channel.rank} has asked to be let in, and the members (ranks "
+                    f"{list(self._membership.view.ranks)}) have not answered within "
+                    f"give_up_s={self._channel.give_up_s:g}"
+                )
+            time.sleep(0.005)
+        self._take(arrival.view, arrival.state, loaders_too=True)
+        self._member.awaits_state = False
+
+    def _takes_part_from(self, view: View) -> bool:
+        """Whether the coordinator has come to this view; the state may arrive before that."""
+        return self._rank.merging.takes_part_from == view.step
+
+    def let_in(self, view: View) -> None:
+        """This rank is a member again, from ``view.step`` on; called by the thread that leads it from view to view."""
+        self._arrival = _Arrival(self._channel, view)
+
+    def leave_if_lost(self) -> None:
+        """Leave where the state that this rank waits for will not come, or where it has fallen behind too far.
+
+        As long as the others may not go on without it, one that fell behind stays a member which gives nothing; it then
+        leaves for a moment when it is back.
+        """
+        if self._member.fell_behind:
+            at_once = self._member.is_back or self._member.owes_state
+            why = Leaving("returns", f"returns: {TOO_FAR_BEHIND}") if at_once else Leaving("restarted", TOO_FAR_BEHIND)
+            self._membership.leave(why, for_good=False, if_spared=not at_once)
+        elif lost := self._lost_state():
+            self._membership.leave(Leaving("returns", f"returns: {lost}"), for_good=False)
+
+    def _lost_state(self) -> str:
+        """Why the state that this rank waits for will not come; empty: it may, or it waits for none."""
+        if (arrival := self._arrival) is None or arrival.state is not None:
+            return ""
+        giver, members = arrival.view.giver, self._membership.view.members
+        if members.get(giver) != arrival.view.members[giver]:
+            return f"rank {giver}, which was to send it the state of the job, has left"
+        return f"the state of the job did not come: {arrival.error}" if arrival.error is not None else ""
+
+    def _make_room(self) -> None:
+        """Who asks this rank to be let in comes in after the step in which memory for the state was taken."""
+        if not self._membership.joins.wanted:
+            self._room = None
+        elif self._room is None:
+            self._room = _Room(self._expected_bytes())
+            self._membership.spawn(self._room.take)
+
+    def _expected_bytes(self) -> int:
+        """Of the state that is to be given, asked only of what lends its tensors: others may copy them, or wait."""
+        states: list[Any] = [self._module.state_dict()]
+        for name, value in self._registered.items():
+            if name.startswith("straggle.") or isinstance(value, (nn.Module, Optimizer)):
+                states.append(value.state_dict())
+        return max(self._given_bytes, _num_bytes(states) + _OTHER_BYTES)
+
+    def _has_room(self) -> bool:
+        return (room := self._room) is not None and room.is_taken  # another thread may ask
+
+    def _give(self, step: int) -> None:
+        began_at = time.monotonic()
+        room, self._room = self._room, None
+        encoded = encode(self._state(), None if room is None else room.memory)
+        self._given_bytes = len(encoded.data)
+        was_there = room is not None and room.has(encoded.data)
+        _log.info(
+            "rank %d: copied its state in %.3f s, into memory that was %s",
+            self._channel.rank,
+            time.monotonic() - began_at,
+            "there" if was_there else "taken for it",
+        )
+        self._membership.spawn(self._send, encoded, step)
+
+    def _state(self) -> dict[str, Any]:
+        coordinator = self._coordinator
+        return {
+            "module": dict(self._module.state_dict()),
+            "registered": {name: value.state_dict() for name, value in self._registered.items()},
+            "history": coordinator.history.tensors(),
+            "deadline_s": coordinator.deadline.seconds,
+        }
+
+    def _send(self, encoded: Encoded, step: int) -> None:
+        until = time.monotonic() + _SEND_S
+        while (view := self._membership.admitted) is None or view.step < step:
+            if time.monotonic() > until:
+                return  # they were not let in after all
+            time.sleep(0.005)
+        if view.step > step:
+            return
+        for rank in sorted(view.joined):
+            pause = self._pace(encoded, step).pause
+            try:
+                send(encoded, _pair(self._channel, view, rank, place=0), 1, pause)
+            except (RuntimeError, ValueError, OSError) as error:
+                _log.warning("rank %d could not send its state to rank %d: %s", self._channel.rank, rank, error)
+
+    def _pace(self, encoded: Encoded, step: int) -> Pace:
+        """Of a state as of ``step``: the newcomer keeps what is merged meanwhile, of which it is to be the larger."""
+        coordinator = self._coordinator
+        most = max(coordinator.deadline.late_handling.max_lag, len(encoded.data) // max(1, coordinator.num_bytes))
+        return Pace(self._is_merging, lambda: self._membership.step >= step + most)
+
+    def _is_merging(self) -> bool:
+        with self._rank.merging.lock:
+            return (current := self._rank.merging.round) is not None and travels(current)
+
+    def _take(self, view: View, state: Mapping[str, Any], *, loaders_too: bool) -> None:
+        """Go on from a state; ``loaders_too``: what the loop iterates over begins there as well."""
+        before, arrival = self.report, self._arrival
+        if arrival is not None:
+            seconds, nbytes = time.monotonic() - arrival.began_at, _num_bytes(state)
+            self.report = HealingReport(before.num_states + 1, before.nbytes + nbytes, before.seconds + seconds)
+        self._arrival = None
+        self._module_state.load_module(state["module"])
+        for name, own in state["registered"].items():
+            value = self._registered.get(name)
+            if value is not None and (loaders_too or not hasattr(value, "__iter__")):
+                value.load_state_dict(own)
+        self._member.healed(view.step, History.from_tensors(state["history"]), state["deadline_s"])
+        _log.warning("rank %d takes part again from step %d on", self._channel.rank, view.step)
+
+
+class _Room:
+    """Memory for a state. Taking it from the system takes six times as long as the copy, while the peers wait."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self.memory: torch.Tensor | None = None  # all of it
+        self.is_taken = False  # or there is not enough, which is said where the state is copied
+
+    def has(self, data: torch.Tensor) -> bool:
+        return self.memory is not None and self.memory.data_ptr() == data.data_ptr()
+
+    def take(self) -> None:
+        try:
+            memory = torch.empty(self._num_bytes, dtype=torch.uint8, device="cpu")
+            memory[::_PAGE_BYTES].zero_()
+            self.memory = memory
+        finally:
+            self.is_taken = True
+
+
+class _Arrival:
+    """A state on its way to this rank, on a thread of its own."""
+
+    def __init__(self, channel: ElasticChannel, view: View) -> None:
+        self.view = view
+        self.began_at = time.monotonic()
+        self.state: dict[str, Any] | None = None
+        self.error: Exception | None = None
+        self._channel = channel
+        channel.membership.spawn(self._receive)
+
+    def _receive(self) -> None:
+        try:
+            pair = _pair(self._channel, self.view, self._channel.rank, place=1)
+            state = receive(pair, 0, max_bytes=_MAX_BYTES)
+            if not isinstance(state, dict):
+                raise ValueError("what came is no state")
+            self.state = state
+        except Exception as error:  # whatever it is, as where memory is short: this rank would wait for ever
+            self.error = error
+
+
+def _pair(channel: ElasticChannel, view: View, rank: int, *, place: int) -> Any:
+    """A group of the giver, at place 0, and of one newcomer."""
+    with channel.membership.connection(f"state/{view.generation}/{rank}") as store:
+        return gloo_group(store, place, 2, _SEND_S)
+
+
+def _num_bytes(state: Any) -> int:
+    """Bytes of all tensors in a state."""
+    if isinstance(state, torch.Tensor):
+        return state.nbytes
+    values = state.values() if isinstance(state, Mapping) else state if isinstance(state, (list, tuple)) else ()
+    return sum(map(_num_bytes, values))

@@ -1,0 +1,43 @@
+"""How the ranks of a job meet whose members change, when they wrap a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+
+from straggle.members.elastic import ElasticChannel, MetAnew
+from straggle.members.view import Elastic
+from straggle.merge.alike import Wrapped
+from straggle.merge.channel import Channel
+from straggle.version import __version__
+
+
+def meet_members(
+    elastic: Elastic, wrapped: Wrapped, make_alike: Callable[[Channel], None], *, give_up_s: float
+) -> ElasticChannel:
+    """The channel to the members, which have the same module and options; one that comes late asks nothing yet.
+
+    ``make_alike(channel)`` compares the ranks' models, and gives all of them that of rank 0.
+    """
+    channel = ElasticChannel(elastic, give_up_s=give_up_s)
+    in_common = {**asdict(wrapped), "straggle": __version__}
+    channel.membership.joins.description = json.dumps(in_common, sort_keys=True)
+    try:
+        while not channel.comes_late and not _become_alike(channel, make_alike):
+            channel.meet_members()
+        if channel.comes_late and wrapped.refusal:
+            raise ValueError(wrapped.refusal)
+    except BaseException:
+        channel.membership.close()
+        raise
+    return channel
+
+
+def _become_alike(channel: ElasticChannel, make_alike: Callable[[Channel], None]) -> bool:
+    """The same among ranks that may be started again meanwhile; false if the ranks have to meet again for it."""
+    try:
+        make_alike(channel)
+        return channel.membership.has_wrapped(channel.give_up_s)
+    except MetAnew:
+        return False

@@ -1,0 +1,324 @@
+"""This rank as a member of a job whose members change: since when it is one, and what it lacks when it is back."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from straggle.members.membership import Membership
+from straggle.members.moved_round import Notes, freeze, go_on, notes_of
+from straggle.members.put_out import PutOut
+from straggle.members.view import MergeProgress, Repair, View
+from straggle.merge.groups import Groups
+from straggle.merge.rank_parts import RankParts
+from straggle.merge.round import Round
+from straggle.merge.table import Table
+from straggle.merge.telemetry import absent_row
+from straggle.policies.history import History
+from straggle.policies.rank_links import RankLink
+
+_SHRINKS = 0.9  # of the merged steps that waited for a healed rank are left when it has taken as many
+_NEWCOMERS_LAG = 64  # steps that are merged before a rank which was let in counts as stuck
+_log = logging.getLogger(__name__)
+
+
+class Member:
+    """The part of the coordinator that follows the members.
+
+    Three kinds of callers. The thread that leads the rank from view to view (`elastic.py`) calls `freeze`,
+    `telemetry_of`, `regroup`, `put_out` and `end`, and `healing.py` what is beside them; these take the lock. What the
+    coordinator and its other parts call stands at the end, and is called with the lock held. ``is_back`` and
+    ``awaits_state`` are written by the training thread alone.
+    """
+
+    def __init__(self, rank: RankParts, membership: Membership) -> None:
+        self._rank = rank
+        self._lock = rank.merging.lock
+        self._membership = membership
+        self.links: PutOut | None = None  # who is put out because of its link; `None`: no rank
+        self.changed_in = -1  # the step in which the members changed last, alike for all of them
+        self.fell_behind = False  # a member that needs a state, because more steps were merged than may wait for it
+        self.is_back = False  # the training thread has been between two steps since
+        self.awaits_state = False  # it does nothing else
+        self.has_room: Callable[[], bool] = lambda: False  # for its state, which others are to be given
+        self._last_taken_at = 0  # the step that was being merged when it took one last
+        self._catch_up: tuple[int, int] | None = None  # a healed rank: the step that it is to come to, and from how far
+        self._healing: frozenset[int] = frozenset()  # members that wait for their state
+        self._last_telemetry = torch.empty(0)  # of the step that was merged last, for a member that lacks it
+        self._tables: list[tuple[int, Table]] = []  # of the steps that were merged while this rank waits for its state
+        self._gives_at = -1  # the step at whose beginning this rank's state is another's
+
+    @property
+    def is_out(self) -> bool:
+        """Whether it is no member, or waits for the view that lets it in."""
+        return self._rank.merging.takes_part_from == sys.maxsize and not self.fell_behind
+
+    def notes_of(self, current: Round) -> Notes:
+        """What is kept with a round."""
+        return notes_of(current, self._rank.rounds.ranks)
+
+    # -- the members change; called by the thread that leads this rank from view to view
+
+    def freeze(self) -> MergeProgress:
+        """The members change: launch nothing before `regroup`. How far this rank has come."""
+        with self._lock:
+            return self._freeze()
+
+    def _freeze(self) -> MergeProgress:
+        self._rank.channel.epoch += 1
+        self._rank.rounds.merge_among_none()
+        if self.is_out:
+            return MergeProgress(-1)
+        current = self._rank.merging.round
+        if current is None:
+            return MergeProgress(self._rank.merging.step)
+        return freeze(current, self.notes_of(current))
+
+    def telemetry_of(self, step: int) -> Tensor:
+        """The merged telemetry of ``step``, to be given to who lacks it; zeros where this rank has none."""
+        merging = self._rank.merging
+        with self._lock:
+            if merging.round is not None and merging.round.step == step:
+                return merging.round.buffers.telemetry.clone()
+            if merging.step == step + 1 and len(self._last_telemetry):
+                return self._last_telemetry.clone()
+            return torch.zeros_like(self._rank.rounds.new_buffers().telemetry)
+
+    def regroup(self, groups: Groups, view: View, repair: Repair, telemetry: Tensor) -> None:
+        """Go on among the members of ``view``; ``telemetry`` of the step that is complete on some of them."""
+        merging = self._rank.merging
+        with self._lock:
+            if merging.round is not None:
+                self.notes_of(merging.round)  # of the members until now
+            self._rank.rounds.merge_among(groups, view.ranks, view.generation)
+            self.changed_in = repair.step
+            self._note_healing((self._healing | view.joined) & set(view.ranks))
+            self._rank.deadline.members(len(view.ranks))
+            new = self._rank.channel.rank in view.joined and merging.takes_part_from == sys.maxsize
+            if new:
+                self._come_in(view, repair)
+            if self.links is not None:
+                self.links.follow(view, repair.step, new=new)
+            if (current := merging.round) is not None:
+                self._go_on(current, groups, view, repair, telemetry, new=new)
+            merging.step_merged.notify_all()
+
+    def _go_on(
+        self,
+        current: Round,
+        groups: Groups,
+        view: View,
+        repair: Repair,
+        telemetry: Tensor,
+        *,
+        new: bool,
+    ) -> None:
+        """Go on with the round that is being merged."""
+        notes = self.notes_of(current)
+        if current.step == repair.completed:
+            current.buffers.use_telemetry(telemetry)
+            notes.complete = True
+        elif current.step == repair.step:
+            place_of = {rank: place for place, rank in enumerate(view.ranks)}
+            renew = self._rank.rounds.new_buffers
+            go_on(current, notes, groups.gradients, repair, place_of, renew, new=new, generation=view.generation)
+
+    def _come_in(self, view: View, repair: Repair) -> None:
+        """This rank is let in: it gives nothing until it has its state."""
+        training, merging = self._rank.training, self._rank.merging
+        merging.takes_part_from, self._tables, self._catch_up = view.step, [], None
+        self._membership.watch.is_out = False
+        merging.restore(repair.step)
+        self._last_taken_at = repair.step
+        merging.begin_now(self._rank.stopwatch.now())
+        training.stop_up_to(view.step - 1)
+        if repair.num_launched:
+            self._rank.rounds.begin(training, merging)
+        self._rank.stand_in.give_nothing(True)
+
+    def judge_long_merge(self, links: Sequence[RankLink]) -> None:
+        """A merge takes many times as long as usual, and meanwhile this rank has measured these links."""
+        with self._lock:
+            if self.links is not None:
+                self.links.long_merge(links)
+
+    def put_out(self) -> None:
+        """This rank is no member any more: its steps have no merge before it is let in again."""
+        merging = self._rank.merging
+        with self._lock:
+            self._rank.channel.epoch += 1
+            self._rank.rounds.merge_among_none()
+            merging.takes_part_from, self._gives_at = sys.maxsize, -1
+            self._membership.watch.is_out = True
+            self.is_back = self.is_back and self.fell_behind  # then it is known already that it was away
+            self.fell_behind = False
+            merging.restore(merging.step)
+            self._rank.ring.clear()
+            self._rank.stand_in.rest()
+            self._rank.training.stop_up_to(sys.maxsize)
+            if self.links is not None:
+                self.links.begin_anew()
+            merging.step_merged.notify_all()
+
+    def end(self, error: BaseException) -> None:
+        """The job ends here."""
+        with self._lock:
+            self._rank.stand_in.end(error)
+
+    # -- this rank's state, given and taken; called by `healing.py`
+
+    @property
+    def gives_state(self) -> bool:
+        """Whether the state in which the training thread enters its step is another's to go on from."""
+        return self._gives_at == self._rank.training.step
+
+    @property
+    def owes_state(self) -> bool:
+        """Whether a newcomer waits for the state in which the training thread is still to enter a step."""
+        return self._gives_at >= self._rank.training.step
+
+    def healed(self, step: int, history: History, deadline_s: float) -> None:
+        """The training thread has the state of its peers at the beginning of ``step``: it takes part from there on."""
+        training, merging, deadline, ring = (
+            self._rank.training,
+            self._rank.merging,
+            self._rank.deadline,
+            self._rank.ring,
+        )
+        with self._lock:
+            training.restore(step)
+            # nor does it take part in a step that the stand-in has submitted meanwhile: nothing that it did is merged
+            training.stop_only_up_to(max(step - 1, merging.step if merging.submitted else merging.step - 1))
+            for number in [number for number in ring if number < step]:
+                del ring[number]
+            deadline.restore(history)
+            deadline.seconds = deadline_s
+            for number, table in self._tables:
+                if number >= history.num_steps:
+                    deadline.decide(table)
+                self._judge_links(number, table)
+            self._tables = []
+            self._catch_up = training.step, sys.maxsize
+            self._note_healing(self._healing)
+            self._end_healing_if_caught_up()
+
+    # -- both threads, with the lock held
+
+    def admits(self, current: Round) -> bool:
+        """Whether ranks that ask may come in after this round's step, as far as this rank is concerned.
+
+        Who is stood in for could not give its state, and who has no room for it yet would give it late; before the
+        stages are planned no rank can merge with newcomers.
+        """
+        return (
+            bool(self._membership.joins.wanted)
+            and self.has_room()
+            and self._rank.stand_in.started
+            and not current.stood_in
+        )
+
+    def rows_merged(self, current: Round) -> None:
+        """Who was no member when the rows were merged has none; the members may have changed since."""
+        notes = self.notes_of(current)
+        current.is_read = False
+        if len(notes.told) < self._rank.channel.world_size:
+            absent = absent_row(len(self._rank.rounds.plan.stages))
+            for rank in set(range(self._rank.channel.world_size)) - set(notes.told):
+                current.buffers.rows[rank] = absent
+        self._last_telemetry = current.buffers.telemetry.clone()
+
+    def merged(self, current: Round) -> None:
+        """A step is merged: who has its state, and who is let in.
+
+        If another member had it complete before, the members have changed since. So who was to be let in after it has
+        been, or was not: no view comes that this rank could wait for.
+        """
+        membership, step, table = self._membership, current.step, current.table
+        if self.fell_behind:  # nothing in the ring is for a rank that is to take a state
+            self._rank.ring.clear()
+        rank, stood_in = self._rank.channel.rank, table.stood_in_ranks()
+        membership.step = self._rank.merging.step
+        self._note_healing(self._healing & stood_in)
+        membership.watch.healing = stood_in
+        if self._rank.stand_in.gives_nothing and self._catch_up is None and not self.fell_behind:
+            self._tables.append((step, table))
+        else:
+            self._judge_links(step, table)
+        if self._catch_up is not None and stood_in >= set(self._rank.rounds.ranks):
+            self._end_healing()  # the others are at their end, or no further: none of them waits for this rank
+        if table.admits() and not self.notes_of(current).complete:
+            if table.admits_of(rank):
+                self._gives_at = step + 1
+            self._freeze()  # nothing of the next step is on its way when the others come in
+            membership.chain.hold(step + 1, leads=table.admits_of(rank))
+
+    def _judge_links(self, step: int, table: Table) -> None:
+        if self.links is not None:
+            self.links.merged(step, table, len(self._rank.rounds.plan.buckets()))
+
+    def _note_healing(self, ranks: frozenset[int]) -> None:
+        self._healing = self._membership.watch.healing = ranks
+        own = {self._rank.channel.rank} if self._catch_up is not None else set()
+        self._membership.watch.without_state = ranks - own
+
+    def taken(self) -> None:
+        """The training thread has taken a merged step."""
+        self._last_taken_at = self._rank.merging.step
+        self._end_healing_if_caught_up()
+
+    def fall_behind_if_full(self) -> None:
+        """Where no more merged steps may wait for it, the training thread takes a state when it is back.
+
+        The ring is dropped, and the peers do not wait for this rank.
+        """
+        if not self._ring_is_full():
+            return
+        training, stand_in = self._rank.training, self._rank.stand_in
+        _log.warning(
+            "rank %d has been in %s of step %d while %d steps were merged (max_lag=%d): it takes the state of a peer "
+            "when it is back",
+            self._rank.channel.rank,
+            self._rank.stopwatch.phase,
+            training.step,
+            self._rank.lag,
+            self._rank.deadline.late_handling.max_lag,
+        )
+        self.fell_behind, self.is_back = True, False
+        self._rank.merging.takes_part_from = sys.maxsize
+        self._rank.ring.clear()
+        self._tables, self._catch_up = [], None
+        training.stop_up_to(sys.maxsize)
+        stand_in.give_nothing(True)
+
+    def _ring_is_full(self) -> bool:
+        """Whether no more merged steps may wait for the training thread.
+
+        One that was let in has as many as it needs to come as far, but not if it is stuck.
+        """
+        max_lag = self._rank.deadline.late_handling.max_lag
+        if self._rank.stand_in.gives_nothing:
+            stuck = self._rank.merging.step - self._last_taken_at >= max(max_lag, _NEWCOMERS_LAG)
+            return stuck and not (self.awaits_state or self.fell_behind)
+        return len(self._rank.ring) - int(self._rank.training.taking) >= max_lag
+
+    def _end_healing_if_caught_up(self) -> None:
+        """A rank that has its state again gives nothing, and is not waited for, until it has taken what was merged.
+
+        While it takes that, more is merged. One whose loop is not faster than its peers' steps would never come to the
+        end of it, so it goes on as any rank when the rest has hardly become less.
+        """
+        if self._catch_up is None or self._rank.training.step < self._catch_up[0]:
+            return
+        far, lag = self._catch_up[1], self._rank.lag
+        if 0 < lag <= _SHRINKS * far:
+            self._catch_up = self._rank.merging.step, lag
+        else:
+            self._end_healing()
+
+    def _end_healing(self) -> None:
+        self._catch_up = None
+        self._rank.stand_in.give_nothing(False)

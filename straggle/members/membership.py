@@ -1,0 +1,297 @@
+"""This rank's place in the chain of views: how it comes into a job, what it says there, and how it leaves.
+
+One thread sends signs of life and another one looks at those of others. Neither does anything else, so that a rank
+whose other threads are busy is not taken for dead. Everything that is said here lies in a corner of the job's store
+that is the same for all incarnations of all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from straggle.members.agents import Exited, over, post_over
+from straggle.members.connections import Connections
+from straggle.members.heartbeat import Heartbeat, signs_of, step_in
+from straggle.members.joins import Joins
+from straggle.members.refill import Refill
+from straggle.members.stored_view import StoredView, StoreEmptied
+from straggle.members.view import DONE, Elastic, Leaving, Seal, View
+from straggle.members.view_chain import ViewChain
+from straggle.members.watch import Watch
+from straggle.merge.channel import PeerFailed
+from straggle.merge.store import ANSWER_S, peek
+
+_LINGER_S = 2.0
+_END_S = 5.0  # for threads to come back when the model is closed
+
+_log = logging.getLogger(__name__)
+
+
+class TooFewRanks(PeerFailed):
+    """The job has fewer members than it may go on with: only ``ranks``."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+
+class JobDone(PeerFailed):
+    """This rank was out, or was started again, when the others came to the end of their loops with this model.
+
+    A program that goes on with another model catches it, and wraps that one. Where it ends the process, the launcher
+    does not start that again.
+    """
+
+
+class Membership:
+    """Of one incarnation of one rank, from `begin` to `close`; any thread may ask.
+
+    ``chain`` are the views, and ``watch`` looks at the other members. ``connect()`` makes a connection to the job's
+    store, in the corner of this model. ``exited(store, rank)`` is how the rank's last process ended, where an agent has
+    said so.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        elastic: Elastic,
+        *,
+        connect: Callable[[], Any],
+        exited: Callable[[Any, int], Exited | None],
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.elastic, self.least = elastic, elastic.least(world_size)
+        self.incarnation = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT') or 0}-{uuid.uuid4().hex[:12]}"
+        self.step = -1  # that this rank's merge is in; read by its own beats
+        self.admitted: View | None = None  # the last view in which this rank let others in
+        self.left_for_good = False  # by its own will, so it does not ask to be let in again
+        self._seal = Seal(os.environ.get("STRAGGLE_JOB_SECRET", ""))
+        self.connections = Connections(connect)
+        self.joins = Joins(rank, world_size, self.incarnation, self._seal)
+        self.chain = ViewChain(rank, self.incarnation, StoredView(self._seal, world_size))
+        self._refill = Refill(rank, world_size, self.least, self._seal)
+        self._heartbeat = Heartbeat(rank, self.incarnation, connect, lambda: self.step)
+        self.watch = Watch(
+            self.chain,
+            elastic,
+            self._heartbeat,
+            self.connections,
+            joins=self.joins,
+            refill=self._refill,
+            least=self.least,
+            exited=exited,
+        )
+        self._threads: list[threading.Thread] = []
+        self._spawning = threading.Lock()
+
+    @property
+    def view(self) -> View:
+        """The last view that was seen."""
+        return self.chain.view
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this incarnation is a member in the last view that was seen."""
+        return self.chain.is_member
+
+    def check_done(self) -> None:
+        """Raise `JobDone` where all others have ended their loops, and this rank has not.
+
+        Where no member lives that could let this rank in, the job is done for those that have ended theirs; raises
+        `TooFewRanks` where none has.
+        """
+        view, ended = self.view, sorted(self.view.ended)
+        if self.left_for_good:
+            return
+        if view.is_done or (self.watch.alone and ended):
+            raise JobDone(f"rank {self.rank} comes late: ranks {ended} have ended their loops")
+        if self.watch.alone:
+            raise TooFewRanks(
+                f"rank {self.rank}: ranks {list(view.ranks)} were the members, and none of them gives a sign of life: "
+                "nobody has the job's state; begin from a checkpoint",
+                view.ranks,
+            )
+
+    def begin(self, limit_s: float) -> bool:
+        """Find the job's view, or agree on the first one with all ranks; whether this rank comes to a running job.
+
+        Raises `PeerFailed` where not all ranks come within ``limit_s``, or the job is over before it has begun.
+        """
+        store, until = self.connections.own(), time.monotonic() + limit_s
+        self._heartbeat.beat(store)
+        store.set(f"hello/{self.rank}", self._seal.seal(f"hello/{self.rank}", self.incarnation))
+        while not self.chain.find(store):
+            missing = [rank for rank in range(self.world_size) if not store.check([f"hello/{rank}"])]
+            if not missing:
+                words = {rank: self._open(store, f"hello/{rank}") for rank in range(self.world_size)}
+                first = View(0, {r: own or "" for r, own in words.items()}, job=uuid.uuid4().hex[:12])
+                self.chain.begin(store, first)
+            elif (why := over(store)) is not None:
+                raise PeerFailed(f"rank {self.rank}, before step 0: the job is over: {why}")
+            elif time.monotonic() > until:
+                raise PeerFailed(
+                    f"rank {self.rank}, before step 0: ranks {missing} have not come within give_up_s={limit_s:g}: "
+                    "each has to wrap the model; one has ended, hangs, or cannot be reached"
+                )
+            else:
+                time.sleep(0.01)
+        self.watch.start()
+        return not (self.is_member and self.view.generation == 0)
+
+    def annul(self, view: View) -> None:
+        """Give a first view up that has not begun: all its ranks agree on another one."""
+        self.chain.annul(self.connections.own(), view)
+
+    def has_wrapped(self, limit_s: float) -> bool:
+        """This rank has wrapped its model: wait for the others. From then on, who is started again comes late.
+
+        False where one was started again before that: the first view was given up. Raises `PeerFailed` where the others
+        have not wrapped theirs within ``limit_s``.
+        """
+        view, store, until = self.view, self.connections.own(), time.monotonic() + limit_s
+        keys = [f"wrapped/{view.job}/{rank}" for rank in view.ranks]
+        store.set(f"wrapped/{view.job}/{self.rank}", "")
+        while not store.check(keys):
+            if self.chain.annulled == view.job:
+                return False
+            if time.monotonic() > until:
+                missing = [rank for rank, key in zip(view.ranks, keys, strict=True) if not store.check([key])]
+                raise PeerFailed(
+                    f"rank {self.rank}, before step 0: ranks {missing} have not wrapped the model within "
+                    f"give_up_s={limit_s:g}"
+                )
+            time.sleep(0.005)
+        self.chain.replace(store, view, replace(view, begun=True))
+        try:
+            self.chain.look(store)
+        except StoreEmptied:
+            return False
+        return True
+
+    def admit(self, step: int) -> None:
+        """Let those in that have asked: they take part from ``step`` on, and this rank sends them its state."""
+        store, view = self.connections.own(), self.view
+        new = self.joins.take(store, view)
+        following = view.with_joined(new, step=step, giver=self.rank)  # even for none: all wait for it
+        if self.chain.propose(store, view, following):
+            self.admitted = following
+
+    def leave(self, why: Leaving, *, for_good: bool = True, if_spared: bool = False) -> None:
+        """This rank takes no further part, or none ``for_good`` and none before it is let in again.
+
+        ``if_spared``: only where the others may go on without it.
+        """
+        self.left_for_good |= for_good
+        if not self.chain.has_view or not self.is_member:
+            return
+        with self.connections.lent() as store:
+            for _ in range(5):
+                view = self.chain.read(store)
+                if not self.chain.is_in(view):
+                    return
+                following = view.without({self.rank: why})
+                if if_spared and following.shortfall(self.least, with_returning=False):
+                    return
+                if self.chain.propose(store, view, following):
+                    return
+
+    def leave_at_the_end(self) -> None:
+        """The same when this rank's loop is over: first it waits, for a moment, for the others to come as far.
+
+        They may need it for the step that it has just ended. A store that stands still is not waited for.
+        """
+        self.spawn(self._leave_with_the_others).join(_LINGER_S + ANSWER_S)
+
+    def leave_with_an_error(self, reason: str) -> None:
+        """The same when this rank's own code raised; for as long as a store that answers needs.
+
+        Where the others cannot go on without it, the job is over: this process may be gone before they say so.
+        """
+        self.spawn(self._leave_with_an_error, reason).join(ANSWER_S)
+
+    def _leave_with_an_error(self, reason: str) -> None:
+        self.leave(Leaving("raised", reason))
+        if self.view.shortfall(self.least, with_returning=True):
+            with self.connections.lent() as store:
+                post_over(store, f"{reason}, and too few ranks are left without it")
+
+    def _leave_with_the_others(self) -> None:
+        until = time.monotonic() + _LINGER_S
+        try:
+            with self.connections.lent() as store:
+                while self.is_member and time.monotonic() < until:
+                    signs = signs_of(store, self.view, self.view.ranks)
+                    if min(map(step_in, signs.values())) >= self.step:
+                        break
+                    time.sleep(0.02)
+            self.leave(DONE)
+        except (RuntimeError, OSError, ValueError) as error:
+            _log.info("rank %d left without a word: %s", self.rank, error)
+
+    def look(self) -> None:
+        """Read the view now."""
+        self.chain.look(self.connections.own())
+
+    @contextlib.contextmanager
+    def connection(self, corner: str) -> Iterator[Any]:
+        """A connection to a corner of the store that no other thread uses meanwhile.
+
+        It is kept for the next one: making one takes seconds where a name server does not answer.
+        """
+        with self.connections.lent() as store:
+            yield dist.PrefixStore(self.corner(corner), store)  # type: ignore[attr-defined]
+
+    def publish(self, key: str, word: str) -> None:
+        """Leave a word for all incarnations of all ranks, unless there is one."""
+        sealed = self.connections.own().compare_set(key, "", self._seal.seal(key, word)).decode()
+        self._refill.note(key, sealed)
+
+    def published(self, key: str) -> str | None:
+        """A word that was left, if there is one of this job."""
+        if (sealed := peek(self.connections.own(), key)) is None:
+            return None
+        self._refill.note(key, sealed)
+        return self._seal.open(key, sealed)
+
+    def note(self, key: str, word: str) -> None:
+        """Say this again where the store is restarted."""
+        self._refill.note(key, word)
+
+    def spawn(self, target: Callable[..., None], *args: Any) -> threading.Thread:
+        """Start a thread that waits for other ranks, and may be left to itself; `close` waits for it, for a moment."""
+        thread = threading.Thread(target=target, args=args, name="straggle-members", daemon=True)
+        with self._spawning:
+            thread.start()
+            self._threads = [*(own for own in self._threads if own.is_alive()), thread]
+        return thread
+
+    def corner(self, name: str) -> str:
+        """A corner of the store that who does not know the job's secret cannot guess."""
+        return self._seal.seal(name, "").strip()
+
+    def end(self, why: str) -> None:
+        """The job goes on no more: who is started again would wait for members that are not there."""
+        post_over(self.connections.own(), why)
+
+    def close(self) -> None:
+        """End the threads."""
+        self.watch.stop()
+        # while Python ends, a thread that comes back from the store would end the process with an error
+        until = time.monotonic() + _END_S
+        for thread in (*self.watch.threads, *self._heartbeat.threads, *self._threads):
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until - time.monotonic()))
+
+    def _open(self, store: Any, key: str) -> str | None:
+        return self._seal.open(key, store.get(key).decode())

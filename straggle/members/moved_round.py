@@ -1,0 +1,101 @@
+"""A round whose members change before it is over: what each has of it, and how those that are left go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+
+import torch.distributed as dist
+
+from straggle.members.view import MergeProgress, Repair
+from straggle.merge.buffers import StageBuffers
+from straggle.merge.groups import Group, succeeded
+from straggle.merge.round import Round
+from straggle.merge.telemetry import Row
+from straggle.report import CAUSES
+
+
+@dataclass
+class Notes:
+    """What is kept with a round where members change; `notes_of` makes them.
+
+    ``told``: the ranks that the rows are of. ``merged``: buckets that are known to be merged. ``lost``: those that a
+    change of members took from it. ``last_message``: over when all members have all of the step. ``complete``: some
+    member had it complete, and gave this rank the rows of all.
+    """
+
+    told: tuple[int, ...]
+    merged: set[int] = field(default_factory=set)
+    lost: frozenset[int] = frozenset()
+    last_message: dist.Work | None = None
+    complete: bool = False
+
+
+def notes_of(current: Round, ranks: tuple[int, ...]) -> Notes:
+    """Those of a round; ``ranks``: the members, if it has none yet."""
+    if not isinstance(current.notes, Notes):
+        current.notes = Notes(ranks)
+    return current.notes
+
+
+def freeze(current: Round, notes: Notes) -> MergeProgress:
+    """Launch nothing from here on: the members change. How far this rank has come."""
+    current.group = None
+    notes.merged |= {b for b, works in enumerate(current.launched) if works and all(map(succeeded, works))}
+    complete = notes.complete or (notes.last_message is not None and succeeded(notes.last_message))
+    return MergeProgress(current.step, len(current.launched), frozenset(notes.merged), complete)
+
+
+def go_on(
+    current: Round,
+    notes: Notes,
+    group: Group,
+    repair: Repair,
+    place_of: Mapping[int, int],
+    renew: Callable[[], StageBuffers],
+    *,
+    new: bool,
+    generation: int,
+) -> None:
+    """Go on among the members of ``group``; ``place_of`` each rank in it, ``new``: this rank has just joined.
+
+    What was on its way and no member has is lost: its gradients count nothing. The old merges may still write into the
+    buffers that they were launched with, also if they only give once more what is there, so ``renew()`` gives others.
+    """
+    num_launched = repair.num_launched if new else len(current.launched)
+    lost = frozenset(b for b in range(num_launched) if b not in notes.merged)
+    if lost or not all(work.is_completed() for work in chain.from_iterable(current.launched)):
+        old, current.buffers = current.buffers, renew()
+        current.buffers.take_over(old, lost)
+    notes.lost |= lost - repair.given.keys()
+    notes.last_message = None
+    current.rows_tell_all = not (repair.given or repair.kept)
+    launched: list[list[dist.Work]] = [[] for _ in range(num_launched)]
+    for bucket in range(num_launched):
+        if (giver := repair.given.get(bucket)) is not None:
+            launched[bucket] = current.buffers.broadcast(bucket, group, place_of[giver])
+        elif bucket not in repair.kept:
+            launched[bucket] = current.buffers.resend(bucket, group)
+    current.go_on_in(group, launched, generation)
+
+
+def without_lost(row: Row, current: Round, notes: Notes) -> Row:
+    """The row, without what a change of members took."""
+    if not notes.lost:
+        return row
+    names = {stage.name for bucket in notes.lost for stage in current.layout.buckets[bucket]}
+    kept = [stage.name not in names for stage in current.layout.plan.stages]
+    cause = row.cause if row.cause >= 0 else CAUSES.index("members")
+    computed, estimated, weights = (
+        tuple(share * own for share, own in zip(shares, kept, strict=True))
+        for shares in (row.computed, row.estimated, row.weights or row.computed)
+    )
+    return row._replace(computed=computed, estimated=estimated, weights=weights, cause=cause)
+
+
+def travels(current: Round) -> bool:
+    """Whether anything that was launched is not over."""
+    last = current.notes.last_message if isinstance(current.notes, Notes) else None
+    works = chain(chain.from_iterable(current.launched), [] if last is None else [last])
+    return not all(work.is_completed() for work in works)

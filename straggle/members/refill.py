@@ -1,0 +1,84 @@
+"""A job's store that was restarted is empty: what its members say again, so that it is the job's store once more.
+
+Each rank leaves the newest view that it knows. As soon as all members of the newest of these have, or after a moment
+enough of them, the view that follows it is written, with the same members. It is a new one, because nobody can say what
+the store knew last: a view that only half of the members had come to is left behind like that.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from straggle.members.view import Seal, View
+from straggle.merge.store import peek
+
+GATHER_S = 5.0  # for members to find the store, which each looks for every second
+
+_log = logging.getLogger(__name__)
+
+
+def following(known: Mapping[int, View], waited_s: float, *, least: int) -> View | None:
+    """The view to go on with, from the newest that each rank knows; ``None``: more ranks have to say theirs.
+
+    Ranks that were out know an old one. So it takes as many members of the newest one as a job goes on with: some of
+    those have seen each view that anyone acted on. A member that says nothing within `GATHER_S` is not waited for.
+    """
+    if not known:
+        return None
+    newest = max(known.values(), key=lambda view: view.generation)
+    here = {rank: own for rank, own in newest.members.items() if rank in known}
+    if len(here) < len(newest.members) and (
+        waited_s < GATHER_S or replace(newest, members=here).shortfall(least, with_returning=False)
+    ):
+        return None
+    return newest.again()
+
+
+class Refill:
+    """This rank's part in it; one thread fills, and any thread notes what is to be said again."""
+
+    def __init__(self, rank: int, world_size: int, least: int, seal: Seal) -> None:
+        self._rank, self._world_size, self._least = rank, world_size, least
+        self._seal = seal
+        self._words: dict[str, str] = {}  # as they lie in the store
+        self._began_at: float | None = None
+
+    def note(self, key: str, word: str) -> None:
+        """A word, as it lies in the store, that whoever comes later has to find there."""
+        self._words[key] = word
+
+    def fill(self, store: Any, view: View) -> None:
+        """Say again what this rank knows; ``view`` is the newest that it has seen. To be called until there is one."""
+        if self._began_at is None:
+            self._began_at = time.monotonic()
+            _log.warning("rank %d: the job's store was restarted; its members say again what it knew", self._rank)
+        for key, word in list(self._words.items()):
+            store.compare_set(key, "", word)
+        key = f"known/{self._rank}"
+        store.set(key, self._seal.seal(key, view.encode()))
+        known = {rank: own for rank in range(self._world_size) if (own := self._known(store, rank, view.job))}
+        waited_s = time.monotonic() - self._began_at
+        if (again := following(known, waited_s, least=self._least)) is not None:
+            sealed = self._seal.seal("view", again.encode())
+            if store.compare_set("view", "", sealed).decode() == sealed:
+                _log.warning(
+                    "generation %d, ranks %s: the members that the job's store knows again",
+                    again.generation,
+                    list(again.ranks),
+                )
+
+    def filled(self) -> None:
+        """There is a view."""
+        self._began_at = None
+
+    def _known(self, store: Any, rank: int, job: str) -> View | None:
+        """The newest view of this job that a rank knows, if it has said so."""
+        key = f"known/{rank}"
+        if (sealed := peek(store, key)) is None or (word := self._seal.open(key, sealed)) is None:
+            return None
+        view = View.decode(word, self._world_size)
+        return view if view.job == job else None

@@ -1,0 +1,226 @@
+"""The thread that leads a rank from view to view: it forms the new groups, and ends the step that was running."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from straggle.members.elastic import ElasticChannel
+from straggle.members.member import Member
+from straggle.members.membership import TooFewRanks
+from straggle.members.view import Leaving, MergeProgress, Silence, View, progress_length, repair
+from straggle.merge.channel import GroupsChanged
+from straggle.merge.store import StoreUnreachable
+from straggle.report import MembersReport
+
+_LOOK_S = 0.2  # between two looks at what there is to do
+_ASKED_LOOK_S = 0.02  # the same of a rank that asks to be let in: from then on the members wait for it
+_ASK_AGAIN_S = 2.0
+_STUCK_S = 12.0  # in one request to the store; a connection is made, or not, in less
+_ANSWERS, _TURNS = 0, 1  # what the store's silence is known by: its answers, and whether any request ends
+_RETURN_S = 10.0  # for a rank that left to be let in again; then it is missed
+
+_log = logging.getLogger(__name__)
+
+
+class Regrouping:
+    """The thread that leads a rank from view to view, from `start` to `close`.
+
+    The gradients of a step are merged in at most ``max_buckets``, whatever the stages.
+    A rank that was put out asks to be let in again as soon as its training thread is back.
+    """
+
+    def __init__(self, channel: ElasticChannel, member: Member, *, max_buckets: int) -> None:
+        self._channel, self._membership, self._member = channel, channel.membership, member
+        self._max_buckets = max_buckets
+        self._closing = False
+        self._newer_at = time.monotonic()  # when the members changed last
+        self._asked_at: float | None = None
+        self._silence = Silence(_LOOK_S)  # of the job's store
+        self.on_joined: Callable[[View], None] | None = None  # this rank was let in
+        self.leaves: Callable[[], None] | None = None  # it leaves where it has to
+        self.is_back: Callable[[], bool] | None = None  # its training thread would take a state
+        self.on_changed: Callable[[MembersReport], None] | None = None
+        self._reported = self._membership.view  # up to which changes were reported
+        self._thread = threading.Thread(target=self._run, name="straggle-regrouping", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread: from now on the others go on where a member leaves."""
+        self._membership.watch.is_on = True
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closing = self._channel.closing = True
+        # a hook of this thread may hold the model last, and then it is this thread that closes it
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(5.0)
+
+    def ask(self) -> None:
+        """Ask to be let in."""
+        self._asked_at = time.monotonic()
+        self._membership.joins.ask(self._membership.connections.own())
+
+    def ask_anew(self) -> None:
+        """The same for a rank that left with an error, and whose loop goes on all the same."""
+        if self._membership.left_for_good:
+            self._membership.left_for_good = False
+            self.ask()
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._check_store()
+                try:
+                    self._look()
+                except (dist.DistStoreError, dist.DistNetworkError, OSError):
+                    self._membership.connections.forget_own()  # whose loss is known by its silence
+                    time.sleep(_LOOK_S)
+        except BaseException as error:
+            if not self._closing:
+                self._channel.ended = error
+                self._member.end(error)
+                if isinstance(error, TooFewRanks):
+                    self._membership.end(str(error))
+
+    def _look(self) -> None:
+        """Do what is to be done now, or wait for a moment."""
+        if self._membership.is_member and self.leaves is not None:
+            self.leaves()
+        asks = self._asked_at is not None and not self._membership.is_member
+        if asks:
+            with contextlib.suppress(ValueError):  # a view of another job; who watches says so
+                self._membership.look()
+        if self._membership.chain.wait_newer(self._channel.generation, _ASKED_LOOK_S if asks else _LOOK_S):
+            self._newer_at = time.monotonic()
+            self._follow()
+        elif time.monotonic() - self._newer_at > _RETURN_S:
+            self._check_number(self._membership.view, with_returning=False)
+        if not self._membership.is_member:
+            self._ask_if_ready()
+
+    def _check_store(self) -> None:
+        """Without its store no rank can leave or come back, so the job ends when that has been lost for too long."""
+        membership = self._membership
+        signs = {_ANSWERS: str(membership.watch.num_looks), _TURNS: str(membership.watch.num_turns)}
+        self._silence.look(time.monotonic(), signs)
+        if _TURNS in self._silence.longer_than(_STUCK_S):
+            membership.watch.connect_anew()
+            self._silence.forget(_TURNS)
+        if _ANSWERS in self._silence.longer_than(self._channel.give_up_s):
+            raise StoreUnreachable(
+                f"rank {self._channel.rank}, step {membership.step}: {self._channel.store.place} has not "
+                f"answered for give_up_s={self._channel.give_up_s:g}, and without it members cannot change"
+            )
+
+    def _ask_if_ready(self) -> None:
+        if self._asked_at is not None:
+            self._membership.joins.check_refused(self._membership.connections.own())
+            if time.monotonic() - self._asked_at > _ASK_AGAIN_S:  # who heard it may be gone
+                self.ask()
+        elif not self._membership.left_for_good and self.is_back is not None and self.is_back():
+            self.ask()
+
+    def _follow(self) -> None:
+        """Come to the newest view."""
+        membership = self._membership
+        if membership.chain.held is not None:
+            self._let_in(*membership.chain.held)
+        view = membership.view
+        if view.generation <= self._channel.generation:
+            return
+        self._check_number(view, with_returning=True)
+        if not membership.is_member:
+            self._member.put_out()
+            self._say_why(view)
+            self._channel.generation = view.generation
+            return
+        if self._asked_at is not None and not self._member.is_out:
+            self._member.put_out()  # this view was there before the one that put it out was followed
+        began_at = time.monotonic()
+        progress = self._member.freeze()
+        joins = progress.step < 0
+        if joins and self._channel.rank not in view.joined:  # it came too late to the view that let it in
+            late = "returns: it was let in, and the members changed before it was ready"
+            membership.leave(Leaving("returns", late), for_good=False)
+            return
+        try:
+            if not self._channel.form(view):
+                return
+            if joins and self.on_joined is not None:
+                self._asked_at = None
+                self.on_joined(view)
+            self._regroup(view, progress)
+        except GroupsChanged:
+            return
+        self._report(view, time.monotonic() - began_at)
+
+    def _say_why(self, view: View) -> None:
+        """A rank that others have put out knows of it here."""
+        changes = view.changes_since(self._reported, dict(self._membership.chain.changes))
+        self._reported = view
+        for change in changes:
+            if change.rank == self._channel.rank and not change.joined and change.kind != "done":
+                _log.warning(
+                    "rank %d is no member from generation %d on: %s", change.rank, view.generation, change.reason
+                )
+
+    def _report(self, view: View, seconds: float) -> None:
+        changes = view.changes_since(self._reported, dict(self._membership.chain.changes))
+        self._reported = view
+        if self.on_changed is not None and changes:
+            self.on_changed(
+                MembersReport(
+                    view.generation,
+                    self._membership.step,
+                    view.ranks,
+                    self._membership.world_size,
+                    left={change.rank: change.reason for change in changes if not change.joined},
+                    joined={change.rank: change.reason for change in changes if change.joined},
+                    seconds=seconds,
+                    left_kinds={change.rank: change.kind for change in changes if not change.joined},
+                )
+            )
+
+    def _check_number(self, view: View, *, with_returning: bool) -> None:
+        membership = self._membership
+        membership.check_done()
+        if view.shortfall(membership.least, with_returning=with_returning):
+            raise TooFewRanks(
+                f"rank {self._channel.rank}, step {membership.step}: {len(view.members)} of {membership.world_size} "
+                f"ranks are left ({view.said()}), and the job goes on with {membership.least} at least "
+                "(Elastic.min_ranks)",
+                view.ranks,
+            )
+
+    def _regroup(self, view: View, progress: MergeProgress) -> None:
+        channel = self._channel
+        # the stages may be planned on some members and not yet on others
+        own = torch.tensor(progress.encode(self._max_buckets), dtype=torch.int64)
+        assert len(own) == progress_length(self._max_buckets)
+        gathered = channel.exchange(own, view)
+        known = {
+            rank: MergeProgress.decode(numbers.tolist()) for rank, numbers in zip(view.ranks, gathered, strict=True)
+        }
+        way = repair(known)
+        telemetry = torch.empty(0)
+        if way.completed is not None:
+            telemetry = self._member.telemetry_of(way.completed)
+            channel.wait_in(view, channel.groups.control.broadcast(telemetry, view.ranks.index(way.giver)))
+        self._member.regroup(channel.groups, view, way, telemetry)
+
+    def _let_in(self, step: int, leads: bool) -> None:
+        """The members wait for a view in which others come in."""
+        self._membership.chain.held = None
+        until = time.monotonic() + 5.0
+        if leads:
+            self._membership.admit(step)
+        while self._membership.view.generation <= self._channel.generation and time.monotonic() < until:
+            time.sleep(0.002)
+            self._membership.look()

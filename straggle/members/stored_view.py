@@ -1,0 +1,54 @@
+"""The view as it lies in the job's store: one sealed value, which is replaced by compare-and-set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from straggle.members.view import Seal, View
+from straggle.merge.store import peek
+
+_KEY = "view"
+
+
+class StoreEmptied(dist.DistStoreError):
+    """The job's store has no view: it was restarted, or its ranks are to agree on a first one."""
+
+
+class StoredView:
+    """Reads and replaces it; any thread may, with a connection of its own."""
+
+    def __init__(self, seal: Seal, world_size: int) -> None:
+        self._seal, self._world_size = seal, world_size
+        self._last: tuple[str, View] | None = None  # what was read last, sealed and not
+
+    def read(self, store: Any) -> View:
+        """Raises `StoreEmptied` where there is none, and ``ValueError`` where it is none of this job."""
+        if not (sealed := peek(store, _KEY)):
+            raise StoreEmptied("the job's store has no view of its members")
+        if (last := self._last) is not None and last[0] == sealed:
+            return last[1]
+        if (word := self._seal.open(_KEY, sealed)) is None:
+            raise ValueError("the view of the job's members was not written by one that knows STRAGGLE_JOB_SECRET")
+        view = View.decode(word, self._world_size)
+        self._last = sealed, view
+        return view
+
+    def begin(self, store: Any, first: View) -> bool:
+        """Write a first view where there is none; whether it is this one."""
+        return self._swap(store, "", self._sealed(first))
+
+    def replace(self, store: Any, old: View, new: View) -> bool:
+        """Write ``new`` where ``old`` lies; whether ``new`` lies there then."""
+        return self._swap(store, self._sealed(old), self._sealed(new))
+
+    def annul(self, store: Any, first: View) -> None:
+        """Give up a first view that has not begun: all its ranks agree on another one."""
+        self._swap(store, self._sealed(first), "")
+
+    def _swap(self, store: Any, old: str, new: str) -> bool:
+        return bool(store.compare_set(_KEY, old, new).decode() == new)
+
+    def _sealed(self, view: View) -> str:
+        return self._seal.seal(_KEY, view.encode())

@@ -1,0 +1,118 @@
+"""The chain of views as one rank sees it: which view it saw last, and the next one that it proposes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+from straggle.members.stored_view import StoredView, StoreEmptied
+from straggle.members.view import Change, View
+
+_log = logging.getLogger(__name__)
+
+
+class ViewChain:
+    """Of one incarnation of one rank; any thread may ask. Methods that are given a store have a connection to it."""
+
+    def __init__(self, rank: int, incarnation: str, stored: StoredView) -> None:
+        self.rank, self.incarnation = rank, incarnation
+        self.held: tuple[int, bool] | None = None  # the step before which others are let in, and whether this one leads
+        self.annulled = ""  # the job of a first view that was given up before it had begun
+        self.changes: dict[tuple[int, bool], Change] = {}  # how each rank left and joined last, in views that were seen
+        self._stored = stored
+        self._changed = threading.Condition()
+        self._view: View | None = None
+
+    @property
+    def view(self) -> View:
+        """The last view that was seen."""
+        assert self._view is not None
+        return self._view
+
+    @property
+    def has_view(self) -> bool:
+        """Whether one was seen."""
+        return self._view is not None
+
+    @property
+    def is_member(self) -> bool:
+        """Whether this incarnation is a member in the last view that was seen."""
+        return self.is_in(self.view)
+
+    def is_in(self, view: View) -> bool:
+        """Whether this incarnation is a member in that view."""
+        return view.members.get(self.rank) == self.incarnation
+
+    def hold(self, step: int, *, leads: bool) -> None:
+        """The members wait before ``step`` for a view in which others are let in; this rank ``leads``, or another."""
+        with self._changed:
+            self.held = step, leads
+            self._changed.notify_all()
+
+    def wait_newer(self, generation: int, seconds: float) -> bool:
+        """Wait for a view after ``generation``, or until others are to be let in."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.view.generation > generation or self.held is not None, seconds)
+
+    def find(self, store: Any) -> bool:
+        """Whether there is a view that this process is in, or one of a job that has begun without it."""
+        try:
+            view = self._stored.read(store)
+        except StoreEmptied:
+            return False
+        if not view.has_begun and not self.is_in(view):
+            self.annul(store, view)  # it has a process of this rank that is gone: the ranks would never meet
+            return False
+        with self._changed:
+            self._view = view
+        return True
+
+    def begin(self, store: Any, first: View) -> None:
+        """Write a first view where there is none."""
+        self._stored.begin(store, first)
+
+    def annul(self, store: Any, first: View) -> None:
+        """Give a first view up that has not begun: all its ranks agree on another one."""
+        self._stored.annul(store, first)
+
+    def replace(self, store: Any, old: View, new: View) -> bool:
+        """Write ``new`` where ``old`` lies; whether ``new`` lies there then. It is not seen yet."""
+        return self._stored.replace(store, old, new)
+
+    def propose(self, store: Any, old: View, new: View) -> bool:
+        """Whether the new view is the next one; either way, what is the next one is seen then."""
+        if is_next := self.replace(store, old, new):
+            level = logging.DEBUG if all(change.kind == "done" for change in new.changes) else logging.WARNING
+            words = "; ".join(f"rank {c.rank} {'joined' if c.joined else 'left'}: {c.reason}" for c in new.changes)
+            _log.log(level, "generation %d, ranks %s: %s", new.generation, list(new.ranks), words)
+        self.look(store)
+        return is_next
+
+    def look(self, store: Any) -> None:
+        """See what lies there now."""
+        self.saw(self.read(store))
+
+    def saw(self, view: View) -> None:
+        """This view was read."""
+        with self._changed:
+            known = self._view
+            if known is None or (view.generation, view.begun) > (known.generation, known.begun):
+                self._view = view
+                self.changes.update({(change.rank, change.joined): change for change in view.changes})
+                self._changed.notify_all()
+
+    def read(self, store: Any) -> View:
+        """What lies there now, which is not seen yet. Raises `StoreEmptied`, or ``ValueError`` for another job's."""
+        known = self._view
+        try:
+            view = self._stored.read(store)
+            if known is not None and view.job != known.job:
+                if known.has_begun:
+                    raise ValueError("the job's store has the members of another job")
+                raise StoreEmptied("the ranks of the job have met again")
+        except StoreEmptied:
+            if known is not None and not known.has_begun:
+                self.annulled = known.job
+            raise
+        return view

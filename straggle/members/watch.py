@@ -1,0 +1,233 @@
+"""The thread that looks at the members' signs of life and at the view, and proposes to put out who is gone."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from straggle.members.agents import Exited
+from straggle.members.connections import Connections
+from straggle.members.heartbeat import BEAT_S, Heartbeat, signs_of, step_in
+from straggle.members.joins import Joins
+from straggle.members.refill import Refill
+from straggle.members.stored_view import StoreEmptied
+from straggle.members.view import Elastic, Leaving, Silence, View, leader
+from straggle.members.view_chain import ViewChain
+from straggle.merge.store import StoreUnreachable
+
+_LOOK_S = 0.3  # between two looks at the others' signs of life and at the view: several requests, where a beat is one
+_QUICK_S = 0.5  # the silence that is enough where a connection has just broken
+_BROKEN_S = 3.0  # for how long a connection has just broken
+_DEAD_S = 60.0  # of silence of all that have the job's state: longer than most cuts of a link
+
+_log = logging.getLogger(__name__)
+
+
+class Watch:
+    """Of one incarnation of one rank, from `start` to `stop`. It does nothing else, and beats at each look.
+
+    ``exited(store, rank)`` is how the rank's last process ended, where an agent has said so. ``least`` members have to
+    be left where one is put out because of its link.
+    """
+
+    def __init__(
+        self,
+        chain: ViewChain,
+        elastic: Elastic,
+        heartbeat: Heartbeat,
+        connections: Connections,
+        *,
+        joins: Joins,
+        refill: Refill,
+        least: int,
+        exited: Callable[[Any, int], Exited | None],
+    ) -> None:
+        self.is_on = False  # whether it puts silent members out, from the time on when the rank can go on without them
+        self.healing: frozenset[int] = frozenset()  # members that could give no state now; by whoever merges
+        self.without_state: frozenset[int] = frozenset()  # members that wait for theirs; by whoever merges
+        self.is_out = False  # this rank is none, or its view is not formed yet; by whoever merges
+        self.kept_out: Mapping[int, Leaving] = {}  # ranks that are no members until their link is back; see `keep_out`
+        self.alone = False  # this rank is no member, and no member gives a sign of life
+        self.num_looks = 0  # that the store has answered
+        self.num_turns = 0  # that the thread has begun, whatever came of them
+        self._chain, self._elastic, self._least = chain, elastic, least
+        self._heartbeat, self._connections = heartbeat, connections
+        self._joins, self._refill, self._exited = joins, refill, exited
+        self._silence = Silence(_LOOK_S)
+        self._steps: dict[int, int] = {}
+        self._broken_at = -math.inf
+        self._lost = False  # the store did not answer
+        self._stopping = threading.Event()
+        self._wake = threading.Event()
+        self._life = 0  # which of the threads looks: one that is stuck has a successor
+        self.threads: list[threading.Thread] = []  # that may still be there, the last one last
+
+    # -- any thread
+
+    @property
+    def furthest_step(self) -> int:
+        """The step that the members are in, as they said last."""
+        return max(self._steps.values(), default=-1)
+
+    def start(self) -> None:
+        """Begin, unless it has."""
+        if not self.threads:
+            self._start()
+            self._heartbeat.start()
+
+    def stop(self) -> None:
+        """End the threads, and wait for none of them."""
+        self._stopping.set()
+        self._wake.set()
+        self._heartbeat.stop()
+
+    def connect_anew(self) -> None:
+        """The thread is stuck in a request: another one goes on with a new connection, and so do the signs of life.
+
+        A request that was on its way when a link was cut comes back when TCP tries again, which may be as long after
+        the cut as the cut was long. Until then this rank would be out, and not know it.
+        """
+        if not self._stopping.is_set():
+            self._life += 1
+            self._start()
+            self._heartbeat.connect_anew()
+
+    def connection_broke(self) -> None:
+        """A merge ended in an error: who is silent now is suspected sooner."""
+        self._broken_at = time.monotonic()
+        self._wake.set()
+
+    def keep_out(self, ranks: Mapping[int, Leaving]) -> None:
+        """From now on put these out, as far as the others may go on without them, and let none of them in."""
+        self.kept_out = ranks
+        self._joins.hear_anew()
+        self._wake.set()
+
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._run, args=(self._life,), name="straggle-watch", daemon=True)
+        self.threads = [*(old for old in self.threads if old.is_alive()), thread]
+        thread.start()
+
+    # -- the thread
+
+    def _run(self, life: int) -> None:
+        store, looked_at = None, -math.inf
+        while not self._stopping.is_set():
+            self.num_turns += 1
+            self._wake.wait(max(BEAT_S, looked_at + self._between_looks_s() - time.monotonic()))
+            self._wake.clear()
+            looked_at = time.monotonic()
+            try:
+                store = store or self._connections.connect()
+                self._heartbeat.beat(store)
+                view = self._read_or_fill(store)
+                if self._life != life:  # it was stuck, and has a successor
+                    return
+                if view is None:
+                    continue
+                is_member = self._chain.is_in(view)
+                if not is_member:
+                    self._look_from_outside(store, view)
+                self._chain.saw(view)
+                if is_member and self.is_on:
+                    self._watch(store, view)
+                self.num_looks += 1
+                self._heartbeat.answered()
+                self._note_lost(None)
+            except (RuntimeError, OSError, ValueError, StoreUnreachable) as error:
+                if self._life != life:
+                    return
+                self._note_lost(str(error).partition("\n")[0])
+                store = None
+                self._connections.forget_idle()  # theirs is the same store
+                self._stopping.wait(1.0)
+
+    def _between_looks_s(self) -> float:
+        """How often to look at the others: at each beat where something has happened, or is to."""
+        quiet = self.is_on and self._chain.is_member and not self._lost
+        return _LOOK_S if quiet and time.monotonic() - self._broken_at >= _BROKEN_S else BEAT_S
+
+    def _read_or_fill(self, store: Any) -> View | None:
+        """The view; ``None`` where the store was restarted, and this rank has done its part for there to be one."""
+        try:
+            view = self._chain.read(store)
+        except StoreEmptied:
+            if not self._chain.view.has_begun:
+                return None
+            self._joins.forget()
+            self._refill.fill(store, self._chain.view)
+            return None
+        self._refill.filled()
+        known = self._chain.view
+        if view.generation > known.generation or view == known:
+            return view
+        # the ranks that filled the store did not know this view; where they did, it has changed, and nothing happens
+        self._chain.replace(store, view, known.again())
+        return None
+
+    def _note_lost(self, problem: str | None) -> None:
+        lost = problem is not None
+        if lost != self._lost and not self._stopping.is_set():
+            if lost:
+                _log.warning(
+                    "rank %d: the job's store does not answer (%s): members cannot change", self._chain.rank, problem
+                )
+            else:
+                _log.warning("rank %d: the job's store answers again", self._chain.rank)
+        self._lost = lost
+
+    def _watch(self, store: Any, view: View) -> None:
+        signs = self._hear(store, view, view.watched_by(self._chain.rank))
+        now = time.monotonic()
+        self._silence.look(now, signs)
+        broken = now - self._broken_at < _BROKEN_S
+        limit_s = min(_QUICK_S, self._elastic.suspect_s) if broken else self._elastic.suspect_s
+        silent = Leaving("silent", f"no sign of life for {limit_s:g} s")
+        gone = dict.fromkeys(self._silence.longer_than(limit_s), silent)
+        for rank in signs:
+            if (ended := self._ended(store, view, rank)) is not None:
+                gone[rank] = Leaving("ended", f"its process ended {ended}")
+        if not (broken or self._have_state(view.without(gone), view)):
+            dead = self._silence.longer_than(_DEAD_S)
+            gone = {rank: why for rank, why in gone.items() if why is not silent or rank in dead}
+        gone = {**self._leaving_by_link(view.without(gone)), **gone}
+        if gone:
+            self._chain.propose(store, view, view.without(gone))
+        if leader(view, self.healing) == self._chain.rank:
+            self._joins.hear(store, view, self.kept_out)
+        else:
+            self._joins.forget()
+
+    def _have_state(self, left: View, view: View) -> bool:
+        """Whether some of those that are left could go on; without one, who has been stopped is waited for."""
+        joined = view.joined if self.is_out else frozenset()
+        return bool(set(left.ranks) - self.without_state - joined)
+
+    def _look_from_outside(self, store: Any, view: View) -> None:
+        """How far the members are, before this rank comes back; and whether there is one that could let it in."""
+        signs = self._hear(store, view, view.ranks)
+        self._silence.look(time.monotonic(), signs)
+        silent = set(self._silence.longer_than(_DEAD_S))
+        self.alone = bool(signs) and all(rank in silent or self._ended(store, view, rank) for rank in signs)
+
+    def _ended(self, store: Any, view: View, rank: int) -> Exited | None:
+        """How the process of this member ended, where its agent says so."""
+        ended = self._exited(store, rank)
+        return ended if ended is not None and ended.count >= int(view.members[rank].partition("-")[0]) else None
+
+    def _leaving_by_link(self, view: View) -> dict[int, Leaving]:
+        own = {rank: why for rank, why in self.kept_out.items() if rank in view.members}
+        left = view.without(own)
+        if not own or left.shortfall(self._least, with_returning=False):
+            return {}
+        return own if self._chain.rank == min(left.ranks, default=-1) else {}  # all know; one is enough to do it
+
+    def _hear(self, store: Any, view: View, ranks: Sequence[int]) -> dict[int, str]:
+        """The last signs of life of these members."""
+        signs = signs_of(store, view, ranks)
+        self._steps = {rank: step_in(sign) for rank, sign in signs.items()}
+        return signs

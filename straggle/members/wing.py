@@ -1,0 +1,145 @@
+"""Members as an optional part of a wrapped model: what is done for them in each phase of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from straggle.members.completion import MembersCompletion
+from straggle.members.elastic import ElasticChannel
+from straggle.members.healing import Healing
+from straggle.members.member import Member
+from straggle.members.put_out import PutOut
+from straggle.members.regrouping import Regrouping
+from straggle.merge.coordinator import Coordinator
+from straggle.merge.rank_parts import RankParts
+from straggle.merge.round import Round
+from straggle.merge.state.module_state import ModuleState
+from straggle.merge.telemetry import Row
+from straggle.merge.wing import Wing
+from straggle.report import HealingReport, MembersReport
+
+OnChanged = Callable[[MembersReport], None]
+
+
+class Members(Wing):
+    """Ranks may leave and come back. Built before the coordinator, which `attach` gives to it.
+
+    ``comes_late``: this process comes to a job that runs already, and has not asked to be let in.
+    ``begin_with_plan(order, seconds)``: plan the stages as the job has.
+    """
+
+    option, goes_on, keeps_stages = "members", True, True
+
+    def __init__(self, rank: RankParts, channel: ElasticChannel) -> None:
+        self.channel, self._rank = channel, rank
+        self.member = Member(rank, channel.membership)
+        self.completion = MembersCompletion(rank, self.member)
+        self.comes_late = channel.comes_late
+        rank.stand_in.waits_for_room = False  # a rank that is far behind takes a state, so that no peer waits for it
+
+    def attach(
+        self,
+        coordinator: Coordinator,
+        module: nn.Module,
+        state: ModuleState,
+        *,
+        max_buckets: int,
+        on_changed: OnChanged,
+        begin_with_plan: Callable[[list[int], list[float]], None],
+        shared: Mapping[str, Any],
+    ) -> None:
+        """The coordinator is there. ``shared``: objects of the library whose state a rank needs that comes back."""
+        self._coordinator, self._begin_with_plan = coordinator, begin_with_plan
+        self.member.links = PutOut(self.channel.membership, num_bytes=coordinator.num_bytes)
+        self.regrouping = Regrouping(self.channel, self.member, max_buckets=max_buckets)
+        self.regrouping.on_changed = on_changed
+        self.healing = Healing(self.channel, self._rank, coordinator, self.member, self.regrouping, module, state)
+        self.healing.register({"straggle.links": self.member.links, **shared})
+        if self.comes_late:
+            self.member.put_out()
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The members, as far as this rank knows."""
+        return self.channel.membership.view.ranks
+
+    def out_by_link(self) -> frozenset[int]:
+        """The ranks that are no members, or are about to be none, because of their links."""
+        return self.member.links.out if self.member.links is not None else frozenset()
+
+    @property
+    def report(self) -> HealingReport:
+        """What this rank has taken from its peers to take part again."""
+        return self.healing.report
+
+    def register(self, objects: Mapping[str, Any]) -> None:
+        """Before the loop: what a rank that comes back needs. One that comes late waits for its state here."""
+        self.healing.register(objects)
+        if self.comes_late:
+            self._come_late()
+            self.healing.take_first()
+
+    def _come_late(self) -> None:
+        """Ask the members of the running job to be let in."""
+        self.comes_late = False
+        order, seconds = self.channel.plan()
+        self._begin_with_plan(list(map(int, order)), seconds)
+        self._coordinator.make_spare()
+        self.regrouping.start()
+        self.regrouping.ask()
+
+    # -- phases
+
+    def built(self) -> None:
+        """Follow the members, unless this rank is still to ask for being one."""
+        if not self.comes_late:
+            self.regrouping.start()
+
+    def enter(self) -> None:
+        """Give this rank's state to a newcomer, or wait for that of another."""
+        if self.comes_late:
+            self._come_late()
+        self.healing.before_step()
+
+    def stands_in(self) -> None:
+        """No more merged steps may wait for the training thread than there is room for."""
+        self.member.fall_behind_if_full()
+
+    def submit(self, current: Round, row: Row) -> Row:
+        """Whether others may come in after this step."""
+        return row._replace(admits=True) if self.member.admits(current) else row
+
+    def leave(self) -> None:
+        """Raise what ended the job."""
+        self._rank.check_ended()
+
+    def rows_merged(self, current: Round) -> None:
+        """Who was no member has no row."""
+        self.member.rows_merged(current)
+
+    def merged(self, current: Round) -> None:
+        """Who has its state, who is let in, and whose link is slow."""
+        self.member.merged(current)
+
+    def taken(self) -> None:
+        """A rank that was healed comes closer to the others."""
+        self.member.taken()
+
+    def last(self, current: Round) -> None:  # noqa: ARG002
+        """Whether this rank's loop goes on."""
+        self.healing.after_step()
+
+    def failed(self, what: str) -> None:
+        """Leave, so that the peers go on."""
+        membership = self.channel.membership
+        membership.leave_with_an_error(what)
+        if not membership.is_member:
+            # now, or its next step would go on with this one before the other thread has seen it
+            self.member.put_out()
+
+    def close(self) -> None:
+        """End the thread that follows the members."""
+        self.regrouping.close()

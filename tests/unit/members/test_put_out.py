@@ -1,0 +1,157 @@
+"""Who is put out in the middle of a merge, and that all members have the same places after the view that follows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from straggle.members.put_out import PutOut
+from straggle.members.view import Elastic, Leaving, View
+from straggle.policies.rank_links import RankLink
+
+FAST, NARROW = RankLink(0.0002, 20e6, 20e6), RankLink(0.0002, 1e6, 1e6)
+FIRST = View(0, dict.fromkeys(range(4), "a"))
+SLOW = Leaving("link", "its link is slow")
+
+
+class Members:
+    """What is asked of `Membership` and its `Watch`."""
+
+    def __init__(self, rank: int, least: int = 3) -> None:
+        self.rank, self.least, self.view = rank, least, FIRST
+        self.elastic = Elastic()
+        self.watch = self
+        self.kept_out: Mapping[int, Leaving] = {}
+
+    @property
+    def is_member(self) -> bool:
+        return self.rank in self.view.members
+
+    def keep_out(self, ranks: Mapping[int, Leaving]) -> None:
+        self.kept_out = ranks
+
+
+class Merged:
+    """What is asked of a table: no member has ever measured a slow link."""
+
+    def __init__(self, absent: Sequence[int] = ()) -> None:
+        self._absent = frozenset(absent)
+
+    def absent_ranks(self) -> frozenset[int]:
+        return self._absent
+
+    last_submitted_s = 1.0
+
+    def column(self, name: str) -> tuple[float, ...]:
+        assert name == "merge_s"
+        return (0.0,) * 4
+
+    def compute_s(self) -> list[float]:
+        return [0.1] * 4
+
+    def links(self) -> list[RankLink]:
+        return [RankLink() if rank in self._absent else FAST for rank in range(4)]
+
+
+def put_out(rank: int, least: int = 3) -> tuple[PutOut, Any]:
+    members: Any = Members(rank, least)
+    own = PutOut(members, num_bytes=5_100_000)
+    merge(own, 0)
+    return own, members
+
+
+def merge(own: PutOut, step: int, absent: Sequence[int] = ()) -> None:
+    table: Any = Merged(absent)
+    own.merged(step, table, 1)
+
+
+@pytest.mark.parametrize(
+    ("rank", "slow", "gone"),
+    [
+        (0, 3, {3}),
+        (1, 0, {0}),  # the lowest of those that are left
+        (1, 3, set()),  # which rank 0 proposes
+        (3, 3, set()),  # that its own link is slow is what others find
+    ],
+)
+def test_the_member_that_proposes_the_next_view_puts_out_whose_link_is_slow(
+    rank: int, slow: int, gone: set[int]
+) -> None:
+    own, members = put_out(rank)
+    own.long_merge([NARROW if other == slow else FAST for other in range(4)])
+    assert set(members.kept_out) == gone
+    assert own.out == frozenset()  # not before the members have changed
+    merge(own, 1)
+    assert set(members.kept_out) == gone
+
+
+@pytest.mark.parametrize(
+    ("links", "least"),
+    [
+        ([FAST] * 4, 3),
+        ([NARROW] * 4, 3),
+        ([FAST, FAST, FAST, NARROW], 4),
+        ([FAST, RankLink(), RankLink(), RankLink()], 3),
+    ],
+)
+def test_nobody_is_put_out_where_that_does_not_help_or_may_not_be(links: list[RankLink], least: int) -> None:
+    own, members = put_out(0, least)
+    own.long_merge(links)
+    assert not members.kept_out
+
+
+def test_all_members_have_the_same_places_after_a_view_whoever_had_merged_what() -> None:
+    made = [put_out(rank) for rank in range(3)]
+    merge(made[0][0], 1)  # rank 0 is a step further as rank 3 is put out
+    view = FIRST.without({3: SLOW})
+    for own, members in made:
+        members.view = view
+        own.follow(view, 2, new=False)
+        assert set(members.kept_out) == {3}
+    for own, _ in made[1:]:
+        merge(own, 1)
+        assert own.out == frozenset()
+    for own, _ in made:
+        merge(own, 2, absent=[3])
+        assert own.out == {3}
+    assert len({str(own.state_dict()) for own, _ in made}) == 1
+
+
+def test_who_may_return_is_not_put_out_again_by_the_next_view_and_who_left_otherwise_is_not_kept_out() -> None:
+    own, members = put_out(0)
+    members.view = view = FIRST.without({3: SLOW})
+    own.follow(view, 1, new=False)
+    for step in range(1, 12):  # ten steps after which it may come back
+        merge(own, step)
+    assert own.out == frozenset()
+    assert not members.kept_out
+    own.follow(view.without({2: Leaving("silent", "no sign of life")}), 12, new=False)
+    merge(own, 12, absent=[2, 3])
+    assert own.out == frozenset()
+    assert not members.kept_out
+
+    own, members = put_out(0)
+    own.long_merge([FAST, FAST, FAST, NARROW])
+    assert set(members.kept_out) == {3}
+    own.follow(FIRST.without({3: Leaving("ended", "its process ended")}), 1, new=False)
+    assert not members.kept_out
+
+
+def test_a_newcomer_takes_the_places_of_the_members() -> None:
+    giver, _ = put_out(0)
+    out = FIRST.without({3: SLOW})
+    giver.follow(out, 1, new=False)
+    merge(giver, 1, absent=[3])
+    joined = out.without({2: Leaving("ended", "its process ended")}).with_joined({2: "b"}, step=3, giver=0)
+    own, newcomer = put_out(2)
+    own.begin_anew()
+    newcomer.view = joined
+    own.follow(joined, 3, new=True)
+    own.load_state_dict(giver.state_dict())
+    assert set(newcomer.kept_out) == {3}
+    for step in range(2, 6):
+        merge(giver, step, absent=[3])
+        merge(own, step, absent=[3])
+    assert own.state_dict() == giver.state_dict()

@@ -1,0 +1,66 @@
+"""How a rank follows the views of its members."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from straggle.members.regrouping import Regrouping
+from straggle.members.view import Leaving, MergeProgress, View
+
+
+class FollowedOnce:
+    """A rank whose members have changed to ``view``, and what the thread that follows them does with it."""
+
+    def __init__(self, view, *, is_out):
+        self.done = []
+        self.over = threading.Event()
+        chain = SimpleNamespace(held=None, changes={}, wait_newer=lambda generation, _: generation < view.generation)
+        membership = SimpleNamespace(
+            view=view,
+            is_member=True,
+            least=1,
+            chain=chain,
+            watch=SimpleNamespace(num_looks=0, num_turns=0),
+            joins=SimpleNamespace(ask=lambda _: None),
+            connections=SimpleNamespace(own=lambda: None),
+            check_done=lambda: None,
+        )
+        self.channel = SimpleNamespace(membership=membership, generation=0, rank=1, give_up_s=60.0, form=self._form)
+        self.member = SimpleNamespace(is_out=is_out, put_out=self._put_out, freeze=self._freeze)
+        self.regrouping = Regrouping(self.channel, self.member, max_buckets=1)
+
+    def _put_out(self):
+        self.done.append("put out")
+        self.member.is_out = True
+
+    def _freeze(self):
+        self.done.append("freeze")
+        return MergeProgress(-1 if self.member.is_out else 7)
+
+    def _form(self, view):
+        self.channel.generation = view.generation
+        self.over.set()
+        return False
+
+    def follow(self):
+        self.regrouping.start()
+        assert self.over.wait(10.0)
+        self.regrouping.close()
+        return self.done
+
+
+OF_BOTH = View(0, {0: "a", 1: "b"})
+AGAIN = OF_BOTH.without({1: Leaving("silent", "gone")}).with_joined({1: "b"}, step=9, giver=0)
+
+
+@pytest.mark.parametrize(("is_out", "done"), [(False, ["put out", "freeze"]), (True, ["freeze"])])
+def test_rank_that_was_put_out_and_let_in_at_once_goes_on_as_a_newcomer(is_out, done):
+    # what it has begun is of a step that its peers have left behind
+    rank = FollowedOnce(AGAIN, is_out=is_out)
+    rank.regrouping.ask()
+    assert rank.follow() == done
+
+
+def test_rank_that_has_not_asked_goes_on_with_what_it_has_begun():
+    assert FollowedOnce(OF_BOTH.again(), is_out=False).follow() == ["freeze"]
