@@ -21,6 +21,7 @@ from straggle.loop.replanning import Replanning
 from straggle.loop.step_warnings import StepWarnings
 from straggle.loop.uneven import Joins
 from straggle.members.elastic import ElasticChannel
+from straggle.members.hooks import MembersHooks
 from straggle.members.meeting import meet_members
 from straggle.members.view import Elastic
 from straggle.members.wing import Members
@@ -50,12 +51,13 @@ class OptionalParts:
     def all_of_them(self) -> Wings:
         """As the core has them: in each phase they come in this order."""
         members = [] if self.members is None else [self.members]
-        return Wings(self.replay, self.pulling, self.pings, *members)
+        pings = [self.pings] if self.pings.has_peers else []
+        return Wings(self.replay, self.pulling, *pings, *members)
 
 
 @dataclass(frozen=True)
 class Built:
-    """A model's parts. ``phases``: of leaving a step."""
+    """A model's parts. ``phases``: of leaving a step, and of leaving a usual one."""
 
     parts: ModelParts
     wings: OptionalParts
@@ -65,7 +67,7 @@ class Built:
     planning: Planning
     joins: Joins
     rank_state: RankState
-    phases: tuple[Phase, ...]
+    phases: tuple[tuple[Phase, ...], tuple[Phase, ...]]
 
     def closing(self) -> Callable[[], None]:
         """What ends the threads of the model, and removes its hooks."""
@@ -80,6 +82,7 @@ def build(
     members: Elastic | None,
     wrapper: type[nn.Module],
     registers: HookRegisters,
+    members_hooks: MembersHooks,
 ) -> Built:
     """Meet the other ranks, and build what the model needs; parameters and buffers are rank 0's from here on.
 
@@ -95,7 +98,7 @@ def build(
     wings.pulling.attach(parts.opened)
     built = _with_the_loop(module, parts, wings, registers)
     if member is not None:
-        _attach(member, module, built, registers)
+        _attach(member, module, built, members_hooks)
     return built
 
 
@@ -143,14 +146,14 @@ def _with_the_loop(module: nn.Module, parts: ModelParts, wings: OptionalParts, r
     return Built(parts, wings, steps, warnings, replanning, planning, joins, rank_state, phases)
 
 
-def _attach(members: Members, module: nn.Module, built: Built, registers: HookRegisters) -> None:
+def _attach(members: Members, module: nn.Module, built: Built, hooks: MembersHooks) -> None:
     parts = built.parts
     members.attach(
         parts.coordinator,
         module,
         parts.state,
         max_buckets=len(parts.parameters.all),
-        on_changed=partial(_members_changed, weakref.ref(registers)),
+        on_changed=partial(_members_changed, weakref.ref(hooks)),
         begin_with_plan=built.planning.begin_with,
         shared={
             "straggle.joins": built.joins,
@@ -179,9 +182,9 @@ def _meet(
     return meet_members(members, wrapped, partial(make_alike, module, wrapped), give_up_s=give_up_s)
 
 
-def _members_changed(reference: weakref.ref[HookRegisters], report: MembersReport) -> None:
-    if (registers := reference()) is not None:
-        registers.members_changed(report)
+def _members_changed(reference: weakref.ref[MembersHooks], report: MembersReport) -> None:
+    if (hooks := reference()) is not None:
+        hooks.changed(report)
 
 
 def _close(parts: ModelParts, handles: Sequence[RemovableHandle]) -> None:

@@ -23,11 +23,11 @@ from straggle.building import build
 from straggle.loop.hook_registers import HookRegisters, add_hook
 from straggle.loop.model_parts import Options
 from straggle.loop.uneven import own_passes
+from straggle.members.hooks import MembersHooks
 from straggle.members.view import Elastic
 from straggle.merge.checks import (
     CLIP_AFTER_THE_BLOCK,
     CLIP_BEFORE_THE_STEP,
-    EARLY_IS_TOO_EARLY,
     INSTEAD,
     check_num_microbatches,
     clips,
@@ -50,6 +50,11 @@ from straggle.step import Pause, Step
 _log = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch")
+EARLY_STEP_UNSUPPORTED = (
+    "step(optimizer=...) steps a parameter before the merge of the others is over, and cannot take that back: it goes "
+    'with merge=straggle.Merge(nonfinite="keep"), because "drop" may skip the entire step, and without members=, '
+    "because members may leave during the merge; or call optimizer.step() after the block"
+)
 _OF_A_REPLICA = ("rank", "world_size", "_planning", "_coordinator", "_current_deadline", "_rank_state")
 
 
@@ -105,7 +110,7 @@ class StagedDataParallel(nn.Module):
         )
         self._elastic = members
         self._last = _LastStep()
-        self._registers = HookRegisters()
+        self._registers, self._members_hooks = HookRegisters(), MembersHooks()
         self._of_the_job: frozenset[str] = frozenset()  # attributes that no copy has; none yet
         self._join_job(process_group)
 
@@ -119,6 +124,7 @@ class StagedDataParallel(nn.Module):
             members=self._elastic,
             wrapper=StagedDataParallel,
             registers=self._registers,
+            members_hooks=self._members_hooks,
         )
         parts, wings = built.parts, built.wings
         self._channel, self._coordinator, self._open = parts.channel, parts.coordinator, parts.opened
@@ -140,7 +146,8 @@ class StagedDataParallel(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the module and the options: it is in no step, and joins the job when its own first step begins."""
         state = {name: value for name, value in self.__dict__.items() if name not in self._of_the_job}
-        return {**state, "_last": _LastStep(), "_registers": HookRegisters(), "_of_the_job": frozenset()}
+        fresh = {"_registers": HookRegisters(), "_members_hooks": MembersHooks(), "_of_the_job": frozenset[str]()}
+        return {**state, **fresh, "_last": _LastStep()}
 
     def __getattr__(self, name: str) -> Any:
         if name in INSTEAD:
@@ -221,7 +228,7 @@ class StagedDataParallel(nn.Module):
 
     def _check_stepped_early(self, optimizer: Optimizer) -> None:
         if self._wings.completion is not None or self._options.merge.nonfinite == "drop":
-            raise ValueError(EARLY_IS_TOO_EARLY)
+            raise ValueError(EARLY_STEP_UNSUPPORTED)
         check_steps_in_parts(optimizer, self._wrapped.all)
 
     @property
@@ -296,11 +303,11 @@ class StagedDataParallel(nn.Module):
     @property
     def last_members_report(self) -> MembersReport | None:
         """How the members changed last; ``None`` where they have not, or cannot (`Elastic`)."""
-        return self._registers.last_members_report
+        return self._members_hooks.last_report
 
     def register_members_hook(self, hook: Callable[[MembersReport], None]) -> RemovableHandle:
         """Call ``hook(report)`` when members have left or come in, on a thread of the library's, on every member."""
-        return add_hook(self._registers.members, hook)
+        return add_hook(self._members_hooks.register, hook)
 
     @property
     def member_ranks(self) -> tuple[int, ...]:
@@ -463,7 +470,8 @@ class StagedDataParallel(nn.Module):
         if step.optimizer is not None:
             self._steps.stepped_in_block(step.optimizer)
         self._last.merged, self._last.record = merged, merged.record
-        for phase in self._phases:
+        all_phases, usual_phases = self._phases
+        for phase in usual_phases if merged.table.is_usual else all_phases:
             phase(merged)
         return error is not None
 

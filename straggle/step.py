@@ -26,7 +26,7 @@ class Step:
     Made by `StagedDataParallel.step`. ``enter`` and ``leave`` are called at the two ends of its block; ``leave`` says
     whether the error, if any, was only the deadline. ``release`` frees what a pass held that was left late.
     ``optimizer`` is stepped as the gradients are merged.
-    ``draw``: the numbers of this rank's micro-batches of a pool of ones with these weights, each with those after it.
+    ``draw``: the numbers of this rank's micro-batches, of shared ones with these weights, each with those after it.
     ``expect`` is told how many passes an open step has.
     """
 
@@ -82,7 +82,7 @@ class Step:
         are any, as of `MicroBatches`, or all alike), whoever computed which. A rank for which nothing is left has an
         empty loop.
         Raises ``ValueError`` for parts or weights that make no sense, ``RuntimeError`` outside of the block, for a
-        second pool in it, and beside ``num_microbatches`` or ``step.weight``.
+        second call in it, and beside ``num_microbatches`` or ``step.weight``.
         """
         weights = getattr(parts, "weights", None) if weights is None else weights
         own = tuple(map(float, weights)) if weights is not None else (1.0,) * len(parts)

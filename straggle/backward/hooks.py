@@ -134,8 +134,8 @@ def release_graph(error: BaseException, outputs: Iterable[weakref.ref[Tensor]]) 
             tensor.detach_()
     # this thread's autograd queue still holds the next node of the pass that was left, until its next pass: this one
     with torch.enable_grad():
-        leaf = torch.zeros((), requires_grad=True)
-        torch.autograd.grad(leaf.clone(), leaf)
+        root = torch.zeros((), requires_grad=True)
+        torch.autograd.grad(root.clone(), root)
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -403,7 +403,7 @@ class OpenStep(PassWatcher):
 
     def _keep_as_peers_did(self, merged: Round) -> None:
         """Where this rank was late before any backward pass, it keeps the gradients that its peers kept."""
-        decision = merged.table.kept()
+        decision = NONE if merged.table.is_usual else merged.table.kept()
         decision = self._last_kept[0] if decision == UNDECIDED else decision
         if not self._kept.decided and not self._kept.follow(decision, self._last_kept[1]):
             _log.warning(
@@ -436,9 +436,9 @@ class OpenStep(PassWatcher):
     def _put_in_place(self, merged: Round) -> None:
         """Give every parameter its merged gradient, and every buffer its merged value: the same on every rank."""
         kept, fill_in = self._kept.gradients, self._fill_in
-        if self._state.holds_any:
+        if self._state.held:
             self._state.apply(merged.buffers.state, merged, took_part=self._rank not in merged.table.absent_ranks())
-        if merged.table.nothing_to_apply():
+        if not merged.table.is_usual and merged.table.nothing_to_apply():
             for index, parameter in enumerate(self._parameters):
                 parameter.grad = kept.get(index)
             return

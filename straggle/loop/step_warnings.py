@@ -40,7 +40,7 @@ class StepWarnings:
             self.once("fruitless", f"rank {self._rank}, step {merged.step}: {no_gradient_of_passes(fruitless)}")
         if self._num_empty >= 0:
             self._count_empty(merged)
-        if self._rank == 0 and (nonfinite := merged.table.nonfinite_ranks()):
+        if self._rank == 0 and not merged.table.is_usual and (nonfinite := merged.table.nonfinite_ranks()):
             self.once("nonfinite", f"step {merged.step}: {left_out(nonfinite, merged.table.skipped())}")
 
     def _count_empty(self, merged: Round) -> None:

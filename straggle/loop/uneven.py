@@ -80,7 +80,7 @@ class Joins:
         return self._num_own / self._num_taken
 
     def merged(self, current: Round) -> None:
-        """A step is merged, in which all members may have said that they have no more."""
+        """A step is merged, in which all ranks may have said that they have no more."""
         if self._runs:
             self.over = max(self.over, current.table.joins_over())
 

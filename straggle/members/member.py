@@ -97,7 +97,7 @@ class Member:
             self._rank.rounds.merge_among(groups, view.ranks, view.generation)
             self.changed_in = repair.step
             self._note_healing((self._healing | view.joined) & set(view.ranks))
-            self._rank.deadline.members(len(view.ranks))
+            self._rank.deadline.of_ranks(len(view.ranks))
             new = self._rank.channel.rank in view.joined and merging.takes_part_from == sys.maxsize
             if new:
                 self._come_in(view, repair)

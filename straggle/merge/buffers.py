@@ -133,7 +133,7 @@ class StageBuffers:
         self._with_last = self.rows
         self._num_rows = last
         self._num_bytes = sum(map(self._bytes_of, range(len(buckets))))  # of all messages, sent once
-        self._again_bytes = 0  # of those that are sent once more, because members have changed
+        self._again_bytes = 0  # of those that are sent once more, in other groups
         no_rows, last_bucket = torch.empty(0), self._buckets[-1]
         self._memory = [
             _Memory.new(flats, self.views, self.rows if flats is last_bucket else no_rows) for flats in self._buckets
@@ -254,7 +254,7 @@ class StageBuffers:
                         self.views[index].zero_()
             if self._drop_nonfinite:
                 self._leave_out_nonfinite(flat)
-            if flat is self._buckets[-1][-1]:
+            if self._bad and flat is self._buckets[-1][-1]:
                 self._count_nonfinite()
             if flat.wire is not None:
                 flat.wire.copy_(flat.gradients)
@@ -267,7 +267,7 @@ class StageBuffers:
         return group.all_reduce(self.telemetry)
 
     def _count_nonfinite(self) -> None:
-        if self._bad and self._rank >= 0:  # the row says 0 already
+        if self._bad and self._rank >= 0:  # otherwise the row has 0 already
             self.rows[self._rank, NONFINITE] = torch.cat(self._bad).sum()
 
     def num_messages(self, bucket: int) -> int:
@@ -369,17 +369,17 @@ class StageBuffers:
         for index in indices:
             alike.setdefault((parameters[index].dtype, parameters[index].device), []).append(index)
         flats = []
-        for position, ((dtype, device), members) in enumerate(alike.items()):
+        for position, ((dtype, device), own) in enumerate(alike.items()):
             starts, end = [], 0
-            for index in members:
+            for index in own:
                 starts.append(end)
                 end += -(-parameters[index].numel() // _ALIGN) * _ALIGN
             rounded = dtype is torch.float32 and self._wire_dtype is not None
             exact = dtype in (torch.float32, torch.float64) and not rounded
-            extra = [2 * len(members), num_rows if position == len(alike) - 1 else 0]
+            extra = [2 * len(own), num_rows if position == len(alike) - 1 else 0]
             data = torch.zeros(end + (sum(extra) if exact else 0), dtype=dtype, device=device)
             numbers = data[end:] if exact else torch.zeros(sum(extra), device=device)
-            for index, start in zip(members, starts, strict=True):
+            for index, start in zip(own, starts, strict=True):
                 self.views[index] = _view(data, start, parameters[index])
             wire = torch.zeros(end, dtype=self._wire_dtype, device=device) if rounded else None
             messages = self._messages(data if wire is None else wire)
@@ -388,13 +388,13 @@ class StageBuffers:
                 self.state = self.state.to(device)
                 messages = (*messages, self.state)
             tail = numbers[: extra[0]]
-            ends = {i: (start, start + parameters[i].numel()) for i, start in zip(members, starts, strict=True)}
-            large = tuple(i for i in members if self._is_large(parameters[i]))
+            ends = {i: (start, start + parameters[i].numel()) for i, start in zip(own, starts, strict=True)}
+            large = tuple(i for i in own if self._is_large(parameters[i]))
             self._large |= set(large)
             between = _between(data[:end], [ends[i] for i in large])
             both = (data[: end + extra[0]],) if exact else (data[:end], tail)
             plain = Numbers(tail)
-            flats.append(_Flat(tuple(members), data[:end], tail, messages, wire, plain, large, between, both))
+            flats.append(_Flat(tuple(own), data[:end], tail, messages, wire, plain, large, between, both))
             self.rows = numbers[extra[0] :]
         return flats
 

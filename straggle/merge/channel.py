@@ -272,8 +272,9 @@ class Channel:
         ended, is all that the store is asked meanwhile, for at most half a second.
         """
         give_up_at = time.monotonic() + (give_up_s or self.give_up_s)
-        long_wait = LongWait(self, step, what)
+        long_wait: LongWait | None = None
         while not self._ended(work, what, min(_SLICE_S, max(0.0, give_up_at - time.monotonic()))):
+            long_wait = long_wait or LongWait(self, step, what)
             if time.monotonic() >= give_up_at or self._is_in_vain(step):
                 raise PeerFailed(self.explain(what))
             self.store.look()

@@ -55,11 +55,6 @@ CLIP_BEFORE_THE_STEP = (
 STEPPED_ALREADY = (
     "optimizer.step() after `with model.step(optimizer=optimizer)`, which has made this step: leave out one of them"
 )
-EARLY_IS_TOO_EARLY = (
-    "step(optimizer=...) steps a parameter before the merge of the others is over, and cannot take that back: it goes "
-    'with merge=straggle.Merge(nonfinite="keep"), because "drop" may skip the entire step, and without members=, '
-    "because members may leave during the merge; or call optimizer.step() after the block"
-)
 
 
 def clips(frame: FrameType | None) -> bool:

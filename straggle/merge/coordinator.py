@@ -372,6 +372,8 @@ class Coordinator:
             for phase in self._wings.failed:
                 phase(f"{self._rank.where(merged.step)}: {error!r}")
             raise error
+        if merged.table.is_usual:
+            return merged
         if failed := [rank for rank in merged.table.failed_ranks() if rank != self._channel.rank]:
             raise PeerFailed(self._channel.explain(f"{self._rank.where(merged.step)}: ranks {failed} failed"))
         return merged

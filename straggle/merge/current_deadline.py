@@ -23,7 +23,7 @@ from straggle.policies.step_model import StopRules
 class CurrentDeadline:
     """``seconds`` for the step that is being merged; ``shadow_s``: those of a policy that is not enforced.
 
-    ``predicted_drop``: the share of the gradients that the policy expects to be dropped in it; NaN: it has no idea.
+    ``predicted_drop``: the share of the gradients that the policy expects to be dropped in it; NaN if unknown.
     ``after_quorum_s``: seconds that a rank has once a quorum waits.
     """
 
@@ -35,7 +35,7 @@ class CurrentDeadline:
         self.predicted_drop = math.nan
         self.after_quorum_s = policy.grace_s
         self.quorum = self.rules.quorum
-        self._num_members = world_size
+        self._num_ranks = world_size
         self._policy, self._world_size = policy, world_size
         self._window = HistoryWindow(policy.window, world_size)
         self._usual_cost = UsualCost()
@@ -50,7 +50,7 @@ class CurrentDeadline:
     @property
     def can_be_late(self) -> bool:
         """Whether the quorum that waits for a late rank is not of all ranks."""
-        return self.quorum < self._num_members
+        return self.quorum < self._num_ranks
 
     @property
     def history(self) -> History:
@@ -80,12 +80,12 @@ class CurrentDeadline:
         self._window.restore(history)
         self._use_costs()
 
-    def members(self, number: int) -> None:
+    def of_ranks(self, number: int) -> None:
         """As many ranks take part from here on; the others count in no quorum."""
         self.quorum = self.late_handling.quorum_among(number, self._policy.quorum)
         of_all = StopRules.of(self._policy, self.late_handling, self._world_size, number)
         self.rules = replace(self.rules, quorum=of_all.quorum)
-        self._num_members = number
+        self._num_ranks = number
 
     def wait_for_all(self) -> None:
         """No rank is late from here on."""
@@ -113,15 +113,21 @@ class CurrentDeadline:
         """A step is merged: the deadline of the next one."""
         shares, granularity = self._stage_share, self.late_handling.granularity
         progress: StepProgress | ProgressRow | None = None
-        compute_s, relative = table.compute_s(), self._relative_costs(table)
-        if relative.count(1.0) < len(relative):
+        compute_s, window = table.compute_s(), self._window
+        is_usual = table.is_usual and math.isnan(window.mean_cost)  # nor is the cost of any rank's step known
+        if is_usual and (window.dealt or set(table.column("num_microbatches")) == {window.mean_microbatches}):
+            relative: Sequence[float] = ()  # as in nearly every step of nearly every job
+        else:
+            relative = self._relative_costs(table)
+        if relative and relative.count(1.0) < len(relative):
             compute_s = [own_s / own for own_s, own in zip(compute_s, relative, strict=True)]
             if shares is not None:
                 measured = table.progress(shares, granularity)
                 progress = replace(measured, unit_s=measured.unit_s / torch.tensor(relative).unsqueeze(1))
         elif shares is not None:
             progress = table.progress_row(self._plain_share, granularity)
-        decided = next_deadline(self._policy, self._window.append(compute_s, table.finished_ranks(), progress))
+        finished = [True] * len(compute_s) if table.is_usual else table.finished_ranks()
+        decided = next_deadline(self._policy, window.append(compute_s, finished, progress))
         self.predicted_drop, self.after_quorum_s = decided.predicted_drop, decided.after_quorum_s
         if self.rules.after_quorum_s != self.after_quorum_s:
             self.rules = replace(self.rules, after_quorum_s=self.after_quorum_s)
@@ -131,14 +137,14 @@ class CurrentDeadline:
             self.shadow_s = decided.seconds
 
     def _relative_costs(self, table: Table) -> list[float]:
-        """How much longer than usual each rank's step takes by right."""
+        """How much longer than usual each rank's step is expected to take."""
         window, costs = self._window, table.costs()
         if math.isnan(window.mean_cost) and not math.isnan(mean := mean_cost_of(costs)):
             window.mean_cost = mean
             self._use_costs()
         as_usual = self.dealt or set(table.column("num_microbatches")) == {window.mean_microbatches}
         if as_usual and math.isnan(window.mean_cost):
-            return [1.0] * len(costs)  # as in nearly every step of nearly every job
+            return [1.0] * len(costs)
         numbers = table.num_microbatches()
         if math.isnan(window.mean_microbatches) and not self.dealt:
             window.mean_microbatches = mean_cost_of(numbers)

@@ -93,7 +93,7 @@ class GlooCollectives:
 
 
 class GlooGroup(GlooCollectives):
-    """A gloo group of the members of one generation, which meet in a corner of the store. Raises where one is missing.
+    """A gloo group of ranks that meet in a corner of the store. Raises ``RuntimeError`` if one is missing.
 
     gloo cannot abort a collective: `drop` lets go of the group when those that were launched have ended, which a
     connection that is lost, or the group's time limit, brings about. So it holds them; call `forget_ended` each step.
@@ -151,7 +151,7 @@ def backend_of(group: dist.ProcessGroup | None = None) -> str:
 def gloo_group(store: Any, place: int, size: int, form_s: float, *, at_a_time: int = MESSAGES_AT_A_TIME) -> Any:
     """A gloo process group by itself, with ``at_a_time`` collectives on their way at a time.
 
-    All connections are made at once, whatever TORCH_GLOO_LAZY_INIT says: a member that is missing is to be seen here.
+    All connections are made at once, whatever TORCH_GLOO_LAZY_INIT says: a rank that is missing is to be seen here.
     Raises ``RuntimeError`` where not all come within ``form_s``.
     """
     kind: Any = dist.ProcessGroupGloo
@@ -171,7 +171,7 @@ def _devices(kind: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Groups:
-    """``gradients`` where they are; ``control`` always on the CPU. ``ranks``: the members, in order of their places.
+    """``gradients`` where they are; ``control`` always on the CPU. ``ranks``: in order of their places.
 
     ``wide``: for gradients, where links have become slow, a group with more messages on their way at a time; ``None``
     where the other one has as many.

@@ -33,7 +33,8 @@ class MergedSteps:
             begin_next=rank.merging.merged,
             stop_training=rank.training.merged,
             watch_next=rank.stand_in.merged,
-            wings=(*wings.merged, rank.rounds.merged),
+            wings=wings.merged,
+            links=(rank.rounds.merged,) if rank.rounds.groups is not None and rank.rounds.groups.wide else (),
         )
 
     def complete(
@@ -74,5 +75,7 @@ class MergedSteps:
                 return False
             for phase in self._phases:
                 phase(current)
-        self._result.raise_error()
+        if (error := self._result.error) is not None:
+            self._result.error = None
+            raise error
         return True

@@ -51,6 +51,8 @@ class OtherState:
 
     def _is_asked(self, current: Round) -> bool:
         table = current.read_rows()
+        if table.is_usual:
+            return False
         return table.must_exchange(self._rank.rounds.ranks) or bool(table.differ_in_tensors())
 
     def sent_in(self, current: Round, table: Table) -> Mapping[str, Tensor] | None:

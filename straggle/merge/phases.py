@@ -26,6 +26,7 @@ def when_merged(
     stop_training: Phase,
     watch_next: Phase,
     wings: tuple[Phase, ...],
+    links: tuple[Phase, ...] = (),
 ) -> tuple[Phase, ...]:
     """Of `MergedSteps`, under the lock."""
     return (
@@ -37,6 +38,7 @@ def when_merged(
         stop_training,  # if it is still in this step, or an earlier one, it comes to take the merge
         watch_next,  # by the deadline of the next step: the stand-in may have to look earlier than it planned
         *wings,  # who takes part in the next step, which must have begun
+        *links,  # by which group it is merged
     )
 
 
@@ -50,9 +52,12 @@ def when_left(
     hooks: Phase,
     wings: tuple[Phase, ...],
     last: tuple[Phase, ...],
-) -> tuple[Phase, ...]:
-    """Of `StagedDataParallel`, on the training thread: gradients are in place, and `last_report` is of this step."""
-    return (
+) -> tuple[tuple[Phase, ...], tuple[Phase, ...]]:
+    """Of `StagedDataParallel`, on the training thread: gradients are in place, and `last_report` is of this step.
+
+    All of them, and those of a usual step (`Table.is_usual`), in which replicas are the same.
+    """
+    phases = (
         warn,  # what the loop seems to do wrong, before anything of the step may raise
         end_loops,  # over `join`, if no rank has data any more
         *wings,  # what they learn from the step
@@ -62,3 +67,4 @@ def when_left(
         hooks,  # the user's
         *last,  # of wings: whether this rank's loop goes on, which may take long
     )
+    return phases, tuple(phase for phase in phases if phase not in (check_alike, compare))

@@ -22,9 +22,11 @@ from straggle.merge.stand_in import StandIn
 class RankParts:
     """The two sides of a rank, and what merges for it; ``merging.lock`` guards all of it.
 
-    ``ring``: by their number, the merged rounds that wait for the training thread.
+    ``stopwatch`` measures the phases of the training thread, and tells the time. ``ring``: by their number, the merged
+    rounds that wait for the training thread.
     """
 
+    stopwatch: Stopwatch
     channel: Channel
     training: TrainingSide
     merging: MergeSide
@@ -57,12 +59,7 @@ class RankParts:
             world_size=channel.world_size,
         )
         rounds.merge_among(channel.formed, rounds.ranks, 0)
-        return RankParts(channel, *sides, deadline, stand_in, rounds)
-
-    @property
-    def stopwatch(self) -> Stopwatch:
-        """Which measures the phases of the training thread, and tells the time."""
-        return self.training.stopwatch
+        return RankParts(stopwatch, channel, *sides, deadline, stand_in, rounds)
 
     @property
     def lag(self) -> int:

@@ -181,7 +181,7 @@ class TrainingSide:
 
     def merged(self, current: Round) -> None:
         """A step is merged: it is to leave that, and comes to take it."""
-        self.stop_up_to(current.step)
+        self.stop_step = max(self.stop_step, current.step)
 
     def stop_up_to(self, step: int) -> None:
         """Ask it to leave every step up to this one."""
@@ -249,7 +249,7 @@ class MergeSide:
         """The step is merged: on to the next one."""
         now = current.record.merged_at
         self.merge_s = now - self._submitted_at
-        self.any_late = current.table.any_late()
+        self.any_late = not current.table.is_usual and current.table.any_late()
         self.step += 1
         self.round = None
         self.merged_at, self.times_at_merge = now, self._stopwatch.read()

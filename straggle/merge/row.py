@@ -20,12 +20,12 @@ def row_of(
     weights: Sequence[float],
     scalars: Mapping[str, float],
     *,
+    in_step: bool,
     state: int,
     without_store: bool,
 ) -> Row:
-    """This rank's row for the round, as of now; with the lock held."""
+    """This rank's row for the round, as of now; with the lock held. ``in_step``: it has entered the step."""
     now, times, layout = training.stopwatch.now(), training.stopwatch.read(), current.layout
-    in_step = training.is_in(merging.step)
     entry, before = training.entry, merging.times_at_merge
     passes = current.passes
     # a rank for which no passes were left had no data for this step
@@ -63,7 +63,7 @@ def row_of(
         joins_over=training.no_more_after(merging.step, stood_in=current.stood_in),
         without_store=without_store,
         state=state,
-        ways=training.ways(now),
+        ways=training.ways(now) if training.measured else (),
         cost=training.cost if in_step and not idle else math.nan,
         scalars=scalars,
     )

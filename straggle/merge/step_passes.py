@@ -23,7 +23,8 @@ class Passes(ABC):
     ``weight``: what the rank's gradient counts in the merge; ``own_weight``: the same in the unit of its telemetry.
     ``may_end_early``: what is complete may be known only when the rank's part is submitted. ``parts``: the numbers of
     the micro-batches, if they are some of those that all ranks share; ``None``: they are the loop's own.
-    ``num_submitted``: how many of them the rank had when its part was submitted, if it replays; otherwise ``number``.
+    ``num_submitted``: how many of them the rank had when its part was submitted, if that is known already; otherwise
+    ``number``.
     ``usual_number``: the number that the rank's deadline is in proportion to; NaN: it is that of any step.
     """
 

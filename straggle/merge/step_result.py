@@ -20,7 +20,7 @@ class StepResult:
     def __init__(self, rank: RankParts, names: ScalarNames, wings: Wings, others: OtherState) -> None:
         self._rank, self._names, self._wings, self._others = rank, names, wings, others
         self._ended_s = math.inf, math.nan  # the deadline that the step had, and one that is not enforced
-        self._error: Exception | None = None  # the policy's
+        self.error: Exception | None = None  # the policy's, to be raised after all phases
 
     def read(self, current: Round) -> None:
         """Read the rows of all ranks."""
@@ -28,7 +28,7 @@ class StepResult:
             phase(current)
         if not current.is_read:
             current.read_rows()
-        for phase in self._wings.rows_read:
+        for phase in () if current.table.is_usual else self._wings.rows_read:
             phase(current)
 
     def decide(self, current: Round) -> None:
@@ -36,28 +36,22 @@ class StepResult:
         deadline, table = self._rank.deadline, current.table
         self._ended_s = deadline.seconds, deadline.shadow_s
         try:
-            if not table.replanning():  # which is no step of the training
+            if table.is_usual or not table.replanning():  # which is no step of the training
                 deadline.decide(table)
         except Exception as error:  # a policy may be the user's
             self._rank.channel.post_failure(f"{self._rank.where(current.step)}: {error!r}")
-            self._error = error
+            self.error = error
 
     def record(self, current: Round) -> None:
         """Note what happened in the step, whose time ends now."""
         now = self._rank.stopwatch.now()
-        current.sent = self._others.sent_in(current, current.table)
+        current.sent = {} if current.table.is_usual else self._others.sent_in(current, current.table)
         current.record = self._recorded(current, now - self._rank.merging.merged_at, now)
 
     def keep(self, current: Round) -> None:
         """Put the round into the ring, for the training thread to take."""
         self._rank.ring[current.step] = current
         self._rank.channel.merged(current.step)
-
-    def raise_error(self) -> None:
-        """Raise what the policy raised, after all phases; without the lock."""
-        if (error := self._error) is not None:
-            self._error = None
-            raise error
 
     def of_absent(self, step: int) -> Round:
         """What a step comes to for a rank that takes no part in it."""

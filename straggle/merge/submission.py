@@ -92,16 +92,25 @@ class Submission:
     def _submit(self, current: Round, own: Contribution, scalars: Mapping[str, float], given: Given) -> float:
         """Launch all collectives that are left, the last with the telemetry; when that was."""
         training, merging, channel = self._rank.training, self._rank.merging, self._rank.channel
-        weights = current.weights(own)
-        without_store = not channel.store.reachable
-        row = row_of(training, merging, current, own, weights, scalars, state=given.mark, without_store=without_store)
+        weights, in_step = current.weights(own), training.is_in(current.step)
+        row = row_of(
+            training,
+            merging,
+            current,
+            own,
+            weights,
+            scalars,
+            in_step=in_step,
+            state=given.mark,
+            without_store=not channel.store.reachable,
+        )
         for phase in self._wings.submit:
             row = phase(current, row)
         current.buffers.write_state(given.message)
         current.buffers.write_telemetry(channel.rank, row.numbers())
         current.row, current.given = row, given
         current.joins_over = row.joins_over if current.stood_in else None
-        current.idle, current.entered = training.entry.idle, training.is_in(current.step)
+        current.idle, current.entered = training.entry.idle, in_step
         current.close(own, weights)
         now = self._rank.stopwatch.now()
         merging.submit(now)

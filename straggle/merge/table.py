@@ -98,7 +98,8 @@ class Table:
     """Made of a matrix of shape (ranks, `row_length`), on the CPU, or its numbers.
 
     ``of_stages``: where a row has what it says of each stage. ``total_weight``: what the entire step weighs for
-    all ranks together, if that is known (`share_weight`).
+    all ranks together, if that is known (`share_weight`). ``is_usual``: all ranks have done all of their work, their
+    optimizers stepped once, and nothing else is to be known of the step than its times.
     """
 
     def __init__(self, rows: Tensor | array[float], num_stages: int) -> None:
@@ -111,8 +112,8 @@ class Table:
             starts = range(0, len(rows), row_length(num_stages))
             fixed = [rows[start : start + len(FIELDS)] for start in starts]
         self._columns, self.num_ranks = _Columns(fixed), len(fixed)
-        # no row says more of its rank's state than rows of most steps do
-        self._is_usual = not any(self._columns["unusual"])
+        # `Row.is_unusual` of none of them, and all gradients are finite
+        self.is_usual = not (any(self._columns["unusual"]) or any(self._columns["nonfinite"]))
         self.total_weight: float | None = None
 
     @cached_property
@@ -140,7 +141,7 @@ class Table:
         ]
 
     def weight(self) -> list[float]:
-        """Weight of each rank's step; 0 where it had no data, or is no member."""
+        """Weight of each rank's step; 0 if it had no data, or took no part."""
         columns = (self._columns[name] for name in ("weight", "idle", "absent"))
         return [0.0 if idle or absent else own for own, idle, absent in zip(*columns, strict=True)]
 
@@ -186,12 +187,12 @@ class Table:
         return tuple(rank for rank, without in enumerate(self._columns["without_store"]) if without)
 
     def all_idle(self) -> bool:
-        """Whether no member has data any more."""
+        """Whether no rank that takes part has data any more."""
         absent = self._columns["absent"]
         return not all(absent) and all(map(max, self._columns["idle"], absent))
 
     def joins_over(self) -> int:
-        """The loops over `join` for which no member has any data after this step."""
+        """The loops over `join` for which no rank has any data after this step."""
         columns = zip(self._columns["joins_over"], self._columns["absent"], strict=True)
         return int(min((over for over, absent in columns if not absent), default=0))
 
@@ -200,7 +201,7 @@ class Table:
         return frozenset(rank for rank, stood_in in enumerate(self._columns["stood_in"]) if stood_in)
 
     def absent_ranks(self) -> frozenset[int]:
-        """Ranks that are no members."""
+        """Ranks that took no part."""
         return frozenset(rank for rank, absent in enumerate(self._columns["absent"]) if absent)
 
     def admits_of(self, rank: int) -> bool:
@@ -254,7 +255,7 @@ class Table:
 
     def differ_in_tensors(self) -> tuple[int, ...] | None:
         """Ranks that entered the step with other parameters or buffers than most; ``None``: that was not compared."""
-        if self._is_usual:
+        if self.is_usual:
             return None
         high, low = (self._columns[f"fingerprint_{half}"] for half in ("high", "low"))
         return _minority({rank: pair for rank, pair in enumerate(zip(high, low, strict=True)) if pair[0] >= 0})
@@ -267,21 +268,21 @@ class Table:
 
     def state_marks(self) -> list[int]:
         """The mark of each rank's other state (`state/marks.py`)."""
-        if self._is_usual:
+        if self.is_usual:
             return [UNCHANGED] * self.num_ranks
         high, low = (self._columns[f"state_{half}"] for half in ("high", "low"))
         return [(int(first) << 24) | int(second) for first, second in zip(high, low, strict=True)]
 
     def frozen_unlike(self) -> tuple[int, ...]:
         """Ranks that have frozen other parameters than most."""
-        if self._is_usual:
+        if self.is_usual:
             return ()
         frozen = self._columns["frozen"]
         return _minority({rank: mark for rank, mark in enumerate(frozen) if mark != UNDECIDED}) or ()
 
     def replanning(self) -> tuple[int, ...]:
         """Ranks that have other parameters, for which the stages are to be planned again."""
-        return () if self._is_usual else tuple(rank for rank, own in enumerate(self._columns["replans"]) if own)
+        return () if self.is_usual else tuple(rank for rank, own in enumerate(self._columns["replans"]) if own)
 
     def kept(self) -> int:
         """The mark of the gradients that most ranks keep beside the merged ones; `UNDECIDED` where none knows."""
@@ -290,12 +291,12 @@ class Table:
         known = {rank: mark for rank, mark in enumerate(marks) if mark != UNDECIDED}
         return int(_most(known)) if known else UNDECIDED
 
-    def must_exchange(self, members: Sequence[int]) -> bool:
+    def must_exchange(self, ranks: Sequence[int]) -> bool:
         """Whether these ranks hold something different, beside gradients, that some of them cannot set back alone."""
-        if self._is_usual:
+        if self.is_usual:
             return False
         marks = self.state_marks()
-        return must_exchange([marks[rank] for rank in members])
+        return must_exchange([marks[rank] for rank in ranks])
 
     def finished_forward(self) -> list[int]:
         """Ranks whose forward passes came to their end."""
@@ -345,7 +346,7 @@ class Table:
     def _entered(self) -> list[float]:
         """For each rank the seconds from the end of the step before to entering this one, or to its row.
 
-        NaN for one that is no member.
+        NaN for one that took no part.
         """
         times = zip(self._columns["busy_s"], self._columns["compute_s"], self._columns["absent"], strict=True)
         return [

@@ -77,8 +77,7 @@ class Row(NamedTuple):
         fixed = [*map(self.times.__getitem__, PHASES), *_told(self.told), *_plain(self)]
         for mark in (self.fingerprint, self.state):
             fixed += (mark >> 24, mark & 0xFFFFFF)
-        # whether it says more of the rank's state than rows of most steps do
-        fixed.append(self.state != UNCHANGED or self.fingerprint >= 0 or self.replans or self.frozen != NONE)
+        fixed.append(self.is_unusual)
         numbers = array("f", fixed)
         numbers += _numbers_of(self.ways) if self.ways else _NO_WAYS
         numbers.fromlist([*self.computed, *self.estimated, *self.stage_s, *(self.weights or self.computed)])
@@ -89,6 +88,20 @@ class Row(NamedTuple):
         numbers.fromlist(pairs)
         numbers += _NO_PAIRS[len(pairs) :]
         return numbers
+
+    @property
+    def is_unusual(self) -> bool:
+        """Whether it tells anything that rows of most steps do not: a usual step needs to be asked for nothing else."""
+        told = self.told
+        return (
+            self.state != UNCHANGED
+            or self.stepped != 1
+            or self.cause >= 0
+            or (told.late or told.stood_in or told.idle or told.absent)
+            or (self.failed or self.replans or self.without_store or self.admits)
+            or (self.kept != NONE or self.frozen != NONE)
+            or (self.fingerprint >= 0 or self.pool_parts > 0 or self.cost == self.cost)
+        )
 
     def _shared_slots(self) -> list[float]:
         """When the last micro-batch of each slot ended."""
@@ -140,7 +153,7 @@ def stage_columns(num_stages: int) -> StageColumns:
 
 
 def absent_row(num_stages: int) -> Tensor:
-    """The row of a rank that is no member; the others write it."""
+    """The row of a rank that takes no part; the others write it."""
     nothing = (0.0,) * num_stages
     row = Row(
         dict.fromkeys(PHASES, 0.0),

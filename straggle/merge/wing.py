@@ -10,7 +10,7 @@
 | `submit` | this rank's row is written, and what is left of its part is launched next | either | yes |
 | `leave` | the training thread's work for its step is over, and not yet submitted | training | yes |
 | `rows_merged` | all ranks' rows are merged, and nobody has read them | either | yes |
-| `rows_read` | they are read, and the deadline of the next step is not yet decided | either | yes |
+| `rows_read` | they are read, the step was not usual (`Table.is_usual`), and no deadline is decided | either | yes |
 | `merged` | the step is merged, and the next one has begun | either | yes |
 | `taken` | the training thread takes a merged step | training | yes |
 | `left` | gradients are in place, before the user's hooks | training | no |
@@ -75,7 +75,7 @@ class Wing:
         """Before the rows are read."""
 
     def rows_read(self, current: Round) -> None:
-        """Before anything follows from the rows."""
+        """Before anything follows from the rows, if they tell anything unusual."""
 
     def merged(self, current: Round) -> None:
         """The step is merged."""

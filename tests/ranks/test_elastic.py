@@ -701,7 +701,7 @@ def begun_while_it_is_out(rank, catches_up):
         member.healed(0, history, 0.001)
         lags = coordinator.lag > 0
         member.put_out()
-        coordinator.deadline.members(2)
+        coordinator.deadline.of_ranks(2)
         channel.post_finished(merging.step)
         if not catches_up:  # but makes a pause, for an evaluation
             coordinator.pause()

@@ -215,7 +215,7 @@ def test_stand_in_asks_shortly_before_the_deadline_and_stops_the_rank_when_it_is
 def test_fewer_ranks_than_the_quorum_stop_nobody():
     clock, channel = [10.0], Told(num_waiting=1)
     stand_in, training, _, deadline = at_begin_of_step(clock, channel)
-    deadline.members(3)
+    deadline.of_ranks(3)
     deadline.quorum = 2
     for now in (10.985, 11.0, 11.1):
         clock[0] = now

@@ -29,8 +29,8 @@ _FIRST_STEPS = 3  # in which all elements are looked at, to know which tensors c
 class MergedState(Protocol):
     """What a merged step says of it.
 
-    ``sent``: what came by `Exchange`; ``None``: members left during it. ``stood_in``: what this rank gave last has not
-    reached its peers. ``finished_ranks``: those whose forward passes came to their end.
+    ``sent``: what came by `Exchange`; ``None``: the groups changed during it. ``stood_in``: what this rank gave last
+    has not reached its peers. ``finished_ranks``: those whose forward passes came to their end.
     """
 
     @property
@@ -48,6 +48,7 @@ class ModuleState:
     ranks whose forward passes came to their end, in one message with the gradients (`averages.py`). The others are
     compared, and sent only if they are not alike (`exchange.py`): those of floating point are averaged, the rest is
     taken from the lowest such rank. A rank whose forward pass did not come to its end loses its own change.
+    ``held``: what is kept the same, by its name.
     """
 
     def __init__(self, module: nn.Module, choice: Buffers, rank: int, device: torch.device) -> None:
@@ -69,11 +70,6 @@ class ModuleState:
         self._look(held)
 
     @property
-    def holds_any(self) -> bool:
-        """Whether there is anything to be kept the same."""
-        return bool(self._held)
-
-    @property
     def numel(self) -> int:
         """Numbers in the message of the averaged buffers (float64)."""
         return 0 if self._averages is None else self._averages.numel
@@ -84,7 +80,7 @@ class ModuleState:
     def _look(self, held: Sequence[Held]) -> None:
         """These are what the module holds from here on."""
         self._tables = BufferTables(self._module)
-        self._held = {one.name: one for one in held}
+        self.held = {one.name: one for one in held}
         self._others.follow(one for one in held if one.name not in self._averaged_names)
         for one in held:
             if one.is_buffer and id(one.owner) not in self._owners:
@@ -135,23 +131,23 @@ class ModuleState:
         if not self._tables.unchanged():
             self._notice_others()
         self._step += 1
-        if not self._held:
+        if not self.held:
             return
         self._ran.clear()
         if self._averages is not None and self._averages.begin():
-            self._look(list(self._held.values()))
+            self._look(list(self.held.values()))
         self._others.begin(by_content=checked or self._step <= _FIRST_STEPS)
 
     def _notice_others(self) -> None:
         """A buffer was replaced, or there are others."""
         self._tables = BufferTables(self._module)
         found = self._found()
-        if [one.name for one in found] != list(self._held):
+        if [one.name for one in found] != list(self.held):
             self._look(found)
 
     def fingerprint(self, trained: Iterable[tuple[str, Tensor]]) -> Fingerprint:
         """Of all that is to be equal on all ranks: these parameters, and what this holds."""
-        held = ((name, tensor) for name, one in self._held.items() if (tensor := one.tensor) is not None)
+        held = ((name, tensor) for name, one in self.held.items() if (tensor := one.tensor) is not None)
         return fingerprint([*trained, *held])
 
     def give(self, *, finished: bool, forward_ran: bool) -> Given:
@@ -161,7 +157,7 @@ class ModuleState:
         """
         if not self._tables.unchanged():
             self._notice_others()
-        if not self._held:
+        if not self.held:
             return _UNCHANGED if finished else NOTHING_GIVEN
         self._odd = odd = frozenset[int]() if self._averages is None else self._averages.end()
         reshaped = [one.name for number in odd if (one := self._averaged[number]).object is not None]
@@ -169,8 +165,8 @@ class ModuleState:
         if finished:
             self._given = self._of_finished(odd, forward_ran=forward_ran)
         else:
-            lost = [name for name in self._changed if not self._held[name].is_buffer] + sorted(self._unsettled)
-            self._given = Given(None, UNSETTLED if lost else UNFINISHED, self._digests(lost), self._held)
+            lost = [name for name in self._changed if not self.held[name].is_buffer] + sorted(self._unsettled)
+            self._given = Given(None, UNSETTLED if lost else UNFINISHED, self._digests(lost), self.held)
         return self._given
 
     def _of_finished(self, odd: frozenset[int], *, forward_ran: bool) -> Given:
@@ -191,7 +187,7 @@ class ModuleState:
         self._say_bad(bad)
         digests = self._digests([*self._changed, *sorted(self._unsettled)])
         mark = number_of(repr(sorted(digests.items()))) if digests else UNCHANGED
-        return Given(message, mark, digests, self._held, partial(self._is_given, idle, bad, digests.keys()))
+        return Given(message, mark, digests, self.held, partial(self._is_given, idle, bad, digests.keys()))
 
     @property
     def _gives_buffers(self) -> bool:
@@ -207,23 +203,23 @@ class ModuleState:
         return frozenset(ran) | self._averages.changed()
 
     def _is_given(self, idle: set[int], bad: set[str], changed: Iterable[str], name: str) -> bool:
-        held = self._held[name]
+        held = self.held[name]
         if name in bad or (held.is_buffer and not self._gives_buffers):
             return False
         return name in changed or not held.is_buffer or id(held.owner) not in idle
 
     def _digests(self, names: Iterable[str]) -> dict[str, int]:
-        tensors = ((name, self._held[name].tensor) for name in names if name in self._held)
+        tensors = ((name, self.held[name].tensor) for name in names if name in self.held)
         return {name: digest(tensor) for name, tensor in tensors if tensor is not None}
 
     def _with_bad_numbers(self) -> set[str]:
-        tensors = ((name, self._held[name].tensor) for name in self._changed)
+        tensors = ((name, self.held[name].tensor) for name in self._changed)
         return {name for name, tensor in tensors if tensor is not None and self._others.has_bad(name, tensor)}
 
     def apply(self, message: Tensor, merged: MergedState, *, took_part: bool) -> None:
         """Set what the module holds to what all ranks have agreed on; ``message`` is the sum of all ranks' messages.
 
-        ``took_part``: this rank is a member.
+        ``took_part``: this rank did.
         """
         sent, stood_in = merged.sent, merged.stood_in
         if self._averages is not None:
@@ -252,17 +248,17 @@ class ModuleState:
         for name in lost:
             if name in self._averaged_names:
                 continue  # set with the averages
-            if not self._others.restore(self._held[name]):
+            if not self._others.restore(self.held[name]):
                 self._unsettled.add(name)
         if say:
             self._say_lost(lost)
 
     def _set(self, name: str, tensor: Tensor) -> None:
         self._unsettled.discard(name)
-        if name not in self._held and not self._make_room(name):
+        if name not in self.held and not self._make_room(name):
             _log.warning("rank %d has no %s, which its peers have: it is left out here", self._rank, name)
             return
-        self._held[name].put(tensor)
+        self.held[name].put(tensor)
 
     def _make_room(self, name: str) -> bool:
         """For a buffer that the peers' forward passes have made, and this rank's has not."""
@@ -273,7 +269,7 @@ class ModuleState:
             return False
         if key not in owner._buffers:
             owner.register_buffer(key, None)
-        self._held[name] = Held(name, owner, key, is_buffer=True)
+        self.held[name] = Held(name, owner, key, is_buffer=True)
         return True
 
     # -- what is said of it, once
@@ -287,13 +283,13 @@ class ModuleState:
         for name in names:
             self._once(
                 name,
-                f"{self._held[name].kind} changed in a step in which {whose} forward pass came to its end: no rank "
+                f"{self.held[name].kind} changed in a step in which {whose} forward pass came to its end: no rank "
                 "gave the change a weight, and it was set back to what it was before the step",
             )
 
     def _say_bad(self, names: Iterable[str]) -> None:
         for name in names:
-            self._once(name, f"{self._held[name].kind} has NaN or infinite elements now: it is left out of the merge")
+            self._once(name, f"{self.held[name].kind} has NaN or infinite elements now: it is left out of the merge")
 
     def _once(self, name: str, words: str) -> None:
         if (key := f"{name} {words}") not in self._said:

@@ -26,7 +26,7 @@ from straggle.merge.table import Table
 def test_no_rank_is_late_where_the_quorum_is_of_all_members(quorum, members, expected):
     deadline = CurrentDeadline(FixedDeadline(2.0), LateHandling(quorum=quorum), 4)
     deadline.seconds = 2.0
-    deadline.members(members)
+    deadline.of_ranks(members)
     assert deadline.late_after_s == expected
 
 
