@@ -30,7 +30,7 @@ from straggle.merge.buffers import bytes_on_wire
 from straggle.merge.channel import Channel
 from straggle.merge.phases import Phase, when_left
 from straggle.merge.rank_parts import RankParts
-from straggle.merge.saved_state import RankState, SharedMemory
+from straggle.merge.saved_state import ResumeState, SharedMemory
 from straggle.merge.state.module_state import ModuleState
 from straggle.merge.wing import Wings
 from straggle.policies.rank_links import RankLink
@@ -66,7 +66,7 @@ class Built:
     replanning: Replanning
     planning: Planning
     joins: Joins
-    rank_state: RankState
+    resume_state: ResumeState
     phases: tuple[tuple[Phase, ...], tuple[Phase, ...]]
 
     def closing(self) -> Callable[[], None]:
@@ -123,7 +123,7 @@ def _with_the_loop(module: nn.Module, parts: ModelParts, wings: OptionalParts, r
     drops_nonfinite = options.merge.nonfinite == "drop"
     steps = OptimizerSteps(parts.parameters.all, parts.opened, drops_nonfinite=drops_nonfinite)
     warnings, joins = StepWarnings(channel.rank, options.merge, parts.opened), Joins()
-    rank_state = RankState(
+    resume_state = ResumeState(
         coordinator,
         module,
         options.estimator,
@@ -131,7 +131,7 @@ def _with_the_loop(module: nn.Module, parts: ModelParts, wings: OptionalParts, r
         world_size=channel.world_size,
         parts={"pool": wings.pulling},
     )
-    replanning = Replanning(module, parts, steps, rank_state)
+    replanning = Replanning(module, parts, steps, resume_state)
     planning = Planning(module, parts, replanning)
     phases = when_left(
         warn=warnings.merged,
@@ -143,7 +143,7 @@ def _with_the_loop(module: nn.Module, parts: ModelParts, wings: OptionalParts, r
         wings=parts.wings.left,
         last=parts.wings.last,
     )
-    return Built(parts, wings, steps, warnings, replanning, planning, joins, rank_state, phases)
+    return Built(parts, wings, steps, warnings, replanning, planning, joins, resume_state, phases)
 
 
 def _attach(members: Members, module: nn.Module, built: Built, hooks: MembersHooks) -> None:

@@ -31,12 +31,12 @@ from straggle.merge.checks import (
     INSTEAD,
     check_num_microbatches,
     clips,
-    refuse_words_of_ddp,
+    refuse_ddp_kwargs,
 )
 from straggle.merge.options import Merge
-from straggle.merge.rank_state import Entry
 from straggle.merge.round import Round
 from straggle.merge.saved_state import SavedState
+from straggle.merge.sides import Entry
 from straggle.merge.step_record import StepRecord
 from straggle.merge.telemetry import NO_FINGERPRINT
 from straggle.policies.deadline import Deadline, LateHandling, as_deadline
@@ -55,7 +55,7 @@ EARLY_STEP_UNSUPPORTED = (
     'with merge=straggle.Merge(nonfinite="keep"), because "drop" may skip the entire step, and without members=, '
     "because members may leave during the merge; or call optimizer.step() after the block"
 )
-_OF_A_REPLICA = ("rank", "world_size", "_planning", "_coordinator", "_current_deadline", "_rank_state")
+_OF_A_REPLICA = ("rank", "world_size", "_planning", "_coordinator", "_current_deadline", "_resume_state")
 
 
 @dataclass
@@ -92,10 +92,10 @@ class StagedDataParallel(nn.Module):
         late_handling: LateHandling | None = None,
         merge: Merge | None = None,
         members: Elastic | None = None,
-        **words_of_ddp: NoReturn,
+        **ddp_kwargs: NoReturn,
     ) -> None:
         super().__init__()
-        refuse_words_of_ddp(words_of_ddp)
+        refuse_ddp_kwargs(ddp_kwargs)
         self.module = module
         self.deadline = as_deadline(deadline)
         self.estimator = estimator or Abstain()
@@ -132,7 +132,7 @@ class StagedDataParallel(nn.Module):
         self._wings, self._phases = parts.wings, built.phases
         self._members, self._pings, self._replay, self.pulling = wings.members, wings.pings, wings.replay, wings.pulling
         self._joins, self._steps, self._warnings = built.joins, built.steps, built.warnings
-        self._planning, self._replanning, self._rank_state = built.planning, built.replanning, built.rank_state
+        self._planning, self._replanning, self._resume_state = built.planning, built.replanning, built.resume_state
         self.rank, self.world_size = self._channel.rank, self._channel.world_size
         self.idle = False  # this rank has no data for the steps from here on: it takes part with weight 0
         self.default_weight = 1.0  # of a step whose `Step.weight` the loop does not set
@@ -352,7 +352,7 @@ class StagedDataParallel(nn.Module):
         A flat dict of tensors, numbers and strings. Every rank has its own: save them all, after the same step. With
         ``own=False`` it has only what is equal on all ranks: one rank saves it, and each may load it.
         """
-        return self._rank_state.state_dict(own=own)
+        return self._resume_state.state_dict(own=own)
 
     def load_straggle_state(self, state: Mapping[str, Any]) -> None:
         """Go on from what `straggle_state` gave on this rank; before the first step, on all ranks.
@@ -369,7 +369,7 @@ class StagedDataParallel(nn.Module):
                 ranks,
                 self.world_size,
             )
-        self._rank_state.load_state_dict(state)
+        self._resume_state.load_state_dict(state)
 
     @property
     def last_decision(self) -> Decision | None:

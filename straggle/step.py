@@ -177,7 +177,7 @@ class Step:
 
     @cost.setter
     def cost(self, cost: float) -> None:
-        self._coordinator.takes(cost)
+        self._coordinator.set_cost(cost)
         self._cost = cost
 
     def log(self, **scalars: float | Tensor) -> None:

@@ -199,7 +199,7 @@ def run_panels() -> list[Any]:
             "Own work",
             "s",
             "Seconds of a rank's own work in a step, with what it would have taken to finish what it left.",
-            {"rank {{rank}}": rank_mean("whole_compute_seconds_total")},
+            {"rank {{rank}}": rank_mean("untruncated_compute_seconds_total")},
         ),
         who_waits(),
         lines(
@@ -366,7 +366,8 @@ def rank_panels() -> list[Any]:
         f"sum by (job, run, rank, phase) ({rate('phase_seconds_sum', RANK)}) "
         f"/ (sum by (job, run, rank, phase) ({rate('phase_seconds_count', RANK)}) > 0)"
     )
-    median = f"quantile by (job, run) (0.5, {rank_mean('whole_compute_seconds_total', RUN)})"
+    in_full = rank_mean("untruncated_compute_seconds_total")
+    median = f"quantile by (job, run) (0.5, {rank_mean('untruncated_compute_seconds_total', RUN)})"
     return [
         build.Row("Time"),
         lines("Phases", "s", "What a step of this rank is made of.", {"{{phase}}": phases}, stacked=True),
@@ -376,7 +377,7 @@ def rank_panels() -> list[Any]:
             "Seconds of work in a step against the deadline; in full with what it would have taken to finish.",
             {
                 "own work": rank_mean("compute_seconds_sum"),
-                "in full": rank_mean("whole_compute_seconds_total"),
+                "in full": in_full,
                 "median rank, in full": median,
                 "deadline": now("deadline_seconds"),
             },
@@ -385,7 +386,7 @@ def rank_panels() -> list[Any]:
             "Slowness",
             "short",
             "2: it takes twice as long for its own work as the median rank.",
-            {"rank {{rank}}": f"{rank_mean('whole_compute_seconds_total')} / on (job, run) group_left () {median}"},
+            {"rank {{rank}}": f"{in_full} / on (job, run) group_left () {median}"},
         ),
         lines(
             "Lag and time since its last step",

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from straggle.backward.chunks import GradientChunks
 from straggle.backward.clocks import HostLimit
-from straggle.backward.groups import Groups
 from straggle.backward.hooks import DeadlineReached, release_graph
 from straggle.backward.kept import NONE, UNDECIDED, KeptGradients
 from straggle.backward.passes import PassWatcher, current_run, in_backward
@@ -25,8 +25,8 @@ from straggle.loop.parameters import WrappedParameters
 from straggle.loop.stop_rules import ByClock, NoData
 from straggle.merge.checks import check_passes_to_come
 from straggle.merge.coordinator import Coordinator
-from straggle.merge.rank_state import Entry
 from straggle.merge.round import Round
+from straggle.merge.sides import Entry
 from straggle.merge.state.exchange import Given
 from straggle.merge.state.module_state import ModuleState
 from straggle.merge.step_passes import AnyPasses, Passes
@@ -75,7 +75,7 @@ class OpenStep(PassWatcher):
         self._limit = limit
         self.on_backward: Callable[[], None] | None = None  # when a backward pass is over for the most part
         self._last_kept: tuple[int, tuple[int, ...]] = (NONE, ())  # as the peers, and as this rank, decided last
-        self.groups = Groups(self._parameters)
+        self.groups = GradientChunks(self._parameters)
         self._grouped_run = _NO_RUN  # of the engine, whose gradients wait for their group
         self._waiting = coordinator.waiting
         self._optimizing: StepInParts | None = None  # of the last step that was entered
@@ -308,7 +308,7 @@ class OpenStep(PassWatcher):
             return
         if self._learner.times is not None:
             self._learner.times.finished(self._waiting[0][0])
-        if self.rule.takes(self._num_taken - 1):
+        if self.rule.accepts(self._num_taken - 1):
             if self._coordinator.merge_waiting() and self._limit is not None:
                 self._limit.stage_finished()
         else:  # it comes too late by the rule
@@ -396,7 +396,7 @@ class OpenStep(PassWatcher):
         self._coordinator.keep(self._kept.mark)
         self._training.passes.check_none_by_hand()
         is_part = (truncated or self.failed) and self.step.num_microbatches > 1
-        if self._idle or is_part or not self.rule.takes(self._num_taken):
+        if self._idle or is_part or not self.rule.accepts(self._num_taken):
             return
         if twice := self._coordinator.place(gradients):
             self._by_hand.refuse_twice(twice)

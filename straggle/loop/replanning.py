@@ -20,9 +20,9 @@ from straggle.loop.model_parts import ModelParts
 from straggle.loop.optimizer_steps import OptimizerSteps
 from straggle.merge.alike import Wrapped, check_alike
 from straggle.merge.checks import check_module
-from straggle.merge.rank_state import Entry
 from straggle.merge.round import Round
-from straggle.merge.saved_state import RankState
+from straggle.merge.saved_state import ResumeState
+from straggle.merge.sides import Entry
 
 _log = logging.getLogger(__name__)
 _NAMED = 4  # parameters that a line in the log names
@@ -31,9 +31,9 @@ _NAMED = 4  # parameters that a line in the log names
 class Replanning:
     """Of one model, on its training thread."""
 
-    def __init__(self, module: nn.Module, parts: ModelParts, steps: OptimizerSteps, rank_state: RankState) -> None:
+    def __init__(self, module: nn.Module, parts: ModelParts, steps: OptimizerSteps, resume_state: ResumeState) -> None:
         self._module, self._options, self._parts, self._steps = module, parts.options, parts, steps
-        self._rank_state = rank_state
+        self._resume_state = resume_state
         self._rank = parts.channel.rank
         self._seconds: dict[str, float] = {}  # of each parameter, in the order in which backward finished them
         self._owners = _owners_of_buffers(module)
@@ -117,7 +117,7 @@ class Replanning:
         parts.coordinator.replan(plan, parts.state.numel)
         parts.hooks.renew()
         self._steps.watch()
-        self._rank_state.parameters_changed()
+        self._resume_state.parameters_changed()
         if self._rank == 0:
             _log.warning(
                 "step %d: parameters are others than before (%s): stages are planned again, and %d parameters that "

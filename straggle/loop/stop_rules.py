@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from straggle.merge.rank_state import TrainingSide
+from straggle.merge.sides import TrainingSide
 from straggle.merge.stop_rule import StopRule
 
 

@@ -11,7 +11,7 @@ from straggle.members.member import Member
 from straggle.members.moved_round import Notes, without_lost
 from straggle.merge.channel import GroupsChanged, PeerFailed
 from straggle.merge.completion import Completion
-from straggle.merge.groups import Groups, succeeded
+from straggle.merge.groups import ProcessGroups, succeeded
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.round import Round
 
@@ -38,7 +38,7 @@ class MembersCompletion(Completion):
                 self._wait_formed(current)
         return None
 
-    def groups_for(self, current: Round, epoch: int) -> Groups | None:
+    def groups_for(self, current: Round, epoch: int) -> ProcessGroups | None:
         """None in a step in which the members changed."""
         is_usual = self.is_current(epoch) and current.step != self._member.changed_in
         return self._rank.rounds.groups if is_usual else None
@@ -69,14 +69,14 @@ class MembersCompletion(Completion):
         channel.wait(last, current.step, f"{where}, the sign that all ranks have it", give_up_s, epoch)
         return epoch
 
-    def _launch_rows(self, current: Round, notes: Notes, groups: Groups) -> dist.Work:
+    def _launch_rows(self, current: Round, notes: Notes, groups: ProcessGroups) -> dist.Work:
         """All of this rank's gradients are merged: tell the others how it came through the step."""
         assert current.row is not None
         current.buffers.use_telemetry(torch.zeros_like(current.buffers.telemetry))
         # asked again: while the members change, a step may be submitted that others are let in before
         row = without_lost(current.row, current, notes)._replace(admits=self._member.admits(current))
         current.buffers.write_telemetry(self._rank.channel.rank, row.numbers())
-        notes.told = self._rank.rounds.ranks
+        notes.row_ranks = self._rank.rounds.ranks
         notes.last_message = current.buffers.merge_telemetry(groups.control)
         return notes.last_message
 

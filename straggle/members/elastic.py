@@ -22,7 +22,7 @@ from straggle.members.agents import DONE, Exited, exited
 from straggle.members.membership import JobDone, Membership
 from straggle.members.view import Elastic, View
 from straggle.merge.channel import Channel, GroupsChanged, LongWait, PeerFailed
-from straggle.merge.groups import GlooGroup, Groups, is_of_peer, is_over, let_go
+from straggle.merge.groups import GlooGroup, ProcessGroups, is_of_peer, is_over, let_go
 from straggle.merge.store import check_answers, connect_all, default_store
 
 _SLICE_S = 0.02
@@ -49,7 +49,7 @@ class ElasticChannel(Channel):
 
     def __init__(self, elastic: Elastic, *, give_up_s: float) -> None:
         self._elastic = elastic
-        self._formed: Groups | None = None
+        self._formed: ProcessGroups | None = None
         self._made: Sequence[GlooGroup] = ()  # the same, as what they are here
         self.generation = -1
         self.ended: BaseException | None = None  # what ended the job for this rank
@@ -103,7 +103,7 @@ class ElasticChannel(Channel):
         return connect_all(store, corner)
 
     @property
-    def formed(self) -> Groups | None:
+    def formed(self) -> ProcessGroups | None:
         """The process groups of today's members."""
         return self._formed
 
@@ -157,7 +157,7 @@ class ElasticChannel(Channel):
                 return False
         if len(made) < 2:
             return False
-        self._formed = Groups(made["gradients"], made["control"], view.ranks)
+        self._formed = ProcessGroups(made["gradients"], made["control"], view.ranks)
         old, self._made = self._made, tuple(made.values())
         self.generation = view.generation
         self.membership.spawn(self._drop, old)
@@ -184,7 +184,7 @@ class ElasticChannel(Channel):
 
     def gather(self, value: Any, of: str) -> list[Any]:
         """Every rank's ``value``; when members may leave, for an absent rank that of the lowest member."""
-        if not self.membership.watch.is_on:
+        if not self.membership.detector.is_on:
             return super().gather(value, of)
         membership = self.membership
         membership.publish(f"gathered/{of}/{self.rank}", json.dumps(value))
@@ -244,7 +244,7 @@ class ElasticChannel(Channel):
                 if is_over(work, _SLICE_S):
                     return
             except RuntimeError as error:
-                self.membership.watch.connection_broke()
+                self.membership.detector.connection_broke()
                 if not self.membership.chain.wait_newer(view.generation, self.give_up_s):
                     raise PeerFailed(f"rank {self.rank}: {error}") from error
             if self.membership.view.generation > view.generation:
@@ -264,12 +264,12 @@ class ElasticChannel(Channel):
                 if not is_of_peer(error):
                     raise self._failed(what, error) from error
                 broke = True
-                self.membership.watch.connection_broke()
+                self.membership.detector.connection_broke()
             if broke:
                 time.sleep(_SLICE_S)
             if self._is_annulled(self.membership.view):
                 raise MetAnew
-            if self.generation == 0 and self.membership.view.generation > 0 and not self.membership.watch.is_on:
+            if self.generation == 0 and self.membership.view.generation > 0 and not self.membership.detector.is_on:
                 raise PeerFailed(f"{what}: {self.membership.view.said()}, while the model was wrapped")
             if time.monotonic() > until:
                 raise PeerFailed(self.explain(what))

@@ -87,7 +87,7 @@ class Healing:
             self._rank.check_ended()
             self._member.is_back = True
             arrival, begins = self._arrival, self._rank.merging.takes_part_from
-            if step < begins and (begins < sys.maxsize or step < self._membership.watch.furthest_step):
+            if step < begins and (begins < sys.maxsize or step < self._membership.detector.furthest_step):
                 break  # its peers have made this step without it
             self._member.awaits_state = True
             if begins == step and arrival is not None and arrival.state is not None:
@@ -123,7 +123,7 @@ class Healing:
         """Whether the members have made or begun this step, as far as this rank, which is out, knows."""
         if (begins := self._rank.merging.takes_part_from) < sys.maxsize:
             return step < begins or ((arrival := self._arrival) is not None and arrival.state is not None)
-        return step < self._membership.watch.furthest_step
+        return step < self._membership.detector.furthest_step
 
     def take_first(self) -> None:
         """Of a rank that comes to a running job, before its first step: wait for the state, and go on from there."""

@@ -13,7 +13,7 @@ from straggle.members.membership import Membership
 from straggle.members.moved_round import Notes, freeze, go_on, notes_of
 from straggle.members.put_out import PutOut
 from straggle.members.view import MergeProgress, Repair, View
-from straggle.merge.groups import Groups
+from straggle.merge.groups import ProcessGroups
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.round import Round
 from straggle.merge.table import Table
@@ -88,7 +88,7 @@ class Member:
                 return self._last_telemetry.clone()
             return torch.zeros_like(self._rank.rounds.new_buffers().telemetry)
 
-    def regroup(self, groups: Groups, view: View, repair: Repair, telemetry: Tensor) -> None:
+    def regroup(self, groups: ProcessGroups, view: View, repair: Repair, telemetry: Tensor) -> None:
         """Go on among the members of ``view``; ``telemetry`` of the step that is complete on some of them."""
         merging = self._rank.merging
         with self._lock:
@@ -110,7 +110,7 @@ class Member:
     def _go_on(
         self,
         current: Round,
-        groups: Groups,
+        groups: ProcessGroups,
         view: View,
         repair: Repair,
         telemetry: Tensor,
@@ -131,7 +131,7 @@ class Member:
         """This rank is let in: it gives nothing until it has its state."""
         training, merging = self._rank.training, self._rank.merging
         merging.takes_part_from, self._tables, self._catch_up = view.step, [], None
-        self._membership.watch.is_out = False
+        self._membership.detector.is_out = False
         merging.restore(repair.step)
         self._last_taken_at = repair.step
         merging.begin_now(self._rank.stopwatch.now())
@@ -153,7 +153,7 @@ class Member:
             self._rank.channel.epoch += 1
             self._rank.rounds.merge_among_none()
             merging.takes_part_from, self._gives_at = sys.maxsize, -1
-            self._membership.watch.is_out = True
+            self._membership.detector.is_out = True
             self.is_back = self.is_back and self.fell_behind  # then it is known already that it was away
             self.fell_behind = False
             merging.restore(merging.step)
@@ -225,9 +225,9 @@ class Member:
         """Who was no member when the rows were merged has none; the members may have changed since."""
         notes = self.notes_of(current)
         current.is_read = False
-        if len(notes.told) < self._rank.channel.world_size:
+        if len(notes.row_ranks) < self._rank.channel.world_size:
             absent = absent_row(len(self._rank.rounds.plan.stages))
-            for rank in set(range(self._rank.channel.world_size)) - set(notes.told):
+            for rank in set(range(self._rank.channel.world_size)) - set(notes.row_ranks):
                 current.buffers.rows[rank] = absent
         self._last_telemetry = current.buffers.telemetry.clone()
 
@@ -243,7 +243,7 @@ class Member:
         rank, stood_in = self._rank.channel.rank, table.stood_in_ranks()
         membership.step = self._rank.merging.step
         self._note_healing(self._healing & stood_in)
-        membership.watch.healing = stood_in
+        membership.detector.healing = stood_in
         if self._rank.stand_in.gives_nothing and self._catch_up is None and not self.fell_behind:
             self._tables.append((step, table))
         else:
@@ -261,9 +261,9 @@ class Member:
             self.links.merged(step, table, len(self._rank.rounds.plan.buckets()))
 
     def _note_healing(self, ranks: frozenset[int]) -> None:
-        self._healing = self._membership.watch.healing = ranks
+        self._healing = self._membership.detector.healing = ranks
         own = {self._rank.channel.rank} if self._catch_up is not None else set()
-        self._membership.watch.without_state = ranks - own
+        self._membership.detector.without_state = ranks - own
 
     def taken(self) -> None:
         """The training thread has taken a merged step."""

@@ -21,13 +21,13 @@ import torch.distributed as dist
 
 from straggle.members.agents import Exited, over, post_over
 from straggle.members.connections import Connections
+from straggle.members.failure_detector import FailureDetector
 from straggle.members.heartbeat import Heartbeat, signs_of, step_in
-from straggle.members.joins import Joins
+from straggle.members.join_requests import JoinRequests
 from straggle.members.refill import Refill
 from straggle.members.stored_view import StoredView, StoreEmptied
 from straggle.members.view import DONE, Elastic, Leaving, Seal, View
 from straggle.members.view_chain import ViewChain
-from straggle.members.watch import Watch
 from straggle.merge.channel import PeerFailed
 from straggle.merge.store import ANSWER_S, peek
 
@@ -78,11 +78,11 @@ class Membership:
         self.left_for_good = False  # by its own will, so it does not ask to be let in again
         self._seal = Seal(os.environ.get("STRAGGLE_JOB_SECRET", ""))
         self.connections = Connections(connect)
-        self.joins = Joins(rank, world_size, self.incarnation, self._seal)
+        self.joins = JoinRequests(rank, world_size, self.incarnation, self._seal)
         self.chain = ViewChain(rank, self.incarnation, StoredView(self._seal, world_size))
         self._refill = Refill(rank, world_size, self.least, self._seal)
         self._heartbeat = Heartbeat(rank, self.incarnation, connect, lambda: self.step)
-        self.watch = Watch(
+        self.detector = FailureDetector(
             self.chain,
             elastic,
             self._heartbeat,
@@ -114,9 +114,9 @@ class Membership:
         view, ended = self.view, sorted(self.view.ended)
         if self.left_for_good:
             return
-        if view.is_done or (self.watch.alone and ended):
+        if view.is_done or (self.detector.alone and ended):
             raise JobDone(f"rank {self.rank} comes late: ranks {ended} have ended their loops")
-        if self.watch.alone:
+        if self.detector.alone:
             raise TooFewRanks(
                 f"rank {self.rank}: ranks {list(view.ranks)} were the members, and none of them gives a sign of life: "
                 "nobody has the job's state; begin from a checkpoint",
@@ -146,7 +146,7 @@ class Membership:
                 )
             else:
                 time.sleep(0.01)
-        self.watch.start()
+        self.detector.start()
         return not (self.is_member and self.view.generation == 0)
 
     def annul(self, view: View) -> None:
@@ -286,10 +286,10 @@ class Membership:
 
     def close(self) -> None:
         """End the threads."""
-        self.watch.stop()
+        self.detector.stop()
         # while Python ends, a thread that comes back from the store would end the process with an error
         until = time.monotonic() + _END_S
-        for thread in (*self.watch.threads, *self._heartbeat.threads, *self._threads):
+        for thread in (*self.detector.threads, *self._heartbeat.threads, *self._threads):
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
 

@@ -20,12 +20,12 @@ from straggle.report import CAUSES
 class Notes:
     """What is kept with a round where members change; `notes_of` makes them.
 
-    ``told``: the ranks that the rows are of. ``merged``: buckets that are known to be merged. ``lost``: those that a
+    ``row_ranks``: those that the rows are of. ``merged``: buckets that are known to be merged. ``lost``: those that a
     change of members took from it. ``last_message``: over when all members have all of the step. ``complete``: some
     member had it complete, and gave this rank the rows of all.
     """
 
-    told: tuple[int, ...]
+    row_ranks: tuple[int, ...]
     merged: set[int] = field(default_factory=set)
     lost: frozenset[int] = frozenset()
     last_message: dist.Work | None = None

@@ -33,7 +33,7 @@ class PutOut:
     """
 
     def __init__(self, membership: Membership, *, num_bytes: int) -> None:
-        self._membership, self._watch, self._min_gain = membership, membership.watch, membership.elastic.link_gain
+        self._membership, self._detector, self._min_gain = membership, membership.detector, membership.elastic.link_gain
         self._num_bytes = num_bytes
         self._known = SlowMembers()
         self._seen: SeenLinks | None = None  # at the last look
@@ -62,7 +62,7 @@ class PutOut:
         if self._membership.rank == min(self._membership.view.ranks, default=-1):
             for rank in before.out - known.out:
                 _log.info("step %d: rank %d may be let in again", step, rank)
-        kept = {rank: why for rank, why in self._watch.kept_out.items() if rank in known.out}
+        kept = {rank: why for rank, why in self._detector.kept_out.items() if rank in known.out}
         links = self._seen.links if self._seen else ()
         self._use(known, {rank: _why(links, rank) if links else _NO_REASON for rank in known.out} | kept)
 
@@ -94,7 +94,7 @@ class PutOut:
         seen = replace(self._seen, links=links, absent=absent)
         gone = leaving_ranks(self._known.out, seen, self._min_gain) - {self._membership.rank}
         if gone and self._membership.rank == min(set(view.ranks) - gone, default=-1):
-            self._watch.keep_out({**self._watch.kept_out, **{rank: _why(links, rank) for rank in gone}})
+            self._detector.keep_out({**self._detector.kept_out, **{rank: _why(links, rank) for rank in gone}})
 
     def follow(self, view: View, step: int, *, new: bool) -> None:
         """The members are those of ``view`` from ``step`` on: all have the same ranks out because of their links.
@@ -103,14 +103,14 @@ class PutOut:
         """
         gone = frozenset() if new else view.by_link - self._by_link - self._known.out
         self._by_link, self._following = view.by_link, (step, gone)
-        known = self._watch.kept_out
+        known = self._detector.kept_out
         kept = {rank: known.get(rank, _NO_REASON) for rank in self._known.out | gone}
         if kept != known:
-            self._watch.keep_out(kept)
+            self._detector.keep_out(kept)
 
     def _use(self, known: SlowMembers, why: Mapping[int, Leaving]) -> None:
         self._known = known
-        self._watch.keep_out(why)
+        self._detector.keep_out(why)
 
     # -- for a member that is let in; by the training thread, while nothing else is called
 

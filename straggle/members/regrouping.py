@@ -52,7 +52,7 @@ class Regrouping:
 
     def start(self) -> None:
         """Start the thread: from now on the others go on where a member leaves."""
-        self._membership.watch.is_on = True
+        self._membership.detector.is_on = True
         self._thread.start()
 
     def close(self) -> None:
@@ -108,10 +108,10 @@ class Regrouping:
     def _check_store(self) -> None:
         """Without its store no rank can leave or come back, so the job ends when that has been lost for too long."""
         membership = self._membership
-        signs = {_ANSWERS: str(membership.watch.num_looks), _TURNS: str(membership.watch.num_turns)}
+        signs = {_ANSWERS: str(membership.detector.num_looks), _TURNS: str(membership.detector.num_turns)}
         self._silence.look(time.monotonic(), signs)
         if _TURNS in self._silence.longer_than(_STUCK_S):
-            membership.watch.connect_anew()
+            membership.detector.connect_anew()
             self._silence.forget(_TURNS)
         if _ANSWERS in self._silence.longer_than(self._channel.give_up_s):
             raise StoreUnreachable(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from straggle.backward.stages import STAGE_BYTES, StagePlan
 from straggle.merge.groups import Group
 from straggle.merge.lent import Lent
-from straggle.merge.numbers import Numbers
+from straggle.merge.numbers import PlainNumbers
 from straggle.merge.telemetry import COLUMN, NONFINITE, row_length
 from straggle.policies.merge_time import largest_message_bytes
 
@@ -59,7 +59,7 @@ class _Flat:
     tail: Tensor
     messages: tuple[Tensor, ...]
     wire: Tensor | None
-    plain_tail: Numbers
+    plain_tail: PlainNumbers
     large: tuple[int, ...]
     between: tuple[Tensor, ...]
     both: tuple[Tensor, ...]
@@ -146,7 +146,7 @@ class StageBuffers:
     def use_telemetry(self, numbers: Tensor) -> None:
         """Where ``rows`` lie, from here on to the end of the step."""
         self.telemetry = numbers
-        self._plain = Numbers(numbers)
+        self._plain = PlainNumbers(numbers)
         self.rows = numbers[: self._length].view(self._world_size, -1)
 
     def begin(self) -> None:
@@ -393,7 +393,7 @@ class StageBuffers:
             self._large |= set(large)
             between = _between(data[:end], [ends[i] for i in large])
             both = (data[: end + extra[0]],) if exact else (data[:end], tail)
-            plain = Numbers(tail)
+            plain = PlainNumbers(tail)
             flats.append(_Flat(tuple(own), data[:end], tail, messages, wire, plain, large, between, both))
             self.rows = numbers[extra[0] :]
         return flats

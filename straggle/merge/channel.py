@@ -26,8 +26,8 @@ from torch.nn.functional import pad
 from straggle.merge.groups import (
     GlooCollectives,
     Group,
-    Groups,
     JobGroup,
+    ProcessGroups,
     backend_of,
     gloo_group,
     is_of_peer,
@@ -120,7 +120,7 @@ class Channel:
                 "each of them has to wrap the model; one has ended, hangs, or cannot be reached, or is in another "
                 "number of process groups than its peers, by which torch names new ones"
             ) from error
-        self._groups = Groups(gradients, JobGroup(control), tuple(range(self.world_size)), wide)
+        self._groups = ProcessGroups(gradients, JobGroup(control), tuple(range(self.world_size)), wide)
         return corner
 
     def _gloo_group(self, corner: str, number: int) -> Group:
@@ -136,12 +136,12 @@ class Channel:
             server.set_timeout(limit)
 
     @property
-    def formed(self) -> Groups | None:
+    def formed(self) -> ProcessGroups | None:
         """The process groups of the ranks that take part; ``None`` where this one does not."""
         return self._groups
 
     @property
-    def groups(self) -> Groups:
+    def groups(self) -> ProcessGroups:
         """The same, where this rank takes part."""
         assert self.formed is not None
         return self.formed

@@ -64,7 +64,7 @@ def clips(frame: FrameType | None) -> bool:
     )
 
 
-def refuse_words_of_ddp(given: Iterable[str]) -> None:
+def refuse_ddp_kwargs(given: Iterable[str]) -> None:
     """Raise ``TypeError`` for constructor arguments that there are not, with what to write instead of DDP's."""
     words = [f"{name} ({INSTEAD[name]})" if name in INSTEAD else name for name in given]
     if words:

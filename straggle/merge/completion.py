@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from straggle.merge.groups import Groups
+from straggle.merge.groups import ProcessGroups
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.round import Round
 
@@ -35,6 +35,6 @@ class Completion:
         """Whether what was merged in this epoch may be published; with the lock held."""
         return epoch == self._rank.channel.epoch
 
-    def groups_for(self, current: Round, epoch: int) -> Groups | None:  # noqa: ARG002
+    def groups_for(self, current: Round, epoch: int) -> ProcessGroups | None:  # noqa: ARG002
         """Among whom more may be sent of a merged round before it is published; ``None``: nothing. With the lock."""
         return self._rank.rounds.groups

@@ -24,8 +24,8 @@ from straggle.merge.merged_steps import MergedSteps
 from straggle.merge.names import ScalarNames
 from straggle.merge.options import Merge
 from straggle.merge.rank_parts import RankParts
-from straggle.merge.rank_state import Entry
 from straggle.merge.round import Finished, Round
+from straggle.merge.sides import Entry
 from straggle.merge.state.exchange import NOTHING_GIVEN, Given
 from straggle.merge.step_passes import AnyPasses, Passes
 from straggle.merge.submission import Submission
@@ -230,11 +230,11 @@ class Coordinator:
                 current.passes = passes
         return passes
 
-    def takes(self, cost: float) -> None:
+    def set_cost(self, cost: float) -> None:
         """This rank's step costs this much: its deadline is longer or shorter by that."""
         check_cost(cost)
         with self._lock:
-            self.training.takes(cost)
+            self.training.set_cost(cost)
             self._stand_in.wake()
 
     def merge_waiting(self) -> bool:

@@ -170,7 +170,7 @@ def _devices(kind: Any) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Groups:
+class ProcessGroups:
     """``gradients`` where they are; ``control`` always on the CPU. ``ranks``: in order of their places.
 
     ``wide``: for gradients, where links have become slow, a group with more messages on their way at a time; ``None``

@@ -12,7 +12,7 @@ from torch import Tensor
 _FORMATS = {torch.float32: "f", torch.float64: "d"}
 
 
-class Numbers:
+class PlainNumbers:
     """The elements of a contiguous tensor of float32 or float64; on another device than the CPU, by its operations."""
 
     def __init__(self, tensor: Tensor) -> None:

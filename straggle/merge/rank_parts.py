@@ -12,9 +12,9 @@ from straggle.backward.stages import StagePlan
 from straggle.merge.channel import Channel
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.options import Merge
-from straggle.merge.rank_state import MergeSide, TrainingSide
 from straggle.merge.round import Round
 from straggle.merge.rounds import Rounds
+from straggle.merge.sides import MergeSide, TrainingSide
 from straggle.merge.stand_in import StandIn
 
 

@@ -8,10 +8,10 @@ from torch import nn
 
 from straggle.backward.stages import StagePlan
 from straggle.merge.buffers import StageBuffers, keep_freed_memory
-from straggle.merge.groups import Group, Groups
+from straggle.merge.groups import Group, ProcessGroups
 from straggle.merge.options import Merge
-from straggle.merge.rank_state import MergeSide, TrainingSide
 from straggle.merge.round import Layout, Round, RoundTerms, Usage
+from straggle.merge.sides import MergeSide, TrainingSide
 from straggle.policies.merge_time import QUICK_S
 
 _LOOKS_EVERY = 16  # steps: at the links
@@ -34,7 +34,7 @@ class Rounds:
         num_state: int,
         world_size: int,
     ) -> None:
-        self.groups: Groups | None = None  # `None`: there are none at present
+        self.groups: ProcessGroups | None = None  # `None`: there are none at present
         self.ranks = tuple(range(world_size))  # of these groups
         self.generation = 0
         self._parameters = parameters
@@ -64,7 +64,7 @@ class Rounds:
         """Between two steps: forget in which passes parameters had gradients, and how far this rank came."""
         self._usage = Usage()
 
-    def merge_among(self, groups: Groups | None, ranks: tuple[int, ...], generation: int) -> None:
+    def merge_among(self, groups: ProcessGroups | None, ranks: tuple[int, ...], generation: int) -> None:
         """From here on rounds are merged among these ranks, by these groups, which are not the first ones."""
         self.groups, self.ranks, self.generation = groups, ranks, generation
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from straggle.backward.kept import UNDECIDED
-from straggle.merge.rank_state import MergeSide, TrainingSide
 from straggle.merge.round import Contribution, Round
+from straggle.merge.sides import MergeSide, TrainingSide
 from straggle.merge.telemetry import NO_FINGERPRINT, Row
 from straggle.report import CAUSES, PHASES, RankNumbers
 
@@ -31,7 +31,7 @@ def row_of(
     # a rank for which no passes were left had no data for this step
     idle = in_step and (entry.idle or (not passes.number and not own.late))
     computed = layout.by_stage(own.computed)
-    told = RankNumbers(
+    reported = RankNumbers(
         compute_s=now - (training.entered_at or now) if in_step and not idle else math.nan,
         overrun_s=training.take_overrun_s(),
         late=own.late and not idle,
@@ -41,7 +41,7 @@ def row_of(
     )
     row = Row(
         times={phase: times[phase] - before[phase] for phase in PHASES},
-        told=told,
+        reported=reported,
         busy_s=now - merging.merged_at,
         cause=CAUSES.index(own.cause) if own.cause is not None and not idle else -1,
         failed=training.failed,

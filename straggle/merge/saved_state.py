@@ -29,7 +29,7 @@ class PartState(Protocol):
         """Go on from there."""
 
 
-class RankState:
+class ResumeState:
     """Saves and loads the state of one rank.
 
     ``ranks``, ``stages``, ``estimator`` and ``model`` say what it is of. ``history.*`` is equal on all ranks, as is

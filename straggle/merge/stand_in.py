@@ -29,8 +29,8 @@ from straggle.merge.lateness import (
     decide,
     post_at,
 )
-from straggle.merge.rank_state import MergeSide, TrainingSide
 from straggle.merge.round import Round
+from straggle.merge.sides import MergeSide, TrainingSide
 
 _log = logging.getLogger(__name__)
 _SOON_S = 0.005  # peers may learn so much later that a rank has finished

@@ -111,7 +111,7 @@ class StepRecord:
             for index, stage in enumerate(self.plan.stages)
         )
 
-    def _as_merged(self, told: float, merged: float) -> float:
+    def _as_merged(self, reported: float, merged: float) -> float:
         """The weight of a stage, of which the rows tell so much and so much was merged.
 
         It is more where a rank gave something and left. Where gradients of others were left out as well, because they
@@ -119,8 +119,8 @@ class StepRecord:
         """
         if self.table.total_weight is not None:  # which is merged as one step of each rank
             merged *= self.table.total_weight / self.table.num_ranks
-        is_more = merged > (1 + _ROUNDING) * told
-        return merged if is_more or self.table.nonfinite_ranks() else told
+        is_more = merged > (1 + _ROUNDING) * reported
+        return merged if is_more or self.table.nonfinite_ranks() else reported
 
     def _scalars(self, rows: Sequence[Sequence[float]]) -> dict[str, float]:
         values: dict[float, list[float]] = {}

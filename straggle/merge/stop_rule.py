@@ -12,7 +12,7 @@ class StopRule:
 
     by_clock, abstains, stops_idle = True, False, False
 
-    def takes(self, num_gradients: int) -> bool:  # noqa: ARG002
+    def accepts(self, num_gradients: int) -> bool:  # noqa: ARG002
         """Whether a gradient may still go into the merge, as ``num_gradients`` did before it."""
         return True
 

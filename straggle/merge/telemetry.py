@@ -33,16 +33,17 @@ NO_FINGERPRINT = -1
 
 
 class Row(NamedTuple):
-    """One rank's telemetry for one step: what its report has as it is (``told``), and beside that what only ranks read.
+    """One rank's telemetry for one step: what its report has as it is, and what only ranks read.
 
-    ``times``: seconds of each phase. ``computed``, ``estimated`` and ``weights`` (of all that it submits; empty: as
-    computed) are shares of each stage, relative to the rank's own weight. ``stage_s``: when each stage was complete,
-    and ``microbatch_s``: each micro-batch. ``ways``: to peers, as it measured them last, at most ``MAX_WAYS``. Each
-    field that is one number has a slot; marks are integers of 48 bits, which go as two numbers, exact in float32.
+    ``reported``: the first. ``times``: seconds of each phase. ``computed``, ``estimated`` and ``weights`` (of all that
+    it submits; empty: as computed) are shares of each stage, relative to the rank's own weight. ``stage_s``: when each
+    stage was complete, and ``microbatch_s``: each micro-batch. ``ways``: to peers, as it measured them last, at most
+    ``MAX_WAYS``. Each field that is one number has a slot; marks are integers of 48 bits, which go as two numbers,
+    exact in float32.
     """
 
     times: Mapping[Phase, float]
-    told: RankNumbers
+    reported: RankNumbers
     busy_s: float  # from the merge before to the end of its own work
     computed: tuple[float, ...] = ()
     estimated: tuple[float, ...] = ()
@@ -74,7 +75,7 @@ class Row(NamedTuple):
 
     def numbers(self) -> array[float]:
         """The same as plain memory."""
-        fixed = [*map(self.times.__getitem__, PHASES), *_told(self.told), *_plain(self)]
+        fixed = [*map(self.times.__getitem__, PHASES), *_reported(self.reported), *_plain(self)]
         for mark in (self.fingerprint, self.state):
             fixed += (mark >> 24, mark & 0xFFFFFF)
         fixed.append(self.is_unusual)
@@ -92,12 +93,12 @@ class Row(NamedTuple):
     @property
     def is_unusual(self) -> bool:
         """Whether it tells anything that rows of most steps do not: a usual step needs to be asked for nothing else."""
-        told = self.told
+        reported = self.reported
         return (
             self.state != UNCHANGED
             or self.stepped != 1
             or self.cause >= 0
-            or (told.late or told.stood_in or told.idle or told.absent)
+            or (reported.late or reported.stood_in or reported.idle or reported.absent)
             or (self.failed or self.replans or self.without_store or self.admits)
             or (self.kept != NONE or self.frozen != NONE)
             or (self.fingerprint >= 0 or self.pool_parts > 0 or self.cost == self.cost)
@@ -112,13 +113,13 @@ class Row(NamedTuple):
 
 
 _MARKS = ("fingerprint", "state")
-_TOLD = tuple(own.name for own in numbers_of(RankNumbers))
+_REPORTED = tuple(own.name for own in numbers_of(RankNumbers))
 _ONE_NUMBER = [name for name, kind in get_type_hints(Row).items() if kind in (bool, int, float)]
 _PLAIN = tuple(name for name in _ONE_NUMBER if name not in _MARKS)
-_told, _plain = attrgetter(*_TOLD), attrgetter(*_PLAIN)
+_reported, _plain = attrgetter(*_REPORTED), attrgetter(*_PLAIN)
 # the slots of a row, in their order, as `Row.numbers` writes them; those of stages, ends and scalars follow
 _HALVES = tuple(f"{mark}_{half}" for mark in _MARKS for half in ("high", "low"))
-FIELDS = (*TIMES, *_TOLD, *_PLAIN, *_HALVES, "unusual", *WAYS)
+FIELDS = (*TIMES, *_REPORTED, *_PLAIN, *_HALVES, "unusual", *WAYS)
 COLUMN = {name: column for column, name in enumerate(FIELDS)}
 NONFINITE = COLUMN["nonfinite"]  # counted while the row is on its way
 _PER_STAGE = 4

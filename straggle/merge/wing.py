@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from straggle.merge.completion import Completion
-    from straggle.merge.rank_state import Entry
     from straggle.merge.round import Round
+    from straggle.merge.sides import Entry
     from straggle.merge.telemetry import Row
 
 

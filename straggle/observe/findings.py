@@ -13,7 +13,7 @@ import numpy as np
 
 from straggle.observe.link_spells import LONG, long_merges
 from straggle.observe.run import Run
-from straggle.observe.run_numbers import Numbers, RankNumbers
+from straggle.observe.run_numbers import RankNumbers, RunNumbers
 
 ALWAYS = 0.5  # a rank that is late in at least this share of its steps is persistently slow
 SOMETIMES = 0.01  # below this share it is not worth a sentence
@@ -38,7 +38,7 @@ PLACES = {
 }
 
 
-def advise(run: Run, numbers: Numbers) -> list[str]:
+def advise(run: Run, numbers: RunNumbers) -> list[str]:
     """Plain sentences about the run, the most important first."""
     return [
         *_replicas(run),
@@ -75,7 +75,7 @@ def _not_written(run: Run) -> Iterator[str]:
         )
 
 
-def _bad_numbers(run: Run, numbers: Numbers) -> Iterator[str]:
+def _bad_numbers(run: Run, numbers: RunNumbers) -> Iterator[str]:
     for rank in numbers.ranks:
         if rank.nonfinite_steps:
             yield (
@@ -86,7 +86,7 @@ def _bad_numbers(run: Run, numbers: Numbers) -> Iterator[str]:
         yield f"In {numbers.skipped} of {run.num_steps} steps no rank had finite gradients, and nothing was applied."
 
 
-def _saved(numbers: Numbers) -> Iterator[str]:
+def _saved(numbers: RunNumbers) -> Iterator[str]:
     if math.isnan(numbers.saved_share):
         return
     own, ddp = ms(numbers.own.mean_s), ms(numbers.ddp.mean_s)
@@ -105,7 +105,7 @@ def _saved(numbers: Numbers) -> Iterator[str]:
         )
 
 
-def drawn(numbers: Numbers) -> Iterator[str]:
+def drawn(numbers: RunNumbers) -> Iterator[str]:
     """Who drew how many micro-batches, and what became of those that were not computed."""
     if not numbers.pool_parts:
         return
@@ -131,7 +131,7 @@ def drawn(numbers: Numbers) -> Iterator[str]:
             )
 
 
-def _always_slow(run: Run, numbers: Numbers) -> Iterator[str]:
+def _always_slow(run: Run, numbers: RunNumbers) -> Iterator[str]:
     slow = _late_ranks(numbers, ALWAYS, 1.01)
     less = "It has less to do already: look" if run.config.get("rebalance") else _LESS_TO_DO
     for rank in slow[:3]:
@@ -157,7 +157,7 @@ def _dealt_unequally(run: Run) -> Iterator[str]:
         )
 
 
-def _starved(numbers: Numbers) -> Iterator[str]:
+def _starved(numbers: RunNumbers) -> Iterator[str]:
     fairness = numbers.fairness
     if numbers.late and fairness.input_least <= LEAST:
         rank = fairness.input_ranks.index(fairness.input_least)
@@ -167,7 +167,7 @@ def _starved(numbers: Numbers) -> Iterator[str]:
         )
 
 
-def _sometimes(numbers: Numbers) -> Iterator[str]:
+def _sometimes(numbers: RunNumbers) -> Iterator[str]:
     some = _late_ranks(numbers, SOMETIMES, ALWAYS)
     if len(some) == 1:
         yield f"Rank {some[0].rank} was sometimes late: in {_steps(some[0].late, some[0].steps)}{_doing(some[0])}."
@@ -179,7 +179,7 @@ def _sometimes(numbers: Numbers) -> Iterator[str]:
         )
 
 
-def _stood_in(run: Run, numbers: Numbers) -> Iterator[str]:
+def _stood_in(run: Run, numbers: RunNumbers) -> Iterator[str]:
     for rank in sorted(numbers.ranks, key=lambda rank: -rank.stood_in)[:3]:
         row = _longest_row(run.ranks["stood_in"][:, rank.rank] == 1)
         if row >= IN_A_ROW:
@@ -189,7 +189,7 @@ def _stood_in(run: Run, numbers: Numbers) -> Iterator[str]:
             )
 
 
-def _depth(run: Run, numbers: Numbers) -> Iterator[str]:
+def _depth(run: Run, numbers: RunNumbers) -> Iterator[str]:
     known = [share for share in numbers.stage_share if not math.isnan(share)]
     if len(known) > 1 and known[0] - known[-1] >= BIAS:
         micro = run.config.get("num_microbatches")
@@ -201,7 +201,7 @@ def _depth(run: Run, numbers: Numbers) -> Iterator[str]:
         ).rstrip()
 
 
-def _no_rank_late(run: Run, numbers: Numbers) -> Iterator[str]:
+def _no_rank_late(run: Run, numbers: RunNumbers) -> Iterator[str]:
     if numbers.late or run.num_ranks == 1:
         return
     if not numbers.with_deadline:
@@ -217,7 +217,7 @@ def _no_rank_late(run: Run, numbers: Numbers) -> Iterator[str]:
             )
 
 
-def _waiting(numbers: Numbers) -> Iterator[str]:
+def _waiting(numbers: RunNumbers) -> Iterator[str]:
     if numbers.late and numbers.wait_share >= WAITING:
         yield (
             f"With that, a rank still stood idle for {numbers.wait_share:.0%} of the time, for others that were within "
@@ -260,7 +260,7 @@ def _out_of_data(run: Run) -> Iterator[str]:
         )
 
 
-def _absent(run: Run, numbers: Numbers) -> Iterator[str]:
+def _absent(run: Run, numbers: RunNumbers) -> Iterator[str]:
     for rank in sorted(numbers.ranks, key=lambda rank: -rank.absent)[:3]:
         if rank.absent:
             reasons = [change.left[rank.rank] for _, change in run.changes if rank.rank in change.left]
@@ -272,7 +272,7 @@ def _absent(run: Run, numbers: Numbers) -> Iterator[str]:
             )
 
 
-def _late_ranks(numbers: Numbers, least: float, below: float) -> list[RankNumbers]:
+def _late_ranks(numbers: RunNumbers, least: float, below: float) -> list[RankNumbers]:
     late = [rank for rank in numbers.ranks if rank.late and least <= rank.late_share < below]
     return sorted(late, key=lambda rank: -rank.late_share)
 

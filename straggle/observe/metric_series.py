@@ -22,7 +22,7 @@ _DECLARED = [own.metric for report in (StepReport, RankReport) for own in number
 COUNTERS = {own.name: own.text for own in _DECLARED if own.kind == "counter"} | {
     "steps": "Merged steps that this rank has applied.",
     "step_wait_for_all_seconds": "Seconds that the steps would have taken under DDP, with equal shares.",
-    "whole_compute_seconds": "Seconds of this rank's own work in all steps, with what it would have taken "
+    "untruncated_compute_seconds": "Seconds of this rank's own work in all steps, with what it would have taken "
     "to finish those it left.",
     "late_steps": "Steps in which this rank was late, by what it was doing.",
     "incomplete_steps": "Steps in which this rank's gradients are missing though it was not late, by why.",

@@ -221,7 +221,7 @@ class StepMetrics:
         self._of("step_wait_for_all_seconds").inc(max(0.0, ddp.seconds))
         whole_s = ddp.own_s[self._rank]
         if not math.isnan(whole_s):
-            self._of("whole_compute_seconds").inc(whole_s / own.cost + own.overrun_s)
+            self._of("untruncated_compute_seconds").inc(whole_s / own.cost + own.overrun_s)
         if own.cause is not None:
             self._of("late_steps" if own.late else "incomplete_steps", own.cause).inc()
             self._of("stood_in_steps", own.cause).inc(own.stood_in)

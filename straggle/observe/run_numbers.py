@@ -63,7 +63,7 @@ class RankNumbers:
 
 
 @dataclass(frozen=True)
-class Numbers:
+class RunNumbers:
     """A complete run. ``saved_share`` is of the mean step's seconds: 0.3 means 30 % less than under DDP.
 
     ``pool_parts``: micro-batches in all pools that the ranks drew from; ``not_computed``: those that no rank computed.
@@ -89,18 +89,18 @@ class Numbers:
     not_computed: int
 
 
-def numbers_of(run: Run) -> Numbers:
+def numbers_of(run: Run) -> RunNumbers:
     """The run's numbers; NaN where the trace does not have them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # the mean of nothing is NaN, which is what we want
         return _numbers_of(run)
 
 
-def _numbers_of(run: Run) -> Numbers:
+def _numbers_of(run: Run) -> RunNumbers:
     own, ddp = _times(run.seconds[run.warmup :]), _times(run.ddp_s[run.warmup :])
     has_data = has_data_of(run)
     losses = run.loss[-20:]
-    return Numbers(
+    return RunNumbers(
         own=own,
         ddp=ddp,
         saved_share=1 - own.mean_s / ddp.mean_s if ddp.mean_s else math.nan,

@@ -24,14 +24,14 @@ _CANDIDATES = 18  # shorter deadlines that are simulated
 _LAGS = 6  # times after a quorum that are simulated with the longest deadline
 _BUSY = 0.1  # this quantile over steps is that of a machine without other work
 _AT_FIRST = 10  # first steps: AutoDeadline chooses in each
-_HEARD = 4.0  # times the median rank's time, which a rank is given of which nothing is known
+_PROBE_TIMES = 4.0  # times the median rank's time, which a rank is given of which nothing is known
 
 
 @dataclass(frozen=True)
 class Choice:
     """A deadline of ``tau_s`` seconds that leaves ``after_quorum_s`` after a quorum.
 
-    Expected of it are the share ``dropped`` and the ``gain`` (0.1: a tenth more gradient per second). ``hears``: it is
+    Expected of it are the share ``dropped`` and the ``gain`` (0.1: a tenth more gradient per second). ``is_probe``:
     for one step only, in which a rank of which nothing is known is heard out.
     """
 
@@ -39,7 +39,7 @@ class Choice:
     dropped: float
     gain: float
     after_quorum_s: float = 0.0
-    hears: bool = False
+    is_probe: bool = False
 
 
 def choose_for(
@@ -146,7 +146,7 @@ class AutoDeadline(Deadline):
         most = history.num_steps if dealt is None else dealt
         if self.chosen is None or history.num_steps - since != self._chosen_at:
             self._chosen_at, self.chosen = history.num_steps - since, self._choose(history, most, since)
-        if self.chosen.hears and since:  # a rank was heard out in the step after that choice
+        if self.chosen.is_probe and since:  # a rank was heard out in the step after that choice
             self.chosen = self._choose(history, most, since - 1, may_hear=False)
         return NextDeadline(self.chosen.tau_s, self.chosen.dropped, self.chosen.after_quorum_s)
 
@@ -165,7 +165,7 @@ class AutoDeadline(Deadline):
         price = price_of(steps.end_s, dealt=history.dealt)
         broken = self._broken(history, price)
         if broken and may_hear and self._unheard(history):
-            return Choice(_HEARD * usual_s, 0.0, 0.0, hears=True)
+            return Choice(_PROBE_TIMES * usual_s, 0.0, 0.0, is_probe=True)
         return choose_for(
             steps,
             rules,
@@ -179,7 +179,7 @@ class AutoDeadline(Deadline):
         """Whether some rank was stopped in all of these steps before it had finished anything."""
         assert history.progress is not None
         compute_s = history.compute_s[-len(history.progress.unit_s) :]
-        return any_unheard(history.progress, compute_s, _HEARD)
+        return any_unheard(history.progress, compute_s, _PROBE_TIMES)
 
     def _broken(self, history: History, price: float) -> bool:
         """Whether what was dropped in these steps brought less gradient per second than waiting, or not its price."""

@@ -99,8 +99,8 @@ class Drawn(Passes):
     def tell(self, row: Row, num_over: int) -> Row:
         """The pool's size, and what the rank did of it."""
         num_put_back = 0 if self._draws is None else self._draws.num_put_back
-        told = replace(row.told, parts=min(num_over, self.number), put_back=num_put_back)
-        return row._replace(told=told, pool_parts=len(self._pool.weights), pool_weight=self._pool.total)
+        reported = replace(row.reported, parts=min(num_over, self.number), put_back=num_put_back)
+        return row._replace(reported=reported, pool_parts=len(self._pool.weights), pool_weight=self._pool.total)
 
     def _first(self, number: int, *, is_open: bool = False) -> Drawn:
         return Drawn(

@@ -9,8 +9,8 @@ from dataclasses import replace
 from straggle.loop.open_step import OpenStep
 from straggle.merge.channel import Channel
 from straggle.merge.rank_parts import RankParts
-from straggle.merge.rank_state import Entry
 from straggle.merge.round import Round
+from straggle.merge.sides import Entry
 from straggle.merge.stop_rule import StopRule
 from straggle.merge.wing import Wing
 from straggle.replay.decision import Decision, Recording, check_members
@@ -26,7 +26,7 @@ class AsRecorded(StopRule):
         self.abstains = decision.stood_in
         self.stops_idle = decision.idle is not None
 
-    def takes(self, num_gradients: int) -> bool:
+    def accepts(self, num_gradients: int) -> bool:
         """Those that were in time then."""
         return num_gradients < self.decision.num_gradients
 

@@ -73,7 +73,7 @@ def test_public_names_are_pinned():
     [
         (
             StagedDataParallel,
-            "module *process_group *stages *deadline *estimator *late_handling *merge *members words_of_ddp",
+            "module *process_group *stages *deadline *estimator *late_handling *merge *members ddp_kwargs",
         ),
         (StagedDataParallel.step, "self num_microbatches *optimizer"),
         (straggle.StagedBackward, "module *stages *on_stage *estimator *granularity *clock"),

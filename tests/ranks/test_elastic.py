@@ -52,7 +52,7 @@ from straggle.merge.buffers import StageBuffers
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.rank_parts import RankParts
-from straggle.merge.rank_state import Entry
+from straggle.merge.sides import Entry
 from straggle.merge.wing import Wings
 from straggle.policies.fill_in import FillIn
 

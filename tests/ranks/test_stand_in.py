@@ -16,7 +16,7 @@ from straggle import FixedDeadline, LastMerged, LateHandling
 from straggle.backward import stages
 from straggle.backward.clocks import Stopwatch
 from straggle.merge.current_deadline import CurrentDeadline
-from straggle.merge.rank_state import Entry, MergeSide, TrainingSide
+from straggle.merge.sides import Entry, MergeSide, TrainingSide
 from straggle.merge.stand_in import StandIn
 
 PLACES = ["data", "forward", "backward", "optimizer"]

@@ -48,7 +48,7 @@ def ask(rank, words):
         return answers, hasattr(model, "no_sync"), hasattr(model, "module")
 
 
-def test_words_of_ddp_are_refused_with_what_to_write_instead():
+def test_ddp_kwargs_are_refused_with_what_to_write_instead():
     ((answers, no_sync, module),) = run_ranks(ask, 1, list(INSTEAD))
     for number, (word, instead) in enumerate(INSTEAD.items()):
         assert answers[2 * number] == f"StagedDataParallel() has no argument {word} ({instead})"

@@ -23,7 +23,7 @@ from straggle.observe.findings import advise
 from straggle.observe.page import figures
 from straggle.observe.page.figures import Chart
 from straggle.observe.run import Run, read_run, read_steps
-from straggle.observe.run_numbers import Numbers, RankNumbers, numbers_of
+from straggle.observe.run_numbers import RankNumbers, RunNumbers, numbers_of
 from straggle.report import MembersReport
 
 FILE = "report.html"
@@ -110,7 +110,7 @@ class _Charts:
         return Markup("[" + ",\n".join(self._figures).replace("<", "\\u003c") + "]")
 
 
-def _run_part(charts: _Charts, run: Run, numbers: Numbers, steps: Sequence[int]) -> dict[str, Any]:
+def _run_part(charts: _Charts, run: Run, numbers: RunNumbers, steps: Sequence[int]) -> dict[str, Any]:
     """What the page shows for each run separately."""
     chosen = _chosen(run, steps)
     reports = read_steps(run, chosen.keys())
@@ -141,7 +141,7 @@ def _run_part(charts: _Charts, run: Run, numbers: Numbers, steps: Sequence[int])
     }
 
 
-def _headline(runs: Sequence[Run], numbers: Sequence[Numbers]) -> list[tuple[str, list[Cell]]]:
+def _headline(runs: Sequence[Run], numbers: Sequence[RunNumbers]) -> list[tuple[str, list[Cell]]]:
     """The table at the top: rows of a label and a cell for each run."""
     rows = {
         "step time, median": [_seconds("step_seconds_median", of.own.median_s) for of in numbers],
@@ -196,7 +196,7 @@ def _drew(rank: RankNumbers) -> str:
     return f"{rank.drawn:.1f}" + (f", {rank.put_back:,} put back" if rank.put_back else "")
 
 
-def _not_computed(of: Numbers) -> Cell:
+def _not_computed(of: RunNumbers) -> Cell:
     text = f"{of.not_computed:,} of {of.pool_parts:,}" if of.pool_parts else ""
     return Cell(text, "not_computed", str(of.not_computed)) if text else Cell("")
 
@@ -234,7 +234,7 @@ def _chosen(run: Run, steps: Sequence[int]) -> dict[int, str]:
     return chosen
 
 
-def _about(run: Run, numbers: Numbers) -> str:
+def _about(run: Run, numbers: RunNumbers) -> str:
     """The run in one line."""
     text = f"{run.num_steps:,} steps of {run.num_ranks} {'rank' if run.num_ranks == 1 else 'ranks'}"
     text += f" in {_duration(numbers.seconds)}" if numbers.seconds else ""

@@ -66,7 +66,7 @@ def membership(connections: list[Cut]) -> Iterator[Membership]:
 
     one = Membership(0, 1, Elastic(), connect=connect, exited=lambda _store, _rank: None)
     one.begin(LIMIT_S)
-    wait_until(lambda: one.watch.num_looks >= 3, "no look at the store")
+    wait_until(lambda: one.detector.num_looks >= 3, "no look at the store")
     yield one
     one.close()
 
@@ -88,9 +88,9 @@ def test_rank_whose_request_does_not_come_back_goes_on_by_a_new_connection(
     thread_name: str, membership: Membership, connections: list[Cut]
 ) -> None:
     stuck = cut_one(connections, thread_name)
-    before = membership.watch.num_looks
-    membership.watch.connect_anew()
-    wait_until(lambda: membership.watch.num_looks >= before + 3, "no look at the store")
+    before = membership.detector.num_looks
+    membership.detector.connect_anew()
+    wait_until(lambda: membership.detector.num_looks >= before + 3, "no look at the store")
     wait_until(lambda: sum(own.asked_by == thread_name for own in connections) == 2, "no new connection")
     stuck.link.set()  # what was stuck comes back, and leaves the rest to its successor
     membership.close()
@@ -160,12 +160,12 @@ def test_who_is_started_again_where_no_member_lives_waits_for_none(last_is_done:
     assert again.begin(LIMIT_S)  # it comes late
     if not last_is_done:
         dead[1] = Exited(0, 1.0, signal="SIGKILL")
-    looks = again.watch.num_looks
-    wait_until(lambda: again.watch.num_looks >= looks + 3, "no look at the store")
+    looks = again.detector.num_looks
+    wait_until(lambda: again.detector.num_looks >= looks + 3, "no look at the store")
     again.check_done()  # rank 0's first process is still a member, and beats
     first[0].close()
     dead[0] = Exited(0, 1.0, signal="SIGKILL")
-    wait_until(lambda: again.watch.alone, "it does not see that the others are dead")
+    wait_until(lambda: again.detector.alone, "it does not see that the others are dead")
     with pytest.raises(JobDone if last_is_done else TooFewRanks, match=r"ranks \[1\] have ended|none of them gives"):
         again.check_done()
     again.close()

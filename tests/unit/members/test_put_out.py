@@ -22,7 +22,7 @@ class Members:
     def __init__(self, rank: int, least: int = 3) -> None:
         self.rank, self.least, self.view = rank, least, FIRST
         self.elastic = Elastic()
-        self.watch = self
+        self.detector = self
         self.kept_out: Mapping[int, Leaving] = {}
 
     @property

@@ -21,7 +21,7 @@ class FollowedOnce:
             is_member=True,
             least=1,
             chain=chain,
-            watch=SimpleNamespace(num_looks=0, num_turns=0),
+            detector=SimpleNamespace(num_looks=0, num_turns=0),
             joins=SimpleNamespace(ask=lambda _: None),
             connections=SimpleNamespace(own=lambda: None),
             check_done=lambda: None,

@@ -13,7 +13,7 @@ from rounds import merged_round
 from torch import Tensor, nn
 
 from straggle.backward.stages import MIN_STAGES, plan_stages
-from straggle.merge.groups import Group, Groups, gloo_group, messages_at_a_time
+from straggle.merge.groups import Group, ProcessGroups, gloo_group, messages_at_a_time
 from straggle.merge.options import Merge
 from straggle.merge.rounds import Rounds
 from straggle.policies.links import Link
@@ -87,7 +87,7 @@ def test_steps_are_merged_by_the_wide_group_for_good_when_a_link_is_slow(wide: G
         num_state=0,
         world_size=2,
     )
-    rounds.merge_among(Groups(NARROW, NARROW, (0, 1), wide), (0, 1), 0)
+    rounds.merge_among(ProcessGroups(NARROW, NARROW, (0, 1), wide), (0, 1), 0)
     groups = []
     for step, latencies_s in [(16, (1e-5, math.nan)), (31, (1e-5, 0.02)), (32, (1e-5, 0.02)), (48, (1e-5, 1e-5))]:
         rounds.merged(

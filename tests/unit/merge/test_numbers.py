@@ -5,13 +5,13 @@ from array import array
 import pytest
 import torch
 
-from straggle.merge.numbers import Numbers
+from straggle.merge.numbers import PlainNumbers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_is_written_is_in_the_tensor_and_back(dtype):
     message = torch.full((7,), 9.0, dtype=dtype)
-    numbers = Numbers(message[2:6])
+    numbers = PlainNumbers(message[2:6])
     numbers.fill(1.0)
     numbers.write(array("f", [0.5, -2.0]))
     assert message.tolist() == [9.0, 9.0, 0.5, -2.0, 1.0, 1.0, 9.0]
@@ -23,7 +23,7 @@ def test_what_is_written_is_in_the_tensor_and_back(dtype):
 
 
 def test_memory_lives_as_long_as_its_numbers():
-    numbers = Numbers(torch.tensor([1.0, 2.0]).repeat(2**16))
+    numbers = PlainNumbers(torch.tensor([1.0, 2.0]).repeat(2**16))
     others = [torch.zeros(2**17) for _ in range(4)]
     assert numbers.tolist() == [1.0, 2.0] * 2**16
     assert not any(map(torch.any, others))

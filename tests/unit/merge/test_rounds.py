@@ -5,8 +5,8 @@ from torch import nn
 from straggle import Merge
 from straggle.backward.clocks import Stopwatch
 from straggle.backward.stages import plan_stages
-from straggle.merge.rank_state import MergeSide, TrainingSide
 from straggle.merge.rounds import Rounds
+from straggle.merge.sides import MergeSide, TrainingSide
 
 
 def rounds(kind=Rounds):

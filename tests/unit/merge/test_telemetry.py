@@ -10,7 +10,7 @@ from telemetry_rows import row_of
 
 from straggle.backward.clocks import Stopwatch
 from straggle.links.job_pings import merged_step
-from straggle.merge.rank_state import TrainingSide
+from straggle.merge.sides import TrainingSide
 from straggle.merge.table import Table
 from straggle.merge.telemetry import MAX_WAYS, absent_row
 from straggle.policies.links import Link

@@ -122,7 +122,7 @@ def test_hearing_a_rank_out_is_a_function_of_the_history_alone():
         def decide(self, history):
             decided = self.goes_on.decide(history)
             assert self.begins().decide(history) == decided
-            self.heard += self.goes_on.chosen is not None and self.goes_on.chosen.hears
+            self.heard += self.goes_on.chosen is not None and self.goes_on.chosen.is_probe
             return decided
 
     policy = Twice()

@@ -13,7 +13,7 @@ class Refused(ValueError):
     """The members do not let this rank in: it has another model or other options than they."""
 
 
-class Joins:
+class JoinRequests:
     """Of one incarnation of one rank; ``description``: what newcomers must have in common with the members.
 
     ``wanted``: who asks to be let in, by rank, as far as this rank has heard.

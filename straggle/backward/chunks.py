@@ -16,7 +16,7 @@ from straggle.backward.stages import Stage, StagePlan
 GROUP_BYTES = 2**20  # on the CPU: above this, what waits has left the cache before it is copied
 
 
-class Groups:
+class GradientChunks:
     """The groups of these parameters' gradients.
 
     ``ends`` are the parameters with which a group is complete; none: each gradient is merged by itself.

@@ -12,7 +12,7 @@ from typing import Any
 from straggle.members.agents import Exited
 from straggle.members.connections import Connections
 from straggle.members.heartbeat import BEAT_S, Heartbeat, signs_of, step_in
-from straggle.members.joins import Joins
+from straggle.members.join_requests import JoinRequests
 from straggle.members.refill import Refill
 from straggle.members.stored_view import StoreEmptied
 from straggle.members.view import Elastic, Leaving, Silence, View, leader
@@ -27,7 +27,7 @@ _DEAD_S = 60.0  # of silence of all that have the job's state: longer than most 
 _log = logging.getLogger(__name__)
 
 
-class Watch:
+class FailureDetector:
     """Of one incarnation of one rank, from `start` to `stop`. It does nothing else, and beats at each look.
 
     ``exited(store, rank)`` is how the rank's last process ended, where an agent has said so. ``least`` members have to
@@ -41,7 +41,7 @@ class Watch:
         heartbeat: Heartbeat,
         connections: Connections,
         *,
-        joins: Joins,
+        joins: JoinRequests,
         refill: Refill,
         least: int,
         exited: Callable[[Any, int], Exited | None],

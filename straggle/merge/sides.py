@@ -103,7 +103,7 @@ class TrainingSide:
         """Its step has this weight."""
         self.weight, self.passes = weight, self.passes.weighed(weight)
 
-    def takes(self, cost: float) -> None:
+    def set_cost(self, cost: float) -> None:
         """Its step costs this much."""
         self.cost = cost
 
