@@ -47,14 +47,13 @@ from straggle.policies.estimators import (
 )
 from straggle.policies.history import History, Progress
 from straggle.policies.wrappers import DropBudget, Shadow
-from straggle.report import BackwardReport, MembersReport, RankReport, ShadowReport, StageReport, StageTime, StepReport
+from straggle.report import MembersReport, RankReport, StageReport, StepReport
 from straggle.step import Step
 from straggle.version import __version__ as __version__
 
 __all__ = [
     "Abstain",
     "AutoDeadline",
-    "BackwardReport",
     "BackwardStep",
     "BalancedByTime",
     "CollectGarbage",
@@ -87,10 +86,8 @@ __all__ = [
     "Reach",
     "Rebalance",
     "Shadow",
-    "ShadowReport",
     "StageProfile",
     "StageReport",
-    "StageTime",
     "StagedBackward",
     "StagedDataParallel",
     "Step",

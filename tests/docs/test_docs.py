@@ -251,7 +251,7 @@ def test_every_option_of_a_group_is_documented_with_its_keys(
 
 
 @pytest.mark.parametrize(
-    "record", [straggle.StepReport, straggle.RankReport, straggle.StageReport, straggle.ShadowReport]
+    "record", [straggle.StepReport, straggle.RankReport, straggle.StageReport, straggle.report.ShadowReport]
 )
 def test_every_field_of_a_trace_is_documented(record: type) -> None:
     trace = CONFIGURATION.partition("### `trace.jsonl`")[2].partition("### `compare.json`")[0]

@@ -8,8 +8,9 @@ from clock import paced
 from torch import nn
 from training import features, grads, mlp
 
-from straggle import BackwardReport, BalancedByTime, StagedBackward, StageProfile, StageTime, measure_stages
+from straggle import BalancedByTime, StagedBackward, StageProfile, measure_stages
 from straggle.backward.stages import plan_stages
+from straggle.report import BackwardReport, StageTime
 
 
 def test_measured_times_are_those_of_the_stages():
