@@ -174,14 +174,14 @@ def test_run_on_a_full_disk_comes_to_its_end_and_its_status_says_that_nothing_wa
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
     said = done.stdout + done.stderr
     assert done.returncode == 1, said
-    assert "checkpoint run/checkpoint of step 10 not saved: run/checkpoint.new/" in said
+    assert "checkpoint run/checkpoint of step 10 not saved: run/checkpoint/step10/" in said
     assert "there is no complete one; training goes on" in said
     assert said.count("run/trace.jsonl cannot be written ([Errno 27] File too large): training goes on") == 1
     assert "30 steps" in said  # the summary
     assert done.stderr.strip().splitlines()[-1].startswith("checkpoint run/checkpoint of step 30 not saved")
     assert "Traceback" not in said
     assert 0 < len(list(read_trace(tmp_path / "run" / "trace.jsonl"))) < 30
-    assert not (tmp_path / "run" / "checkpoint.new").exists()
+    assert not list((tmp_path / "run" / "checkpoint").glob("step*/*"))
 
 
 @pytest.mark.slow
