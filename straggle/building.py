@@ -15,7 +15,6 @@ from straggle.links.job_pings import JobPings
 from straggle.loop.hook_registers import HookRegisters
 from straggle.loop.model_parts import ModelParts, Options, make_alike, model_parts, rank_parts
 from straggle.loop.optimizer_steps import OptimizerSteps
-from straggle.loop.parameters import WrappedParameters
 from straggle.loop.planning import Planning
 from straggle.loop.replanning import Replanning
 from straggle.loop.step_warnings import StepWarnings
@@ -37,6 +36,7 @@ from straggle.policies.rank_links import RankLink
 from straggle.pools.pulling import Pulling
 from straggle.replay.wing import Replay
 from straggle.report import MembersReport
+from straggle.source.replicated import ReplicatedSource
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,13 @@ def build(
 
     Raises ``ValueError`` on all ranks for a module or options that cannot be, ``RuntimeError`` without a process group.
     """
-    wrapped, parameters = options.wrapped(module, wrapper), WrappedParameters(module)
+    wrapped, source = options.wrapped(module, wrapper), ReplicatedSource(module)
     channel = _meet(module, wrapped, options, process_group, members)
-    state = ModuleState(module, options.merge.buffers, channel.rank, parameters.all[0].device)
-    rank = rank_parts(module, options, parameters, channel, state)
+    state = ModuleState(module, options.merge.buffers, channel.rank, source.slots[0].device)
+    rank = rank_parts(module, options, source, channel, state)
     member = Members(rank, channel) if isinstance(channel, ElasticChannel) else None
-    wings = _wings(rank, member, merged_bytes=bytes_on_wire(parameters.all, options.merge.dtype_on_wire))
-    parts = model_parts(module, options, parameters, rank, state, wings.all_of_them(), registers)
+    wings = _wings(rank, member, merged_bytes=bytes_on_wire(source.slots, options.merge.dtype_on_wire))
+    parts = model_parts(options, source, rank, state, wings.all_of_them(), registers)
     wings.pulling.attach(parts.opened)
     built = _with_the_loop(module, parts, wings, registers)
     if member is not None:
@@ -121,7 +121,7 @@ def _with_the_loop(module: nn.Module, parts: ModelParts, wings: OptionalParts, r
     """What the loop around a step needs beside it."""
     options, channel, coordinator = parts.options, parts.channel, parts.coordinator
     drops_nonfinite = options.merge.nonfinite == "drop"
-    steps = OptimizerSteps(parts.parameters.all, parts.opened, drops_nonfinite=drops_nonfinite)
+    steps = OptimizerSteps(parts.source.all, parts.opened, drops_nonfinite=drops_nonfinite)
     warnings, joins = StepWarnings(channel.rank, options.merge, parts.opened), Joins()
     resume_state = ResumeState(
         coordinator,
@@ -152,7 +152,7 @@ def _attach(members: Members, module: nn.Module, built: Built, hooks: MembersHoo
         parts.coordinator,
         module,
         parts.state,
-        max_buckets=len(parts.parameters.all),
+        max_buckets=len(parts.source.slots),
         on_changed=partial(_members_changed, weakref.ref(hooks)),
         begin_with_plan=built.planning.begin_with,
         shared={

@@ -128,7 +128,7 @@ class StagedDataParallel(nn.Module):
         )
         parts, wings = built.parts, built.wings
         self._channel, self._coordinator, self._open = parts.channel, parts.coordinator, parts.opened
-        self._wrapped, self._hooks, self._state = parts.parameters, parts.hooks, parts.state
+        self._source, self._hooks, self._state = parts.source, parts.hooks, parts.state
         self._wings, self._phases = parts.wings, built.phases
         self._members, self._pings, self._replay, self.pulling = wings.members, wings.pings, wings.replay, wings.pulling
         self._joins, self._steps, self._warnings = built.joins, built.steps, built.warnings
@@ -229,7 +229,7 @@ class StagedDataParallel(nn.Module):
     def _check_stepped_early(self, optimizer: Optimizer) -> None:
         if self._wings.completion is not None or self._options.merge.nonfinite == "drop":
             raise ValueError(EARLY_STEP_UNSUPPORTED)
-        check_steps_in_parts(optimizer, self._wrapped.all)
+        check_steps_in_parts(optimizer, self._source.all)
 
     @property
     def open_step(self) -> Step | None:
@@ -431,10 +431,10 @@ class StagedDataParallel(nn.Module):
         for phase in self._wings.enter:
             phase()
         number = self._coordinator.training.step
-        frozen = self._wrapped.frozen
-        if changes := self._wrapped.check():
+        frozen = self._source.frozen
+        if changes := self._source.check():
             self._planning.check_at(self._replanning.replan(changes, number))
-        elif frozen != self._wrapped.frozen:
+        elif frozen != self._source.frozen:
             self._state.look_again()
         self._hooks.keep_last()
         checked = self._options.merge.checks(number)
@@ -451,7 +451,7 @@ class StagedDataParallel(nn.Module):
 
     def _entry(self, step: Step, share: float, *, checked: bool) -> Entry:
         """``share``: of the batches that were drawn for the step, those that are this rank's own."""
-        tensors = self._state.fingerprint(self._wrapped.named) if checked else None
+        tensors = self._state.fingerprint(self._source.named) if checked else None
         return Entry(
             step.num_microbatches,
             idle=self.idle or not share,
@@ -459,7 +459,7 @@ class StagedDataParallel(nn.Module):
             tensors=tensors,
             stepped=math.nan if self._last.record is None else self._steps.number,
             joins_over=self._coordinator.training.joins_over,
-            frozen=self._wrapped.frozen,
+            frozen=self._source.frozen,
         )
 
     def _leave(self, step: Step, error: BaseException | None) -> bool:

@@ -12,8 +12,8 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from straggle.loop.parameters import WrappedParameters
 from straggle.merge.fingerprint import fingerprint
+from straggle.source.source import GradientSource
 
 _FIRST_STEPS = 3  # in which all elements are looked at: a write to parameter.data leaves no other trace
 _STRIDED = torch.strided
@@ -23,8 +23,8 @@ _num_writes = attrgetter("_version")
 class ByHand:
     """The parameters of a model while a block is open."""
 
-    def __init__(self, wrapped: WrappedParameters) -> None:
-        self._wrapped, self._named, self._parameters = wrapped, wrapped.named, wrapped.all
+    def __init__(self, source: GradientSource) -> None:
+        self._source, self._named, self._parameters = source, source.named, source.all
         self._versions: list[int] = []
         self._sums: Sequence[int] | None = None  # of the bits of each, in a step that looks at them
         self._num_steps = 0
@@ -41,7 +41,7 @@ class ByHand:
 
         Or that was unfrozen: its gradient would be this rank's own.
         """
-        if names := self._wrapped.unfrozen():
+        if names := self._source.unfrozen():
             raise RuntimeError(
                 f"parameter {names[0]} was frozen when the step was entered, and unfrozen inside of `with "
                 "model.step()`: its gradient cannot be merged in this step, so unfreeze parameters before the block"
@@ -75,7 +75,7 @@ class ByHand:
 
         ``kept``: gradients of before the block that are to be added to the merged ones.
         """
-        if names := self._wrapped.frozen_with_gradients():
+        if names := self._source.frozen_with_gradients():
             raise ValueError(
                 f"a gradient was put into p.grad of parameter {names[0]}, which is frozen, and so is not merged: "
                 "unfreeze it before the block, or leave it out"

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from straggle.backward.clocks import HostLimit
-from straggle.backward.hooks import ParameterHooks
 from straggle.backward.stages import BalancedByTime, PlanLearner, plan_stages
 from straggle.loop.hook_registers import HookRegisters
 from straggle.loop.open_step import OpenStep
-from straggle.loop.parameters import WrappedParameters
 from straggle.merge.alike import Wrapped, check_alike
 from straggle.merge.channel import Channel
 from straggle.merge.checks import check_module, check_unwrapped
@@ -25,6 +23,7 @@ from straggle.merge.wing import Wings
 from straggle.policies.deadline import Deadline, LateHandling, WaitForAll
 from straggle.policies.estimators import Estimator
 from straggle.policies.fill_in import FillIn
+from straggle.source.source import Attached, GradientSource
 
 
 @dataclass(frozen=True)
@@ -58,22 +57,22 @@ class ModelParts:
     """Those of one model."""
 
     options: Options
-    parameters: WrappedParameters
+    source: GradientSource
     channel: Channel
     wings: Wings
     coordinator: Coordinator
     learner: PlanLearner
     opened: OpenStep
-    hooks: ParameterHooks
+    hooks: Attached
     state: ModuleState
 
 
 def rank_parts(
-    module: nn.Module, options: Options, parameters: WrappedParameters, channel: Channel, state: ModuleState
+    module: nn.Module, options: Options, source: GradientSource, channel: Channel, state: ModuleState
 ) -> RankParts:
     """What merges for this rank."""
     return RankParts.build(
-        parameters.all,
+        source.slots,
         plan_stages(module, options.stages),
         channel,
         CurrentDeadline(options.deadline, options.late_handling, channel.world_size),
@@ -83,21 +82,20 @@ def rank_parts(
 
 
 def model_parts(
-    module: nn.Module,
     options: Options,
-    parameters: WrappedParameters,
+    source: GradientSource,
     rank: RankParts,
     state: ModuleState,
     wings: Wings,
     registers: HookRegisters,
 ) -> ModelParts:
     """What the training thread calls."""
-    fill_in, device = FillIn(options.estimator), parameters.all[0].device
-    coordinator = Coordinator(rank, parameters.all, fill_in=fill_in, merge=options.merge, wings=wings)
+    fill_in, device = FillIn(options.estimator), source.slots[0].device
+    coordinator = Coordinator(rank, source.slots, fill_in=fill_in, merge=options.merge, wings=wings)
     coordinator.submit_hooks = registers.submit
     limited = device.type == "cuda" and not isinstance(options.deadline, WaitForAll)
     opened = OpenStep(
-        parameters,
+        source,
         coordinator=coordinator,
         state=state,
         fill_in=fill_in,
@@ -105,8 +103,8 @@ def model_parts(
         rank=rank.channel.rank,
         limit=HostLimit() if limited else None,
     )
-    hooks = ParameterHooks(module, parameters.all, opened)
-    return ModelParts(options, parameters, rank.channel, wings, coordinator, learner, opened, hooks, state)
+    hooks = source.attach(opened)
+    return ModelParts(options, source, rank.channel, wings, coordinator, learner, opened, hooks, state)
 
 
 def make_alike(module: nn.Module, wrapped: Wrapped, channel: Channel) -> None:

@@ -8,21 +8,19 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from straggle.backward.chunks import GradientChunks
 from straggle.backward.clocks import HostLimit
 from straggle.backward.hooks import DeadlineReached, release_graph
-from straggle.backward.kept import NONE, UNDECIDED, KeptGradients
 from straggle.backward.passes import PassWatcher, current_run, in_backward
 from straggle.backward.stages import PlanLearner, StagePlan
 from straggle.backward.step_in_parts import StepInParts
 from straggle.loop.by_hand import ByHand, check_dense
-from straggle.loop.parameters import WrappedParameters
 from straggle.loop.stop_rules import ByClock, NoData
+from straggle.merge.buffers import Share
 from straggle.merge.checks import check_passes_to_come
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.round import Round
@@ -31,6 +29,9 @@ from straggle.merge.state.exchange import Given
 from straggle.merge.state.module_state import ModuleState
 from straggle.merge.step_passes import AnyPasses, Passes
 from straggle.policies.fill_in import FillIn
+from straggle.source.chunks import GradientChunks
+from straggle.source.kept import NONE, UNDECIDED, KeptGradients
+from straggle.source.source import GradientSource
 from straggle.step import Step
 
 _log = logging.getLogger(__name__)
@@ -43,12 +44,12 @@ class OpenStep(PassWatcher):
     """The step that a model's training thread is in; all on that thread.
 
     There is one for each wrapped model, because the hooks of its parameters are bound to it. `enter` makes it that of a
-    new `Step`; ``step`` is ``None`` between two. ``wrapped`` are the parameters, which may be others in another step.
+    new `Step`; ``step`` is ``None`` between two. ``source`` has other slots in another step if parameters are others.
     """
 
     def __init__(
         self,
-        wrapped: WrappedParameters,
+        source: GradientSource,
         *,
         coordinator: Coordinator,
         state: ModuleState,
@@ -59,8 +60,8 @@ class OpenStep(PassWatcher):
     ) -> None:
         self.step: Step | None = None
         self.num_announced = 1  # backward passes of the step that was left last
-        self._named, self._parameters = wrapped.named, wrapped.all
-        self._by_hand = ByHand(wrapped)
+        self._source, self._slots = source, source.slots
+        self._by_hand = ByHand(source)
         self._coordinator, self._training = coordinator, coordinator.training
         self._by_clock = ByClock(coordinator.training)
         self.last_passes: Passes = coordinator.training.passes  # of the step that was left last
@@ -75,7 +76,7 @@ class OpenStep(PassWatcher):
         self._limit = limit
         self.on_backward: Callable[[], None] | None = None  # when a backward pass is over for the most part
         self._last_kept: tuple[int, tuple[int, ...]] = (NONE, ())  # as the peers, and as this rank, decided last
-        self.groups = GradientChunks(self._parameters)
+        self.groups = GradientChunks(self._slots)
         self._grouped_run = _NO_RUN  # of the engine, whose gradients wait for their group
         self._waiting = coordinator.waiting
         self._optimizing: StepInParts | None = None  # of the last step that was entered
@@ -88,7 +89,7 @@ class OpenStep(PassWatcher):
         ``checked``: the ranks compare what they hold in this step.
         """
         self._watch_step()
-        self._kept = KeptGradients(self._parameters)
+        self._kept = self._source.keep()
         rule = entry.rule or self._by_clock
         self._idle = entry.idle and not rule.stops_idle
         self.rule = NoData() if self._idle else rule
@@ -98,9 +99,9 @@ class OpenStep(PassWatcher):
         self._in_forward = False
         self._num_timed = 0  # micro-batches whose end was noted
         self._num_taken = 0  # gradients
-        self._most = max(1, 3 * len(self._parameters) // 4)
+        self._most = max(1, 3 * len(self._slots) // 4)
         self._grouped_run = _NO_RUN
-        self._left = step.num_microbatches * len(self._parameters)  # gradients after which nothing is left to stop
+        self._left = step.num_microbatches * len(self._slots)  # gradients after which nothing is left to stop
         self._num_checks = 0  # how often the pass asked whether to go on
         self._optimizing = None if step.optimizer is None else StepInParts(step.optimizer)
         self._num_early = 0  # buckets that are merged and looked at while others travel
@@ -132,7 +133,7 @@ class OpenStep(PassWatcher):
         assert self.step is not None
         passes = self._coordinator.change_passes(made)
         self.step.num_microbatches = number = max(1, passes.number)
-        self._left = sys.maxsize if passes.is_open else number * len(self._parameters)
+        self._left = sys.maxsize if passes.is_open else number * len(self._slots)
         return passes
 
     def out_of_data(self) -> None:
@@ -147,7 +148,7 @@ class OpenStep(PassWatcher):
         most = min(self.step.num_microbatches, self._passes_with_data)
         if num_passes >= most or not self._training.passes.follow_loop:
             return
-        self._passes_with_data, self._left = num_passes, num_passes * len(self._parameters)
+        self._passes_with_data, self._left = num_passes, num_passes * len(self._slots)
         self._coordinator.end_data(num_passes)
         if num_passes == 0:
             self._idle = True
@@ -166,7 +167,7 @@ class OpenStep(PassWatcher):
         self.settle()
         check_passes_to_come(number, self.num_over, self.step.num_microbatches)
         self._coordinator.change_passes(lambda passes: passes.of_number(number))
-        self._left = number * len(self._parameters)
+        self._left = number * len(self._slots)
 
     def leave(self, error: BaseException | None) -> Round | None:
         """Merge, and put the merged gradients in place; ``None`` where the user's code failed, which peers then know.
@@ -271,7 +272,7 @@ class OpenStep(PassWatcher):
             return
         parameter.grad = None  # the copy in the buffer is the one that counts; freeing this one at once is fastest
         if gradient.layout is not _STRIDED:
-            check_dense(self._named[index][0], gradient)
+            check_dense(self._slots[index].name, gradient)
         if not grouped:
             grouped = self._joins_and_groups()
         self._num_in_pass += 1
@@ -423,42 +424,46 @@ class OpenStep(PassWatcher):
         if not self._kept.decided or self._kept.gradients or self._fill_in.reads_merged:
             return
         assert self._optimizing is not None
-        part: list[tuple[nn.Parameter, Tensor]] = []
+        part: dict[int, Tensor] = {}
         for bucket in current.merged_early()[self._num_early :]:
             self._num_early += 1
             shares = current.buffers.normalize_bucket(bucket)
             if all(share.weight > 0 for share in shares.values()):
                 self._early |= shares.keys()
-                part += [(self._parameters[i], current.buffers.views[i]) for i, s in shares.items() if s.present]
+                part |= {index: current.buffers.views[index] for index, share in shares.items() if share.present}
         if part:
-            self._optimizing.step(part)
+            self._optimizing.step(self._source.of_parameters(part))
 
     def _put_in_place(self, merged: Round) -> None:
         """Give every parameter its merged gradient, and every buffer its merged value: the same on every rank."""
-        kept, fill_in = self._kept.gradients, self._fill_in
+        kept, views = self._kept.gradients, merged.buffers.views
         if self._state.held:
             self._state.apply(merged.buffers.state, merged, took_part=self._rank not in merged.table.absent_ranks())
         if not merged.table.is_usual and merged.table.nothing_to_apply():
-            for index, parameter in enumerate(self._parameters):
-                parameter.grad = kept.get(index)
+            self._source.place([kept.get(index) for index in range(len(views))])
             return
         shares = merged.buffers.normalize()
-        plain = not (kept or self._early or fill_in.reads_merged)
+        plain = not (kept or self._early or self._fill_in.reads_merged)
         if plain and shares[0].weight > 0 and shares[0].present and shares.count(shares[0]) == len(shares):
-            for parameter, gradient in zip(self._parameters, merged.buffers.views, strict=True):
-                parameter.grad = gradient
-            return
-        for index, (parameter, gradient, share) in enumerate(
-            zip(self._parameters, merged.buffers.views, shares, strict=True)
-        ):
+            self._source.place(views)
+        else:
+            self._source.place(self._merged_gradients(views, shares))
+
+    def _merged_gradients(self, views: Sequence[Tensor], shares: Sequence[Share]) -> list[Tensor | None]:
+        """For each slot its gradient; none of what no rank has, and of what is stepped already."""
+        kept, fill_in, gradients = self._kept.gradients, self._fill_in, list[Tensor | None]()
+        for index, (slot, view, share) in enumerate(zip(self._slots, views, shares, strict=True)):
+            gradient: Tensor | None = None
             if index in self._early:
+                gradients.append(None)
                 continue
             if share.weight > 0:
-                parameter.grad = gradient if share.present else None
+                gradient = view if share.present else None
                 if fill_in.reads_merged and share.present:
-                    fill_in.merged(parameter, gradient)
-            else:  # no rank has anything
-                substitute = fill_in.substitute(parameter)
-                parameter.grad = gradient.copy_(substitute) if substitute is not None else None
+                    fill_in.merged(slot.parameter, view)
+            elif (substitute := fill_in.substitute(slot.parameter)) is not None:  # no rank has anything
+                gradient = view.copy_(substitute)
             if index in kept:
-                parameter.grad = kept[index] if parameter.grad is None else parameter.grad.add_(kept[index])
+                gradient = kept[index] if gradient is None else gradient.add_(kept[index])
+            gradients.append(gradient)
+        return gradients

@@ -29,7 +29,7 @@ class Planning:
         """A step is left. After the first one plan the stages, all ranks together; from here on they stay."""
         if (times := self._parts.learner.step_complete()) is None:
             return
-        channel, number = self._parts.channel, len(self._parts.parameters.all)
+        channel, number = self._parts.channel, len(self._parts.source.slots)
         given = [planned for phase in self._parts.wings.plan if (planned := phase()) is not None]
         check_same_state(self._parts.coordinator.history, channel)
         own = given[0] if given else (times.order(number), times.seconds(number))
@@ -45,7 +45,7 @@ class Planning:
         """Plan the stages from this, and begin to watch for ranks that are late."""
         self.learned = order, seconds
         self._replanning.learned(order, seconds)
-        plan = plan_stages(self._module, self._options.stages, order, seconds, named=self._parts.parameters.named)
+        plan = plan_stages(self._module, self._options.stages, order, seconds, named=self._parts.source.named)
         self.check_at(plan)
         self._parts.coordinator.learn(plan)
         self._parts.opened.groups.follow(plan)

@@ -14,7 +14,6 @@ from typing import NoReturn
 
 from torch import nn
 
-from straggle.backward.kept import UNDECIDED
 from straggle.backward.stages import StagePlan, complete_order, plan_stages
 from straggle.loop.model_parts import ModelParts
 from straggle.loop.optimizer_steps import OptimizerSteps
@@ -23,6 +22,7 @@ from straggle.merge.checks import check_module
 from straggle.merge.round import Round
 from straggle.merge.saved_state import ResumeState
 from straggle.merge.sides import Entry
+from straggle.source.kept import UNDECIDED
 
 _log = logging.getLogger(__name__)
 _NAMED = 4  # parameters that a line in the log names
@@ -40,7 +40,7 @@ class Replanning:
 
     def learned(self, order: Sequence[int], seconds: Sequence[float]) -> None:
         """The stages were planned from this."""
-        names = [name for name, _ in self._parts.parameters.named]
+        names = [name for name, _ in self._parts.source.named]
         self._seconds = {names[index]: seconds[index] for index in order}
 
     def replan(self, changes: str, step: int) -> StagePlan:
@@ -74,7 +74,7 @@ class Replanning:
     def _refuse(self, step: int, ranks: Sequence[int], what: str) -> NoReturn:
         if not self._parts.wings.go_on:
             self._check_alike(step, ranks, what)
-        names = [name for name, parameter in self._parts.parameters.named if not parameter.requires_grad]
+        names = [name for name, parameter in self._parts.source.named if not parameter.requires_grad]
         raise RuntimeError(f"{self._words(step, ranks, what)} (frozen on this rank: {', '.join(names) or 'none'})")
 
     def _check_alike(self, step: int, ranks: Sequence[int], what: str, changes: str = "nothing") -> None:
@@ -108,7 +108,7 @@ class Replanning:
 
     def _renew(self, changes: str, step: int) -> StagePlan:
         """Take the parameters that there are now; new ones begin with rank 0's values."""
-        parts, new = self._parts, self._parts.parameters.renew()
+        parts, new = self._parts, self._parts.source.renew()
         for number, parameter in enumerate(new):
             parts.channel.broadcast(parameter, name=f"new parameter {number}")
         self._take_buffers()
@@ -129,7 +129,7 @@ class Replanning:
         return plan
 
     def _plan(self) -> StagePlan:
-        named, stages = self._parts.parameters.named, self._options.stages
+        named, stages = self._parts.source.named, self._options.stages
         if not self._parts.coordinator.is_planned:
             return plan_stages(self._module, stages, named=named)
         order, seconds = complete_order([(name, parameter.numel()) for name, parameter in named], self._seconds)

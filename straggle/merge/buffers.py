@@ -14,7 +14,7 @@ from itertools import accumulate, chain
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from straggle.backward.stages import STAGE_BYTES, StagePlan
 from straggle.merge.groups import Group
@@ -22,6 +22,7 @@ from straggle.merge.lent import Lent
 from straggle.merge.numbers import PlainNumbers
 from straggle.merge.telemetry import COLUMN, NONFINITE, row_length
 from straggle.policies.merge_time import largest_message_bytes
+from straggle.source.source import Slot
 
 _SENT_BYTES = COLUMN["sent_bytes"]
 _FREED_BYTES = STAGE_BYTES  # DDP's first bucket has as many
@@ -93,7 +94,7 @@ def keep_freed_memory() -> None:
 class StageBuffers:
     """One step's gradients of all stages. Not thread-safe: the coordinator's lock guards it.
 
-    ``views`` holds one gradient for each parameter. With the last bucket go ``rows``, a row of telemetry for each rank,
+    ``views`` holds one gradient for each slot. With the last bucket go ``rows``, a row of telemetry for each rank,
     and ``state``, a message of ``num_state`` numbers of the module's other state (`state/averages.py`). After
     `use_telemetry` the rows go in a message of their own, after all buckets. ``drop_nonfinite``: gradients with
     elements that are not finite are left out. ``wire_dtype``: gradients of float32 are rounded to this one and summed
@@ -103,7 +104,7 @@ class StageBuffers:
     def __init__(
         self,
         plan: StagePlan,
-        parameters: Sequence[nn.Parameter],
+        slots: Sequence[Slot],
         world_size: int,
         *,
         num_state: int = 0,
@@ -111,7 +112,7 @@ class StageBuffers:
         wire_dtype: torch.dtype | None = None,
     ) -> None:
         self._world_size = world_size
-        self._parameters = parameters
+        self._slots = slots
         self._drop_nonfinite = drop_nonfinite
         self.state = torch.zeros(num_state, dtype=torch.float64)
         self._wire_dtype = wire_dtype
@@ -121,13 +122,13 @@ class StageBuffers:
         self._bad: list[Tensor] = []  # which of this rank's gradients were left out, where they were looked at
         self._rank = -1  # whose row was written
         self._scale = torch.tensor(1 / world_size)  # a tensor, because a number is made into one at each call
-        self.views: list[Tensor] = [torch.empty(0)] * len(parameters)
+        self.views: list[Tensor] = [torch.empty(0)] * len(slots)
         self.rows = torch.empty(0)
         self._stages = plan.buckets()
         buckets = [[index for stage in bucket for index in stage.parameters] for bucket in self._stages]
         length = row_length(len(plan.stages))
         last = world_size * length
-        self._buckets = [self._allocate(bucket, parameters, last if bucket is buckets[-1] else 0) for bucket in buckets]
+        self._buckets = [self._allocate(bucket, last if bucket is buckets[-1] else 0) for bucket in buckets]
         self._length = world_size * length
         self._own_rows = array("f", bytes(4 * self._length))  # zeros but for this rank's row
         self._with_last = self.rows
@@ -177,7 +178,7 @@ class StageBuffers:
         last = number == len(self._buckets) - 1
         if other is None or not other.lent.are_free:
             indices = [index for flat in old.flats for index in flat.parameters]
-            flats = self._allocate(indices, self._parameters, self._num_rows if last else 0)
+            flats = self._allocate(indices, self._num_rows if last else 0)
             other = _Memory.new(flats, self.views, self.rows)
         self._memory[number], self._buckets[number] = other, other.flats
         order = (index for flat in other.flats for index in flat.parameters)
@@ -361,26 +362,27 @@ class StageBuffers:
                     if weight > 0:
                         self.views[index].mul_(self._world_size / weight)
 
-    def _is_large(self, parameter: Tensor) -> bool:
-        return self._drop_nonfinite and not parameter.is_cuda and parameter.nbytes >= _LARGE_BYTES
+    def _is_large(self, slot: Slot) -> bool:
+        return self._drop_nonfinite and not slot.like.is_cuda and slot.nbytes >= _LARGE_BYTES
 
-    def _allocate(self, indices: Sequence[int], parameters: Sequence[nn.Parameter], num_rows: int) -> list[_Flat]:
+    def _allocate(self, indices: Sequence[int], num_rows: int) -> list[_Flat]:
+        slots = self._slots
         alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index in indices:
-            alike.setdefault((parameters[index].dtype, parameters[index].device), []).append(index)
+            alike.setdefault((slots[index].dtype, slots[index].device), []).append(index)
         flats = []
         for position, ((dtype, device), own) in enumerate(alike.items()):
             starts, end = [], 0
             for index in own:
                 starts.append(end)
-                end += -(-parameters[index].numel() // _ALIGN) * _ALIGN
+                end += -(-slots[index].numel // _ALIGN) * _ALIGN
             rounded = dtype is torch.float32 and self._wire_dtype is not None
             exact = dtype in (torch.float32, torch.float64) and not rounded
             extra = [2 * len(own), num_rows if position == len(alike) - 1 else 0]
             data = torch.zeros(end + (sum(extra) if exact else 0), dtype=dtype, device=device)
             numbers = data[end:] if exact else torch.zeros(sum(extra), device=device)
             for index, start in zip(own, starts, strict=True):
-                self.views[index] = _view(data, start, parameters[index])
+                self.views[index] = _view(data, start, slots[index].like)
             wire = torch.zeros(end, dtype=self._wire_dtype, device=device) if rounded else None
             messages = self._messages(data if wire is None else wire)
             messages = messages if exact else (*messages, numbers)
@@ -388,8 +390,8 @@ class StageBuffers:
                 self.state = self.state.to(device)
                 messages = (*messages, self.state)
             tail = numbers[: extra[0]]
-            ends = {i: (start, start + parameters[i].numel()) for i, start in zip(own, starts, strict=True)}
-            large = tuple(i for i in own if self._is_large(parameters[i]))
+            ends = {i: (start, start + slots[i].numel) for i, start in zip(own, starts, strict=True)}
+            large = tuple(i for i in own if self._is_large(slots[i]))
             self._large |= set(large)
             between = _between(data[:end], [ends[i] for i in large])
             both = (data[: end + extra[0]],) if exact else (data[:end], tail)
@@ -431,20 +433,19 @@ def _between(data: Tensor, parts: Iterable[tuple[int, int]]) -> tuple[Tensor, ..
     return tuple(data[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end)
 
 
-def _view(data: Tensor, start: int, parameter: nn.Parameter) -> Tensor:
-    """A gradient's place in the buffer, in the memory format of its parameter.
+def _view(data: Tensor, start: int, like: Tensor) -> Tensor:
+    """A gradient's place in the buffer, in the memory format of ``like``.
 
     For autograd it is no view of the buffer: `detach_` works, and its version is its own.
     """
     for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        if parameter.dim() == dims and parameter.is_contiguous(memory_format=layout):
-            return data.as_strided(parameter.size(), parameter.stride(), start).data
-    return data[start : start + parameter.numel()].view(parameter.shape).data
+        if like.dim() == dims and like.is_contiguous(memory_format=layout):
+            return data.as_strided(like.size(), like.stride(), start).data
+    return data[start : start + like.numel()].view(like.shape).data
 
 
-def bytes_on_wire(parameters: Sequence[nn.Parameter], wire_dtype: torch.dtype | None) -> int:
+def bytes_on_wire(slots: Iterable[Slot], wire_dtype: torch.dtype | None) -> int:
     """Bytes of all gradients as they travel: those of float32 in ``wire_dtype``, if that is given."""
     return sum(
-        own.numel() * (wire_dtype.itemsize if wire_dtype and own.dtype is torch.float32 else own.element_size())
-        for own in parameters
+        own.numel * wire_dtype.itemsize if wire_dtype and own.dtype is torch.float32 else own.nbytes for own in slots
     )

@@ -135,17 +135,6 @@ def _is_sharded(parameter: Tensor) -> bool:
     return module is not None and isinstance(parameter, module.DTensor)
 
 
-def check_kinds(named: Iterable[tuple[str, Tensor]], wrapped: Iterable[tuple[torch.dtype, torch.device]]) -> None:
-    """Raise ``RuntimeError`` naming the first parameter that has another dtype or device than when it was wrapped."""
-    for (name, parameter), (dtype, device) in zip(named, wrapped, strict=True):
-        if (parameter.dtype, parameter.device) != (dtype, device):
-            raise RuntimeError(
-                f"parameter {name} was {dtype} on {device} when the model was wrapped and is {parameter.dtype} on "
-                f"{parameter.device} now: convert or move the module before StagedDataParallel(model), or close() this "
-                "one and wrap the module again with a new optimizer"
-            )
-
-
 def check_num_microbatches(num_microbatches: int) -> None:
     """Raise ``ValueError`` for what is no number of backward passes."""
     if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int):

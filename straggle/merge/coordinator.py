@@ -13,9 +13,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from straggle.backward.kept import UNDECIDED
 from straggle.backward.passes import TWICE_IN_ONE_PASS
 from straggle.backward.stages import StagePlan
 from straggle.merge.buffers import bytes_on_wire
@@ -34,6 +33,8 @@ from straggle.merge.wing import Wings
 from straggle.policies.cost import check_cost
 from straggle.policies.fill_in import FillIn
 from straggle.policies.history import History
+from straggle.source.kept import UNDECIDED
+from straggle.source.source import Slot
 
 _log = logging.getLogger(__name__)
 
@@ -46,27 +47,25 @@ class Coordinator:
     held says so. No thread waits for a peer or for the store while it holds it.
     ``waiting`` are gradients of the running pass that are in no round yet, each with its parameter and when it was
     finished. The training thread appends to it without the lock; who holds the lock merges what is there.
-    ``parameters`` may be others after a `replan`.
+    ``slots`` may be others after a `replan`.
     """
 
-    def __init__(
-        self, rank: RankParts, parameters: Sequence[nn.Parameter], *, fill_in: FillIn, merge: Merge, wings: Wings
-    ) -> None:
+    def __init__(self, rank: RankParts, slots: Sequence[Slot], *, fill_in: FillIn, merge: Merge, wings: Wings) -> None:
         self._rank, self._wings = rank, wings
         self.training, self.merging = rank.training, rank.merging
         self.stopwatch, self.deadline = rank.stopwatch, rank.deadline
-        self._parameters, self._fill_in = parameters, fill_in
+        self._slots, self._fill_in = slots, fill_in
         self._channel, self._stand_in, self._rounds = rank.channel, rank.stand_in, rank.rounds
         self._lock = self.merging.lock
         self._wire_dtype = merge.dtype_on_wire
-        self.num_bytes = bytes_on_wire(parameters, self._wire_dtype)  # of gradients in a step
-        self._submission = Submission(rank, wings, parameters, fill_in)
+        self.num_bytes = bytes_on_wire(slots, self._wire_dtype)  # of gradients in a step
+        self._submission = Submission(rank, wings, slots, fill_in)
         self.names = ScalarNames(rank.channel)  # of what users log
         self._merged_steps = MergedSteps(rank, wings, self.names)
         self.submit_hooks: Mapping[int, Callable[[int], object]] = {}  # the model's
         self.waiting: deque[Finished] = deque()
         self._pass_number = 0
-        device = parameters[0].device
+        device = slots[0].device
         self._last_copy = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     # -- between two steps
@@ -113,14 +112,14 @@ class Coordinator:
     def replan(self, plan: StagePlan, num_state: int) -> None:
         """The parameters are others: use this plan from here on; paused, on all ranks alike, before the next step."""
         with self._lock:
-            self.num_bytes = bytes_on_wire(self._parameters, self._wire_dtype)
+            self.num_bytes = bytes_on_wire(self._slots, self._wire_dtype)
             self._rounds.replan(plan, num_state)
         if self.is_planned:
             self._prepare()
 
     def _prepare(self) -> None:
         """Tell the deadline policy of the stages."""
-        self.deadline.prepare(self.plan, self._parameters)
+        self.deadline.prepare(self.plan, self._slots)
         with self._lock:
             self.deadline.watch(self.plan)
 
@@ -263,7 +262,7 @@ class Coordinator:
         """All of these parameters' gradients is in, since then; whether a stage is complete with them."""
         if complete and self._fill_in.reads_own:
             for index, _ in complete:
-                self._fill_in.computed(self._parameters[index], current.read(index))
+                self._fill_in.computed(self._slots[index].parameter, current.read(index))
         if self._last_copy is not None:
             self._last_copy.record()
         stages = [current.parameter_complete(index, at - entered_at) for index, at in complete]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from straggle.backward.stages import Stage, StagePlan
 from straggle.merge.table import Table
@@ -18,6 +18,7 @@ from straggle.policies.cost import UsualCost, mean_cost_of
 from straggle.policies.deadline import Deadline, LateHandling, WaitForAll, next_deadline
 from straggle.policies.history import History, HistoryWindow, ProgressRow, StepProgress
 from straggle.policies.step_model import StopRules
+from straggle.source.source import Slot
 
 
 class CurrentDeadline:
@@ -97,9 +98,9 @@ class CurrentDeadline:
         self._window.dealt = True
         self._use_costs()
 
-    def prepare(self, plan: StagePlan, parameters: Sequence[nn.Parameter]) -> None:
+    def prepare(self, plan: StagePlan, slots: Sequence[Slot]) -> None:
         """Tell the policy how late ranks are treated, and of the stages, which stay as they are."""
-        self._policy.prepare(self.late_handling, [_parts(stage, parameters) for stage in plan.stages])
+        self._policy.prepare(self.late_handling, [_parts(stage, slots) for stage in plan.stages])
 
     def watch(self, plan: StagePlan) -> None:
         """From here on keep how the ranks come through the stages, for a policy that looks at more than times."""
@@ -156,6 +157,6 @@ class CurrentDeadline:
         self._usual_cost = UsualCost(window.mean_cost, math.nan if window.dealt else window.mean_microbatches)
 
 
-def _parts(stage: Stage, parameters: Sequence[nn.Parameter]) -> int:
+def _parts(stage: Stage, slots: Sequence[Slot]) -> int:
     """How many gradients of the same size would come as evenly as those of the stage."""
-    return round(stage.numel**2 / sum(parameters[index].numel() ** 2 for index in stage.parameters))
+    return round(stage.numel**2 / sum(slots[index].numel ** 2 for index in stage.parameters))

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch import nn
-
 from straggle.backward.clocks import Stopwatch
 from straggle.backward.stages import StagePlan
 from straggle.merge.channel import Channel
@@ -16,6 +14,7 @@ from straggle.merge.round import Round
 from straggle.merge.rounds import Rounds
 from straggle.merge.sides import MergeSide, TrainingSide
 from straggle.merge.stand_in import StandIn
+from straggle.source.source import Slot
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class RankParts:
 
     @staticmethod
     def build(
-        parameters: Sequence[nn.Parameter],
+        slots: Sequence[Slot],
         plan: StagePlan,
         channel: Channel,
         deadline: CurrentDeadline,
@@ -45,13 +44,13 @@ class RankParts:
         *,
         num_state: int,
     ) -> RankParts:
-        """Those of a model with these parameters; ``num_state``: numbers of other state that go beside each merge."""
+        """Those of a model with these slots; ``num_state``: numbers of other state that go beside each merge."""
         stopwatch = Stopwatch()
         sides = TrainingSide(stopwatch), MergeSide(stopwatch)
-        stand_in = StandIn(*sides, deadline, channel, device=parameters[0].device)
+        stand_in = StandIn(*sides, deadline, channel, device=slots[0].device)
         all_or_nothing = deadline.late_handling.granularity == "step"
         rounds = Rounds(
-            parameters,
+            slots,
             plan,
             merge=merge,
             all_or_nothing=all_or_nothing,

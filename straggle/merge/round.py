@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from straggle.backward.stages import Stage, StagePlan
 from straggle.merge.buffers import Share, StageBuffers
@@ -24,6 +24,7 @@ from straggle.merge.table import Table
 from straggle.merge.telemetry import Row
 from straggle.policies.fill_in import FillIn
 from straggle.report import Cause, Phase
+from straggle.source.source import Slot
 
 Finished = tuple[int, Tensor, float]  # a parameter, its gradient of one backward pass, and when it was finished
 
@@ -62,13 +63,13 @@ class Usage:
 class Layout:
     """A plan as the merge needs it: which bucket ends with which stage, and which parameter is in which."""
 
-    def __init__(self, plan: StagePlan, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, plan: StagePlan, slots: Sequence[Slot]) -> None:
         self.plan = plan
         self.buckets: list[tuple[Stage, ...]] = plan.buckets()
         self.bucket_names = [", ".join(stage.name for stage in bucket) for bucket in self.buckets]
         self.bucket_ends = [sum(len(bucket) for bucket in self.buckets[: b + 1]) for b in range(len(self.buckets))]
         self.stage_of = {index: number for number, stage in enumerate(plan.stages) for index in stage.parameters}
-        self.numel = [parameter.numel() for parameter in parameters]
+        self.numel = [slot.numel for slot in slots]
 
     def by_stage(self, shares: Sequence[float]) -> tuple[float, ...]:
         """The mean share over the elements of each stage, from a share for each parameter."""
@@ -278,13 +279,13 @@ class Round:
         zeros = self._unused.get(index, 0) & may
         return self.passes.share(num_in + zeros.bit_count(), may.bit_count())
 
-    def estimate(self, own: Contribution, fill_in: FillIn, parameters: Sequence[nn.Parameter]) -> Contribution:
+    def estimate(self, own: Contribution, fill_in: FillIn, slots: Sequence[Slot]) -> Contribution:
         """Put the estimator's contributions in for what is not in ``own``."""
         weights = {}
         for index, share in enumerate(own.computed):
             if share == 1:
                 continue
-            if (estimate := fill_in.missing(parameters[index])) is not None:
+            if (estimate := fill_in.missing(slots[index].parameter)) is not None:
                 weights[index] = estimate.weight * (1 - share)
                 add, weight = self.num_in[index] > 0, self.passes.weight * weights[index]
                 self.buffers.accumulate(index, estimate.gradient, add=add, weight=weight)

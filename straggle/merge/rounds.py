@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
-
 from straggle.backward.stages import StagePlan
 from straggle.merge.buffers import StageBuffers, keep_freed_memory
 from straggle.merge.groups import Group, ProcessGroups
@@ -13,6 +11,7 @@ from straggle.merge.options import Merge
 from straggle.merge.round import Layout, Round, RoundTerms, Usage
 from straggle.merge.sides import MergeSide, TrainingSide
 from straggle.policies.merge_time import QUICK_S
+from straggle.source.source import Slot
 
 _LOOKS_EVERY = 16  # steps: at the links
 _SLOW_S = QUICK_S / 4  # a link's latency, with which a small message between two ranks is no longer quick
@@ -26,7 +25,7 @@ class Rounds:
 
     def __init__(
         self,
-        parameters: Sequence[nn.Parameter],
+        slots: Sequence[Slot],
         plan: StagePlan,
         *,
         merge: Merge,
@@ -37,7 +36,7 @@ class Rounds:
         self.groups: ProcessGroups | None = None  # `None`: there are none at present
         self.ranks = tuple(range(world_size))  # of these groups
         self.generation = 0
-        self._parameters = parameters
+        self._slots = slots
         self._merge = merge
         self._all_or_nothing = all_or_nothing
         self._num_state = num_state
@@ -50,7 +49,7 @@ class Rounds:
     def learn(self, plan: StagePlan) -> None:
         """Merge by this plan from here on; between two steps, on all ranks alike."""
         self.plan = plan
-        self._layout = Layout(plan, self._parameters)
+        self._layout = Layout(plan, self._slots)
         self._held: StageBuffers | None = None  # whose views are p.grad
         self._spare: StageBuffers | None = None
 
@@ -116,7 +115,7 @@ class Rounds:
         """Buffers that nothing else has."""
         return StageBuffers(
             self.plan,
-            self._parameters,
+            self._slots,
             self._world_size,
             num_state=self._num_state,
             drop_nonfinite=self._merge.nonfinite == "drop",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from straggle.backward.kept import UNDECIDED
 from straggle.merge.round import Contribution, Round
 from straggle.merge.sides import MergeSide, TrainingSide
 from straggle.merge.telemetry import NO_FINGERPRINT, Row
 from straggle.report import CAUSES, PHASES, RankNumbers
+from straggle.source.kept import UNDECIDED
 
 
 def row_of(

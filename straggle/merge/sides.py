@@ -12,13 +12,13 @@ import threading
 from typing import NamedTuple
 
 from straggle.backward.clocks import Stopwatch
-from straggle.backward.kept import NONE, UNDECIDED
 from straggle.merge.fingerprint import Fingerprint
 from straggle.merge.round import Round
 from straggle.merge.step_passes import EqualPasses, Passes
 from straggle.merge.stop_rule import StopRule
 from straggle.merge.telemetry import NO_FINGERPRINT
 from straggle.policies.rank_links import Way
+from straggle.source.kept import NONE, UNDECIDED
 
 
 class Entry(NamedTuple):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from torch import nn
-
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.round import Contribution, Round
 from straggle.merge.row import row_of
 from straggle.merge.state.exchange import NOTHING_GIVEN, Given
 from straggle.merge.wing import Wings
 from straggle.policies.fill_in import FillIn
+from straggle.source.source import Slot
 
 
 class Submission:
@@ -20,9 +19,9 @@ class Submission:
     ``error``: the estimator's, while a step was submitted.
     """
 
-    def __init__(self, rank: RankParts, wings: Wings, parameters: Sequence[nn.Parameter], fill_in: FillIn) -> None:
+    def __init__(self, rank: RankParts, wings: Wings, slots: Sequence[Slot], fill_in: FillIn) -> None:
         self._rank, self._wings = rank, wings
-        self._parameters, self._fill_in = parameters, fill_in
+        self._slots, self._fill_in = slots, fill_in
         self.error: Exception | None = None
 
     def own(
@@ -48,7 +47,7 @@ class Submission:
     def _estimate(self, current: Round, own: Contribution) -> Contribution:
         """Let the estimator fill in."""
         try:
-            return current.estimate(own, self._fill_in, self._parameters)
+            return current.estimate(own, self._fill_in, self._slots)
         except Exception as error:
             self._estimator_failed(current, error)
             return own
@@ -76,7 +75,7 @@ class Submission:
         for index in current.end_early():
             if self._fill_in.reads_own:
                 try:
-                    self._fill_in.computed(self._parameters[index], current.read(index))
+                    self._fill_in.computed(self._slots[index].parameter, current.read(index))
                 except Exception as error:
                     self._estimator_failed(current, error)
             current.parameter_complete(index, after_s)

@@ -12,7 +12,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from straggle.backward.kept import UNDECIDED
 from straggle.merge.state.marks import UNCHANGED, UNFINISHED, UNSETTLED, must_exchange
 from straggle.merge.telemetry import (
     COLUMN,
@@ -30,6 +29,7 @@ from straggle.policies.links import Link
 from straggle.policies.rank_links import RankLink, Way, rank_links
 from straggle.policies.untruncated import UntruncatedTime, untruncated_step
 from straggle.report import CAUSES
+from straggle.source.kept import UNDECIDED
 
 _SKIPPED = CAUSES.index("skipped")
 

@@ -17,12 +17,12 @@ from typing import NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
-from straggle.backward.kept import NONE, UNDECIDED
 from straggle.merge.names import name_hash
 from straggle.merge.state.marks import UNCHANGED, UNFINISHED
 from straggle.policies.rank_links import Way
 from straggle.report import PHASES, Phase, RankNumbers
 from straggle.schema import numbers_of
+from straggle.source.kept import NONE, UNDECIDED
 
 MAX_SCALARS = 8
 MICROBATCH_SLOTS = 16  # for the times at which micro-batches end; of more of them, several share one

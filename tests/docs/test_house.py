@@ -13,7 +13,7 @@ import straggle
 
 ROOT = Path(straggle.__file__).parent
 # each imports only from those before it, and the core from no wing
-PACKAGES = [("report",), ("policies",), ("backward",), ("merge",)]
+PACKAGES = [("report",), ("policies",), ("backward",), ("source",), ("merge",)]
 PACKAGES += [
     ("step", "loop"),
     ("replay", "pools", "links", "members"),
@@ -61,7 +61,7 @@ def test_module_imports_only_from_its_package_and_those_before_it(module: str) -
     assert wrong == []
 
 
-CORE = ("backward", "merge", "step", "loop")
+CORE = ("backward", "source", "merge", "step", "loop")
 WINGS = {"member", "members", "membership", "leaf", "pool", "pools", "replay", "replays", "replaying", "ping", "pings"}
 
 

@@ -7,7 +7,7 @@ import torch
 from ranks import digest, run_ranks, staged
 from training import Chain, Stopper, features, mlp, warned
 
-from straggle.merge.checks import check_kinds
+from straggle.source.replicated import check_kinds
 
 WITHIN_S = 30.0
 

@@ -14,6 +14,7 @@ from straggle import Merge
 from straggle.backward.stages import plan_stages
 from straggle.merge.buffers import StageBuffers
 from straggle.policies import merge_time
+from straggle.source.replicated import slots_of
 
 LARGE = 2**20
 
@@ -48,5 +49,5 @@ def test_cut_messages_give_the_same_gradients_bit_for_bit_at_two_ranks(wire_dtyp
 )
 def test_no_message_is_larger_than_one_that_pays_few_latencies(megabytes: float, world_size: int, count: int) -> None:
     module = nn.Linear(int(megabytes * 2**18), 1, bias=False)
-    buffers = StageBuffers(plan_stages(module), list(module.parameters()), world_size)
+    buffers = StageBuffers(plan_stages(module), slots_of(module.named_parameters()), world_size)
     assert buffers.num_messages(0) == count

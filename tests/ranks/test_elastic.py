@@ -55,6 +55,7 @@ from straggle.merge.rank_parts import RankParts
 from straggle.merge.sides import Entry
 from straggle.merge.wing import Wings
 from straggle.policies.fill_in import FillIn
+from straggle.source.replicated import slots_of
 
 BALLAST = 2**24  # elements of a state that takes a while to send
 
@@ -634,11 +635,13 @@ def finish_steps_while_others_ask(rank):
     model = mlp()
     channel = ElasticChannel(Elastic(), give_up_s=60.0)
     membership, view = channel.membership, channel.membership.view
-    coordinator, member = coordinator_of(channel, list(model.parameters()), plan_stages(model), WaitForAll())
+    coordinator, member = coordinator_of(
+        channel, slots := slots_of(model.named_parameters()), plan_stages(model), WaitForAll()
+    )
 
     def begin_step():
         coordinator.enter(Entry())
-        give_ones(coordinator, model.parameters())
+        give_ones(coordinator, slots)
 
     held = []
     coordinator.start()
@@ -664,18 +667,18 @@ def test_step_that_another_member_gave_holds_nobody_for_newcomers():
     assert run_ranks(finish_steps_while_others_ask, 1) == [[(1, True), None]]
 
 
-def coordinator_of(channel, parameters, plan, policy):
+def coordinator_of(channel, slots, plan, policy):
     """The coordinator of a member of a job of one rank or two, and that member."""
     deadline = CurrentDeadline(policy, LateHandling(), world_size=channel.world_size)
-    rank = RankParts.build(parameters, plan, channel, deadline, Merge(), num_state=0)
+    rank = RankParts.build(slots, plan, channel, deadline, Merge(), num_state=0)
     members = Members(rank, channel)
-    coordinator = Coordinator(rank, parameters, fill_in=FillIn(Abstain()), merge=Merge(), wings=Wings(members))
+    coordinator = Coordinator(rank, slots, fill_in=FillIn(Abstain()), merge=Merge(), wings=Wings(members))
     return coordinator, members.member
 
 
-def give_ones(coordinator, parameters):
+def give_ones(coordinator, slots):
     """All gradients of a step, in one backward pass."""
-    coordinator.waiting.extend((index, torch.ones_like(own), 0.0) for index, own in enumerate(parameters))
+    coordinator.waiting.extend((index, torch.ones_like(own.like), 0.0) for index, own in enumerate(slots))
     coordinator.merge_waiting()
 
 
@@ -688,7 +691,7 @@ def begun_while_it_is_out(rank, catches_up):
     channel = ElasticChannel(Elastic(min_ranks=1), give_up_s=60.0)
     view = channel.membership.view
     coordinator, member = coordinator_of(
-        channel, list(model.parameters()), plan_stages(model), FixedDeadline(0.001, warmup_steps=0)
+        channel, slots_of(model.named_parameters()), plan_stages(model), FixedDeadline(0.001, warmup_steps=0)
     )
     merging, history = coordinator.merging, coordinator.history
     coordinator.start()
@@ -724,18 +727,18 @@ def test_nothing_is_begun_in_the_place_of_a_rank_that_is_out(catches_up):
 def take_telemetry_of_who_has_left(rank):
     """Rank 1 leaves when all has come of a step, its telemetry too, to a peer: who is absent in it for rank 0."""
     model = mlp()
-    parameters, plan = list(model.parameters()), plan_stages(model)
+    slots, plan = slots_of(model.named_parameters()), plan_stages(model)
     channel = ElasticChannel(Elastic(), give_up_s=60.0)
     view = channel.membership.view
     if rank == 1:
-        buffers = StageBuffers(plan, parameters, 2)
+        buffers = StageBuffers(plan, slots, 2)
         for bucket in range(len(plan.buckets())):
             for work in buffers.all_reduce(bucket, {}, channel.groups.gradients):
                 work.wait()
         return None
-    coordinator, member = coordinator_of(channel, parameters, plan, WaitForAll())
+    coordinator, member = coordinator_of(channel, slots, plan, WaitForAll())
     coordinator.enter(Entry())
-    give_ones(coordinator, parameters)
+    give_ones(coordinator, slots)
     found = []
     thread = threading.Thread(target=lambda: found.append(coordinator.finish(truncated=False, scalars={})))
     thread.start()

@@ -13,6 +13,7 @@ from straggle.merge.round import Layout, Round, RoundTerms
 from straggle.merge.step_record import StepRecord
 from straggle.merge.table import Table
 from straggle.policies.rank_links import Way
+from straggle.source.replicated import slots_of
 
 
 def merged_round(
@@ -26,9 +27,9 @@ def merged_round(
 ) -> Round:
     """A round of one rank that is merged at this time, by its clock, and had this deadline."""
     module = mlp()
-    plan, parameters = plan_stages(module, None), list(module.parameters())
-    buffers = StageBuffers(plan, parameters, 1, num_state=0, drop_nonfinite=True, wire_dtype=None)
-    current = Round(step, Layout(plan, parameters), buffers, RoundTerms(None))
+    plan, slots = plan_stages(module, None), slots_of(module.named_parameters())
+    buffers = StageBuffers(plan, slots, 1, num_state=0, drop_nonfinite=True, wire_dtype=None)
+    current = Round(step, Layout(plan, slots), buffers, RoundTerms(None))
     current.stood_in = stood_in
     num_stages = len(plan.stages)
     nothing = (0.0,) * num_stages

@@ -17,6 +17,7 @@ from straggle.members.view import MergeProgress, Repair, progress_length, repair
 from straggle.merge.buffers import StageBuffers
 from straggle.merge.round import Layout, Round, RoundTerms
 from straggle.policies import merge_time
+from straggle.source.replicated import slots_of
 
 OLD = (0, 1, 2)
 NEWCOMER = 3
@@ -139,12 +140,13 @@ PLAN = StagePlan(
         for index in reversed(BUCKETS)
     )
 )
-LAYOUT = Layout(PLAN, PARAMETERS)
+SLOTS = slots_of((str(index), own) for index, own in enumerate(PARAMETERS))
+LAYOUT = Layout(PLAN, SLOTS)
 INDEX = tuple(reversed(BUCKETS))  # the one parameter of each bucket
 
 
 def new_buffers():
-    return StageBuffers(PLAN, PARAMETERS, WORLD_SIZE)
+    return StageBuffers(PLAN, SLOTS, WORLD_SIZE)
 
 
 class Member:

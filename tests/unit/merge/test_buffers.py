@@ -10,6 +10,7 @@ from torch import nn
 from straggle.backward.stages import plan_stages
 from straggle.merge.buffers import StageBuffers
 from straggle.merge.telemetry import COLUMN
+from straggle.source.replicated import slots_of
 
 SMALL, LARGE = 8, 2**16  # elements; the second has 256 KiB
 
@@ -31,7 +32,7 @@ def merged(writes, stages=1):
     """For each of four parameters whether a gradient is left, after these writes: index, bad, add, complete."""
     parameters = [layer(size).weight for size in (SMALL, LARGE, SMALL, LARGE)]
     module = nn.ParameterList(parameters)
-    buffers = StageBuffers(plan_stages(module, stages), parameters, 1, drop_nonfinite=True)
+    buffers = StageBuffers(plan_stages(module, stages), slots_of(module.named_parameters()), 1, drop_nonfinite=True)
     buffers.begin()
     for index, bad, add, complete in writes:
         gradient = torch.ones_like(parameters[index])
@@ -71,7 +72,7 @@ def test_complex_gradients_travel_as_real_numbers_and_are_looked_at_in_both_part
 
     parameter = nn.Parameter(torch.zeros(size, dtype=torch.complex64))
     module = nn.ParameterList([parameter])
-    buffers = StageBuffers(plan_stages(module, 1), [parameter], 1, drop_nonfinite=True)
+    buffers = StageBuffers(plan_stages(module, 1), slots_of(module.named_parameters()), 1, drop_nonfinite=True)
     buffers.begin()
     gradient = torch.full((size,), 1 + 2j)
     buffers.accumulate(0, gradient, add=False, complete=True)
@@ -100,7 +101,7 @@ class Counting:
 def test_row_tells_the_bytes_that_its_rank_hands_to_collectives(wire_dtype, num_state):
     module = nn.ModuleList([layer(SMALL), layer(LARGE)])
     plan, group = plan_stages(module, 2), Counting()
-    buffers = StageBuffers(plan, list(module.parameters()), 2, num_state=num_state, wire_dtype=wire_dtype)
+    buffers = StageBuffers(plan, slots_of(module.named_parameters()), 2, num_state=num_state, wire_dtype=wire_dtype)
     of_stages = {"computed": (1.0,) * len(plan.stages), "estimated": (0.0,) * len(plan.stages), "stage_s": (0.1,) * 2}
     row = row_of(**of_stages).numbers()
 

@@ -9,6 +9,7 @@ from torch import nn
 from straggle.backward import stages
 from straggle.backward.stages import plan_stages
 from straggle.merge.buffers import StageBuffers
+from straggle.source.replicated import slots_of
 
 KEEPS = {
     "the gradient": lambda gradient: gradient,
@@ -39,7 +40,7 @@ def model_of(kind):
 
 def buffers_of(kind, **options):
     module = model_of(kind)
-    return StageBuffers(plan_stages(module), list(module.parameters()), 2, **options)
+    return StageBuffers(plan_stages(module), slots_of(module.named_parameters()), 2, **options)
 
 
 def places(buffers):

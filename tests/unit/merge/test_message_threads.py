@@ -19,6 +19,7 @@ from straggle.merge.rounds import Rounds
 from straggle.policies.links import Link
 from straggle.policies.merge_time import MESSAGES_AT_A_TIME, QUICK_AT_A_TIME
 from straggle.policies.rank_links import Way
+from straggle.source.replicated import slots_of
 
 
 @pytest.mark.parametrize("number", [MESSAGES_AT_A_TIME, QUICK_AT_A_TIME])
@@ -80,7 +81,7 @@ NARROW, WIDE = cast(Group, object()), cast(Group, object())
 def test_steps_are_merged_by_the_wide_group_for_good_when_a_link_is_slow(wide: Group | None) -> None:
     module = nn.Linear(2, 2)
     rounds = Rounds(
-        list(module.parameters()),
+        slots_of(module.named_parameters()),
         plan_stages(module),
         merge=Merge(),
         all_or_nothing=False,

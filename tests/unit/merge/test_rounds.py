@@ -7,12 +7,13 @@ from straggle.backward.clocks import Stopwatch
 from straggle.backward.stages import plan_stages
 from straggle.merge.rounds import Rounds
 from straggle.merge.sides import MergeSide, TrainingSide
+from straggle.source.replicated import slots_of
 
 
 def rounds(kind=Rounds):
     model = nn.Linear(3, 2)
     options = {"merge": Merge(), "all_or_nothing": False, "num_state": 0, "world_size": 2}
-    return kind(list(model.parameters()), plan_stages(model), **options)
+    return kind(slots_of(model.named_parameters()), plan_stages(model), **options)
 
 
 class Counting(Rounds):

@@ -15,6 +15,7 @@ from straggle.policies.cost import UsualCost, check_cost, mean_cost_of
 from straggle.policies.deadline import Deadline, LateHandling, NextDeadline, QuantileDeadline
 from straggle.policies.history import History
 from straggle.policies.wrappers import Shadow
+from straggle.source.replicated import slots_of
 
 NAN = math.nan
 PLAN = StagePlan((Stage("all", (0,), 1, 4, "all", "all"),))
@@ -126,7 +127,7 @@ def test_rank_that_was_dealt_fewer_micro_batches_has_the_deadline_of_the_others(
 def late_steps(late_handling, numbers):
     """Steps in which a rank that is a fifth slower is late, on a machine that all share, with so many micro-batches."""
     deadline, generator, late = CurrentDeadline(AutoDeadline(), late_handling, 4), torch.Generator().manual_seed(0), 0
-    deadline.prepare(PLAN, [nn.Parameter(torch.zeros(1))])
+    deadline.prepare(PLAN, slots_of([("head", nn.Parameter(torch.zeros(1)))]))
     deadline.watch(PLAN)
     for number in numbers:
         noise = 1 + 0.02 * torch.randn(4, generator=generator) + 0.05 * torch.randn(1, generator=generator)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from straggle.backward.chunks import GradientChunks, group_ends
 from straggle.backward.stages import plan_stages
+from straggle.source.chunks import GradientChunks, group_ends
+from straggle.source.replicated import slots_of
 
 PLAN = plan_stages(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), 2)  # parameters 5, 4, 3, 2 and 1, 0
 
@@ -36,8 +37,8 @@ def test_small_stages_that_share_a_message_share_groups(group_bytes, ends):
 def test_gradients_on_several_devices_have_no_groups():
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     alike, mixed = (
-        GradientChunks(list(module.parameters())),
-        GradientChunks([*module[:2].parameters(), *meta().parameters()]),
+        GradientChunks(slots_of(module.named_parameters())),
+        GradientChunks(slots_of([*module[:2].named_parameters(), *meta().named_parameters()])),
     )
     for groups in (alike, mixed):
         groups.follow(PLAN)

@@ -9,27 +9,27 @@ import math
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import nn
 
 from straggle.backward.stages import Stage, StagePlan
+from straggle.source.source import Slot
 
 GROUP_BYTES = 2**20  # on the CPU: above this, what waits has left the cache before it is copied
 
 
 class GradientChunks:
-    """The groups of these parameters' gradients.
+    """The groups of the gradients of these slots.
 
     ``ends`` are the parameters with which a group is complete; none: each gradient is merged by itself.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = slots
         self._streams: set[object] = set()
         self.ends: frozenset[int] = frozenset()
 
     def note_stream(self) -> None:
         """A gradient came on the current stream, while the plan is learned."""
-        if self._parameters[0].is_cuda:
+        if self._slots[0].like.is_cuda:
             self._streams.add(torch.cuda.current_stream())
 
     def follow(self, plan: StagePlan) -> None:
@@ -38,10 +38,10 @@ class GradientChunks:
         On the CPU a group may have small stages that share a message, because nothing can be sent before all are there.
         Gradients that come on several devices or streams are not for one call: they have no groups.
         """
-        devices = {parameter.device for parameter in self._parameters}
+        devices = {slot.device for slot in self._slots}
         if len(devices) == 1 and len(self._streams) <= 1:
-            on_cuda = self._parameters[0].is_cuda
-            nbytes = [parameter.numel() * parameter.element_size() for parameter in self._parameters]
+            on_cuda = self._slots[0].like.is_cuda
+            nbytes = [slot.nbytes for slot in self._slots]
             runs = [(stage,) for stage in plan.stages] if on_cuda else plan.buckets()
             self.ends = group_ends(runs, nbytes, math.inf if on_cuda else GROUP_BYTES)
 

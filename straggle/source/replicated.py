@@ -1,32 +1,33 @@
-"""The parameters that are merged: those that are trainable, or were at some time since the model was wrapped."""
+"""The source of a model of which each rank has a copy: a gradient for each parameter, which is in its ``p.grad``.
+
+Parameters are merged that are trainable, or were at some time since the model was wrapped.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from straggle.backward.kept import mark_of
+from straggle.backward.hooks import ParameterHooks, PassObserver
 from straggle.backward.stages import Registered, trainable
-from straggle.merge.checks import check_kinds
+from straggle.source.kept import KeptGradients, mark_of
+from straggle.source.source import Slot
 
 _kind = attrgetter("dtype", "device", "requires_grad")
 _requires_grad = attrgetter("requires_grad")
 
 
-class WrappedParameters:
-    """Those of one module, with their names, which the merge knows by their numbers.
-
-    A parameter that is frozen stays among them: it is one that the graph does not use, and may be trained again at any
-    step. ``named`` and ``all`` are changed by `renew`, in place: who was given them has those that there are now.
-    ``frozen``: a number for those that need no gradient.
-    """
+class ReplicatedSource:
+    """The parameters of one module, which the merge knows by their numbers (`GradientSource`)."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self.named: list[tuple[str, nn.Parameter]] = []
         self.all: list[nn.Parameter] = []
+        self.slots: list[Slot] = []
         self._others: list[nn.Parameter] = []  # which are frozen, and were all the time
         self.renew()
 
@@ -36,6 +37,7 @@ class WrappedParameters:
         ours = {*before, *(parameter for _, parameter in trainable(self._module))}
         self.named[:] = [own for own in self._module.named_parameters() if own[1] in ours]
         self.all[:] = [parameter for _, parameter in self.named]
+        self.slots[:] = slots_of(self.named)
         self._others = [parameter for parameter in self._module.parameters() if parameter not in ours]
         self._stale = {parameter for parameter in self._others if parameter.grad is not None}
         self._registered = Registered(self._module)
@@ -70,7 +72,40 @@ class WrappedParameters:
         own = {parameter for parameter in self._others if parameter.grad is not None} - self._stale
         return [name for name, parameter in self._module.named_parameters() if parameter in own]
 
+    def attach(self, observer: PassObserver) -> ParameterHooks:
+        """Report each gradient of a backward pass to ``observer``, by hooks on the parameters."""
+        return ParameterHooks(self._module, self.all, observer)
+
+    def keep(self) -> KeptGradients:
+        """A step is entered: what is in ``p.grad``."""
+        return KeptGradients(self.all)
+
+    def place(self, gradients: Sequence[Tensor | None]) -> None:
+        """Each merged gradient becomes its parameter's ``p.grad``."""
+        for parameter, gradient in zip(self.all, gradients, strict=True):
+            parameter.grad = gradient
+
+    def of_parameters(self, gradients: Mapping[int, Tensor]) -> Sequence[tuple[nn.Parameter, Tensor]]:
+        """Some parameters with their merged gradients."""
+        return [(self.all[index], gradient) for index, gradient in gradients.items()]
+
     def _note_kinds(self) -> None:
         self._kinds = [*map(_kind, self.all)]
         self._dtypes: list[tuple[torch.dtype, torch.device]] = [(dtype, device) for dtype, device, _ in self._kinds]
         self.frozen = mark_of(index for index, (_, _, needed) in enumerate(self._kinds) if not needed)
+
+
+def slots_of(named: Iterable[tuple[str, nn.Parameter]]) -> list[Slot]:
+    """A slot for each of these parameters."""
+    return [Slot(name, parameter, parameter) for name, parameter in named]
+
+
+def check_kinds(named: Iterable[tuple[str, Tensor]], wrapped: Iterable[tuple[torch.dtype, torch.device]]) -> None:
+    """Raise ``RuntimeError`` naming the first parameter that has another dtype or device than when it was wrapped."""
+    for (name, parameter), (dtype, device) in zip(named, wrapped, strict=True):
+        if (parameter.dtype, parameter.device) != (dtype, device):
+            raise RuntimeError(
+                f"parameter {name} was {dtype} on {device} when the model was wrapped and is {parameter.dtype} on "
+                f"{parameter.device} now: convert or move the module before StagedDataParallel(model), or close() this "
+                "one and wrap the module again with a new optimizer"
+            )

@@ -1,0 +1,105 @@
+"""What the merge and an open step know of a model's gradients: slots, who reports them, and where merged ones go.
+
+`replicated.py` is the source of a model of which each rank has a copy. Another one is a class with these methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from straggle.backward.hooks import PassObserver
+from straggle.source.kept import KeptGradients
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """The place of one gradient in the merge; all ranks that merge it have the same.
+
+    ``like`` has the gradient's shape, dtype, device and memory format; its numbers are not read. ``parameter`` is whom
+    estimators are asked about. Both are the same tensor if the rank has all of the parameter.
+    """
+
+    name: str
+    like: Tensor
+    parameter: nn.Parameter
+
+    @property
+    def numel(self) -> int:
+        """Elements of the gradient."""
+        return self.like.numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gradient."""
+        return self.like.nbytes
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the gradient."""
+        return self.like.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the gradient is."""
+        return self.like.device
+
+
+class Attached(Protocol):
+    """What reports gradients to an observer, until it is closed."""
+
+    def keep_last(self) -> None:
+        """A step is entered: report what hooks of the user make of a gradient."""
+
+    def renew(self) -> None:
+        """The source has other slots, or its parameters other hooks: report the gradients that there are now."""
+
+    def check_at(self, modules: Sequence[str]) -> None:
+        """Let the observer check before the forward pass of each of these modules whether the rank goes on."""
+
+    def close(self) -> None:
+        """Report nothing from here on."""
+
+
+class GradientSource(Protocol):
+    """The gradients of one model, by their numbers. A slot that is frozen stays, as one that the graph does not use.
+
+    ``slots``, ``named`` and ``all`` (the parameters) are changed in place by `renew`: who was given them has those that
+    there are now. ``frozen``: a number for the slots that need no gradient.
+    """
+
+    slots: list[Slot]
+    named: list[tuple[str, nn.Parameter]]
+    all: list[nn.Parameter]
+    frozen: int
+
+    def renew(self) -> list[nn.Parameter]:
+        """Take the parameters that the module has now; those that are new, or were not merged before."""
+
+    def check(self) -> str:
+        """How the parameters are others than when they were taken last; empty: they are the same.
+
+        Raises ``RuntimeError`` if one of them has another dtype or device.
+        """
+
+    def unfrozen(self) -> list[str]:
+        """The names of parameters that are trainable and not merged."""
+
+    def frozen_with_gradients(self) -> list[str]:
+        """The names of parameters that are not merged and were given a gradient."""
+
+    def attach(self, observer: PassObserver) -> Attached:
+        """Report each gradient of a backward pass to ``observer``."""
+
+    def keep(self) -> KeptGradients:
+        """A step is entered: the gradients that are there already."""
+
+    def place(self, gradients: Sequence[Tensor | None]) -> None:
+        """Give every parameter its merged gradient, one for each slot; ``None``: it has none in this step."""
+
+    def of_parameters(self, gradients: Mapping[int, Tensor]) -> Sequence[tuple[nn.Parameter, Tensor]]:
+        """Some parameters with their merged gradients, as an optimizer reads them."""
