@@ -45,6 +45,7 @@ from straggle.policies.history import History
 from straggle.replay.decision import Decision, Recording
 from straggle.replay.wing import decision_of
 from straggle.report import HealingReport, MembersReport, StepReport
+from straggle.source.source import named_tensors
 from straggle.step import Pause, Step
 
 _log = logging.getLogger(__name__)
@@ -451,7 +452,7 @@ class StagedDataParallel(nn.Module):
 
     def _entry(self, step: Step, share: float, *, checked: bool) -> Entry:
         """``share``: of the batches that were drawn for the step, those that are this rank's own."""
-        tensors = self._state.fingerprint(self._source.named) if checked else None
+        tensors = self._state.fingerprint(named_tensors(self._source.slots)) if checked else None
         return Entry(
             step.num_microbatches,
             idle=self.idle or not share,

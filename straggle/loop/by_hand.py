@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from straggle.merge.fingerprint import fingerprint
-from straggle.source.source import GradientSource
+from straggle.source.source import GradientSource, named_tensors
 
 _FIRST_STEPS = 3  # in which all elements are looked at: a write to parameter.data leaves no other trace
 _STRIDED = torch.strided
@@ -24,7 +24,7 @@ class ByHand:
     """The parameters of a model while a block is open."""
 
     def __init__(self, source: GradientSource) -> None:
-        self._source, self._named, self._parameters = source, source.named, source.all
+        self._source, self._slots, self._parameters = source, source.slots, source.all
         self._versions: list[int] = []
         self._sums: Sequence[int] | None = None  # of the bits of each, in a step that looks at them
         self._num_steps = 0
@@ -34,7 +34,7 @@ class ByHand:
         self._versions = [*map(_num_writes, self._parameters)]
         self._num_steps += 1
         looks = checked or self._num_steps <= _FIRST_STEPS
-        self._sums = fingerprint(self._named).sums if looks else None
+        self._sums = fingerprint(named_tensors(self._slots)).sums if looks else None
 
     def check_parameters(self) -> None:
         """At its end, before the merge: raise ``RuntimeError`` naming the first parameter that was written to.
@@ -64,11 +64,11 @@ class ByHand:
             return []
         changed = [then != own for then, own in zip(self._versions, now, strict=True)]
         if sums is not None:
-            looked = zip(sums, fingerprint(self._named).sums, strict=True)
+            looked = zip(sums, fingerprint(named_tensors(self._slots)).sums, strict=True)
             changed = [was or then != own for was, (then, own) in zip(changed, looked, strict=True)]
         # one that is frozen is other state of the module, such as a momentum encoder that the forward pass moves
-        named = zip(self._named, changed, strict=True)
-        return [name for (name, parameter), is_other in named if is_other and parameter.requires_grad]
+        slots = zip(self._slots, changed, strict=True)
+        return [slot.name for slot, is_other in slots if is_other and slot.parameter.requires_grad]
 
     def check_gradients(self, gradients: Mapping[int, Tensor], kept: Mapping[int, Tensor]) -> None:
         """Raise ``ValueError`` naming the first of these gradients that cannot be merged.
@@ -81,10 +81,10 @@ class ByHand:
                 "unfreeze it before the block, or leave it out"
             )
         for index, gradient in gradients.items():
-            name, parameter = self._named[index]
+            name, tensor = self._slots[index].name, self._slots[index].tensor
             check_dense(name, gradient)
             for what in ("shape", "dtype", "device"):
-                if (own := getattr(gradient, what)) != (theirs := getattr(parameter, what)):
+                if (own := getattr(gradient, what)) != (theirs := getattr(tensor, what)):
                     raise ValueError(
                         f"the gradient that was put into p.grad of parameter {name} has the {what} {own}, and the "
                         f"parameter has {theirs}: give it that of the parameter"
@@ -97,8 +97,9 @@ class ByHand:
 
     def refuse_twice(self, twice: Sequence[int]) -> None:
         """Raise ``RuntimeError`` for parameters to which a backward pass of the step gave gradients, too."""
+        name = self._slots[twice[0]].name
         raise RuntimeError(
-            f"parameter {self._named[twice[0]][0]} has a gradient of a backward pass in this step, and another was put "
+            f"parameter {name} has a gradient of a backward pass in this step, and another was put "
             "into its p.grad by hand: the first is on its way already, and p.grad is None until all are merged. Change "
             "gradients by a hook (parameter.register_hook), compute them all by torch.autograd.grad, or change the "
             "merged ones after the block"

@@ -363,7 +363,7 @@ class StageBuffers:
                         self.views[index].mul_(self._world_size / weight)
 
     def _is_large(self, slot: Slot) -> bool:
-        return self._drop_nonfinite and not slot.like.is_cuda and slot.nbytes >= _LARGE_BYTES
+        return self._drop_nonfinite and not slot.tensor.is_cuda and slot.nbytes >= _LARGE_BYTES
 
     def _allocate(self, indices: Sequence[int], num_rows: int) -> list[_Flat]:
         slots = self._slots
@@ -382,7 +382,7 @@ class StageBuffers:
             data = torch.zeros(end + (sum(extra) if exact else 0), dtype=dtype, device=device)
             numbers = data[end:] if exact else torch.zeros(sum(extra), device=device)
             for index, start in zip(own, starts, strict=True):
-                self.views[index] = _view(data, start, slots[index].like)
+                self.views[index] = _view(data, start, slots[index].tensor)
             wire = torch.zeros(end, dtype=self._wire_dtype, device=device) if rounded else None
             messages = self._messages(data if wire is None else wire)
             messages = messages if exact else (*messages, numbers)

@@ -29,7 +29,7 @@ class GradientChunks:
 
     def note_stream(self) -> None:
         """A gradient came on the current stream, while the plan is learned."""
-        if self._slots[0].like.is_cuda:
+        if self._slots[0].tensor.is_cuda:
             self._streams.add(torch.cuda.current_stream())
 
     def follow(self, plan: StagePlan) -> None:
@@ -40,7 +40,7 @@ class GradientChunks:
         """
         devices = {slot.device for slot in self._slots}
         if len(devices) == 1 and len(self._streams) <= 1:
-            on_cuda = self._slots[0].like.is_cuda
+            on_cuda = self._slots[0].tensor.is_cuda
             nbytes = [slot.nbytes for slot in self._slots]
             runs = [(stage,) for stage in plan.stages] if on_cuda else plan.buckets()
             self.ends = group_ends(runs, nbytes, math.inf if on_cuda else GROUP_BYTES)

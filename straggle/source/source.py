@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,33 +20,38 @@ from straggle.source.kept import KeptGradients
 class Slot:
     """The place of one gradient in the merge; all ranks that merge it have the same.
 
-    ``like`` has the gradient's shape, dtype, device and memory format; its numbers are not read. ``parameter`` is whom
-    estimators are asked about. Both are the same tensor if the rank has all of the parameter.
+    ``tensor`` is what this rank has of ``parameter``: its gradient has the same shape, dtype, device and memory format.
+    Both are one object if that is all of it. Estimators are asked about the ``parameter``.
     """
 
     name: str
-    like: Tensor
+    tensor: Tensor
     parameter: nn.Parameter
 
     @property
     def numel(self) -> int:
         """Elements of the gradient."""
-        return self.like.numel()
+        return self.tensor.numel()
 
     @property
     def nbytes(self) -> int:
         """Bytes of the gradient."""
-        return self.like.nbytes
+        return self.tensor.nbytes
 
     @property
     def dtype(self) -> torch.dtype:
         """That of the gradient."""
-        return self.like.dtype
+        return self.tensor.dtype
 
     @property
     def device(self) -> torch.device:
         """Where the gradient is."""
-        return self.like.device
+        return self.tensor.device
+
+
+def named_tensors(slots: Iterable[Slot]) -> Iterator[tuple[str, Tensor]]:
+    """What this rank has of each of these slots' parameters, with the name."""
+    return ((slot.name, slot.tensor) for slot in slots)
 
 
 class Attached(Protocol):

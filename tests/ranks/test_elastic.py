@@ -678,7 +678,7 @@ def coordinator_of(channel, slots, plan, policy):
 
 def give_ones(coordinator, slots):
     """All gradients of a step, in one backward pass."""
-    coordinator.waiting.extend((index, torch.ones_like(own.like), 0.0) for index, own in enumerate(slots))
+    coordinator.waiting.extend((index, torch.ones_like(own.tensor), 0.0) for index, own in enumerate(slots))
     coordinator.merge_waiting()
 
 

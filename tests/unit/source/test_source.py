@@ -20,14 +20,14 @@ def shards(module: nn.Module) -> list[Slot]:
 
 
 def plan_of(slots: list[Slot], module: nn.Module) -> StagePlan:
-    return plan_stages(module, 1, named=[(slot.name, nn.Parameter(slot.like)) for slot in slots])
+    return plan_stages(module, 1, named=[(slot.name, nn.Parameter(slot.tensor)) for slot in slots])
 
 
 def test_slots_of_a_replica_are_its_parameters() -> None:
     module = mlp()
     source: GradientSource = ReplicatedSource(module)
     assert [slot.name for slot in source.slots] == [name for name, _ in module.named_parameters()]
-    assert all(slot.like is slot.parameter for slot in source.slots)
+    assert all(slot.tensor is slot.parameter for slot in source.slots)
     assert [slot.nbytes for slot in source.slots] == [own.nbytes for own in module.parameters()]
 
 
@@ -38,7 +38,7 @@ def test_renewed_slots_are_in_the_same_list() -> None:
     module[1] = nn.Linear(2, 3)
     source.renew()
     assert source.slots is slots
-    assert [slot.like.shape for slot in slots] == [own.shape for own in module.parameters()]
+    assert [slot.tensor.shape for slot in slots] == [own.shape for own in module.parameters()]
 
 
 def test_placed_gradients_are_those_of_the_parameters() -> None:
@@ -77,7 +77,7 @@ def test_buffers_have_the_shape_of_a_shard_and_not_that_of_its_parameter() -> No
     slots = shards(module := nn.Linear(4, 3))
     buffers = StageBuffers(plan_of(slots, module), slots, 1)
     assert [view.shape for view in buffers.views] == [(1, 4), (1,)]
-    assert not any(isinstance(slot.like, nn.Parameter) for slot in slots)
+    assert not any(isinstance(slot.tensor, nn.Parameter) for slot in slots)
 
 
 def test_estimator_of_a_missing_shard_is_asked_about_its_parameter() -> None:
