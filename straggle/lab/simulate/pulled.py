@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import torch
@@ -18,10 +19,10 @@ from torch import Generator, Tensor
 from straggle.advise.list_schedule import REQUEST_S, Drawing, DrawnStep
 from straggle.lab.simulate.communication import Constant, Network
 from straggle.lab.simulate.delays import Delays
-from straggle.lab.simulate.ranks import Simulation
+from straggle.lab.simulate.ranks import Ranks, Simulation
 from straggle.lab.simulate.units import Work
-from straggle.policies.deadline import Deadline, LateHandling, NextDeadline, next_deadline
-from straggle.policies.history import HistoryWindow, StepProgress
+from straggle.policies.deadline import Deadline, LateHandling
+from straggle.policies.history import StepProgress
 from straggle.policies.step_model import SimulatedStep, StopRules, computed_share, simulate_step
 from straggle.pools.pool import WINDOW
 from straggle.pools.pool_times import PoolTimes
@@ -69,7 +70,7 @@ def simulate_drawn(part_s: Iterable[Tensor], cluster: PulledCluster, held_s: Ite
     return cluster.result()
 
 
-class PulledCluster:
+class PulledCluster(Ranks):
     """The state of the ranks between steps."""
 
     def __init__(
@@ -81,29 +82,20 @@ class PulledCluster:
         network: Network,
         request_s: float = REQUEST_S,
     ) -> None:
+        stages, rules = work.units("stage"), StopRules.of(deadline, late_handling, ranks)
+        deadline.prepare(replace(late_handling, quorum=rules.quorum, granularity="microbatch"))
+        super().__init__(ranks, stages, deadline, rules, network, ranks)
         self._each, self._num_parts = work.num_microbatches, work.num_microbatches * ranks
-        stages = work.units("stage")
-        self._stage_share = stages.stage_share
+        self._num_stages = len(stages.stage_share)
         after = stages.base_s[-work.num_stages :].flip(0).cumsum(0).flip(0)
-        self._before_end_s = torch.cat([after[1:], torch.zeros(1)])  # when each stage is ready, before the last one
-        shares = stages.stage_share.tolist() if stages.overlaps else [1.0]
-        self._before_end_s = self._before_end_s[-len(shares) :]
-        self._merging, self._waiting = (network.merging(ranks, shares, stages.overhead_s) for _ in range(2))
+        before_end_s = torch.cat([after[1:], torch.zeros(1)])  # when each stage is ready, before the last one
+        self._before_end_s = before_end_s[-self._num_messages :]
         self._silent = torch.full((_COLUMNS * self._each,), work.forward_share)
-        self._rules = StopRules.of(deadline, late_handling, ranks)
-        deadline.prepare(replace(late_handling, quorum=self._rules.quorum, granularity="microbatch"))
-        self._policy = deadline
-        self._window = HistoryWindow(deadline.window, ranks)
-        if deadline.wants_progress:
-            self._window.watch(self._stage_share)
-        self._next = NextDeadline(math.inf)
         self._drawing = Drawing(self._num_parts, ranks, request_s)
         self._step_s: deque[float] = deque(maxlen=WINDOW)
         self._before: list[list[float]] = []
         self._behind_s, self._stood_in = torch.zeros(ranks), torch.zeros(ranks, dtype=torch.bool)
         self._drawn, self._computed = torch.zeros(ranks), torch.zeros(ranks)
-        self._late_steps = torch.zeros(ranks, dtype=torch.int64)
-        self._rows: list[tuple[float, ...]] = []
 
     def step(self, part_s: Tensor, held_s: Tensor | None = None) -> DrawnStep:
         """One step; ``part_s`` (ranks, micro-batches) are those of an equal split, which is what waiting would take.
@@ -121,14 +113,14 @@ class PulledCluster:
         away = self._stood_in | (entered_s > usual.step_s)  # it has claimed nothing, and is not waited for
         done = simulate_step(unit_s, self._next.seconds, self._rules, entered_s, behind=away)
         computed = computed_share(unit_s, done, self._rules, self._silent) * (share > 0)
-        self._keep(drawn, done, computed * share)
         step_s = self._merging.merge(self._ready_s(float(done.seconds)))
         self._step_s.append(step_s)
         all_s = self._waiting.merge(self._ready_s(float((held_s + part_s.sum(1)).max())))
-        kept = float((computed * share).sum()) / self._num_parts
-        late = int(done.late.sum())
-        self._rows.append((step_s, all_s, self._next.seconds, 1 - kept, self._next.predicted_drop, late))
-        self._decide(unit_s, share, done, computed, entered_s, max(0.0, step_s - float(done.seconds)))
+        self._keep(done, step_s, all_s, float((computed * share).sum()) / self._num_parts)
+        self._learn(drawn, done, computed * share)
+        overhead_s = max(0.0, step_s - float(done.seconds))
+        progress = partial(self._progress, unit_s, share, done, computed, entered_s, overhead_s)
+        self._decide(done.own_s.masked_fill(done.stood_in, math.nan), ~done.late & (share.sum(1) > 0), progress)
         self._stood_in = done.stood_in
         self._behind_s = (entered_s - step_s).clamp(min=0.0).where(done.stood_in, 0.0)
         return drawn
@@ -145,12 +137,10 @@ class PulledCluster:
             share[rank, -1] = len(ends_s) - len(first)
         return unit_s, share
 
-    def _keep(self, drawn: DrawnStep, done: SimulatedStep, came_in: Tensor) -> None:
+    def _learn(self, drawn: DrawnStep, done: SimulatedStep, came_in: Tensor) -> None:
         """What the next pools follow from, and what the result counts."""
-        parts = torch.tensor(drawn.parts, dtype=torch.float32)
-        self._drawn += parts
+        self._drawn += torch.tensor(drawn.parts, dtype=torch.float32)
         self._computed += came_in.sum(1)
-        self._late_steps += done.late
         finished = came_in.sum(1).floor().to(torch.int64).tolist()  # a part of a micro-batch is none
         self._drawing.learn(finished, done.own_s.tolist(), done.stood_in.tolist())
 
@@ -159,7 +149,7 @@ class PulledCluster:
         ready_s: list[float] = (end_s - self._before_end_s).tolist()
         return ready_s
 
-    def _decide(
+    def _progress(
         self,
         unit_s: Tensor,
         share: Tensor,
@@ -167,33 +157,22 @@ class PulledCluster:
         computed: Tensor,
         entered_s: Tensor,
         overhead_s: float,
-    ) -> None:
-        """Show the policy the step; it decides the next deadline."""
-        progress = None
-        if self._policy.wants_progress:
-            count = share.sum(1, keepdim=True)
-            given = share / count.clamp(min=1.0)
-            progress = StepProgress(
-                unit_s=unit_s.where(done.reached, math.nan),
-                unit_share=given,
-                computed=(computed * given).sum(1, keepdim=True).expand(-1, len(self._stage_share)),
-                weight=count.squeeze(1) * len(share) / self._num_parts,
-                entered_s=torch.minimum(entered_s, done.end_s),
-                overhead_s=torch.tensor(overhead_s),
-            )
-        own_s = done.own_s.masked_fill(done.stood_in, math.nan).tolist()
-        finished = (~done.late & (share.sum(1) > 0)).tolist()
-        decided = next_deadline(self._policy, self._window.append(own_s, finished, progress))
-        if self._policy.enforced:
-            self._next = decided
-            self._rules = replace(self._rules, after_quorum_s=decided.after_quorum_s)
+    ) -> StepProgress:
+        count = share.sum(1, keepdim=True)
+        given = share / count.clamp(min=1.0)
+        return StepProgress(
+            unit_s=unit_s.where(done.reached, math.nan),
+            unit_share=given,
+            computed=(computed * given).sum(1, keepdim=True).expand(-1, self._num_stages),
+            weight=count.squeeze(1) * len(share) / self._num_parts,
+            entered_s=torch.minimum(entered_s, done.end_s),
+            overhead_s=torch.tensor(overhead_s),
+        )
 
     def result(self) -> Simulation:
         """The result of all steps. Raises ``ValueError`` if there was none."""
         if not self._rows:
             raise ValueError("there are no steps to simulate")
-        step_s, all_s, deadline_s, dropped, predicted, late = torch.tensor(self._rows, dtype=torch.float64).unbind(1)
         reach = (self._computed / self._drawn.clamp(min=1e-9)).where(self._drawn > 0, 1.0)
-        reach = reach.unsqueeze(1).expand(-1, len(self._stage_share))
         drawn = self._computed / len(self._rows)
-        return Simulation(step_s, all_s, deadline_s, dropped, predicted, late, self._late_steps, reach, drawn)
+        return self._result(reach.unsqueeze(1).expand(-1, self._num_stages), drawn)

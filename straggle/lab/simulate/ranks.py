@@ -7,8 +7,9 @@ The policy is one of the library's, and sees the same history as in training. Wi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 
 import torch
@@ -101,7 +102,46 @@ def simulate_times(
     return cluster.result()
 
 
-class Cluster:
+class Ranks:
+    """Simulated ranks between steps: the policy with what it has seen, the merges, and what came of each step.
+
+    ``units`` are those of the merge; ``num_shown``: how many ranks the policy sees.
+    """
+
+    def __init__(
+        self, ranks: int, units: Units, deadline: Deadline, rules: StopRules, network: Network, num_shown: int
+    ) -> None:
+        self._policy, self._rules = deadline, rules
+        self._window = HistoryWindow(deadline.window, num_shown)
+        if deadline.wants_progress:
+            self._window.watch(units.stage_share)
+        shares = units.stage_share.tolist() if units.overlaps else [1.0]
+        self._num_messages = len(shares)
+        self._merging, self._waiting = (network.merging(ranks, shares, units.overhead_s) for _ in range(2))
+        self._next = NextDeadline(math.inf)
+        self._late_steps = torch.zeros(ranks, dtype=torch.int64)
+        self._rows: list[tuple[float, ...]] = []
+
+    def _keep(self, done: SimulatedStep, step_s: float, all_s: float, kept: float) -> None:
+        """The step took ``step_s``, and ``all_s`` where all are waited for; ``kept``: the share that came in."""
+        self._late_steps += done.late
+        late = int(done.late.sum())
+        self._rows.append((step_s, all_s, self._next.seconds, 1 - kept, self._next.predicted_drop, late))
+
+    def _decide(self, own_s: Tensor, finished: Tensor, progress: Callable[[], StepProgress]) -> None:
+        """Show the policy the step; it decides the next deadline."""
+        shown = progress() if self._policy.wants_progress else None
+        decided = next_deadline(self._policy, self._window.append(own_s.tolist(), finished.tolist(), shown))
+        if self._policy.enforced:
+            self._next = decided
+            self._rules = replace(self._rules, after_quorum_s=decided.after_quorum_s)
+
+    def _result(self, reach: Tensor, drawn: Tensor | None = None) -> Simulation:
+        columns = torch.tensor(self._rows, dtype=torch.float64).unbind(1)
+        return Simulation(*columns, late_steps=self._late_steps, reach=reach, drawn=drawn)
+
+
+class Cluster(Ranks):
     """The state of the ranks between steps, for callers that go step by step; `simulate` runs all steps."""
 
     def __init__(
@@ -113,27 +153,16 @@ class Cluster:
         network: Network,
         history_ranks: int,
     ) -> None:
-        shown = min(ranks, history_ranks)
-        self._rules = replace(StopRules.of(deadline, late_handling, ranks), checks=units.checks)
+        num_shown = min(ranks, history_ranks)
+        rules = replace(StopRules.of(deadline, late_handling, ranks), checks=units.checks)
         # of those that it is shown, the same share makes a quorum
-        quorum = math.ceil(self._rules.quorum * shown / ranks)
+        quorum = math.ceil(rules.quorum * num_shown / ranks)
         parts = parts_of(len(units.stage_share), late_handling.granularity, units.checks)
         deadline.prepare(replace(late_handling, quorum=quorum), parts)
-        self._policy = deadline
+        super().__init__(ranks, units, deadline, rules, Constant() if units.merged else network, num_shown)
         self._units = units
-        self._shown = torch.linspace(0, ranks - 1, shown).round().to(torch.int64)
-        self._window = HistoryWindow(deadline.window, shown)
-        if deadline.wants_progress:
-            self._window.watch(units.stage_share)
-        shares = [1.0] if not units.overlaps else units.stage_share.tolist()
-        network = Constant() if units.merged else network
-        self._num_messages = len(shares)
-        self._merging = network.merging(ranks, shares, units.overhead_s)
-        self._waiting = network.merging(ranks, shares, units.overhead_s)
-        self._next = NextDeadline(math.inf)
+        self._shown = torch.linspace(0, ranks - 1, num_shown).round().to(torch.int64)
         self._computed = torch.zeros(ranks, len(units.share))
-        self._late_steps = torch.zeros(ranks, dtype=torch.int64)
-        self._rows: list[tuple[float, ...]] = []
 
     def step(self, unit_s: Tensor) -> Tensor:
         """One step; ``unit_s`` (ranks, units): when each unit would be finished, if no rank were stopped.
@@ -142,15 +171,14 @@ class Cluster:
         """
         done = simulate_step(unit_s, self._next.seconds, self._rules)
         computed = computed_share(unit_s, done, self._rules, self._units.silent)
-        self._late_steps += done.late
         last_s = unit_s.T.contiguous().amax(1)  # when no rank is stopped; in half the time of amax(0)
         all_s = self._waiting.merge(self._ready_s(last_s))
-        merged_s = self._merging.merge(self._ready_s(last_s.clamp(max=float(done.seconds))))
+        step_s = self._merging.merge(self._ready_s(last_s.clamp(max=float(done.seconds))))
         self._computed += computed
-        kept = float(computed.mean(0) @ self._units.share)
-        late = int(done.late.sum())
-        self._rows.append((merged_s, all_s, self._next.seconds, 1 - kept, self._next.predicted_drop, late))
-        self._decide(unit_s, done, computed, max(0.0, merged_s - float(done.seconds)))
+        self._keep(done, step_s, all_s, float(computed.mean(0) @ self._units.share))
+        overhead_s, shown = max(0.0, step_s - float(done.seconds)), self._shown
+        progress = partial(self._progress, unit_s, done, computed, overhead_s)
+        self._decide(done.end_s[shown], ~done.late[shown], progress)
         return computed
 
     def _ready_s(self, last_s: Tensor) -> list[float]:
@@ -158,27 +186,18 @@ class Cluster:
         ready_s: list[float] = last_s[-self._num_messages :].tolist()
         return ready_s
 
-    def _decide(self, unit_s: Tensor, done: SimulatedStep, computed: Tensor, overhead_s: float) -> None:
-        """Show the policy the step; it decides the next deadline."""
+    def _progress(self, unit_s: Tensor, done: SimulatedStep, computed: Tensor, overhead_s: float) -> StepProgress:
         shown, units = self._shown, self._units
-        progress = None
-        if self._policy.wants_progress:
-            progress = StepProgress(
-                unit_s=unit_s[shown].where(done.reached[shown], math.nan),
-                unit_share=units.share.expand(len(shown), -1),
-                computed=computed[shown] @ units.of_stage,
-                weight=torch.ones(len(shown)),
-                entered_s=torch.zeros(len(shown)),
-                overhead_s=torch.tensor(overhead_s),
-            )
-        history = self._window.append(done.end_s[shown].tolist(), (~done.late[shown]).tolist(), progress)
-        decided = next_deadline(self._policy, history)
-        if self._policy.enforced:
-            self._next = decided
-            self._rules = replace(self._rules, after_quorum_s=decided.after_quorum_s)
+        return StepProgress(
+            unit_s=unit_s[shown].where(done.reached[shown], math.nan),
+            unit_share=units.share.expand(len(shown), -1),
+            computed=computed[shown] @ units.of_stage,
+            weight=torch.ones(len(shown)),
+            entered_s=torch.zeros(len(shown)),
+            overhead_s=torch.tensor(overhead_s),
+        )
 
     def result(self) -> Simulation:
         """The result of all steps."""
-        step_s, all_s, deadline_s, dropped, predicted, late = torch.tensor(self._rows, dtype=torch.float64).unbind(1)
-        reach = self._computed @ (self._units.of_stage / self._units.of_stage.sum(0)) / len(self._rows)
-        return Simulation(step_s, all_s, deadline_s, dropped, predicted, late, self._late_steps, reach)
+        of_stage = self._units.of_stage / self._units.of_stage.sum(0)
+        return self._result(self._computed @ of_stage / len(self._rows))
