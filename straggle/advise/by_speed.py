@@ -8,6 +8,7 @@ import numpy as np
 
 from straggle.advise.gain import Candidate, Gain, gain_of, replay
 from straggle.advise.timings import Timings
+from straggle.data.rebalance import exact_shares
 from straggle.observe.run import Array
 from straggle.policies.deadline import LateHandling, WaitForAll
 
@@ -39,21 +40,11 @@ def by_speed(timings: Timings, late_handling: LateHandling | None = None, first:
 def shares_of(work_s: Array, fixed_s: Array) -> Array:
     """Shares of mean 1 with which all ranks finish together; a share of 1 takes ``work_s``, beside ``fixed_s``.
 
-    ``fixed + work * share = T`` for all ranks, and the shares sum up to their number: ``T = (ranks + sum(fixed / work))
-    / sum(1 / work)``. A rank that would have less than a twentieth has that, and the others have the rest.
+    A rank that would have less than a twentieth has that, and the others have the rest.
     """
     work_s = np.maximum(work_s, 1e-9)
-    shares = np.full(len(work_s), _LEAST)
-    others = np.ones(len(work_s), dtype=bool)
-    while others.any():
-        left = len(work_s) - _LEAST * np.count_nonzero(~others)
-        seconds = (left + (fixed_s / work_s)[others].sum()) / (1 / work_s)[others].sum()
-        shares[others] = ((seconds - fixed_s) / work_s)[others]
-        if not (small := others & (shares < _LEAST)).any():
-            return shares
-        shares[small] = _LEAST
-        others &= ~small
-    return shares
+    speeds, overheads = (1 / work_s).tolist(), (fixed_s / work_s).tolist()
+    return np.array(exact_shares(len(work_s), speeds, overheads, least=_LEAST))
 
 
 def with_shares(timings: Timings, shares: Array) -> Timings:

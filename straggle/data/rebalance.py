@@ -310,21 +310,32 @@ def _rounded_up(count: int, multiple_of: int) -> int:
     return -(-count // multiple_of) * multiple_of
 
 
+def exact_shares(
+    total: float, speeds: Sequence[float], overheads: Sequence[float], *, least: float = 0.0
+) -> list[float]:
+    """Shares of sum ``total``, at least ``least`` each, with which all ranks that have more finish together.
+
+    ``share + overhead`` of a rank takes it that many times ``1 / speed`` seconds.
+    """
+    small: set[int] = set()  # ranks that would have less than the least
+    while True:
+        others = [rank for rank in range(len(speeds)) if rank not in small]
+        left = total - least * len(small) + math.fsum(overheads[rank] for rank in others)
+        seconds = left / math.fsum(speeds[rank] for rank in others) if others else 0.0
+        shares = [seconds * speed - overhead for speed, overhead in zip(speeds, overheads, strict=True)]
+        if not (more := {rank for rank in others if shares[rank] < least}):
+            return [least if rank in small else share for rank, share in enumerate(shares)]
+        small |= more
+
+
 def deal(total: int, speeds: Sequence[float], *, least: int = 0, overhead: float = 0.0) -> list[int]:
     """Integers of sum ``total``, at least ``least`` each, with the largest ``(units + overhead) / speed`` minimal.
 
     The exact shares rounded down, and what is left one by one to whoever is done with it first. In Python's own floats,
     whose results are the same on every machine.
     """
-    small: set[int] = set()  # ranks that would have less than the least
-    while True:
-        others = [rank for rank in range(len(speeds)) if rank not in small]
-        left = total - least * len(small) + overhead * len(others)
-        seconds = left / math.fsum(speeds[rank] for rank in others) if others else 0.0
-        if not (more := {rank for rank in others if seconds * speeds[rank] - overhead < least}):
-            break
-        small |= more
-    units = [least if rank in small else int(seconds * speed - overhead) for rank, speed in enumerate(speeds)]
+    exact = exact_shares(total, speeds, [overhead] * len(speeds), least=least)
+    units = list(map(int, exact))
     queue = [
         ((count + 1 + overhead) / speed, rank) for rank, (count, speed) in enumerate(zip(units, speeds, strict=True))
     ]
