@@ -235,7 +235,7 @@ class StepReport:
 
     @property
     def dropped_share(self) -> float:
-        """Share of all gradient elements, over members with data, that did not come in time: 0 to 1.
+        """Share of all gradient elements, over members with data, that did not come in time: 0 to 1; NaN: not known.
 
         Of a pool it is that of all micro-batches, also of those that a rank had drawn and took with it.
         """
@@ -243,7 +243,8 @@ class StepReport:
             there = sum(rank.weight * rank.reach for rank in self.ranks if not rank.absent)
             return min(1.0, max(0.0, 1.0 - there / self.pool_weight))
         reached = [rank.reach for rank in self.ranks if not (rank.idle or rank.absent)]
-        return 1.0 - sum(reached) / len(reached) if reached else 0.0
+        known = [reach for reach in reached if not math.isnan(reach)]
+        return 1.0 - sum(known) / len(known) if known else math.nan if reached else 0.0
 
     @property
     def late_ranks(self) -> tuple[int, ...]:

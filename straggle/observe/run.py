@@ -252,7 +252,7 @@ class _Columns:
         loss = report.scalars.get("loss", math.nan)
         ddp_s = self._prediction.add(report).seconds
         times = (report.seconds, report.network_s, ddp_s, report.deadline_s)
-        row = (report.step, *times, loss, report.skipped, report.pool_parts, _dropped(report))
+        row = (report.step, *times, loss, report.skipped, report.pool_parts, report.dropped_share)
         self._ranks.append(np.array([list(_values(rank)) for rank in report.ranks], dtype=float).T)
         self._add_stages(report)
         self._contributions.add(report)
@@ -304,15 +304,6 @@ class _Columns:
             num_stage_steps=self._num_stage_steps,
             fairness=self._contributions.fairness(),
         )
-
-
-def _dropped(report: StepReport) -> float:
-    """Of the ranks whose reach is known; NaN where none is, 0 where no rank had data."""
-    if report.pool_weight:
-        return report.dropped_share
-    reach = [rank.reach for rank in report.ranks if not (rank.idle or rank.absent)]
-    known = [own for own in reach if not math.isnan(own)]
-    return 1 - sum(known) / len(known) if known else math.nan if reach else 0.0
 
 
 def _values(rank: RankReport) -> Iterator[float]:
