@@ -171,8 +171,10 @@ def test_page_has_the_differences_of_the_two_forms_of_an_example(name: str) -> N
 def record_a_run(folder: Path) -> None:
     """A trace of one step of one rank."""
     folder.mkdir(parents=True, exist_ok=True)
-    rank = {"compute_s": 1.0, "stage_s": [1.0], "late": False, "idle": False}
-    step = {"step": 1, "seconds": 1.0, "ranks": [rank], "stages": [{"name": "all", "numel": 1}]}
+    times = {"compute_s": 1.0, "wait_s": 0.0, "stage_s": [1.0]}
+    rank = {"rank": 0, **times, "reach": 1.0, "late": False, "stood_in": False}
+    stages = [{"name": "all", "numel": 1}]
+    step = {"step": 1, "seconds": 1.0, "deadline_s": None, "ranks": [rank], "stages": stages}
     (folder / "trace.jsonl").write_text(json.dumps(step) + "\n")
 
 

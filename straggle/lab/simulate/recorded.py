@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Generator, Tensor
 
 from straggle.lab.simulate.delays import Delays
 from straggle.lab.simulate.units import Units
-from straggle.observe.trace import read_trace
+from straggle.observe.run import read_reports
 from straggle.policies.deadline import check_count
 from straggle.policies.untruncated import untruncated_stages
+from straggle.report import StepReport
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,6 @@ class Recorded:
     unit_s: Tensor
     overhead_s: Tensor
     stage_share: Tensor
-    stage_names: tuple[str, ...]
 
     @property
     def units(self) -> Units:
@@ -51,56 +50,40 @@ def read_times(path: Path) -> Recorded:
     path = path / "trace.jsonl" if path.is_dir() else path
     if not path.exists():
         raise ValueError(f"{path}: no such file; give a trace.jsonl or the folder of a run")
-    records = list(read_trace(path))
     try:
-        return recorded_times([record for record in records if record["step"] > 0])
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path}: not a trace of straggle train: {error!r}") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        return recorded_times([report for report in read_reports(path) if report.step > 0])
+    except LookupError as error:
+        raise ValueError(f"{path}: {error.args[0]}") from None
 
 
-def recorded_times(records: Sequence[Mapping[str, Any]]) -> Recorded:
-    """The times in step reports as `StepReport.as_dict` gives them."""
-    names = tuple(stage["name"] for stage in records[-1]["stages"]) if records else ()
-    ranks = len(records[-1]["ranks"]) if records else 0
-    kept = [r for r in records if _usable(r, names, ranks)]
+def recorded_times(reports: Sequence[StepReport]) -> Recorded:
+    """The times of steps. Raises ``LookupError`` if in none of them all ranks had data."""
+    names = [stage.name for stage in reports[-1].stages] if reports else []
+    ranks = len(reports[-1].ranks) if reports else 0
+    kept = [report for report in reports if _usable(report, names, ranks)]
     if not kept:
-        raise ValueError("no step after the first one in which all ranks had data")
-    numel = torch.tensor([float(stage["numel"]) for stage in kept[-1]["stages"]])
-    ends = _of_ranks(kept, "stage_s")
-    compute_s = _of_ranks(kept, "compute_s")
-    late = _of_ranks(kept, "late") > 0
-    ends = ends.clone()
-    last = ends[..., -1]
-    ends[..., -1] = torch.where(late, last, compute_s)  # a rank that finished is done when its last hook is
+        raise LookupError("no step after the first one in which all ranks had data")
+    numel = torch.tensor([float(stage.numel) for stage in kept[-1].stages])
+    ends = torch.tensor([[rank.stage_s for rank in report.ranks] for report in kept])
+    compute_s = torch.tensor([[rank.compute_s for rank in report.ranks] for report in kept])
+    late = torch.tensor([[rank.late for rank in report.ranks] for report in kept])
+    # a rank that finished is done when its last hook is
+    ends[..., -1] = torch.where(late, ends[..., -1], compute_s)
     untruncated = untruncated_stages(ends, compute_s, numel / numel.sum())
     typical = untruncated.flatten(0, 1).nanmedian(0).values
     never = untruncated.isnan()  # it never entered the step: its own typical times, or all ranks'
-    own = untruncated.nanmedian(0).values.where(~untruncated.isnan().all(0), typical)
+    own = untruncated.nanmedian(0).values.where(~never.all(0), typical)
     untruncated = torch.where(never, own, untruncated)
     spent = untruncated.diff(dim=-1, prepend=torch.zeros_like(untruncated[..., :1])).clamp(min=0)
-    seconds = torch.tensor([float(record["seconds"]) for record in kept])
-    work_s = torch.where(compute_s.isnan(), 0.0, compute_s).amax(1)
-    return Recorded(spent, (seconds - work_s).clamp(min=0), numel / numel.sum(), names)
+    seconds = torch.tensor([report.seconds for report in kept])
+    work_s = compute_s.nan_to_num(0.0).amax(1)
+    return Recorded(spent, (seconds - work_s).clamp(min=0), numel / numel.sum())
 
 
-def _usable(record: Mapping[str, Any], names: tuple[str, ...], ranks: int) -> bool:
+def _usable(report: StepReport, names: Sequence[str], ranks: int) -> bool:
     """Whether all ranks had data in the step, and its stages are those of the last step."""
-    same = tuple(stage["name"] for stage in record["stages"]) == names and len(record["ranks"]) == ranks
-    return same and not any(rank.get("idle") for rank in record["ranks"])
-
-
-def _of_ranks(records: Sequence[Mapping[str, Any]], key: str) -> Tensor:
-    """A number, or a row of numbers, for every rank in every step; unknown ones are NaN."""
-    values = [[rank[key] for rank in record["ranks"]] for record in records]
-    known = [[[math.nan if v is None else float(v) for v in _row(rank)] for rank in row] for row in values]
-    tensor = torch.tensor(known)
-    return tensor if isinstance(values[0][0], list) else tensor.squeeze(-1)
-
-
-def _row(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+    same = [stage.name for stage in report.stages] == names and len(report.ranks) == ranks
+    return same and not any(rank.idle for rank in report.ranks)
 
 
 @final

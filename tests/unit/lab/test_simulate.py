@@ -16,6 +16,7 @@ from straggle.lab.simulate.delays import ByNode, DropCompute, Exponential, LogNo
 from straggle.lab.simulate.ranks import simulate, simulate_times
 from straggle.lab.simulate.recorded import Replay, read_times, recorded_times
 from straggle.lab.simulate.units import Work
+from straggle.observe.run import step_report
 
 MODELS = [
     (NoDelay(), 1.0, 0.0),
@@ -251,12 +252,16 @@ def test_auto_deadline_drops_what_it_predicts():
 # -- a recorded run
 
 
+OTHERS = {"reach": 1.0, "wait_s": 0.0, "stood_in": False}
+
+
 def record(step, compute_s, stage_s, late=(), seconds=3.0):
     ranks = [
-        {"compute_s": c, "stage_s": s, "late": rank in late, "idle": False}
+        {"rank": rank, "compute_s": c, "stage_s": s, "late": rank in late, **OTHERS}
         for rank, (c, s) in enumerate(zip(compute_s, stage_s, strict=True))
     ]
-    return {"step": step, "seconds": seconds, "ranks": ranks, "stages": [{"name": n, "numel": 2} for n in "ab"]}
+    stages = [{"name": name, "numel": 2} for name in "ab"]
+    return {"step": step, "seconds": seconds, "deadline_s": None, "ranks": ranks, "stages": stages}
 
 
 FULL = record(1, [2.0, 2.0, 4.0], [[1.0, 1.9], [1.0, 1.9], [2.0, 3.9]], seconds=4.5)
@@ -264,14 +269,14 @@ CUT = record(2, [2.0, 2.0, 2.5], [[1.0, 1.9], [1.0, 1.9], [2.0, None]], late=(2,
 
 
 def test_what_a_late_rank_did_not_finish_takes_as_much_longer_as_what_it_did():
-    recorded = recorded_times([FULL, CUT])
+    recorded = recorded_times([step_report(FULL), step_report(CUT)])
     assert recorded.unit_s.tolist() == [[[1.0, 1.0], [1.0, 1.0], [2.0, 2.0]]] * 2
     assert recorded.overhead_s.tolist() == [0.5, 0.5]
 
 
 def test_rank_that_never_entered_takes_its_own_typical_time():
     absent = record(3, [2.0, 2.0, None], [[1.0, 1.9], [1.0, 1.9], [None, None]], late=(2,))
-    assert recorded_times([FULL, CUT, absent]).unit_s[2, 2].tolist() == [2.0, 2.0]
+    assert recorded_times([step_report(own) for own in (FULL, CUT, absent)]).unit_s[2, 2].tolist() == [2.0, 2.0]
 
 
 def test_replay_keeps_the_order_within_blocks_and_draws_each_group_of_ranks_by_itself(tmp_path):
@@ -292,7 +297,7 @@ def test_what_is_no_trace_is_refused_with_its_name(tmp_path):
     with pytest.raises(ValueError, match="no such file"):
         read_times(tmp_path / "nothing")
     (tmp_path / "trace.jsonl").write_text('{"step": 3}\n')
-    with pytest.raises(ValueError, match=r"trace\.jsonl: not a trace"):
+    with pytest.raises(ValueError, match=r"trace\.jsonl: line 1 is no step of a straggle trace"):
         read_times(tmp_path)
 
 
