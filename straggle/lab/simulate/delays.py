@@ -13,7 +13,6 @@ from torch import Generator, Tensor
 from straggle.lab.faults import dropcompute_factors
 from straggle.lab.simulate.communication import at_least_0
 from straggle.lab.simulate.units import Units
-from straggle.policies.deadline import check_count
 
 
 class Delays(ABC):
@@ -158,29 +157,6 @@ class SlowRanks(_DelaysWrapper):
             if ends:
                 draw = torch.rand(ranks, generator=generator)
                 slow = torch.where(slow, draw >= ends, draw < begins)
-
-
-@final
-class ByNode(_DelaysWrapper):
-    """``inner``'s delays, correlated between the ranks of a node: their times have this ``correlation``.
-
-    In each step a rank takes its node's delays instead of its own with probability ``sqrt(correlation)``. So the
-    distribution of each rank's times does not change.
-    """
-
-    def __init__(self, inner: Delays, *, ranks_per_node: int = 8, correlation: float = 0.5) -> None:
-        super().__init__(inner)
-        check_count("ranks_per_node", ranks_per_node, least=1)
-        self.ranks_per_node = ranks_per_node
-        self.correlation = _share("correlation", correlation)
-
-    def steps(self, base_s: Tensor, ranks: int, generator: Generator) -> Iterator[Tensor]:
-        node = torch.arange(ranks) // self.ranks_per_node
-        nodes = self.inner.steps(base_s, int(node[-1]) + 1, generator)
-        for own_s, node_s in zip(self.inner.steps(base_s, ranks, generator), nodes, strict=True):
-            alike = torch.rand(ranks, generator=generator) < math.sqrt(self.correlation)
-            own_s[alike] = node_s[node[alike]]
-            yield own_s
 
 
 def _share(name: str, value: float) -> float:

@@ -12,7 +12,7 @@ from straggle.commands.config import load
 from straggle.commands.config_schema import ConfigurationError
 from straggle.lab.faults import dropcompute_factors
 from straggle.lab.simulate.communication import Constant, Ring, Tree
-from straggle.lab.simulate.delays import ByNode, DropCompute, Exponential, LogNormal, NoDelay, Normal, SlowRanks, Stalls
+from straggle.lab.simulate.delays import DropCompute, Exponential, LogNormal, NoDelay, Normal, SlowRanks, Stalls
 from straggle.lab.simulate.ranks import simulate, simulate_times
 from straggle.lab.simulate.recorded import Replay, read_times, recorded_times
 from straggle.lab.simulate.units import Work
@@ -40,9 +40,7 @@ def test_delays_have_the_mean_and_the_spread_that_they_name(delays, mean, std):
         assert float(times[..., unit].std()) == pytest.approx(base_s * std, rel=0.03, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    "delays", [Stalls(Normal(), 0.1, 1.0), SlowRanks(Normal(), 0.2, 2.0, lasts_steps=3.0), ByNode(Normal())]
-)
+@pytest.mark.parametrize("delays", [Stalls(Normal(), 0.1, 1.0), SlowRanks(Normal(), 0.2, 2.0, lasts_steps=3.0)])
 def test_a_seed_gives_the_same_delays_again(delays):
     assert torch.equal(drawn(delays, 3, 16), drawn(delays, 3, 16))
     assert not torch.equal(drawn(delays, 3, 16), drawn(delays, 3, 16, seed=1))
@@ -72,14 +70,6 @@ def test_slow_ranks_are_the_same_in_all_steps_or_change_at_their_share():
     assert float(ended.sum() / changing[:-1].sum()) == pytest.approx(1 / 5, abs=0.01)
 
 
-def test_ranks_of_a_node_are_correlated_and_each_is_distributed_as_before():
-    times = drawn(ByNode(Normal(0.1), ranks_per_node=4, correlation=0.5), 4000, 8, (1.0,)).squeeze(-1).double()
-    correlation = torch.corrcoef(times.T)
-    assert float(correlation[0, 3]) == pytest.approx(0.5, abs=0.05)
-    assert float(correlation[0, 4]) == pytest.approx(0.0, abs=0.05)
-    assert float(times.std()) == pytest.approx(0.1, rel=0.03)
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -87,7 +77,6 @@ def test_ranks_of_a_node_are_correlated_and_each_is_distributed_as_before():
         (lambda: Stalls(NoDelay(), 1.5, 1.0), "probability=1.5"),
         (lambda: SlowRanks(NoDelay(), 0.5, 2.0, lasts_steps=0.5), "lasts_steps=0.5"),
         (lambda: SlowRanks(NoDelay(), 0.9, 2.0, lasts_steps=2.0), "share=0.9"),
-        (lambda: ByNode(NoDelay(), ranks_per_node=0), "ranks_per_node=0"),
         (lambda: Work(0.0), "step_s=0.0"),
         (lambda: Work(1.0, forward_share=1.1), "forward_share=1.1"),
         (lambda: Work(1.0, checks_per_stage=2).units("step"), "checks_per_stage=2 with granularity='step'"),
@@ -307,7 +296,7 @@ def test_what_is_no_trace_is_refused_with_its_name(tmp_path):
 @pytest.mark.parametrize(
     ("override", "complaint"),
     [
-        ("delays=x", "choose one of by_node, dropcompute"),
+        ("delays=x", "choose one of dropcompute"),
         ("delays.factr=2", "unknown key delays.factr"),
         ("ranks=0", "ranks=0: must be an integer of at least 1"),
         ("work.step_s=-1", "step_s=-1"),
