@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from straggle.observe.link_spells import LONG, long_merges
+from straggle.links.network_event import TIMES
+from straggle.observe.link_spells import long_merges
 from straggle.observe.run import Run
 from straggle.observe.run_numbers import RankNumbers, RunNumbers
 
@@ -241,7 +242,7 @@ def _network(run: Run) -> Iterator[str]:
             else "no link was known to be slow then, and a busy machine does that, too"
         )
         yield (
-            f"In {_steps(long.number, run.num_steps)} the merge took {LONG:g} times as long on the network as usual "
+            f"In {_steps(long.number, run.num_steps)} the merge took {TIMES:g} times as long on the network as usual "
             f"({ms(long.usual_s)}) or longer, though all ranks had submitted: at most {ms(long.longest_s)}, in step "
             f"{long.longest_step}; {why}."
         )

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 
+from straggle.links.network_event import long_after_s
 from straggle.policies.rank_links import RankLink
 from straggle.policies.slow_links import SlowLink, SlowLinks
-
-LONG = 5.0  # times the usual merge, from which on one is an event of the network
-_LEAST_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -56,11 +55,9 @@ def link_spells(steps: Iterable[tuple[int, Sequence[RankLink], float]], *, num_b
 def long_merges(step: NDArray[np.float64], network_s: NDArray[np.float64]) -> LongMerges | None:
     """Those of a run, if there were any."""
     known = np.isfinite(network_s)
-    if not known.any():
-        return None
-    usual_s = float(np.median(network_s[known]))
-    long = known & (network_s >= max(LONG * usual_s, _LEAST_S))
+    usual_s = network_s[known].tolist()
+    long = known & (network_s >= long_after_s(usual_s))
     if not long.any():
         return None
     at = int(np.nanargmax(network_s))
-    return LongMerges(int(long.sum()), usual_s, float(network_s[at]), int(step[at]))
+    return LongMerges(int(long.sum()), median(usual_s), float(network_s[at]), int(step[at]))
