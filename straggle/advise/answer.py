@@ -144,17 +144,15 @@ def _present(timings: Timings, slowness: Slowness) -> int:
 
 def configured_late_handling(run_dir: Path) -> LateHandling | None:
     """As the run was configured, if that is known; its trace has the times of stages, so stages are the units."""
-    path = run_dir / _CONFIG
     try:
-        config: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else None
-        late_handling = config.get("late_handling", config.get("patience")) if isinstance(config, dict) else None
-        known = (late_handling or {}).items()  # what is written as ${...} is not: only that run knew what it stood for
+        # what is written as ${...} is left out: only that run knew what it stood for
+        known = (_config(run_dir).get("late_handling") or {}).items()
         own = {key: value for key, value in known if key != "_target_" and "${" not in str(value)}
         if own.get("granularity") == "microbatch":
             own["granularity"] = "stage"
         return LateHandling(**own) if own else None
     except (TypeError, AttributeError, YAMLError, OmegaConfBaseException) as error:
-        raise ValueError(f"{path}: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{run_dir / _CONFIG}: {str(error).splitlines()[0]}") from None
 
 
 def _headline(timings: Timings, slowness: Slowness) -> str:
