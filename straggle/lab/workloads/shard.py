@@ -44,9 +44,8 @@ class Shard:
         """Sample numbers of this rank's micro-batch number ``position``, counted from 0 over all epochs of the run."""
         if position < 0:
             raise ValueError(f"position is {position}; micro-batches are counted from 0")
-        epoch, batch = divmod(position, self.batches_per_epoch)
-        start = (batch * self.world_size + self.rank) * self.batch_size
-        return self._order(epoch)[start : start + self.batch_size]
+        total, first = self.world_size * self.batch_size, self.rank * self.batch_size
+        return self.part(position, total=total, first=first, count=self.batch_size)
 
     def part(self, step: int, *, total: int, first: int, count: int) -> Tensor:
         """Sample numbers ``first`` to ``first + count`` of the ``total`` that step ``step`` has over all ranks.
