@@ -71,9 +71,8 @@ def train(config: DictConfig) -> None:
             replay(job, config)
         first_step = checkpoint.load(job.model, job.optimizer, job.dealt) if resume else 0
         on_all_ranks(lambda: write_config(config) if is_first else None)
-        train_rank = _rank_zero if is_first else _other_rank
         with metrics_of(job, config):
-            reports = train_rank(job, config, first_step)
+            reports = _train(job, config, first_step)
             dist.barrier()
         done = job.model.history.num_steps
         not_saved = _save(checkpoint, done, job)
@@ -117,42 +116,28 @@ def _end(job: StagedJob, config: DictConfig, reports: list[StepReport]) -> None:
             compare_with_recorded(Path(config.replay), config.steps, hashes)
 
 
-def _rank_zero(job: StagedJob, config: DictConfig, first_step: int) -> list[StepReport]:
-    """Train, show and record."""
-    run_dir, reports = Path(config.run_dir), list[StepReport]()
-    trace = TraceWriter(run_dir / "trace.jsonl", first_step=first_step)
-    with trace, _decisions(config, first_step) as decisions, LiveView(config.steps, first_step=first_step) as view:
+def _train(job: StagedJob, config: DictConfig, first_step: int) -> list[StepReport]:
+    """Train, and record this rank's decisions; rank 0 also shows and records the steps, and returns their reports."""
+    run_dir, rank, reports = Path(config.run_dir), dist.get_rank(), list[StepReport]()
+    with ExitStack() as opened:
+        decisions = DecisionWriter(file_of(decisions_of(run_dir), rank), first_step=first_step)
+        opened.enter_context(decisions)
+        if rank == 0:
+            trace = opened.enter_context(TraceWriter(run_dir / "trace.jsonl", first_step=first_step))
+            view = opened.enter_context(LiveView(config.steps, first_step=first_step))
         for number in range(first_step, config.steps):
-            if job.rebalance is not None and number in (first_step, job.rebalance.schedule[-1][0]):
+            if rank == 0 and job.rebalance is not None and number in (first_step, job.rebalance.schedule[-1][0]):
                 write_shares(run_dir, job.rebalance)
-            _step(job, number, decisions)
-            reports.append(job.report)
-            trace.write(job.report)
-            view.show(job.report)
+            job.step(number)
+            write_decision(job, decisions)
+            if rank == 0:
+                reports.append(job.report)
+                trace.write(job.report)
+                view.show(job.report)
             _checkpoint(job, config, number)
             if job.asked_to_stop:
                 break
     return reports
-
-
-def _other_rank(job: StagedJob, config: DictConfig, first_step: int) -> list[StepReport]:
-    with _decisions(config, first_step) as decisions:
-        for number in range(first_step, config.steps):
-            _step(job, number, decisions)
-            _checkpoint(job, config, number)
-            if job.asked_to_stop:
-                break
-    return []
-
-
-def _decisions(config: DictConfig, first_step: int) -> DecisionWriter:
-    """Where this rank's decisions go."""
-    return DecisionWriter(file_of(decisions_of(Path(config.run_dir)), dist.get_rank()), first_step=first_step)
-
-
-def _step(job: StagedJob, number: int, decisions: DecisionWriter) -> None:
-    job.step(number)
-    write_decision(job, decisions)
 
 
 def _checkpoint(job: StagedJob, config: DictConfig, number: int) -> None:
