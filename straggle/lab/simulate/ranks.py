@@ -137,8 +137,8 @@ class Ranks:
             self._rules = replace(self._rules, after_quorum_s=decided.after_quorum_s)
 
     def _result(self, reach: Tensor, drawn: Tensor | None = None) -> Simulation:
-        columns = torch.tensor(self._rows, dtype=torch.float64).unbind(1)
-        return Simulation(*columns, late_steps=self._late_steps, reach=reach, drawn=drawn)
+        step_s, all_s, deadline_s, dropped, predicted, late = torch.tensor(self._rows, dtype=torch.float64).unbind(1)
+        return Simulation(step_s, all_s, deadline_s, dropped, predicted, late, self._late_steps, reach, drawn)
 
 
 class Cluster(Ranks):
