@@ -10,18 +10,18 @@ from straggle.lab.jobs import gather
 Result = TypeVar("Result")
 
 
-class Refused(ValueError):
+class RefusedByAll(ValueError):
     """What all ranks refuse together."""
 
 
 def on_all_ranks(work: Callable[[], Result]) -> list[Result]:
     """What ``work`` returns on each rank; collective.
 
-    If it raises ``OSError`` or ``ValueError`` on one rank, this raises `Refused` on all, with the ranks' reasons.
+    If it raises ``OSError`` or ``ValueError`` on one rank, this raises `RefusedByAll` on all, with the ranks' reasons.
     """
     done = gather(_outcome(work))
     if any(problems for _, problems in done):
-        raise Refused(of_ranks([problems for _, problems in done]))
+        raise RefusedByAll(of_ranks([problems for _, problems in done]))
     return [result for result, _ in done]
 
 

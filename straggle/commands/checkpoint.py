@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from straggle.commands import durable
-from straggle.commands.agreement import Refused, of_ranks, on_all_ranks
-from straggle.commands.durable import Seal, Snapshot
+from straggle.commands.agreement import RefusedByAll, of_ranks, on_all_ranks
+from straggle.commands.durable import FileSeal, Snapshot
 from straggle.lab.jobs import gather
 from straggle.merge.saved_state import SavedState
 from straggle.parallel import StagedDataParallel
@@ -76,7 +76,7 @@ class Checkpoint:
             sealed = on_all_ranks(lambda: _write(new, model, optimizer, model.straggle_state(), dealt, common=is_first))
             files = {name: seal for of_rank in sealed for name, seal in of_rank.items()}
             on_all_ranks(lambda: durable.publish(new, _about(step), files) if is_first else None)
-        except Refused as error:
+        except RefusedByAll as error:
             on_all_ranks(self._give_up)
             last = next(iter(durable.snapshots(self.directory)[0]), None)
             left = "there is no complete one" if last is None else f"the last complete one is that of step {last.step}"
@@ -109,7 +109,7 @@ class Checkpoint:
     def load(self, model: StagedDataParallel, optimizer: Optimizer, dealt: Mapping[str, Dealer] = _NOTHING) -> int:
         """Load the saved state; returns after how many steps it was saved.
 
-        Takes the latest that is complete on all ranks. Raises `Refused` if there is none, or if it is of another run.
+        Takes the latest that is complete on all ranks. Raises `RefusedByAll` if there is none, or one of another run.
         """
         found = self._choose()
 
@@ -151,11 +151,11 @@ class Checkpoint:
                     _log.log(_on_rank0(), "%s; going on from %s", problems, _named(snapshot))
                 return snapshot
         if problems := of_ranks([problems for _, problems in seen]):
-            raise Refused(f"{self.directory}: {problems}; or start from the beginning with resume=false")
+            raise RefusedByAll(f"{self.directory}: {problems}; or start from the beginning with resume=false")
         if not any(identities for identities, _ in seen):
-            raise Refused(f"no checkpoint in {self.directory}: start without resume=true first")
+            raise RefusedByAll(f"no checkpoint in {self.directory}: start without resume=true first")
         sees = of_ranks([[f"sees step {step} in {name}" for step, name, _ in ids] or ["sees none"] for ids, _ in seen])
-        raise Refused(
+        raise RefusedByAll(
             f"the ranks do not see the same checkpoint in {self.directory}: {sees}; run_dir must be on storage that "
             "all ranks see"
         )
@@ -209,7 +209,7 @@ def _write(
     dealt: Mapping[str, Dealer],
     *,
     common: bool,
-) -> dict[str, Seal]:
+) -> dict[str, FileSeal]:
     """Write this rank's file into ``new`` and, if ``common``, that of what is the same on all ranks."""
     new.mkdir(parents=True, exist_ok=True)
     equal = {name: value for name, value in state.items() if _is_common(name, value)}

@@ -23,7 +23,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Seal:
+class FileSeal:
     """What a file must be: its size in bytes and its SHA-256."""
 
     size: int
@@ -48,7 +48,7 @@ class Snapshot:
         path = self.directory / name
         if name not in self.state["files"]:
             raise ValueError(f"{self.directory} of step {self.step} has no {name}: another version wrote it")
-        wanted = Seal(**self.state["files"][name])
+        wanted = FileSeal(**self.state["files"][name])
         try:
             size = path.stat().st_size
             same = size == wanted.size and _sha256(path) == wanted.sha256
@@ -87,14 +87,14 @@ def begin(directory: Path, step: int) -> Path:
     return new
 
 
-def seal(path: Path) -> Seal:
+def seal(path: Path) -> FileSeal:
     """Write a file through to the disk, and return what it must be from then on."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    return Seal(path.stat().st_size, _sha256(path))
+    return FileSeal(path.stat().st_size, _sha256(path))
 
 
-def publish(new: Path, state: Mapping[str, Any], files: Mapping[str, Seal]) -> None:
+def publish(new: Path, state: Mapping[str, Any], files: Mapping[str, FileSeal]) -> None:
     """Complete the folder from `begin`, which has these files, and remove all others.
 
     Raises ``OSError`` if a file is not there as it was sealed, such as another rank's on storage that is not shared.

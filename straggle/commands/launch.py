@@ -20,11 +20,11 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from straggle.commands.launching.agent import Agent, Worker, say
+from straggle.commands.launching.launch_options import PIDS_DIR, SECRET, arguments
 from straggle.commands.launching.launcher import Events, Launcher, next_event, serve_until_signal, signals_into
 from straggle.commands.launching.nodes import Nodes
-from straggle.commands.launching.options import PIDS_DIR, SECRET, arguments
 from straggle.commands.launching.restarting import RestartRules
-from straggle.commands.launching.store_host import LOOPBACK, Endpoint, answers, connect, serve_store
+from straggle.commands.launching.store_host import LOOPBACK, StoreAddress, answers, connect, serve_store
 from straggle.commands.launching.worker_process import ForkServer, Program, Starter, new_process
 from straggle.members import agents
 from straggle.merge.store import JobStore
@@ -34,13 +34,13 @@ _JOIN_POLL_S = 0.5
 
 
 @dataclass(frozen=True)
-class Job:
+class LaunchedJob:
     """The job as one node sees it."""
 
     nproc_per_node: int
     num_nodes: int
     node_rank: int
-    endpoint: Endpoint
+    endpoint: StoreAddress
     run_id: str
     max_restarts: int
 
@@ -50,7 +50,7 @@ class Job:
         return self.num_nodes * self.nproc_per_node
 
 
-def worker_environment(job: Job, local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
+def worker_environment(job: LaunchedJob, local_rank: int, inherited: Mapping[str, str]) -> dict[str, str]:
     """What a worker finds: torchrun's variables, and those of straggle; the agent adds the number of the start.
 
     ``inherited`` is the launcher's own environment, with the job's secret. The number of threads and of glibc's heaps,
@@ -88,11 +88,11 @@ def launch(given: argparse.Namespace) -> int:
     """Serve or find the store, and run the workers; returns the exit status."""
     events: Events = SimpleQueue()
     with signals_into(events):
-        endpoint = near = given.rdzv_endpoint or Endpoint(LOOPBACK, 0)
+        endpoint = near = given.rdzv_endpoint or StoreAddress(LOOPBACK, 0)
         hosts = given.node_rank == 0 and not given.external_store
         if hosts:
             served = serve_store(endpoint)  # kept until the end
-            near, endpoint = served.near, Endpoint(endpoint.host, served.near.port)
+            near, endpoint = served.near, StoreAddress(endpoint.host, served.near.port)
         elif (number := _find(near, events)) is not None:
             return 128 + number
         store = JobStore(
@@ -118,9 +118,9 @@ def main() -> int:
         return 2
 
 
-def _run(given: argparse.Namespace, endpoint: Endpoint, store: JobStore, events: Events, *, serves: bool) -> int:
+def _run(given: argparse.Namespace, endpoint: StoreAddress, store: JobStore, events: Events, *, serves: bool) -> int:
     run_id = given.rdzv_id or (str(uuid.uuid4()) if given.nnodes == 1 else "none")  # as torchrun does
-    job = Job(given.nproc_per_node, given.nnodes, given.node_rank, endpoint, run_id, given.max_restarts)
+    job = LaunchedJob(given.nproc_per_node, given.nnodes, given.node_rank, endpoint, run_id, given.max_restarts)
     secret = os.environ.get(SECRET) or secrets.token_hex(16)  # one for all workers
     environments = [worker_environment(job, rank, {**os.environ, SECRET: secret}) for rank in range(job.nproc_per_node)]
     with contextlib.ExitStack() as stack:
@@ -153,12 +153,12 @@ def _store_only(words: Sequence[str]) -> int:
     port = options.parse_args(words[1:]).port
     events: Events = SimpleQueue()
     with signals_into(events):
-        served = serve_store(Endpoint("0.0.0.0", port))
+        served = serve_store(StoreAddress("0.0.0.0", port))
         say(f"serves a job's store on port {served.near.port}, until SIGTERM or SIGINT")
         return serve_until_signal(events)
 
 
-def _find(endpoint: Endpoint, events: Events) -> int | None:
+def _find(endpoint: StoreAddress, events: Events) -> int | None:
     """Wait until the store is there; a signal that comes meanwhile is returned."""
     if not answers(endpoint):
         say(f"waits for the job's store at {endpoint}")

@@ -56,7 +56,7 @@ def shares_of(run_dir: Path) -> Path:
 
 
 def replay(job: StagedJob, config: DictConfig) -> None:
-    """Make the job decide as recorded, on all ranks. Raises `Refused` if the recording lacks steps or ranks."""
+    """Make the job decide as recorded, on all ranks. Raises `RefusedByAll` if the recording lacks steps or ranks."""
     found: list[Recording] = []
     on_all_ranks(lambda: found.append(_read(config)))
     on_all_ranks(lambda: job.model.replay(found[0]))

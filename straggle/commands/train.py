@@ -36,7 +36,7 @@ with needs_extra("train"):
 
 import torch.distributed as dist
 
-from straggle.commands.agreement import Refused, on_all_ranks
+from straggle.commands.agreement import RefusedByAll, on_all_ranks
 from straggle.commands.config import refuse, run_configured
 from straggle.commands.run_dir import one_run
 from straggle.lab.jobs import StagedJob, gather, process_group
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 def train(config: DictConfig) -> None:
     """The complete run, on one rank; ends the process if it is asked to stop before the last step.
 
-    Raises `Refused` on all ranks if it cannot begin, and `NotSaved` if its result could not be saved.
+    Raises `RefusedByAll` on all ranks if it cannot begin, and `NotSaved` if its result could not be saved.
     """
     if config.replay is not None:
         config = recorded(config)
@@ -152,7 +152,7 @@ def _checkpoint(job: StagedJob, config: DictConfig, number: int) -> None:
 def _run(config: DictConfig) -> None:
     try:
         train(config)
-    except (Refused, NotSaved) as error:  # the same on all ranks
+    except (RefusedByAll, NotSaved) as error:  # the same on all ranks
         refuse(error, status=1 if isinstance(error, NotSaved) else 2)
 
 

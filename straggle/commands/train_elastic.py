@@ -44,7 +44,7 @@ def train_elastic(config: DictConfig, *, resumes: Callable[[Checkpoint], bool]) 
 
     That is where too few ranks are left, and where the job's store is gone.
 
-    Raises `Refused` on all ranks if it cannot begin, and `NotSaved` if its result could not be saved.
+    Raises `RefusedByAll` on all ranks if it cannot begin, and `NotSaved` if its result could not be saved.
     """
     run_dir = Path(config.run_dir)
     with process_group(elastic=True) as device, StopSignal() as stop, ExitStack() as held:

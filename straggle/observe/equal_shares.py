@@ -21,7 +21,7 @@ _DEALS = 6  # shares that are looked back at
 
 
 @dataclass(frozen=True)
-class Work:
+class DealtWork:
     """What each rank had of a step, and how much ``more`` an equal share would be, in units.
 
     A unit is a sample or a micro-batch, and what a step costs beside them is counted in ``units``, too. Where work is
@@ -39,18 +39,18 @@ class EqualShares:
         self._deals: list[tuple[tuple[float, ...], deque[list[float]]]] = []  # shares, and the ranks' times with them
         self._overhead = 0.0
 
-    def of(self, report: StepReport) -> Work:
+    def of(self, report: StepReport) -> DealtWork:
         """The next step."""
         ranks = report.ranks
         if not (report.dealt or report.pool_weight):
-            return Work(tuple(rank.cost for rank in ranks), (0.0,) * len(ranks))
+            return DealtWork(tuple(rank.cost for rank in ranks), (0.0,) * len(ranks))
         counts = tuple(0.0 if rank.idle or rank.absent else rank.weight for rank in ranks)
         if report.dealt and not report.pool_weight:
             self._learn(counts, ranks)
         members = [rank for rank in ranks if not rank.absent]
         mean = (report.pool_weight or math.fsum(counts)) / max(1, len(members))
         more = tuple(0.0 if rank.absent else mean - count for rank, count in zip(ranks, counts, strict=True))
-        return Work(tuple(count + self._overhead for count in counts), more)
+        return DealtWork(tuple(count + self._overhead for count in counts), more)
 
     def _learn(self, counts: tuple[float, ...], ranks: Sequence[RankReport]) -> None:
         own_s = [math.nan if rank.late or rank.idle or not rank.compute_s > 0 else rank.compute_s for rank in ranks]

@@ -14,7 +14,7 @@ import numpy as np
 from straggle.links.network_event import TIMES
 from straggle.observe.link_spells import long_merges
 from straggle.observe.run import Run
-from straggle.observe.run_numbers import RankNumbers, RunNumbers
+from straggle.observe.run_numbers import RankInRun, RunNumbers
 
 ALWAYS = 0.5  # a rank that is late in at least this share of its steps is persistently slow
 SOMETIMES = 0.01  # below this share it is not worth a sentence
@@ -273,17 +273,17 @@ def _absent(run: Run, numbers: RunNumbers) -> Iterator[str]:
             )
 
 
-def _late_ranks(numbers: RunNumbers, least: float, below: float) -> list[RankNumbers]:
+def _late_ranks(numbers: RunNumbers, least: float, below: float) -> list[RankInRun]:
     late = [rank for rank in numbers.ranks if rank.late and least <= rank.late_share < below]
     return sorted(late, key=lambda rank: -rank.late_share)
 
 
-def _list(ranks: list[RankNumbers]) -> str:
+def _list(ranks: list[RankInRun]) -> str:
     """The ranks' numbers in words, at most ten of them."""
     return ", ".join(str(rank.rank) for rank in ranks[:10]) + (" and others" if len(ranks) > 10 else "")
 
 
-def _doing(rank: RankNumbers) -> str:
+def _doing(rank: RankInRun) -> str:
     """What a late rank was doing, with all its causes."""
     causes: Mapping[Any, int] = rank.causes
     if len(causes) == 1:

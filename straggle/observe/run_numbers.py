@@ -31,7 +31,7 @@ class Times:
 
 
 @dataclass(frozen=True)
-class RankNumbers:
+class RankInRun:
     """One rank over all steps of the run; ``causes`` counts its late steps, and those with gradients missing otherwise.
 
     ``absent`` counts the steps in which it was no member: they are in no other number. ``causes`` goes by what a late
@@ -81,7 +81,7 @@ class RunNumbers:
     nonfinite: int
     loss: float
     wait_share: float
-    ranks: tuple[RankNumbers, ...]
+    ranks: tuple[RankInRun, ...]
     stage_share: tuple[float, ...]
     with_deadline: int
     fairness: Fairness
@@ -138,12 +138,12 @@ def _times(seconds: Array) -> Times:
     )
 
 
-def _rank_numbers(run: Run, has_data: Flags, rank: int, slowness: float) -> RankNumbers:
+def _rank_numbers(run: Run, has_data: Flags, rank: int, slowness: float) -> RankInRun:
     with_data = has_data[:, rank]
     of = {name: values[with_data, rank] for name, values in run.ranks.items()}
     late = of["late"] == 1
     causes = Counter(CAUSES[int(cause)] for cause in of["cause"] if not math.isnan(cause))
-    return RankNumbers(
+    return RankInRun(
         rank=rank,
         steps=int(with_data.sum()),
         late=int(late.sum()),

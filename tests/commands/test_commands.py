@@ -24,7 +24,7 @@ from straggle import MembersReport, RankReport, StageReport, StepReport
 from straggle.__main__ import COMMANDS, main
 from straggle.commands.config import load
 from straggle.commands.config_schema import ConfigurationError
-from straggle.commands.launching.options import arguments as launch_arguments
+from straggle.commands.launching.launch_options import arguments as launch_arguments
 from straggle.lab.build import build_faults
 from straggle.observe.console import LiveView
 from straggle.observe.trace import TraceWriter, read_trace

@@ -31,7 +31,7 @@ from experiments.__main__ import arguments as experiment_arguments
 from straggle.commands.advise import arguments as advise_arguments
 from straggle.commands.config import load
 from straggle.commands.config_schema import config_dir, options_of
-from straggle.commands.launching.options import arguments as launch_arguments
+from straggle.commands.launching.launch_options import arguments as launch_arguments
 from straggle.commands.report import arguments as report_arguments
 from straggle.commands.watch import arguments as watch_arguments
 

@@ -75,7 +75,7 @@ def load(rank, directory):
 def test_loading_what_is_not_there_is_refused(tmp_path):
     (outcome,) = run_ranks(load, 1, tmp_path / "nowhere", outcomes=True)
     assert "no checkpoint in" in outcome.message
-    assert outcome.kind == "Refused"
+    assert outcome.kind == "RefusedByAll"
 
 
 def replaced(rank, directory, steps=2):
@@ -116,7 +116,7 @@ def test_damaged_checkpoint_is_refused_on_all_ranks_with_file_and_step(tmp_path,
     path = tmp_path / "checkpoint" / "step2" / f"{name}.pt"
     how(path)
     outcomes = run_ranks(load, 2, tmp_path / "checkpoint", outcomes=True)
-    assert {outcome.kind for outcome in outcomes} == {"Refused"}
+    assert {outcome.kind for outcome in outcomes} == {"RefusedByAll"}
     assert len({outcome.message for outcome in outcomes}) == 1
     assert f"{path} of step 2 is damaged" in outcomes[0].message
     assert ("rank 1: " in outcomes[0].message) == (name == "rank1")
@@ -197,7 +197,7 @@ def load_other(rank, directory, width, kind):
 def test_checkpoint_of_another_model_or_optimizer_is_refused(tmp_path, width, kind):
     run_ranks(replaced, 2, tmp_path)
     for outcome in run_ranks(load_other, 2, tmp_path / "checkpoint", width, kind, outcomes=True):
-        assert outcome.kind == "Refused"
+        assert outcome.kind == "RefusedByAll"
         assert (
             f"{tmp_path / 'checkpoint' / 'step2'} of step 2 is of another model, optimizer or estimator"
             in outcome.message
@@ -233,7 +233,7 @@ def test_file_that_would_run_code_is_refused_and_runs_none(tmp_path):
     content = {"random": Harmful(tmp_path / "made")}
     written_again(tmp_path / "checkpoint", "rank0.pt", lambda path: torch.save(content, path))
     (outcome,) = run_ranks(load, 1, tmp_path / "checkpoint", outcomes=True)
-    assert outcome.kind == "Refused"
+    assert outcome.kind == "RefusedByAll"
     assert "Weights only load failed" in outcome.message
     assert not (tmp_path / "made").exists()
 
@@ -242,7 +242,7 @@ def test_checkpoint_without_the_files_of_this_version_is_refused(tmp_path):
     run_ranks(replaced, 1, tmp_path)
     written_again(tmp_path / "checkpoint", "common.pt", None)
     (outcome,) = run_ranks(load, 1, tmp_path / "checkpoint", outcomes=True)
-    assert outcome.kind == "Refused"
+    assert outcome.kind == "RefusedByAll"
     assert (
         f"{tmp_path / 'checkpoint' / 'step2.1'} of step 2 has no common.pt: another version wrote it" in outcome.message
     )

@@ -24,7 +24,7 @@ _context = multiprocessing.get_context("forkserver")
 
 def serve_store(host: str = "127.0.0.1", port: int = 0) -> TCPStore:
     """A job's store that asks no name server, as torch's own does for each client: who waits for it waits meanwhile."""
-    return store_host.serve_store(store_host.Endpoint(host, port)).server
+    return store_host.serve_store(store_host.StoreAddress(host, port)).server
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import straggle
 from straggle import LateHandling, StagedBackward
 from straggle.advise import timings
 from straggle.backward.stage_profile import measure_stages
-from straggle.commands.launching import options, store_host
+from straggle.commands.launching import launch_options, store_host
 from straggle.data.rebalance import check_shares
 from straggle.lab import faults
 from straggle.lab.simulate import communication, delays, links, pulled, recorded, units
@@ -108,7 +108,7 @@ def launch(*words):
     complaint = io.StringIO()
     try:
         with contextlib.redirect_stderr(complaint):
-            options.arguments([*words, "train.py"], {"STRAGGLE_JOB_SECRET": "a"})
+            launch_options.arguments([*words, "train.py"], {"STRAGGLE_JOB_SECRET": "a"})
     except SystemExit:
         raise ValueError(complaint.getvalue()) from None
 
@@ -296,8 +296,8 @@ VALUES = {
         lambda _: launch("--preload", "torch,numpy"),
     ),
     "{} is no HOST:PORT, such as node0:29500": (
-        lambda _: store_host.Endpoint.of("node0"),
-        lambda _: store_host.Endpoint.of("node0:29500"),
+        lambda _: store_host.StoreAddress.of("node0"),
+        lambda _: store_host.StoreAddress.of("node0:29500"),
     ),
     "--standalone is for one node: leave it out, or --nnodes": (
         lambda _: launch("--standalone", *NODES),

@@ -15,19 +15,19 @@ _CONNECT_S = 5.0
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class StoreAddress:
     """Where a store is: ``host`` is a name or an address."""
 
     host: str
     port: int
 
     @staticmethod
-    def of(text: str) -> Endpoint:
+    def of(text: str) -> StoreAddress:
         """Read ``HOST:PORT``, where the host may be ``[::1]``; raises ``ValueError`` for anything else."""
         host, _, port = text.rpartition(":")
         if not host or not port.isdigit() or int(port) > 65535:
             raise ValueError(f"{text!r} is no HOST:PORT, such as node0:29500")
-        return Endpoint(host.strip("[]"), int(port))
+        return StoreAddress(host.strip("[]"), int(port))
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -38,10 +38,10 @@ class ServedStore:
     """A job's store that serves others for as long as this is kept; ``near`` is where this machine itself finds it."""
 
     server: TCPStore
-    near: Endpoint
+    near: StoreAddress
 
 
-def serve_store(endpoint: Endpoint) -> ServedStore:
+def serve_store(endpoint: StoreAddress) -> ServedStore:
     """Serve a job's store at this endpoint; port 0 takes a free one.
 
     An address that this machine alone can reach is served there only, and for any other host all of its addresses are.
@@ -49,17 +49,17 @@ def serve_store(endpoint: Endpoint) -> ServedStore:
     """
     family, address = _family_and_address(endpoint.host)
     listener = socket.create_server((address, endpoint.port), family=family, backlog=_BACKLOG)
-    near = Endpoint(address or ("::1" if family == socket.AF_INET6 else LOOPBACK), listener.getsockname()[1])
+    near = StoreAddress(address or ("::1" if family == socket.AF_INET6 else LOOPBACK), listener.getsockname()[1])
     server = TCPStore(near.host, near.port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     return ServedStore(server, near)
 
 
-def connect(endpoint: Endpoint) -> TCPStore:
+def connect(endpoint: StoreAddress) -> TCPStore:
     """A connection to the store there."""
     return TCPStore(endpoint.host, endpoint.port, is_master=False, timeout=timedelta(seconds=_CONNECT_S))
 
 
-def answers(endpoint: Endpoint) -> bool:
+def answers(endpoint: StoreAddress) -> bool:
     """Whether something listens there."""
     try:
         socket.create_connection((endpoint.host, endpoint.port), timeout=_CONNECT_S).close()

@@ -16,7 +16,7 @@ from straggle.policies.rank_links import RankLink, in_ring
 
 
 @dataclass(frozen=True)
-class SlowLink:
+class ImpairedLink:
     """A rank's link: ``up`` is what it sends, ``down`` what it receives. Rates that are ``None`` are the others'.
 
     It is slow for ``slow_s`` seconds, then like the others' for ``good_s``, and so on.
@@ -59,7 +59,7 @@ class SlowLink:
 class Links(Network):
     """All ranks' links, of which those in ``slow`` are not like the others.
 
-    ``slow``: for a rank's number what `SlowLink` takes, or ``bytes_per_s`` for both directions.
+    ``slow``: for a rank's number what `ImpairedLink` takes, or ``bytes_per_s`` for both directions.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class Links(Network):
         return _OverLinks(self, ranks, [share * self.nbytes for share in shares], overhead_s)
 
 
-def _slow_link(bytes_per_s: float | None = None, **given: float) -> SlowLink:
+def _slow_link(bytes_per_s: float | None = None, **given: float) -> ImpairedLink:
     both = {} if bytes_per_s is None else {"up_bytes_per_s": bytes_per_s, "down_bytes_per_s": bytes_per_s}
-    return SlowLink(**(both | given))
+    return ImpairedLink(**(both | given))
 
 
 class _OverLinks(Merging):

@@ -87,7 +87,7 @@ def _usable(report: StepReport, names: Sequence[str], ranks: int) -> bool:
 
 
 @final
-class Replay(Delays):
+class RecordedDelays(Delays):
     """The steps of a recorded run (a ``trace.jsonl`` or its folder), in blocks of ``block`` steps that begin at random.
 
     Adjacent steps stay together, and so do the ranks of a step. With more ranks than were recorded, each further group

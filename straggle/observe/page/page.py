@@ -23,7 +23,7 @@ from straggle.observe.findings import advise
 from straggle.observe.page import figures
 from straggle.observe.page.figures import Chart
 from straggle.observe.run import Run, read_run, read_steps
-from straggle.observe.run_numbers import RankNumbers, RunNumbers, numbers_of
+from straggle.observe.run_numbers import RankInRun, RunNumbers, numbers_of
 from straggle.report import MembersReport
 
 FILE = "report.html"
@@ -175,7 +175,7 @@ def _headline(runs: Sequence[Run], numbers: Sequence[RunNumbers]) -> list[tuple[
     ]
 
 
-def _rank_row(rank: RankNumbers, *, drawn: bool) -> list[Cell]:
+def _rank_row(rank: RankInRun, *, drawn: bool) -> list[Cell]:
     key = f"ranks.{rank.rank}"
     causes = ", ".join(f"{cause} {count}" for cause, count in rank.causes.items())
     return [
@@ -192,7 +192,7 @@ def _rank_row(rank: RankNumbers, *, drawn: bool) -> list[Cell]:
     ]
 
 
-def _drew(rank: RankNumbers) -> str:
+def _drew(rank: RankInRun) -> str:
     return f"{rank.drawn:.1f}" + (f", {rank.put_back:,} put back" if rank.put_back else "")
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from straggle.commands.launch import Job, worker_environment
-from straggle.commands.launching.options import arguments
-from straggle.commands.launching.store_host import Endpoint
+from straggle.commands.launch import LaunchedJob, worker_environment
+from straggle.commands.launching.launch_options import arguments
+from straggle.commands.launching.store_host import StoreAddress
 
 TWO_NODES = ["--nnodes", "2", "--rdzv-endpoint", "node0:29500"]
 SECRET = {"STRAGGLE_JOB_SECRET": "s"}
-JOB = Job(4, 2, 1, Endpoint("node0", 29500), "job7", 10)
+JOB = LaunchedJob(4, 2, 1, StoreAddress("node0", 29500), "job7", 10)
 
 
 def test_options_end_at_the_script_and_may_be_written_with_underscores() -> None:
@@ -80,11 +80,11 @@ def test_what_the_user_has_set_stays_and_what_an_outer_job_has_set_does_not() ->
 @pytest.mark.parametrize(
     ("text", "endpoint"),
     [
-        ("node0:29500", Endpoint("node0", 29500)),
-        ("10.0.0.1:1", Endpoint("10.0.0.1", 1)),
-        ("[::1]:80", Endpoint("::1", 80)),
+        ("node0:29500", StoreAddress("node0", 29500)),
+        ("10.0.0.1:1", StoreAddress("10.0.0.1", 1)),
+        ("[::1]:80", StoreAddress("::1", 80)),
     ],
 )
-def test_endpoint_is_read_as_it_is_written(text: str, endpoint: Endpoint) -> None:
-    assert Endpoint.of(text) == endpoint
+def test_endpoint_is_read_as_it_is_written(text: str, endpoint: StoreAddress) -> None:
+    assert StoreAddress.of(text) == endpoint
     assert str(endpoint) == text

@@ -14,7 +14,7 @@ from straggle.lab.faults import dropcompute_factors
 from straggle.lab.simulate.communication import Constant, Ring, Tree
 from straggle.lab.simulate.delays import DropCompute, Exponential, LogNormal, NoDelay, Normal, SlowRanks, Stalls
 from straggle.lab.simulate.ranks import simulate, simulate_times
-from straggle.lab.simulate.recorded import Replay, read_times, recorded_times
+from straggle.lab.simulate.recorded import RecordedDelays, read_times, recorded_times
 from straggle.lab.simulate.units import Work
 from straggle.observe.run import step_report
 
@@ -271,14 +271,14 @@ def test_rank_that_never_entered_takes_its_own_typical_time():
 def test_replay_keeps_the_order_within_blocks_and_draws_each_group_of_ranks_by_itself(tmp_path):
     records = [record(n, [float(n), 2.0 * n], [[0.5 * n, 0.9 * n], [n, 1.9 * n]]) for n in range(12)]
     (tmp_path / "trace.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    times = drawn(Replay(str(tmp_path), block=4), 40, 4)
+    times = drawn(RecordedDelays(str(tmp_path), block=4), 40, 4)
     whole = times.sum(-1)
     torch.testing.assert_close(whole[:, 1], 2 * whole[:, 0])  # the ranks of a step stay together
     assert not torch.allclose(whole[:, 2], whole[:, 0])
     steps = whole[:, 0].round().int()
     follows = (steps[1:] == steps[:-1] % 11 + 1).view(-1)
     assert bool(follows[[n for n in range(39) if n % 4 != 3]].all())
-    in_order = drawn(Replay(str(tmp_path), block=0), 11, 2).sum(-1)[:, 0]
+    in_order = drawn(RecordedDelays(str(tmp_path), block=0), 11, 2).sum(-1)[:, 0]
     assert in_order.tolist() == pytest.approx(list(range(1, 12)))
 
 

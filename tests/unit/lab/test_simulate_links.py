@@ -4,7 +4,7 @@ import pytest
 
 from straggle import WaitForAll
 from straggle.lab.simulate.delays import NoDelay
-from straggle.lab.simulate.links import Links, SlowLink
+from straggle.lab.simulate.links import ImpairedLink, Links
 from straggle.lab.simulate.ranks import simulate
 from straggle.lab.simulate.units import Work
 from straggle.policies.rank_links import RankLink
@@ -45,7 +45,7 @@ def test_prediction_is_within_a_tenth_of_what_was_measured_over_namespaces(name,
 
 
 def test_a_link_is_slow_for_a_time_and_then_as_the_others_are():
-    usual, slow = RankLink(0.0, 100.0, 100.0), SlowLink(0.5, up_bytes_per_s=10.0, slow_s=5.0, good_s=3.0)
+    usual, slow = RankLink(0.0, 100.0, 100.0), ImpairedLink(0.5, up_bytes_per_s=10.0, slow_s=5.0, good_s=3.0)
     assert slow.over(usual, 4.9) == slow.over(usual, 8.0) == RankLink(0.5, 10.0, 100.0)
     assert slow.over(usual, 5.0) == slow.over(usual, 7.9) == usual
     assert [slow.changes_after(at) for at in (0.0, 5.0, 7.9, 8.0)] == [5.0, 8.0, 8.0, 13.0]

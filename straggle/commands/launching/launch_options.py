@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from straggle.commands.launching.store_host import Endpoint
+from straggle.commands.launching.store_host import StoreAddress
 
 SECRET = "STRAGGLE_JOB_SECRET"
 PIDS_DIR = "STRAGGLE_PIDS_DIR"
@@ -123,9 +123,9 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _endpoint(text: str) -> Endpoint:
+def _endpoint(text: str) -> StoreAddress:
     try:
-        return Endpoint.of(text)
+        return StoreAddress.of(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
