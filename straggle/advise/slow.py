@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from straggle.advise.timings import PHASES, Timings
+from straggle.advise.timings import Timings
 from straggle.observe.intervals import Interval, steps_interval
 from straggle.observe.run import Array
 
@@ -140,8 +140,7 @@ def _phase_shares(timings: Timings, rank: int, steps: Positions) -> dict[str, fl
     """The share of the rank's excess in these steps for each phase, largest first; together at most 1."""
     total = float((timings.own_s - _others(timings.own_s))[steps, rank].sum())
     of = {p: float((values - _others(values))[steps, rank].sum()) for p, values in timings.phases.items()}
-    ordered = sorted(PHASES, key=lambda phase: -of[phase])
-    return {phase: of[phase] / total for phase in ordered}
+    return {phase: of[phase] / total for phase in sorted(of, key=lambda phase: -of[phase])}
 
 
 def _most(shares: dict[str, float]) -> tuple[tuple[str, ...], float]:

@@ -22,9 +22,8 @@ from straggle.observe.watch import FOLDER, watched_files
 from straggle.observe.watched_links import links_of_lines
 from straggle.policies.rank_links import links_of
 from straggle.policies.untruncated import untruncated_stages
-from straggle.report import StepReport
+from straggle.report import PHASES, StepReport
 
-PHASES = ("outside", "optimizer", "data", "forward", "backward", "pauses")
 LEAST_STEPS = 10
 
 
@@ -131,9 +130,9 @@ def _from_watch(folder: Path, files: list[Path]) -> Timings:
         raise ValueError(f"{folder}: there is no step yet that all ranks have made")
     column = {
         name: np.array([[line[name] for line in own[:steps]] for own in lines], dtype=float).T
-        for name in ("seconds", "wait_s", "compute_s", *(f"{phase}_s" for phase in PHASES[:-1]))
+        for name in ("seconds", "wait_s", "compute_s", *(f"{phase}_s" for phase in PHASES))
     }
-    phases = {phase: column[f"{phase}_s"] for phase in PHASES[:-1]}
+    phases: dict[str, Array] = {phase: column[f"{phase}_s"] for phase in PHASES}
     pauses = np.zeros_like(column["seconds"])
     for phase in phases:
         paused = [[sum(line["pauses"].get(phase, {}).values()) for line in own[:steps]] for own in lines]
@@ -227,7 +226,7 @@ def _of_reports(path: Path, reports: list[StepReport]) -> Timings:
     stage_share /= stage_share.sum()
     of = {
         name: np.array([[getattr(rank, name) for rank in report.ranks] for report in reports], dtype=float)
-        for name in (*(f"{phase}_s" for phase in PHASES[:-1]), "wait_s", "compute_s", "late", "stood_in")
+        for name in (*(f"{phase}_s" for phase in PHASES), "wait_s", "compute_s", "late", "stood_in")
     }
     stage_s = np.array([[rank.stage_s for rank in report.ranks] for report in reports], dtype=float)
     unit_share = np.broadcast_to(stage_share, stage_s.shape).copy()
@@ -284,8 +283,7 @@ def _whole_phases(
     A rank that was stood in for in several steps was stuck in one piece, which counts where it began, in what the rank
     was doing.
     """
-    names = PHASES[:-1]
-    phases = {name: np.nan_to_num(of[f"{name}_s"]) for name in names}
+    phases: dict[str, Array] = {name: np.nan_to_num(of[f"{name}_s"]) for name in PHASES}
     busy_s = np.asarray(sum(phases.values()))
     network_s = np.maximum(0.0, seconds - busy_s.max(axis=1))
     typical = {name: np.median(values, axis=1) for name, values in phases.items()}
@@ -295,7 +293,7 @@ def _whole_phases(
             cause = reports[step].ranks[rank].cause or "backward"
             if of["stood_in"][step, rank] == 1 and stuck_since is not None and of["stood_in"][step - 1, rank] == 1:
                 phases[cause][stuck_since, rank] += busy_s[step, rank]
-                for name in names:
+                for name in PHASES:
                     phases[name][step, rank] = typical[name][step]
                 continue
             stuck_since = int(step) if of["stood_in"][step, rank] == 1 else None

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from straggle.observe.watch import watch
+from straggle.observe.watch import watch, watched_files
 
 _USAGE = """\
 torchrun ... -m straggle watch [run_dir=DIR] SCRIPT ...
@@ -72,8 +72,8 @@ def run_watched(words: Sequence[str]) -> int:
         end()
         sys.argv[:] = before
     if os.environ.get("RANK", "0") == "0":
-        files = list((run_dir / "watch").glob("rank*.jsonl"))
-        found = f"python -m straggle advise {run_dir}" if files else "the script made no DistributedDataParallel"
+        made = bool(watched_files(run_dir))
+        found = f"python -m straggle advise {run_dir}" if made else "the script made no DistributedDataParallel"
         sys.stderr.write(f"straggle watch: {found}\n")
     return 0
 

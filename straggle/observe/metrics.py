@@ -26,6 +26,7 @@ from straggle.backward.stages import StagePlan
 from straggle.merge.groups import backend_of
 from straggle.merge.step_record import StepRecord
 from straggle.observe.ddp_time import DdpPrediction
+from straggle.observe.members import writer_of
 from straggle.observe.metric_series import LABELS, Series
 from straggle.observe.metrics_endpoint import Endpoint, Security, Targets, check_port
 from straggle.parallel import StagedDataParallel
@@ -198,7 +199,7 @@ class StepMetrics:
 
     def _show_absent(self, report: StepReport) -> None:
         """Say of each rank whether it is absent: on the lowest member only, because all members know the same."""
-        if self._rank == min((rank.rank for rank in report.ranks if not rank.absent), default=None):
+        if self._rank == writer_of(report):
             for rank in report.ranks:
                 self._of("absent_rank", rank.rank).set(rank.absent)
         else:

@@ -31,8 +31,8 @@ from straggle.observe.lines import LineWriter
 from straggle.observe.pauses import PauseDetector
 from straggle.observe.stage_ends import StageEnds
 from straggle.observe.watched_links import WatchedLinks
+from straggle.report import PHASES
 
-PHASES = ("outside", "optimizer", "data", "forward", "backward", "wait")
 FOLDER = "watch"
 
 
@@ -242,7 +242,7 @@ def _record(
     return {
         "step": step,
         "seconds": seconds_between(merged_before, merged),
-        **{f"{name}_s": sum(seconds_between(*pair) for pair in seconds.get(name, ())) for name in PHASES},
+        **{f"{name}_s": sum(seconds_between(*pair) for pair in seconds.get(name, ())) for name in (*PHASES, "wait")},
         "compute_s": seconds_between(began, computed),
         "merge_s": seconds_between(computed, merged),
         "microbatch_s": [seconds_between(began, when) for when in microbatches],
