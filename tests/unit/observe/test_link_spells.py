@@ -35,7 +35,7 @@ def test_a_spell_says_whose_when_and_how_slow() -> None:
 
 
 def test_merges_that_take_five_times_as_long_as_usual_are_counted() -> None:
-    network_s = np.array([0.2] * 20 + [8.0, 3.0, 0.9, np.nan])
+    network_s = np.array([0.2] * 20 + [8.0, 1.7, 0.9, np.nan])
     step = np.arange(100.0, 124.0)
     assert long_merges(step, network_s) == LongMerges(2, 0.2, 8.0, 120)
     assert long_merges(step, np.full(24, 8.0)) is None  # as usual
