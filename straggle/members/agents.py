@@ -1,7 +1,7 @@
-"""What the agents of `straggle launch` say in the job's store: which worker was started, and which has ended, and how.
+"""What the agents of `straggle launch` report in the job's store: which workers were started, which ended, and how.
 
-A process that is killed says nothing itself. Its agent waits for it, and posts within milliseconds how it ended. All
-keys lie at the root of the store, whatever part of it the caller has.
+A process that is killed reports nothing itself. Its agent waits for it, and posts within milliseconds how it ended. All
+keys lie at the root of the store, also if the caller has a `PrefixStore`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 PREFIX = "straggle/agents"
-# the exit status of a worker that says: the job is over for me, do not start me again; EX_PROTOCOL of sysexits.h
+# exit status of a worker for which the job is over, and which must not be restarted; EX_PROTOCOL of sysexits.h
 DO_NOT_RESTART = 76
-# why the job goes on no more, where all others have done their work
+# the reason of `post_over` if all other ranks have done their work
 DONE = "the job is done"
-# that of a worker whose command line or configuration is wrong, as `argparse` has it
+# exit status of a worker whose command line or configuration is wrong, as in `argparse`
 WRONG_CONFIGURATION = 2
 
 
@@ -26,8 +26,8 @@ WRONG_CONFIGURATION = 2
 class Exited:
     """How a process of a worker ended: with an exit ``code``, or by the ``signal`` of this name.
 
-    ``count`` says which process it was: 0 is the first, and its ``TORCHELASTIC_RESTART_COUNT``. A newer one may run by
-    now. ``ran_s`` is how long it ran.
+    ``count`` is the ``TORCHELASTIC_RESTART_COUNT`` of that process, 0 for the first. A newer process may run by now.
+    ``ran_s`` is how long it ran.
     """
 
     count: int
@@ -37,14 +37,14 @@ class Exited:
 
     @staticmethod
     def of(status: int, *, count: int, ran_s: float) -> Exited:
-        """By the status as `subprocess` gives it: a signal is negative."""
+        """From a status of `subprocess`, in which a signal is negative."""
         if status >= 0:
             return Exited(count, ran_s, code=status)
         return Exited(count, ran_s, signal=_name(-status))
 
     @property
     def status(self) -> int:
-        """As a shell gives it: the code, or 128 and the number of the signal."""
+        """The status as a shell gives it: the code, or 128 plus the number of the signal."""
         return 128 + _number(self.signal) if self.code is None else self.code
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class Exited:
 
 
 def post_started(store: Any, rank: int, count: int) -> None:
-    """Say that process number ``count`` of this rank is being started."""
+    """Report that process number ``count`` of this rank is being started."""
     _agents(store).set(f"started/{rank}", str(count))
 
 
@@ -64,35 +64,35 @@ def started(store: Any, rank: int) -> int | None:
 
 
 def last_count(store: Any, rank: int) -> int:
-    """The number of the last process of this rank that is known of, -1 if none is.
+    """The number of this rank's last process that the store knows, -1 if it knows none.
 
-    A store that was restarted may know of its end, and not of its start.
+    A store that was restarted may know the end of a process but not its start.
     """
     ended = exited(store, rank)
     return max(-1 if ended is None else ended.count, -1 if (count := started(store, rank)) is None else count)
 
 
 def post_exited(store: Any, rank: int, exited: Exited) -> None:
-    """Say how a process of this rank ended, in place of what was said of the one before."""
+    """Report how a process of this rank ended; replaces the report on the process before."""
     words = {name: value for name, value in asdict(exited).items() if value is not None}
     _agents(store).set(f"exited/{rank}", json.dumps(words))
 
 
 def post_over(store: Any, why: str) -> None:
-    """Say that the job goes on no more, and why: no worker is started again."""
+    """Report that the job is over, and why: no worker is restarted."""
     _agents(store).set("over", why)
 
 
 def over(store: Any) -> str | None:
-    """Why the job goes on no more; ``None``: it does."""
+    """Why the job is over; ``None`` while it runs."""
     return _said(store, "over")
 
 
 def exited(store: Any, rank: int) -> Exited | None:
-    """How the last process of this rank ended that has ended; ``None`` if none has.
+    """How the last ended process of this rank ended; ``None`` if none has.
 
-    ``store`` is any connection to the job's store, or a part of it. This asks it twice, and a store may not answer: ask
-    with a time limit, as `JobStore` does.
+    ``store`` is any connection to the job's store, or a `PrefixStore` over one. This sends two requests, and a store
+    may not answer: use a connection with a time limit, as `JobStore` does.
     """
     said = _said(store, f"exited/{rank}")
     return None if said is None else Exited(**json.loads(said))

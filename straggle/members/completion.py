@@ -1,4 +1,4 @@
-"""When a round is merged in a job whose members change: as soon as all members have all of it."""
+"""When a round counts as merged in a job whose members change: as soon as all members have all of it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from straggle.merge.round import Round
 class MembersCompletion(Completion):
     """No rank gives merged gradients to its training thread before all members have all of them.
 
-    One that had stepped with them could not give them to those that have not. So a barrier follows the last bucket,
-    which ends when all have all; or, in a step in which the members changed, the rows do, which have to tell what was
-    lost, and are launched when all is merged. Then, if members leave, either no rank has given merged gradients to its
-    training thread, or all can do so.
+    A rank whose optimizer has stepped with them could not pass them on to ranks that lack them. So a barrier follows
+    the last bucket and ends when all members have all buckets. In a step in which the members changed, the rows take
+    its place: they report what was lost, and are launched when all buckets are merged. Then, if members leave, either
+    no rank has given merged gradients to its training thread, or all can do so.
     """
 
     def __init__(self, rank: RankParts, member: Member) -> None:
@@ -30,7 +30,7 @@ class MembersCompletion(Completion):
         self._member = member
 
     def wait(self, current: Round, give_up_s: float | None, on_merged: Callable[[Round], None] | None) -> int | None:
-        """As the base class, over all changes of members."""
+        """Wait as the base class does, and go on waiting after each change of members."""
         while not current.abandoned:
             try:
                 return self._wait(current, self._member.notes_of(current), give_up_s, on_merged)
@@ -39,7 +39,7 @@ class MembersCompletion(Completion):
         return None
 
     def groups_for(self, current: Round, epoch: int) -> ProcessGroups | None:
-        """None in a step in which the members changed."""
+        """The process groups; ``None`` in a step in which the members changed."""
         is_usual = self.is_current(epoch) and current.step != self._member.changed_in
         return self._rank.rounds.groups if is_usual else None
 
@@ -55,7 +55,7 @@ class MembersCompletion(Completion):
                 raise GroupsChanged
             if not apart and notes.last_message is None:
                 notes.last_message = rank.rounds.groups.gradients.barrier()
-        # a thread that wakes for each bucket, and then for the barrier, takes the core from those that merge
+        # waking for each bucket, and then for the barrier, would take the core from the threads that merge
         if notes.last_message is not None and channel.ends_soon(notes.last_message):
             works = [(work, name) for work, name in works if not succeeded(work)]
         for work, name in works:
@@ -66,14 +66,14 @@ class MembersCompletion(Completion):
             if not self.is_current(epoch) or (groups := rank.rounds.groups) is None:
                 raise GroupsChanged
             last = notes.last_message or self._launch_rows(current, notes, groups)
-        channel.wait(last, current.step, f"{where}, the sign that all ranks have it", give_up_s, epoch)
+        channel.wait(last, current.step, f"{where}, the confirmation that all ranks have it", give_up_s, epoch)
         return epoch
 
     def _launch_rows(self, current: Round, notes: Notes, groups: ProcessGroups) -> dist.Work:
-        """All of this rank's gradients are merged: tell the others how it came through the step."""
+        """Launch the rows, when all of this rank's gradients are merged: they tell the others how its step went."""
         assert current.row is not None
         current.buffers.use_telemetry(torch.zeros_like(current.buffers.telemetry))
-        # asked again: while the members change, a step may be submitted that others are let in before
+        # asked again: while the members change, a step may be submitted before which others are let in
         row = without_lost(current.row, current, notes)._replace(admits=self._member.admits(current))
         current.buffers.write_telemetry(self._rank.channel.rank, row.numbers())
         notes.row_ranks = self._rank.rounds.ranks
@@ -87,5 +87,5 @@ class MembersCompletion(Completion):
                 lambda: rank.rounds.groups is not None or current.abandoned or rank.stand_in.error is not None,
                 rank.channel.give_up_s,
             ):
-                raise PeerFailed(f"{rank.where(current.step)}: the members found to no new view")
+                raise PeerFailed(f"{rank.where(current.step)}: the members did not agree on a new view")
             rank.check_ended()

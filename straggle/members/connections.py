@@ -1,4 +1,4 @@
-"""Connections to the job's store: one for each thread that keeps asking, and others that are lent for a while."""
+"""Connections to the job's store: one for each thread that asks often, and others that are lent for a while."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Connections:
-    """``connect()`` makes one, which takes seconds where a name server does not answer: they are kept."""
+    """Keeps connections: ``connect()`` makes one, which takes seconds if a name server does not answer."""
 
     def __init__(self, connect: Callable[[], Any]) -> None:
         self.connect = connect
@@ -17,18 +17,18 @@ class Connections:
         self._idle: list[Any] = []  # appending and popping are atomic
 
     def own(self) -> Any:
-        """This thread's own."""
+        """The calling thread's own connection."""
         if (store := getattr(self._own, "store", None)) is None:
             store = self._own.store = self.connect()
         return store
 
     def forget_own(self) -> None:
-        """This thread's own is broken: it makes another when it needs one."""
+        """Drop the calling thread's own connection, which is broken; `own` makes another one."""
         self._own.store = None
 
     @contextlib.contextmanager
     def lent(self) -> Iterator[Any]:
-        """One that no other thread uses meanwhile, and that is not kept where an error ends this."""
+        """A connection that no other thread uses meanwhile; it is dropped if the block raises."""
         try:
             store = self._idle.pop()
         except IndexError:
@@ -37,5 +37,5 @@ class Connections:
         self._idle.append(store)
 
     def forget_idle(self) -> None:
-        """Those that are not lent now are broken."""
+        """Drop the connections that are not lent now: they are broken."""
         self._idle.clear()

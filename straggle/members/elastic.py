@@ -1,6 +1,6 @@
 """The channel of a job whose members come and go; `regrouping.py` leads it from one view to the next.
 
-Each view has process groups of its own, over a corner of the store. The old ones are dropped and never waited for.
+Each view has process groups of its own, under a prefix of the store. Old groups are dropped and never waited for.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from straggle.merge.groups import GlooGroup, ProcessGroups, is_of_peer, is_over,
 from straggle.merge.store import check_answers, connect_all, default_store
 
 _SLICE_S = 0.02
-_MERGE_SLICE_S = 0.1  # each slice that ends before a merge does costs 0.2 ms of CPU, for gloo's error that says so
+_MERGE_SLICE_S = 0.1  # each slice that ends before the merge costs 0.2 ms of CPU, for gloo's timeout error
 _FORM_S = 20.0  # for the members of a view to meet
-_OLD_S = 600.0  # after which gloo itself ends what was launched
-_OLD_LOOK_S = 0.1  # between two looks whether it has ended
-_num_models = 0  # that were wrapped so in this process: its models have their corners of the store in this order
+_OLD_S = 600.0  # after which gloo itself ends launched collectives
+_OLD_LOOK_S = 0.1  # between two checks whether they have ended
+_num_models = 0  # elastic models wrapped in this process: it numbers their prefixes in the store
 
 _log = logging.getLogger(__name__)
 
@@ -38,19 +38,19 @@ Found = TypeVar("Found")
 
 
 class MetAnew(Exception):
-    """A rank was started again while the model was wrapped: all of them meet again, and wrap it once more."""
+    """A rank was restarted while the model was wrapped: all ranks meet again and wrap it once more."""
 
 
 class ElasticChannel(Channel):
-    """The channel of a model whose ranks may leave and come back; by gloo, of all ranks of the job.
+    """The channel of a model whose ranks may leave and come back; it uses gloo and all ranks of the job.
 
-    ``comes_late``: this rank comes to a job that has begun without it.
+    ``comes_late``: the job has begun without this rank.
     """
 
     def __init__(self, elastic: Elastic, *, give_up_s: float) -> None:
         self._elastic = elastic
         self._formed: ProcessGroups | None = None
-        self._made: Sequence[GlooGroup] = ()  # the same, as what they are here
+        self._made: Sequence[GlooGroup] = ()  # the groups of `formed`, by their type here
         self.generation = -1
         self.ended: BaseException | None = None  # what ended the job for this rank
         self.closing = False
@@ -78,9 +78,9 @@ class ElasticChannel(Channel):
         return corner
 
     def meet_members(self) -> None:
-        """Meet the ranks of the job, or find that it has begun. A first view in which they do not meet is given up.
+        """Meet the ranks of the job, or find that it has begun. A first view that is not formed is given up.
 
-        Raises `PeerFailed` where they have not met within ``give_up_s``.
+        Raises `PeerFailed` if the ranks have not met within ``give_up_s``.
         """
         membership = self.membership
         try:
@@ -104,7 +104,7 @@ class ElasticChannel(Channel):
 
     @property
     def formed(self) -> ProcessGroups | None:
-        """The process groups of today's members."""
+        """The process groups of the current members."""
         return self._formed
 
     def merged(self, step: int) -> None:
@@ -118,7 +118,7 @@ class ElasticChannel(Channel):
         return self.membership.view.ranks
 
     def form(self, view: View, limit_s: float = _FORM_S) -> bool:
-        """Meet the other members of a view; false where there is a newer one, or where they do not come."""
+        """Meet the other members of a view; false if there is a newer view, or if a member does not come."""
         place, size = view.ranks.index(self.rank), len(view.ranks)
         made: dict[str, GlooGroup] = {}
         given_up = threading.Event()
@@ -128,14 +128,14 @@ class ElasticChannel(Channel):
             try:
                 with self.membership.connection(corner) as store:
                     store.set(f"here/{place}", "")
-                    # gloo would wait for one that is missing, and that cannot be stopped: this can
+                    # gloo's own wait for a missing member cannot be interrupted; this one can
                     while not store.check([f"here/{other}" for other in range(size)]):
                         if given_up.wait(_SLICE_S / 4) or time.monotonic() > until:
                             return
             except (RuntimeError, OSError) as error:
                 self._note_unformed(view, error)
                 return
-            # at the same time: each asks the store for one rank after the other
+            # in parallel: each group asks the store for one rank after the other
             control = self.membership.spawn(make, "control")
             make("gradients")
             control.join()
@@ -147,7 +147,7 @@ class ElasticChannel(Channel):
             except (RuntimeError, OSError) as error:
                 self._note_unformed(view, error)
 
-        # on a thread that is left to itself where a member dies meanwhile: nothing else ends this
+        # on a thread that is abandoned if a member dies meanwhile: nothing else ends this call
         thread = self.membership.spawn(meet)
         while thread.is_alive():
             thread.join(_SLICE_S / 4)
@@ -167,7 +167,7 @@ class ElasticChannel(Channel):
         _log.info("rank %d: generation %d was not formed: %s", self.rank, view.generation, error)
 
     def _drop(self, groups: Sequence[GlooGroup]) -> None:
-        """On a thread of its own: freeing a group takes long, and the members wait for the one that forms the next."""
+        """Free groups on a thread of its own: that takes long, and the members wait for whoever forms the next view."""
         for group in groups:
             group.drop()
         while not (let_go() or self.closing):
@@ -177,13 +177,13 @@ class ElasticChannel(Channel):
         return not view.has_begun and self.membership.chain.annulled == view.job
 
     def exchange(self, tensor: Tensor, view: View) -> list[Tensor]:
-        """Every member's ``tensor``. Raises `GroupsChanged` where there is a newer view before that."""
+        """Every member's ``tensor``. Raises `GroupsChanged` if a newer view comes first."""
         tensors = [torch.empty_like(tensor) for _ in view.ranks]
         self.wait_in(view, self.groups.control.all_gather(tensors, tensor))
         return tensors
 
     def gather(self, value: Any, of: str) -> list[Any]:
-        """Every rank's ``value``; when members may leave, for an absent rank that of the lowest member."""
+        """Every rank's ``value``; for an absent rank, that of the lowest member."""
         if not self.membership.detector.is_on:
             return super().gather(value, of)
         membership = self.membership
@@ -197,10 +197,10 @@ class ElasticChannel(Channel):
         return [values.get(rank, values[min(values)]) for rank in range(self.world_size)]
 
     def end_pause(self) -> None:
-        """Each member goes on by itself, and is waited for in its next step."""
+        """Nothing to do: each member goes on by itself, and is waited for in its next step."""
 
     def of_rank0(self, numbers: Tensor) -> Tensor:
-        """What the stages are planned from: the lowest member's ``numbers``, for who comes later too."""
+        """The lowest member's ``numbers``, from which the stages are planned; kept for ranks that come later."""
         membership = self.membership
 
         def published() -> str | None:
@@ -211,7 +211,7 @@ class ElasticChannel(Channel):
         return torch.tensor(json.loads(self._poll(published, "the stages")), dtype=numbers.dtype)
 
     def plan(self) -> tuple[list[float], list[float]]:
-        """What the stages were planned from, in a running job. Raises `PeerFailed` where it is not known in time."""
+        """What a running job's stages were planned from. Raises `PeerFailed` after ``give_up_s`` without an answer."""
         order, seconds = json.loads(self._poll(lambda: self.membership.published("plan"), "the stages"))
         return order, seconds
 
@@ -226,7 +226,7 @@ class ElasticChannel(Channel):
         return name
 
     def _poll(self, find: Callable[[], Found | None], what: str) -> Found:
-        """What ``find()`` finds in the store; members may leave meanwhile. Raises `PeerFailed` after ``give_up_s``."""
+        """Call ``find()`` until it finds something; members may change. Raises `PeerFailed` after ``give_up_s``."""
         until = time.monotonic() + self.give_up_s
         while (found := find()) is None:
             if self.ended is not None:
@@ -251,7 +251,7 @@ class ElasticChannel(Channel):
                 raise GroupsChanged
 
     def wait(self, work: dist.Work, step: int, what: str, give_up_s: float | None = None, epoch: int = 0) -> None:
-        """Wait for a collective; raises `GroupsChanged` when the members do, `PeerFailed` after ``give_up_s``."""
+        """Wait for a collective. Raises `GroupsChanged` if the members change, `PeerFailed` after ``give_up_s``."""
         until = time.monotonic() + (give_up_s or self.give_up_s)
         broke, long_wait = False, LongWait(self, step, what)
         while self.epoch == epoch:
@@ -277,13 +277,13 @@ class ElasticChannel(Channel):
         raise GroupsChanged
 
     def close(self) -> None:
-        """Leave the job: at the end of its loop when the others have come as far, and with the error that ends it."""
+        """Leave the job: with the error that ended it, or, after the loop, when the other members have come as far."""
         error = self._progress.uncaught
         if error is None or isinstance(error, PeerFailed) or self.membership.left_for_good:
             self.membership.leave_at_the_end()
         else:
             self.membership.leave_with_an_error(self._progress.raised(self.rank, error))
-        # a program that has caught it may go on with another model, and there the others wait for this rank
+        # a program that caught the error may go on with another model, and there the others wait for this rank
         if isinstance(error, JobDone):
             self.membership.end(DONE)
         self.membership.close()
@@ -291,5 +291,5 @@ class ElasticChannel(Channel):
 
 
 def _ended_start(store: Any, rank: int) -> Exited | None:
-    """How the process of a rank ended, and which of its starts that was, where an agent has said so."""
+    """How the last process of a rank ended, and its start number, if an agent has reported it."""
     return exited(store, rank) if "STRAGGLE_ELASTIC" in os.environ else None

@@ -1,4 +1,4 @@
-"""The thread that looks at the members' signs of life and at the view, and proposes to put out who is gone."""
+"""The thread that watches the members' signs of life and the view, and proposes to put out members that are gone."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from straggle.members.view import Elastic, Leaving, Silence, View, leader
 from straggle.members.view_chain import ViewChain
 from straggle.merge.store import StoreUnreachable
 
-_LOOK_S = 0.3  # between two looks at the others' signs of life and at the view: several requests, where a beat is one
-_QUICK_S = 0.5  # the silence that is enough where a connection has just broken
-_BROKEN_S = 3.0  # for how long a connection has just broken
-_DEAD_S = 60.0  # of silence of all that have the job's state: longer than most cuts of a link
+_LOOK_S = 0.3  # between two looks at signs of life and the view: several requests each, and a beat is one
+_QUICK_S = 0.5  # the silence that suffices if a connection has just broken
+_BROKEN_S = 3.0  # for how long a broken connection counts as just broken
+_DEAD_S = 60.0  # silence of all members that have the job's state: longer than most cuts of a link
 
 _log = logging.getLogger(__name__)
 
 
 class FailureDetector:
-    """Of one incarnation of one rank, from `start` to `stop`. It does nothing else, and beats at each look.
+    """Watches the members for one incarnation of one rank, from `start` to `stop`; it also beats at each look.
 
-    ``exited(store, rank)`` is how the rank's last process ended, where an agent has said so. ``least`` members have to
-    be left where one is put out because of its link.
+    ``exited(store, rank)`` is how the rank's last process ended, if an agent has reported it. At least ``least``
+    members stay when one is put out because of its link.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class FailureDetector:
         least: int,
         exited: Callable[[Any, int], Exited | None],
     ) -> None:
-        self.is_on = False  # whether it puts silent members out, from the time on when the rank can go on without them
-        self.healing: frozenset[int] = frozenset()  # members that could give no state now; by whoever merges
-        self.without_state: frozenset[int] = frozenset()  # members that wait for theirs; by whoever merges
-        self.is_out = False  # this rank is none, or its view is not formed yet; by whoever merges
+        self.is_on = False  # whether silent members are put out: from when this rank can go on without them
+        self.healing: frozenset[int] = frozenset()  # members that could give no state now; written by the merge
+        self.without_state: frozenset[int] = frozenset()  # members that wait for their state; written by the merge
+        self.is_out = False  # this rank is no member, or its view is not formed yet; written by the merge
         self.kept_out: Mapping[int, Leaving] = {}  # ranks that are no members until their link is back; see `keep_out`
         self.alone = False  # this rank is no member, and no member gives a sign of life
-        self.num_looks = 0  # that the store has answered
-        self.num_turns = 0  # that the thread has begun, whatever came of them
+        self.num_looks = 0  # looks that the store has answered
+        self.num_turns = 0  # looks that the thread has begun, answered or not
         self._chain, self._elastic, self._least = chain, elastic, least
         self._heartbeat, self._connections = heartbeat, connections
         self._joins, self._refill, self._exited = joins, refill, exited
@@ -63,33 +63,33 @@ class FailureDetector:
         self._lost = False  # the store did not answer
         self._stopping = threading.Event()
         self._wake = threading.Event()
-        self._life = 0  # which of the threads looks: one that is stuck has a successor
-        self.threads: list[threading.Thread] = []  # that may still be there, the last one last
+        self._life = 0  # the number of the thread in charge: a stuck thread gets a successor
+        self.threads: list[threading.Thread] = []  # those that may still run, the newest last
 
     # -- any thread
 
     @property
     def furthest_step(self) -> int:
-        """The step that the members are in, as they said last."""
+        """The furthest step that the members have reported with their signs of life."""
         return max(self._steps.values(), default=-1)
 
     def start(self) -> None:
-        """Begin, unless it has."""
+        """Start the thread, unless it runs."""
         if not self.threads:
             self._start()
             self._heartbeat.start()
 
     def stop(self) -> None:
-        """End the threads, and wait for none of them."""
+        """Tell the threads to end; does not wait for them."""
         self._stopping.set()
         self._wake.set()
         self._heartbeat.stop()
 
     def connect_anew(self) -> None:
-        """The thread is stuck in a request: another one goes on with a new connection, and so do the signs of life.
+        """Replace the thread, which is stuck in a request, by one with a new connection; also for the signs of life.
 
         A request that was on its way when a link was cut comes back when TCP tries again, which may be as long after
-        the cut as the cut was long. Until then this rank would be out, and not know it.
+        the cut as the cut was long. Until then this rank would be put out and not know it.
         """
         if not self._stopping.is_set():
             self._life += 1
@@ -97,12 +97,12 @@ class FailureDetector:
             self._heartbeat.connect_anew()
 
     def connection_broke(self) -> None:
-        """A merge ended in an error: who is silent now is suspected sooner."""
+        """Suspect silent members sooner: a merge has ended in an error."""
         self._broken_at = time.monotonic()
         self._wake.set()
 
     def keep_out(self, ranks: Mapping[int, Leaving]) -> None:
-        """From now on put these out, as far as the others may go on without them, and let none of them in."""
+        """From now on put these ranks out, as far as the others may go on without them, and let none of them in."""
         self.kept_out = ranks
         self._joins.hear_anew()
         self._wake.set()
@@ -125,7 +125,7 @@ class FailureDetector:
                 store = store or self._connections.connect()
                 self._heartbeat.beat(store)
                 view = self._read_or_fill(store)
-                if self._life != life:  # it was stuck, and has a successor
+                if self._life != life:  # this thread was stuck, and has a successor
                     return
                 if view is None:
                     continue
@@ -143,16 +143,16 @@ class FailureDetector:
                     return
                 self._note_lost(str(error).partition("\n")[0])
                 store = None
-                self._connections.forget_idle()  # theirs is the same store
+                self._connections.forget_idle()  # they lead to the same store
                 self._stopping.wait(1.0)
 
     def _between_looks_s(self) -> float:
-        """How often to look at the others: at each beat where something has happened, or is to."""
+        """Seconds between two looks at the others: those of a beat if a change has happened or is expected."""
         quiet = self.is_on and self._chain.is_member and not self._lost
         return _LOOK_S if quiet and time.monotonic() - self._broken_at >= _BROKEN_S else BEAT_S
 
     def _read_or_fill(self, store: Any) -> View | None:
-        """The view; ``None`` where the store was restarted, and this rank has done its part for there to be one."""
+        """The view; ``None`` if the store was restarted, after this rank has done its part in filling it."""
         try:
             view = self._chain.read(store)
         except StoreEmptied:
@@ -165,7 +165,7 @@ class FailureDetector:
         known = self._chain.view
         if view.generation > known.generation or view == known:
             return view
-        # the ranks that filled the store did not know this view; where they did, it has changed, and nothing happens
+        # in case the ranks that filled the store did not know this view; if they did, `replace` changes nothing
         self._chain.replace(store, view, known.again())
         return None
 
@@ -203,19 +203,19 @@ class FailureDetector:
             self._joins.forget()
 
     def _have_state(self, left: View, view: View) -> bool:
-        """Whether some of those that are left could go on; without one, who has been stopped is waited for."""
+        """Whether one of the members that are left has the state; if none, members that were stopped are waited for."""
         joined = view.joined if self.is_out else frozenset()
         return bool(set(left.ranks) - self.without_state - joined)
 
     def _look_from_outside(self, store: Any, view: View) -> None:
-        """How far the members are, before this rank comes back; and whether there is one that could let it in."""
+        """Learn how far the members are before this rank comes back, and whether one could let it in."""
         signs = self._hear(store, view, view.ranks)
         self._silence.look(time.monotonic(), signs)
         silent = set(self._silence.longer_than(_DEAD_S))
         self.alone = bool(signs) and all(rank in silent or self._ended(store, view, rank) for rank in signs)
 
     def _ended(self, store: Any, view: View, rank: int) -> Exited | None:
-        """How the process of this member ended, where its agent says so."""
+        """How the process of this member ended, if its agent has reported it."""
         ended = self._exited(store, rank)
         return ended if ended is not None and ended.count >= int(view.members[rank].partition("-")[0]) else None
 
@@ -224,10 +224,10 @@ class FailureDetector:
         left = view.without(own)
         if not own or left.shortfall(self._least, with_returning=False):
             return {}
-        return own if self._chain.rank == min(left.ranks, default=-1) else {}  # all know; one is enough to do it
+        return own if self._chain.rank == min(left.ranks, default=-1) else {}  # one proposes it for all
 
     def _hear(self, store: Any, view: View, ranks: Sequence[int]) -> dict[int, str]:
-        """The last signs of life of these members."""
+        """Read the last signs of life of these members."""
         signs = signs_of(store, view, ranks)
         self._steps = {rank: step_in(sign) for rank, sign in signs.items()}
         return signs

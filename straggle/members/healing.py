@@ -1,8 +1,8 @@
 """How a rank that comes back gets the state of the job: from one member, in the background, between two steps.
 
-The members let it in after step S. The one that leads copies its state as it enters step S + 1 and sends it, while the
-newcomer takes part at weight 0. With that state its training thread goes on from step S + 1, and takes what has been
-merged meanwhile from the ring.
+The members let it in after step S. The leader copies its own state as it enters step S + 1 and sends it, while the
+newcomer takes part at weight 0. With that state the newcomer's training thread goes on from step S + 1, and takes the
+steps that were merged meanwhile from the ring.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from straggle.policies.history import History
 from straggle.report import HealingReport
 
 _SEND_S = 60.0
-_SAY_S = 10.0  # of waiting after a step
+_SAY_S = 10.0  # of waiting after a step, before it is logged
 _MAX_BYTES = 1 << 40
-_PAGE_BYTES = 4096  # or more of them
+_PAGE_BYTES = 4096  # the smallest page of a system
 _OTHER_BYTES = 1 << 20  # of samplers, schedulers, and the policy's history
 
 _log = logging.getLogger(__name__)
 
 
 class Healing:
-    """Gives and takes state, for one wrapped model. All but `arrived` is called by the training thread."""
+    """Gives and takes state for one wrapped model. The training thread calls everything but `arrived`."""
 
     def __init__(
         self,
@@ -61,22 +61,22 @@ class Healing:
         self._module, self._module_state = module, state
         self._registered: Mapping[str, Any] = {}
         self._arrival: _Arrival | None = None
-        self._room: _Room | None = None  # for the state of this rank, which another one is to be given
-        self._given_bytes = 0  # the last time
+        self._room: _Room | None = None  # for a copy of this rank's state, for a newcomer
+        self._given_bytes = 0  # size of the state that was given last
         self.report = HealingReport()
         regrouping.on_joined, regrouping.leaves = self.let_in, self.leave_if_lost
         member.has_room = self._has_room
         regrouping.is_back = lambda: member.is_back and coordinator.is_planned
 
     def register(self, objects: Mapping[str, Any]) -> None:
-        """What has a ``state_dict`` and is to be given with the model."""
+        """Add objects whose ``state_dict()`` is given with the model. Raises ``TypeError`` for one without it."""
         for name, value in objects.items():
             if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
                 raise TypeError(f"{name}={value!r} has no state_dict() and load_state_dict()")
         self._registered = {**self._registered, **objects}
 
     def before_step(self) -> None:
-        """Between two steps: give this rank's state to a newcomer, or wait for that of another."""
+        """Between two steps: give this rank's state to a newcomer, or wait for another rank's state."""
         step = self._rank.training.step
         self._regrouping.ask_anew()
         if self._member.gives_state:
@@ -88,7 +88,7 @@ class Healing:
             self._member.is_back = True
             arrival, begins = self._arrival, self._rank.merging.takes_part_from
             if step < begins and (begins < sys.maxsize or step < self._membership.detector.furthest_step):
-                break  # its peers have made this step without it
+                break  # its peers have made this step without this rank
             self._member.awaits_state = True
             if begins == step and arrival is not None and arrival.state is not None:
                 self._take(arrival.view, arrival.state, loaders_too=False)
@@ -97,10 +97,10 @@ class Healing:
         self._member.awaits_state = False
 
     def after_step(self) -> None:
-        """After a step that was made without this rank: wait until it is known that its loop goes on.
+        """After a step that was made without this rank, wait until the members let it in or end their loops.
 
-        A loop that ended with this step would end with an older model than the others'. Raises `JobDone` where theirs
-        have ended.
+        If this rank's loop ended now, its model would be older than the others'. Raises `JobDone` if their loops have
+        ended.
         """
         member, following = self._member, self._coordinator.training.step
         say_at = time.monotonic() + _SAY_S
@@ -120,18 +120,18 @@ class Healing:
         member.awaits_state = False
 
     def _is_made(self, step: int) -> bool:
-        """Whether the members have made or begun this step, as far as this rank, which is out, knows."""
+        """Whether the members have made or begun this step, as far as this rank, which is no member, knows."""
         if (begins := self._rank.merging.takes_part_from) < sys.maxsize:
             return step < begins or ((arrival := self._arrival) is not None and arrival.state is not None)
         return step < self._membership.detector.furthest_step
 
     def take_first(self) -> None:
-        """Of a rank that comes to a running job, before its first step: wait for the state, and go on from there."""
+        """Wait for the state before the first step of a rank that comes to a running job, and go on from it."""
         until = time.monotonic() + self._channel.give_up_s
         self._member.awaits_state = True
         while (arrival := self._arrival) is None or arrival.state is None or not self._takes_part_from(arrival.view):
             self._rank.check_ended()
-            self._member.is_back = True  # also after it was put out because its state did not come
+            self._member.is_back = True  # also if it was put out because its state did not come
             if time.monotonic() > until:
                 raise PeerFailed(
                     f"rank {self._channel.rank} has asked to be let in, and the members (ranks "
@@ -143,18 +143,18 @@ class Healing:
         self._member.awaits_state = False
 
     def _takes_part_from(self, view: View) -> bool:
-        """Whether the coordinator has come to this view; the state may arrive before that."""
+        """Whether the coordinator has reached this view; the state may arrive earlier."""
         return self._rank.merging.takes_part_from == view.step
 
     def let_in(self, view: View) -> None:
-        """This rank is a member again, from ``view.step`` on; called by the thread that leads it from view to view."""
+        """This rank is a member again from ``view.step`` on; called by the thread of `Regrouping`."""
         self._arrival = _Arrival(self._channel, view)
 
     def leave_if_lost(self) -> None:
-        """Leave where the state that this rank waits for will not come, or where it has fallen behind too far.
+        """Leave if the state that this rank waits for will not come, or if it has fallen behind too far.
 
-        As long as the others may not go on without it, one that fell behind stays a member which gives nothing; it then
-        leaves for a moment when it is back.
+        If the others may not go on without it, a rank that fell behind stays a member and gives nothing; it leaves for
+        a moment when its training thread is back.
         """
         if self._member.fell_behind:
             at_once = self._member.is_back or self._member.owes_state
@@ -164,7 +164,7 @@ class Healing:
             self._membership.leave(Leaving("returns", f"returns: {lost}"), for_good=False)
 
     def _lost_state(self) -> str:
-        """Why the state that this rank waits for will not come; empty: it may, or it waits for none."""
+        """Why the awaited state will not come; empty if it may still come, or if this rank waits for none."""
         if (arrival := self._arrival) is None or arrival.state is not None:
             return ""
         giver, members = arrival.view.giver, self._membership.view.members
@@ -173,7 +173,7 @@ class Healing:
         return f"the state of the job did not come: {arrival.error}" if arrival.error is not None else ""
 
     def _make_room(self) -> None:
-        """Who asks this rank to be let in comes in after the step in which memory for the state was taken."""
+        """Take memory for the state if a newcomer asks; it is let in after the step in which that is done."""
         if not self._membership.joins.wanted:
             self._room = None
         elif self._room is None:
@@ -181,7 +181,7 @@ class Healing:
             self._membership.spawn(self._room.take)
 
     def _expected_bytes(self) -> int:
-        """Of the state that is to be given, asked only of what lends its tensors: others may copy them, or wait."""
+        """Expected size of the state; asks only objects that lend their tensors, as others may copy them or block."""
         states: list[Any] = [self._module.state_dict()]
         for name, value in self._registered.items():
             if name.startswith("straggle.") or isinstance(value, (nn.Module, Optimizer)):
@@ -189,7 +189,7 @@ class Healing:
         return max(self._given_bytes, _num_bytes(states) + _OTHER_BYTES)
 
     def _has_room(self) -> bool:
-        return (room := self._room) is not None and room.is_taken  # another thread may ask
+        return (room := self._room) is not None and room.is_taken  # called by other threads too
 
     def _give(self, step: int) -> None:
         began_at = time.monotonic()
@@ -218,7 +218,7 @@ class Healing:
         until = time.monotonic() + _SEND_S
         while (view := self._membership.admitted) is None or view.step < step:
             if time.monotonic() > until:
-                return  # they were not let in after all
+                return  # the newcomers were not let in after all
             time.sleep(0.005)
         if view.step > step:
             return
@@ -230,7 +230,7 @@ class Healing:
                 _log.warning("rank %d could not send its state to rank %d: %s", self._channel.rank, rank, error)
 
     def _pace(self, encoded: Encoded, step: int) -> Pace:
-        """Of a state as of ``step``: the newcomer keeps what is merged meanwhile, of which it is to be the larger."""
+        """The pace of a state as of ``step``: no more is to be merged meanwhile, in bytes, than the state has."""
         coordinator = self._coordinator
         most = max(coordinator.deadline.late_handling.max_lag, len(encoded.data) // max(1, coordinator.num_bytes))
         return Pace(self._is_merging, lambda: self._membership.step >= step + most)
@@ -240,7 +240,7 @@ class Healing:
             return (current := self._rank.merging.round) is not None and travels(current)
 
     def _take(self, view: View, state: Mapping[str, Any], *, loaders_too: bool) -> None:
-        """Go on from a state; ``loaders_too``: what the loop iterates over begins there as well."""
+        """Go on from a state; ``loaders_too``: also load the registered objects that the loop iterates over."""
         before, arrival = self.report, self._arrival
         if arrival is not None:
             seconds, nbytes = time.monotonic() - arrival.began_at, _num_bytes(state)
@@ -256,12 +256,12 @@ class Healing:
 
 
 class _Room:
-    """Memory for a state. Taking it from the system takes six times as long as the copy, while the peers wait."""
+    """Memory for a state, taken ahead: that takes six times as long as the copy, for which the peers wait."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = num_bytes
         self.memory: torch.Tensor | None = None  # all of it
-        self.is_taken = False  # or there is not enough, which is said where the state is copied
+        self.is_taken = False  # also if there is not enough: then `encode` takes its own
 
     def has(self, data: torch.Tensor) -> bool:
         return self.memory is not None and self.memory.data_ptr() == data.data_ptr()
@@ -293,12 +293,12 @@ class _Arrival:
             if not isinstance(state, dict):
                 raise ValueError("what came is no state")
             self.state = state
-        except Exception as error:  # whatever it is, as where memory is short: this rank would wait for ever
+        except Exception as error:  # any error, such as too little memory: otherwise this rank would wait for ever
             self.error = error
 
 
 def _pair(channel: ElasticChannel, view: View, rank: int, *, place: int) -> Any:
-    """A group of the giver, at place 0, and of one newcomer."""
+    """A group of two: the giver at place 0 and one newcomer at place 1."""
     with channel.membership.connection(f"state/{view.generation}/{rank}") as store:
         return gloo_group(store, place, 2, _SEND_S)
 

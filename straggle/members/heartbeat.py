@@ -11,17 +11,17 @@ from straggle.members.view import View
 from straggle.merge.store import peek
 
 BEAT_S = 0.1
-UNANSWERED_S = 5.0  # after which a rank that hears nothing from the store says nothing either: it could not be led
+UNANSWERED_S = 5.0  # a rank without answers from the store for so long stops its signs: no view would reach it
 _NO_SIGN = "0 -1"  # of a member that has not been heard since the store was restarted
 
 
 class Heartbeat:
-    """Of one incarnation of a rank: a sign ten times a second, from `start` to `stop`; ``step()`` is told with it.
+    """A sign of life of one incarnation of a rank, ten times a second from `start` to `stop`, with its ``step()``.
 
-    On a thread and a connection of its own. A sign of life is a word that is written, and the store says nothing to it.
-    So signs come as often on a link that is full or far, where an answer takes seconds, and a lost packet delays only
-    what comes before it is sent again. Who asks the store something calls `answered`: without answers for 5 s a rank is
-    silent, as its link is cut in one direction.
+    It has a thread and a connection of its own. A sign is one write, which the store does not answer. So signs keep
+    their rate on a link on which an answer takes seconds, and a lost packet delays only the signs until it is sent
+    again. Code that gets an answer from the store calls `answered`: without answers for 5 s a rank falls silent,
+    because its link is cut in one direction.
     """
 
     def __init__(
@@ -36,29 +36,29 @@ class Heartbeat:
         self._connect, self._step, self._clock = connect, step, clock
         self._answered_at = clock()
         self._stopping = threading.Event()
-        self._life = 0  # which of the threads beats: one that is stuck has a successor
-        self.threads: list[threading.Thread] = []  # that may still be there
+        self._life = 0  # the number of the thread in charge: a stuck thread gets a successor
+        self.threads: list[threading.Thread] = []  # those that may still run
 
     def beat(self, store: Any) -> None:
-        """Give a sign now, by this connection."""
+        """Send a sign now, by this connection."""
         store.set(self._key, f"{time.monotonic()} {self._step()}")
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self.answered()
         self._start()
 
     def answered(self) -> None:
-        """The store has answered a request just now."""
+        """Note that the store has answered a request just now."""
         self._answered_at = self._clock()
 
     def connect_anew(self) -> None:
-        """Go on with a new connection: the old one may be dead, which nothing tells who only writes."""
+        """Go on with a new connection: the old one may be dead, which a thread that only writes cannot notice."""
         self._life += 1
         self._start()
 
     def stop(self) -> None:
-        """End the threads, and wait for none of them."""
+        """Tell the threads to end; does not wait for them."""
         self._stopping.set()
 
     def _start(self) -> None:
@@ -74,18 +74,18 @@ class Heartbeat:
             try:
                 store = store or self._connect()
                 self.beat(store)
-            except (RuntimeError, OSError):  # who watches says that the store is lost
+            except (RuntimeError, OSError):  # `FailureDetector` reports that the store is lost
                 store = None
                 self._stopping.wait(1.0)
 
 
 def signs_of(store: Any, view: View, ranks: Sequence[int]) -> dict[int, str]:
-    """The last signs of life of these members of a view."""
+    """Read the last signs of life of these members of a view."""
     return {rank: peek(store, _key(rank, view.members[rank])) or _NO_SIGN for rank in ranks}
 
 
 def step_in(sign: str) -> int:
-    """The step that its rank was in."""
+    """The step that the rank was in when it sent this sign."""
     return int(sign.split(" ")[1])
 
 

@@ -9,14 +9,14 @@ from straggle.report import MembersReport
 
 
 class MembersHooks:
-    """A copy of the model has none. ``last_report`` is what they were called with last."""
+    """The hooks of one model; a copy of it has none. ``last_report``: what the hooks were called with last."""
 
     def __init__(self) -> None:
         self.register: OrderedDict[int, Callable[[MembersReport], None]] = OrderedDict()
         self.last_report: MembersReport | None = None
 
     def changed(self, report: MembersReport) -> None:
-        """Members have left or come in; called by the thread that follows them."""
+        """Call the hooks: members have left or joined. Runs on the thread of `Regrouping`."""
         self.last_report = report
         for hook in tuple(self.register.values()):
             hook(report)

@@ -1,4 +1,4 @@
-"""Who asks to be let in, as it lies in the job's store: a newcomer asks, and the member that leads hears it."""
+"""Requests to be let in, kept in the job's store: a newcomer asks, and the leader reads it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from straggle.members.view import Seal, View
 
 
 class Refused(ValueError):
-    """The members do not let this rank in: it has another model or other options than they."""
+    """The members do not let this rank in: its model or its options differ from theirs."""
 
 
 class JoinRequests:
-    """Of one incarnation of one rank; ``description``: what newcomers must have in common with the members.
+    """Requests by and to one incarnation of one rank. ``description``: what newcomers must share with the members.
 
-    ``wanted``: who asks to be let in, by rank, as far as this rank has heard.
+    ``wanted``: by rank, the requests to be let in that this rank has read.
     """
 
     def __init__(self, rank: int, world_size: int, incarnation: str, seal: Seal) -> None:
@@ -24,7 +24,7 @@ class JoinRequests:
         self._seal = seal
         self.description = ""
         self.wanted: Mapping[int, str] = {}
-        self._number = 0  # how often a rank has asked, as this one has dealt with
+        self._number = 0  # the number of the request that was dealt with last
 
     def ask(self, store: Any) -> None:
         """Ask to be let in; the members answer with a view that has this incarnation, or with a refusal."""
@@ -33,13 +33,13 @@ class JoinRequests:
         store.add("joins", 1)
 
     def check_refused(self, store: Any) -> None:
-        """Raise `Refused` where the members do not let this rank in."""
+        """Raise `Refused` if the members do not let this rank in."""
         key = f"refused/{self._rank}/{self._incarnation}"
         if store.check([key]) and (why := self._seal.open(key, store.get(key).decode())) is not None:
             raise Refused(why)
 
     def hear(self, store: Any, view: View, kept_out: Collection[int]) -> None:
-        """Look who asks, but for ranks that are ``kept_out``; who is refused is told why."""
+        """Read the requests, except those of ranks in ``kept_out``; a refused rank is told why."""
         if (number := store.add("joins", 0)) == self._number:
             return
         wanted = {}
@@ -58,24 +58,24 @@ class JoinRequests:
         self._number, self.wanted = number, wanted
 
     def hear_anew(self) -> None:
-        """Who has asked is heard once more."""
+        """Read all requests once more."""
         self._number = 0
 
     def forget(self) -> None:
-        """Another rank leads; should this one lead again, it hears again who asks."""
+        """Forget the requests, as another rank leads; if this one leads again, it reads them again."""
         self.wanted, self._number = {}, 0
 
     def take(self, store: Any, view: View) -> dict[int, str]:
-        """Those that have asked and are no members, who are to be let in now."""
+        """Take the requests of ranks that are no members and are to be let in now."""
         new = {rank: own for rank, own in self.wanted.items() if view.members.get(rank) != own}
         self.wanted = {}
-        for rank in new:  # or it would be let in again, by the next leader, when it has left and does not ask
+        for rank in new:  # or the next leader would let it in again after it has left, without a new request
             store.delete_key(f"join/{rank}")
         return new
 
 
 def _refusal(ours: str, theirs: str) -> str:
-    """Why who describes itself so is not let in; empty: it is."""
+    """Why a rank with the description ``theirs`` is not let in; empty if it is."""
     if ours == theirs:
         return ""
     own, other = json.loads(ours), json.loads(theirs)

@@ -1,4 +1,4 @@
-"""How the ranks of a job meet whose members change, when they wrap a model."""
+"""How the ranks of a job whose members change meet when they wrap a model."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from straggle.version import __version__
 def meet_members(
     elastic: Elastic, wrapped: Wrapped, make_alike: Callable[[Channel], None], *, give_up_s: float
 ) -> ElasticChannel:
-    """The channel to the members, which have the same module and options; one that comes late asks nothing yet.
+    """The channel to the members, which have the same module and options; a rank that comes late asks nothing yet.
 
-    ``make_alike(channel)`` compares the ranks' models, and gives all of them that of rank 0.
+    ``make_alike(channel)`` compares the ranks' models and gives the model of rank 0 to all.
     """
     channel = ElasticChannel(elastic, give_up_s=give_up_s)
     in_common = {**asdict(wrapped), "straggle": __version__}
@@ -35,7 +35,7 @@ def meet_members(
 
 
 def _become_alike(channel: ElasticChannel, make_alike: Callable[[Channel], None]) -> bool:
-    """The same among ranks that may be started again meanwhile; false if the ranks have to meet again for it."""
+    """Call ``make_alike``; false if a rank was restarted meanwhile, so that the ranks have to meet again."""
     try:
         make_alike(channel)
         return channel.membership.has_wrapped(channel.give_up_s)

@@ -1,4 +1,4 @@
-"""This rank as a member of a job whose members change: since when it is one, and what it lacks when it is back."""
+"""This rank as a member of a job whose members change: since when it is a member, and what it lacks when it is back."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from straggle.merge.telemetry import absent_row
 from straggle.policies.history import History
 from straggle.policies.rank_links import RankLink
 
-_SHRINKS = 0.9  # of the merged steps that waited for a healed rank are left when it has taken as many
+_SHRINKS = 0.9  # a backlog that is at least this part of the last one hardly shrinks: the rank need not catch up
 _NEWCOMERS_LAG = 64  # steps that are merged before a rank which was let in counts as stuck
 _log = logging.getLogger(__name__)
 
 
 class Member:
-    """The part of the coordinator that follows the members.
+    """The state of this rank that follows the members; a part of the coordinator.
 
-    Three kinds of callers. The thread that leads the rank from view to view (`elastic.py`) calls `freeze`,
-    `telemetry_of`, `regroup`, `put_out` and `end`, and `healing.py` what is beside them; these take the lock. What the
-    coordinator and its other parts call stands at the end, and is called with the lock held. ``is_back`` and
-    ``awaits_state`` are written by the training thread alone.
+    It has three kinds of callers. The thread of `Regrouping` calls `freeze`, `telemetry_of`, `regroup`, `put_out` and
+    `end`; `healing.py` calls the methods after them; all of these take the lock. The methods at the end are called by
+    the coordinator and its parts, which hold the lock. ``is_back`` and ``awaits_state`` are written by the training
+    thread alone.
     """
 
     def __init__(self, rank: RankParts, membership: Membership) -> None:
@@ -40,31 +40,31 @@ class Member:
         self._lock = rank.merging.lock
         self._membership = membership
         self.links: PutOut | None = None  # who is put out because of its link; `None`: no rank
-        self.changed_in = -1  # the step in which the members changed last, alike for all of them
+        self.changed_in = -1  # the step in which the members changed last, the same on all of them
         self.fell_behind = False  # a member that needs a state, because more steps were merged than may wait for it
         self.is_back = False  # the training thread has been between two steps since
-        self.awaits_state = False  # it does nothing else
-        self.has_room: Callable[[], bool] = lambda: False  # for its state, which others are to be given
-        self._last_taken_at = 0  # the step that was being merged when it took one last
-        self._catch_up: tuple[int, int] | None = None  # a healed rank: the step that it is to come to, and from how far
+        self.awaits_state = False  # it waits for its state and does nothing else
+        self.has_room: Callable[[], bool] = lambda: False  # for its state's copy
+        self._last_taken_at = 0  # the step that was being merged when it last took a merged step
+        self._catch_up: tuple[int, int] | None = None  # a healed rank: the step it must reach, and its lag then
         self._healing: frozenset[int] = frozenset()  # members that wait for their state
-        self._last_telemetry = torch.empty(0)  # of the step that was merged last, for a member that lacks it
+        self._last_telemetry = torch.empty(0)  # of the last merged step, for a member that lacks it
         self._tables: list[tuple[int, Table]] = []  # of the steps that were merged while this rank waits for its state
-        self._gives_at = -1  # the step at whose beginning this rank's state is another's
+        self._gives_at = -1  # at the beginning of this step a newcomer gets this rank's state
 
     @property
     def is_out(self) -> bool:
-        """Whether it is no member, or waits for the view that lets it in."""
+        """Whether this rank is no member, or waits for the view that lets it in."""
         return self._rank.merging.takes_part_from == sys.maxsize and not self.fell_behind
 
     def notes_of(self, current: Round) -> Notes:
-        """What is kept with a round."""
+        """The notes kept with a round, with the current members' ranks."""
         return notes_of(current, self._rank.rounds.ranks)
 
-    # -- the members change; called by the thread that leads this rank from view to view
+    # -- the members change; called by the thread of `Regrouping`
 
     def freeze(self) -> MergeProgress:
-        """The members change: launch nothing before `regroup`. How far this rank has come."""
+        """The members change: launch nothing before `regroup`. Returns how far this rank has come."""
         with self._lock:
             return self._freeze()
 
@@ -79,7 +79,7 @@ class Member:
         return freeze(current, self.notes_of(current))
 
     def telemetry_of(self, step: int) -> Tensor:
-        """The merged telemetry of ``step``, to be given to who lacks it; zeros where this rank has none."""
+        """The merged telemetry of ``step``, for members that lack it; zeros if this rank has none."""
         merging = self._rank.merging
         with self._lock:
             if merging.round is not None and merging.round.step == step:
@@ -93,7 +93,7 @@ class Member:
         merging = self._rank.merging
         with self._lock:
             if merging.round is not None:
-                self.notes_of(merging.round)  # of the members until now
+                self.notes_of(merging.round)  # made now, with the ranks of the old view
             self._rank.rounds.merge_among(groups, view.ranks, view.generation)
             self.changed_in = repair.step
             self._note_healing((self._healing | view.joined) & set(view.ranks))
@@ -128,7 +128,7 @@ class Member:
             go_on(current, notes, groups.gradients, repair, place_of, renew, new=new, generation=view.generation)
 
     def _come_in(self, view: View, repair: Repair) -> None:
-        """This rank is let in: it gives nothing until it has its state."""
+        """This rank is let in; it gives no gradients until it has its state."""
         training, merging = self._rank.training, self._rank.merging
         merging.takes_part_from, self._tables, self._catch_up = view.step, [], None
         self._membership.detector.is_out = False
@@ -141,20 +141,20 @@ class Member:
         self._rank.stand_in.give_nothing(True)
 
     def judge_long_merge(self, links: Sequence[RankLink]) -> None:
-        """A merge takes many times as long as usual, and meanwhile this rank has measured these links."""
+        """Judge the links that this rank has measured during a merge that takes many times as long as usual."""
         with self._lock:
             if self.links is not None:
                 self.links.long_merge(links)
 
     def put_out(self) -> None:
-        """This rank is no member any more: its steps have no merge before it is let in again."""
+        """This rank is no longer a member: its steps have no merge until it is let in again."""
         merging = self._rank.merging
         with self._lock:
             self._rank.channel.epoch += 1
             self._rank.rounds.merge_among_none()
             merging.takes_part_from, self._gives_at = sys.maxsize, -1
             self._membership.detector.is_out = True
-            self.is_back = self.is_back and self.fell_behind  # then it is known already that it was away
+            self.is_back = self.is_back and self.fell_behind  # if it fell behind, it is known already that it was away
             self.fell_behind = False
             merging.restore(merging.step)
             self._rank.ring.clear()
@@ -173,16 +173,16 @@ class Member:
 
     @property
     def gives_state(self) -> bool:
-        """Whether the state in which the training thread enters its step is another's to go on from."""
+        """Whether a newcomer is to go on from the state with which the training thread enters its step."""
         return self._gives_at == self._rank.training.step
 
     @property
     def owes_state(self) -> bool:
-        """Whether a newcomer waits for the state in which the training thread is still to enter a step."""
+        """Whether a newcomer waits for the state of a step that the training thread has not entered yet."""
         return self._gives_at >= self._rank.training.step
 
     def healed(self, step: int, history: History, deadline_s: float) -> None:
-        """The training thread has the state of its peers at the beginning of ``step``: it takes part from there on."""
+        """The training thread has its peers' state at the beginning of ``step``, and takes part from there on."""
         training, merging, deadline, ring = (
             self._rank.training,
             self._rank.merging,
@@ -191,7 +191,7 @@ class Member:
         )
         with self._lock:
             training.restore(step)
-            # nor does it take part in a step that the stand-in has submitted meanwhile: nothing that it did is merged
+            # it takes no part in a step that the stand-in has submitted meanwhile either: its work there is not merged
             training.stop_only_up_to(max(step - 1, merging.step if merging.submitted else merging.step - 1))
             for number in [number for number in ring if number < step]:
                 del ring[number]
@@ -211,8 +211,8 @@ class Member:
     def admits(self, current: Round) -> bool:
         """Whether ranks that ask may come in after this round's step, as far as this rank is concerned.
 
-        Who is stood in for could not give its state, and who has no room for it yet would give it late; before the
-        stages are planned no rank can merge with newcomers.
+        A rank that is stood in for could not give its state, and one without memory for the copy would give it late.
+        Before the stages are planned no rank can merge with newcomers.
         """
         return (
             bool(self._membership.joins.wanted)
@@ -222,7 +222,7 @@ class Member:
         )
 
     def rows_merged(self, current: Round) -> None:
-        """Who was no member when the rows were merged has none; the members may have changed since."""
+        """Clear the rows of ranks that were no members when rows were merged; the members may have changed since."""
         notes = self.notes_of(current)
         current.is_read = False
         if len(notes.row_ranks) < self._rank.channel.world_size:
@@ -232,13 +232,13 @@ class Member:
         self._last_telemetry = current.buffers.telemetry.clone()
 
     def merged(self, current: Round) -> None:
-        """A step is merged: who has its state, and who is let in.
+        """A step is merged: note which ranks have their state, and which are let in.
 
-        If another member had it complete before, the members have changed since. So who was to be let in after it has
-        been, or was not: no view comes that this rank could wait for.
+        If another member had this step complete earlier, the members have changed since. Then newcomers after this step
+        are decided already: no view comes that this rank could wait for.
         """
         membership, step, table = self._membership, current.step, current.table
-        if self.fell_behind:  # nothing in the ring is for a rank that is to take a state
+        if self.fell_behind:  # a rank that is to take a state needs nothing of the ring
             self._rank.ring.clear()
         rank, stood_in = self._rank.channel.rank, table.stood_in_ranks()
         membership.step = self._rank.merging.step
@@ -249,11 +249,11 @@ class Member:
         else:
             self._judge_links(step, table)
         if self._catch_up is not None and stood_in >= set(self._rank.rounds.ranks):
-            self._end_healing()  # the others are at their end, or no further: none of them waits for this rank
+            self._end_healing()  # the others have ended or are no further: none of them waits for this rank
         if table.admits() and not self.notes_of(current).complete:
             if table.admits_of(rank):
                 self._gives_at = step + 1
-            self._freeze()  # nothing of the next step is on its way when the others come in
+            self._freeze()  # so that nothing of the next step is in flight when newcomers come in
             membership.chain.hold(step + 1, leads=table.admits_of(rank))
 
     def _judge_links(self, step: int, table: Table) -> None:
@@ -266,14 +266,14 @@ class Member:
         self._membership.detector.without_state = ranks - own
 
     def taken(self) -> None:
-        """The training thread has taken a merged step."""
+        """Note that the training thread has taken a merged step."""
         self._last_taken_at = self._rank.merging.step
         self._end_healing_if_caught_up()
 
     def fall_behind_if_full(self) -> None:
-        """Where no more merged steps may wait for it, the training thread takes a state when it is back.
+        """If the ring is full, drop it: the training thread takes a peer's state when it is back.
 
-        The ring is dropped, and the peers do not wait for this rank.
+        The peers do not wait for this rank meanwhile.
         """
         if not self._ring_is_full():
             return
@@ -297,7 +297,7 @@ class Member:
     def _ring_is_full(self) -> bool:
         """Whether no more merged steps may wait for the training thread.
 
-        One that was let in has as many as it needs to come as far, but not if it is stuck.
+        A rank that was let in may keep as many as it needs to catch up, unless it is stuck.
         """
         max_lag = self._rank.deadline.late_handling.max_lag
         if self._rank.stand_in.gives_nothing:
@@ -306,10 +306,11 @@ class Member:
         return len(self._rank.ring) - int(self._rank.training.taking) >= max_lag
 
     def _end_healing_if_caught_up(self) -> None:
-        """A rank that has its state again gives nothing, and is not waited for, until it has taken what was merged.
+        """A healed rank gives nothing, and is not waited for, until it has taken the steps merged meanwhile; then end
+        that.
 
-        While it takes that, more is merged. One whose loop is not faster than its peers' steps would never come to the
-        end of it, so it goes on as any rank when the rest has hardly become less.
+        While it takes them, more are merged. A rank whose loop is not faster than its peers' steps would never catch
+        up, so it goes on like any rank as soon as its backlog hardly shrinks.
         """
         if self._catch_up is None or self._rank.training.step < self._catch_up[0]:
             return

@@ -1,8 +1,8 @@
-"""This rank's place in the chain of views: how it comes into a job, what it says there, and how it leaves.
+"""This rank's place in the chain of views: how it comes into a job, what it publishes there, and how it leaves.
 
-One thread sends signs of life and another one looks at those of others. Neither does anything else, so that a rank
-whose other threads are busy is not taken for dead. Everything that is said here lies in a corner of the job's store
-that is the same for all incarnations of all ranks.
+One thread sends signs of life and another one watches those of others. Neither does anything else, so that a rank whose
+other threads are busy is not taken for dead. Everything published here lies under one prefix of the job's store, which
+is the same for all incarnations of all ranks.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from straggle.merge.channel import PeerFailed
 from straggle.merge.store import ANSWER_S, peek
 
 _LINGER_S = 2.0
-_END_S = 5.0  # for threads to come back when the model is closed
+_END_S = 5.0  # for threads to end when the model is closed
 
 _log = logging.getLogger(__name__)
 
 
 class TooFewRanks(PeerFailed):
-    """The job has fewer members than it may go on with: only ``ranks``."""
+    """The job has fewer members than it may go on with: only ``ranks`` are left."""
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -46,19 +46,19 @@ class TooFewRanks(PeerFailed):
 
 
 class JobDone(PeerFailed):
-    """This rank was out, or was started again, when the others came to the end of their loops with this model.
+    """This rank was out, or was restarted, when the others came to the end of their loops with this model.
 
-    A program that goes on with another model catches it, and wraps that one. Where it ends the process, the launcher
-    does not start that again.
+    A program that goes on with another model catches this and wraps that model. If it ends the process, the launcher
+    does not restart it.
     """
 
 
 class Membership:
-    """Of one incarnation of one rank, from `begin` to `close`; any thread may ask.
+    """The membership of one incarnation of one rank, from `begin` to `close`; any thread may use it.
 
-    ``chain`` are the views, and ``watch`` looks at the other members. ``connect()`` makes a connection to the job's
-    store, in the corner of this model. ``exited(store, rank)`` is how the rank's last process ended, where an agent has
-    said so.
+    ``chain`` has the views, and ``detector`` watches the other members. ``connect()`` makes a connection to the job's
+    store, under the prefix of this model. ``exited(store, rank)`` is how the rank's last process ended, if an agent has
+    reported it.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class Membership:
         self.rank, self.world_size = rank, world_size
         self.elastic, self.least = elastic, elastic.least(world_size)
         self.incarnation = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT') or 0}-{uuid.uuid4().hex[:12]}"
-        self.step = -1  # that this rank's merge is in; read by its own beats
+        self.step = -1  # the step of this rank's merge; sent with its signs of life
         self.admitted: View | None = None  # the last view in which this rank let others in
-        self.left_for_good = False  # by its own will, so it does not ask to be let in again
+        self.left_for_good = False  # it left by its own will, and does not ask to be let in again
         self._seal = Seal(os.environ.get("STRAGGLE_JOB_SECRET", ""))
         self.connections = Connections(connect)
         self.joins = JoinRequests(rank, world_size, self.incarnation, self._seal)
@@ -106,10 +106,10 @@ class Membership:
         return self.chain.is_member
 
     def check_done(self) -> None:
-        """Raise `JobDone` where all others have ended their loops, and this rank has not.
+        """Raise `JobDone` if all others have ended their loops and this rank has not.
 
-        Where no member lives that could let this rank in, the job is done for those that have ended theirs; raises
-        `TooFewRanks` where none has.
+        If no live member could let this rank in, the job is done if some rank has ended its loop; raises `TooFewRanks`
+        if none has.
         """
         view, ended = self.view, sorted(self.view.ended)
         if self.left_for_good:
@@ -124,9 +124,9 @@ class Membership:
             )
 
     def begin(self, limit_s: float) -> bool:
-        """Find the job's view, or agree on the first one with all ranks; whether this rank comes to a running job.
+        """Find the job's view, or agree on the first one with all ranks. Returns whether this rank joins a running job.
 
-        Raises `PeerFailed` where not all ranks come within ``limit_s``, or the job is over before it has begun.
+        Raises `PeerFailed` if not all ranks come within ``limit_s``, or if the job is over before it has begun.
         """
         store, until = self.connections.own(), time.monotonic() + limit_s
         self._heartbeat.beat(store)
@@ -150,14 +150,14 @@ class Membership:
         return not (self.is_member and self.view.generation == 0)
 
     def annul(self, view: View) -> None:
-        """Give a first view up that has not begun: all its ranks agree on another one."""
+        """Give up a first view that has not begun: all its ranks agree on another one."""
         self.chain.annul(self.connections.own(), view)
 
     def has_wrapped(self, limit_s: float) -> bool:
-        """This rank has wrapped its model: wait for the others. From then on, who is started again comes late.
+        """This rank has wrapped its model: wait for the others. After that a restarted rank comes to a running job.
 
-        False where one was started again before that: the first view was given up. Raises `PeerFailed` where the others
-        have not wrapped theirs within ``limit_s``.
+        False if a rank was restarted before that: the first view was given up. Raises `PeerFailed` if the others have
+        not wrapped theirs within ``limit_s``.
         """
         view, store, until = self.view, self.connections.own(), time.monotonic() + limit_s
         keys = [f"wrapped/{view.job}/{rank}" for rank in view.ranks]
@@ -180,17 +180,17 @@ class Membership:
         return True
 
     def admit(self, step: int) -> None:
-        """Let those in that have asked: they take part from ``step`` on, and this rank sends them its state."""
+        """Let in the ranks that have asked: they take part from ``step`` on, and this rank sends them its state."""
         store, view = self.connections.own(), self.view
         new = self.joins.take(store, view)
-        following = view.with_joined(new, step=step, giver=self.rank)  # even for none: all wait for it
+        following = view.with_joined(new, step=step, giver=self.rank)  # also if none has asked: all members wait for it
         if self.chain.propose(store, view, following):
             self.admitted = following
 
     def leave(self, why: Leaving, *, for_good: bool = True, if_spared: bool = False) -> None:
-        """This rank takes no further part, or none ``for_good`` and none before it is let in again.
+        """This rank leaves the members, for good or until it is let in again.
 
-        ``if_spared``: only where the others may go on without it.
+        ``if_spared``: only if the others may go on without it.
         """
         self.left_for_good |= for_good
         if not self.chain.has_view or not self.is_member:
@@ -207,16 +207,16 @@ class Membership:
                     return
 
     def leave_at_the_end(self) -> None:
-        """The same when this rank's loop is over: first it waits, for a moment, for the others to come as far.
+        """Leave when this rank's loop is over; first wait for a moment for the others to come as far.
 
-        They may need it for the step that it has just ended. A store that stands still is not waited for.
+        They may need this rank for the step that it has just ended. A store that does not answer is not waited for.
         """
         self.spawn(self._leave_with_the_others).join(_LINGER_S + ANSWER_S)
 
     def leave_with_an_error(self, reason: str) -> None:
-        """The same when this rank's own code raised; for as long as a store that answers needs.
+        """Leave because this rank's own code raised; waits only for as long as a store that answers needs.
 
-        Where the others cannot go on without it, the job is over: this process may be gone before they say so.
+        If the others cannot go on without it, this reports that the job is over: later this process may be gone.
         """
         self.spawn(self._leave_with_an_error, reason).join(ANSWER_S)
 
@@ -237,7 +237,7 @@ class Membership:
                     time.sleep(0.02)
             self.leave(DONE)
         except (RuntimeError, OSError, ValueError) as error:
-            _log.info("rank %d left without a word: %s", self.rank, error)
+            _log.info("rank %d left without notice: %s", self.rank, error)
 
     def look(self) -> None:
         """Read the view now."""
@@ -245,31 +245,31 @@ class Membership:
 
     @contextlib.contextmanager
     def connection(self, corner: str) -> Iterator[Any]:
-        """A connection to a corner of the store that no other thread uses meanwhile.
+        """A connection to the part ``corner`` of the store, which no other thread uses meanwhile.
 
-        It is kept for the next one: making one takes seconds where a name server does not answer.
+        It is kept for the next caller: making one takes seconds if a name server does not answer.
         """
         with self.connections.lent() as store:
             yield dist.PrefixStore(self.corner(corner), store)  # type: ignore[attr-defined]
 
     def publish(self, key: str, word: str) -> None:
-        """Leave a word for all incarnations of all ranks, unless there is one."""
+        """Write a word for all incarnations of all ranks, unless the key has one."""
         sealed = self.connections.own().compare_set(key, "", self._seal.seal(key, word)).decode()
         self._refill.note(key, sealed)
 
     def published(self, key: str) -> str | None:
-        """A word that was left, if there is one of this job."""
+        """The word that was published under this key in this job, if any."""
         if (sealed := peek(self.connections.own(), key)) is None:
             return None
         self._refill.note(key, sealed)
         return self._seal.open(key, sealed)
 
     def note(self, key: str, word: str) -> None:
-        """Say this again where the store is restarted."""
+        """Write this again if the store is restarted."""
         self._refill.note(key, word)
 
     def spawn(self, target: Callable[..., None], *args: Any) -> threading.Thread:
-        """Start a thread that waits for other ranks, and may be left to itself; `close` waits for it, for a moment."""
+        """Start a thread that waits for other ranks and may be abandoned; `close` waits for it for a moment."""
         thread = threading.Thread(target=target, args=args, name="straggle-members", daemon=True)
         with self._spawning:
             thread.start()
@@ -277,17 +277,17 @@ class Membership:
         return thread
 
     def corner(self, name: str) -> str:
-        """A corner of the store that who does not know the job's secret cannot guess."""
+        """A prefix in the store that cannot be guessed without the job's secret."""
         return self._seal.seal(name, "").strip()
 
     def end(self, why: str) -> None:
-        """The job goes on no more: who is started again would wait for members that are not there."""
+        """Report that the job is over: a restarted rank would wait for members that are not there."""
         post_over(self.connections.own(), why)
 
     def close(self) -> None:
         """End the threads."""
         self.detector.stop()
-        # while Python ends, a thread that comes back from the store would end the process with an error
+        # a thread that returns from a store request while Python ends would end the process with an error
         until = time.monotonic() + _END_S
         for thread in (*self.detector.threads, *self._heartbeat.threads, *self._threads):
             if thread is not threading.current_thread():

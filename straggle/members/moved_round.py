@@ -1,4 +1,4 @@
-"""A round whose members change before it is over: what each has of it, and how those that are left go on."""
+"""A round whose members change before it is over: what each has of it, and how the remaining members go on."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from straggle.report import CAUSES
 
 @dataclass
 class Notes:
-    """What is kept with a round where members change; `notes_of` makes them.
+    """What is kept with a round in a job whose members change; made by `notes_of`.
 
-    ``row_ranks``: those that the rows are of. ``merged``: buckets that are known to be merged. ``lost``: those that a
-    change of members took from it. ``last_message``: over when all members have all of the step. ``complete``: some
-    member had it complete, and gave this rank the rows of all.
+    ``row_ranks``: the ranks whose rows are merged. ``merged``: buckets known to be merged. ``lost``: buckets that were
+    lost by a change of members. ``last_message``: ends when all members have all of the step. ``complete``: some member
+    had the step complete, and gave this rank all rows.
     """
 
     row_ranks: tuple[int, ...]
@@ -33,14 +33,14 @@ class Notes:
 
 
 def notes_of(current: Round, ranks: tuple[int, ...]) -> Notes:
-    """Those of a round; ``ranks``: the members, if it has none yet."""
+    """The notes of a round; made with the members ``ranks`` if it has none yet."""
     if not isinstance(current.notes, Notes):
         current.notes = Notes(ranks)
     return current.notes
 
 
 def freeze(current: Round, notes: Notes) -> MergeProgress:
-    """Launch nothing from here on: the members change. How far this rank has come."""
+    """Launch nothing from here on: the members change. Returns how far this rank has come."""
     current.group = None
     notes.merged |= {b for b, works in enumerate(current.launched) if works and all(map(succeeded, works))}
     complete = notes.complete or (notes.last_message is not None and succeeded(notes.last_message))
@@ -58,10 +58,11 @@ def go_on(
     new: bool,
     generation: int,
 ) -> None:
-    """Go on among the members of ``group``; ``place_of`` each rank in it, ``new``: this rank has just joined.
+    """Go on among the members of ``group``. ``place_of``: each rank's place in it. ``new``: this rank has just joined.
 
-    What was on its way and no member has is lost: its gradients count nothing. The old merges may still write into the
-    buffers that they were launched with, also if they only give once more what is there, so ``renew()`` gives others.
+    A bucket that was in flight and that no member has is lost: its gradients do not count. The old merges may still
+    write into the buffers that they were launched with, even if only what is there already, so ``renew()`` gives other
+    buffers.
     """
     num_launched = repair.num_launched if new else len(current.launched)
     lost = frozenset(b for b in range(num_launched) if b not in notes.merged)
@@ -81,7 +82,7 @@ def go_on(
 
 
 def without_lost(row: Row, current: Round, notes: Notes) -> Row:
-    """The row, without what a change of members took."""
+    """The row without the stages whose buckets were lost by a change of members."""
     if not notes.lost:
         return row
     names = {stage.name for bucket in notes.lost for stage in current.layout.buckets[bucket]}
@@ -95,7 +96,7 @@ def without_lost(row: Row, current: Round, notes: Notes) -> Row:
 
 
 def travels(current: Round) -> bool:
-    """Whether anything that was launched is not over."""
+    """Whether anything that was launched is still in flight."""
     last = current.notes.last_message if isinstance(current.notes, Notes) else None
     works = chain(chain.from_iterable(current.launched), [] if last is None else [last])
     return not all(work.is_completed() for work in works)

@@ -1,10 +1,10 @@
-"""Which members are put out because of their links, and until when: decided by all members alike.
+"""Which members are put out because of their links, and until when: all members decide the same.
 
-After merged steps all judge the links (`slow_members.py`). Who is put out is left out of the next view, and is not
-let in while it stays so. In the middle of a merge that takes many times as long as usual one member judges, by what it
-has measured meanwhile, and the others follow the view that comes of it. Members ping who is out, so that all know from
-the telemetry when its link is back; then it is let in as any rank that asks. A member that was let in has what is
-remembered with its state.
+After merged steps all members judge the links (`slow_members.py`). A rank that is put out is not in the next view, and
+is not let in until its link is back. During a merge that takes many times as long as usual, one member judges the links
+that it has measured meanwhile, and the others follow its view. Members ping the ranks that are out, so that all know
+from the telemetry when a link is back; the rank is then let in like any rank that asks. A newcomer gets what the
+members remember with its state.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class PutOut:
-    """Of one wrapped model. ``out`` may be read by any thread; the rest is called with the coordinator's lock held.
+    """Decides for one wrapped model. Any thread may read ``out``; the rest is called with the coordinator's lock held.
 
     ``num_bytes`` of gradients are merged in a step.
     """
@@ -37,8 +37,8 @@ class PutOut:
         self._num_bytes = num_bytes
         self._known = SlowMembers()
         self._seen: SeenLinks | None = None  # at the last look
-        self._by_link: frozenset[int] = frozenset()  # those of the view that was followed last
-        self._following: tuple[int, frozenset[int]] = 0, frozenset()  # from which step on which ranks are out by it
+        self._by_link: frozenset[int] = frozenset()  # the ranks out by their links in the view that was followed last
+        self._following: tuple[int, frozenset[int]] = 0, frozenset()  # since which step who is out by it
 
     @property
     def out(self) -> frozenset[int]:
@@ -46,13 +46,13 @@ class PutOut:
         return self._known.out
 
     def begin_anew(self) -> None:
-        """This rank is no member any more."""
+        """Forget everything: this rank is no longer a member."""
         self._seen, self._by_link, self._following = None, frozenset(), (0, frozenset())
         self._use(SlowMembers(), {})
 
     def merged(self, step: int, table: Table, num_messages: int) -> None:
-        """A step is merged: who is put out from the next one on, and who may come back."""
-        if step < self._known.step:  # it is in what this rank was given
+        """Decide after a merged step which ranks are out from the next step on, and which may come back."""
+        if step < self._known.step:  # the state that this rank was given has this step
             return
         before, seconds = self._followed(step), table.last_submitted_s + max(table.column("merge_s"))
         known = before.after_step(step, seconds, lambda: self._look(table, num_messages, before.out), self._min_gain)
@@ -67,7 +67,7 @@ class PutOut:
         self._use(known, {rank: _why(links, rank) if links else _NO_REASON for rank in known.out} | kept)
 
     def _look(self, table: Table, num_messages: int, out: frozenset[int]) -> SeenLinks:
-        """What all members know after a step of which this is the table."""
+        """What all members know of the links after the step of this table."""
         times = [own_s for own_s in table.compute_s() if own_s > 0]
         compute_s = median(times) if times else 0.0
         absent, least = table.absent_ranks() - out, self._membership.least
@@ -75,7 +75,7 @@ class PutOut:
         return self._seen
 
     def _followed(self, step: int) -> SlowMembers:
-        """What was known before ``step``, as all members have it that followed the same views."""
+        """What was known before ``step``, the same on all members that followed the same views."""
         first, gone = self._following
         if step < first or gone <= self._known.out:
             return self._known
@@ -83,9 +83,9 @@ class PutOut:
         return self._known.without(gone - self._known.out)
 
     def long_merge(self, links: Sequence[RankLink]) -> None:
-        """A merge takes many times as long as usual, and this rank has measured these links meanwhile: who is put out.
+        """Put out members during a merge that takes many times as long as usual, by the links measured meanwhile.
 
-        Only the member that is to propose the next view does so: the others may not have measured the same.
+        Only the member that proposes the next view does so: the others may have measured other values.
         """
         view = self._membership.view
         if self._seen is None or not self._membership.is_member:
@@ -112,17 +112,17 @@ class PutOut:
         self._known = known
         self._detector.keep_out(why)
 
-    # -- for a member that is let in; by the training thread, while nothing else is called
+    # -- for a newcomer; called by the training thread while nothing else is called
 
     def state_dict(self) -> dict[str, Any]:
-        """What the members know of who was put out."""
+        """What the members remember of the ranks that were put out."""
         return {
             name: sorted(value) if isinstance(value, frozenset) else value
             for name, value in asdict(self._known).items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Go on from `state_dict` of another member."""
         known = SlowMembers(**{**state, "out": frozenset(state["out"])})
         self._use(known, dict.fromkeys(known.out, _NO_REASON))
 

@@ -1,8 +1,8 @@
-"""A job's store that was restarted is empty: what its members say again, so that it is the job's store once more.
+"""A job's store that was restarted is empty: its members write again what they know, so that the job can go on.
 
-Each rank leaves the newest view that it knows. As soon as all members of the newest of these have, or after a moment
-enough of them, the view that follows it is written, with the same members. It is a new one, because nobody can say what
-the store knew last: a view that only half of the members had come to is left behind like that.
+Each rank writes the newest view that it knows. As soon as all members of the newest of these have done so, or after a
+moment enough of them, its successor is written, with the same members. It is a new view, because no rank knows what the
+store had last: a view that only half of the members had seen is superseded.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from typing import Any
 from straggle.members.view import Seal, View
 from straggle.merge.store import peek
 
-GATHER_S = 5.0  # for members to find the store, which each looks for every second
+GATHER_S = 5.0  # for members to find the store again; each tries every second
 
 _log = logging.getLogger(__name__)
 
 
 def following(known: Mapping[int, View], waited_s: float, *, least: int) -> View | None:
-    """The view to go on with, from the newest that each rank knows; ``None``: more ranks have to say theirs.
+    """The view to go on with, from the newest that each rank knows; ``None`` if more ranks have to write theirs.
 
-    Ranks that were out know an old one. So it takes as many members of the newest one as a job goes on with: some of
-    those have seen each view that anyone acted on. A member that says nothing within `GATHER_S` is not waited for.
+    Ranks that were out know an old view. So as many members of the newest view are needed as a job goes on with: some
+    of them have seen each view that any rank acted on. A member that writes nothing within `GATHER_S` is not waited
+    for.
     """
     if not known:
         return None
@@ -39,7 +40,7 @@ def following(known: Mapping[int, View], waited_s: float, *, least: int) -> View
 
 
 class Refill:
-    """This rank's part in it; one thread fills, and any thread notes what is to be said again."""
+    """This rank's part in filling the store: one thread fills, and any thread notes what is to be written again."""
 
     def __init__(self, rank: int, world_size: int, least: int, seal: Seal) -> None:
         self._rank, self._world_size, self._least = rank, world_size, least
@@ -48,14 +49,14 @@ class Refill:
         self._began_at: float | None = None
 
     def note(self, key: str, word: str) -> None:
-        """A word, as it lies in the store, that whoever comes later has to find there."""
+        """Note a word, as it lies in the store, that ranks which come later must find there."""
         self._words[key] = word
 
     def fill(self, store: Any, view: View) -> None:
-        """Say again what this rank knows; ``view`` is the newest that it has seen. To be called until there is one."""
+        """Write what this rank knows; ``view`` is the newest that it has seen. Call it until the store has a view."""
         if self._began_at is None:
             self._began_at = time.monotonic()
-            _log.warning("rank %d: the job's store was restarted; its members say again what it knew", self._rank)
+            _log.warning("rank %d: the job's store was restarted; its members write again what it had", self._rank)
         for key, word in list(self._words.items()):
             store.compare_set(key, "", word)
         key = f"known/{self._rank}"
@@ -66,17 +67,17 @@ class Refill:
             sealed = self._seal.seal("view", again.encode())
             if store.compare_set("view", "", sealed).decode() == sealed:
                 _log.warning(
-                    "generation %d, ranks %s: the members that the job's store knows again",
+                    "generation %d, ranks %s: the members, which the job's store has again",
                     again.generation,
                     list(again.ranks),
                 )
 
     def filled(self) -> None:
-        """There is a view."""
+        """Note that the store has a view."""
         self._began_at = None
 
     def _known(self, store: Any, rank: int, job: str) -> View | None:
-        """The newest view of this job that a rank knows, if it has said so."""
+        """The newest view of this job that a rank knows, if it has written one."""
         key = f"known/{rank}"
         if (sealed := peek(store, key)) is None or (word := self._seal.open(key, sealed)) is None:
             return None

@@ -1,4 +1,4 @@
-"""The thread that leads a rank from view to view: it forms the new groups, and ends the step that was running."""
+"""The thread that takes a rank from view to view: it forms the new groups and ends the step that was running."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from straggle.merge.channel import GroupsChanged
 from straggle.merge.store import StoreUnreachable
 from straggle.report import MembersReport
 
-_LOOK_S = 0.2  # between two looks at what there is to do
-_ASKED_LOOK_S = 0.02  # the same of a rank that asks to be let in: from then on the members wait for it
+_LOOK_S = 0.2  # between two checks for something to do
+_ASKED_LOOK_S = 0.02  # the same for a rank that asks to be let in: once it is, the members wait for it
 _ASK_AGAIN_S = 2.0
-_STUCK_S = 12.0  # in one request to the store; a connection is made, or not, in less
-_ANSWERS, _TURNS = 0, 1  # what the store's silence is known by: its answers, and whether any request ends
-_RETURN_S = 10.0  # for a rank that left to be let in again; then it is missed
+_STUCK_S = 12.0  # in one request to the store; connecting succeeds or fails in less
+_ANSWERS, _TURNS = 0, 1  # keys of the store's silence: its answers, and requests that end
+_RETURN_S = 10.0  # within which a returning rank is not counted as missing
 
 _log = logging.getLogger(__name__)
 
 
 class Regrouping:
-    """The thread that leads a rank from view to view, from `start` to `close`.
+    """The thread that takes a rank from view to view, from `start` to `close`.
 
     The gradients of a step are merged in at most ``max_buckets``, whatever the stages.
     A rank that was put out asks to be let in again as soon as its training thread is back.
@@ -42,23 +42,23 @@ class Regrouping:
         self._closing = False
         self._newer_at = time.monotonic()  # when the members changed last
         self._asked_at: float | None = None
-        self._silence = Silence(_LOOK_S)  # of the job's store
-        self.on_joined: Callable[[View], None] | None = None  # this rank was let in
-        self.leaves: Callable[[], None] | None = None  # it leaves where it has to
-        self.is_back: Callable[[], bool] | None = None  # its training thread would take a state
+        self._silence = Silence(_LOOK_S)  # the silence of the job's store
+        self.on_joined: Callable[[View], None] | None = None  # called when this rank was let in
+        self.leaves: Callable[[], None] | None = None  # leaves the members if this rank has to
+        self.is_back: Callable[[], bool] | None = None  # whether the training thread would take a state
         self.on_changed: Callable[[MembersReport], None] | None = None
-        self._reported = self._membership.view  # up to which changes were reported
+        self._reported = self._membership.view  # the view up to which changes were reported
         self._thread = threading.Thread(target=self._run, name="straggle-regrouping", daemon=True)
 
     def start(self) -> None:
-        """Start the thread: from now on the others go on where a member leaves."""
+        """Start the thread: from now on the remaining members go on if one leaves."""
         self._membership.detector.is_on = True
         self._thread.start()
 
     def close(self) -> None:
         """End the thread."""
         self._closing = self._channel.closing = True
-        # a hook of this thread may hold the model last, and then it is this thread that closes it
+        # if a hook holds the model's last reference, this thread itself closes the model
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(5.0)
 
@@ -68,7 +68,7 @@ class Regrouping:
         self._membership.joins.ask(self._membership.connections.own())
 
     def ask_anew(self) -> None:
-        """The same for a rank that left with an error, and whose loop goes on all the same."""
+        """Ask to be let in, if this rank left with an error and its loop goes on all the same."""
         if self._membership.left_for_good:
             self._membership.left_for_good = False
             self.ask()
@@ -80,7 +80,7 @@ class Regrouping:
                 try:
                     self._look()
                 except (dist.DistStoreError, dist.DistNetworkError, OSError):
-                    self._membership.connections.forget_own()  # whose loss is known by its silence
+                    self._membership.connections.forget_own()  # its loss is noticed by the store's silence
                     time.sleep(_LOOK_S)
         except BaseException as error:
             if not self._closing:
@@ -90,12 +90,12 @@ class Regrouping:
                     self._membership.end(str(error))
 
     def _look(self) -> None:
-        """Do what is to be done now, or wait for a moment."""
+        """Do what is due now, or wait for a moment."""
         if self._membership.is_member and self.leaves is not None:
             self.leaves()
         asks = self._asked_at is not None and not self._membership.is_member
         if asks:
-            with contextlib.suppress(ValueError):  # a view of another job; who watches says so
+            with contextlib.suppress(ValueError):  # a view of another job, which `FailureDetector` reports
                 self._membership.look()
         if self._membership.chain.wait_newer(self._channel.generation, _ASKED_LOOK_S if asks else _LOOK_S):
             self._newer_at = time.monotonic()
@@ -106,7 +106,7 @@ class Regrouping:
             self._ask_if_ready()
 
     def _check_store(self) -> None:
-        """Without its store no rank can leave or come back, so the job ends when that has been lost for too long."""
+        """End the job if its store has been lost for too long: without it no rank can leave or come back."""
         membership = self._membership
         signs = {_ANSWERS: str(membership.detector.num_looks), _TURNS: str(membership.detector.num_turns)}
         self._silence.look(time.monotonic(), signs)
@@ -122,13 +122,13 @@ class Regrouping:
     def _ask_if_ready(self) -> None:
         if self._asked_at is not None:
             self._membership.joins.check_refused(self._membership.connections.own())
-            if time.monotonic() - self._asked_at > _ASK_AGAIN_S:  # who heard it may be gone
+            if time.monotonic() - self._asked_at > _ASK_AGAIN_S:  # the member that read the request may be gone
                 self.ask()
         elif not self._membership.left_for_good and self.is_back is not None and self.is_back():
             self.ask()
 
     def _follow(self) -> None:
-        """Come to the newest view."""
+        """Follow the newest view."""
         membership = self._membership
         if membership.chain.held is not None:
             self._let_in(*membership.chain.held)
@@ -142,11 +142,11 @@ class Regrouping:
             self._channel.generation = view.generation
             return
         if self._asked_at is not None and not self._member.is_out:
-            self._member.put_out()  # this view was there before the one that put it out was followed
+            self._member.put_out()  # the view that put this rank out was skipped: this newer one was there first
         began_at = time.monotonic()
         progress = self._member.freeze()
         joins = progress.step < 0
-        if joins and self._channel.rank not in view.joined:  # it came too late to the view that let it in
+        if joins and self._channel.rank not in view.joined:  # it was too late for the view that let it in
             late = "returns: it was let in, and the members changed before it was ready"
             membership.leave(Leaving("returns", late), for_good=False)
             return
@@ -162,7 +162,7 @@ class Regrouping:
         self._report(view, time.monotonic() - began_at)
 
     def _say_why(self, view: View) -> None:
-        """A rank that others have put out knows of it here."""
+        """Log why this rank is no longer a member, if others have put it out."""
         changes = view.changes_since(self._reported, dict(self._membership.chain.changes))
         self._reported = view
         for change in changes:
@@ -216,7 +216,7 @@ class Regrouping:
         self._member.regroup(channel.groups, view, way, telemetry)
 
     def _let_in(self, step: int, leads: bool) -> None:
-        """The members wait for a view in which others come in."""
+        """Wait for the view in which newcomers come in; this rank writes it if it leads."""
         self._membership.chain.held = None
         until = time.monotonic() + 5.0
         if leads:

@@ -1,8 +1,8 @@
 """What one rank sends another so that it can go on from there: a training state as JSON and bytes, without pickle.
 
-The header describes the state. What JSON has is itself there; all else is a list that begins with its kind:
-``["tuple", ...]``, ``["dict", [key, value], ...]``, ``["tensor", dtype, shape, stride, offset, nbytes]``. The receiver
-builds the kinds that stand in `_build` and nothing else: a header can name no class and no function.
+The header describes the state. What JSON can express stands for itself; everything else is a list that begins with its
+kind: ``["tuple", ...]``, ``["dict", [key, value], ...]``, ``["tensor", dtype, shape, stride, offset, nbytes]``. The
+receiver builds only the kinds in `_build`: a header can name no class and no function.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Node: TypeAlias = Any  # of JSON
 Path: TypeAlias = "tuple[str | int, ...]"
 
 MAX_DEPTH = 50  # lists in dicts in tuples
-CHUNK_BYTES = 2**18, 2**24  # the first ones' at least, and any one's at most; each has the group's time limit to itself
+CHUNK_BYTES = 2**18, 2**24  # size of the first chunks, and the largest size; each chunk may take the group's time limit
 
-_NUM_CHUNKS = 256  # as long as the network's latency is short beside a chunk
-_OUTWEIGHS = 4.0  # times the latency, that a chunk is to take
+_NUM_CHUNKS = 256  # chunks of a state if the network's latency is short beside a chunk
+_OUTWEIGHS = 4.0  # a chunk is to take so many times the latency
 
 _MAGIC = int.from_bytes(b"straggl\x03", "big")  # the last byte is the version
 _TAG = 0x5747
@@ -37,7 +37,7 @@ _NAMES = (
 _DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in _NAMES.split()}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _SEQUENCES: dict[Any, str] = {list: "list", tuple: "tuple", torch.Size: "tuple"}
-# MultiStepLR keeps a Counter, and fails with a dict in its place
+# for MultiStepLR, which keeps a Counter and fails with a plain dict
 _MAPPINGS: dict[Any, str] = {dict: "dict", OrderedDict: "dict", Counter: "counter"}
 
 
@@ -52,9 +52,9 @@ class Encoded:
 def encode(state: Any, room: Tensor | None = None) -> Encoded:
     """A snapshot of nested dicts (keys: str, int), lists, tuples, plain values and dense tensors on any device.
 
-    ``room``: flat uint8 memory on the CPU for ``data``, which is used where it is enough.
+    ``room``: flat uint8 memory on the CPU for ``data``, used if it is large enough.
     Parameters become plain tensors, an ``OrderedDict`` becomes a dict: the versions of modules, an attribute of
-    ``module.state_dict()``, are not sent. Raises ``TypeError`` for what cannot be, with its place:
+    ``module.state_dict()``, are not sent. Raises ``TypeError`` for a value that cannot be sent, with its place:
     ``optimizer.state[3].hook``.
     """
     tensors: list[tuple[Tensor, list[Node]]] = []
@@ -74,8 +74,8 @@ def encode(state: Any, room: Tensor | None = None) -> Encoded:
 def decode(header: bytes, data: Tensor) -> Any:
     """The state that `encode` was given. Its tensors are new, on the CPU, and share no memory with ``data``.
 
-    They have the strides of ``clone()``: one that is ``channels_last`` stays so. Raises ``ValueError`` where the header
-    claims what cannot be.
+    They have the strides of ``clone()``: one that is ``channels_last`` stays so. Raises ``ValueError`` if the header is
+    inconsistent.
     """
     if data.dtype != torch.uint8 or data.dim() != 1 or data.device.type != "cpu":
         raise ValueError(f"the data is {data.dtype} {tuple(data.shape)} on {data.device}, not flat uint8 on the CPU")
@@ -94,10 +94,10 @@ def send(
     *,
     now: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Send a state to the other member of a ``ProcessGroupGloo``, which has to `receive` it.
+    """Send a state to the other member of a ``ProcessGroupGloo``, which must call `receive`.
 
-    ``pause(num_bytes, seconds)`` is called after each chunk but the last, with what it took until the peer had it.
-    Raises ``RuntimeError`` where the peer is gone, or takes no chunk within the group's time limit: drop the group.
+    ``pause(num_bytes, seconds)`` is called after each chunk but the last, with the seconds until the peer had it.
+    Raises ``RuntimeError`` if the peer is gone, or takes no chunk within the group's time limit: then drop the group.
     """
     has_it = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
@@ -105,7 +105,7 @@ def send(
         began_at = now()
         for message in messages:
             group.send([message], peer, _TAG).wait()
-        group.recv([has_it], peer, _TAG).wait()  # not before that: what was sent may wait in the system
+        group.recv([has_it], peer, _TAG).wait()  # until then, sent bytes may wait in the system
         return now() - began_at
 
     header = torch.frombuffer(bytearray(encoded.header), dtype=torch.uint8)
@@ -122,10 +122,10 @@ def send(
 
 
 def receive(group: Any, peer: int, *, max_bytes: int) -> Any:
-    """The state that the other member of a ``ProcessGroupGloo`` sends. Memory for it is taken after the check.
+    """The state that the other member of a ``ProcessGroupGloo`` sends. Memory is taken after the size is checked.
 
-    Raises ``ValueError`` where the peer announces more than ``max_bytes``, or no state of this version, and
-    ``RuntimeError`` where it is gone. After either drop the group, so that the peer's `send` ends too.
+    Raises ``ValueError`` if the peer announces more than ``max_bytes``, or no state of this version, and
+    ``RuntimeError`` if it is gone. After either, drop the group, so that the peer's `send` ends too.
     """
     sizes, size = torch.zeros(3, dtype=torch.int64, device="cpu"), torch.zeros(1, dtype=torch.int64, device="cpu")
     group.recv([sizes], peer, _TAG).wait()
@@ -154,10 +154,9 @@ def receive(group: Any, peer: int, *, max_bytes: int) -> Any:
 
 
 class _ChunkSize:
-    """How many bytes the next chunk is to have: few, so that gradients get their turn, and more where it would travel
-    for hardly longer than its answer.
+    """The size of the next chunk: small, so that gradients get their turn, and larger if the latency would outweigh it.
 
-    ``latency_s``: what a message without content took until it was answered; gradients may have held it up.
+    ``latency_s``: the seconds until an empty message was answered; gradients may have delayed it.
     """
 
     def __init__(self, num_bytes: int, latency_s: float) -> None:
@@ -166,20 +165,20 @@ class _ChunkSize:
         self._latency_s, self._most = latency_s, most
 
     def took(self, num_bytes: int, seconds: float) -> None:
-        """What a chunk took until the peer had it."""
+        """Note the seconds until the peer had a chunk."""
         self._latency_s = min(self._latency_s, seconds)
         if num_bytes == self.num_bytes and seconds < _OUTWEIGHS * self._latency_s:
             self.num_bytes = min(2 * self.num_bytes, self._most)
 
 
 def _describe(value: Any, path: Path, tensors: list[tuple[Tensor, list[Node]]]) -> Node:
-    """The node of a value; collects the tensors, whose nodes do not have their offset and nbytes yet."""
+    """The node of a value; collects its tensors, whose nodes lack offset and nbytes until later."""
     kind = type(value)
     if value is None or kind in (bool, str):
         return value
     if kind is int:
-        return value if value.bit_length() < 64 else ["int", hex(value)]  # Python reads no decimal of 4301 digits
-    if isinstance(value, float):  # numpy's float64 too, which schedulers compute
+        return value if value.bit_length() < 64 else ["int", hex(value)]  # Python parses no decimal of 4301 digits
+    if isinstance(value, float):  # also numpy's float64, which schedulers compute
         return float(value) if math.isfinite(value) else ["float", str(float(value))]
     if kind is bytes:
         return ["bytes", value.hex()]
@@ -188,7 +187,7 @@ def _describe(value: Any, path: Path, tensors: list[tuple[Tensor, list[Node]]]) 
         if not strided or value.is_meta or value.dtype not in _DTYPE_NAMES:
             what = f"a {kind.__qualname__} of {value.dtype}, {value.layout}, on {value.device}"
             raise TypeError(f"{_place(path)} is {what}, which cannot be sent: let its state_dict() give a dense tensor")
-        stride = torch.empty_like(value, device="meta").stride()  # the dimensions in their order in memory, no gaps
+        stride = torch.empty_like(value, device="meta").stride()  # the dimensions in memory order, without gaps
         tensors.append((value.detach(), ["tensor", _DTYPE_NAMES[value.dtype], list(value.shape), list(stride)]))
         return tensors[-1][1]
     if kind not in _SEQUENCES and kind not in _MAPPINGS:
@@ -244,10 +243,10 @@ def _fits(shape: list[int], stride: list[int], nbytes: int, itemsize: int) -> bo
         if size > 1 and step != numel and nbytes:
             return False
         numel, reach = numel * size, reach * (size or 1)
-    return len(shape) == len(stride) and numel * itemsize == nbytes and reach < 2**63  # an empty one has to fit too
+    return len(shape) == len(stride) and numel * itemsize == nbytes and reach < 2**63  # also for an empty tensor
 
 
 def _place(path: Path) -> str:
-    """``optimizer.state[3].exp_avg``."""
+    """The place of a value as text, such as ``optimizer.state[3].exp_avg``."""
     plain = (f".{key}" if isinstance(key, str) and key.isidentifier() else f"[{key!r}]" for key in path)
     return "".join(plain).removeprefix(".") or "the state"

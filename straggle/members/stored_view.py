@@ -1,4 +1,4 @@
-"""The view as it lies in the job's store: one sealed value, which is replaced by compare-and-set."""
+"""The view in the job's store: one sealed value, which is replaced by compare-and-set."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _KEY = "view"
 
 
 class StoreEmptied(dist.DistStoreError):
-    """The job's store has no view: it was restarted, or its ranks are to agree on a first one."""
+    """The job's store has no view: it was restarted, or its ranks have yet to agree on a first one."""
 
 
 class StoredView:
-    """Reads and replaces it; any thread may, with a connection of its own."""
+    """Reads and replaces the view; any thread may, with a connection of its own."""
 
     def __init__(self, seal: Seal, world_size: int) -> None:
         self._seal, self._world_size = seal, world_size
-        self._last: tuple[str, View] | None = None  # what was read last, sealed and not
+        self._last: tuple[str, View] | None = None  # the view that was read last, sealed and opened
 
     def read(self, store: Any) -> View:
-        """Raises `StoreEmptied` where there is none, and ``ValueError`` where it is none of this job."""
+        """The view. Raises `StoreEmptied` if there is none, and ``ValueError`` if it is not of this job."""
         if not (sealed := peek(store, _KEY)):
             raise StoreEmptied("the job's store has no view of its members")
         if (last := self._last) is not None and last[0] == sealed:
@@ -36,11 +36,11 @@ class StoredView:
         return view
 
     def begin(self, store: Any, first: View) -> bool:
-        """Write a first view where there is none; whether it is this one."""
+        """Write a first view unless there is a view; returns whether ``first`` is the view now."""
         return self._swap(store, "", self._sealed(first))
 
     def replace(self, store: Any, old: View, new: View) -> bool:
-        """Write ``new`` where ``old`` lies; whether ``new`` lies there then."""
+        """Replace ``old`` by ``new`` if ``old`` is the view; returns whether ``new`` is the view now."""
         return self._swap(store, self._sealed(old), self._sealed(new))
 
     def annul(self, store: Any, first: View) -> None:

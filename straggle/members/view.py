@@ -1,7 +1,7 @@
-"""Who takes part: the chain of views, and when a silent member is put out of it; all pure.
+"""The members of a job: the chain of views, and when a silent member is put out; all pure.
 
-A *view* is one value in the job's store. Who wants another replaces it by compare-and-set, so there is one chain of
-views and no split brain: a rank that cannot reach the store is not in the job.
+A *view* is one value in the job's store. A rank that wants another view replaces it by compare-and-set, so there is one
+chain of views and no split brain: a rank that cannot reach the store is not in the job.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from straggle.policies.deadline import is_number
 from straggle.report import LEAVING_KINDS, LeavingKind
 
-WATCHED = 3  # members that each one watches: those that follow it, in a ring
+WATCHED = 3  # members that each member watches: those that follow it in the ring
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Elastic:
 
     ``min_ranks``: with fewer members the job ends (default: more than half of those that it was started with).
     ``suspect_s``: a member that has sent no sign of life for so many seconds is put out; one that is slow is not.
-    ``link_gain``: a member whose link is slow is put out while the others are expected to merge so many times as many
-    gradients a second without it, and comes back with its link; infinite: it stays.
+    ``link_gain``: a member whose link is slow is put out while the others are expected to merge at least ``link_gain``
+    times as many gradients a second without it; it comes back when its link does. Infinite: no member is put out.
     """
 
     min_ranks: int | None = None
@@ -44,7 +44,7 @@ class Elastic:
             raise ValueError(f"link_gain={self.link_gain!r}: must be a number, at least 1 (inf: no member is put out)")
 
     def least(self, world_size: int) -> int:
-        """The smallest number of members that go on. Raises ``ValueError`` where the job has fewer ranks."""
+        """The smallest number of members that go on. Raises ``ValueError`` if the job has fewer ranks."""
         if (self.min_ranks or 0) > world_size:
             raise ValueError(f"min_ranks={self.min_ranks}: there are only {world_size} ranks")
         return self.min_ranks or world_size // 2 + 1
@@ -52,7 +52,7 @@ class Elastic:
 
 @dataclass(frozen=True)
 class Leaving:
-    """Why a member leaves: in one word, and in words."""
+    """Why a member leaves: a kind, in one word, and a reason, in a sentence."""
 
     kind: LeavingKind
     reason: str
@@ -65,7 +65,7 @@ TOO_FAR_BEHIND = "it fell behind by more merged steps than may wait for it (max_
 
 @dataclass(frozen=True)
 class Change:
-    """What became of one rank from one view to the next; ``joined`` or left, and why; ``kind``: where it left."""
+    """A rank that ``joined`` or left from one view to the next, and why; ``kind``: that of its leaving."""
 
     rank: int
     joined: bool
@@ -74,18 +74,18 @@ class Change:
 
     @staticmethod
     def left(rank: int, why: Leaving) -> Change:
-        """It left."""
+        """The change of a rank that left."""
         return Change(rank, False, why.reason, why.kind)
 
 
 @dataclass(frozen=True)
 class View:
-    """The members of one generation, each with its incarnation: a process that is started again is another one.
+    """The members of one generation, each with its incarnation; a restarted process is another incarnation.
 
-    ``changes`` are those from the view before. Ranks that joined take part from ``step`` on, and get their state from
-    the member ``giver``. ``ended``: ranks whose loop is over; ``returning``: those that live and may be let in again.
+    ``changes`` since the view before. Ranks that joined take part from ``step`` on, and get their state from
+    the member ``giver``. ``ended``: ranks whose loop is over; ``returning``: ranks that live and may be let in again.
     ``job``: drawn with the first view, and the same in all that follow it. ``begun``: all members of the first view
-    have wrapped their model; before that it is given up where one of them is started again.
+    have wrapped their model; until then the view is given up if one of them is restarted.
     """
 
     generation: int
@@ -111,11 +111,11 @@ class View:
 
     @property
     def has_begun(self) -> bool:
-        """Whether who is no member comes late; a view that has a successor has begun."""
+        """Whether ranks that are no members come late; a view that has a successor has begun."""
         return self.begun or self.generation > 0
 
     def without(self, gone: Mapping[int, Leaving]) -> View:
-        """The next view, without these members; why each of them left."""
+        """The next view, without the members ``gone``, each with its reason."""
         left = {rank: own for rank, own in self.members.items() if rank not in gone}
         changes = tuple(Change.left(rank, gone[rank]) for rank in sorted(gone) if rank in self.members)
         ended = self.ended | {change.rank for change in changes if change.kind == "done"}
@@ -129,19 +129,20 @@ class View:
 
     @property
     def is_done(self) -> bool:
-        """Whether none is left because their loops are over."""
+        """Whether no member is left because all loops are over."""
         return not self.members and bool(self.ended)
 
     def shortfall(self, least: int, *, with_returning: bool) -> bool:
         """Whether there are fewer members than the job may go on with.
 
-        Ranks whose loop is over are not missed. Those that are about to be let in again count for a moment, if wanted.
+        Ranks whose loop is over are not missed. ``with_returning``: ranks that are about to be let in again count as
+        members.
         """
         number = len(self.members) + (len(self.returning - set(self.members)) if with_returning else 0)
         return number < max(1, least - len(self.ended))
 
     def with_joined(self, new: Mapping[int, str], *, step: int, giver: int) -> View:
-        """The next view, with new incarnations of these ranks; an older one of the same rank is put out."""
+        """The next view, with new incarnations of these ranks; older incarnations are put out."""
         changes = [Change.left(rank, STARTED_AGAIN) for rank in sorted(new) if rank in self.members]
         changes += [Change(rank, True, "came back") for rank in sorted(new)]
         return View(
@@ -157,9 +158,9 @@ class View:
         )
 
     def changes_since(self, old: View, seen: Mapping[tuple[int, bool], Change]) -> tuple[Change, ...]:
-        """What became of the members since ``old``, however many views lie between; ``seen``: by rank and joined.
+        """The changes of members since ``old``, over any number of views; ``seen``: by rank and joined.
 
-        Views that follow one another quickly are not all seen by every member.
+        Not every member sees all views that follow one another quickly.
         """
         gone = [rank for rank in old.ranks if self.members.get(rank) != old.members[rank]]
         new = [rank for rank in self.ranks if old.members.get(rank) != self.members[rank]]
@@ -180,7 +181,7 @@ class View:
         return tuple(following[:WATCHED])
 
     def encode(self) -> str:
-        """As it lies in the store."""
+        """The text that is kept in the store."""
         changes = [[change.rank, change.joined, change.reason, change.kind] for change in self.changes]
         members = {str(rank): self.members[rank] for rank in self.ranks}
         apart = [sorted(self.ended), sorted(self.returning), sorted(self.by_link)]
@@ -188,7 +189,7 @@ class View:
 
     @classmethod
     def decode(cls, text: str, world_size: int) -> View:
-        """Raises ``ValueError`` for anything that is no view of such a job."""
+        """The view of a text. Raises ``ValueError`` if it is no view of a job of ``world_size`` ranks."""
         try:
             generation, members, changes, step, giver, ended, returning, by_link, job, begun = json.loads(text)
             view = cls(
@@ -215,22 +216,22 @@ def _kind(word: object) -> LeavingKind:
 
 
 class Seal:
-    """Words in the job's store that only who knows the job's secret can have written.
+    """Signs words in the job's store, so that only ranks that know the job's secret can have written them.
 
-    Without a secret whoever reaches the store can write there.
+    Without a secret, anyone who can reach the store can write there.
     """
 
     def __init__(self, secret: str) -> None:
         self._key = secret.encode()
 
     def seal(self, key: str, word: str) -> str:
-        """The word for ``key``, with its signature; the word of one key is none of another's."""
+        """The word for ``key``, with its signature; it is valid for this key only."""
         return f"{self._sign(key, word)} {word}"
 
     def open(self, key: str, sealed: str) -> str | None:
-        """The word, or ``None`` where the signature is not of this job."""
+        """The word, or ``None`` if the signature is not of this job."""
         signature, _, word = sealed.partition(" ")
-        expected = self._sign(key, word).encode()  # as bytes: of text the comparison takes ASCII only
+        expected = self._sign(key, word).encode()  # as bytes: the comparison of text accepts ASCII only
         return word if hmac.compare_digest(signature.encode(), expected) else None
 
     def _sign(self, key: str, word: str) -> str:
@@ -240,8 +241,8 @@ class Seal:
 class Silence:
     """Since when each watched member has sent no sign of life, by this rank's own clock.
 
-    ``interval_s`` is how often it looks. Where it did not look for long, because it was stopped itself, it begins
-    again: it cannot tell whose silence that was.
+    ``interval_s``: seconds between two looks. If this rank itself was stopped and did not look for long, all silences
+    begin again: it cannot tell whose silence that was.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -250,7 +251,7 @@ class Silence:
         self._looked_at = -math.inf
 
     def look(self, now: float, signs: Mapping[int, str]) -> None:
-        """What the watched members' signs are now."""
+        """Compare the watched members' signs with those of the last look."""
         missed = now - self._looked_at > 4 * self._interval_s
         self._looked_at = now
         before = {} if missed else self._signs
@@ -260,11 +261,11 @@ class Silence:
         }
 
     def forget(self, rank: int) -> None:
-        """Its silence begins again."""
+        """The silence of ``rank`` begins again."""
         self._signs.pop(rank, None)
 
     def longer_than(self, seconds: float) -> tuple[int, ...]:
-        """The members that were silent for longer, when this last looked."""
+        """The members that had been silent for longer at the last look."""
         return tuple(rank for rank, (_, since) in self._signs.items() if self._looked_at - since > seconds)
 
 
@@ -275,9 +276,9 @@ class Silence:
 class MergeProgress:
     """How far one member had come when its old process groups were dropped.
 
-    It was merging ``step``, had launched the merges of ``launched`` buckets, of which those in ``merged`` had come to
-    their end. ``complete``: it had all ranks' telemetry too, and with it the knowledge that all have all buckets.
-    A member that has just joined is at no step: -1.
+    It was merging ``step`` and had launched the merges of ``launched`` buckets, of which those in ``merged`` were over.
+    ``complete``: it also had all ranks' telemetry, and so knew that all have all buckets. A member that has just joined
+    is at no step: -1.
     """
 
     step: int
@@ -286,20 +287,20 @@ class MergeProgress:
     complete: bool = False
 
     def encode(self, num_buckets: int) -> list[int]:
-        """As numbers, `progress_length` of them."""
+        """The progress as numbers, `progress_length` of them."""
         merged = [int(bucket in self.merged) for bucket in range(num_buckets)]
         return [self.step, self.launched, int(self.complete), *merged]
 
     @classmethod
     def decode(cls, numbers: Sequence[int]) -> MergeProgress:
-        """What `encode` gave."""
+        """The progress of the numbers that `encode` gave."""
         step, launched, complete, *merged = numbers
         of_buckets = frozenset(bucket for bucket, is_merged in enumerate(merged) if is_merged)
         return cls(step, launched, of_buckets, bool(complete))
 
 
 def progress_length(num_buckets: int) -> int:
-    """Numbers in an encoded `MergeProgress`."""
+    """How many numbers an encoded `MergeProgress` has."""
     return 3 + num_buckets
 
 
@@ -307,9 +308,9 @@ def progress_length(num_buckets: int) -> int:
 class Repair:
     """How the members of a new view end the step that the old one began, the same on all of them.
 
-    ``completed``: a step that some member has complete, and that ``giver`` gives the telemetry of to all; ``None``:
-    there is none. ``step`` is the one that is merged next. Of its buckets those in ``given`` come from the member that
-    they name, ``kept`` have been merged by all, and for the others a member that had launched one has lost it.
+    ``completed``: a step that some member has complete, whose telemetry ``giver`` sends to all; ``None`` if there is
+    none. ``step`` is merged next. Its buckets in ``given`` come from the member named there, those in ``kept`` have
+    been merged by all, and the others are lost for members that had launched them.
     """
 
     step: int
@@ -321,10 +322,10 @@ class Repair:
 
 
 def repair(progress: Mapping[int, MergeProgress]) -> Repair:
-    """From how far each member had come, by rank.
+    """The repair that follows from each member's progress, by rank.
 
-    Members are at most one step apart, because a merge needs all of them. Who has a step complete knows that all have
-    its buckets, so that nothing but its telemetry is left to give.
+    Members are at most one step apart, because a merge needs all of them. A member that has a step complete knows that
+    all have its buckets, so only its telemetry is left to give.
     """
     known = {rank: own for rank, own in progress.items() if own.step >= 0}
     if not known:

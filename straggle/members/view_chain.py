@@ -1,4 +1,4 @@
-"""The chain of views as one rank sees it: which view it saw last, and the next one that it proposes."""
+"""The chain of views as one rank sees it: the view that it saw last, and the next one that it proposes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _log = logging.getLogger(__name__)
 
 
 class ViewChain:
-    """Of one incarnation of one rank; any thread may ask. Methods that are given a store have a connection to it."""
+    """The views of one incarnation of one rank; any thread may use it. ``store`` is a connection to the job's store."""
 
     def __init__(self, rank: int, incarnation: str, stored: StoredView) -> None:
         self.rank, self.incarnation = rank, incarnation
-        self.held: tuple[int, bool] | None = None  # the step before which others are let in, and whether this one leads
+        self.held: tuple[int, bool] | None = None  # the step before which others are let in; whether this rank leads
         self.annulled = ""  # the job of a first view that was given up before it had begun
         self.changes: dict[tuple[int, bool], Change] = {}  # how each rank left and joined last, in views that were seen
         self._stored = stored
@@ -32,7 +32,7 @@ class ViewChain:
 
     @property
     def has_view(self) -> bool:
-        """Whether one was seen."""
+        """Whether a view was seen."""
         return self._view is not None
 
     @property
@@ -51,7 +51,7 @@ class ViewChain:
             self._changed.notify_all()
 
     def wait_newer(self, generation: int, seconds: float) -> bool:
-        """Wait for a view after ``generation``, or until others are to be let in."""
+        """Wait for a view after ``generation``, or until newcomers are to be let in."""
         with self._changed:
             return self._changed.wait_for(lambda: self.view.generation > generation or self.held is not None, seconds)
 
@@ -62,26 +62,26 @@ class ViewChain:
         except StoreEmptied:
             return False
         if not view.has_begun and not self.is_in(view):
-            self.annul(store, view)  # it has a process of this rank that is gone: the ranks would never meet
+            self.annul(store, view)  # it names a process of this rank that is gone: the ranks would never meet
             return False
         with self._changed:
             self._view = view
         return True
 
     def begin(self, store: Any, first: View) -> None:
-        """Write a first view where there is none."""
+        """Write a first view unless there is a view."""
         self._stored.begin(store, first)
 
     def annul(self, store: Any, first: View) -> None:
-        """Give a first view up that has not begun: all its ranks agree on another one."""
+        """Give up a first view that has not begun: all its ranks agree on another one."""
         self._stored.annul(store, first)
 
     def replace(self, store: Any, old: View, new: View) -> bool:
-        """Write ``new`` where ``old`` lies; whether ``new`` lies there then. It is not seen yet."""
+        """Replace ``old`` by ``new`` if ``old`` is the view; returns whether ``new`` is the view now, unseen."""
         return self._stored.replace(store, old, new)
 
     def propose(self, store: Any, old: View, new: View) -> bool:
-        """Whether the new view is the next one; either way, what is the next one is seen then."""
+        """Propose the next view; returns whether it was accepted. Either way, the accepted view is seen then."""
         if is_next := self.replace(store, old, new):
             level = logging.DEBUG if all(change.kind == "done" for change in new.changes) else logging.WARNING
             words = "; ".join(f"rank {c.rank} {'joined' if c.joined else 'left'}: {c.reason}" for c in new.changes)
@@ -90,11 +90,11 @@ class ViewChain:
         return is_next
 
     def look(self, store: Any) -> None:
-        """See what lies there now."""
+        """Read the view and note it as seen."""
         self.saw(self.read(store))
 
     def saw(self, view: View) -> None:
-        """This view was read."""
+        """Note a view as seen, if it is newer."""
         with self._changed:
             known = self._view
             if known is None or (view.generation, view.begun) > (known.generation, known.begun):
@@ -103,7 +103,7 @@ class ViewChain:
                 self._changed.notify_all()
 
     def read(self, store: Any) -> View:
-        """What lies there now, which is not seen yet. Raises `StoreEmptied`, or ``ValueError`` for another job's."""
+        """Read the view without noting it. Raises `StoreEmptied`, or ``ValueError`` for a view of another job."""
         known = self._view
         try:
             view = self._stored.read(store)

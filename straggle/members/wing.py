@@ -25,10 +25,10 @@ OnChanged = Callable[[MembersReport], None]
 
 
 class Members(Wing):
-    """Ranks may leave and come back. Built before the coordinator, which `attach` gives to it.
+    """The wing of ranks that leave and come back. It is built before the coordinator, which `attach` passes to it.
 
-    ``comes_late``: this process comes to a job that runs already, and has not asked to be let in.
-    ``begin_with_plan(order, seconds)``: plan the stages as the job has.
+    ``comes_late``: the job runs already, and this process has not yet asked to be let in.
+    ``begin_with_plan(order, seconds)``: plan the stages as the running job did.
     """
 
     option, goes_on, keeps_stages = "members", True, True
@@ -38,7 +38,7 @@ class Members(Wing):
         self.member = Member(rank, channel.membership)
         self.completion = MembersCompletion(rank, self.member)
         self.comes_late = channel.comes_late
-        rank.stand_in.waits_for_room = False  # a rank that is far behind takes a state, so that no peer waits for it
+        rank.stand_in.waits_for_room = False  # a rank that is far behind takes a state instead, so no peer waits for it
 
     def attach(
         self,
@@ -51,7 +51,7 @@ class Members(Wing):
         begin_with_plan: Callable[[list[int], list[float]], None],
         shared: Mapping[str, Any],
     ) -> None:
-        """The coordinator is there. ``shared``: objects of the library whose state a rank needs that comes back."""
+        """Connect the coordinator. ``shared``: objects of the library whose state a returning rank needs."""
         self._coordinator, self._begin_with_plan = coordinator, begin_with_plan
         self.member.links = PutOut(self.channel.membership, num_bytes=coordinator.num_bytes)
         self.regrouping = Regrouping(self.channel, self.member, max_buckets=max_buckets)
@@ -63,7 +63,7 @@ class Members(Wing):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The members, as far as this rank knows."""
+        """The members' ranks, as far as this rank knows."""
         return self.channel.membership.view.ranks
 
     def out_by_link(self) -> frozenset[int]:
@@ -72,11 +72,11 @@ class Members(Wing):
 
     @property
     def report(self) -> HealingReport:
-        """What this rank has taken from its peers to take part again."""
+        """The states that this rank has taken from its peers to take part again."""
         return self.healing.report
 
     def register(self, objects: Mapping[str, Any]) -> None:
-        """Before the loop: what a rank that comes back needs. One that comes late waits for its state here."""
+        """Register, before the loop, what a returning rank needs. A rank that comes late waits for its state here."""
         self.healing.register(objects)
         if self.comes_late:
             self._come_late()
@@ -94,50 +94,50 @@ class Members(Wing):
     # -- phases
 
     def built(self) -> None:
-        """Follow the members, unless this rank is still to ask for being one."""
+        """Follow the members, unless this rank has yet to ask to be let in."""
         if not self.comes_late:
             self.regrouping.start()
 
     def enter(self) -> None:
-        """Give this rank's state to a newcomer, or wait for that of another."""
+        """Give this rank's state to a newcomer, or wait for another rank's state."""
         if self.comes_late:
             self._come_late()
         self.healing.before_step()
 
     def stands_in(self) -> None:
-        """No more merged steps may wait for the training thread than there is room for."""
+        """Drop the ring if no more merged steps may wait for the training thread."""
         self.member.fall_behind_if_full()
 
     def submit(self, current: Round, row: Row) -> Row:
-        """Whether others may come in after this step."""
+        """Add to the row whether newcomers may come in after this step."""
         return row._replace(admits=True) if self.member.admits(current) else row
 
     def leave(self) -> None:
-        """Raise what ended the job."""
+        """Raise the error that ended the job, if any."""
         self._rank.check_ended()
 
     def rows_merged(self, current: Round) -> None:
-        """Who was no member has no row."""
+        """Clear the rows of ranks that were no members."""
         self.member.rows_merged(current)
 
     def merged(self, current: Round) -> None:
-        """Who has its state, who is let in, and whose link is slow."""
+        """Note which ranks have their state, which are let in, and whose link is slow."""
         self.member.merged(current)
 
     def taken(self) -> None:
-        """A rank that was healed comes closer to the others."""
+        """A healed rank has caught up by one step."""
         self.member.taken()
 
     def last(self, current: Round) -> None:  # noqa: ARG002
-        """Whether this rank's loop goes on."""
+        """Wait until it is known whether this rank's loop goes on."""
         self.healing.after_step()
 
     def failed(self, what: str) -> None:
-        """Leave, so that the peers go on."""
+        """Leave the members, so that the peers go on."""
         membership = self.channel.membership
         membership.leave_with_an_error(what)
         if not membership.is_member:
-            # now, or its next step would go on with this one before the other thread has seen it
+            # at once: otherwise its next step could begin before the other thread has seen the new view
             self.member.put_out()
 
     def close(self) -> None:
