@@ -1,4 +1,4 @@
-"""What a rank has of its step's pool, as the passes of its step: one for each micro-batch, with a weight of its own."""
+"""A rank's micro-batches of its step's pool, as the passes of its step: one for each, with a weight of its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BY_HAND = (
 
 @dataclass(frozen=True)
 class PoolWeights:
-    """The weights of all micro-batches in a pool that so many ranks draw from."""
+    """The weights of all micro-batches in a pool, and the number of ranks that draw from it."""
 
     weights: tuple[float, ...]
     world_size: int
@@ -32,19 +32,19 @@ class PoolWeights:
 
     @cached_property
     def scale(self) -> float:
-        """A micro-batch counts this times its weight in the merge: over all ranks, the sum is the number of ranks."""
+        """The factor on a micro-batch's weight in the merge, with which all weights sum to the number of ranks."""
         return self.world_size / self.total
 
 
 @final
 class Drawn(Passes):
-    """The micro-batches with the numbers ``parts``, in this order; ``num_begun`` of them the rank has begun.
+    """The micro-batches with the numbers ``parts``, in this order; the rank has begun ``num_begun`` of them.
 
-    ``draws``: where those that are not begun can be put back, at ``stuck_at``; ``None``: they were dealt out.
+    ``draws``: to where those not begun can be put back, at the time ``stuck_at``; ``None`` if they were dealt out.
     """
 
     follow_loop = False
-    are_owed = True  # no other rank computes what this one has drawn
+    are_owed = True  # no other rank computes the micro-batches that this one has drawn
     parts: tuple[int, ...]
 
     def __init__(
@@ -68,36 +68,36 @@ class Drawn(Passes):
         self._draws, self._stuck_at = draws, stuck_at
 
     def weight_of(self, number: int) -> float:
-        """That of its micro-batch."""
+        """The weight of the pass with this number: that of its micro-batch, scaled."""
         return self._pool.scale * self._weights[number]
 
     def share(self, num_in: int, num_expected: int) -> float:  # noqa: ARG002
-        """By weight: passes come one after another, and any of them may have any micro-batch."""
+        """The share by weight: passes come one after another, and each may have any micro-batch."""
         return min(1.0, sum(self._weights[:num_in]) / self.own_weight) if self.own_weight else 0.0
 
     def as_submitted(self) -> Drawn:
-        """The first ones, and no more."""
+        """These passes with the micro-batches that the rank had when its part was submitted."""
         return self if self.num_submitted == self.number else self._first(self.num_submitted)
 
     def check_none_by_hand(self) -> None:
-        """Raise ``RuntimeError``: it is not known of which micro-batches they are."""
+        """Raise ``RuntimeError``: it is unknown to which micro-batches gradients put in by hand belong."""
         raise RuntimeError(BY_HAND)
 
     @property
     def give_back_at(self) -> float:
-        """When the running one has taken too long, if there are others that can be put back."""
+        """When the running micro-batch has taken too long, if others can be put back."""
         if self._draws is None or self.num_begun == self.number or not self._draws.may_put_back:
             return math.inf
         return self._stuck_at
 
     def give_back(self) -> Drawn:
-        """Put back what is not begun; there may be more."""
+        """Put back the micro-batches that are not begun; the rank may draw more later."""
         assert self._draws is not None
         self._draws.put_back(self.num_begun)
         return self._first(self.num_begun, is_open=True)
 
     def tell(self, row: Row, num_over: int) -> Row:
-        """The pool's size, and what the rank did of it."""
+        """Add the pool's size, and the rank's part of it, to the row."""
         num_put_back = 0 if self._draws is None else self._draws.num_put_back
         reported = replace(row.reported, parts=min(num_over, self.number), put_back=num_put_back)
         return row._replace(reported=reported, pool_parts=len(self._pool.weights), pool_weight=self._pool.total)

@@ -1,16 +1,16 @@
-"""The pool of a step's micro-batches: which of them belong to whom, and what a rank asks the store next.
+"""The pool of a step's micro-batches: which rank has which of them, and what a rank requests from the store next.
 
 The first part of the pool is dealt out: each rank's *sure share*, known to all ranks without a message. The rest is
-drawn in chunks that become smaller, by factoring (Hummel, Schonberg and Flynn 1992): with R micro-batches left and P
-ranks, the next P chunks have ``ceil(R / (2 P))`` each. Which ones a draw gives follows from its number alone, so that
-one atomic counter is all that the ranks share.
+drawn in chunks of decreasing size, by factoring (Hummel, Schonberg and Flynn 1992): with R micro-batches left and P
+ranks, the next P chunks have ``ceil(R / (2 P))`` each. The number of a draw alone determines its micro-batches, so one
+atomic counter is all that the ranks share.
 
-A sure share is not lost with a rank that does not come: its owner claims it as it begins, and who finds the rest of
-the pool empty opens those that are not claimed. One compare-and-set decides between them, so no micro-batch has two
-owners. What an owner has and did not begin, it can put back: from then on its share is open with these numbers, for
-whoever comes first, itself included. Where members leave, one that still draws seizes the shares of those that left:
-while it draws nothing is merged, so that nothing of theirs is. All of this is pure: `Drawer` says what to ask, and what
-an answer means.
+A sure share is not lost if its rank does not come: the owner claims it as it begins, and a rank that finds the rest of
+the pool empty opens unclaimed shares. One compare-and-set decides between them, so no micro-batch has two owners. An
+owner can put back micro-batches that it has not begun: its share is then open with these numbers, for the first rank
+that comes, itself included. If members leave, a rank that still draws seizes their shares: while it draws nothing is
+merged, so no gradients of theirs are either. All of this is pure: `Drawer` gives the next request and interprets its
+answer.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from itertools import accumulate
 from statistics import median
 from typing import Literal
 
-# What the owner of a sure share adds to the counter of draws, beside 1, once. A counter has 32 bits, one for its sign:
+# The owner of a sure share adds this to the counter of draws once, beside 1. A counter has 32 bits, one for its sign:
 # it is for `MAX_RANKS`, and for 262143 draws, which is more than they make of a thousand million micro-batches.
 SETTLED = 1 << 18
 MAX_RANKS = (1 << 13) - 1
 _NO_PARTS = range(0)
 
-Owner = Literal["own", "open"] | tuple[int, ...]  # these numbers were put back, and are open
+Owner = Literal["own", "open"] | tuple[int, ...]  # open: these numbers were put back
 
 
 @dataclass(frozen=True)
 class Pool:
     """``num_parts`` micro-batches, of which each rank has ``shares`` for sure.
 
-    ``drawn``: the rest is drawn. Otherwise the shares are all that there is, and no rank asks anything. Raises
-    ``ValueError`` where more ranks draw than a counter can tell apart.
+    ``drawn``: the rest is drawn. Otherwise the shares are the entire pool, and no rank sends requests. Raises
+    ``ValueError`` if more ranks draw than a counter can tell apart.
     """
 
     num_parts: int
@@ -55,7 +55,7 @@ class Pool:
 
     @property
     def num_shares(self) -> int:
-        """Ranks that have a sure share."""
+        """How many ranks have a sure share."""
         return sum(share > 0 for share in self.shares)
 
     def share(self, rank: int) -> range:
@@ -64,7 +64,7 @@ class Pool:
 
     @cached_property
     def _chunks(self) -> tuple[range, ...]:
-        """What is drawn, in the order in which it is."""
+        """The chunks that are drawn, in order."""
         chunks, first = list[range](), self._ends[-1]
         while first < self.num_parts:
             size = -(-(self.num_parts - first) // (2 * len(self.shares)))
@@ -75,13 +75,13 @@ class Pool:
         return tuple(chunks)
 
     def chunk(self, index: int) -> range:
-        """What draw number ``index`` gives; empty where all is drawn."""
+        """The micro-batches of draw number ``index``; empty if all are drawn."""
         return self._chunks[index] if index < len(self._chunks) else _NO_PARTS
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Set the owner of ``rank``'s sure share where it has none; the answer is who has it now."""
+    """Set the owner of ``rank``'s sure share if it has none; the answer is its owner now."""
 
     rank: int
     owner: Literal["own", "open"]
@@ -89,7 +89,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Release:
-    """Open ``rank``'s sure share with these numbers where the rank has it; the answer is who has it now."""
+    """Open ``rank``'s sure share with these numbers if the rank owns it; the answer is its owner now."""
 
     rank: int
     numbers: tuple[int, ...]
@@ -97,14 +97,14 @@ class Release:
 
 @dataclass(frozen=True)
 class Seize:
-    """Open all of ``rank``'s sure share, also where the rank has it; the answer is who has it now."""
+    """Open all of ``rank``'s sure share, even if the rank owns it; the answer is its owner now."""
 
     rank: int
 
 
 @dataclass(frozen=True)
 class Count:
-    """Add to a counter; the answer is its value then. ``rank``: whose opened share it counts; ``None``: the draws."""
+    """Add to a counter; the answer is its new value. ``rank``: the counter of its opened share; ``None``: of draws."""
 
     rank: int | None
     amount: int
@@ -115,43 +115,43 @@ Request = Claim | Release | Seize | Count
 
 @dataclass(frozen=True)
 class Drawer:
-    """How far one rank is with drawing: it claims its share, draws from the rest, and then opens others' shares.
+    """The progress of one rank's draws: it claims its share, draws from the rest, and then opens others' shares.
 
-    ``target``: whose share it looks at, counted from its own rank; ``numbers``: what it opened there, or puts back.
-    ``gone``: ranks that have left.
+    ``target``: the rank whose share it tries, counted from its own; ``numbers``: those that it opened there, or puts
+    back. ``gone``: ranks that have left.
     """
 
     rank: int
     phase: Literal["claim", "draw", "open", "take", "done", "release", "unsettle"] = "claim"
     owns: bool = False
-    settles: bool = False  # its next draw says that its share is its own
+    settles: bool = False  # its next draw reports that it owns its share
     target: int = 0
     numbers: tuple[int, ...] = ()
     gone: frozenset[int] = frozenset()
 
     @classmethod
     def begin(cls, pool: Pool, rank: int) -> Drawer:
-        """Of a step that begins."""
+        """The drawer of a rank in a step that begins."""
         return cls(rank, "claim" if pool.shares[rank] else "draw")
 
     @property
     def puts_back(self) -> bool:
-        """Whether it is about to, or in the middle of it."""
+        """Whether it is about to put back, or is doing so."""
         return self.phase in ("release", "unsettle")
 
     def put_back(self, numbers: tuple[int, ...]) -> Drawer:
-        """It is to give these numbers to whoever draws them; once, and only where it owns its share."""
+        """Put these numbers back; at most once, and only if the rank owns its share."""
         assert self.owns
         return replace(self, phase="release", owns=False, numbers=numbers)
 
     def without(self, gone: frozenset[int]) -> Drawer:
-        """These ranks have left; for who is not at its end. It looks at all shares once more."""
+        """These ranks have left: try all shares once more; for a drawer that is not at its end."""
         if gone <= self.gone or self.phase == "done":
             return self
         return replace(self, gone=self.gone | gone, phase="draw" if self.phase in ("open", "take") else self.phase)
 
     def request(self, pool: Pool) -> Request | None:
-        """What to ask next; ``None``: there is nothing left."""
+        """The next request; ``None`` if nothing is left."""
         other = (self.rank + self.target) % len(pool.shares)
         match self.phase:
             case "claim":
@@ -164,17 +164,17 @@ class Drawer:
                 return Count(other, 1)
             case "release":
                 return Release(self.rank, self.numbers)
-            case "unsettle":  # who comes to the end of the rest from here on looks at the shares
+            case "unsettle":  # ranks that find the rest empty from here on try the shares
                 return Count(None, -SETTLED)
             case _:
                 return None
 
     def answered(self, pool: Pool, answer: Owner | int) -> tuple[Drawer, Sequence[int]]:
-        """What the rank does from here on, and the micro-batches that it has now."""
+        """The drawer after an answer, and the micro-batches that the answer gave."""
         match self.phase:
             case "claim":
                 owns = answer == "own"
-                # a share that was opened has no owner who would come to its end: others must look at it, too
+                # an opened share has no owner that would finish it: others must try it, too
                 return replace(self, phase="draw", owns=owns, settles=owns), (
                     pool.share(self.rank) if owns else _NO_PARTS
                 )
@@ -187,7 +187,7 @@ class Drawer:
                 other = (self.rank + self.target) % len(pool.shares)
                 numbers = answer if isinstance(answer, tuple) else tuple(pool.share(other))
                 return replace(self, phase="take", numbers=numbers), _NO_PARTS
-            case "release":  # that it was seized is no matter: this rank has left
+            case "release":  # if it was seized instead, this rank has left
                 return replace(self, phase="draw" if self.settles else "unsettle", settles=False), _NO_PARTS
             case "unsettle":
                 return replace(self, phase="draw"), _NO_PARTS
@@ -203,7 +203,7 @@ class Drawer:
         return (settled, chunk) if chunk else (replace(settled, target=-1)._next(pool), _NO_PARTS)
 
     def _next(self, pool: Pool) -> Drawer:
-        """On to the next share that this rank could open."""
+        """Go on to the next share that this rank could open."""
         for target in range(self.target + 1, len(pool.shares)):
             if pool.shares[(self.rank + target) % len(pool.shares)] and not (target == 0 and self.owns):
                 return replace(self, phase="open", target=target)
@@ -212,16 +212,16 @@ class Drawer:
 
 # -- sure shares
 
-WINDOW = 8  # steps that say what is sure
-_HELD_UP = 1.5  # micro-batches fewer than usual; whoever of equal ranks draws first has one more
+WINDOW = 8  # steps from which sure shares follow
+_HELD_UP = 1.5  # micro-batches fewer than usual; of equal ranks the first to draw has one more
 _SLACK = 0.25  # of a micro-batch
 
 
 @dataclass(frozen=True)
 class Did:
-    """What a rank did of a pool: the ``share`` of it that it computed, and the seconds that it took for a micro-batch.
+    """A rank's part of a pool: the ``share`` of it that it computed, and its seconds for a micro-batch.
 
-    ``part_s`` is NaN where it computed none.
+    ``part_s`` is NaN if it computed none.
     """
 
     share: float
@@ -229,16 +229,16 @@ class Did:
 
 
 def sure_shares(num_parts: int, done: Sequence[Sequence[Did | None]], present: Sequence[bool]) -> tuple[int, ...]:
-    """What each rank has for sure: nearly as much as it did at least in the last steps, and is fast enough for.
+    """Each rank's sure share: nearly the least that it did in the last steps, and that it is fast enough for.
 
-    ``done``: what each rank did, for each of the last steps; ``None``: that says nothing about the rank. ``present``:
-    who took part in the last step; the others have nothing for sure. ``m`` is the number that a rank did in three of
-    four steps (the smallest would leave more to be drawn for eight steps after each hiccup) or, if that is less, its
-    part of the pool by speed: else one that is slow but always has a share never has a smaller one. Then
-    ``m - max(1, m // 8)`` are sure, and a rank that becomes slower is seen to. A rank that was held up in one of these
-    steps has one less. One that was not may be slower by a quarter of a micro-batch than its number asks: no two ranks
-    are equally fast, and each that is left to be drawn costs a request. One that was never seen has half of an equal
-    share.
+    ``done``: what each rank did, for each of the last steps; ``None`` if that is unknown. ``present``: whether each
+    rank took part in the last step; if not, its share is empty. ``m`` is the number that a rank did in three of four
+    steps (the smallest would leave more to be drawn for eight steps after each hiccup) or, if that is less, its part of
+    the pool by speed: otherwise a slow rank that always has a share would never get a smaller one. Then
+    ``m - max(1, m // 8)`` are sure, so that a rank which becomes slower is noticed. A rank that was held up in one of
+    these steps has one less. Another may be slower by a quarter of a micro-batch than its number requires: no two ranks
+    are equally fast, and each micro-batch that is left to be drawn costs a request. A rank that was never seen has half
+    of an equal share.
     """
     by_speed = _speeds(done, len(present))
     total_speed = sum(own for own, here in zip(by_speed, present, strict=True) if here)
@@ -260,14 +260,14 @@ def sure_shares(num_parts: int, done: Sequence[Sequence[Did | None]], present: S
 
 
 def even_parts(num_parts: int, done: Sequence[Sequence[Did | None]], present: Sequence[bool]) -> list[float]:
-    """How many of the micro-batches each rank would compute, by its speed, where all come to the end together."""
+    """How many of the micro-batches each rank would compute, by its speed, if all finished together."""
     speeds = [own if here else 0.0 for own, here in zip(_speeds(done, len(present)), present, strict=True)]
     total = sum(speeds)
     return [num_parts * own / total if total else num_parts / len(speeds) for own in speeds]
 
 
 def _speeds(done: Sequence[Sequence[Did | None]], num_ranks: int) -> list[float]:
-    """Each rank's median speed, in micro-batches a second; of one that is not known, the fastest's."""
+    """Each rank's median speed, in micro-batches a second; a rank of unknown speed gets the fastest's."""
     speeds = []
     for rank in range(num_ranks):
         seen = [own.part_s for step in done[-WINDOW:] if (own := step[rank]) is not None and own.part_s > 0]
@@ -277,7 +277,7 @@ def _speeds(done: Sequence[Sequence[Did | None]], num_ranks: int) -> list[float]
 
 
 def static_shares(num_parts: int, present: Sequence[bool]) -> tuple[int, ...]:
-    """The entire pool, dealt equally to the ranks that are there."""
+    """The entire pool, dealt equally to the ranks that are present."""
     ranks = [rank for rank, here in enumerate(present) if here] or list(range(len(present)))
     each, more = divmod(num_parts, len(ranks))
     return tuple(each + (ranks.index(rank) < more) if rank in ranks else 0 for rank in range(len(present)))

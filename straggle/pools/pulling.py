@@ -1,7 +1,7 @@
-"""`Pulling`: what a rank draws from the pools of its steps, and what of the next one is sure.
+"""`Pulling`: what a rank draws from the pools of its steps, and its sure share of the next pool.
 
 The first pool is dealt out equally: in the first step no rank can be late, and the store need not be connected yet.
-Without the store nothing can be drawn: where a rank had none in the step before, the pool is dealt out equally as well.
+Without the store nothing can be drawn: if a rank had none in the step before, the pool is dealt out equally, too.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ AHEAD = 1.25
 
 @final
 class Pulling(Wing):
-    """The draws of one model, on its training thread. The first step with a pool tells that work is dealt by speed.
+    """The draws of one model, on its training thread. The first step with a pool reports that work is dealt by speed.
 
-    ``waited_s``: seconds that this rank has waited for the store until now, and ``num_requests`` what it asked there.
+    ``waited_s``: seconds that this rank has waited for the store until now, and ``num_requests`` how often it asked.
     """
 
     def __init__(self, rank: RankParts) -> None:
         self._rank, self._channel = rank, rank.channel
         self._counters = StoreCounters(rank.channel.rank)
         self._done: deque[tuple[Did | None, ...]] = deque(maxlen=WINDOW)
-        self._step_s: deque[float] = deque(maxlen=WINDOW)  # of the last steps, as long as all have pools
+        self._step_s: deque[float] = deque(maxlen=WINDOW)  # seconds of the last steps, as long as all have pools
         self._present = (True,) * rank.channel.world_size
         self._times = NEVER
-        self._draws = False  # the next step's: a pool was merged before, and all ranks had the store then
+        self._draws = False  # whether the next pool is drawn: one was merged, and all ranks had the store then
         self.waited_s = 0.0
 
     def attach(self, opened: OpenStep) -> None:
-        """The step that the training thread is in is this one's."""
+        """Connect the training thread's open step."""
         self._opened = opened
 
     @property
     def num_requests(self) -> int:
-        """Requests to the store until now."""
+        """Requests sent to the store until now."""
         return self._counters.num_requests
 
     @property
@@ -64,16 +64,16 @@ class Pulling(Wing):
         return self._counters.num_put_back
 
     def numbers(self, weights: tuple[float, ...]) -> Iterator[tuple[int, Sequence[int]]]:
-        """The numbers of this rank's micro-batches, of a pool of ones with these weights; inside of its step.
+        """The numbers of this rank's micro-batches, of a pool with these weights; called inside of its step.
 
-        With each come those that the rank has drawn beside it, in their order.
+        With each come the numbers that the rank has drawn after it, in order.
         """
         opened = self._opened
         replayed = opened.rule.decision if isinstance(opened.rule, AsRecorded) else None
         of_pool = PoolWeights(weights, self._channel.world_size)
         if opened.idle or self._is_stopped():
             opened.use(lambda _: Drawn((), of_pool))
-            yield from ((number, ()) for number in range(opened.idle))  # whose forward pass ends the block
+            yield from ((number, ()) for number in range(opened.idle))  # its forward pass ends the block
         elif replayed is not None and (own := replayed.parts) is not None:
             opened.use(lambda _: Drawn(own, of_pool, num_submitted=replayed.num_parts))
             yield from ((number, own[place + 1 :]) for place, number in enumerate(own))
@@ -81,7 +81,7 @@ class Pulling(Wing):
             yield from self._drawn(of_pool)
 
     def _drawn(self, of_pool: PoolWeights) -> Iterator[tuple[int, Sequence[int]]]:
-        """The next one is asked for in a backward pass: the answer is there before the rank begins its last."""
+        """Draw; the next is requested in a backward pass, so the answer is there before the rank begins its last."""
         opened, step, begun, weights = self._opened, self._opened.step, 0, of_pool.weights
         pool, channel, lock = self._pool(len(weights)), self._channel, self._rank.merging.lock
         ahead = even_parts(len(weights), tuple(self._done), self._present)[channel.rank] + AHEAD
@@ -92,7 +92,7 @@ class Pulling(Wing):
             if len(draws.numbers) - begun <= 1 and len(draws.numbers) + 1 <= ahead:
                 draws.ask()
 
-        def has(_: Passes) -> Drawn:  # with the lock held, so that nothing of it is put back meanwhile
+        def has(_: Passes) -> Drawn:  # called with the lock held, so that nothing of it is put back meanwhile
             return Drawn(
                 draws.numbers,
                 of_pool,
@@ -107,13 +107,13 @@ class Pulling(Wing):
             draws.left(sharing.difference(channel.awaited))
             if begun + 1 >= len(draws.numbers):
                 draws.wait()
-            if begun + 1 == len(draws.numbers) and not draws.exhausted:  # the answer was the first there is
+            if begun + 1 == len(draws.numbers) and not draws.exhausted:  # the first answer
                 draws.wait()
             drawn = opened.use(has)
             if drawn.num_begun > begun:
                 begun = drawn.num_begun
                 yield drawn.parts[begun - 1], drawn.parts[begun:]
-            elif not drawn.is_open:  # otherwise what it had was put back: there may be more
+            elif not drawn.is_open:  # if it is open, its rest was put back: there may be more
                 break
         self.waited_s += draws.waited_s
 
@@ -129,16 +129,16 @@ class Pulling(Wing):
     # -- after each step
 
     def rows_read(self, current: Round) -> None:
-        """Of a step that has a pool, what each rank did is its share."""
+        """In a step that has a pool, set each rank's weight to its share."""
         if any(current.table.column("pool_parts")):
             share_out(current.table)
             self._rank.deadline.work_is_dealt()
 
     def left(self, current: Round) -> None:
-        """Learn from a merged step. Raises ``ValueError``, on all ranks, where their pools differ."""
+        """Learn from a merged step. Raises ``ValueError``, on all ranks, if their pools differ."""
         record, table = current.record, current.table
         if table.total_weight is None:
-            if self._times is not NEVER or self._step_s:  # such a step is waited for
+            if self._times is not NEVER or self._step_s:  # the times hold no longer: every rank is waited for
                 self._step_s.clear()
                 self._expect(NEVER)
             return
@@ -160,7 +160,7 @@ class Pulling(Wing):
     def _expect(self, times: PoolTimes) -> None:
         if times != self._times:
             self._times = times
-            with self._rank.merging.lock:  # the stand-in reads it
+            with self._rank.merging.lock:  # because the stand-in reads it
                 self._rank.training.unentered_s = times.step_s
 
     def _learn(self, table: Table, num_parts: int) -> None:
@@ -172,7 +172,7 @@ class Pulling(Wing):
         self._draws = self._channel.world_size > 1 and not table.ranks_without_store()
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint has of it: of each of the last steps, for each rank its share and seconds; -1: unknown."""
+        """For a checkpoint: each rank's share and seconds in each of the last steps; -1 if unknown."""
         if not self._done:
             return {}
         done = [[(-1.0, 0.0) if own is None else (own.share, own.part_s) for own in step] for step in self._done]
@@ -183,14 +183,14 @@ class Pulling(Wing):
         }
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Begin with the shares that the saved run was about to have; nothing to do where it had no pool."""
+        """Begin with the shares that the saved run was about to have; does nothing if it had no pool."""
         if tensors:
             done = [[None if share < 0 else (share, s) for share, s in step] for step in tensors["done"].tolist()]
             present, draws = tensors["present"].tolist(), tensors["draws"].item()
             self.load_state_dict({"done": done, "present": present, "draws": draws})
 
     def state_dict(self) -> dict[str, Any]:
-        """What a rank that comes back must know: equal on all ranks."""
+        """The state for a rank that comes back, equal on all ranks."""
         done = [[None if own is None else [own.share, own.part_s] for own in step] for step in self._done]
         return {"done": done, "present": list(self._present), "draws": self._draws}
 
@@ -203,7 +203,7 @@ class Pulling(Wing):
 
 
 def share_out(table: Table) -> None:
-    """Of a step that has a pool, a rank that did not come to it had nothing: its row has the weight of another step."""
+    """In a step with a pool, give a rank that did not enter it weight 0: its row has the weight of another step."""
     weights = zip(table.column("pool_parts"), table.column("weight"), strict=True)
     table.share_weight([weight if parts else 0.0 for parts, weight in weights], max(table.column("pool_weight")))
 

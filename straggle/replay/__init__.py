@@ -1,1 +1,1 @@
-"""Replay: a recorded run is repeated bit for bit."""
+"""Replay: repeat a recorded run bit for bit."""

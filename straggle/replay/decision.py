@@ -8,19 +8,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Decision:
-    """One rank's part in one step: what of it went into the merge, and where its pass ended.
+    """One rank's part in one step: how much of it went into the merge, and where its pass ended.
 
-    ``num_gradients``: how many finished gradients (of parameters, over all micro-batches) were in by then; autograd
-    finishes them in the same order again. ``left_at``: how often the pass had asked whether to go on before it was
-    asked to leave; ``None``: it was not. ``stood_in``: the rest was submitted by the stand-in, without estimates.
-    ``num_over``: how many of its backward passes were over by then; ``None`` in recordings that do not say it.
-    ``idle``: it had no data for the last step that it had entered; ``None``: the loop says so. ``entered``: false where
-    it was stood in for before it had entered this one. ``members_changed``: the job's members had changed by the end of
-    the step, which cannot be repeated. ``parts``: the numbers of its micro-batches, in order, if they were some of
-    those that all ranks share; ``None``: they were the loop's own. ``had_work``: whether what was not computed was
-    missing; ``None``: nothing was, or the recording does not say it. ``num_parts``: how many of ``parts`` it had when
-    its part was submitted; ``None``: all, or the recording does not say it. ``joins_over``: if it was stood in for, the
-    loops over `join` for which it was known to have no more data.
+    ``num_gradients``: how many finished gradients (of parameters, over all micro-batches) were merged; autograd
+    finishes them in the same order again. ``left_at``: how often the pass had checked whether to go on before it was
+    stopped; ``None`` if it was not. ``stood_in``: the stand-in submitted the rest, without estimates. ``num_over``: how
+    many of its backward passes were over then; ``None`` if not recorded. ``idle``: it had no data for the last step
+    that it had entered; ``None``: the loop decides. ``entered``: false if it was stood in for before it entered this
+    step. ``members_changed``: the job's members had changed by the end of the step, which cannot be repeated.
+    ``parts``: the numbers of its micro-batches, in order, if it drew them from a shared pool; ``None`` if they were the
+    loop's own. ``had_work``: whether gradients that were not computed are missing; ``None`` if none were, or not
+    recorded. ``num_parts``: how many of ``parts`` it had when its part was submitted; ``None``: all, or not recorded.
+    ``joins_over``: if it was stood in for, the loops over `join` for which it was known to have no more data.
     """
 
     step: int
@@ -38,7 +37,7 @@ class Decision:
 
 
 def check_members(decisions: Iterable[Decision]) -> None:
-    """Raise ``ValueError`` for steps in which the members changed, or after that."""
+    """Raise ``ValueError`` if the decisions include a step in which the members changed, or a later one."""
     if (changed := next((own for own in decisions if own.members_changed), None)) is not None:
         raise ValueError(
             f"the members of the recorded run changed in step {changed.step} (a rank left, came back or was not heard "
@@ -49,7 +48,7 @@ def check_members(decisions: Iterable[Decision]) -> None:
 
 @dataclass(frozen=True)
 class Recording:
-    """A rank's decisions from step 0 on, and what its stages were planned from (see `plan_stages`)."""
+    """A rank's decisions from step 0 on, and the order and seconds from which its stages were planned."""
 
     order: tuple[int, ...]
     seconds: tuple[float, ...]

@@ -1,4 +1,4 @@
-"""A run that is repeated: in each step this rank does what it decided then. An optional part of a wrapped model."""
+"""The wing that repeats a recorded run: in each step this rank decides as it did then."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from straggle.replay.decision import Decision, Recording, check_members
 
 
 class AsRecorded(StopRule):
-    """A replay stops where the recorded run did."""
+    """Stops a replayed pass at the point at which the recorded run was stopped."""
 
     by_clock = False
 
@@ -27,16 +27,16 @@ class AsRecorded(StopRule):
         self.stops_idle = decision.idle is not None
 
     def accepts(self, num_gradients: int) -> bool:
-        """Those that were in time then."""
+        """Whether gradient number ``num_gradients`` was in time in the recorded run."""
         return num_gradients < self.decision.num_gradients
 
     def stops(self, num_checks: int) -> bool:
-        """At the same check as then."""
+        """Whether the recorded run was stopped at this check."""
         return num_checks == self.decision.left_at
 
 
 class Replay(Wing):
-    """The recording that a model repeats, if it does; on the training thread."""
+    """The recording that a model repeats, if any; used on the training thread."""
 
     def __init__(self, rank: RankParts, channel: Channel) -> None:
         self._rank, self._channel = rank, channel
@@ -49,7 +49,7 @@ class Replay(Wing):
         return self._decisions is not None
 
     def follow(self, recording: Recording) -> None:
-        """Decide as in this one, on all ranks alike. Raises ``ValueError`` for one that cannot be replayed so."""
+        """Decide as recorded, on all ranks alike. Raises ``ValueError`` for a recording that cannot be replayed."""
         check_members(recording.decisions)
         self._decisions = iter(recording.decisions)
         self._planned_from = (list(recording.order), list(recording.seconds)) if recording.order else None
@@ -58,7 +58,7 @@ class Replay(Wing):
     # -- phases
 
     def entry(self, entry: Entry) -> Entry:
-        """What this rank entered the step with then, and where it stopped."""
+        """The entry of this step as recorded, with the rule that stops it as recorded."""
         if self._decisions is None:
             return entry
         own = next(self._decisions, Decision(self._rank.training.step, sys.maxsize, None, False))
@@ -69,7 +69,7 @@ class Replay(Wing):
         return entry._replace(rule=AsRecorded(own), max_over=own.num_over, had_work=own.had_work)
 
     def plan(self) -> tuple[list[int], list[float]] | None:
-        """What the stages were planned from then. Raises ``ValueError`` if some ranks repeat a run, and others none."""
+        """The recorded order and seconds to plan stages from. Raises ``ValueError`` if only some ranks repeat a run."""
         for rank, is_on in enumerate(on := self._channel.gather(self.is_on, "replays")):
             if is_on != on[0]:
                 which = "replays" if is_on else "does not replay"
@@ -81,7 +81,7 @@ class Replay(Wing):
 
 def decision_of(opened: OpenStep, current: Round) -> Decision:
     """What this rank decided in the step that it has left, for a recording."""
-    # also the micro-batches that came after its part was submitted: they have run
+    # including micro-batches that came after its part was submitted: they have run
     parts, submitted = opened.last_passes.parts, current.passes.parts
     decision = Decision(
         current.step,
@@ -96,5 +96,5 @@ def decision_of(opened: OpenStep, current: Round) -> Decision:
         members_changed=current.generation > 0,
     )
     if current.entered:
-        return decision  # the loop says whether there are data for the step
+        return decision  # the loop decides whether there are data for the step
     return replace(decision, idle=current.idle, entered=False)
