@@ -1,1 +1,1 @@
-"""One process's pass: stages, hooks, clocks; `StagedBackward`."""
+"""The backward pass of one process: stages, hooks, clocks; `StagedBackward`."""

@@ -1,4 +1,4 @@
-"""Where the time goes: a rank's phases, and the stages of its backward passes, on the host or on a device's queue."""
+"""Clocks for a rank's phases and for the stages of its backward passes, on the host or on a device's queue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from straggle.report import PHASES, Phase
 class Stopwatch:
     """Splits a rank's time into phases; one runs at a time. ``now()`` gives seconds, by ``clock``.
 
-    ``last_gradient_at`` is set at each gradient by whoever runs the pass; a call for each of them would cost more.
+    ``last_gradient_at`` is set at each gradient by the code that runs the pass; a call for each would cost more.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -30,7 +30,7 @@ class Stopwatch:
         """End the running phase and start another."""
         now = self.now()
         if self.phase == "backward" and phase != "backward":
-            # the pass ended with its last gradient; what came after it was the loop fetching data
+            # the pass ended with its last gradient; after that the loop fetched data
             until = max(self._since, self.last_gradient_at)
             self._seconds["backward"] += until - self._since
             self._since, self.phase = until, "data"
@@ -45,9 +45,9 @@ class Stopwatch:
 
 
 class Timeline:
-    """Moments of backward passes, by the host's clock or, on a CUDA device, by events on its queue.
+    """Moments in backward passes, by the host's clock or, on a CUDA device, by events on its queue.
 
-    Kernels are queued, so the host's time is not the device's. Nothing waits for the device before `seconds` is asked.
+    Kernels are queued, so the host's time is not the device's. Only `seconds` waits for the device.
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.monotonic) -> None:
@@ -55,11 +55,11 @@ class Timeline:
         self._moments: list[tuple[int | None, Any]] = []
 
     def begin(self) -> None:
-        """What comes until the first mark begins now."""
+        """Start the time until the first mark."""
         self._moments.append((None, self._now()))
 
     def mark(self, key: int) -> None:
-        """What came since the last mark belongs to ``key``, a small number."""
+        """Assign the time since the last mark to ``key``, a small number."""
         self._moments.append((key, self._now()))
 
     def keys(self) -> list[int]:
@@ -67,7 +67,7 @@ class Timeline:
         return [key for key, _ in self._moments if key is not None]
 
     def seconds(self, num_keys: int) -> list[float]:
-        """Seconds that belong to each key from 0 to ``num_keys - 1``."""
+        """Seconds assigned to each key from 0 to ``num_keys - 1``."""
         total = [0.0] * num_keys
         for (_, before), (key, after) in pairwise(self._moments):
             if key is not None:
@@ -76,7 +76,7 @@ class Timeline:
 
 
 def moment(device: torch.device, clock: Callable[[], float] = time.monotonic) -> Any:
-    """Now: by the host's clock or, on a CUDA device, as an event on its queue."""
+    """The present moment: by the host's clock or, on a CUDA device, as an event on its queue."""
     if device.type != "cuda":
         return clock()
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -85,7 +85,7 @@ def moment(device: torch.device, clock: Callable[[], float] = time.monotonic) ->
 
 
 def seconds_between(before: Any, after: Any) -> float:
-    """Seconds between two moments; waits for the device where they are events."""
+    """Seconds between two moments; waits for the device if they are events."""
     if isinstance(after, torch.cuda.Event):
         after.synchronize()
         return float(before.elapsed_time(after)) / 1000
@@ -93,7 +93,7 @@ def seconds_between(before: Any, after: Any) -> float:
 
 
 class FinishTimes:
-    """In which order the gradients of a step are finished, and how long each takes, to plan stages from."""
+    """The order in which a step's gradients are finished, and the seconds of each, to plan stages from."""
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.monotonic) -> None:
         self._timeline = Timeline(device, clock)
@@ -107,17 +107,17 @@ class FinishTimes:
         self._timeline.mark(index)
 
     def order(self, num_parameters: int) -> list[int]:
-        """All parameters, as they were finished for the last time; those that never were come last."""
+        """All parameters, by the time when each was last finished; parameters that never were come last."""
         seen = list(dict.fromkeys(reversed(self._timeline.keys())))[::-1]
         return seen + sorted(set(range(num_parameters)) - set(seen), reverse=True)
 
     def seconds(self, num_parameters: int) -> list[float]:
-        """For each parameter the seconds since the one that was finished before it, over all passes."""
+        """For each parameter, the seconds since the one finished before it, summed over all passes."""
         return self._timeline.seconds(num_parameters)
 
 
 class HostLimit:
-    """Keeps the host at most one stage ahead of a CUDA device: stopping what is queued already would save nothing."""
+    """Keeps the host at most one stage ahead of a CUDA device: stopping saves no kernel that is queued already."""
 
     def __init__(self) -> None:
         self._previous: torch.cuda.Event | None = None

@@ -1,7 +1,7 @@
-"""The hooks: see each gradient as backward finishes it, stop when late, and let go of what was not computed.
+"""Hooks that see each gradient as backward finishes it, stop a late pass, and free what it did not compute.
 
 Stopping is exact for any graph: autograd accumulates into a parameter only after every path into it has been summed, so
-what has arrived is the true gradient and what has not is untouched.
+a gradient that has arrived is exact, and one that has not is untouched.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torch.utils.hooks import RemovableHandle
 class DeadlineReached(BaseException):
     """Leaves the forward or backward pass of a late rank.
 
-    A ``BaseException``, as ``asyncio.CancelledError`` is, so that a loop's ``except Exception`` cannot eat it.
+    A ``BaseException``, as ``asyncio.CancelledError`` is, so that a loop's ``except Exception`` does not catch it.
     """
 
 
 class PassObserver(Protocol):
-    """What a pass is reported to."""
+    """The receiver of a pass's gradients and checks."""
 
     def gradient_ready(self, index: int, parameter: Tensor) -> None:
         """Parameter ``index`` has its gradient of this backward pass in ``p.grad``; may raise `DeadlineReached`.
 
-        Called for an undefined gradient too: ``p.grad`` is then as it was before.
+        It is also called for an undefined gradient: ``p.grad`` is then unchanged.
         """
 
     def check(self) -> None:
@@ -39,10 +39,10 @@ class PassObserver(Protocol):
 
 
 class ModuleHook:
-    """A hook on a module that stays behind when the module is copied.
+    """A hook on a module that is not copied with the module.
 
-    A copy or a pickle of the module has in its place the standard library's function that does nothing: it is a plain
-    module, takes nothing of the observer along, and can be loaded where there is no straggle.
+    In a copy or a pickle of the module, a function of the standard library that does nothing takes its place: the copy
+    is a plain module without a reference to the observer, and can be loaded without straggle installed.
     """
 
     def __init__(self, call: Callable[..., Any]) -> None:
@@ -56,7 +56,7 @@ class ModuleHook:
 
 
 class ParameterHooks:
-    """Hooks on a module that report each finished gradient, and check between stages whether to go on."""
+    """Hooks on a module that report each finished gradient and check between stages whether to go on."""
 
     def __init__(self, module: nn.Module, parameters: Sequence[nn.Parameter], observer: PassObserver) -> None:
         self._module, self._parameters = module, parameters
@@ -72,24 +72,24 @@ class ParameterHooks:
 
     def _registered(self, index: int, parameter: nn.Parameter) -> RemovableHandle:
         needed = parameter.requires_grad
-        parameter.requires_grad_(True)  # torch registers no hook on one that is frozen, which may be trained again
+        parameter.requires_grad_(True)  # torch registers no hook on a frozen parameter, which may be trained later
         handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(self._hook(index))  # type: ignore[no-untyped-call]
         parameter.requires_grad_(needed)
         return handle
 
     def keep_last(self) -> None:
-        """Come after hooks that others have registered since: what they make of a gradient is then what is reported."""
+        """Move behind hooks that others have registered since, so that the gradient is reported as they leave it."""
         if sum(map(len, self._registers)) != self._num_hooks:
             self.renew()
 
     def renew(self) -> None:
-        """The parameters are others, or have other hooks, too: report the gradients of these, after all others."""
+        """Register again, after all other hooks: parameters were replaced, or got other hooks."""
         for handle in self._hooks:
             handle.remove()
         self._register()
 
     def check_at(self, modules: Sequence[str]) -> None:
-        """Check before the forward pass of each of these modules, in place of those given before."""
+        """Check before the forward pass of each of these modules; replaces the modules given before."""
         for handle in self._entries:
             handle.remove()
         found = dict(self._module.named_modules())
@@ -110,16 +110,16 @@ class ParameterHooks:
 
 
 def observers_of(parameter: Tensor) -> list[object]:
-    """What this parameter's gradients are reported to, among others by `ParameterHooks` that are not closed."""
+    """The observers of this parameter's gradients, such as those of `ParameterHooks` that are not closed."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     calls = [hook.func for hook in hooks.values() if isinstance(hook, partial)]
     return [getattr(call, "__self__", None) for call in calls]
 
 
 def release_graph(error: BaseException, outputs: Iterable[weakref.ref[Tensor]]) -> None:
-    """Let go of the graph of the backward pass that ``error`` left, so that its activations are freed at once.
+    """Release the graph of the backward pass that ``error`` left, so that its activations are freed at once.
 
-    Otherwise the loop's own ``loss`` would hold what was not computed until the next forward pass is over. The roots
+    Otherwise the loop's own ``loss`` would hold the rest of the graph until the next forward pass is over. The roots
     are found in the frame of ``torch.autograd.backward``; they and the ``outputs`` of the model that the pass went
     through are detached in place, unless the pass was to retain its graph.
     """
@@ -132,7 +132,7 @@ def release_graph(error: BaseException, outputs: Iterable[weakref.ref[Tensor]]) 
     for tensor in held:
         if tensor.grad_fn is not None and not tensor._is_view():
             tensor.detach_()
-    # this thread's autograd queue still holds the next node of the pass that was left, until its next pass: this one
+    # this thread's autograd queue holds the next node of the pass that was left until its next pass: this one
     with torch.enable_grad():
         root = torch.zeros((), requires_grad=True)
         torch.autograd.grad(root.clone(), root)

@@ -1,4 +1,4 @@
-"""Hooks around the steps of the optimizer that a model is trained by, whichever that is."""
+"""Hooks around the steps of a model's optimizer, without knowing which one that is."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-_FRAMES = 16  # between a hook and GradScaler.step: torch's own wrappers, a scheduler's, a framework's
+_FRAMES = 16  # frames between a hook and GradScaler.step: wrappers of torch, a scheduler, a framework
 
 
 def around_steps(
     parameters: Iterable[Tensor], before: Callable[[Optimizer], None], after: Callable[[Optimizer], None]
 ) -> list[RemovableHandle]:
-    """Call ``before(optimizer)`` and ``after(optimizer)`` around steps of one whose first parameter is one of these.
+    """Call ``before(optimizer)`` and ``after(optimizer)`` around steps of optimizers that begin with one of these.
 
-    Every optimizer of the process is looked at, also one that is made later; the parameters are not kept alive.
+    This watches every optimizer of the process, including later ones; the parameters are not kept alive.
     """
     ids = {id(parameter) for parameter in parameters}
 
@@ -36,9 +36,9 @@ def around_steps(
 
 
 def stepped_by_scaler() -> bool:
-    """In a hook before an optimizer's step: whether a `GradScaler` makes that step, which looks for infinite gradients.
+    """In a hook before an optimizer's step: whether a `GradScaler` makes it, which checks for infinite gradients.
 
-    Nothing of the optimizer shows this in general; its caller, a few frames up, does.
+    The optimizer does not show this in general; its caller, a few frames up, does.
     """
     frame, step = sys._getframe(), GradScaler.step.__code__
     for _ in range(_FRAMES):

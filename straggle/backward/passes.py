@@ -1,7 +1,7 @@
-"""Which backward passes of a step have begun, and which are over: the autograd engine says so, and nothing else.
+"""Which backward passes of a step have begun, and which are over: only the autograd engine reports this.
 
-The engine calls back when one of its runs is over, and never where an error or `DeadlineReached` left it. A reentrant
-checkpoint runs the engine again inside of a pass; that is a part of the pass.
+The engine calls back when one of its runs is over, but not if an error or `DeadlineReached` left the run. A reentrant
+checkpoint runs the engine again inside of a pass; that run is a part of the pass.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class PassWatcher(ABC):
     that gave no gradient to any parameter and was not cut short, as ``torch.autograd.grad`` does, does not count.
     """
 
-    seen_complete = False  # a pass that came to its end, and in which no parameter was refused; of any step
+    seen_complete = False  # in any step, a pass was complete and no parameter in it was refused
 
     def _watch_step(self) -> None:
-        """A step begins: nothing is known of its passes."""
+        """A step begins: forget the passes of the last one."""
         self.pass_number = -1  # of the running pass, or of the last one
         self.num_over = 0
-        self._runs: set[int] = set()  # of the engine, in the running pass; empty where none is known to run
-        self._own: int | None = None  # the run that user code began, where a hook saw it
-        self._announced = False  # a pass has begun, and no hook of it was seen
+        self._runs: set[int] = set()  # runs of the engine in the running pass; empty if none is known
+        self._own: int | None = None  # the run that user code began, if a hook saw it
+        self._announced = False  # a pass has begun, and none of its hooks was called yet
         self._nested_running = 0
-        self._num_in_pass = 0  # gradients
+        self._num_in_pass = 0  # gradients of the running pass
 
     @abstractmethod
     def _pass_begins(self, first: int) -> None:
@@ -51,21 +51,21 @@ class PassWatcher(ABC):
 
     @abstractmethod
     def _pass_over(self, number: int | None) -> None:
-        """Pass ``number`` is over; ``None``: one ended that gave no gradient to any parameter."""
+        """Pass ``number`` is over; ``None``: a pass is over that gave no gradient to any parameter."""
 
     def _pass_failed(self) -> None:  # noqa: B027
-        """The running pass had gradients, and did not come to its end."""
+        """The running pass had gradients and failed."""
 
     @property
     def failed(self) -> bool:
-        """Whether a pass began and did not come to its end; to be asked after `settle`."""
+        """Whether a pass began and did not complete; valid after `settle`."""
         return self.num_over <= self.pass_number
 
     @property
     def may_stop(self) -> bool:
         """Whether the step can be left here.
 
-        A nested run cannot at first: under reentrant checkpointing only a complete pass shows that no weight is shared.
+        Not in a nested run at first: under reentrant checkpointing only a complete pass shows that no weight is shared.
         """
         nested = len(self._runs) > (self._own is not None)
         return self.seen_complete or not nested
@@ -76,9 +76,9 @@ class PassWatcher(ABC):
         self._announced = True
 
     def settle(self) -> None:
-        """User code runs, and so no pass does: one that was not said to be over has failed.
+        """User code runs, so no pass does: a pass whose end was not reported has failed.
 
-        If only nested runs of a pass were seen, it is over when all of these are.
+        If only nested runs of a pass were seen, the pass is over when all of these are.
         """
         if not self._runs and not self._announced:
             return
@@ -93,12 +93,12 @@ class PassWatcher(ABC):
             self._pass_over(None)
 
     def returned(self) -> None:
-        """The pass that was announced came back without an error, and with or without a hook."""
+        """The announced pass returned without an error, whether or not a hook was called."""
         if self._runs or self._announced:
             self._over()
 
     def _joins(self, run: int, first: int = -1) -> None:
-        """A run of the engine that was not seen before: a new pass, or a part of the running one."""
+        """Note a new run of the engine: a new pass, or a part of the running one."""
         engine = torch.autograd.Variable._execution_engine
         nested, announced = _inside_of_custom_backward(), self._announced
         self._announced = announced and nested

@@ -1,4 +1,4 @@
-"""Where a model's backward time goes, stage by stage, and how far a rank comes in a given time."""
+"""A model's backward time by stage, and how far a rank gets in a given time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from straggle.report import BackwardReport
 
 @dataclass(frozen=True)
 class Reach:
-    """How far a rank comes: finished stages, and the share of all gradient elements that they hold (0 to 1)."""
+    """How far a rank gets: finished stages, and the share of all gradient elements that they hold (0 to 1)."""
 
     num_stages: int
     share: float
@@ -33,7 +33,7 @@ class StageProfile:
     backward: BackwardReport
 
     def reach(self, budget_s: float) -> Reach:
-        """How far forward and backward come in ``budget_s`` seconds."""
+        """How far forward and backward get in ``budget_s`` seconds."""
         stages = self.backward.stages
         finished, elapsed_s = 0, self.forward_s
         while finished < len(stages) and elapsed_s + stages[finished].seconds <= budget_s:
@@ -46,7 +46,7 @@ class StageProfile:
         return f"{self.backward}\n{passes}"
 
     def save_chart(self, path: str | Path) -> None:
-        """A bar for each stage, in the order of backward; the format is that of the file's name. Needs matplotlib."""
+        """Save a bar chart of the stages in the order of backward; the file's name has the format. Needs matplotlib."""
         with needs_extra("plot"):
             from matplotlib.figure import Figure
         stages = self.backward.stages
@@ -70,7 +70,7 @@ def measure_stages(
     num_steps: int = 20,
     clock: Callable[[], float] = time.perf_counter,
 ) -> StageProfile:
-    """Run ``num_steps`` forward and backward passes, after some to warm up, and give the median of each time.
+    """Run ``num_steps`` forward and backward passes, after some to warm up, and return the median of each time.
 
     ``compute_loss`` is the forward pass of ``module``, up to a scalar loss. Parameters are not changed, and gradients
     are put back as they were. Raises ``ValueError`` for fewer than one step.

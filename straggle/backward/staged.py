@@ -1,6 +1,6 @@
-"""`StagedBackward`: the backward pass of any model in stages, on one process: look at each, time it, stop when late.
+"""`StagedBackward`: the backward pass of any model in stages, on one process: inspect, time and stop it by stage.
 
-Nothing here needs ``torch.distributed``; `StagedDataParallel` does the same on every rank and merges what is finished.
+This needs no ``torch.distributed``; `StagedDataParallel` does the same on every rank and merges finished gradients.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from straggle.report import BackwardReport, StageTime
 class FinishedStage:
     """A stage whose gradients a backward pass has just finished, before the stages below have run.
 
-    ``parameters`` maps names to parameters with their gradient in ``p.grad``; of a stage that the pass uses only in
-    part, the part. ``output_gradients`` are the gradients with respect to the output of the stage's last module, one
-    for each of its calls, the last call first (empty where the module's output does not require grad).
+    ``parameters`` maps names to parameters with their gradient in ``p.grad``; only those that the pass uses.
+    ``output_gradients`` are the gradients with respect to the output of the stage's last module, one for each of its
+    calls, the last call first (empty if the module's output does not require grad).
     """
 
     name: str
@@ -57,9 +57,9 @@ class StagedBackward:
 
     ``stages`` as for `StagedDataParallel`: planned by size, a number, module names or `BalancedByTime`. Unless named,
     they are planned again after the first complete step, in the order in which it finished the gradients.
-    ``on_stage`` is called with each `FinishedStage`. ``estimator``: what `DeadlineReached` leaves without a gradient
-    gets this one's contribution (its weight means nothing without other ranks). ``granularity="microbatch"`` stops only
-    between the backward passes of a step, so that each pass that was begun is complete.
+    ``on_stage`` is called with each `FinishedStage`. ``estimator``: it fills gradients that `DeadlineReached` leaves
+    missing (its weight has no effect without other ranks). ``granularity="microbatch"`` stops only between the backward
+    passes of a step, so that each pass that was begun is complete.
 
     >>> staged = StagedBackward(model, on_stage=lambda stage: print(stage.name, stage.norm()))
     >>> print(staged.backward(criterion(model(x), y), budget_s=0.1).report)
@@ -108,9 +108,8 @@ class StagedBackward:
     ) -> BackwardStep:
         """``torch.autograd.backward(tensors, gradient)`` in stages, stopped after ``budget_s`` seconds.
 
-        A step of its own, whose ``report`` says what was computed; inside of a `step` it is one of that step's passes,
-        and leaves its block when it is stopped. Raises ``ValueError`` for something
-        that is no scalar and comes without a gradient.
+        It is a step of its own, whose ``report`` has what was computed; inside of a `step` it is one of its passes, and
+        leaves the block when it is stopped. Raises ``ValueError`` for a tensor that is no scalar without a gradient.
         """
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if gradient is None:
@@ -160,7 +159,7 @@ class StagedBackward:
     # -- copies
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is in no step, and has hooks of its own on the copied module; those of a closed one stay removed."""
+        """A copy is in no step and has its own hooks on the copied module; a copy of a closed one has none."""
         closed = not self._handles
         return {**self.__dict__, "_step": None, "_handles": [], "_hooks": None, "_closed": closed}
 
@@ -181,7 +180,7 @@ class StagedBackward:
         self._watch()
 
     def _watch(self) -> None:
-        """Plan the stages of what is trainable now, and hook it."""
+        """Plan the stages of the parameters that are trainable now, and register hooks on them."""
         named = trainable(self.module)
         if not named:
             kind = type(self.module).__name__
@@ -231,7 +230,7 @@ class StagedBackward:
         """Leave the step if it is stopped or its budget is spent."""
         if self._step is not None:
             self._step._settle_outside()
-            if not (self._complete_microbatches and in_backward()):  # a checkpoint's recomputation
+            if not (self._complete_microbatches and in_backward()):  # not within a checkpoint's recomputation
                 self._step._check()
 
     def _before_forward(self, _module: nn.Module, _args: Any) -> None:
@@ -240,7 +239,7 @@ class StagedBackward:
         if self._step is not None:
             self._step._settle_outside()
             return
-        if any(parameter.requires_grad for parameter in self._all):  # else it is only evaluated
+        if any(parameter.requires_grad for parameter in self._all):  # otherwise this is only an evaluation
             self._watch_if_changed()
 
     def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
@@ -259,7 +258,7 @@ class StagedBackward:
         def keep(gradient: Tensor) -> None:
             if (step := self._step) is not None:
                 step._pass_runs()
-                for number, stage in enumerate(step.stages):  # those of now: the plan may have changed since forward
+                for number, stage in enumerate(step.stages):  # the plan may have changed since forward
                     if stage.exit == module:
                         step._output_gradients.setdefault(number, []).append(gradient)
 
@@ -320,8 +319,8 @@ class BackwardStep(PassWatcher):
         self.seen_complete = owner._seen_complete
         self._stop_at = owner._clock() + self._budget_s
         self._stopped = self._truncated = False
-        self._failed_pass: tuple[list[int], dict[int, tuple[Tensor, int]]] | None = None  # and what it left in p.grad
-        self._num_failed = 0  # passes that failed, and whose gradients are still there
+        self._failed_pass: tuple[list[int], dict[int, tuple[Tensor, int]]] | None = None  # what it left in p.grad
+        self._num_failed = 0  # passes that failed, and whose gradients are still in p.grad
         self._timeline = Timeline(device, owner._clock)
         owner._learner.step_begins()
         self._limit = HostLimit() if device.type == "cuda" and self._budget_s < math.inf else None
@@ -360,7 +359,7 @@ class BackwardStep(PassWatcher):
             self._joins(run)
 
     def _settle_outside(self) -> None:
-        """User code runs, unless this is within a pass, as a checkpoint's recomputation is."""
+        """Call `settle`, unless this is within a pass, such as a checkpoint's recomputation."""
         if not in_backward():
             self.settle()
 
@@ -370,7 +369,7 @@ class BackwardStep(PassWatcher):
         self._log: list[int] = []
         self._finished_in.append(self._log)
         self._output_gradients.clear()
-        # an undefined gradient changes nothing: remember what there is, to tell it from a new one
+        # an undefined gradient changes nothing: remember the present one, to tell it from a new one
         held = self._before.get(first)
         self._before = self._held_gradients()
         self._before.pop(first, None)
@@ -381,9 +380,9 @@ class BackwardStep(PassWatcher):
             times.begin()
 
     def _pass_over(self, number: int | None) -> None:
-        """If the pass uses only a part of a stage, the stage is finished with that part."""
+        """Finish the pass's stages; a stage that the pass uses only in part is finished with that part."""
         self._before = self._held_gradients()
-        self._outputs.clear()  # a later pass that is stopped leaves their graph alone
+        self._outputs.clear()  # so that a later pass that is stopped does not release their graph
         if number is None:  # torch.autograd.grad went through the model
             del self._finished_in[-1]
             return
@@ -395,7 +394,7 @@ class BackwardStep(PassWatcher):
                 self._stage_finished(stage)
 
     def _pass_failed(self) -> None:
-        """Its error was caught."""
+        """Keep what the pass has left: its error was caught."""
         self._outputs.clear()
         log, held = self._finished_in.pop(), self._held_gradients()
         self._failed_pass = log, {index: held[index] for index in log if index in held}
@@ -408,7 +407,7 @@ class BackwardStep(PassWatcher):
         }
 
     def _count_failed(self) -> None:
-        """A pass that failed is one of the step's if its gradients are there still; the loop may have zeroed them."""
+        """Count a failed pass as one of the step's if its gradients are still there; the loop may have zeroed them."""
         failed, self._failed_pass = self._failed_pass, None
         if failed is None:
             return
@@ -465,7 +464,7 @@ class BackwardStep(PassWatcher):
     # -- afterwards
 
     def _estimate(self) -> None:
-        """Show the estimator what was computed, and let it fill what was not."""
+        """Show the computed gradients to the estimator, and let it fill the missing ones."""
         estimator = self._owner.estimator
         if isinstance(estimator, Abstain):
             return
@@ -485,7 +484,7 @@ class BackwardStep(PassWatcher):
 
     @property
     def report(self) -> BackwardReport:
-        """What was computed so far; on a CUDA device, waits for it."""
+        """A report of what was computed so far; waits for a CUDA device."""
         seconds = self._timeline.seconds(len(self.stages))
         times = tuple(
             StageTime(stage.name, stage.numel, stage.nbytes, seconds[number], self._stage_passes[number])

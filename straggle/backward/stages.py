@@ -22,9 +22,9 @@ BUCKET_BYTES = 2**20  # below this, the latency of a message costs more than sen
 
 @dataclass(frozen=True)
 class Stage:
-    """Parameters (numbers into the model's list), and where they are.
+    """Parameters, as numbers into the model's list, and the modules between which they are computed.
 
-    ``entry`` is the module that the forward pass meets first, ``exit`` the one whose output is the stage's output.
+    ``entry``: the module that the forward pass meets first; ``exit``: the module whose output is the stage's output.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Stage:
 class BalancedByTime:
     """Stages that take about the same time in backward, as measured in the first steps, instead of about equal bytes.
 
-    ``num_stages``: how many; as many as there would be by size if it is ``None``.
+    ``num_stages``: how many; if ``None``, as many as there would be by size.
     """
 
     num_stages: int | None = None
@@ -68,7 +68,7 @@ class StagePlan:
 
 
 class Registered:
-    """The parameters and modules that a module has now, by identity, to notice what is replaced, added or tied."""
+    """The parameters and modules that a module has now, by identity, to notice replaced, added or tied ones."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -76,21 +76,21 @@ class Registered:
         tables = [table for child in module.modules() for table in (child._parameters, child._modules)]
         self._empty = [table for table in tables if not table]
         self._tables = [table for table in tables if table]
-        self._now = [table.values() for table in self._tables]  # of a dict, what it has when they are looked at
+        self._now = [table.values() for table in self._tables]  # views of the dicts: they show later changes
         self._entries = [*chain.from_iterable(self._now)]
 
     def __reduce__(self) -> tuple[type[Registered], tuple[nn.Module]]:
-        """A copy has those of the copied module."""
+        """A copy holds the parameters and modules of the copied module."""
         return Registered, (self._module,)
 
     def unchanged(self) -> bool:
-        """Whether all of them are still the same; every step of every rank asks this."""
+        """Whether all of them are still the same; called in every step."""
         if any(self._empty) or sum(map(len, self._tables)) != len(self._entries):
             return False
         return all(map(is_, chain.from_iterable(self._now), self._entries))
 
     def differences(self) -> str:
-        """The parameters that are not what they were, in words; empty where only modules without any are others."""
+        """The changed parameters, in words; empty if only modules without parameters changed."""
         then, now = self._parameters, dict(self._module.named_parameters(remove_duplicate=False))
         kinds = {
             "replaced": [name for name in now if name in then and now[name] is not then[name]],
@@ -101,14 +101,14 @@ class Registered:
 
 
 def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters that the stages are made of, each shared one once, in the module tree's order."""
+    """The trainable parameters, from which stages are formed, in the module tree's order; each shared one once."""
     return [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
 
 
 class PlanLearner:
-    """Times the first complete steps; stages by time wait for the third, because the first is one of warming up.
+    """Times the first complete steps; stages by time wait for the third, because the first warms up.
 
-    ``times``: of the running step; ``None`` where it is not watched.
+    ``times``: those of the running step; ``None`` if it is not timed.
     """
 
     def __init__(
@@ -122,15 +122,15 @@ class PlanLearner:
         self.times: FinishTimes | None = None
 
     def skip(self) -> None:
-        """The stages are planned already, from what other ranks have timed."""
+        """Time no more steps: the stages are planned from what other ranks have timed."""
         self._left = 0
 
     def step_begins(self) -> None:
-        """Watch the step, where that is still wanted."""
+        """Time the step, if that is still needed."""
         self.times = self._new_times() if self._left else None
 
     def step_complete(self) -> FinishTimes | None:
-        """The step was complete; the times to plan the stages from for good, where they are these."""
+        """The step was complete; returns the times to plan the final stages from, if these are now known."""
         times, self.times = self.times, None
         if times is None:
             return None
@@ -139,11 +139,11 @@ class PlanLearner:
 
 
 def complete_order(named: Sequence[tuple[str, int]], seconds: Mapping[str, float]) -> tuple[list[int], list[float]]:
-    """The ``order`` and ``seconds`` to plan stages from, where they are known of some of the parameters only.
+    """The ``order`` and ``seconds`` to plan stages from, if they are known for only some of the parameters.
 
-    ``named``: all parameters, in the module tree's order, with their elements; ``seconds``: of those that are known, in
-    the order in which backward finishes them. Another one comes right after the one that follows it in the tree, and
-    takes as long as its elements would take in those.
+    ``named``: all parameters, in the module tree's order, with their elements; ``seconds``: those known, in the order
+    in which backward finishes the parameters. Any other parameter comes right after the one that follows it in the
+    tree, and takes time in proportion to its elements.
     """
     places, order = {name: place for place, (name, _) in enumerate(named)}, list[int]()
     order += [places[name] for name in seconds if name in places]
@@ -163,13 +163,14 @@ def plan_stages(
     *,
     named: Sequence[tuple[str, nn.Parameter]] | None = None,
 ) -> StagePlan:
-    """Divide the trainable parameters of ``module`` into stages; or those in ``named``, which it gave before.
+    """Divide the trainable parameters of ``module`` into stages; or those in ``named``, as `trainable` gave them
+    before.
 
     ``order`` lists the parameters in the order in which backward finishes them (default: the module tree reversed),
-    ``seconds`` how long each took. ``stages`` is ``None`` (stages of about 25 MB, but not fewer than eight where the
-    model allows), a number, `BalancedByTime`, or a list of module names, each a stage of its own; parameters outside of
-    them form further stages.
-    Raises ``ValueError`` for names that the module does not have and for a number that it cannot be divided into.
+    ``seconds`` how long each took. ``stages`` is ``None`` (stages of about 25 MB, but at least eight if the model
+    allows), a number, `BalancedByTime`, or a list of module names, each a stage of its own; parameters outside of them
+    form further stages.
+    Raises ``ValueError`` for unknown module names and for a number of stages that the module cannot be divided into.
     """
     named = trainable(module) if named is None else named
     order = list(reversed(range(len(named)))) if order is None else list(order)
@@ -209,7 +210,7 @@ def _balanced(runs: list[list[int]], sizes: Sequence[float], num_stages: int) ->
     remaining, position = sum(sizes), 0
     for missing in range(num_stages, 0, -1):
         target, size, group = remaining / missing, 0.0, list[int]()
-        # leave at least one run to each stage that still comes
+        # leave at least one run to each later stage
         while position <= len(runs) - missing and (not group or missing == 1 or size + sizes[position] / 2 <= target):
             group += runs[position]
             size += sizes[position]
@@ -222,8 +223,8 @@ def _balanced(runs: list[list[int]], sizes: Sequence[float], num_stages: int) ->
 def _by_module(
     module: nn.Module, named: Sequence[tuple[str, nn.Parameter]], order: Sequence[int], names: list[str]
 ) -> list[tuple[str | None, list[int]]]:
-    """The stages' parameters, each with the name that the user gave it, if any."""
-    # a module that is frozen now is known, and has no stage
+    """The parameters of each stage, with the module name that the user gave for it, if any."""
+    # a module that is frozen now is a known name without a stage
     known = {prefix for name, _ in module.named_parameters() for prefix in _prefixes(name)}
     wrong = [name for name in names if name not in known]
     if wrong:
@@ -243,7 +244,7 @@ def _by_module(
 
 
 def _prefixes(name: str) -> list[str]:
-    """``a.b.weight`` lies in the modules ``a.b`` and ``a``."""
+    """The names of the modules around a parameter: ``a.b`` and ``a`` for ``a.b.weight``."""
     parts = name.split(".")[:-1]
     return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
 

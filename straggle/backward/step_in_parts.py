@@ -1,7 +1,7 @@
-"""An optimizer's step in parts: each parameter as soon as its gradient is merged, while the others' still travel.
+"""An optimizer's step in parts: each parameter as soon as its gradient is merged, while others are in flight.
 
-The optimizer's own code makes each part, because it passes over a parameter whose ``p.grad`` is ``None``. The result is
-that of one step, bit for bit, where the update of a parameter depends on nothing of the other parameters.
+The optimizer's own code makes each part, because it skips a parameter whose ``p.grad`` is ``None``. The result is that
+of one step, bit for bit, if the update of a parameter does not depend on other parameters.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
-# by themselves, not their subclasses: who overrides `step` may look at all gradients
+# these classes, not their subclasses: one that overrides `step` may look at all gradients
 PER_PARAMETER = (
     optim.SGD,
     optim.Adam,
@@ -28,7 +28,7 @@ _STEP_AFTER = "leave optimizer= out of step(), and call optimizer.step() after t
 
 
 def check_steps_in_parts(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-    """Raise ``ValueError`` for an optimizer whose step must see all gradients, or is not one of these parameters'."""
+    """Raise ``ValueError`` for an optimizer whose step must see all gradients, or has none of these parameters."""
     kind = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise ValueError(f"optimizer={optimizer!r}: give a torch.optim.Optimizer")
@@ -48,12 +48,12 @@ def check_steps_in_parts(optimizer: Optimizer, parameters: Iterable[Tensor]) -> 
 
 
 class StepInParts:
-    """One step of ``optimizer``: any number of parts, and then the rest; ``running`` while it makes one of them."""
+    """One step of ``optimizer``: any number of parts, and then the rest; ``running`` during each of them."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self.running = False
-        self._stepped: dict[nn.Parameter, Tensor] = {}  # with the merged gradients
+        self._stepped: dict[nn.Parameter, Tensor] = {}  # their merged gradients
         self._others: dict[nn.Parameter, Tensor] | None = None  # gradients that are not in the merge
 
     def step(self, merged: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
@@ -67,7 +67,7 @@ class StepInParts:
             self._stepped[parameter] = gradient
 
     def finish(self) -> None:
-        """Step what was not in any part; every ``p.grad`` is then as after one step."""
+        """Step the parameters that were in no part; every ``p.grad`` is then as after one step."""
         for parameter, gradient in (self._others or {}).items():
             parameter.grad = gradient
         self._step()

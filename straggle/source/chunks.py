@@ -1,6 +1,7 @@
-"""Which gradients are merged by one call: Python costs about as much for a group of them as for one.
+"""Groups of gradients that are merged by one call, which costs Python about as much as for one gradient.
 
-A group is a run of a bucket's gradients, in the order in which backward finishes them; on a CUDA device of a stage's.
+A group is a run of a bucket's gradients, or of a stage's on a CUDA device, in the order in which backward finishes
+them.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import torch
 from straggle.backward.stages import Stage, StagePlan
 from straggle.source.source import Slot
 
-GROUP_BYTES = 2**20  # on the CPU: above this, what waits has left the cache before it is copied
+GROUP_BYTES = 2**20  # on the CPU: gradients of a larger group have left the cache before they are copied
 
 
 class GradientChunks:
     """The groups of the gradients of these slots.
 
-    ``ends`` are the parameters with which a group is complete; none: each gradient is merged by itself.
+    ``ends``: the parameters that complete a group; if there are none, each gradient is merged by itself.
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
@@ -28,15 +29,15 @@ class GradientChunks:
         self.ends: frozenset[int] = frozenset()
 
     def note_stream(self) -> None:
-        """A gradient came on the current stream, while the plan is learned."""
+        """Note the current stream, on which a gradient came while the plan is learned."""
         if self._slots[0].tensor.is_cuda:
             self._streams.add(torch.cuda.current_stream())
 
     def follow(self, plan: StagePlan) -> None:
-        """Form the groups of this plan: on a CUDA device of a stage each, where few kernels count more than the cache.
+        """Form the groups of this plan; on a CUDA device one for each stage, as few kernels matter more than the cache.
 
-        On the CPU a group may have small stages that share a message, because nothing can be sent before all are there.
-        Gradients that come on several devices or streams are not for one call: they have no groups.
+        On the CPU a group may have small stages that share a message, because nothing can be sent before all of it is
+        complete. Gradients on several devices or streams cannot be merged by one call: they form no groups.
         """
         devices = {slot.device for slot in self._slots}
         if len(devices) == 1 and len(self._streams) <= 1:
@@ -47,9 +48,9 @@ class GradientChunks:
 
 
 def group_ends(runs: Iterable[Sequence[Stage]], nbytes: Sequence[int], group_bytes: float) -> frozenset[int]:
-    """The parameters with which a group is complete: the last of these runs, and who brings it to ``group_bytes``.
+    """The parameters that complete a group: the last of each run, and those that bring a group to ``group_bytes``.
 
-    ``nbytes`` has the bytes of each parameter.
+    ``nbytes``: the bytes of each parameter.
     """
     ends = set()
     for run in runs:

@@ -1,6 +1,6 @@
-"""Gradients that the loop did not zero: they are added to the merged ones, as DDP accumulates into them.
+"""Gradients that the loop did not zero: the merged gradients are added to them, as with DDP.
 
-Which ones these are is known when the first backward pass of a step begins: until then a loop may still zero them.
+They are known when the first backward pass of a step begins: until then a loop may still zero them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ UNDECIDED, NONE = -1, 0
 
 
 class KeptGradients:
-    """What is in ``p.grad`` of these parameters, from entering a step until its first backward pass begins.
+    """The gradients in ``p.grad`` of these parameters, from entering a step until its first backward pass begins.
 
     They lie in the buffers of the step before, which must not be used again before `decide`.
     """
@@ -29,24 +29,24 @@ class KeptGradients:
 
     @property
     def mark(self) -> int:
-        """A number for what is kept, exact in float32; `UNDECIDED` before that is known."""
+        """A number for the set of kept gradients, exact in float32; `UNDECIDED` before it is known."""
         return mark_of(self.gradients) if self.decided else UNDECIDED
 
     def set_aside(self) -> None:
-        """A backward pass begins: what is there now is kept, if the pass has a gradient for any parameter."""
+        """A backward pass begins: the gradients present now are kept, if the pass has one for any parameter."""
         if not self.decided and self._aside is None:
             self._aside = self._take()
 
     def put_back(self) -> None:
-        """The pass had none: the loop may still zero them."""
+        """Undo `set_aside`: the pass had no gradient, and the loop may still zero those present."""
         for index, gradient in (self._aside or {}).items():
             self._parameters[index].grad = gradient
         self._aside = None
 
     def decide(self, first: int) -> bool:
-        """Parameter ``first`` is the first to have a gradient of this step; false where that is not a new one.
+        """Parameter ``first`` is the first with a gradient in this step; false if that is not a new gradient.
 
-        Raises ``RuntimeError`` where its gradient was added to one that may have been kept or zeroed.
+        Raises ``RuntimeError`` if it was added to a gradient that may have been kept or zeroed.
         """
         if self._aside is None:  # the pass did not come through the model's output
             parameter = self._parameters[first]
@@ -62,15 +62,15 @@ class KeptGradients:
             parameter.grad = None
             self._aside = self._take()
             parameter.grad = own
-        # what was zeroed in place is not kept, just as if it had been set to None
+        # a gradient that was zeroed in place is not kept, as if it had been set to None
         self._settle({index: grad for index, grad in self._aside.items() if self._is_as_entered(index, grad)})
         return True
 
     def put_by_loop(self) -> dict[int, Tensor]:
-        """At the end of the step, take what lies in ``p.grad``: no backward pass did put it there, the loop has.
+        """At the end of the step, take the gradients in ``p.grad`` that the loop, not a backward pass, has put there.
 
-        Without a backward pass, and with anything there that the loop has put or written to, all that is there is this
-        rank's gradient, as it would be without a merge: nothing is kept beside it.
+        If there was no backward pass and the loop has put or changed any gradient, all gradients present are this
+        rank's own, as they would be without a merge: none is kept.
         """
         if self.decided:
             return self._take_all()
@@ -86,9 +86,9 @@ class KeptGradients:
         return by_loop | copies
 
     def follow(self, decision: int, last: Iterable[int]) -> bool:
-        """This rank had no backward pass, and keeps what its peers kept: ``decision`` is their `mark`.
+        """This rank had no backward pass, and keeps the gradients that its peers kept: ``decision`` is their `mark`.
 
-        ``last``: what this rank kept itself when it last decided. False where it cannot know what they kept.
+        ``last``: those that this rank itself kept when it last decided. False if it cannot know which ones they kept.
         """
         self.put_back()
         there = self._take()
@@ -104,10 +104,10 @@ class KeptGradients:
         return gradient is before and gradient._version == version
 
     def _take(self) -> dict[int, Tensor]:
-        """Take what is there as it was on entering, or zeroed in place since.
+        """Take the gradients that are as they were on entering, or were zeroed in place since.
 
-        What the loop has put there or written to is this rank's own, such as a penalty's gradient: it stays, for the
-        pass to add to and to be merged, as a copy that does not lie in the buffers of the step before.
+        A gradient that the loop has put there or written to is this rank's own, such as that of a penalty. It stays, as
+        a copy outside of the buffers of the step before: the pass adds to it, and it is merged.
         """
         aside = {}
         for index, parameter in enumerate(self._parameters):
@@ -132,11 +132,11 @@ class KeptGradients:
     def _settle(self, kept: dict[int, Tensor]) -> None:
         self.gradients = {index: gradient.detach().clone() for index, gradient in kept.items()}
         self.decided = True
-        self._entered, self._aside = {}, None  # who has a gradient from here on is the loop
+        self._entered, self._aside = {}, None  # from here on the loop has the gradients
 
 
 def mark_of(kept: Iterable[int]) -> int:
-    """A number for a set of parameters, exact in float32; `NONE` for none of them."""
+    """A number for a set of parameters, exact in float32; `NONE` for the empty set."""
     numbers = sorted(kept)
     if not numbers:
         return NONE
