@@ -1,1 +1,1 @@
-"""straggle in trainers of others, one module for each; import the one that you use."""
+"""straggle in the trainers of other libraries, one module for each; import the one that you use."""

@@ -34,17 +34,18 @@ _DDP_KINDS = ("MULTI_CPU", "MULTI_GPU")
 
 
 class StagedAccelerator(Accelerator):
-    """``accelerate.Accelerator``; it takes ``stages``, ``deadline``, ``estimator``, ``late_handling``, ``merge``, too.
+    """``accelerate.Accelerator``; it also takes ``stages``, ``deadline``, ``estimator``, ``late_handling``, ``merge``.
 
-    A model that is prepared for training on several processes is a `StagedDataParallel`; on one, it is as before.
+    A model that is prepared for training on several processes is a `StagedDataParallel`; on one process nothing
+    changes.
 
-    ``accumulate`` is one micro-batch of a step. The last one is that with which Accelerate synchronizes, so that a step
-    may go on in the next epoch. Where this rank is late, the rest of its block is skipped, and the gradients are merged
-    at its end: clipping, the optimizer's step and ``zero_grad`` come after the block. In the block they raise, or do
-    nothing. Accelerate's optimizers step with the last micro-batch only, so that the lines stay as they are.
+    ``accumulate`` is one micro-batch of a step. The last one is that in which Accelerate synchronizes, so that a step
+    may go on in the next epoch. If this rank is late, the rest of its block is skipped, and the gradients are merged at
+    its end: clipping, the optimizer's step and ``zero_grad`` come after the block. In the block they raise, or do
+    nothing. Accelerate's optimizers step with the last micro-batch only, so that these lines need no condition.
 
-    ``save_state`` writes ``straggle_MODEL_RANK.pt`` of each rank beside the other files, and ``load_state`` reads it
-    where it comes before the first step. Raises ``ValueError`` for DeepSpeed, FSDP and other kinds that do not use DDP.
+    ``save_state`` writes ``straggle_MODEL_RANK.pt`` of each rank beside the other files, and ``load_state`` reads it if
+    called before the first step. Raises ``ValueError`` for DeepSpeed, FSDP and other kinds that do not use DDP.
     """
 
     def __init__(self, *positional: Any, **words: Any) -> None:
@@ -66,7 +67,7 @@ class StagedAccelerator(Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """As the base class does, with `StagedDataParallel` where that has DDP."""
+        """Prepare as the base class does, with `StagedDataParallel` in place of DDP."""
         if evaluation_mode or not self.use_distributed or getattr(model, "_is_accelerate_prepared", False):
             return super().prepare_model(model, device_placement, evaluation_mode)
         prepared = super().prepare_model(model, device_placement, evaluation_mode=True)
@@ -96,7 +97,7 @@ class StagedAccelerator(Accelerator):
             step.end()
 
     def _num_left(self) -> int:
-        """Micro-batches of a step that begins, as far as is known; an epoch's last has those that are left."""
+        """The expected number of micro-batches of a step that begins; an epoch's last step has those that are left."""
         state = self.gradient_state
         left = self._fed.num_left(state.dataloader_references)
         num_left: int = state.num_steps - (self.step - 1) % state.num_steps
@@ -104,7 +105,7 @@ class StagedAccelerator(Accelerator):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """The base class's; raises ``ValueError`` where its way of joining would be needed."""
+        """As the base class; raises ``ValueError`` if its way of joining would be needed."""
         even = self.even_batches if even_batches is None else even_batches
         if not even and any(isinstance(joinable, StagedDataParallel) for joinable in joinables):
             raise ValueError(
@@ -120,16 +121,16 @@ class StagedAccelerator(Accelerator):
         return super().unwrap_model(bare, *positional, **words)
 
     def get_state_dict(self, model: nn.Module, *positional: Any, **words: Any) -> Any:
-        """The module's, without a prefix: it can be loaded without straggle."""
+        """The module's state, without a prefix: it can be loaded without straggle."""
         bare = model.module if isinstance(model, StagedDataParallel) else model
         return super().get_state_dict(bare, *positional, **words)
 
     def free_memory(self, *objects: Any) -> Any:
-        """As the base class does; what it prepared before is let go of."""
+        """As the base class; also forget the models prepared before."""
         self._staged.clear()
         return super().free_memory(*objects)
 
-    # -- what save_state and load_state do beside the rest
+    # -- additions to save_state and load_state
 
     def _save_staged(self, _models: list[nn.Module], _weights: list[Any], folder: str) -> None:
         for number, staged in enumerate(self._staged):
@@ -142,20 +143,20 @@ class StagedAccelerator(Accelerator):
                 staged.load_straggle_state(torch.load(path, weights_only=True))
 
     def _state_file(self, folder: str, number: int) -> Path:
-        """Of one rank, and of one of the models that it has."""
+        """The state file of one rank and one of its models."""
         return Path(folder) / f"straggle_{number}_{self.process_index}.pt"
 
 
 class _Fed:
-    """The loader that feeds the loop; an evaluation's may be active beside it, or may have been left early."""
+    """The loader that feeds the loop; that of an evaluation may be active beside it, or may have been left early."""
 
     def __init__(self) -> None:
         self._loader: weakref.ref[Any] | None = None
-        self._num_open = 0  # how often it is iterated over
-        self._num_batches = 0  # that the loop had before
+        self._num_open = 0  # running iterations over it
+        self._num_batches = 0  # batches that the loop had before
 
     def num_left(self, loaders: list[Any]) -> float:
-        """Batches from this one on; ``loaders`` are iterated over, the last one since last. Infinite: unknown."""
+        """Batches left, with this one; ``loaders`` are being iterated over, the latest last. Infinite: unknown."""
         loader = None if self._loader is None else self._loader()
         if loader is None or loaders.count(loader) != self._num_open:
             loader = loaders[-1]
@@ -163,8 +164,8 @@ class _Fed:
             self._num_open, self._num_batches = loaders.count(loader), 0
         before, self._num_batches = self._num_batches, self._num_batches + 1
         if getattr(loader, "end_of_dataloader", False):
-            self._loader = None  # it may be iterated over again
+            self._loader = None  # so that a new iteration over it is counted from 0
         try:
             return len(loader) - before
-        except TypeError:  # there is none, or it is a stream, of which nobody knows how long it is
+        except TypeError:  # there is none, or it is a stream of unknown length
             return math.inf

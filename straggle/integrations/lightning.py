@@ -26,7 +26,7 @@ from straggle.policies.auto_deadline import AutoDeadline
 
 with needs_extra("lightning"):
     if "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules:
-        from pytorch_lightning import Callback  # the same code under two names, whose classes are not the same
+        from pytorch_lightning import Callback  # the same code under another name, with classes of its own
         from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
         from pytorch_lightning.trainer.states import TrainerFn
     else:
@@ -38,17 +38,17 @@ Result = TypeVar("Result")
 
 
 class StagedStrategy(DDPStrategy):
-    """``DDPStrategy``; it takes ``stages``, ``deadline``, ``estimator``, ``late_handling`` and ``merge``, too.
+    """``DDPStrategy``; it also takes ``stages``, ``deadline``, ``estimator``, ``late_handling`` and ``merge``.
 
     With automatic optimization, one optimizer step is one `Step` with all its micro-batches. A late rank's training
     step or backward pass ends early, and everything after it is called as usual, with merged gradients.
 
-    - A ``training_step`` that returns ``None`` on some ranks leaves these out of the step's mean.
+    - A ``training_step`` that returns ``None`` on some ranks leaves these ranks out of the step's mean.
     - Loaders may have different lengths: a rank with no more batches takes part with weight 0 until all are done.
     - Validation and checkpoints belong to no step: no rank is late in them, and all ranks wait for each other at their
-      end. Checkpoints have what policies and estimators know on all ranks alike.
+      end. Checkpoints have the states of policies and estimators that are equal on all ranks.
     - The loggers get the numbers of `StepScalars` every ``log_every_n_steps`` optimizer steps.
-    - No rank asks rank 0 in every batch whether it has got a SIGTERM: that would wait for rank 0.
+    - Ranks do not ask rank 0 in every batch whether it got a SIGTERM: they would wait for rank 0.
 
     With manual optimization ``self.trainer.model`` is the `StagedDataParallel`: write ``with
     self.trainer.model.step():`` around its forward pass and ``manual_backward``, and the optimizer's step after it.
@@ -61,12 +61,12 @@ class StagedStrategy(DDPStrategy):
         self._accumulation, self._in_fit, self._validating = Accumulation(), _InFit(self), contextlib.ExitStack()
         super().__init__(*positional, **words)
         if self._ddp_comm_hook is not None or self._ddp_comm_state is not None:
-            raise ValueError("ddp_comm_hook and ddp_comm_state are of DDP: how contributions are merged is in merge=")
+            raise ValueError("ddp_comm_hook and ddp_comm_state are DDP's: how contributions are merged is in merge=")
 
     # -- what Lightning calls
 
     def setup_environment(self) -> None:
-        """As the base class does; after it, and before `setup`, callbacks get their states of a checkpoint."""
+        """As the base class; after it, and before `setup`, callbacks get their states from a checkpoint."""
         super().setup_environment()
         trainer = self.lightning_module.trainer
         if trainer.state.fn == TrainerFn.FITTING and self._in_fit not in trainer.callbacks:
@@ -76,12 +76,12 @@ class StagedStrategy(DDPStrategy):
         return wrapped(model, {**self._staged_options, **self._ddp_kwargs})
 
     def _register_ddp_hooks(self) -> None:
-        """There are none."""
+        """Do nothing: there are no DDP hooks."""
 
     def setup(self, trainer: Any) -> None:
         """Wrap the module and set up the optimizers, as the base class does."""
         super().setup(trainer)
-        self._validating.pop_all()  # one that failed in an earlier fit
+        self._validating.pop_all()  # of a validation that failed in an earlier fit
         if isinstance(self.model, StagedDataParallel):
             _check_optimizers(self.optimizers)
             self._in_fit.wrapped(trainer, self.model)
@@ -89,23 +89,23 @@ class StagedStrategy(DDPStrategy):
                 trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _nothing
 
     def on_train_start(self) -> None:
-        """Find out who has fewer batches; also for a learning rate's finder, which calls no callback of ours."""
+        """Find out which ranks have fewer batches; also for a learning-rate finder, which calls no callback of ours."""
         if isinstance(self.model, StagedDataParallel):
             trainer = self.lightning_module.trainer
             _check_fetches_outside(trainer.fit_loop._data_fetcher)
             self._in_fit.compare_lengths(trainer, self.root_device)
 
     def on_validation_start(self) -> None:
-        """No rank is late in it."""
+        """Begin a pause: no rank is late in a validation."""
         if not self.lightning_module.trainer.sanity_checking:
             self._validating.enter_context(self._paused())
 
     def on_validation_end(self) -> None:
-        """All ranks wait for each other."""
+        """End the pause: all ranks wait for each other."""
         self._validating.close()
 
     def training_step(self, *positional: Any, **words: Any) -> Any:
-        """The module's, as one micro-batch; a loss without a graph where this rank is late, or has none."""
+        """The module's training step as one micro-batch; a loss without a graph if this rank is late or has no data."""
         model = self._automatic()
         if model is None:
             with self.precision_plugin.train_step_context():
@@ -114,23 +114,23 @@ class StagedStrategy(DDPStrategy):
         forward = module.forward
         with self._microbatch(model, module.trainer):
             output = super().training_step(*positional, **words)
-        module.forward = forward  # which Lightning sets for the call, and a late rank has not come to
+        module.forward = forward  # Lightning replaces it for the call, and a late rank does not get to restoring it
         return torch.zeros((), device=self.root_device) if output is None else output
 
     def _microbatch(self, model: StagedDataParallel, trainer: Any) -> contextlib.AbstractContextManager[Any]:
-        """Of a training step: the first of an accumulation begins a step."""
+        """The micro-batch of a training step; the first of an accumulation begins a step."""
         loop, number = trainer.fit_loop, trainer.accumulate_grad_batches
         num_before = loop.batch_idx
         if num_before % number == 0:
-            self._accumulation.give_up(model)  # Lightning zeroes the gradients of one that was left in the middle
-        if loop._skip_backward:  # SWA takes BatchNorm's statistics of the averaged weights
+            self._accumulation.give_up(model)  # Lightning zeroes the gradients of an accumulation left in the middle
+        if loop._skip_backward:  # SWA computes BatchNorm's statistics for the averaged weights
             return _forward_only(model)
         num_left = int(min(number - num_before % number, trainer.num_training_batches - num_before))
         step = self._accumulation.step_of(model, num_left, is_last=not loop._should_accumulate())
         return step.microbatch()
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *positional: Any, **words: Any) -> Tensor:
-        """The precision plugin's; after that of the step's last micro-batch the gradients are merged."""
+        """As the precision plugin; after the step's last micro-batch the gradients are merged."""
         model = self._automatic()
         if model is None or model.open_step is None:
             loss: Tensor = super().backward(closure_loss, optimizer, *positional, **words)
@@ -148,34 +148,34 @@ class StagedStrategy(DDPStrategy):
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Result], model: nn.Module | None = None, **words: Any
     ) -> Any:
-        """The passes come before the optimizer's step, not inside of it."""
+        """Run the closure's passes before the optimizer's step, not inside of it."""
         if self._automatic() is None:
             return super().optimizer_step(optimizer, closure, model, **words)
         result = closure()
         return super().optimizer_step(optimizer, lambda: result, model, **words)
 
     def save_checkpoint(self, *positional: Any, **words: Any) -> None:
-        """The base class's; no rank is late in it."""
+        """As the base class, in a pause: no rank is late in it."""
         with self._paused():
             super().save_checkpoint(*positional, **words)
 
     def on_exception(self, exception: BaseException) -> None:
-        """An error between two micro-batches, such as a callback's, is told to the other ranks, too."""
+        """Tell the other ranks of an error, also of one between two micro-batches, such as a callback's."""
         if isinstance(self.model, StagedDataParallel) and (step := self.model.open_step) is not None:
             step.end(exception)
 
     def teardown(self) -> None:
-        """The module is itself again."""
+        """Unwrap the module."""
         if isinstance(self.model, StagedDataParallel):
             self._in_fit.ended(self.model)
             self.model.close()
             self.model = self.model.module
         super().teardown()
 
-    # -- parts of these
+    # -- helpers
 
     def _automatic(self) -> StagedDataParallel | None:
-        """The model, where Lightning calls backward and the optimizer's step by itself."""
+        """The model, if Lightning itself calls backward and the optimizer's step; else ``None``."""
         staged = isinstance(self.model, StagedDataParallel) and self.lightning_module.automatic_optimization
         return self.model if staged else None
 
@@ -190,17 +190,17 @@ class StagedStrategy(DDPStrategy):
 
 
 class _InFit(Callback):
-    """What a strategy must know of a fit and its loggers, and what is saved with it."""
+    """A callback for the strategy: follows a fit and its loggers, and keeps the state that is saved with it."""
 
     def __init__(self, strategy: StagedStrategy) -> None:
         self._strategy = strategy
         self._trainer: Any = None
         self._uneven = False
         self._loaded: Mapping[str, Any] | None = None
-        self._known: dict[str, Any] = {}  # by the model of the last fit
+        self._known: dict[str, Any] = {}  # the state of the last fit's model
 
     def wrapped(self, trainer: Any, model: StagedDataParallel) -> None:
-        """A fit begins with this model: have the loggers told, and go on from a checkpoint."""
+        """A fit begins with this model: log its steps, and go on from a checkpoint."""
         self._trainer = trainer
         if self._loaded is not None:
             model.load_straggle_state(self._loaded)
@@ -220,7 +220,7 @@ class _InFit(Callback):
             logger.log_metrics(dict(scalars), self._trainer.global_step)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """After its last batch, a rank takes part in the steps of those that have more."""
+        """After its last batch, take part in the steps of ranks that have more."""
         if not (self._uneven and trainer.is_last_batch and pl_module.automatic_optimization):
             return
         model = self._strategy.model
@@ -239,16 +239,16 @@ class _InFit(Callback):
             model.idle = False
 
     def ended(self, model: StagedDataParallel) -> None:
-        """A fit is over; a checkpoint may be saved after it."""
+        """A fit is over: keep its state for a checkpoint that may be saved later."""
         self._known = dict(model.straggle_state(own=False))
 
     def state_dict(self) -> dict[str, Any]:
-        """What is equal on all ranks: one of them saves it."""
+        """The state that is equal on all ranks: one of them saves it."""
         model = self._strategy.model
         return dict(model.straggle_state(own=False)) if isinstance(model, StagedDataParallel) else self._known
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The model is wrapped later; one that is wrapped was restored in the middle of a fit, and knows its own."""
+        """Keep the state for a model that is wrapped later; one wrapped now, in the middle of a fit, keeps its own."""
         if not isinstance(self._strategy.model, StagedDataParallel):
             self._loaded = dict(state_dict) or None
 
@@ -271,7 +271,7 @@ def _check_fetches_outside(fetcher: object) -> None:
 
 @contextlib.contextmanager
 def _forward_only(model: StagedDataParallel) -> Iterator[None]:
-    """A step without a backward pass: gradients stay what they are."""
+    """A step without a backward pass: gradients stay unchanged."""
     gradients = [(parameter, parameter.grad) for parameter in model.module.parameters()]
     kept = [(parameter, None if gradient is None else gradient.clone()) for parameter, gradient in gradients]
     model.zero_grad()
@@ -282,7 +282,7 @@ def _forward_only(model: StagedDataParallel) -> Iterator[None]:
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """In place of a call that is not needed."""
+    """Takes the place of a call that is not needed."""
 
 
 StrategyRegistry.register(

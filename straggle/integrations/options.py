@@ -1,4 +1,4 @@
-"""What all integrations have: the options of `StagedDataParallel`, and the step that a framework accumulates into."""
+"""Shared by all integrations: the options of `StagedDataParallel`, and the step that a framework accumulates into."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ OPTIONS = ("stages", "deadline", "estimator", "late_handling", "merge")
 
 
 def take_options(words: dict[str, Any]) -> dict[str, Any]:
-    """Those of a framework's keyword arguments that are `StagedDataParallel`'s; they are taken out of ``words``.
+    """Take the options of `StagedDataParallel` out of ``words``, a framework's keyword arguments, and return them.
 
-    Raises ``ValueError`` for ``members``: the frameworks gather from all ranks by themselves, absent ones too.
+    Raises ``ValueError`` for ``members``: the frameworks gather from all ranks by themselves, also from absent ones.
     """
     if words.get("members") is not None:
         raise ValueError(
@@ -28,7 +28,7 @@ def take_options(words: dict[str, Any]) -> dict[str, Any]:
 
 
 def wrapped(module: nn.Module, options: Mapping[str, Any]) -> StagedDataParallel:
-    """The module as a replica of the job; one that is wrapped already is closed and wrapped again, as before a run."""
+    """The module as a replica of the job; a wrapped one is closed and wrapped again, as before a run."""
     if isinstance(module, StagedDataParallel):
         module.close()
         module = module.module
@@ -36,23 +36,24 @@ def wrapped(module: nn.Module, options: Mapping[str, Any]) -> StagedDataParallel
 
 
 class Accumulation:
-    """The step that a framework accumulates into; its loop knows before each micro-batch whether it is the last one.
+    """The step that a framework accumulates into; its loop knows before each micro-batch whether it is the last.
 
-    It may leave a step open, such as when it leaves its loader early: the next micro-batch then belongs to that step.
+    The loop may leave a step open, such as when it leaves its loader early: the next micro-batch then belongs to that
+    step.
     """
 
     def __init__(self) -> None:
-        self._num_begun: WeakKeyDictionary[Step, int] = WeakKeyDictionary()  # micro-batches, of each open step
+        self._num_begun: WeakKeyDictionary[Step, int] = WeakKeyDictionary()  # micro-batches begun, by open step
 
     def step_of(self, model: StagedDataParallel, num_expected: int, *, is_last: bool) -> Step:
-        """The step of the micro-batch that begins; it has ``num_expected`` if the loop goes on as usual."""
+        """The step of the micro-batch that begins; it has ``num_expected`` of them if the loop goes on as usual."""
         step = model.open_step or model.step(max(1, num_expected)).begin()
         self._num_begun[step] = number = self._num_begun.get(step, 0) + 1
         step.num_microbatches = number if is_last else max(step.num_microbatches, number + 1)
         return step
 
     def give_up(self, model: StagedDataParallel) -> None:
-        """End an open step, on all ranks alike, and throw its gradients away."""
+        """End an open step, on all ranks alike, and drop its gradients."""
         if (step := model.open_step) is None:
             return
         step.num_microbatches = self._num_begun[step]

@@ -24,28 +24,28 @@ with needs_extra("transformers"):
     from transformers import Trainer
     from transformers.training_args import ParallelMode
 
-_LOSS = "weighted_loss", "weight"  # of a rank in a step; the mean of the first over that of the second is logged
-_NO_TOKENS = 1e-6  # as many has a rank whose labels are all masked: its gradients are zero
+_LOSS = "weighted_loss", "weight"  # scalars of a rank's step; the ratio of their means is logged
+_NO_TOKENS = 1e-6  # tokens of a rank whose labels are all masked: its gradients are zero
 
 
 class StagedTrainerMixin:
     """Makes a class derived from ``Trainer`` train with `StagedDataParallel`: ``class My(StagedTrainerMixin, Base)``.
 
-    It takes ``stages``, ``deadline``, ``estimator``, ``late_handling`` and ``merge`` as that does. With one process, or
-    without a process group, it is the base class as it is.
+    It takes ``stages``, ``deadline``, ``estimator``, ``late_handling`` and ``merge`` as `StagedDataParallel` does. With
+    one process, or without a process group, it behaves like the base class.
 
     What differs from the base class on several processes:
 
     - One optimizer step is one `Step`, with all its micro-batches. Clipping, schedulers and callbacks see the merged
-      gradients. ``on_substep_end`` is called for a micro-batch that was cut short, too.
+      gradients. ``on_substep_end`` is also called for a micro-batch that was cut short.
     - ``average_tokens_across_devices`` is done by the merge, which weights each rank by its tokens, without a
       collective. A late rank counts with the gradients that it computed.
     - The logged loss is the mean over the ranks that finished a micro-batch, weighted in the same way. The numbers of
       `StepScalars` are logged with it: ranks late, gradients dropped, seconds waited and saved.
     - Evaluation and saving belong to no step: no rank is late in them, and all ranks wait for each other at their end.
-    - A checkpoint has ``straggle_RANK.pt`` of each rank; without that a resumed run begins with an empty history.
+    - A checkpoint has ``straggle_RANK.pt`` of each rank; without it a resumed run begins with an empty history.
 
-    Raises ``ValueError`` for what would wait for a stuck rank or is merged in another way: DeepSpeed, FSDP,
+    Raises ``ValueError`` for options that would wait for a stuck rank or merge in another way: DeepSpeed, FSDP,
     ``include_num_input_tokens_seen``, ``dispatch_batches``, ``auto_find_batch_size``.
     """
 
@@ -62,11 +62,11 @@ class StagedTrainerMixin:
         self._staged_options = take_options(words)
         self._staged: StagedDataParallel | None = None
         self._accumulation, self._scalars = Accumulation(), StepScalars()
-        self._merged_loss = 0.0  # of the last step, over ranks
-        self._loss = torch.zeros(())  # of the micro-batches of the open step, weighted
+        self._merged_loss = 0.0  # mean of the last step, over ranks
+        self._loss = torch.zeros(())  # sum over the open step's micro-batches, weighted
         self._num_finished = 0
-        self._tokens: float | None = None  # of this rank in the step that comes
-        self._full: float | None = None  # tokens of a full step: what counts as 1
+        self._tokens: float | None = None  # of this rank in the next step
+        self._full: float | None = None  # tokens of a full step, which has weight 1
         super().__init__(*positional, **words)
         self._averages_tokens = self._takes_part() and bool(self.args.average_tokens_across_devices)
         if self._takes_part():
@@ -91,7 +91,7 @@ class StagedTrainerMixin:
     # -- what Trainer calls
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the base class does; its ``unwrap_model`` then knows `StagedDataParallel`."""
+        """As the base class; ``unwrap_model`` then also unwraps `StagedDataParallel`."""
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         unwrap = self.accelerator.unwrap_model
 
@@ -101,7 +101,7 @@ class StagedTrainerMixin:
         self.accelerator.unwrap_model = unwrap_model
 
     def get_train_dataloader(self) -> Any:
-        """The base class's; refused where one rank would read for all, which would all wait for it."""
+        """As the base class; refuses a loader that reads on one rank for all, because all would wait for it."""
         loader = super().get_train_dataloader()  # type: ignore[misc]
         if self._takes_part() and type(loader).__name__ == "DataLoaderDispatcher":
             raise ValueError(
@@ -122,16 +122,16 @@ class StagedTrainerMixin:
         return self._staged
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        """Of this rank alone; what it has is its weight in the merge."""
+        """The number of items of this rank alone, which is its weight in the merge."""
         num_items = super()._get_num_items_in_batch(batch_samples, device)  # type: ignore[misc]
         if num_items is None or not self._averages_tokens:
             self._tokens = None
             return num_items
         self._tokens = float(num_items) or _NO_TOKENS
-        return max(num_items, 1)  # by which a loss of nothing is divided
+        return max(num_items, 1)  # the divisor of an empty loss
 
     def training_step(self, model: nn.Module, *inputs: Any, **words: Any) -> Tensor:
-        """One micro-batch of a step; the loss of the step when it was the last, and zero before."""
+        """Run one micro-batch of a step; returns the step's loss after the last one, and zero before."""
         if not isinstance(model, StagedDataParallel):
             return super().training_step(model, *inputs, **words)  # type: ignore[misc, no-any-return]
         step = self._step_of(model, is_last=self.accelerator.sync_gradients)
@@ -140,7 +140,7 @@ class StagedTrainerMixin:
             self._num_finished += 1
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
-        if self._num_finished:  # what is missing is taken to be as the rest
+        if self._num_finished:  # missing micro-batches are assumed to be like the others
             loss = float(self._loss) * step.num_microbatches / self._num_finished
             step.log(**dict(zip(_LOSS, (loss * step.weight, step.weight), strict=True)))
         step.end()
@@ -162,7 +162,7 @@ class StagedTrainerMixin:
             self._merged_loss = weighted / weight
 
     def _full_step(self, tokens: float) -> float:
-        """Rank 0's tokens in the first step: a rank that has as many counts 1, as it does with DDP, bit for bit."""
+        """Rank 0's tokens in the first step: a rank with as many has weight 1, as with DDP, bit for bit."""
         if self._full is None:
             full = torch.tensor([max(tokens, 1.0)], dtype=torch.float64, device=self.args.device)
             dist.broadcast(full, 0)
@@ -182,7 +182,7 @@ class StagedTrainerMixin:
             super()._maybe_log_save_evaluate(tr_loss, grad_norm, *args, **words)  # type: ignore[misc]
 
     def _log_merged(self, tr_loss: Tensor, grad_norm: Any, learning_rate: float | None, start_time: Any) -> None:
-        """What the base class logs, which is equal on all ranks already, and how many were late."""
+        """Log what the base class logs, which is equal on all ranks already, and the step's scalars."""
         loss, tr_loss[...] = float(tr_loss), 0.0
         num_steps = self.state.global_step - self._globalstep_last_logged
         rate = self._get_learning_rate() if learning_rate is None else learning_rate  # type: ignore[attr-defined]
