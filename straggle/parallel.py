@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch")
 EARLY_STEP_UNSUPPORTED = (
-    "step(optimizer=...) steps a parameter before the merge of the others is over, and cannot take that back: it goes "
+    "step(optimizer=...) steps a parameter before the merge of the others is over, and cannot undo that: it goes "
     'with merge=straggle.Merge(nonfinite="keep"), because "drop" may skip the entire step, and without members=, '
     "because members may leave during the merge; or call optimizer.step() after the block"
 )
@@ -61,7 +61,7 @@ _OF_A_REPLICA = ("rank", "world_size", "_planning", "_coordinator", "_current_de
 
 @dataclass
 class _LastStep:
-    """What was merged last, and its record: attributes of a module are slow to set."""
+    """The last merged step and its record, kept here because attributes of a module are slow to set."""
 
     record: StepRecord | None = None
     merged: Round | None = None
@@ -72,14 +72,14 @@ class StagedDataParallel(nn.Module):
 
     ``stages``: how the gradients are divided (`plan_stages`). ``deadline``: a `Deadline`, a number of seconds, or
     ``None`` to wait for all ranks, as DDP does. ``estimator``: what fills in for missing gradients (default: nothing).
-    ``late_handling``: how a late rank is treated. ``merge``: what becomes of buffers and of gradients that are not
-    finite, what a gradient counts, and how often replicas are compared. ``members``: ranks may die, freeze and come
-    back while the others go on (`Elastic`; default: the job ends with the first rank that does).
+    ``late_handling``: how a late rank is treated. ``merge``: how buffers and non-finite gradients are merged, how
+    gradients are weighted, and how often replicas are compared. ``members``: ranks may die, freeze and come back while
+    the others go on (`Elastic`; default: the job ends with the first rank that does).
     Parameters and buffers are overwritten with rank 0's.
 
-    Raises ``RuntimeError`` without a process group, and ``ValueError`` for modules that cannot be trained so: without
-    trainable parameters, with sparse gradients, ``SyncBatchNorm`` or sharded parameters, wrapped already, or not the
-    same, or not with the same options, on all ranks. The error for a word of DDP's says what to write instead.
+    Raises ``RuntimeError`` without a process group, and ``ValueError`` for modules that cannot be trained like this:
+    without trainable parameters, with sparse gradients, ``SyncBatchNorm`` or sharded parameters, wrapped already, or if
+    module or options differ between ranks. The error for an argument of DDP's names the replacement.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class StagedDataParallel(nn.Module):
         self._join_job(process_group)
 
     def _join_job(self, process_group: dist.ProcessGroup | None) -> None:
-        """Become a replica of the job: on all ranks alike, when the model is wrapped or a copy's first step begins."""
+        """Become a replica of the job, on all ranks, when the model is wrapped or a copy's first step begins."""
         own = set(self.__dict__)
         built = build(
             self.module,
@@ -136,7 +136,7 @@ class StagedDataParallel(nn.Module):
         self._planning, self._replanning, self._resume_state = built.planning, built.replanning, built.resume_state
         self.rank, self.world_size = self._channel.rank, self._channel.world_size
         self.idle = False  # this rank has no data for the steps from here on: it takes part with weight 0
-        self.default_weight = 1.0  # of a step whose `Step.weight` the loop does not set
+        self.default_weight = 1.0  # weight of a step whose `Step.weight` the loop does not set
         self._finalizer = weakref.finalize(self, built.closing())
         self._of_the_job = frozenset(self.__dict__) - own
         for phase in self._wings.built:
@@ -161,7 +161,7 @@ class StagedDataParallel(nn.Module):
         return super().__getattr__(name)
 
     def _join_first(self) -> None:
-        """Of a copy, before its first step."""
+        """Join the job, for a copy, before its first step."""
         if self._of_the_job:
             return
         if self._options.own_group:
@@ -196,8 +196,8 @@ class StagedDataParallel(nn.Module):
         return output
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """The module's parameters. Who goes through them inside of a step to clip gradients is warned once."""
-        if self._of_the_job and clips(sys._getframe(1)):  # a generator's caller is who iterates over it
+        """The module's parameters. Warns once if they are iterated over inside of a step to clip gradients."""
+        if self._of_the_job and clips(sys._getframe(1)):  # a generator's caller is the code that iterates over it
             if self._in_step():
                 where = f"rank {self.rank}, step {self._coordinator.training.step}"
                 self._warnings.once("clip", f"{where}: {CLIP_AFTER_THE_BLOCK}")
@@ -209,7 +209,7 @@ class StagedDataParallel(nn.Module):
         """One optimizer step, ``with model.step(): ...``; ``num_microbatches`` is how many backward passes it has.
 
         ``optimizer``: its step is made when the block ends, each part as soon as its gradients are merged; the loop has
-        no ``optimizer.step()`` then. Raises ``ValueError`` for an optimizer or a model with which that is another step.
+        no ``optimizer.step()`` then. Raises ``ValueError`` if the optimizer or the model would make that another step.
         """
         check_num_microbatches(num_microbatches)
         self._join_first()
@@ -234,16 +234,16 @@ class StagedDataParallel(nn.Module):
 
     @property
     def open_step(self) -> Step | None:
-        """The step that is begun and not ended, for code between its passes; ``None`` between two steps."""
+        """The step that has begun and not ended, for code between its passes; ``None`` between two steps."""
         return self._open.step if self._in_step() else None
 
     def register_state(self, **objects: Any) -> int:
-        """Before the loop: what a rank that comes back needs beside the model, each with a ``state_dict``.
+        """Register, before the loop, objects with a ``state_dict`` that a returning rank needs beside the model.
 
-        ``model.register_state(optimizer=optimizer, scheduler=scheduler, sampler=sampler)``. The number of the step to
-        begin with: 0 or, where this process was started again in a running job (`Elastic`), the one that the others
-        are in. It then waits for their state, and all objects have it.
-        Raises ``TypeError`` for an object without ``state_dict``, ``ValueError`` where the members do not let it in.
+        ``model.register_state(optimizer=optimizer, scheduler=scheduler, sampler=sampler)``. Returns the number of the
+        step to begin with: 0 or, if this process was restarted in a running job (`Elastic`), the step that the others
+        are in. In that case it waits for their state and loads it into all objects. Raises ``TypeError`` for an object
+        without ``state_dict``, ``ValueError`` if the members do not let this rank in.
         """
         self._before_first_step("register_state")
         if self._members is not None:
@@ -252,26 +252,25 @@ class StagedDataParallel(nn.Module):
 
     @property
     def comes_late(self) -> bool:
-        """Whether the job runs already (`Elastic`), and `register_state` is still to get its state."""
+        """Whether the job runs already (`Elastic`), and `register_state` has yet to get its state."""
         self._join_first()
         return self._members is not None and self._members.comes_late
 
     def join(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """The batches of ``loader``, for ranks that have not all as many: ``for x, y in model.join(loader)``.
+        """The batches of ``loader``, for ranks with different numbers of them: ``for x, y in model.join(loader)``.
 
         A rank that has no more goes on with its last batch, for which no step computes anything (its forward pass ends
-        the block), and takes part in the merges of the others until all are done: in as many steps as the longest
-        loader is enough for. Several may be drawn for a step (``num_microbatches``), before it or in its block; where
-        they end within a step, those that there are count. To know which batch is the last, one is fetched ahead: a
-        loader that fetches more of them, or fills the same memory again, comes inside.
-        A rank that comes back (`Elastic`) leaves it when the others have: each ``join`` is one with theirs, by number.
-        Raises ``ValueError`` where there is not one batch.
+        the block), and takes part in the others' merges until all are done: in as many steps as the longest loader has.
+        Several batches may be drawn for a step (``num_microbatches``), before it or in its block; if they end within a
+        step, those drawn count. To know which batch is the last, one is fetched ahead: put a loader that prefetches, or
+        that reuses its memory, inside of ``join``. A rank that comes back (`Elastic`) leaves it when the others have:
+        the ranks' calls of ``join`` are matched by number. Raises ``ValueError`` if there is no batch.
         """
         return self._joins.batches(loader, self._coordinator.training, self.rank, self._open.out_of_data)
 
     @property
     def learned(self) -> tuple[list[int], list[float]]:
-        """What the stages were planned from: parameters in the order in which backward finished them, and seconds."""
+        """The order in which backward finished the parameters, and the seconds of each; stages follow from them."""
         return self._planning.learned
 
     @property
@@ -280,9 +279,9 @@ class StagedDataParallel(nn.Module):
         return None if self._last.record is None else self._last.record.report
 
     def work_is_dealt(self) -> None:
-        """Say, on all ranks alike, that each has as much of a step as it has time for; `Rebalance` and pools do.
+        """Declare, on all ranks, that each rank gets as much work as it has time for; `Rebalance` and pools do.
 
-        What then remains to be late are stalls, and `AutoDeadline` drops nothing for less.
+        Then ranks are late only because of stalls, and `AutoDeadline` drops gradients for nothing else.
         """
         self._coordinator.work_is_dealt()
 
@@ -296,14 +295,14 @@ class StagedDataParallel(nn.Module):
     def register_submit_hook(self, hook: Callable[[int], object]) -> RemovableHandle:
         """Call ``hook(step)`` on the training thread when it has submitted its part of a step, before it waits.
 
-        For work that can be done while the gradients are on the way. Not called in a step that was submitted in this
-        rank's place.
+        For work that can be done while the gradients are in flight. It is not called in a step that the stand-in
+        submitted for this rank.
         """
         return add_hook(self._registers.submit, hook)
 
     @property
     def last_members_report(self) -> MembersReport | None:
-        """How the members changed last; ``None`` where they have not, or cannot (`Elastic`)."""
+        """How the members last changed; ``None`` if they have not, or cannot (`Elastic`)."""
         return self._members_hooks.last_report
 
     def register_members_hook(self, hook: Callable[[MembersReport], None]) -> RemovableHandle:
@@ -312,14 +311,14 @@ class StagedDataParallel(nn.Module):
 
     @property
     def member_ranks(self) -> tuple[int, ...]:
-        """The ranks that are members now, as far as this rank knows; all of them where none can leave."""
+        """The ranks that are members now, as far as this rank knows; all ranks if none can leave."""
         if self._members is not None:
             return self._members.ranks
         return tuple(range(self.world_size))
 
     @property
     def healing_report(self) -> HealingReport:
-        """What this rank has taken from its peers to take part again (`Elastic`)."""
+        """The states that this rank has taken from its peers to take part again (`Elastic`)."""
         return HealingReport() if self._members is None else self._members.report
 
     @property
@@ -339,28 +338,29 @@ class StagedDataParallel(nn.Module):
 
     @property
     def predicted_drop(self) -> float:
-        """The share of all gradients that the deadline policy expects to be dropped in the next step; NaN: no idea."""
+        """The share of all gradients that the deadline policy expects to drop in the next step; NaN if unknown."""
         return self._coordinator.deadline.predicted_drop
 
     @property
     def history(self) -> History:
-        """What the deadline policy has seen so far."""
+        """The steps that the deadline policy has seen so far."""
         return self._coordinator.history
 
     def straggle_state(self, *, own: bool = True) -> SavedState:
-        """What this rank must save beside the ``state_dict`` of module and optimizer, to go on as if it never stopped.
+        """The state to save beside the ``state_dict`` of module and optimizer, to go on as if the run had never
+        stopped.
 
         A flat dict of tensors, numbers and strings. Every rank has its own: save them all, after the same step. With
-        ``own=False`` it has only what is equal on all ranks: one rank saves it, and each may load it.
+        ``own=False`` it has only the part that is equal on all ranks: one rank saves it, and each may load it.
         """
         return self._resume_state.state_dict(own=own)
 
     def load_straggle_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `straggle_state` gave on this rank; before the first step, on all ranks.
+        """Go on from the `straggle_state` of this rank; before the first step, on all ranks.
 
-        With another number of ranks each may load that of any: policies go on with the history of the ranks that there
-        are, and the estimator begins again.
-        Raises ``ValueError`` for the state of other stages, another estimator or model.
+        With another number of ranks, each may load the state of any rank: policies go on with the history of the ranks
+        that exist, and the estimator begins again. Raises ``ValueError`` for the state of other stages, another
+        estimator or model.
         """
         self._before_first_step("load_straggle_state")
         if self.rank == 0 and (ranks := state.get("ranks", self.world_size)) != self.world_size:
@@ -374,23 +374,23 @@ class StagedDataParallel(nn.Module):
 
     @property
     def last_decision(self) -> Decision | None:
-        """What this rank decided in its last step: recorded for each step, it makes the run repeatable (`replay`)."""
+        """This rank's decisions in its last step; recorded for each step, they make the run repeatable (`replay`)."""
         return None if self._last.merged is None else decision_of(self._open, self._last.merged)
 
     def replay(self, recording: Recording) -> None:
         """Decide as in a recorded run instead of by the clock; before the first step, on all ranks alike.
 
-        With the same model, data and number of ranks it gives the same parameters bit for bit. Each rank has its own
+        With the same model, data and number of ranks, it gives the same parameters bit for bit. Each rank has its own
         recording. Steps beyond it wait for all ranks.
-        Raises ``ValueError`` for a recording of steps in which the members changed (`Elastic`), and after that.
+        Raises ``ValueError`` for a recording with a step in which the members changed (`Elastic`), or a later one.
         """
         self._before_first_step("replay")
         self._replay.follow(recording)
 
     def pause(self) -> Pause:
-        """Between two steps, on all ranks: what comes until `resume` belongs to no step, and no rank is late in it.
+        """Pause, between two steps and on all ranks: until `resume`, nothing belongs to a step, and no rank is late.
 
-        For what takes long, on all ranks or on one, such as an evaluation, a checkpoint, or training another model:
+        For long work on all ranks or on one, such as an evaluation, a checkpoint, or training another model:
         ``with model.pause(): ...``. At the end of the block all ranks wait for each other, at most ``give_up_s``. With
         `Elastic` members each goes on by itself, and is waited for in its next step.
         """
@@ -400,7 +400,7 @@ class StagedDataParallel(nn.Module):
         return Pause(self._end_pause)
 
     def resume(self) -> None:
-        """Go on after a `pause` that is no block: the next step's time begins now; best with a barrier after it."""
+        """Go on after a `pause` that is not a block: the next step's time begins now. Call a barrier after it."""
         self._coordinator.resume()
 
     def _end_pause(self) -> None:
@@ -408,7 +408,7 @@ class StagedDataParallel(nn.Module):
         self.resume()
 
     def stop_pings(self) -> None:
-        """Measure no link from here on, and answer no ping; before the first step: open no port at all."""
+        """Measure no links from here on, and answer no pings; called before the first step, no port is opened."""
         if self._of_the_job:
             self._pings.close()
 
@@ -464,7 +464,7 @@ class StagedDataParallel(nn.Module):
         )
 
     def _leave(self, step: Step, error: BaseException | None) -> bool:
-        """Merge; true where the error was only the deadline."""
+        """Merge; true if the error was only the deadline."""
         merged = self._open.leave(error)
         if merged is None:
             return False

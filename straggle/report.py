@@ -21,11 +21,11 @@ _RATE = Metric("gauge", "link_bytes_per_second", "Bytes a second that this rank 
 
 @dataclass(frozen=True, kw_only=True)
 class RankNumbers:
-    """What a rank's row says in numbers that its report has as they are.
+    """The numbers of a rank's row that its report has unchanged.
 
-    To add one, declare it here, and set it where the row is made (`merge/row.py`): the wire, the table, the report, the
-    trace, the arrays of a run and, if it has a metric, the exporter take it from here. ``nonfinite`` is counted while
-    the row is on its way (`merge/buffers.py`).
+    To add one, declare it here and set it in `merge/row.py`: the wire, the table, the report, the trace, the arrays of
+    a run and, if it has a metric, the exporter follow from this declaration. ``nonfinite`` is counted during the merge
+    (`merge/buffers.py`).
     """
 
     compute_s: float = field(
@@ -89,18 +89,17 @@ class RankNumbers:
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport(RankNumbers):
-    """One rank's part in one step: its `RankNumbers`, and what follows from the rows of all ranks.
+    """One rank's part in one step: its `RankNumbers`, and numbers that follow from the rows of all ranks.
 
     ``outside_s`` is time between two ``step()`` blocks that was spent neither on data nor in the optimizer's step
     (``optimizer_s``): clipping, evaluation, checkpoints. ``data_s`` runs from the end of the optimizer's step to the
     first forward pass. ``stages`` holds the share of each stage that the rank computed, and ``reach`` the share of the
-    full model: 0.5 means that half of the gradient elements came from this rank's own backward pass. ``stage_s`` says
-    when each stage was complete, in seconds from entering ``step()`` (NaN: it never was). ``cause`` says what a late
-    rank was doing. A rank that was not late, but whose gradients are missing, has a
-    ``cause``, too: "error" where a backward pass ended in an error that the loop caught, "skipped" where the block was
-    left without a backward pass, "members" where a merge that was on its way was lost as another rank left (`Elastic`).
-    ``weights`` is the weight in the merge of all that the rank submitted for
-    each stage, including estimates. Without these it is ``weight`` times ``stages``.
+    full model: 0.5 means that half of the gradient elements came from this rank's own backward pass. ``stage_s``: when
+    each stage was complete, in seconds from entering ``step()`` (NaN if it never was). ``cause``: what a late rank was
+    doing. A rank that was not late but whose gradients are missing also has a ``cause``: "error" if a backward pass
+    ended in an error that the loop caught, "skipped" if the block was left without a backward pass, "members" if a
+    merge in flight was lost because another rank left (`Elastic`). ``weights``: for each stage, the weight in the merge
+    of what the rank submitted, including estimates. Without estimates it is ``weight`` times ``stages``.
     """
 
     rank: int = field(metadata=number("number"))
@@ -128,7 +127,7 @@ class RankReport(RankNumbers):
         default=1.0,
         metadata=number(
             "what `step.cost` was set to, over the mean cost of the first step that had any; without one the same of "
-            "its micro-batches, or 1 where work is dealt out. Its deadline was longer by that factor"
+            "its micro-batches, or 1 if work is dealt out. Its deadline was longer by that factor"
         ),
     )
     latency_s: float = field(
@@ -158,8 +157,8 @@ class RankReport(RankNumbers):
 class StageReport:
     """One stage: ``weight`` is the sum over ranks, by default ``world_size`` when all ranks computed it.
 
-    Gradients that were left out because they were not finite still count in it. So does what a rank gave before it left
-    in this step (`Elastic`): it has no row that could say so. Where both happened, it is of what was merged.
+    Gradients that were left out because they were not finite still count in it. So do the gradients of a rank that left
+    in this step (`Elastic`), although it has no row. If both happened, only merged gradients count.
     """
 
     name: str
@@ -170,10 +169,10 @@ class StageReport:
 
 @dataclass(frozen=True)
 class ShadowReport:
-    """What a policy that stops no rank (`straggle.Shadow`) would have done in a step.
+    """The effect that a policy which stops no rank (`straggle.Shadow`) would have had in a step.
 
-    ``seconds`` is what the step would have taken. ``reach`` is the share of the model that each rank would have
-    computed, and ``stages`` the share of each stage that would have come in, over ranks.
+    ``seconds``: the step's length. ``reach``: the share of the model that each rank would have computed. ``stages``:
+    the share of each stage that would have been merged, over ranks.
     """
 
     deadline_s: float
@@ -189,16 +188,15 @@ class StepReport:
     """One merged step: ``seconds`` from the end of the merge before; ``deadline_s`` is infinite without a deadline.
 
     ``skipped``: no rank had finite gradients, and no parameter has one now. ``different_ranks``: those whose parameters
-    or buffers were not those of most ranks when they entered the step (a tie: not those of the lowest rank). Either
-    these were compared and differ (`Merge.check_every`), and ``different_tensors`` has the names of those that do, or
-    their optimizers did not step as often as the others' after the step before. ``None``: they were not compared, and
-    all optimizers stepped as often. ``shadow``: what
-    a policy that stops no rank would have done. ``ranks_without_store``: those that the job's store did not answer; no
-    deadline holds for them. ``pool_parts`` and ``pool_weight``: the micro-batches in the step's pool and the sum of
-    their weights, where the ranks drew from one (``step.pull``); 0 otherwise. ``network_s`` is what was left of the
-    step when the last rank had submitted: the merge on the network. It and a rank's own times (outside, optimizer,
-    data, forward, backward, wait) are all of ``seconds``. ``dealt``: each rank has as much of a step as it has time for
-    (`Rebalance`, or a pool): a rank's ``weight`` is how much that is.
+    or buffers were not those of most ranks when they entered the step (in a tie: not those of the lowest rank). Either
+    they were compared and differ (`Merge.check_every`), with their names in ``different_tensors``, or the optimizers of
+    these ranks did not step as often as the others' after the step before. ``None``: they were not compared, and all
+    optimizers stepped equally often. ``shadow``: the effect of a policy that stops no rank. ``ranks_without_store``:
+    ranks without an answer from the job's store; no deadline applies to them. ``pool_parts`` and ``pool_weight``: the
+    micro-batches in the step's pool and the sum of their weights, if the ranks drew from one (``step.pull``); 0
+    otherwise. ``network_s``: the rest of the step after the last rank had submitted, which is the merge on the network.
+    It and a rank's own times (outside, optimizer, data, forward, backward, wait) add up to ``seconds``. ``dealt``: each
+    rank gets as much work as it has time for (`Rebalance`, or a pool), and a rank's ``weight`` is how much.
     """
 
     step: int
@@ -237,7 +235,7 @@ class StepReport:
     def dropped_share(self) -> float:
         """Share of all gradient elements, over members with data, that did not come in time: 0 to 1; NaN: not known.
 
-        Of a pool it is that of all micro-batches, also of those that a rank had drawn and took with it.
+        For a pool, it is the share of all micro-batches, including those lost with a rank that had drawn them.
         """
         if self.pool_weight:
             there = sum(rank.weight * rank.reach for rank in self.ranks if not rank.absent)
@@ -280,12 +278,12 @@ _COUNTED_AS: dict[LeavingKind, ChangeKind] = {
 
 @dataclass(frozen=True)
 class MembersReport:
-    """How the members of a job changed, as one rank came through it (`Elastic`).
+    """How the members of a job changed, as one rank saw it (`Elastic`).
 
     ``generation`` counts the changes; ``ranks`` are the members from here on, of ``world_size`` that the job was
-    started with. ``left`` and ``joined`` say why, by rank; ``left_kinds`` says it in one word, of `LEAVING_KINDS`.
-    ``step`` is the one that was being merged, and ``seconds`` how long this rank had no members to merge with, from
-    when it knew of the change.
+    started with. ``left`` and ``joined``: the reasons, by rank; ``left_kinds``: the same in one word of
+    `LEAVING_KINDS`. ``step``: the step that was being merged. ``seconds``: how long this rank had no members to merge
+    with, from when it knew of the change.
     """
 
     generation: int
@@ -299,18 +297,18 @@ class MembersReport:
 
     @property
     def kinds(self) -> tuple[ChangeKind, ...]:
-        """What kind of change each of them is: of `CHANGE_KINDS`, in the order of ``left`` and ``joined``."""
+        """The kind of each change, of `CHANGE_KINDS`, in the order of ``left`` and ``joined``."""
         kinds = [_COUNTED_AS[self.left_kinds[rank]] for rank in self.left]
         return (*kinds, *(CHANGE_KINDS[-1] for _ in self.joined))
 
     @property
     def at_the_end(self) -> bool:
-        """Whether nothing happened but that ranks came to the end of their loop."""
+        """Whether the only changes are ranks that came to the end of their loop."""
         return not self.joined and all(self.left_kinds[rank] == "done" for rank in self.left)
 
     @property
     def what(self) -> str:
-        """Who left and who joined, and why, in words."""
+        """Which ranks left and joined, and why, in words."""
         changes = [f"rank {rank} left: {reason}" for rank, reason in self.left.items()]
         changes += [f"rank {rank} joined: {reason}" for rank, reason in self.joined.items()]
         return "; ".join(changes)
@@ -326,7 +324,7 @@ class MembersReport:
 
 @dataclass(frozen=True)
 class HealingReport:
-    """What this rank has taken from its peers until now: how many states, their bytes, and its seconds of waiting."""
+    """The states that this rank has taken from its peers until now: their number, bytes, and seconds of waiting."""
 
     num_states: int = 0
     nbytes: int = 0
@@ -349,9 +347,9 @@ class BackwardReport:
     """What a step's backward passes computed: ``stages`` in the order of the plan, the order of backward.
 
     ``seconds`` is the sum over the stages: the first begins with the backward pass itself, or, for ``loss.backward()``,
-    with the gradient's arrival at the model's output. ``passes`` says for each parameter how many backward passes are
-    in its gradient. ``truncated``: the step was left early. ``missing``: the parameters that some pass did not reach,
-    in a truncated step, or where the loop caught a pass's error and kept its gradients.
+    with the gradient's arrival at the model's output. ``passes``: for each parameter, how many backward passes are in
+    its gradient. ``truncated``: the step was left early. ``missing``: the parameters that some pass did not reach, in a
+    truncated step or if the loop caught a pass's error and kept its gradients.
     """
 
     stages: tuple[StageTime, ...]

@@ -1,4 +1,4 @@
-"""`Step`: one optimizer step's passes, as a block or begun and ended by calls; `Pause`: what belongs to no step."""
+"""`Step`: the passes of one optimizer step, as a block or begun and ended by calls; `Pause`: time outside of steps."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Part = TypeVar("Part")
 class Step:
     """One optimizer step, as a context manager: leaving it merges the gradients of all ranks.
 
-    In a loop that belongs to others, the same by calls: `begin`, a `microbatch` around each forward and backward pass,
-    and `end`. Where this rank is late, the rest of its micro-batches end at their first forward pass.
+    In a loop of a framework, use calls instead: `begin`, a `microbatch` around each forward and backward pass, and
+    `end`. If this rank is late, the rest of its micro-batches end at their first forward pass.
 
-    Made by `StagedDataParallel.step`. ``enter`` and ``leave`` are called at the two ends of its block; ``leave`` says
-    whether the error, if any, was only the deadline. ``release`` frees what a pass held that was left late.
-    ``optimizer`` is stepped as the gradients are merged.
-    ``draw``: the numbers of this rank's micro-batches, of shared ones with these weights, each with those after it.
-    ``expect`` is told how many passes an open step has.
+    Made by `StagedDataParallel.step`. ``enter`` and ``leave`` are called at the two ends of its block; ``leave``
+    returns whether the error, if any, was only the deadline. ``release`` frees the memory of a pass that was left late.
+    ``optimizer`` is stepped as the gradients are merged. ``draw(weights)`` yields the numbers of this rank's
+    micro-batches, of shared ones with these weights, each with those after it. ``expect`` is called with the number of
+    passes of an open step.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class Step:
         self._num_microbatches = num_microbatches
         self.optimizer = optimizer
         self.scalars: dict[str, float] = {}
-        self.late = False  # this rank was stopped in it, so far
-        self.between = False  # after a `microbatch` and before the next one: the model's passes belong to no step
+        self.late = False  # whether this rank has been stopped in this step so far
+        self.between = False  # between two calls of `microbatch`, where the model's passes belong to no step
         self._weight, self._cost = 1.0, math.nan
 
     def begin(self) -> Step:
-        """Enter it. Raises ``RuntimeError`` where this or another step is open."""
+        """Enter the step. Raises ``RuntimeError`` if this or another step is open."""
         self._enter(self)
         self._is_open = True
         return self
@@ -64,9 +64,9 @@ class Step:
     def end(self, error: BaseException | None = None) -> bool:
         """Merge; every ``p.grad`` then holds the same merged gradient on every rank.
 
-        ``error``: what its passes raised. Peers are told of it, and it is the caller's to raise again; true where it
-        was only the deadline, and there is nothing to raise. A step that has ended with an error is not ended again.
-        Raises `PeerFailed` as leaving the block does.
+        ``error``: what the step's passes raised. It is reported to the peers, and the caller must raise it again.
+        Returns true if it was only the deadline, so that there is nothing to raise. A step that has ended with an error
+        is not ended again. Raises `PeerFailed` as leaving the block does.
         """
         if not self._is_open:
             return False
@@ -74,15 +74,14 @@ class Step:
         return self._leave(self, error)
 
     def pull(self, parts: Sequence[Part], *, weights: Sequence[float] | None = None) -> Iterator[Part]:
-        """Those of the step's micro-batches that this rank has time for: ``for x, y in step.pull(parts)``.
+        """The step's micro-batches that this rank has time for: ``for x, y in step.pull(parts)``.
 
-        ``parts``: all micro-batches of the step, the same on every rank; only those that the rank computes are looked
-        up. Each has one forward and backward pass, and the loss is its own mean. The merged gradient is the mean over
-        all of them, by ``weights`` (such as their numbers of samples or tokens; default: ``parts.weights`` where there
-        are any, as of `MicroBatches`, or all alike), whoever computed which. A rank for which nothing is left has an
-        empty loop.
-        Raises ``ValueError`` for parts or weights that make no sense, ``RuntimeError`` outside of the block, for a
-        second call in it, and beside ``num_microbatches`` or ``step.weight``.
+        ``parts``: all micro-batches of the step, the same on every rank; only those that this rank computes are
+        accessed. Each has one forward and backward pass, and the loss is its own mean. The merged gradient is the mean
+        over all of them, by ``weights`` (such as their numbers of samples or tokens; default: ``parts.weights`` if it
+        exists, as in `MicroBatches`, or else equal weights), whichever rank computed which. A rank for which nothing is
+        left has an empty loop. Raises ``ValueError`` for invalid parts or weights, and ``RuntimeError`` outside of the
+        block, for a second call in it, and together with ``num_microbatches`` or ``step.weight``.
         """
         weights = getattr(parts, "weights", None) if weights is None else weights
         own = tuple(map(float, weights)) if weights is not None else (1.0,) * len(parts)
@@ -94,7 +93,7 @@ class Step:
         prefetch: Callable[[int], None] | None = getattr(parts, "prefetch", None)
         num_ahead: int = getattr(parts, "num_ahead", 1)
         for number, ahead in self._draw(weights):
-            if prefetch is not None and num_ahead > 1:  # by several, which load it while this rank waits
+            if prefetch is not None and num_ahead > 1:  # several threads load it while this rank waits
                 prefetch(number)
             part = parts[number]
             if prefetch is not None:
@@ -118,13 +117,13 @@ class Step:
             )
 
     def microbatch(self) -> Microbatch:
-        """A context manager for one forward and backward pass; where this rank is late, it ends that and goes on."""
+        """A context manager for one forward and backward pass; if this rank is late, it ends the pass and goes on."""
         if not self._is_open:
             raise RuntimeError("this step is not open: begin() it, or use it as `with model.step()`")
         return Microbatch(self)
 
     def end_microbatch(self, error: BaseException | None) -> bool:
-        """A pass is over, with this error if any; true where it was only the deadline. Any other ends the step."""
+        """End a pass, with its error if any; true if that was only the deadline. Any other error ends the step."""
         if isinstance(error, DeadlineReached):
             self.late = True
             self._release(error)
@@ -138,9 +137,9 @@ class Step:
 
     @property
     def num_microbatches(self) -> int:
-        """How many backward passes the step has. A loop that does not know it may set it until the last one begins.
+        """How many backward passes the step has. A loop may set it until the last pass begins.
 
-        Raises ``ValueError`` for fewer passes than have come, and ``RuntimeError`` when all of them have.
+        Raises ``ValueError`` for fewer passes than have begun, and ``RuntimeError`` if all of them have.
         """
         return self._num_microbatches
 
@@ -152,7 +151,7 @@ class Step:
 
     @property
     def weight(self) -> float:
-        """How much this rank's step counts against the others', such as its number of samples or tokens; 1 if not set.
+        """The weight of this rank's step in the merge, such as its number of samples or tokens; 1 if not set.
 
         Set it before the first backward pass. The loss is still this rank's own mean.
         """
@@ -167,11 +166,11 @@ class Step:
 
     @property
     def cost(self) -> float:
-        """What this rank's step takes by right, such as its number of tokens; NaN if not set.
+        """Expected compute of this rank's step, in any unit, such as tokens; NaN if not set.
 
-        Set it as soon as the block begins. Seconds should be in proportion to it: a rank's deadline is longer by its
-        cost over the mean cost, and its times count as those of a step of the mean cost. A step without it costs its
-        number of micro-batches, unless work is dealt out by speed.
+        Set it as soon as the block begins. A step's seconds should be in proportion to it: a rank's deadline is scaled
+        by its cost over the mean cost, and its times are scaled to those of a step of the mean cost. The default cost
+        is the number of micro-batches, unless work is dealt out by speed.
         """
         return self._cost
 
@@ -215,13 +214,13 @@ class Microbatch:
 
 @final
 class Pause:
-    """What lies between two steps and belongs to none; see `StagedDataParallel.pause`."""
+    """Time between two steps that belongs to none; see `StagedDataParallel.pause`."""
 
     def __init__(self, end: Callable[[], None]) -> None:
         self._end = end
 
     def __enter__(self) -> None:
-        """It has begun already."""
+        """Do nothing: the pause has begun already."""
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if error is None:
