@@ -1,1 +1,1 @@
-"""What the user chooses: deadlines, wrappers around them, estimators, and what they see."""
+"""Policies that the user chooses: deadlines, wrappers around them, estimators, and the history that they see."""

@@ -24,15 +24,15 @@ _CANDIDATES = 18  # shorter deadlines that are simulated
 _LAGS = 6  # times after a quorum that are simulated with the longest deadline
 _BUSY = 0.1  # this quantile over steps is that of a machine without other work
 _AT_FIRST = 10  # first steps: AutoDeadline chooses in each
-_PROBE_TIMES = 4.0  # times the median rank's time, which a rank is given of which nothing is known
+_PROBE_TIMES = 4.0  # times the median rank's time, for a rank of which nothing is known
 
 
 @dataclass(frozen=True)
 class Choice:
     """A deadline of ``tau_s`` seconds that leaves ``after_quorum_s`` after a quorum.
 
-    Expected of it are the share ``dropped`` and the ``gain`` (0.1: a tenth more gradient per second). ``is_probe``:
-    for one step only, in which a rank of which nothing is known is heard out.
+    Expected of it are the share ``dropped`` and the ``gain`` (0.1: a tenth more gradient per second). ``is_probe``: for
+    one step only, which gives time to a rank of which nothing is known.
     """
 
     tau_s: float
@@ -78,12 +78,12 @@ def choose_for(
 
 
 def _last_best(value: Tensor) -> int:
-    """The last of those that are best but for rounding."""
+    """The last of the candidates that are best up to rounding."""
     return int((value >= value.max() - 1e-6).nonzero().max())
 
 
 def _usual_s(compute_s: Tensor) -> float:
-    """The median rank's time in a step, (steps, ranks) given, in which the machine is not busy with other work.
+    """The median rank's time in a step in which the machine is not busy with other work; ``compute_s``: (steps, ranks).
 
     If all ranks are slow at once, none is late: no rank is before a quorum waits. A deadline that followed such
     steps would be far too long for a rank that is stuck in the step after them.
@@ -123,7 +123,7 @@ class AutoDeadline(Deadline):
         check_number("least_gain", least_gain, least=0, such_as="0.1 for a tenth")
         check_number("max_over_median", max_over_median, above=1, such_as="1.4 for 1.4 times the median time")
         self._seen = window
-        self.window = window + every - 1  # those since the last choice are not looked at
+        self.window = window + every - 1  # steps since the last choice are not used
         self.warmup_steps = warmup_steps
         self.every = every
         self.least_gain = least_gain
@@ -146,12 +146,12 @@ class AutoDeadline(Deadline):
         most = history.num_steps if dealt is None else dealt
         if self.chosen is None or history.num_steps - since != self._chosen_at:
             self._chosen_at, self.chosen = history.num_steps - since, self._choose(history, most, since)
-        if self.chosen.is_probe and since:  # a rank was heard out in the step after that choice
+        if self.chosen.is_probe and since:  # a rank was given more time in the step after that choice
             self.chosen = self._choose(history, most, since - 1, may_hear=False)
         return NextDeadline(self.chosen.tau_s, self.chosen.dropped, self.chosen.after_quorum_s)
 
     def _choose(self, history: History, most: int, since: int, may_hear: bool = True) -> Choice:
-        """From the steps until ``since`` steps ago; of the last ``most`` steps no more are looked at."""
+        """Choose from the steps until ``since`` steps ago; at most the last ``most`` steps are used."""
         history = history.last(min(self._seen, most - since), before=since)
         ranks, progress = history.compute_s.shape[1], history.progress
         if progress is None or not len(progress.unit_s):
@@ -160,7 +160,7 @@ class AutoDeadline(Deadline):
         rules = StopRules.of(self, self._late_handling, ranks, members)
         steps = StepTimes.of(history, partial(self._late_handling.quorum_among, wanted=self.quorum))
         usual_s = _usual_s(history.compute_s)
-        if steps is None or not usual_s < math.inf:  # no rank came to a step that is seen
+        if steps is None or not usual_s < math.inf:  # no rank entered any of these steps
             return Choice(math.inf, 0.0, 0.0)
         price = price_of(steps.end_s, dealt=history.dealt)
         broken = self._broken(history, price)
@@ -182,7 +182,7 @@ class AutoDeadline(Deadline):
         return any_unheard(history.progress, compute_s, _PROBE_TIMES)
 
     def _broken(self, history: History, price: float) -> bool:
-        """Whether what was dropped in these steps brought less gradient per second than waiting, or not its price."""
+        """Whether dropping in these steps brought less gradient per second than waiting, or not its price."""
         progress = history.progress
         assert progress is not None
         if not bool((progress.computed < 1).any()):  # nothing was dropped

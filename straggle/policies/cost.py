@@ -1,9 +1,9 @@
-"""What a step is expected to cost each rank: a long batch takes longer, and is not late for that.
+"""The expected cost of each rank's step: a long batch takes longer, and does not make its rank late.
 
 With ``c`` a rank's cost and ``m`` the mean cost of the first step that has any, times are ``t * m / c`` in the history,
 and a deadline of ``d`` seconds is ``d * c / m`` for that rank. If the user gives no cost, it is the number of the
-step's micro-batches, unless work is dealt out by speed: a rank that has fewer because it is slow is to have the
-deadline of the others.
+step's micro-batches, unless work is dealt out by speed: a rank that has fewer because it is slow must have the same
+deadline as the others.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from straggle.policies.deadline import is_number
 
 @dataclass(frozen=True)
 class UsualCost:
-    """What a step costs whose times are as they were measured: as the user gave it, and in micro-batches.
+    """The cost of a step whose times need no scaling: as the user gave it, and in micro-batches.
 
-    NaN: not known, or, of micro-batches, not what a step costs.
+    NaN: unknown, or, for micro-batches, not used as the cost.
     """
 
     given: float = math.nan
     microbatches: float = math.nan
 
     def relative(self, cost: float, num_microbatches: float) -> float:
-        """How much longer a step with this cost takes (NaN: none was given), of so many micro-batches."""
+        """How many times as long a step with this cost (NaN: none given) and so many micro-batches takes."""
         relative = cost / self.given
         return self.by_number(num_microbatches) if math.isnan(relative) else relative
 
     def by_number(self, num_microbatches: float) -> float:
-        """The same of a step without a cost of its own."""
+        """How many times as long a step of so many micro-batches without a cost takes."""
         relative = num_microbatches / self.microbatches
         return 1.0 if math.isnan(relative) else relative
 
     def relative_of(self, costs: Sequence[float], num_microbatches: Sequence[float]) -> list[float]:
-        """The same for each rank; one that did not enter the step (NaN) has as many micro-batches as the others."""
+        """`relative` for each rank; one that did not enter the step (NaN) gets as many micro-batches as the others."""
         mean = mean_cost_of(num_microbatches)
         numbers = (mean if math.isnan(number) else number for number in num_microbatches)
         return [self.relative(cost, number) for cost, number in zip(costs, numbers, strict=True)]
 
 
 def check_cost(cost: float) -> None:
-    """Raise ``ValueError`` for what is no cost."""
+    """Raise ``ValueError`` unless this is a cost."""
     if not is_number(cost) or not 0 < cost < math.inf:
         raise ValueError(f"cost={cost}: must be a positive number, such as the tokens of this rank's step")
 
 
 def mean_cost_of(costs: Sequence[float]) -> float:
-    """The mean over the ranks of which it is known (not NaN); NaN if it is of none."""
+    """The mean over the ranks whose cost is known (not NaN); NaN if none is."""
     known = [cost for cost in costs if not math.isnan(cost)]
     return math.fsum(known) / len(known) if known else math.nan

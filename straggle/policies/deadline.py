@@ -1,4 +1,4 @@
-"""When is a rank late: policies that see the telemetry of all ranks and answer in seconds."""
+"""Policies that decide when a rank is late: they see the telemetry of all ranks and return seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Granularity = Literal["stage", "microbatch", "step"]
 
 @dataclass(frozen=True)
 class NextDeadline:
-    """What a policy decided: the ``seconds`` of the next step, infinite to wait for all ranks.
+    """A policy's decision: the ``seconds`` of the next step, infinite to wait for all ranks.
 
     ``predicted_drop``: the share of the gradients that it expects to be dropped in it; NaN if unknown.
     ``after_quorum_s``: seconds that a rank has in any case after a quorum has finished, if that is more than the
@@ -33,12 +33,12 @@ class NextDeadline:
 class Deadline(ABC):
     """Seconds that a rank may use for a step, counted from entering ``step()``.
 
-    A policy is a function of the history alone. So every rank comes to the same answer, and a resumed run to the same
-    one as an uninterrupted run. ``window``: how many steps of history it wants to see. ``wants_progress``: whether it
-    looks at more than times (`History.progress`).
+    A policy is a function of the history alone. So every rank gets the same answer, and a resumed run the same one as
+    an uninterrupted run. ``window``: how many steps of history it needs. ``wants_progress``: whether it uses more than
+    times (`History.progress`).
 
     ``quorum``: how many ranks must have finished before another is late, instead of `LateHandling.quorum`. ``grace_s``:
-    seconds from then until it is late. ``enforced``: whether ranks are stopped; if not, the report says what would have
+    seconds from then until it is late. ``enforced``: whether ranks are stopped; if not, the report has what would have
     happened.
     """
 
@@ -49,7 +49,7 @@ class Deadline(ABC):
     enforced: bool = True
 
     def prepare(self, late_handling: LateHandling, parts: Sequence[int] = ()) -> None:  # noqa: B027
-        """Called before any rank can be late, and when the stages are planned again: how late ranks are treated.
+        """Learn how late ranks are treated; called before any rank can be late, and when the stages are planned again.
 
         ``parts``: the number of gradients, of about the same size, in which each stage comes.
         """
@@ -107,8 +107,8 @@ class FirstK(Deadline):
 
     The rule of backup workers (Chen et al. 2016, "Revisiting distributed synchronous SGD", section 3) and, with ``k``
     just above half of the ranks, of eager-SGD's majority (PPoPP 2020, section 4); here a late rank keeps what it has.
-    Every rank writes to the job's store that it has finished, and a running rank asks there every few milliseconds. It
-    begins to ask after 0.8 of the shortest time in which ``k`` ranks finished one of the last steps.
+    Every rank reports to the job's store that it has finished, and a running rank asks the store every few
+    milliseconds. It begins to ask after 0.8 of the shortest time in which ``k`` ranks finished one of the last steps.
     """
 
     window = 10
@@ -143,8 +143,8 @@ class LateHandling:
 
     No rank is late before ``quorum`` ranks have finished the step (default: half of them, at least one). A late rank
     that does not submit its gradients within another ``grace_s`` seconds is stood in for. At most ``max_lag`` merged
-    steps wait for a rank that is stuck, each one copy of the gradients in memory; beyond that its peers wait or, with
-    members that come and go (`Elastic`), it takes a peer's state when it is back. With 0 its peers always wait. A
+    steps wait for a rank that is stuck, each with one copy of the gradients in memory; beyond that its peers wait or,
+    with members that come and go (`Elastic`), it takes a peer's state when it is back. With 0 its peers always wait. A
     collective that does not end within ``give_up_s`` seconds ends the job.
 
     ``granularity`` is what a late rank drops: the stages that it has not finished ("stage"), the micro-batches that
@@ -170,7 +170,7 @@ class LateHandling:
         check_granularity(self.granularity)
 
     def quorum_of(self, world_size: int, wanted: int | None = None) -> int:
-        """The number of ranks that must have finished; ``wanted``: that of a policy, which goes before this one's.
+        """The number of ranks that must have finished; ``wanted``: a policy's quorum, which takes precedence.
 
         Raises ``ValueError`` if there are not that many.
         """
@@ -180,13 +180,13 @@ class LateHandling:
         return quorum or max(1, world_size // 2)
 
     def quorum_among(self, members: int, wanted: int | None = None) -> int:
-        """The same if so many of the job's ranks are members: it is never more than those."""
+        """`quorum_of`, if so many of the job's ranks are members: at most all of those."""
         quorum = wanted or self.quorum
         return max(1, members // 2) if quorum is None else min(quorum, members)
 
 
 def next_deadline(policy: Deadline, history: History) -> NextDeadline:
-    """What the policy decides. Raises ``ValueError``, naming it, for what are no seconds."""
+    """The policy's decision. Raises ``ValueError``, with the policy's name, if it is not a number of seconds."""
     decided = as_next(policy.decide(history))
     seconds = _number(decided.seconds)
     if seconds >= 0:
@@ -198,12 +198,12 @@ def next_deadline(policy: Deadline, history: History) -> NextDeadline:
 
 
 def as_next(decided: NextDeadline | float) -> NextDeadline:
-    """What a policy gave, which may be plain seconds."""
+    """A policy's decision, which may be plain seconds, as a `NextDeadline`."""
     return decided if isinstance(decided, NextDeadline) else NextDeadline(decided)
 
 
 def _number(value: object) -> float:
-    """A number of any kind, a tensor of one element included, as a float; NaN for what is none."""
+    """A number of any kind, also a tensor of one element, as a float; NaN for anything else."""
     if type(value) is float:  # as in nearly every step; asking for a protocol takes 30 times as long
         return value
     if not isinstance(value, SupportsFloat) or isinstance(value, bool):
@@ -215,7 +215,7 @@ def _number(value: object) -> float:
 
 
 def as_deadline(deadline: Deadline | float | None) -> Deadline:
-    """A policy from what users write: a policy, a number of seconds, or ``None`` to wait for all ranks."""
+    """The policy for a user's argument: a policy, a number of seconds, or ``None`` to wait for all ranks."""
     if deadline is None:
         return WaitForAll()
     if isinstance(deadline, Deadline):
@@ -226,13 +226,13 @@ def as_deadline(deadline: Deadline | float | None) -> Deadline:
 
 
 def check_granularity(granularity: str, valid: Sequence[str] = get_args(Granularity)) -> None:
-    """Raise ``ValueError`` for what is none of the ``valid`` ones."""
+    """Raise ``ValueError`` for a granularity that is not in ``valid``."""
     if granularity not in valid:
         raise ValueError(f"granularity={granularity!r}: choose one of {', '.join(valid)}")
 
 
 def quantile_of(values: Tensor, q: float) -> float:
-    """The ``q`` quantile of what is not NaN, between two values by their distance; infinite if there is nothing.
+    """The ``q`` quantile of the values that are not NaN, interpolated linearly; infinite if there are none.
 
     As ``torch.nanquantile``, in a quarter of its time: every step of every rank waits for this.
     """
@@ -247,13 +247,13 @@ def quantile_of(values: Tensor, q: float) -> float:
 
 
 def name_of(policy: object) -> str:
-    """A policy's class, with that of the policy which it wraps, if any: ``DropBudget(QuantileDeadline)``."""
+    """A policy's class, with the class of the policy that it wraps, if any: ``DropBudget(QuantileDeadline)``."""
     inner = getattr(policy, "inner", None)
     return type(policy).__name__ if inner is None else f"{type(policy).__name__}({name_of(inner)})"
 
 
 def is_number(value: object) -> bool:
-    """Whether this is a number that is written as one; NaN is, and a truth value is not."""
+    """Whether this is an int or a float; NaN counts, and a bool does not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

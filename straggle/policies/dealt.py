@@ -1,8 +1,8 @@
-"""Since when do the ranks have the shares that they have now? Times from before say nothing about those.
+"""Finds since when ranks have their present shares: earlier times are not those of the present shares.
 
-`Rebalance` deals a step's samples out by speed, and a rank with more of them is expected to take longer. What it took
-for its earlier share is not scaled to the new one: how much of a step's time goes with its samples is not known. It is
-forgotten. The ranks' weights say what they had.
+`Rebalance` deals a step's samples out by speed, and a rank with more of them is expected to take longer. Its times for
+earlier shares are forgotten, not scaled to the new one, because the part of a step's time that grows with its samples
+is unknown. The shares are seen in the ranks' weights.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-SETTLED = 3  # steps with the same weights, from which on they are the ranks' shares
+SETTLED = 3  # steps with the same weights that make these the ranks' shares
 
 
 def steps_since_dealt(weight: Tensor) -> int | None:
     """How many of the last steps have the present shares; ``None``: all of them.
 
-    ``weight``, (steps, ranks): those of the ranks' steps. Shares are weights that stay for three steps. Others belong
-    to the shares before them: the last step of an epoch has fewer samples, and what is drawn from a pool, or weighted
-    by tokens, differs from step to step.
+    ``weight``, (steps, ranks): those of the ranks' steps. Shares are weights that stay for three steps. Other weights
+    count as the shares before them: the last step of an epoch has fewer samples, and work drawn from a pool, or
+    weighted by tokens, differs from step to step.
     """
     if torch.equal(weight[1:], weight[:-1]):
         return None

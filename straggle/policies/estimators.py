@@ -1,4 +1,4 @@
-"""What fills in for a missing gradient: a late rank's own contribution, or the gradient that no rank computed."""
+"""Estimators fill in missing gradients: a late rank's own contribution, or a gradient that no rank computed."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ class Estimate:
 class Estimator(ABC):
     """Fills in for gradients that were not computed. Only `contribution` must be written.
 
-    ``gradient`` is always that of a complete step, all its micro-batches. Its tensor is only lent: copy what you keep.
-    ``watches_own``: `observe` is also shown this rank's own gradients. What it keeps in ``memory`` is saved and loaded
-    with the model (`StagedDataParallel.straggle_state`); one that keeps something else has a `state_dict` of its own.
+    ``gradient`` is always that of a complete step with all its micro-batches. Its tensor is only lent: copy what you
+    keep. ``watches_own``: `observe` also gets this rank's own gradients. Tensors in ``memory`` are saved and loaded
+    with the model (`StagedDataParallel.straggle_state`); an estimator with other state must override `state_dict`.
     """
 
     watches_own: bool = False
 
     @cached_property
     def memory(self) -> dict[nn.Parameter, Tensor]:
-        """What it keeps from step to step, one tensor for each parameter."""
+        """The tensors kept from step to step, one for each parameter."""
         return {}
 
     @abstractmethod
     def contribution(self, parameter: nn.Parameter) -> Estimate | None:
-        """What this late rank puts in for a parameter that it did not reach; ``None``: the peers' mean stands."""
+        """This late rank's contribution for a parameter that it did not reach; ``None``: the peers' mean is used."""
 
     def substitute(self, parameter: nn.Parameter) -> Tensor | None:  # noqa: ARG002
         """The gradient of a parameter to which no rank contributed; only from state that is equal on all ranks."""
@@ -50,24 +50,24 @@ class Estimator(ABC):
         """See a gradient as this rank computed it (``merged=False``) or as the merge of all ranks made it."""
 
     def state_dict(self, names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
-        """What it keeps, by the parameters' names."""
+        """The kept tensors, by the parameters' names."""
         return {names[parameter]: tensor for parameter, tensor in self.memory.items() if parameter in names}
 
     def shared_state_dict(self, names: Mapping[nn.Parameter, str]) -> dict[str, Tensor]:
-        """What of that is equal on all ranks, for a rank that comes back (`Elastic`): all that `substitute` reads."""
+        """The state that is equal on all ranks, for returning ranks (`Elastic`): all that `substitute` reads."""
         return {} if self.watches_own else self.state_dict(names)
 
     def load_state_dict(self, state: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
-        """Go on from what `state_dict` gave; ``parameters`` by their names."""
+        """Go on from the result of `state_dict`; ``parameters``: by their names."""
         for name, tensor in state.items():
             self.memory[parameters[name]] = tensor.to(parameters[name].device, copy=True)
 
 
 @final
 class Abstain(Estimator):
-    """Nothing fills in: the mean over the ranks that computed a gradient is used as it is.
+    """Fills in nothing: the mean over the ranks that computed a gradient is used.
 
-    A parameter whose gradient no rank computed keeps ``grad = None``, and the optimizer leaves it and its state alone.
+    A parameter whose gradient no rank computed keeps ``grad = None``, and the optimizer skips it and its state.
     """
 
     def contribution(self, parameter: nn.Parameter) -> Estimate | None:  # noqa: ARG002
@@ -76,14 +76,14 @@ class Abstain(Estimator):
 
 @final
 class Zero(Estimator):
-    """A zero gradient with full weight: what systems do that fill with zeros and divide by the number of ranks."""
+    """A zero gradient with full weight, as in systems that fill with zeros and divide by the number of ranks."""
 
     def contribution(self, parameter: nn.Parameter) -> Estimate | None:
         return Estimate(torch.zeros_like(parameter), 1.0)
 
 
 class _Remembering(Estimator):
-    """Contributes what it keeps of the merged gradients, or of this rank's own where it watches these."""
+    """Contributes what it keeps of the merged gradients, or of this rank's own gradients if it watches these."""
 
     def __init__(self, weight: float = 0.5) -> None:
         self.weight = check_weight(weight)
@@ -116,7 +116,7 @@ class LastOwn(_Remembering):
 
 @final
 class LastMerged(_Remembering):
-    """The gradient that the last merge gave, as eager-SGD's stale gradients (PPoPP 2020, section 4) but global."""
+    """The gradient of the last merge, as eager-SGD's stale gradients (PPoPP 2020, section 4) but global."""
 
 
 @final
@@ -168,7 +168,7 @@ class OptimizerMomentum(Estimator):
 
 
 def check_weight(weight: float) -> float:
-    """The weight of an estimate. Raises ``ValueError`` for what is none."""
+    """The weight of an estimate. Raises ``ValueError`` unless it is from 0 to 1."""
     if not is_number(weight) or not 0 <= weight <= 1:
         raise ValueError(f"weight={weight}: relative to a computed gradient's weight of 1, so from 0 to 1")
     return weight

@@ -1,4 +1,4 @@
-"""An estimator as the merge asks it: one call for each thing that happens to a gradient."""
+"""An estimator as the merge calls it: one call for each event of a gradient."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from straggle.policies.estimators import Estimate, Estimator
 
 @final
 class FillIn:
-    """``reads_own``: `computed` wants to see the rank's gradients; ``reads_merged``: `merged` wants the merged ones."""
+    """Checks an estimator's answers. ``reads_own``: `computed` must be called; ``reads_merged``: `merged` must be."""
 
     def __init__(self, estimator: Estimator) -> None:
         self._estimator = estimator
-        # most estimators do not observe: asked once, because a call for each parameter of each step costs
+        # most estimators do not observe: checked once, because a call for each parameter of each step costs time
         self.reads_merged = getattr(estimator.observe, "__func__", None) is not Estimator.observe
         self.reads_own = estimator.watches_own
 
     def computed(self, parameter: nn.Parameter, own: Tensor) -> None:
-        """This rank computed its gradient."""
+        """This rank computed the parameter's gradient."""
         self._estimator.observe(parameter, own, merged=False)
 
     def missing(self, parameter: nn.Parameter) -> Estimate | None:
-        """Its gradient, or a part of it, is missing; the estimate in its place, if any.
+        """The parameter's gradient, or a part of it, is missing; returns the estimate in its place, if any.
 
         Raises ``ValueError`` for an estimate that cannot be merged.
         """
@@ -39,7 +39,7 @@ class FillIn:
         self._estimator.observe(parameter, gradient, merged=True)
 
     def substitute(self, parameter: nn.Parameter) -> Tensor | None:
-        """No rank has anything for it; what takes the merged gradient's place."""
+        """No rank has a gradient for the parameter; returns what takes the merged gradient's place."""
         return self._estimator.substitute(parameter)
 
 

@@ -1,4 +1,4 @@
-"""What the ranks' telemetry was in the last merged steps: the same on every rank, so that policies decide alike."""
+"""The ranks' telemetry in the last merged steps: the same on every rank, so that policies decide the same."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _MEANS = ("mean_cost", "mean_microbatches")
 
 @dataclass(frozen=True)
 class Progress:
-    """How each rank came through each step: what a policy may ask for beside the times (`Deadline.wants_progress`).
+    """Each rank's progress through each step, for policies that need more than times (`Deadline.wants_progress`).
 
     A step's work is counted in units, which are finished one after another: its micro-batches but the last, and the
     stages of the last one; with ``granularity="microbatch"`` all its micro-batches, with ``"step"`` there is one unit.
     ``unit_s``, of shape (steps, ranks, units), has the seconds from entering the step to each unit's end, NaN if it
-    never came; ``unit_share``, of the same shape, the share of the rank's gradient that comes with it (0: the rank had
-    fewer units).
+    never came; ``unit_share``, of the same shape, the share of the rank's gradient in the unit (0: the rank had fewer
+    units).
 
     ``computed`` of shape (steps, ranks, stages) is the share of each stage that the rank submitted; ``stage_share`` of
     shape (stages,) the share of the model that a stage is; ``weight`` of shape (steps, ranks) the weight of the rank's
     step (0: it had no data). ``entered_s`` of shape (steps, ranks): seconds from the end of the step before to entering
-    this one; of a rank that never entered, to when it was stood in for; NaN: it is no member. ``overhead_s`` of shape
-    (steps,): from the end of the slowest rank's own work to the end of the step, as they were in the one before.
+    this one; for a rank that never entered, to when it was stood in for; NaN if it is no member. ``overhead_s`` of
+    shape (steps,): from the end of the slowest rank's own work to the end of the step, as in the step before.
     """
 
     unit_s: Tensor
@@ -43,13 +43,13 @@ class Progress:
 class History:
     """Telemetry of the last ``window`` merged steps, oldest first, equal on every rank.
 
-    ``compute_s`` and ``finished`` have the shape (steps, ranks). If ``finished`` is false the rank was stopped, and
-    its ``compute_s`` is only a lower bound; NaN means that it never entered the step. ``num_steps`` counts all merged
+    ``compute_s`` and ``finished`` have the shape (steps, ranks). If ``finished`` is false the rank was stopped, and its
+    ``compute_s`` is only a lower bound; NaN means that it never entered the step. ``num_steps`` counts all merged
     steps, also those that have left the window. ``progress`` covers the last of these steps, those made with the stages
     as they are now; ``None`` for policies that do not ask for it. ``mean_cost``: ``compute_s`` and `Progress.unit_s`
-    are as they would be in steps of this cost (`Step.cost`); NaN: no costs were given. ``mean_microbatches``: the same
-    in micro-batches, of steps without a cost; NaN: times are as measured.
-    ``dealt``: the ranks have as much of each step as they have time for, by `Rebalance` or from a pool.
+    are scaled to steps of this cost (`Step.cost`); NaN: no costs were given. ``mean_microbatches``: the same in
+    micro-batches, for steps without a cost; NaN: times are as measured. ``dealt``: each rank gets as much work as it
+    has time for, by `Rebalance` or from a pool.
     """
 
     num_steps: int
@@ -73,7 +73,7 @@ class History:
         return replace(self, num_steps=self.num_steps - before, compute_s=rows[0], finished=rows[1], progress=progress)
 
     def of_ranks(self, number: int) -> History:
-        """The same of the first ``number`` ranks; one that it lacks has entered no step, and has given nothing."""
+        """This history for the first ``number`` ranks; a rank that it lacks has entered no step and given nothing."""
         progress = self.progress
         if progress is not None:
             rows = {name: value for name, value in vars(progress).items() if name not in ("stage_share", "overhead_s")}
@@ -84,7 +84,7 @@ class History:
         return replace(self, compute_s=compute_s, finished=finished, progress=progress)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of it as tensors of its own, to be saved."""
+        """The history as tensors of its own, to be saved."""
         parts = {"num_steps": torch.tensor(self.num_steps), "compute_s": self.compute_s, "finished": self.finished}
         parts |= {f"progress.{name}": value for name, value in vars(self.progress).items()} if self.progress else {}
         means = {name: getattr(self, name) for name in _MEANS}
@@ -93,7 +93,7 @@ class History:
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, Tensor]) -> History:
-        """The history that `tensors` gave; raises ``ValueError`` for that of an older version."""
+        """The history of a result of `tensors`; raises ``ValueError`` for one of an older version."""
         parts = {name.removeprefix("progress."): t for name, t in tensors.items() if name.startswith("progress.")}
         if parts and (missing := {field.name for field in fields(Progress)} - parts.keys()):
             raise ValueError(
@@ -107,7 +107,7 @@ class History:
 
 
 def _of_ranks(values: Tensor, number: int, missing: float | None) -> Tensor:
-    """Of shape (steps, ranks, ...), for ``number`` ranks; ``None``: a rank that is missing is as the first one."""
+    """Of shape (steps, ranks, ...), for ``number`` ranks; ``missing=None``: missing ranks are like the first."""
     kept = values[:, :number]
     if (more := number - kept.shape[1]) <= 0:
         return kept
@@ -145,12 +145,12 @@ class HistoryWindow:
 
     def __init__(self, window: int, world_size: int) -> None:
         self._window = window
-        # plain memory below the tensors: a write costs a tenth of a tensor's
+        # plain memory below the tensors: a write costs a tenth of a write to a tensor
         self._seconds = array("d", [math.nan]) * (2 * window * world_size)
         self._flags = bytearray(2 * window * world_size)
         self._compute_s = torch.frombuffer(self._seconds, dtype=torch.float64).view(2 * window, world_size)
         self._finished = torch.frombuffer(self._flags, dtype=torch.bool).view(2 * window, world_size)
-        self._views: dict[int, tuple[Tensor, Tensor]] = {}  # of a full window, by its end
+        self._views: dict[int, tuple[Tensor, Tensor]] = {}  # views of a full window, by its end
         self.mean_cost, self.mean_microbatches, self.dealt = math.nan, math.nan, False
         self._num_steps = 0
         self._progress: ProgressWindow | None = None
@@ -161,7 +161,7 @@ class HistoryWindow:
         finished: Sequence[bool],
         progress: StepProgress | ProgressRow | None = None,
     ) -> History:
-        """Add a merged step, a number for each rank; the history as it is now."""
+        """Add a merged step, with a number for each rank; returns the history as it is now."""
         ranks, slot = len(compute_s), self._num_steps % self._window
         seconds, flags = array("d", compute_s), bytes(finished)
         for row in (slot, slot + self._window):
@@ -173,7 +173,7 @@ class HistoryWindow:
         return self.read()
 
     def watch(self, stage_share: Tensor) -> None:
-        """From here on keep the progress through these stages; what was kept of others is forgotten."""
+        """From here on keep the progress through these stages; forget that through other stages."""
         if self._progress is None or not torch.equal(self._progress.stage_share, stage_share):
             self._progress = ProgressWindow(self._window, stage_share)
 
@@ -208,7 +208,7 @@ class ProgressWindow:
         self._rows: Tensor | None = None  # (steps, ranks, all numbers of a rank): one write is cheaper than six
         self._numbers = array("f")  # the same memory, if the numbers are in float32
         self._widths: list[int] = []
-        self._views: dict[int, Progress] = {}  # of a full window, by its end
+        self._views: dict[int, Progress] = {}  # views of a full window, by its end
         self._num_steps = 0
 
     def append(self, step: StepProgress | ProgressRow) -> None:
@@ -230,7 +230,7 @@ class ProgressWindow:
         self._rows[slot] = self._rows[slot + self._window] = row
 
     def _write_numbers(self, step: ProgressRow, slot: int) -> None:
-        """A tensor's operations would take ten times as long, and every step of every rank waits for this."""
+        """Write to plain memory, because every step waits for this and tensor operations take ten times as long."""
         length = len(step.numbers)
         if self._rows is None:
             self._widths = [step.num_units, step.num_units, step.num_stages, 3]
@@ -238,7 +238,7 @@ class ProgressWindow:
         for row in (slot, slot + self._window):
             if self._numbers:
                 self._numbers[row * length : (row + 1) * length] = step.numbers
-            else:  # it goes on from a history in another dtype
+            else:  # the restored history has another dtype
                 self._rows[row] = torch.frombuffer(step.numbers, dtype=torch.float32).view(self._rows[row].shape)
 
     def _allocate(self, num_ranks: int, dtype: torch.dtype) -> Tensor:

@@ -1,14 +1,14 @@
-"""When the messages of a step are merged: several at a time, each in gloo's ring over the ranks' links.
+"""Expected times of a step's merges: several messages at a time, each in gloo's ring over the ranks' links.
 
 gloo cuts a message of n bytes into p parts, one for each of p ranks, and a part into s segments of at most 1 MB, two at
-least. In each of two phases a rank sends (p - 1) s segments, of which two are on their way at a time. A segment sets
-out when its receiver has said that it has room for it. With the latency and rate of the slowest link that is
+least. In each of two phases a rank sends (p - 1) s segments, of which two are in flight at a time. A segment is sent
+when its receiver has reported room for it. With the latency and rate of the slowest link that is
 
     s = max(2, n / p / 1 MB, rounded up),     g = n / p / s,     busy = 2 (p - 1) / p n / rate,
     alone = (p - 1) s max(2 latency + g / rate, 2 g / rate)
 
-where ``busy`` is for how long the message takes the link, and ``alone`` how long it takes if no other is on its way. So
-a message of more than 2 p MB pays more latencies than one of less.
+where ``busy`` is for how long the message occupies the link, and ``alone`` how long it takes if no other is in flight.
+So a message of more than 2 p MB pays more latencies than a smaller one.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 from straggle.policies.links import Link
 
-# A segment sets out when its receiver has said that it has room for it, so each round of gloo's ring takes two
+# A segment is sent when its receiver has reported room for it, so each round of gloo's ring takes two
 # latencies: 12.6 for a small message of four ranks whose links have 20 ms (benchmarks/network.py has the network).
 _WAYS_A_ROUND = 2
 SEGMENT_BYTES = 2**20  # gloo's largest
-SEGMENTS = 2  # of a part at least, and on their way at a time
+SEGMENTS = 2  # segments of a part at least, and in flight at a time
 
 # Each has a thread of gloo's that waits for it. torch has two: on a link with latency the third message of a step would
 # set out only when one of the first two has gone all the way round the ring.
@@ -36,7 +36,7 @@ QUICK_S, QUICK_AT_A_TIME = 1e-3, 2
 
 @dataclass(frozen=True)
 class Message:
-    """``num_bytes`` of gradients that are finished ``ready_s`` seconds into the step."""
+    """A message: ``num_bytes`` of gradients that are finished ``ready_s`` seconds into the step."""
 
     num_bytes: float
     ready_s: float = 0.0
@@ -48,14 +48,14 @@ def largest_message_bytes(num_ranks: int) -> int:
 
 
 def busy_seconds(num_bytes: float, links: Sequence[Link]) -> float:
-    """For how long a message takes the slowest of the ranks' ``links``."""
+    """For how many seconds a message occupies the slowest of the ranks' ``links``."""
     if len(links) < 2:
         return 0.0
     return 2 * (len(links) - 1) / len(links) * num_bytes / min(link.bytes_per_s for link in links)
 
 
 def alone_seconds(num_bytes: float, links: Sequence[Link]) -> float:
-    """What a message takes where no other one is on its way; ``links``: of each rank to the next one."""
+    """Seconds of a message if no other is in flight; ``links``: from each rank to the next one."""
     if (num_ranks := len(links)) < 2:
         return 0.0
     segments = _segments(num_bytes, num_ranks)
@@ -68,9 +68,9 @@ def alone_seconds(num_bytes: float, links: Sequence[Link]) -> float:
 
 
 def merge_seconds(num_bytes: float, links: Sequence[Link], num_messages: int | None = None) -> float:
-    """What it takes to merge so much in equal messages, where nothing is left to compute: `merged_at` of the last one.
+    """Seconds to merge so much in equal messages, if nothing is left to compute: `merged_at` of the last one.
 
-    ``num_messages``: as few as pay no more latencies than a small one, where that is not given.
+    ``num_messages``: by default as few as pay no more latencies than a small one.
     """
     if len(links) < 2:
         return 0.0
@@ -81,7 +81,7 @@ def merge_seconds(num_bytes: float, links: Sequence[Link], num_messages: int | N
 
 
 def _segments(num_bytes: float, num_ranks: int) -> int:
-    """Of each part."""
+    """The number of segments of each part."""
     return max(SEGMENTS, math.ceil(num_bytes / num_ranks / SEGMENT_BYTES))
 
 
@@ -92,18 +92,18 @@ def merged_at(
     startup_s: float = 0.0,
     at_a_time: int = MESSAGES_AT_A_TIME,
 ) -> list[float]:
-    """When each of these messages is merged, in seconds into the step; they set out in this order.
+    """When each of these messages is merged, in seconds into the step; they are sent in this order.
 
-    ``startup_s``: what it costs the CPU to begin a message, one after another. At most ``at_a_time`` are on their way.
-    Each of them goes on as quickly as alone. Where they would take more of the link than there is, all are slower by
-    that factor: ``N`` equal messages take ``max(alone, N busy)``.
+    ``startup_s``: CPU seconds to begin a message, one after another. At most ``at_a_time`` are in flight. Each is as
+    fast as alone, unless together they need more than the link has: then all are slower by that factor: ``N`` equal
+    messages take ``max(alone, N busy)``.
     """
     set_out, merged, now = deque(enumerate(_set_out(messages, startup_s))), [0.0] * len(messages), 0.0
     if len(links) < 2:
         return [at_s for _, at_s in set_out]
     alone = [max(1e-12, alone_seconds(message.num_bytes, links)) for message in messages]
     busy = [busy_seconds(message.num_bytes, links) for message in messages]
-    left: dict[int, float] = {}  # of each message on its way, the share that is still to be merged
+    left: dict[int, float] = {}  # by message in flight, the share that is still to be merged
     while set_out or left:
         if not left:
             now = max(now, set_out[0][1])
@@ -125,7 +125,7 @@ def merged_at(
 
 
 def _set_out(messages: Sequence[Message], startup_s: float) -> list[float]:
-    """When each message could set out: when it is ready, those before it have been begun, and it has been too."""
+    """When each message could be sent: when it is ready and begun, after those before it."""
     times, before = list[float](), 0.0
     for message in messages:
         before = max(before, message.ready_s) + startup_s

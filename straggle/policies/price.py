@@ -1,8 +1,8 @@
 """What a dropped gradient must bring: nothing but more gradient per second, or, if that gain is doubtful, a price.
 
-Some of what recorded times promise does not come. If all ranks share a busy machine, a rank that is stopped leaves its
-time to the others. If work is dealt out by speed, the ranks' times differ by noise alone. There each share of the
-gradients that is dropped must bring `PRICE` times as much gradient per second.
+Some of the gain that recorded times promise does not come. If all ranks share a busy machine, a rank that is stopped
+leaves its time to the others. If work is dealt out by speed, the ranks' times differ by noise alone. There each share
+of the gradients that is dropped must bring `PRICE` times as much gradient per second.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import math
 
 from torch import Tensor
 
-# noise of a busy machine brings 0.2 to 4 times what is dropped, a rank that is slow or stalls 5 to 8 times
+# noise of a busy machine gains 0.2 to 4 times the dropped share, a rank that is slow or stalls 5 to 8 times
 PRICE = 4.5
 _BY_CHANCE = 1.5  # F, which independent ranks exceed in one of fifty windows of 50 steps
-_COMMON = 0.05  # of a rank's own variance: with many ranks, what they have in common is seen long before it matters
-_FEW_STEPS = 10  # from which nothing is known
+_COMMON = 0.05  # of a rank's own variance: with many ranks, common variance shows long before it matters
+_FEW_STEPS = 10  # so few steps show nothing
 _CLEARLY = 1.3  # times the median rank's time
 
 
@@ -58,6 +58,6 @@ def one_is_slow(end_s: Tensor) -> bool:
 
 
 def _logs(end_s: Tensor) -> Tensor:
-    """Of times, without steps in which no rank has one."""
+    """Logarithms of times, without steps in which no rank has one."""
     logs = end_s.clamp(min=1e-9).log().where(end_s.isfinite(), math.nan)
     return logs[(~logs.isnan()).any(1)]

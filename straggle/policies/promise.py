@@ -1,4 +1,4 @@
-"""Was dropping worth it? Gradient per second as it came, against what waiting would have brought in the same steps."""
+"""Was dropping worth it? Gradient per second as measured, against waiting for all ranks in the same steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from straggle.policies.history import Progress
 from straggle.policies.price import pays
 
-_LEAST_STEPS = 20  # in which something was dropped, from which on there is an answer
+_LEAST_STEPS = 20  # steps with drops that are needed for an answer
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Kept:
 
 
 def kept(progress: Progress, compute_s: Tensor, waiting_s: Tensor) -> Kept:
-    """Of the last steps, with ``compute_s`` (steps, ranks) as measured.
+    """The gain over the last steps, with ``compute_s`` (steps, ranks) as measured.
 
     ``waiting_s``, (steps,): when the slowest rank would have ended its work, had all been waited for. A step took until
     the last rank ended its own work, or was stood in for, and its overhead.
@@ -40,7 +40,7 @@ def kept(progress: Progress, compute_s: Tensor, waiting_s: Tensor) -> Kept:
     ``b w / s - 1``, and its error that of the sum of their relative deviations.
     """
     brought = _brought(progress)
-    entered_s = progress.entered_s.nan_to_num(0.0)  # of ranks that are no members
+    entered_s = progress.entered_s.nan_to_num(0.0)  # NaN: ranks that are no members
     ended_s = (entered_s + compute_s.to(entered_s).nan_to_num(0.0)).amax(1)
     step_s, waited_s = ended_s + progress.overhead_s, waiting_s.to(ended_s) + progress.overhead_s
     counts = (brought < 1 - 1e-6) & (step_s > 0) & waited_s.isfinite()
@@ -57,6 +57,6 @@ def kept(progress: Progress, compute_s: Tensor, waiting_s: Tensor) -> Kept:
 
 
 def _brought(progress: Progress) -> Tensor:
-    """The share of all ranks' gradients that came in, for each step."""
+    """The share of all ranks' gradients that was merged, for each step."""
     weight = progress.weight / progress.weight.sum(1, keepdim=True).clamp(min=1e-12)
     return ((progress.computed @ progress.stage_share.to(progress.computed)) * weight).sum(1)

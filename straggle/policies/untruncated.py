@@ -17,7 +17,7 @@ from torch import Tensor
 
 from straggle.policies.history import Progress
 
-_MORE = 1.25  # times what a rank had been given when it was stopped: it would have taken more
+_MORE = 1.25  # a stopped rank is assumed to need so many times the time that it had
 
 
 class Mark(NamedTuple):
@@ -73,7 +73,7 @@ def untruncated_step(
 
 
 def _microbatch_marks(microbatch_s: Sequence[float], num_microbatches: int) -> list[Mark]:
-    """Of each micro-batch but the last; if there are more of them than times, several share one."""
+    """Marks of each micro-batch but the last; if there are more micro-batches than times, several share one."""
     slots, marks = len(microbatch_s), list[Mark]()
     for slot in range(min(num_microbatches, slots)):
         done = slot + 1 if num_microbatches <= slots else -(-(slot + 1) * num_microbatches // slots)
@@ -82,19 +82,18 @@ def _microbatch_marks(microbatch_s: Sequence[float], num_microbatches: int) -> l
 
 
 def _stage_marks(stage_s: Sequence[float], left: Sequence[float], num_microbatches: int) -> list[Mark]:
-    """Of each stage; ``left``: micro-batches' time that is left after it."""
+    """Marks of each stage; ``left``: micro-batches' time that is left after it."""
     return [Mark(1 - after / num_microbatches, at_s) for after, at_s in zip(left, stage_s, strict=True)]
 
 
 def untruncated_times(progress: Progress, compute_s: Tensor) -> Tensor:
     """``progress.unit_s`` with the times that a late rank would have taken for what it did not finish.
 
-    They are its peers' typical times, times how much longer than they it took for what it did finish; ``compute_s``
-    (steps, ranks) is when it was stopped. If it finished nothing, only that is known: it is taken to need a quarter
-    more. So a rank that comes to its first unit in its quickest steps alone is not taken to be that quick. In such a
-    step a rank that is no slower otherwise did not end just when it was stopped: it is taken to have needed more by as
-    much as its times vary, a quarter at most (`_beyond`). Gives (steps, ranks, units), NaN if a rank did not enter a
-    step.
+    They are its peers' typical times, multiplied by its slowness in what it did finish; ``compute_s`` (steps, ranks) is
+    when it was stopped. If it finished nothing, only that is known: it is taken to need a quarter more. So a rank that
+    comes to its first unit in its quickest steps alone is not taken to be that quick. In such a step a rank that is no
+    slower otherwise did not end just when it was stopped: it is taken to have needed more by as much as its times vary,
+    a quarter at most (`_beyond`). Gives (steps, ranks, units), NaN if a rank did not enter a step.
     """
     seen = _seen(progress, compute_s)
     slowness = seen.slowness.where(~seen.slowness.isnan(), (_MORE * seen.at_least).clamp(min=1.0))
@@ -144,7 +143,7 @@ def _seen(progress: Progress, compute_s: Tensor) -> _Seen:
     stopped_s = compute_s.to(unit_s).nan_to_num(0.0).unsqueeze(-1).where(first_missing & (typical_s > 0), 0.0)
     at_least = (stopped_s / typical_s.clamp(min=1e-9)).amax(2)
     heard = slower.nanmedian(0).values
-    # a rank that finishes something only if it is quick is slower than those steps say
+    # a rank that finishes something only if it is quick is slower than in those steps
     unheard = slower.isnan() & (at_least > 0)
     with_unheard = slower.where(~unheard, (_MORE * at_least).clamp(min=1.0)).nanmedian(0).values
     slowness = torch.maximum(heard, with_unheard)  # NaN if nothing was heard

@@ -1,4 +1,4 @@
-"""Deadline policies around another one: a bound on what it drops, less of it toward the end, or none at all."""
+"""Deadline policies around another one: with a bound on what it drops, or without stopping any rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from straggle.policies.history import History, Progress
 
 
 class _DeadlineWrapper(Deadline):
-    """What every policy around another has in common: it asks the inner one, and shows it what that wants to see."""
+    """Common to every policy around another: it asks the inner policy, with the history that the inner one needs."""
 
     def __init__(self, inner: Deadline, window: int = 1) -> None:
         if not isinstance(inner, Deadline):
@@ -38,9 +38,8 @@ class _DeadlineWrapper(Deadline):
 class DropBudget(_DeadlineWrapper):
     """``inner``, but never more than ``share`` of the gradients dropped over any ``window`` steps.
 
-    0.05 means: of what all ranks had to give for a stage in the last ``window`` steps, at least 95 % came in, and so it
-    did of the entire model. Where the next step could drop more than is left, all ranks are waited for, also those
-    that are stuck.
+    0.05 means: of all ranks' gradients for a stage in the last ``window`` steps, at least 95 % were merged, and so for
+    the entire model. If the next step could drop more than is left, all ranks are waited for, also stuck ones.
     """
 
     def __init__(self, inner: Deadline, share: float, *, window: int = 100) -> None:
@@ -73,7 +72,7 @@ class DropBudget(_DeadlineWrapper):
 class Shadow(_DeadlineWrapper):
     """``inner``, but no rank is stopped: what would have happened is reported (`StepReport.shadow`).
 
-    For a first run on a real cluster: it trains as DDP does, and its report says what the policy would be worth.
+    For a first run on a real cluster: it trains as DDP does, and its report shows what the policy would gain.
     """
 
     enforced = False
@@ -83,6 +82,6 @@ class Shadow(_DeadlineWrapper):
 
 
 def dropped_per_stage(progress: Progress) -> Tensor:
-    """Of what all ranks had to give, the share that did not come in, for each step and stage: (steps, stages)."""
+    """The share of all ranks' gradients that was not merged, for each step and stage: (steps, stages)."""
     weight = progress.weight / progress.weight.sum(1, keepdim=True).clamp(min=1e-12)
     return ((1.0 - progress.computed) * weight.unsqueeze(2)).sum(1)
