@@ -347,8 +347,7 @@ class StagedDataParallel(nn.Module):
         return self._coordinator.history
 
     def straggle_state(self, *, own: bool = True) -> SavedState:
-        """The state to save beside the ``state_dict`` of module and optimizer, to go on as if the run had never
-        stopped.
+        """The state to save beside that of module and optimizer, to go on as if the run had never stopped.
 
         A flat dict of tensors, numbers and strings. Every rank has its own: save them all, after the same step. With
         ``own=False`` it has only the part that is equal on all ranks: one rank saves it, and each may load it.

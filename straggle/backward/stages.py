@@ -163,8 +163,8 @@ def plan_stages(
     *,
     named: Sequence[tuple[str, nn.Parameter]] | None = None,
 ) -> StagePlan:
-    """Divide the trainable parameters of ``module`` into stages; or those in ``named``, as `trainable` gave them
-    before.
+    """Divide the trainable parameters of ``module`` into stages, or those in ``named``, an earlier result of
+    `trainable`.
 
     ``order`` lists the parameters in the order in which backward finishes them (default: the module tree reversed),
     ``seconds`` how long each took. ``stages`` is ``None`` (stages of about 25 MB, but at least eight if the model

@@ -306,8 +306,8 @@ class Member:
         return len(self._rank.ring) - int(self._rank.training.taking) >= max_lag
 
     def _end_healing_if_caught_up(self) -> None:
-        """A healed rank gives nothing, and is not waited for, until it has taken the steps merged meanwhile; then end
-        that.
+        """End healing when the rank has taken the steps merged meanwhile; until then it gives nothing and no rank
+        waits.
 
         While it takes them, more are merged. A rank whose loop is not faster than its peers' steps would never catch
         up, so it goes on like any rank as soon as its backlog hardly shrinks.

@@ -1,4 +1,4 @@
-"""Whether all ranks were given the same: the options of a wrapped model, and the state that it goes on from."""
+"""Checks that all ranks have the same options of a wrapped model, and go on from the same state."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from straggle.policies.deadline import Deadline
 from straggle.policies.estimators import Estimator
 from straggle.policies.history import History
 
-Described: TypeAlias = "str | list[Any]"  # in words, or a class's name and its arguments, each of these described
+Described: TypeAlias = "str | list[Any]"  # text, or a class's name and its described arguments
 
 
 def describe(value: Any) -> Described:
-    """An option in words that can be compared: a plain value, or a policy's class and what its constructor was given.
+    """An option in a form that can be compared: a plain value, or a policy's class and its constructor's arguments.
 
-    That is looked for in attributes of the arguments' names, with an underscore or without. What is neither plain nor
-    a policy, such as an optimizer, is described by its class alone.
+    The arguments are read from attributes of their names, with an underscore or without. A value that is neither plain
+    nor a policy, such as an optimizer, is described by its class alone.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
@@ -33,16 +33,16 @@ def describe(value: Any) -> Described:
     if not isinstance(value, (Deadline, Estimator)) and not is_dataclass(value):
         return kind.__qualname__
     state = vars(value)
-    # a class without a constructor takes nothing, and `signature` takes milliseconds to say so
+    # a class without a constructor has no arguments; `signature` would take milliseconds to find that
     has_one = any("__init__" in vars(base) or "__new__" in vars(base) for base in kind.__mro__ if base is not object)
     takes = inspect.signature(kind).parameters if has_one else ()
     names = [name for name in takes if name in state or f"_{name}" in state]
-    names = names or [name for name in state if name != "memory"]  # which is no option
+    names = names or [name for name in state if name != "memory"]  # `memory` is not an option
     return [kind.__qualname__, {name: describe(state.get(name, state.get(f"_{name}"))) for name in names}]
 
 
 def difference(ours: Described, theirs: Described) -> tuple[str, str]:
-    """Both in words, of two policies of the same class only what differs: ``LateHandling(quorum=2)``."""
+    """Both as text; for two policies of the same class only the differing arguments: ``LateHandling(quorum=2)``."""
     if isinstance(ours, str) or isinstance(theirs, str) or ours[0] != theirs[0]:
         return in_words(ours), in_words(theirs)
     pairs = {name: (ours[1].get(name, "nothing"), theirs[1].get(name, "nothing")) for name in ours[1] | theirs[1]}
@@ -54,7 +54,7 @@ def difference(ours: Described, theirs: Described) -> tuple[str, str]:
 
 
 def in_words(described: Described) -> str:
-    """As it would be written: ``LateHandling(quorum=2)``."""
+    """The described value as it would be written: ``LateHandling(quorum=2)``."""
     if isinstance(described, str):
         return described
     return f"{described[0]}({', '.join(f'{name}={in_words(value)}' for name, value in described[1].items())})"
@@ -62,7 +62,7 @@ def in_words(described: Described) -> str:
 
 @dataclass(frozen=True)
 class Wrapped:
-    """What one rank wraps: the parameters and buffers of its model, and its options, in words; or why it cannot."""
+    """One rank's model and options, described: parameters, buffers and options, or why it cannot be wrapped."""
 
     refusal: str = ""
     parameters: Sequence[str] = ()
@@ -71,7 +71,7 @@ class Wrapped:
 
     @staticmethod
     def of(module: nn.Module, options: Mapping[str, Any]) -> Wrapped:
-        """A module that can be trained in stages."""
+        """The description of a module that can be trained in stages."""
         saved = module.state_dict().keys()
         return Wrapped(
             parameters=[
@@ -104,7 +104,7 @@ def check_alike(mine: Wrapped, channel: Channel) -> None:
 
 
 def check_same_state(history: History, channel: Channel) -> None:
-    """Raise ``ValueError`` on every rank where some have gone on from another state: after the first step."""
+    """Raise ``ValueError`` on every rank if some have gone on from another state; called after the first step."""
     content = hashlib.sha256()
     for name, numbers in sorted(history.tensors().items()):
         content.update(f"{name} {numbers.tolist()}".encode())

@@ -1,4 +1,4 @@
-"""How the ranks of one model talk: process groups and a corner of the job's store that belong to straggle alone.
+"""Communication of one model's ranks: process groups and a part of the job's store that belong to straggle alone.
 
 Nothing here interleaves with the collectives of the user's own process groups.
 """
@@ -42,28 +42,28 @@ from straggle.policies.merge_time import MESSAGES_AT_A_TIME
 
 _SLICE_S = 0.5
 _POLL_S = 50e-6
-_SHORT_S = 0.1  # each wait that ends before its collective does costs 0.2 ms of CPU
-_TROUBLE, _ENDED = "trouble", "ended"  # keys that say that ranks left word
-LONG_S = 2.0  # a rank that takes longer for something says what it is doing, or for whom it waits
+_SHORT_S = 0.1  # each wait that ends before its collective costs 0.2 ms of CPU
+_TROUBLE, _ENDED = "trouble", "ended"  # keys that show that ranks have left messages
+LONG_S = 2.0  # after so long in one thing a rank reports what it is doing, or which ranks it waits for
 
 _log = logging.getLogger(__name__)
 
 
 class PeerFailed(RuntimeError):
-    """A rank ended in an error or could not be reached; says which one, in which step and stage."""
+    """A rank ended in an error or could not be reached; the text names the rank, step and stage."""
 
 
 class GroupsChanged(Exception):
-    """A collective was launched in groups that are not used any more."""
+    """A collective was launched in groups that are no longer used."""
 
 
 class Channel:
     """Two process groups (gradients; control, always on the CPU by gloo) and a store, for one wrapped model.
 
-    While the store does not answer this rank, it cannot be late.
+    While the store does not answer this rank, the rank cannot be late.
 
-    Raises ``RuntimeError`` where there is no process group, where the job's store does not answer, and where not all
-    ranks come within ``give_up_s``.
+    Raises ``RuntimeError`` if there is no process group, if the job's store does not answer, or if not all ranks come
+    within ``give_up_s``.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, *, give_up_s: float) -> None:
@@ -75,16 +75,16 @@ class Channel:
         parent = process_group or dist.group.WORLD
         self.give_up_s = give_up_s
         self.rank, self.world_size = dist.get_rank(parent), dist.get_world_size(parent)
-        self.epoch = 0  # of its groups, which never change here
+        self.epoch = 0  # number of the groups, which never change here
         self._progress = _Progress()
-        self._counted: deque[int] = deque()  # steps whose counter this rank began; by the store's thread
+        self._counted: deque[int] = deque()  # steps whose counter this rank began; written by the store's thread
         self._queued = backend_of(parent) != "gloo"  # collectives run on the device's own queue, not on the host
         assert parent is not None
         self._gloo_groups: list[Any] = []
         corner = self._meet(parent)
         store = default_store()
         self.store = JobStore(
-            partial(self._connect, store, corner),  # a connection of its own to this model's corner of the store
+            partial(self._connect, store, corner),  # a connection of its own to this model's part of the store
             place_of(store),
             who=f"rank {self.rank}",
             without="this rank is not late, however slow, and learns of no peer's failure but by its connections",
@@ -93,12 +93,12 @@ class Channel:
         leave = partial(_leave, self._gloo_groups, self._progress, give_up_s)
         self._finalizer = weakref.finalize(self, _end, self.store, self.rank, self._progress, leave)
 
-    @staticmethod  # a method would keep this alive as long as the store's thread
+    @staticmethod  # a bound method would keep this object alive as long as the store's thread
     def _connect(store: Any, corner: str) -> Any:
         return connect(store, corner)
 
     def _meet(self, parent: dist.ProcessGroup) -> str:
-        """Form the groups; the corner of the store for what these ranks say to each other."""
+        """Form the groups; returns the prefix in the store for these ranks' messages."""
         give_up_s = self.give_up_s
         ranks = dist.get_process_group_ranks(parent)
         timeout = timedelta(seconds=give_up_s)
@@ -124,7 +124,7 @@ class Channel:
         return corner
 
     def _gloo_group(self, corner: str, number: int) -> Group:
-        """A gloo group with so many messages on their way at a time."""
+        """A gloo group with so many messages in flight at a time."""
         server = default_store()
         limit = server.timeout
         try:
@@ -137,31 +137,31 @@ class Channel:
 
     @property
     def formed(self) -> ProcessGroups | None:
-        """The process groups of the ranks that take part; ``None`` where this one does not."""
+        """The process groups of the ranks that take part; ``None`` if this rank does not."""
         return self._groups
 
     @property
     def groups(self) -> ProcessGroups:
-        """The same, where this rank takes part."""
+        """The process groups; this rank must take part."""
         assert self.formed is not None
         return self.formed
 
     def close(self) -> None:
-        """Leave word that this rank takes no further part, unless its peers know; after that, use nothing of this."""
+        """Report that this rank takes no further part, unless its peers know; do not use the channel after that."""
         self._finalizer()
 
     def merged(self, step: int) -> None:
-        """This rank has merged ``step``: its peers need it in the later ones only."""
+        """This rank has merged ``step``: its peers need it in later steps only."""
         self._progress.merged = step
 
     # -- all ranks together
 
     def gather(self, value: Any, of: str) -> list[Any]:  # noqa: ARG002
-        """Every rank's ``value``, of what JSON can hold; ``of`` names it, once in a job.
+        """Every rank's ``value``, which JSON can hold; ``of`` is its name, used once in a job.
 
-        Raises `PeerFailed` where a rank ended instead.
+        Raises `PeerFailed` if a rank ended instead.
 
-        torch's own way with objects needs numpy, and builds what the others send from pickles.
+        torch's own collectives for objects need numpy, and unpickle what the others send.
         """
         what = "the comparison of the ranks' models"
         own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -175,13 +175,13 @@ class Channel:
         return tensors
 
     def end_pause(self) -> None:
-        """Wait for all ranks. Raises `PeerFailed` where one ended instead, or does not come within ``give_up_s``."""
+        """Wait for all ranks. Raises `PeerFailed` if one ended instead, or does not come within ``give_up_s``."""
         self._gather(torch.zeros(1), f"the end of the pause, where all ranks wait give_up_s={self.give_up_s:g} at most")
 
     def broadcast(self, tensor: Tensor, source: int = 0, name: str = "tensor") -> None:
         """Overwrite ``tensor``, of any dtype and strides, with that of rank ``source``; ``name`` is for errors.
 
-        Raises `PeerFailed` where a rank ended instead, ``RuntimeError`` where torch cannot send or write it.
+        Raises `PeerFailed` if a rank ended instead, ``RuntimeError`` if torch cannot send or write the tensor.
         """
         what = f"rank {source}'s {name}"
         with self._own_error(what):
@@ -191,7 +191,7 @@ class Channel:
             set_bytes(tensor, given)
 
     def of_rank0(self, numbers: Tensor) -> Tensor:
-        """Rank 0's ``numbers``, on the CPU; overwrites this rank's. Raises `PeerFailed` where a rank ended instead."""
+        """Rank 0's ``numbers``, on the CPU; overwrites this rank's. Raises `PeerFailed` if a rank ended instead."""
         self._between_steps("rank 0's stages", partial(self.groups.control.broadcast, numbers, 0))
         return numbers
 
@@ -206,14 +206,14 @@ class Channel:
 
     @contextlib.contextmanager
     def _own_error(self, what: str) -> Iterator[None]:
-        """An error in here is one of torch on this rank, of which no peer is the cause; the peers learn of it."""
+        """Report an error in this block to the peers: it is torch's on this rank, and no peer caused it."""
         try:
             yield
         except (RuntimeError, ValueError, TypeError) as error:
             raise self._failed(self._before_step(what), error) from error
 
     def _failed(self, what: str, error: Exception) -> RuntimeError:
-        """What to raise for an error of a collective: a peer is gone, or torch could not carry it out on this rank."""
+        """The exception for a collective's error: a peer is gone, or torch failed on this rank."""
         if is_of_peer(error):
             return PeerFailed(self.explain(what))
         self.post_failure(f"{what}: {error}")
@@ -224,12 +224,12 @@ class Channel:
     def post_finished(self, step: int) -> None:
         """Count this rank among those that have finished their own work for ``step``; from any thread, without waiting.
 
-        Who begins a step's counter removes it, when it begins one that is 32 steps or more later.
+        The rank that began a step's counter removes it when it begins one that is at least 32 steps later.
         """
         self.store.post(partial(_count, self._counted, step))
 
     def num_finished(self, step: int) -> int:
-        """How many ranks have finished their own work for ``step``; 0 where the store does not answer."""
+        """How many ranks have finished their own work for ``step``; 0 if the store does not answer."""
         try:
             return self.store.ask(lambda store: int(store.add(f"finished/{step}", 0)))
         except StoreUnreachable:
@@ -238,25 +238,25 @@ class Channel:
     # -- names
 
     def publish_name(self, key: int, name: str) -> str:
-        """The first name that a rank published under this key: this one, if there was none.
+        """Publish a name under this key, unless there is one; returns the name that was published first.
 
-        Raises `StoreUnreachable` where the store does not answer.
+        Raises `StoreUnreachable` if the store does not answer.
         """
         return self.store.ask(lambda store: str(store.compare_set(f"name/{key}", "", name).decode()))
 
     def published_name(self, key: int) -> str | None:
-        """The name under this key, if there is one. Raises `StoreUnreachable` where the store does not answer."""
+        """The name under this key, if there is one. Raises `StoreUnreachable` if the store does not answer."""
         return self.store.ask(lambda store: _words(store, "name", [key])).get(key)
 
     # -- failures
 
     def post_doing(self, words: str) -> None:
-        """Leave word of what this rank has been doing for so long; empty: it is not stuck any more."""
+        """Report what this rank has been doing for so long; empty if it is no longer stuck."""
         key = f"doing/{self.rank}"
         self.store.post(lambda store: store.set(key, words))
 
     def post_failure(self, message: str) -> None:
-        """Leave word of this rank's failure for its peers."""
+        """Report this rank's failure to its peers."""
         self._progress.explained = True
         try:
             self.store.ask(partial(_leave_word, f"failure/{self.rank}", message, _TROUBLE))
@@ -266,10 +266,10 @@ class Channel:
     def wait(self, work: dist.Work, step: int, what: str, give_up_s: float | None = None, epoch: int = 0) -> None:  # noqa: ARG002
         """Wait for a collective of ``step``; raises `PeerFailed` when a peer failed or ``give_up_s`` is over.
 
-        ``epoch``: `epoch` when it was launched.
+        ``epoch``: the value of `epoch` when the collective was launched.
 
-        A long wait is logged once, with the ranks that it is for and what they are doing. That, and whether a peer has
-        ended, is all that the store is asked meanwhile, for at most half a second.
+        A long wait is logged once, with the awaited ranks and what they are doing. The store is asked only for that and
+        whether a peer has ended, for at most half a second.
         """
         give_up_at = time.monotonic() + (give_up_s or self.give_up_s)
         long_wait: LongWait | None = None
@@ -280,12 +280,12 @@ class Channel:
             self.store.look()
             long_wait.look()
         if self._queued:
-            work.wait()  # makes this thread's stream wait, and raises what went wrong
+            work.wait()  # makes this thread's stream wait, and raises the collective's error
 
     def ends_soon(self, work: dist.Work) -> bool:
-        """Wait for a moment: whether a collective is over then, and did not fail.
+        """Wait for a moment; returns whether the collective is then over without an error.
 
-        Not where collectives are queued on a device: the host has nothing to wait for there.
+        Always false if collectives are queued on a device: the host does not wait for them.
         """
         return not self._queued and succeeds(work, _SHORT_S)
 
@@ -302,7 +302,7 @@ class Channel:
 
     def _ended(self, work: dist.Work, what: str, seconds: float) -> bool:
         """Wait for a collective to end, for at most this long."""
-        if self._queued:  # nccl would take the end of a short wait for a failure, and abort
+        if self._queued:  # nccl treats the end of a short wait as a failure, and aborts
             until = time.monotonic() + seconds
             while not work.is_completed() and time.monotonic() < until:
                 time.sleep(_POLL_S)
@@ -318,7 +318,7 @@ class Channel:
         return range(self.world_size)
 
     def note_waiting(self, step: int) -> int:
-        """Note that this rank waits in ``step``; how many ranks have noted that by now, this one included."""
+        """Note that this rank waits in ``step``; returns how many ranks have noted that, this one included."""
 
         def note(store: Any) -> int:
             store.set(f"waiting/{step}/{self.rank}", "")
@@ -327,7 +327,7 @@ class Channel:
         return self.store.ask(note, _SLICE_S)
 
     def waited_for(self, step: int) -> str:
-        """The ranks that do not wait in ``step``, and what they are doing, as far as they say."""
+        """The ranks that do not wait in ``step``, and what they report to be doing."""
         others = self.store.ask(lambda store: _absent(store, f"waiting/{step}", self.awaited), _SLICE_S)
         return f"ranks {others}{self._doing(others, _SLICE_S)}" if others else "the network: all ranks have submitted"
 
@@ -336,11 +336,11 @@ class Channel:
         return "".join(f"; {word}" for word in words.values() if word)
 
     def explain(self, what: str, wait_s: float = 1.7) -> str:
-        """Why ``what`` failed: the failures that ranks left word of, or else the ranks that no longer answer.
+        """Why ``what`` failed: the failures that ranks have reported, or else the ranks that no longer answer.
 
-        After ``wait_s`` at the latest, and where the store does not answer by then it says that.
+        Returns within ``wait_s``; if the store does not answer by then, it reports that.
         """
-        self._progress.explained = True  # this rank ends for what others did
+        self._progress.explained = True  # this rank ends because of others
         try:
             return f"{what}: {self._reason(time.monotonic() + wait_s)}"
         except StoreUnreachable as error:
@@ -350,7 +350,7 @@ class Channel:
         def ask(request: Callable[[Any], Any]) -> Any:
             return self.store.ask(request, max(until - time.monotonic(), _SLICE_S))
 
-        # who waits for this rank, and not for the one that is gone, learns of it
+        # for ranks that wait for this one, and not for the one that is gone
         ask(partial(_leave_word, f"survivor/{self.rank}", "", _TROUBLE))
         while not (reasons := ask(self._reasons)):
             missing = ask(lambda store: _absent(store, "survivor", range(self.world_size)))
@@ -360,13 +360,13 @@ class Channel:
         return "; ".join(reasons)
 
     def _first_given_up(self, missing: Sequence[int]) -> str:
-        """What the rank said that gave up first: by now the lost ranks may be back, and end as well."""
+        """The report of the rank that gave up first: by now the lost ranks may be back, and end as well."""
         gone = f"no answer from ranks {missing}{self._doing(missing, _SLICE_S)}" if missing else "connection lost"
         first: bytes = self.store.ask(lambda store: store.compare_set("given up", "", gone), _SLICE_S)
         return first.decode()
 
     def _reasons(self, store: Any) -> list[str]:
-        """What ranks left word of: failures, or else that they ended."""
+        """What ranks have reported: failures, or else that they ended."""
         failures = _words(store, "failure", range(self.world_size))
         return list(failures.values()) or [end.words for end in self._ends(store)]
 
@@ -375,7 +375,7 @@ class Channel:
 
 
 class LongWait:
-    """One rank's wait for a collective of ``step``: where it is long, one rank logs for whom, and logs it once."""
+    """One rank's wait for a collective of ``step``; if it is long, one rank logs once which ranks are awaited."""
 
     def __init__(self, channel: Channel, step: int, what: str) -> None:
         self._channel, self._step, self._what = channel, step, what
@@ -383,9 +383,9 @@ class LongWait:
         self._num_waiting: int | None = None
 
     def look(self) -> None:
-        """The collective is still not over. This asks the store when the wait has become long, and once more."""
+        """Note that the collective is not over. Asks the store when the wait has become long, and once more."""
         waited_s = time.monotonic() - self._began_at
-        with contextlib.suppress(StoreUnreachable):  # then it is not known for whom
+        with contextlib.suppress(StoreUnreachable):  # then the awaited ranks are unknown
             if self._num_waiting is None and waited_s > LONG_S:
                 self._num_waiting = self._channel.note_waiting(self._step)
             elif self._num_waiting == 1 and waited_s > 2 * LONG_S:
@@ -395,32 +395,32 @@ class LongWait:
 
 @dataclass
 class _Progress:
-    """How far this rank is, for its last word: the last merged step, and whether the peers know why it ends."""
+    """How far this rank is, for its last message: the last merged step, and whether the peers know why it ends."""
 
     merged: int = -1
     explained: bool = False
-    # in a notebook, that of another cell
+    # in a notebook, the exception of another cell
     earlier: BaseException | None = field(default_factory=lambda: getattr(sys, "last_value", None))
 
     @property
     def uncaught(self) -> BaseException | None:
-        """The exception that ends this process, where the interpreter leaves it for debuggers; ``None``: none does."""
+        """The exception that ends this process, as the interpreter keeps it for debuggers, or ``None``."""
         error: BaseException | None = getattr(sys, "last_value", None)
         return None if error is self.earlier else error
 
     @property
     def after(self) -> str:
-        """Where it is between its steps, in words."""
+        """This rank's place between its steps, in words."""
         return f"after step {self.merged}" if self.merged >= 0 else "before its first step was merged"
 
     def raised(self, rank: int, error: BaseException) -> str:
-        """What to say of an error of the user's code there."""
+        """The report of an error in the user's code between steps."""
         return f"rank {rank} raised {self.after}, outside of a step: {error!r}"
 
 
 @dataclass(frozen=True)
 class _End:
-    """A rank's last word: it takes part in no step after ``merged``."""
+    """A rank's last message: it takes part in no step after ``merged``."""
 
     merged: int
     words: str
@@ -432,9 +432,9 @@ class _End:
 
 
 def _leave(groups: list[Any], progress: _Progress, give_up_s: float) -> None:
-    """Let go of the groups; where a peer, or this rank, has failed, collectives may be on their way that never end.
+    """Drop the groups; if a peer or this rank has failed, collectives may be in flight that never end.
 
-    To free such a group waits for them, for ``give_up_s``, and whichever thread collects it does nothing else then.
+    Freeing such a group waits for them, for ``give_up_s``, and blocks whichever thread collects it.
     """
     while groups:
         group = groups.pop()
@@ -443,7 +443,7 @@ def _leave(groups: list[Any], progress: _Progress, give_up_s: float) -> None:
 
 
 def _end(store: JobStore, rank: int, progress: _Progress, leave: Callable[[], None]) -> None:
-    """When the model is closed, or the process ends: leave word why, where the peers do not know yet."""
+    """When the model is closed or the process ends, report why, unless the peers know."""
     if not progress.explained:
         if (error := sys.exc_info()[1] or progress.uncaught) is not None:
             store.post(partial(_leave_word, f"failure/{rank}", progress.raised(rank, error), _TROUBLE))
@@ -459,7 +459,7 @@ def _end(store: JobStore, rank: int, progress: _Progress, leave: Callable[[], No
 
 
 def _leave_word(key: str, word: str, sign: str, store: Any) -> None:
-    """``sign`` says to those that watch it that there are words."""
+    """Write a message under ``key``; ``sign`` tells ranks that watch it that there are messages."""
     store.set(key, word)
     store.set(sign, "")
 
@@ -467,16 +467,16 @@ def _leave_word(key: str, word: str, sign: str, store: Any) -> None:
 def _count(counted: deque[int], step: int, store: Any) -> None:
     if store.add(f"finished/{step}", 1) > 1:
         return
-    counted.append(step)  # the first one cleans up, once no rank asks for a step that far back
+    counted.append(step)  # whoever counts first cleans up, when no rank asks for a step that far back
     while counted[0] <= step - 32:
         store.delete_key(f"finished/{counted.popleft()}")
 
 
 def _absent(store: Any, key: str, ranks: Iterable[int]) -> list[int]:
-    """Those of these ranks without a word under ``key``."""
+    """Those of these ranks without a message under ``key``."""
     return [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
 
 
 def _words(store: Any, key: str, ranks: Iterable[int]) -> dict[int, str]:
-    """What ranks left under ``key``, of those that did."""
+    """The messages that ranks left under ``key``, by rank."""
     return {rank: store.get(f"{key}/{rank}").decode() for rank in ranks if store.check([f"{key}/{rank}"])}

@@ -1,4 +1,4 @@
-"""What a module must be for its gradients to be merged in stages; every refusal says what to do instead."""
+"""Checks that a module's gradients can be merged in stages; every refusal names the remedy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from straggle.backward.hooks import observers_of
 from straggle.backward.stages import trainable
 
-# what DistributedDataParallel calls it, and what to write instead
+# DistributedDataParallel's name for it, and its replacement
 INSTEAD = {
     "device_ids": "leave it out; move the module to its device before wrapping it",
     "output_device": "leave it out; outputs stay on the module's device",
@@ -40,7 +40,7 @@ INSTEAD = {
     "register_comm_hook": "an Estimator or a Merge; how contributions are merged cannot be replaced",
     "register_builtin_comm_hook": "an Estimator or a Merge; how contributions are merged cannot be replaced",
 }
-_LEAST_BYTES = 2  # of an element of a gradient that collectives can sum: there are none for float8
+_LEAST_BYTES = 2  # the smallest element of a gradient that collectives can sum: they cannot for float8
 _CLIPPING = {unwrap(clip).__code__ for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_)}
 CLIP_AFTER_THE_BLOCK = (
     "gradients are clipped inside of `with model.step()`, where every p.grad is None until the merge, so nothing is "
@@ -58,23 +58,23 @@ STEPPED_ALREADY = (
 
 
 def clips(frame: FrameType | None) -> bool:
-    """Whether this frame is that of a function of torch's that clips gradients, or of a comprehension in it."""
+    """Whether this is the frame of a torch function that clips gradients, or of a comprehension in it."""
     return frame is not None and (
         frame.f_code in _CLIPPING or (frame.f_code.co_name == "<listcomp>" and clips(frame.f_back))
     )
 
 
 def refuse_ddp_kwargs(given: Iterable[str]) -> None:
-    """Raise ``TypeError`` for constructor arguments that there are not, with what to write instead of DDP's."""
+    """Raise ``TypeError`` for unknown constructor arguments, with the replacement for those of DDP."""
     words = [f"{name} ({INSTEAD[name]})" if name in INSTEAD else name for name in given]
     if words:
         raise TypeError(f"StagedDataParallel() has no argument {', '.join(words)}")
 
 
 def check_unwrapped(module: nn.Module, wrapper: type[nn.Module], observer: type) -> None:
-    """Raise ``ValueError`` for a module that is or has a data-parallel one, or one of a ``wrapper`` that is not closed.
+    """Raise ``ValueError`` for a module that is or contains a data-parallel one, or is in an open ``wrapper``.
 
-    Such a module's parameters have an ``observer`` in their hooks.
+    Parameters in an open wrapper have an ``observer`` in their hooks.
     """
     for name, child in module.named_modules():
         if isinstance(child, (wrapper, nn.parallel.DistributedDataParallel, nn.DataParallel)):
@@ -121,7 +121,7 @@ def check_module(module: nn.Module) -> None:
 
 
 def _check_dense(module: nn.Module) -> None:
-    """Raise ``ValueError`` for a parameter or buffer that is more than its elements: it cannot become rank 0's."""
+    """Raise ``ValueError`` for a parameter or buffer that is no dense tensor: rank 0's cannot be copied into it."""
     parameters = ((f"parameter {name}", parameter) for name, parameter in module.named_parameters())
     for name, tensor in chain(parameters, ((f"buffer {name}", buffer) for name, buffer in module.named_buffers())):
         if tensor.is_quantized or tensor.layout is not torch.strided:
@@ -130,13 +130,13 @@ def _check_dense(module: nn.Module) -> None:
 
 
 def _is_sharded(parameter: Tensor) -> bool:
-    """Whether this is a DTensor, whose module takes most of a second to import: without it there is none."""
+    """Whether this is a DTensor; false if its module, which takes most of a second to import, is not imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(parameter, module.DTensor)
 
 
 def check_num_microbatches(num_microbatches: int) -> None:
-    """Raise ``ValueError`` for what is no number of backward passes."""
+    """Raise ``ValueError`` for an invalid number of backward passes."""
     if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int):
         raise ValueError(
             f"num_microbatches={num_microbatches!r}: must be an integer number of backward passes, such as 4"
@@ -146,7 +146,7 @@ def check_num_microbatches(num_microbatches: int) -> None:
 
 
 def check_passes_to_come(number: int, came: int, announced: int) -> None:
-    """Raise where an open step, of which so many passes came, cannot be said to have ``number`` of them."""
+    """Raise if an open step, of which ``came`` passes have begun, cannot be set to ``number`` of them."""
     check_num_microbatches(number)
     if number < came:
         raise ValueError(f"num_microbatches={number}: {came} backward passes of this step have come")
@@ -158,17 +158,17 @@ def check_passes_to_come(number: int, came: int, announced: int) -> None:
 
 
 def too_few_passes(announced: int, came: int) -> str:
-    """What to say of a rank that was not cut short and had some of its backward passes; empty: all of them came."""
+    """The warning for a rank that was not stopped and had only some of its backward passes; empty if it had all."""
     if not 0 < came < announced:
         return ""
     return (
         f"{came} of {announced} backward passes came, and nothing stopped the others: gradients count as if all had "
-        f"come. Write model.step(num_microbatches={came}) where a step has fewer, such as at the end of an epoch"
+        f"come. Write model.step(num_microbatches={came}) if a step has fewer, such as at the end of an epoch"
     )
 
 
 def no_gradient_of_passes(number: int) -> str:
-    """What to say of a rank whose passes all left ``p.grad`` as it was."""
+    """The warning for a rank whose passes all left ``p.grad`` unchanged."""
     passes = "1 backward pass" if number == 1 else f"{number} backward passes"
     return (
         f"{passes} went through the model and gave no parameter a gradient, so that this rank has nothing to merge and "
@@ -178,7 +178,7 @@ def no_gradient_of_passes(number: int) -> str:
 
 
 def no_gradient_at_first(number: int) -> str:
-    """What to say of a model that was not trained in its first steps."""
+    """The warning for a model that was not trained in its first steps."""
     return (
         f"no rank had a gradient in the first {number} steps: nothing is trained. Call loss.backward() inside of `with "
         "model.step()`, with a loss that depends on this model's parameters (not of a copy, not on detached outputs)"
@@ -186,7 +186,7 @@ def no_gradient_at_first(number: int) -> str:
 
 
 def left_out(ranks: Iterable[int], skipped: bool) -> str:
-    """What to say of ranks whose gradients were not finite."""
+    """The warning for ranks whose gradients were not finite."""
     rest = ", no rank had others, and the step changes nothing" if skipped else ""
     return (
         f"gradients of ranks {list(ranks)} were not finite and are left out of the merge{rest}. They are counted in "

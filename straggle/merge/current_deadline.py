@@ -1,4 +1,4 @@
-"""The current deadline: what the policy has seen of the steps so far, and what it decided for the running one.
+"""The current deadline: the steps that the policy has seen so far, and its decision for the running one.
 
 Nothing here is thread-safe: the coordinator's lock guards it.
 """
@@ -41,48 +41,48 @@ class CurrentDeadline:
         self._window = HistoryWindow(policy.window, world_size)
         self._usual_cost = UsualCost()
         self._plain_share: tuple[float, ...] = ()
-        self._stage_share: Tensor | None = None  # of the model, where the policy looks at more than times
+        self._stage_share: Tensor | None = None  # each stage's share of the model, if the policy needs more than times
 
     @property
     def late_after_s(self) -> float:
-        """The seconds after which a rank may be late: never where the quorum that waits for it is of all ranks."""
+        """The seconds after which a rank may be late; infinite if the quorum is all ranks."""
         return self.seconds if self.can_be_late else math.inf
 
     @property
     def can_be_late(self) -> bool:
-        """Whether the quorum that waits for a late rank is not of all ranks."""
+        """Whether the quorum is fewer than all ranks."""
         return self.quorum < self._num_ranks
 
     @property
     def history(self) -> History:
-        """What the policy has seen; its tensors are views."""
+        """The steps that the policy has seen; the tensors are views."""
         return self._window.read()
 
     @property
     def usual_cost(self) -> UsualCost:
-        """What a step costs whose deadline is `seconds`."""
+        """The cost of a step whose deadline is `seconds`."""
         return self._usual_cost
 
     def after_quorum_of(self, relative_cost: float) -> float:
-        """The seconds that a rank has once a quorum waits, in a step that takes this much longer.
+        """The seconds that a rank has once a quorum waits, in a step of this relative cost.
 
-        Those of the policy itself stay as they are.
+        A policy's own ``grace_s`` is not scaled.
         """
         own_s = self._policy.grace_s
         return max(own_s, relative_cost * self.after_quorum_s) if self.after_quorum_s > own_s else self.after_quorum_s
 
     @property
     def dealt(self) -> bool:
-        """Whether ranks have as much of each step as they have time for."""
+        """Whether each rank gets as much work as it has time for."""
         return self._window.dealt
 
     def restore(self, history: History) -> None:
-        """Go on from a history that was saved."""
+        """Go on from a saved history."""
         self._window.restore(history)
         self._use_costs()
 
     def of_ranks(self, number: int) -> None:
-        """As many ranks take part from here on; the others count in no quorum."""
+        """So many ranks take part from here on; the others count in no quorum."""
         self.quorum = self.late_handling.quorum_among(number, self._policy.quorum)
         of_all = StopRules.of(self._policy, self.late_handling, self._world_size, number)
         self.rules = replace(self.rules, quorum=of_all.quorum)
@@ -94,7 +94,7 @@ class CurrentDeadline:
         self.after_quorum_s = 0.0
 
     def work_is_dealt(self) -> None:
-        """Ranks have as much of each step as they have time for."""
+        """From here on each rank gets as much work as it has time for."""
         self._window.dealt = True
         self._use_costs()
 
@@ -103,7 +103,7 @@ class CurrentDeadline:
         self._policy.prepare(self.late_handling, [_parts(stage, slots) for stage in plan.stages])
 
     def watch(self, plan: StagePlan) -> None:
-        """From here on keep how the ranks come through the stages, for a policy that looks at more than times."""
+        """From here on keep the ranks' progress through these stages, for a policy that needs more than times."""
         if self._policy.wants_progress:
             numel = torch.tensor([stage.numel for stage in plan.stages], dtype=torch.float32)
             self._stage_share = numel / numel.sum()
@@ -111,11 +111,11 @@ class CurrentDeadline:
             self._window.watch(self._stage_share)
 
     def decide(self, table: Table) -> None:
-        """A step is merged: the deadline of the next one."""
+        """Decide the next step's deadline after a merged step."""
         shares, granularity = self._stage_share, self.late_handling.granularity
         progress: StepProgress | ProgressRow | None = None
         compute_s, window = table.compute_s(), self._window
-        is_usual = table.is_usual and math.isnan(window.mean_cost)  # nor is the cost of any rank's step known
+        is_usual = table.is_usual and math.isnan(window.mean_cost)  # and no rank's cost is known
         if is_usual and (window.dealt or set(table.column("num_microbatches")) == {window.mean_microbatches}):
             relative: Sequence[float] = ()  # as in nearly every step of nearly every job
         else:
@@ -138,7 +138,7 @@ class CurrentDeadline:
             self.shadow_s = decided.seconds
 
     def _relative_costs(self, table: Table) -> list[float]:
-        """How much longer than usual each rank's step is expected to take."""
+        """The expected length of each rank's step relative to a usual one."""
         window, costs = self._window, table.costs()
         if math.isnan(window.mean_cost) and not math.isnan(mean := mean_cost_of(costs)):
             window.mean_cost = mean

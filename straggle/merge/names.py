@@ -1,7 +1,7 @@
-"""The names of scalars: a row of telemetry has room for numbers only, so each name travels as its hash.
+"""The names of scalars: a row of telemetry holds only numbers, so each name is sent as its hash.
 
-What a hash stands for is said once, in the job's store, when its name is first logged anywhere, and looked up once by
-each rank that meets a hash which it does not know. No step waits for it where no new name is logged.
+The name of a hash is published in the job's store when it is first logged on any rank, and looked up once by each rank
+that meets an unknown hash. A step without new names does not wait for this.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from straggle.merge.channel import Channel
 
 
 class ScalarNames:
-    """The names that one rank knows: those that it has logged, and those of its peers that it has met.
+    """The names that one rank knows: those that it has logged, and those that it has looked up.
 
     ``channel``: where the ranks publish names for one another.
     """
@@ -25,13 +25,13 @@ class ScalarNames:
         self._known: dict[float, str] = {}
 
     def log(self, names: Iterable[str]) -> None:
-        """Publish those that are new. Raises ``ValueError`` for one that has the same hash as another."""
+        """Publish new names. Raises ``ValueError`` for a name with the same hash as another."""
         for name in names:
             if name not in self._logged:
                 self._publish(name)
 
     def of(self, hashes: Iterable[float]) -> dict[float, str]:
-        """The names behind these hashes; one that is not known yet is left out where the job's store is gone."""
+        """The names of these hashes; an unknown one is left out if the job's store is gone."""
         with contextlib.suppress(RuntimeError):
             for key in hashes:
                 if key not in self._known and (name := self._channel.published_name(int(key))) is not None:
@@ -40,7 +40,7 @@ class ScalarNames:
 
     def _publish(self, name: str) -> None:
         key, first = name_hash(name), name
-        with contextlib.suppress(RuntimeError):  # the store is gone: the merge will show it
+        with contextlib.suppress(RuntimeError):  # the store is gone: the merge will report it
             first = self._channel.publish_name(int(key), name)
         first = self._known.get(key, first)
         if first != name:

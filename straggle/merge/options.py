@@ -1,4 +1,4 @@
-"""How contributions become one: choices of the merge."""
+"""The options of the merge: how contributions are combined."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ Nonfinite = Literal["drop", "keep"]
 
 @dataclass(frozen=True)
 class Merge:
-    """What is merged beside the gradients, what is left out, and as what it travels.
+    """What is merged beside the gradients, what is left out, and in which dtype it is sent.
 
     ``buffers``: a module's persistent buffers, such as BatchNorm's statistics, get the "mean" of the ranks that
-    finished the forward pass, or the values of "rank0" (if it did; as DDP, but after the step instead of before), the
-    same on every rank; "local" leaves each rank its own. What has no mean, such as booleans, codes that fall, complex
-    numbers and float8, is taken from the lowest of these ranks. So are frozen parameters that change in the forward
-    pass, if they are no numbers of floating point; otherwise they get the mean.
+    finished the forward pass, or the values of "rank0" (if it did; like DDP, but after the step instead of before), the
+    same on every rank; "local" leaves each rank its own. Buffers without a mean, such as booleans, codes that fall,
+    complex numbers and float8, are taken from the lowest of these ranks. Frozen parameters that change in the forward
+    pass get the mean if they are floating-point; else they, too, are taken from that rank.
 
-    ``nonfinite``: "drop" leaves gradients with NaN or infinite elements out of the merge, and skips the step where no
-    rank has others; on a CUDA device it leaves out all that travel in one bucket with such a gradient. "keep" merges
-    them as they are, as DDP does, which a ``GradScaler`` relies on.
+    ``nonfinite``: "drop" leaves gradients with NaN or infinite elements out of the merge, and skips the step if no rank
+    has others; on a CUDA device it leaves out all gradients in one bucket with such a gradient. "keep" merges them as
+    they are, as DDP does, which a ``GradScaler`` relies on.
 
     ``check_every``: once in this many steps the ranks compare parameters and buffers (`StepReport.different_ranks`); 0:
     never.
 
     ``wire_dtype``: ``torch.bfloat16``, or its name, halves the bytes of float32 gradients: each rank rounds its own,
-    and they are summed so, as by DDP's ``bf16_compress_hook``. Weights stay exact, and replicas the same.
+    and they are summed in that dtype, as by DDP's ``bf16_compress_hook``. Weights stay exact, and replicas equal.
     """
 
     buffers: Buffers = "mean"
@@ -54,9 +54,9 @@ class Merge:
 
     @property
     def dtype_on_wire(self) -> torch.dtype | None:
-        """What gradients of float32 travel as, where that is not as they are."""
+        """The dtype in which float32 gradients are sent; ``None`` if they are not converted."""
         return None if self.wire_dtype is None else torch.bfloat16
 
     def checks(self, step: int) -> bool:
-        """Whether the ranks compare what they hold in ``step``; in the first it is equal by construction."""
+        """Whether the ranks compare parameters and buffers in ``step``; in the first they are equal by construction."""
         return self.check_every > 0 and step > 0 and step % self.check_every == 0

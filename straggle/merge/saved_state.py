@@ -1,4 +1,4 @@
-"""What a rank must save beside the module and the optimizer, as one flat dict in the form of a ``state_dict``."""
+"""The state that a rank saves beside module and optimizer, as one flat dict in the form of a ``state_dict``."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _HISTORY, _ESTIMATOR = "history.", "estimator."
 
 
 class PartState(Protocol):
-    """What an optional part of the model saves: the same on all ranks."""
+    """An optional part of the model with state to save, which is the same on all ranks."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Its state, by name; empty if there is none."""
+        """The part's state by name; empty if there is none."""
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from there."""
+        """Go on from the result of `tensors`."""
 
 
 class ResumeState:
     """Saves and loads the state of one rank.
 
-    ``ranks``, ``stages``, ``estimator`` and ``model`` say what it is of. ``history.*`` is equal on all ranks, as is
-    the state of each of ``parts`` under its name, and ``estimator.*`` is the rank's own.
+    ``ranks``, ``stages``, ``estimator`` and ``model`` describe the run that it is of. ``history.*`` is equal on all
+    ranks, as is the state of each of ``parts`` under its name, and ``estimator.*`` is the rank's own.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class ResumeState:
         self.parameters_changed()
 
     def parameters_changed(self) -> None:
-        """The model has these parameters from here on."""
+        """Note the model's present parameters."""
         self._parameters = dict(self._module.named_parameters())
         numel = sum(parameter.numel() for parameter in self._parameters.values())
         self._of["model"] = f"{len(self._parameters)} parameters of {numel} elements"
 
     def state_dict(self, *, own: bool = True) -> SavedState:
-        """Tensors, numbers and strings; the estimator's tensors are lent. ``own``: with what only this rank has."""
+        """Tensors, numbers and strings; the estimator's tensors are lent. ``own``: with this rank's own state."""
         names = {parameter: name for name, parameter in self._parameters.items()}
         history, estimator = self._coordinator.history.tensors(), self._estimator
         kept = estimator.state_dict(names) if own else estimator.shared_state_dict(names)
@@ -73,14 +73,14 @@ class ResumeState:
         return {**state, **{_ESTIMATOR + name: tensor for name, tensor in kept.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave. Raises ``ValueError`` for the state of something else.
+        """Go on from a result of `state_dict`. Raises ``ValueError`` for the state of another run.
 
-        With another number of ranks, what is the rank's own begins again.
+        With another number of ranks, the rank's own state begins again.
         """
         if _HISTORY + "num_steps" not in state:
             raise ValueError(f"no state of straggle_state(): it has no {_HISTORY}num_steps, but {list(state)[:3]}")
         for what, ours in self._of.items():
-            if what != "ranks" and (saved := state.get(what, ours)) != ours:  # an older checkpoint does not say it
+            if what != "ranks" and (saved := state.get(what, ours)) != ours:  # an older checkpoint lacks it
                 raise ValueError(
                     f"the saved state is of {what}={saved}, and this run has {what}={ours}: load it into a model that "
                     "is wrapped as the saved one was, or begin without it"
@@ -91,7 +91,7 @@ class ResumeState:
             return
         try:
             self._estimator.load_state_dict(_below(_ESTIMATOR, state), self._parameters)
-        except (LookupError, RuntimeError) as error:  # a name, or a shape, that is none of this model's
+        except (LookupError, RuntimeError) as error:  # a name or a shape that this model does not have
             raise ValueError(f"the saved state is of another model than this: {error}") from error
         self._coordinator.restore(history)
         for prefix, part in self._parts.items():
@@ -99,9 +99,9 @@ class ResumeState:
 
 
 class SharedMemory:
-    """What of an estimator's memory all ranks have, as a state that a rank gets with the model when it comes back.
+    """The part of an estimator's memory that is equal on all ranks, which a returning rank gets with the model.
 
-    With another memory it would put another gradient where no rank has any.
+    With another memory it would substitute another gradient if no rank has any.
     """
 
     def __init__(self, estimator: Estimator, module: nn.Module) -> None:
@@ -109,11 +109,11 @@ class SharedMemory:
         self._parameters = dict(module.named_parameters())
 
     def state_dict(self) -> dict[str, Tensor]:
-        """By the parameters' names; the tensors are lent."""
+        """The memory by the parameters' names; the tensors are lent."""
         return self._estimator.shared_state_dict({parameter: name for name, parameter in self._parameters.items()})
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Have the same."""
+        """Load the memory of another rank."""
         self._estimator.load_state_dict(state, self._parameters)
 
 

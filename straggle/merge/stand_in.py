@@ -1,6 +1,6 @@
-"""The stand-in: a second thread that submits for the training thread where that is late, or stuck.
+"""The stand-in: a second thread that submits for the training thread if that is late or stuck.
 
-What it does next is decided in `lateness.py`; here it is carried out.
+`lateness.py` decides its actions; this module carries them out.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from straggle.merge.round import Round
 from straggle.merge.sides import MergeSide, TrainingSide
 
 _log = logging.getLogger(__name__)
-_SOON_S = 0.005  # peers may learn so much later that a rank has finished
+_SOON_S = 0.005  # a rank's report that it has finished may be so late
 
 
 class StandIn:
-    """The thread, from `start` to `close`. All but these two is to be called with the lock of ``merging`` held.
+    """The thread, from `start` to `close`. All other methods must be called with the lock of ``merging`` held.
 
     ``device``: where the gradients are.
     """
@@ -63,12 +63,12 @@ class StandIn:
         self._closing = False
         self._paused = False
         self._rests = False
-        self.gives_nothing = False  # every step is submitted at once, empty; with the lock held
-        self._waited_since = math.inf  # when a quorum was seen to wait
-        self._asked_at = -math.inf  # when none was, last
-        self._looks_at = math.inf  # when the thread decides next, unless it is woken; in the past: it is at work
-        self._unposted = False  # the peers are to learn that this rank has finished the step, if it comes to that
-        self._posted_stuck_s = 0  # for how long the peers know the training thread to be stuck
+        self.gives_nothing = False  # every step is submitted at once, empty; written with the lock held
+        self._waited_since = math.inf  # when a quorum was first seen to wait
+        self._asked_at = -math.inf  # when last no quorum waited
+        self._looks_at = math.inf  # when the thread decides next, unless woken; in the past while it works
+        self._unposted = False  # the stand-in has yet to report that this rank has finished, if that is needed
+        self._posted_stuck_s = 0  # for how long the training thread is stuck, as last reported
         self.error: BaseException | None = None  # what ended the thread
 
     @property
@@ -79,9 +79,9 @@ class StandIn:
     def start(self, submit_for_stuck: Callable[[], Round], complete: Callable[[Round], None]) -> None:
         """Start the thread.
 
-        ``submit_for_stuck()``, which it calls with the lock held, closes the round that is being merged, for the
-        training thread; ``complete(round)``, which it calls without, waits for the merge of a closed round. Only the
-        running thread holds the two: it keeps nothing of their owner once it has ended.
+        ``submit_for_stuck()`` is called with the lock held, and closes the current round for the training thread.
+        ``complete(round)`` is called without the lock, and waits for the merge of a closed round. Only the running
+        thread refers to both, so their owner is free once it has ended.
         """
         work = (submit_for_stuck, complete)
         self._thread = threading.Thread(target=self._run, args=work, name="straggle-stand-in", daemon=True)
@@ -98,7 +98,7 @@ class StandIn:
     # -- what happens to this rank
 
     def pause(self) -> None:
-        """Until `resume`, watch nothing."""
+        """Do not watch the training thread until `resume`."""
         self._paused = True
 
     def resume(self) -> None:
@@ -107,27 +107,27 @@ class StandIn:
         self._wakes.notify()
 
     def rest(self) -> None:
-        """Begin nothing, whatever the training thread does, until `give_nothing`."""
+        """Do nothing, whatever the training thread does, until `give_nothing`."""
         self._rests = True
 
     def entered(self, now: float) -> None:
         """The training thread has entered its step."""
         if now >= self._merging.merged_at + self._shortest_s:
-            self._wakes.notify()  # it sleeps until it would submit for a rank that has not entered
+            self._wakes.notify()  # the thread sleeps until it would submit for a rank that has not entered
 
     def wake(self) -> None:
-        """Look again: the running step's deadline has changed, or the training thread has taken a merged step.
+        """Decide again: the running step's deadline has changed, or the training thread has taken a merged step.
 
-        It sleeps until the deadline that there was, and has no end where the rank was `max_lag` steps behind.
+        The thread sleeps until the old deadline, or without end if the rank was `max_lag` steps behind.
         """
         self._wakes.notify()
 
     def work_done(self, now: float, *, truncated: bool) -> bool:
-        """The training thread has submitted its own work; whether it is to post that itself, at once.
+        """The training thread has submitted its own work; returns whether it must post that itself, at once.
 
-        Otherwise the stand-in posts it: when the peers want to know, if the step is not over by then; where it looks in
-        a moment anyway, because a step that is over by then costs no message (not after one in which some rank was
-        late); and the end of a step that is ``truncated``, because no peer waits to hear of that, but all for the
+        Otherwise the stand-in posts it: shortly before a peer could be late, unless the step is over by then; if it
+        decides in a moment anyway, because a step that is over by then costs no message (not after a step in which some
+        rank was late); and if the step is ``truncated``, because no peer waits for that report, but all wait for the
         training thread.
         """
         if (deadline_s := self._shortest_s) == math.inf:
@@ -141,7 +141,7 @@ class StandIn:
         return False
 
     def give_nothing(self, gives_nothing: bool) -> None:
-        """Submit every step at once, without anything of the training thread's; or no longer."""
+        """Submit every step at once, empty, or stop doing so."""
         self.gives_nothing, self._paused = gives_nothing, False
         self._rests = self._rests and not gives_nothing
         self._wakes.notify()
@@ -156,7 +156,7 @@ class StandIn:
     def merged(self, current: Round) -> None:
         """A step is merged, and the deadline of the next one is decided."""
         self._waited_since, self._asked_at, self._unposted = math.inf, -math.inf, False
-        if self._deadline.seconds < 0.9 * current.record.deadline_s:  # it sleeps until the end of a longer one
+        if self._deadline.seconds < 0.9 * current.record.deadline_s:  # the thread sleeps until a longer deadline
             self._wakes.notify()
 
     # -- the thread
@@ -169,15 +169,15 @@ class StandIn:
         except BaseException as error:
             with self._lock:
                 self.error = error
-                if not isinstance(error, PeerFailed):  # which the training thread raises
+                if not isinstance(error, PeerFailed):  # the training thread raises a `PeerFailed`
                     _log.error("rank %d: its stand-in ended, no thread submits for it: %r", self._channel.rank, error)
                 self._training.stop_up_to(self._merging.step)
                 self._merging.step_merged.notify_all()
 
     def _act(self, submit_for_stuck: Callable[[], Round], complete: Callable[[Round], None]) -> bool:
-        """Carry out what is decided for this moment; false where that is the end."""
+        """Carry out the action for this moment; false if that is the end."""
         current, words = None, ""
-        # one lock from the decision to the sleep: a change in between would wake no thread
+        # one lock from the decision to the sleep: a notification in between would be lost
         with self._lock:
             step, now = self._merging.step, self._stopwatch.now()
             action = decide(now, self._situation(), self._limits())
@@ -196,7 +196,7 @@ class StandIn:
                     self._give_back()
                 case SubmitForStuck():
                     current = submit_for_stuck()
-        # without the lock, because these wait for the store or for the peers
+        # without the lock, because these actions wait for the store or for the peers
         if current is not None:
             complete(current)
         elif isinstance(action, Ask):
@@ -209,13 +209,13 @@ class StandIn:
         return not isinstance(action, End)
 
     def _give_back(self) -> None:
-        """Passes that the training thread has not begun are no longer its own."""
+        """Give back the passes that the training thread has not begun."""
         self._training.passes = passes = self._training.passes.give_back()
         if (current := self._merging.round) is not None:
             current.passes = passes
 
     def _note_answer(self, step: int, *, waits: bool) -> None:
-        """Whether a quorum waits in ``step``; of no use where that is merged by now."""
+        """Note whether a quorum waits in ``step``, unless that is merged by now."""
         with self._lock:
             if step != self._merging.step:
                 return
@@ -226,7 +226,7 @@ class StandIn:
 
     @property
     def _shortest_s(self) -> float:
-        """`Limits.shortest_s`, of which every step asks twice."""
+        """`Limits.shortest_s`, which every step reads twice."""
         deadline = self._deadline
         if not deadline.can_be_late:
             return math.inf
@@ -234,9 +234,9 @@ class StandIn:
 
     @property
     def _by_number(self) -> float:
-        """How much longer than usual the rank's step takes for its micro-batches; as many as before, until it enters.
+        """The relative length of the rank's step, by its micro-batches; until it enters, by those of the last step.
 
-        So the ranks that have finished post that when the deadline of such a step is over, and not before or after.
+        So the ranks that have finished report that at the deadline of such a step.
         """
         return self._deadline.usual_cost.by_number(self._training.passes.usual_number)
 
@@ -274,12 +274,12 @@ class StandIn:
         )
 
     def _more_s(self) -> float:
-        """By how much the deadline of the rank's step is longer for the cost that it was given."""
+        """The seconds by which the rank's deadline is longer because of its step's cost."""
         relative, deadline_s = self._training.cost / self._deadline.usual_cost.given, self._deadline.late_after_s
         return 0.0 if math.isnan(relative) or deadline_s == math.inf else (relative - self._by_number) * deadline_s
 
     def _words(self, stuck_s: int) -> str:
-        """What the training thread is stuck in; empty where it is not."""
+        """What the training thread is stuck in; empty if it is not stuck."""
         if not stuck_s:
             return ""
         lag = self._merging.step - self._training.step

@@ -1,4 +1,4 @@
-"""A merged step as it came, and its report: what happened in it, on all ranks."""
+"""The record of a merged step, and its report: what happened in it, on all ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from straggle.policies.step_model import StopRules, computed_share, simulate_ste
 from straggle.report import CAUSES, RankNumbers, RankReport, ShadowReport, StageReport, StepReport
 from straggle.schema import numbers_of
 
-_ROUNDING = 1e-4  # of sums of weights
+_ROUNDING = 1e-4  # relative error of sums of weights
 _KINDS = dict.fromkeys(TIMES, float) | {own.name: own.kind for own in numbers_of(RankNumbers)}
 _OF_ALL = [own for own in numbers_of(StepReport) if own.name in COLUMN]  # the largest of the ranks' rows
 _AS_THEY_ARE = [(name, COLUMN[name], kind) for name, kind in _KINDS.items()]
@@ -28,13 +28,12 @@ _AS_THEY_ARE = [(name, COLUMN[name], kind) for name, kind in _KINDS.items()]
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Cheap to keep: the report is built when it is first read, on any thread.
+    """A merged step, cheap to keep: the report is built when first read, on any thread.
 
-    ``names`` are those of its scalars. ``shadow_s``: the deadline of a policy that is not enforced,
-    by whose ``rules`` the step would have ended; NaN: it is enforced. ``usual_cost``: that of `CurrentDeadline`.
-    ``differing``: the names of tensors that are not the same on all ranks.
-    ``merged_weights``: that of each stage, where it may be more than what the ``table`` says of those that are left.
-    ``dealt``: that of `CurrentDeadline`. ``merged_at``: when it was merged, by this rank's clock.
+    ``names``: those of its scalars. ``shadow_s``: the deadline of a policy that is not enforced, by whose ``rules`` the
+    step would have ended; NaN if it is enforced. ``usual_cost``, ``dealt``: those of `CurrentDeadline`. ``differing``:
+    the names of tensors that differ between ranks. ``merged_weights``: the weight of each stage, if it may be more than
+    the ``table`` has for the remaining ranks. ``merged_at``: when the step was merged, by this rank's clock.
     """
 
     step: int
@@ -112,12 +111,12 @@ class StepRecord:
         )
 
     def _as_merged(self, reported: float, merged: float) -> float:
-        """The weight of a stage, of which the rows tell so much and so much was merged.
+        """The weight of a stage, from its weight in the rows and its merged weight.
 
-        It is more where a rank gave something and left. Where gradients of others were left out as well, because they
-        were not finite, the rows tell of these too, so that what was merged says it alone.
+        The merged weight is larger if a rank gave gradients and left. If others' gradients were also left out because
+        they were not finite, the rows count these too, so only the merged weight is right.
         """
-        if self.table.total_weight is not None:  # which is merged as one step of each rank
+        if self.table.total_weight is not None:  # it is merged as one step of each rank
             merged *= self.table.total_weight / self.table.num_ranks
         is_more = merged > (1 + _ROUNDING) * reported
         return merged if is_more or self.table.nonfinite_ranks() else reported
@@ -134,11 +133,11 @@ class StepRecord:
 
 
 def shadow_report(table: Table, seconds: float, deadline_s: float, rules: StopRules, plan: StagePlan) -> ShadowReport:
-    """What a deadline of ``deadline_s`` would have made of a step of ``seconds`` in which all ranks were waited for."""
+    """The effect of a deadline of ``deadline_s`` on a step of ``seconds`` in which all ranks were waited for."""
     stage_share = torch.tensor([stage.numel / plan.numel for stage in plan.stages])
     progress = table.progress(stage_share, "microbatch" if rules.finish_running else "stage")
     busy_s, compute_s = (torch.tensor(table.column(name)).nan_to_num(0.0) for name in ("busy_s", "compute_s"))
-    # slots without a unit end with the one before
+    # slots without a unit end with the unit before
     unit_s = progress.unit_s.where(progress.unit_share > 0, 0.0).nan_to_num(0.0).cummax(-1).values
     unit_s = torch.cat([unit_s[:, :-1], torch.maximum(unit_s[:, -1:], compute_s.unsqueeze(1))], 1)
     entered_s, has_data = progress.entered_s.nan_to_num(0.0), progress.weight > 0

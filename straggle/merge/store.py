@@ -1,8 +1,8 @@
-"""The job's store, asked with a time limit.
+"""Requests to the job's store with a time limit.
 
 A client of torch's stores waits for an answer for ever, and serves one request at a time. So each connection has a
-thread of its own, and who asks waits as long as it wants to. One whose answer does not come is left to itself, and the
-store is looked for on new ones.
+thread of its own, and callers wait as long as they want. A connection whose answer does not come is abandoned, and new
+ones are tried.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
 
-ANSWER_S = 2.0  # who has no answer by then has none
+ANSWER_S = 2.0  # without an answer by then, a request has failed
 _LOOK_S = 1.0
 _RETRY_S = 5.0
-_MAX_UNANSWERED = 4  # of their connections, when a network is back, TCP itself tries again within two minutes
+_MAX_UNANSWERED = 4  # abandoned connections; when a network is back, TCP itself retries on them within two minutes
 _CONNECT_S = 5.0
 _NOTHING = "(nothing)"
 _UNREACHABLE = (RuntimeError, OSError, futures.TimeoutError)
@@ -33,16 +33,15 @@ Answer = TypeVar("Answer")
 
 
 class StoreUnreachable(RuntimeError):
-    """The job's store does not answer; says where it is."""
+    """The job's store does not answer; the text has its place."""
 
 
 class JobStore:
-    """A connection of its own to the store, for any number of threads.
+    """A connection to the store of its own, for any number of threads.
 
-    ``connect()`` makes one; it may block, and raise. ``place`` is where the store is, in words. Each ``look_s`` seconds
-    it looks which of the keys in ``watched`` there are, and finds out so whether the store answers at all: what it last
-    saw is ``seen``. When the store is lost and found again, it says so in the log: ``who`` lost it, and what goes on
-    ``without`` it.
+    ``connect()`` makes one; it may block, and raise. ``place``: where the store is, in words. Every ``look_s`` seconds
+    it checks which keys in ``watched`` exist, and so whether the store answers at all; ``seen`` has the last result. It
+    logs when the store is lost and found again: ``who`` lost it, and what holds ``without`` it.
     """
 
     def __init__(
@@ -56,54 +55,54 @@ class JobStore:
         look_s: float = _LOOK_S,
     ) -> None:
         self.place = place
-        self.seen: frozenset[str] = frozenset()  # by the connection's thread
+        self.seen: frozenset[str] = frozenset()  # written by the connection's thread
         self._connect = connect
         self._who, self._without = who, without
         self._watched, self._look_s = tuple(watched), look_s
-        self._connection = _Connection(connect)  # by the watching thread
-        self._problem: str | None = None  # why the store is lost; by the watching thread
+        self._connection = _Connection(connect)  # written by the watching thread
+        self._problem: str | None = None  # why the store is lost; written by the watching thread
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="straggle-store", daemon=True)
         self._thread.start()
 
     @property
     def reachable(self) -> bool:
-        """Whether the store answered when it was last looked at."""
+        """Whether the store answered at the last look."""
         return self._problem is None
 
     def ask(self, request: Callable[[Any], Answer], limit_s: float = ANSWER_S) -> Answer:
-        """What ``request(store)`` gives. Raises `StoreUnreachable` after ``limit_s``, at once where it is known."""
+        """The result of ``request(store)``. Raises `StoreUnreachable` after ``limit_s``, or now if it is lost."""
         return self.begin(request).answer(limit_s)
 
     def begin(self, request: Callable[[Any], Answer]) -> Asked[Answer]:
-        """Have ``request(store)`` carried out; its answer is waited for later. Raises `StoreUnreachable` as `ask`."""
+        """Start ``request(store)``; its answer is awaited later. Raises `StoreUnreachable` as `ask` does."""
         self.check()
         return Asked(self, self._connection.submit(request))
 
     def post(self, request: Callable[[Any], object]) -> None:
-        """Have ``request(store)`` carried out, and do not wait for that; nothing happens where the store is lost."""
+        """Start ``request(store)`` without waiting; does nothing if the store is lost."""
         if self._problem is None:
             self._connection.submit(request)
 
     def look(self) -> None:
-        """Look now, and do not wait for that: the next read of ``seen`` finds what is there now."""
+        """Start a look now, without waiting: the next read of ``seen`` has its result."""
         self.post(self._look)
 
     def close(self) -> None:
         """Carry out what was posted, as far as the store answers, and end the threads."""
         self._closing.set()
         until = time.monotonic() + ANSWER_S
-        self._end(self._thread, until)  # it may still look
+        self._end(self._thread, until)  # it may be in a look
         self._connection.close()
         self._end(self._connection.thread, until)
 
     def _end(self, thread: threading.Thread, until: float) -> None:
-        # a finalizer comes here on whatever thread it happens to run
+        # a finalizer may run on any thread, also on this one
         if self._problem is None and thread is not threading.current_thread():
             thread.join(max(0.0, until - time.monotonic()))
 
     def check(self) -> None:
-        """Raise `StoreUnreachable` where it is known that the store does not answer."""
+        """Raise `StoreUnreachable` if the store is known not to answer."""
         if (problem := self._problem) is not None:
             raise StoreUnreachable(f"{self.place} does not answer ({problem})")
         if self._closing.is_set():
@@ -127,12 +126,10 @@ class JobStore:
         if self._closing.is_set():
             return
         self._problem = _reason(error)
-        _log.warning(
-            "%s: %s does not answer (%s): %s; it is looked for", self._who, self.place, self._problem, self._without
-        )
+        _log.warning("%s: %s does not answer (%s): %s; retrying", self._who, self.place, self._problem, self._without)
 
     def _find(self, asked: dict[futures.Future[None], _Connection]) -> None:
-        """Until one of these connections answers, or a new one; it tries a new one every few seconds."""
+        """Wait until one of these connections answers, or a new one; try a new one every few seconds."""
         lost_at = asked_at = time.monotonic()
         while not self._closing.wait(_LOOK_S):
             for answer in [answer for answer in asked if answer.done()]:
@@ -155,20 +152,20 @@ class JobStore:
 
 
 class Asked(Generic[Answer]):
-    """A request that is on its way."""
+    """A request in flight."""
 
     def __init__(self, store: JobStore, answer: futures.Future[Answer]) -> None:
         self._store, self._answer = store, answer
 
     def answer(self, limit_s: float = ANSWER_S) -> Answer:
-        """What it gives. Raises `StoreUnreachable` after ``limit_s``; the request may still be carried out."""
+        """The request's result. Raises `StoreUnreachable` after ``limit_s``; the request may still be carried out."""
         try:
             return self._answer.result(limit_s)
         except _UNREACHABLE as error:
             self._store.check()
             raise StoreUnreachable(f"{self._store.place} does not answer ({_reason(error)})") from error
         finally:
-            self._answer.cancel()  # the answer is of no use any more
+            self._answer.cancel()  # the answer is no longer needed
 
 
 class _Connection:
@@ -187,7 +184,7 @@ class _Connection:
         return answer
 
     def close(self) -> None:
-        """End the thread, after what was submitted; one that is stuck, when it comes back."""
+        """End the thread after the submitted requests; a stuck thread ends when its request returns."""
         self._requests.put(None)
 
 
@@ -207,7 +204,7 @@ def _serve(
 
 
 def _awaited(answer: futures.Future[None], limit_s: float) -> None:
-    """Wait for the answer ``limit_s``, in parts: only one goes by while the entire process is stopped."""
+    """Wait for the answer for ``limit_s``, in parts: while the process is stopped, only one part passes."""
     parts = 4
     for _ in range(parts - 1):
         if futures.wait([answer], limit_s / parts).done:
@@ -216,13 +213,13 @@ def _awaited(answer: futures.Future[None], limit_s: float) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    """In a few words: torch's own errors have the stack of their C++ code behind the first line."""
+    """The reason in a few words: torch's errors have a C++ stack after the first line."""
     return str(error).partition("\n")[0] or "no answer in time"
 
 
 def peek(store: Any, key: str) -> str | None:
-    """What lies under this key; ``None`` where nothing does. One request, which waits for nobody to write it."""
-    # a store that has no such key changes nothing, and gives back what it was told to expect
+    """The value of this key, or ``None`` if there is none. One request, which does not wait for the key."""
+    # a store without this key changes nothing, and returns the expected value
     word = str(store.compare_set(key, _NOTHING, _NOTHING).decode())
     return None if word == _NOTHING else word
 
@@ -231,12 +228,12 @@ def peek(store: Any, key: str) -> str | None:
 
 
 def default_store() -> Any:
-    """The store that the default process group was made with."""
+    """The store of the default process group."""
     return dist.distributed_c10d._get_default_store()
 
 
 def check_answers(store: Any, limit_s: float) -> None:
-    """Raise `StoreUnreachable` where ``store`` does not answer on a new connection within ``limit_s``."""
+    """Raise `StoreUnreachable` if ``store`` does not answer on a new connection within ``limit_s``."""
     connection = _Connection(partial(connect, store, "straggle"))
     answer = connection.submit(lambda connected: connected.check(["answers"]))
     connection.close()
@@ -247,7 +244,7 @@ def check_answers(store: Any, limit_s: float) -> None:
 
 
 def place_of(store: Any) -> str:
-    """Where a store is, in words."""
+    """The place of a store, in words."""
     server = server_of(store)
     if isinstance(server, dist.TCPStore):  # type: ignore[attr-defined]
         return f"the job's store at {server.host}:{server.port}"
@@ -257,16 +254,16 @@ def place_of(store: Any) -> str:
 
 
 def connect(store: Any, prefix: str) -> Any:
-    """A new connection to ``store``, in a corner of its own; raises where it cannot be had, and may block."""
+    """A new connection to ``store`` under a prefix; raises if it cannot be made, and may block."""
     server = server_of(store)
     if isinstance(server, dist.TCPStore):  # type: ignore[attr-defined]
-        # torch would try for as long as the store's time limit, minutes, where no server listens
+        # without a server, torch would try for the store's time limit, which is minutes
         socket.create_connection((server.host, server.port), _CONNECT_S).close()
     return dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
 
 
 def connect_all(store: Any, prefix: str) -> Any:
-    """A new connection to a corner that is the same however often a process was started again; raises as `connect`."""
+    """A new connection under a prefix that stays the same when a process is restarted; raises as `connect` does."""
     return dist.PrefixStore(prefix, connect(server_of(store), "").underlying_store)  # type: ignore[attr-defined]
 
 

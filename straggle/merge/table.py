@@ -1,4 +1,4 @@
-"""The rows of all ranks for one step, and what they say: the same on every rank."""
+"""The rows of all ranks for one step, and what follows from them: the same on every rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SKIPPED = CAUSES.index("skipped")
 
 @lru_cache(maxsize=64)
 def _slot_counts(num_microbatches: int) -> list[int]:
-    """How many micro-batches each slot stands for."""
+    """How many micro-batches each slot covers."""
     counts = [0] * MICROBATCH_SLOTS
     for number in range(num_microbatches):
         counts[microbatch_slot(number, num_microbatches)] += 1
@@ -45,14 +45,14 @@ def _slot_counts(num_microbatches: int) -> list[int]:
 
 @lru_cache(maxsize=64)
 def _unit_share(counts: tuple[int, ...], stage_share: tuple[float, ...], granularity: Granularity) -> Tensor:
-    """`StepProgress.unit_share` of ranks with these numbers of micro-batches; not to be written to."""
-    if granularity == "step":  # nothing comes before the end of the last micro-batch
+    """`StepProgress.unit_share` of ranks with these numbers of micro-batches; read-only."""
+    if granularity == "step":  # the only unit ends with the last micro-batch
         return torch.ones(len(counts), 1)
     share = torch.tensor([_slot_counts(number) for number in counts], dtype=torch.float32)
     share /= share.sum(1, keepdim=True)
     if granularity == "microbatch":
         return share
-    of_stages = 1.0 - share[:, 1:].sum(1, keepdim=True)  # the last micro-batch comes in stages
+    of_stages = 1.0 - share[:, 1:].sum(1, keepdim=True)  # the last micro-batch is merged in stages
     return torch.cat([share[:, 1:], of_stages * torch.tensor(stage_share)], 1)
 
 
@@ -60,7 +60,7 @@ def _unit_share(counts: tuple[int, ...], stage_share: tuple[float, ...], granula
 def _unit_shares(
     counts: tuple[int, ...], stage_share: tuple[float, ...], granularity: Granularity
 ) -> tuple[array[float], ...]:
-    """The same for each rank, as plain memory."""
+    """`_unit_share` for each rank, as plain memory."""
     return tuple(array("f", own) for own in _unit_share(counts, stage_share, granularity).tolist())
 
 
@@ -68,14 +68,14 @@ _Given = TypeVar("_Given")
 
 
 def _most(given: Mapping[int, _Given]) -> _Given:
-    """What most ranks gave; of two that equally many gave, that of the lowest rank."""
+    """What most ranks gave; in a tie, that of the lowest rank."""
     if len(alike := set(given.values())) == 1:  # as in nearly every step; counting takes five times as long
         return alike.pop()
     return Counter(given[rank] for rank in sorted(given)).most_common(1)[0][0]
 
 
 def _minority(given: Mapping[int, _Given]) -> tuple[int, ...] | None:
-    """The ranks that gave something else than most; ``None`` where fewer than two gave anything."""
+    """The ranks that gave something else than most; ``None`` if fewer than two gave anything."""
     if len(given) < 2:
         return None
     most = _most(given)
@@ -83,7 +83,7 @@ def _minority(given: Mapping[int, _Given]) -> tuple[int, ...] | None:
 
 
 class _Columns(dict[str, tuple[float, ...]]):
-    """By its name, what each rank's row has for a field; read when it is first asked for."""
+    """The values of a field in all rows, by its name; read when first needed."""
 
     def __init__(self, rows: Sequence[Sequence[float]]) -> None:
         self._rows = rows
@@ -95,24 +95,24 @@ class _Columns(dict[str, tuple[float, ...]]):
 
 
 class Table:
-    """Made of a matrix of shape (ranks, `row_length`), on the CPU, or its numbers.
+    """The rows of a matrix of shape (ranks, `row_length`), on the CPU, or of its numbers.
 
-    ``of_stages``: where a row has what it says of each stage. ``total_weight``: what the entire step weighs for
-    all ranks together, if that is known (`share_weight`). ``is_usual``: all ranks have done all of their work, their
-    optimizers stepped once, and nothing else is to be known of the step than its times.
+    ``of_stages``: where a row has its numbers of each stage. ``total_weight``: the weight of the entire step over all
+    ranks, if known (`share_weight`). ``is_usual``: all ranks have done all of their work, their optimizers stepped
+    once, and only the step's times matter.
     """
 
     def __init__(self, rows: Tensor | array[float], num_stages: int) -> None:
         self._given = rows
         self._num_stages, self.of_stages = num_stages, stage_columns(num_stages)
-        # every step needs some of these few numbers, and an operation on a tensor costs more than the entire list
+        # every step needs some of these few numbers, and one tensor operation costs more than the entire list
         if isinstance(rows, Tensor):
             fixed: Sequence[Sequence[float]] = rows[:, : len(FIELDS)].tolist()
         else:
             starts = range(0, len(rows), row_length(num_stages))
             fixed = [rows[start : start + len(FIELDS)] for start in starts]
         self._columns, self.num_ranks = _Columns(fixed), len(fixed)
-        # `Row.is_unusual` of none of them, and all gradients are finite
+        # no row has `Row.is_unusual`, and all gradients are finite
         self.is_usual = not (any(self._columns["unusual"]) or any(self._columns["nonfinite"]))
         self.total_weight: float | None = None
 
@@ -124,7 +124,7 @@ class Table:
         return torch.frombuffer(self._given, dtype=torch.float32).view(self.num_ranks, -1)
 
     def share_weight(self, weights: Sequence[float], total: float) -> None:
-        """The ranks share a step of this weight: each has so much of it, whatever its row tells."""
+        """Set each rank's weight to its part of a step of weight ``total``, whatever its row has."""
         self._columns["weight"], self.total_weight = tuple(weights), total
         self.rows[:, COLUMN["weight"]] = torch.tensor(weights)
 
@@ -146,9 +146,9 @@ class Table:
         return [0.0 if idle or absent else own for own, idle, absent in zip(*columns, strict=True)]
 
     def network_s(self, seconds: float) -> float:
-        """What was left of a step of ``seconds`` when the last rank had submitted.
+        """The rest of a step of ``seconds`` after the last rank had submitted.
 
-        Each rank counts from the end of the merge before, which all see nearly at once.
+        Each rank counts from the end of the merge before, which is nearly simultaneous on all.
         """
         return max(0.0, seconds - self.last_submitted_s)
 
@@ -158,16 +158,16 @@ class Table:
         return max(self._columns["busy_s"])
 
     def costs(self) -> list[float]:
-        """What each rank's step costs; NaN where it gave nothing."""
+        """The cost of each rank's step; NaN if it gave none."""
         return list(self._columns["cost"])
 
     def num_microbatches(self) -> list[float]:
-        """How many micro-batches each rank's step had; NaN where it did not enter it, or had no data."""
+        """How many micro-batches each rank's step had; NaN if it did not enter it, or had no data."""
         pairs = zip(self._columns["num_microbatches"], self._columns["compute_s"], strict=True)
         return [math.nan if math.isnan(own_s) else number for number, own_s in pairs]
 
     def untruncated_times(self) -> list[UntruncatedTime]:
-        """For each rank the time of all its own work in the step, with what a late one left."""
+        """For each rank the time of all its own work in the step, including work that a late rank left."""
         compute_s, finished = self.compute_s(), self.finished_ranks()
         if all(finished):
             return [UntruncatedTime(own_s) for own_s in compute_s]
@@ -187,12 +187,12 @@ class Table:
         return tuple(rank for rank, without in enumerate(self._columns["without_store"]) if without)
 
     def all_idle(self) -> bool:
-        """Whether no rank that takes part has data any more."""
+        """Whether no rank that takes part has data left."""
         absent = self._columns["absent"]
         return not all(absent) and all(map(max, self._columns["idle"], absent))
 
     def joins_over(self) -> int:
-        """The loops over `join` for which no rank has any data after this step."""
+        """How many loops over `join` are over: no rank has data for them after this step."""
         columns = zip(self._columns["joins_over"], self._columns["absent"], strict=True)
         return int(min((over for over, absent in columns if not absent), default=0))
 
@@ -213,7 +213,7 @@ class Table:
         return any(self._columns["admits"])
 
     def nonfinite_ranks(self) -> list[int]:
-        """Ranks of whose gradients some were left out, because they were not finite."""
+        """Ranks with gradients that were left out because they were not finite."""
         return [rank for rank, number in enumerate(self._columns["nonfinite"]) if number]
 
     def nothing_to_apply(self) -> bool:
@@ -222,7 +222,7 @@ class Table:
         return nothing or (any(self._columns["nonfinite"]) and self.skipped())
 
     def ways(self) -> list[Way]:
-        """The ways between ranks as they were measured last; the same on all ranks."""
+        """The ways between ranks as last measured; the same on all ranks."""
         columns = (self._columns[name] for name in WAYS)
         slots = [tuple(zip(*four, strict=True)) for four in zip(*[iter(columns)] * 4, strict=True)]
         return [
@@ -233,28 +233,28 @@ class Table:
         ]
 
     def links(self) -> tuple[RankLink, ...]:
-        """Each rank's link by these; the same on all ranks."""
+        """Each rank's link, by `ways`; the same on all ranks."""
         return rank_links(self.ways(), self.num_ranks)
 
     def all_skipped(self) -> bool:
-        """Whether every rank left its block without a gradient, though it was not late."""
+        """Whether every rank left its block without a gradient and was not late."""
         return set(self._columns["cause"]) == {_SKIPPED} and not any(self._columns["late"])
 
     def skipped(self) -> bool:
-        """Whether no rank has anything that could be applied, but some have gradients that are not finite."""
+        """Whether no rank has a gradient that could be applied, and some have gradients that are not finite."""
         nonfinite = self.rows[:, NONFINITE] > 0
         nothing = self.rows[:, self.of_stages.computed].sum(1) == 0
         return bool(nonfinite.any() and (nonfinite | nothing).all())
 
     def different_ranks(self) -> tuple[int, ...] | None:
-        """Ranks whose parameters or buffers are not those of most ranks; ``None`` if that was not compared."""
+        """Ranks whose parameters or buffers are not those of most ranks; ``None`` if not compared."""
         differ = self.differ_in_tensors()
         if unlike := self.stepped_unlike():
             return tuple(sorted({*unlike, *(differ or ())}))
         return differ
 
     def differ_in_tensors(self) -> tuple[int, ...] | None:
-        """Ranks that entered the step with other parameters or buffers than most; ``None``: that was not compared."""
+        """Ranks that entered the step with other parameters or buffers than most; ``None`` if not compared."""
         if self.is_usual:
             return None
         high, low = (self._columns[f"fingerprint_{half}"] for half in ("high", "low"))
@@ -274,7 +274,7 @@ class Table:
         return [(int(first) << 24) | int(second) for first, second in zip(high, low, strict=True)]
 
     def frozen_unlike(self) -> tuple[int, ...]:
-        """Ranks that have frozen other parameters than most."""
+        """Ranks whose frozen parameters are not those of most."""
         if self.is_usual:
             return ()
         frozen = self._columns["frozen"]
@@ -285,25 +285,25 @@ class Table:
         return () if self.is_usual else tuple(rank for rank, own in enumerate(self._columns["replans"]) if own)
 
     def kept(self) -> int:
-        """The mark of the gradients that most ranks keep beside the merged ones; `UNDECIDED` where none knows."""
+        """The mark of the gradients that most ranks keep beside the merged ones; `UNDECIDED` if no rank knows."""
         if len(of_all := set(marks := self._columns["kept"])) == 1:
             return int(of_all.pop())
         known = {rank: mark for rank, mark in enumerate(marks) if mark != UNDECIDED}
         return int(_most(known)) if known else UNDECIDED
 
     def must_exchange(self, ranks: Sequence[int]) -> bool:
-        """Whether these ranks hold something different, beside gradients, that some of them cannot set back alone."""
+        """Whether state beside gradients differs between these ranks, and some of them cannot restore it alone."""
         if self.is_usual:
             return False
         marks = self.state_marks()
         return must_exchange([marks[rank] for rank in ranks])
 
     def finished_forward(self) -> list[int]:
-        """Ranks whose forward passes came to their end."""
+        """Ranks whose forward passes were complete."""
         return [rank for rank, mark in enumerate(self.state_marks()) if mark not in (UNFINISHED, UNSETTLED)]
 
     def progress(self, stage_share: Tensor, granularity: Granularity) -> StepProgress:
-        """How each rank came through the step; ``stage_share`` is the share of the model that each stage is."""
+        """Each rank's progress through the step; ``stage_share``: the share of the model in each stage."""
         counts = tuple(map(int, self._columns["num_microbatches"]))
         share = _unit_share(counts, tuple(stage_share.tolist()), granularity)
         unit_s = self._microbatch_s()
@@ -316,7 +316,7 @@ class Table:
         return StepProgress(unit_s, share, computed, weight, torch.tensor(self._entered()), overhead_s)
 
     def progress_row(self, stage_share: tuple[float, ...], granularity: Granularity) -> ProgressRow:
-        """The same as plain memory, for who does not look at it yet."""
+        """`progress` as plain memory, for callers that only store it."""
         counts = tuple(map(int, self._columns["num_microbatches"]))
         shares, weights, entered_s = _unit_shares(counts, stage_share, granularity), self.weight(), self._entered()
         overhead_s = max(0.0, min(self._columns["merge_s"]))
@@ -344,7 +344,7 @@ class Table:
         return self.rows[:, first : first + MICROBATCH_SLOTS]
 
     def _entered(self) -> list[float]:
-        """For each rank the seconds from the end of the step before to entering this one, or to its row.
+        """For each rank the seconds from the end of the step before to entering this one, or else to its row.
 
         NaN for one that took no part.
         """
@@ -355,5 +355,5 @@ class Table:
         ]
 
     def column(self, name: str) -> tuple[float, ...]:
-        """What each rank's row has for a field of `Row` that is one number."""
+        """The values of a field of `Row` that is one number, by rank."""
         return self._columns[name]

@@ -1,1 +1,1 @@
-"""What a module holds beside its gradients: kept the same on all ranks."""
+"""A module's state beside its gradients, kept the same on all ranks."""

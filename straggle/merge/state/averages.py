@@ -1,7 +1,7 @@
 """Small buffers of numbers, such as BatchNorm's statistics: averaged over ranks, in one message beside the gradients.
 
 ``merged = base + sum(change) / (number of ranks that give one)``, with the base that all ranks held when they entered
-the step. Changes travel as float64, so those of float32 and of integers arrive exactly.
+the step. Changes are sent as float64, so those of float32 and of integers are exact.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 
 from straggle.merge.state.held import Held, overlaps
 
-MAX_NUMEL = 2**16  # a larger buffer travels only in a step in which it changes
+MAX_NUMEL = 2**16  # a larger buffer is sent only in a step in which it changes
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_SMALL = (torch.int8, torch.uint8)  # codes and flags, if they fall
+_SMALL = (torch.int8, torch.uint8)  # taken for codes and flags if their values fall
 _INTEGERS = (*_SMALL, torch.int16, torch.int32, torch.int64)
-_MAX_CHANGE = 2.0**45  # of an integer: the sum over 200 ranks is exact in float64
+_MAX_CHANGE = 2.0**45  # largest change of an integer: the sum over 200 ranks is exact in float64
 
 
 def is_averaged(tensor: Tensor | None) -> bool:
-    """Whether a buffer is small enough, and of numbers whose mean is one of them."""
+    """Whether a buffer is small enough, and of a dtype that has a mean."""
     if tensor is None or tensor.numel() > MAX_NUMEL or overlaps(tensor):
         return False
     return tensor.dtype in (*_FLOATS, *_INTEGERS) and not tensor.is_neg()
@@ -31,11 +31,11 @@ def is_averaged(tensor: Tensor | None) -> bool:
 
 @dataclass
 class _Alike:
-    """Buffers of one dtype, and their elements one after another.
+    """Buffers of one dtype, with their elements one after another.
 
-    ``numbers`` are their places in `Averages.held`. ``base`` are the elements that the ranks entered the step with,
-    ``now`` those that the forward passes left, and ``change`` is their difference. ``rest`` is what rounding took from
-    the ``expected`` elements, which this rank set last, so far: small changes add up.
+    ``numbers``: their places in `Averages.held`. ``base``: the elements with which the ranks entered the step; ``now``:
+    those that the forward passes left; ``change``: the difference. ``expected``: the elements that this rank set last;
+    ``rest``: what rounding has taken from them so far, because small changes add up.
     """
 
     dtype: torch.dtype
@@ -53,11 +53,11 @@ class _Alike:
     def __post_init__(self) -> None:
         self.sizes = [shape.numel() for shape in self.shapes]
         self.is_float = self.dtype in _FLOATS
-        self.is_exact = self.dtype in (torch.float32, torch.float64)  # rounding takes next to nothing
-        self.is_finite = True  # the change
+        self.is_exact = self.dtype in (torch.float32, torch.float64)  # rounding is negligible
+        self.is_finite = True  # whether the change is
 
     def tensors(self) -> list[Tensor | None]:
-        """Those that are there now."""
+        """The present buffers' tensors."""
         return [one.object for one in self.held]
 
     def reshaped(self) -> list[int]:
@@ -66,7 +66,7 @@ class _Alike:
         return [number for number, tensor, shape in tensors if not self._fits(tensor, shape)]
 
     def elements(self) -> Tensor:
-        """All elements; of a buffer that has another shape now, those that it had before."""
+        """All elements; for a buffer with another shape now, its elements before that."""
         tensors = self.tensors()
         if not all(map(self._fits, tensors, self.shapes)):
             before = torch.split(self.base, self.sizes)
@@ -80,50 +80,50 @@ class _Alike:
         return torch.cat(flat)
 
     def begin(self) -> None:
-        """A step begins with what is there."""
+        """A step begins with the present elements."""
         self.base = self.elements()
         if self.rest is not None and self.expected is not None:
             self.rest = torch.where(torch.eq(self.base, self.expected), self.rest, 0.0)
 
     def end(self) -> None:
-        """The forward passes are over."""
+        """Compute the change: the forward passes are over."""
         self.now = self.elements()
         self.change = self._change()
 
     def _change(self) -> Tensor:
-        """By how much the elements changed, as float64; NaN: they are not finite, and were not before."""
+        """The change of each element, as float64; NaN if it is not finite, and was not before."""
         if not self.is_float:
             return (self.now.to(torch.int64) - self.base.to(torch.int64)).double()
         change = self.now.double() - self.base
         self.is_finite = _all_finite(change)
         if self.is_finite:
             return change
-        # an element that was not finite before travels as its value, once it is finite
+        # an element that was not finite before is sent as its value, once it is finite
         value = torch.where(torch.isfinite(self.now), self.now.double(), torch.nan)
         return torch.where(torch.isfinite(self.base), change, value)
 
     def fell(self) -> list[int]:
-        """The numbers of the buffers of which an element became smaller, if their dtype is one of codes and flags."""
+        """The numbers of the buffers with an element that became smaller, if their dtype is one of codes and flags."""
         if self.dtype not in _SMALL or torch.equal(self.now, self.base):
             return []
         return self._where(self.now < self.base)
 
     def jumped(self) -> list[int]:
-        """The numbers of the buffers of integers that changed by more than can be summed exactly."""
+        """The numbers of the integer buffers that changed by more than can be summed exactly."""
         return self._where(self.change.abs() > _MAX_CHANGE) if self.dtype is torch.int64 else []
 
     def changed(self) -> list[int]:
-        """The numbers of the buffers of which an element is another one."""
+        """The numbers of the buffers with a changed element."""
         if torch.equal(self.now, self.base):
             return []
         return self._where((self.now != self.base) & ~((self.now != self.now) & (self.base != self.base)))
 
     def with_bad_numbers(self) -> list[int]:
-        """The numbers of the buffers with elements that are not finite, and were before."""
+        """The numbers of the buffers with elements that were finite before and are not now."""
         return [] if self.is_finite else self._where(~torch.isfinite(self.change) & torch.isfinite(self.base))
 
     def moved(self, mean: Tensor) -> Tensor:
-        """The elements after this mean change (float64; NaN: not known)."""
+        """The elements after this mean change (float64; NaN if unknown)."""
         if not self.is_float:
             exact = mean if self.rest is None else mean + self.rest
             whole = exact.round()
@@ -140,16 +140,16 @@ class _Alike:
         return new
 
     def _moved_to_finite(self, mean: Tensor) -> Tensor:
-        """Where the base was not finite, the change is the value, if all ranks had one."""
+        """Like `moved`, for a base that is not all finite: there the change is the value, if all ranks had one."""
         start = torch.where(torch.isfinite(self.base), self.base, 0.0)
-        known = torch.isfinite(mean) & (torch.isfinite(self.base) | (mean != 0))  # a mean of 0: no rank gave one
+        known = torch.isfinite(mean) & (torch.isfinite(self.base) | (mean != 0))  # a mean of 0: no rank gave a value
         return torch.where(known, (start + mean).to(self.dtype), self.base)
 
     def _keep_rest(self, rest: Tensor) -> None:
         self.rest = rest if bool(rest.any()) else None
 
     def put(self, new: Tensor, kept: Collection[int]) -> None:
-        """Set the buffers to these elements, but for those ``kept``."""
+        """Set the buffers to these elements, except those ``kept``."""
         self.expected = new if self.rest is not None else None
         parts = [
             part if len(shape) == 1 else part.view(shape)
@@ -175,15 +175,15 @@ class _Alike:
 
 
 def _all_finite(numbers: Tensor) -> bool:
-    """Whether all are, by one pass; false also if their sum overflows."""
+    """Whether all numbers are finite, by one pass; false also if their sum overflows."""
     return math.isfinite(numbers.sum().item())
 
 
 class Averages:
     """The elements of these buffers at the beginning and at the end of a step; on the training thread.
 
-    ``numel``: numbers in the message: the changes, and at their end a count for each buffer. ``retired``: the numbers
-    of buffers that have had another shape since; they are averaged no more.
+    ``numel``: numbers in the message: the changes, followed by a count for each buffer. ``retired``: the numbers of
+    buffers that have had another shape since; they are no longer averaged.
     """
 
     def __init__(self, held: Sequence[Held], device: torch.device) -> None:
@@ -206,7 +206,7 @@ class Averages:
         return _Alike(dtype, device, numbers, own, [tensor.shape for tensor in tensors], base, base, base)
 
     def begin(self) -> set[int]:
-        """What the buffers hold now is what they change from; the numbers of those that are averaged no more now."""
+        """Note the elements before the forward passes; returns the numbers of buffers that are no longer averaged."""
         new = {number for kind in self._kinds for number in kind.reshaped()} - self.retired
         self.retired |= new
         for kind in self._kinds:
@@ -214,7 +214,7 @@ class Averages:
         return new
 
     def end(self) -> frozenset[int]:
-        """Look at the buffers after the forward passes; the numbers of those that have no mean in this step.
+        """Compare the buffers after the forward passes; returns the numbers of those without a mean in this step.
 
         They have another shape or dtype now, they fell though they may be codes, or they jumped too far.
         """
@@ -225,11 +225,11 @@ class Averages:
         return frozenset(odd - self.retired)
 
     def changed(self) -> frozenset[int]:
-        """The numbers of the buffers whose elements `end` found to be others than in the beginning."""
+        """The numbers of the buffers whose elements `end` found changed."""
         return frozenset(number for kind in self._kinds for number in kind.changed()) - self.retired
 
     def message(self, gives: frozenset[int]) -> tuple[Tensor, frozenset[int]]:
-        """The changes and counts of the buffers that this rank ``gives``; and those left out because of bad numbers."""
+        """The changes and counts of the buffers that this rank ``gives``, and the numbers left out as not finite."""
         changes = [kind.change for kind in self._kinds]
         bad = {number for kind in self._kinds for number in kind.with_bad_numbers()}
         given = gives - bad
@@ -241,7 +241,7 @@ class Averages:
         return torch.cat([torch.where(self._each(counts) > 0, all_changes, 0.0), counts]), frozenset(bad & gives)
 
     def apply(self, merged: Tensor, kept: Collection[int]) -> frozenset[int]:
-        """Set the buffers from the sum of the messages, but for those ``kept``; the numbers that no rank gave."""
+        """Set the buffers, except those ``kept``, from the messages' sum; returns the numbers that no rank gave."""
         total, counts = merged[: -len(self.held)], merged[-len(self.held) :]
         given: list[float] = counts.tolist()
         if min(given) == max(given) > 0:
@@ -255,14 +255,14 @@ class Averages:
         return frozenset(number for number, count in zip(self._order, given, strict=True) if count == 0)
 
     def _each(self, counts: Tensor) -> Tensor:
-        """For each element the count of its buffer."""
+        """The count of its buffer for each element."""
         sizes = torch.tensor([size for kind in self._kinds for size in kind.sizes], device=counts.device)
         return counts.repeat_interleave(sizes)
 
-    # -- what a rank that comes back must know
+    # -- state for a rank that comes back
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What rounding took from the buffers so far, by their dtype, and the elements that it belongs to."""
+        """By dtype, what rounding has taken from the buffers so far, and the elements to which it belongs."""
         state = {}
         for kind in self._kinds:
             if kind.rest is not None and kind.expected is not None:
@@ -270,6 +270,6 @@ class Averages:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state_dict` gave on another rank."""
+        """Go on from another rank's `state_dict`."""
         for kind in self._kinds:
             kind.rest, kind.expected = state.get(f"{kind.dtype}.rest"), state.get(f"{kind.dtype}.of")

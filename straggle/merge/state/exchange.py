@@ -1,7 +1,7 @@
-"""What ranks send each other of their modules' state in a step that left it unlike on them; no message otherwise.
+"""The exchange of the modules' state after a step that left it different on the ranks; no message otherwise.
 
-Each rank's telemetry has a mark of what its forward pass changed. If the marks are not all equal, every rank says what
-it holds, all compute the same list of transfers from that, and carry it out.
+Each rank's telemetry has a mark of what its forward pass changed. If the marks are not all equal, every rank sends a
+manifest of its tensors. All ranks compute the same list of transfers from these, and carry it out.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ Kind = tuple[tuple[int, ...], str]  # a tensor's shape and dtype
 
 @dataclass(frozen=True)
 class Given:
-    """What one rank gives of its module's state in a step.
+    """One rank's part of the merge of the modules' state in a step.
 
-    ``message``: of the averaged buffers (`averages.py`); ``None``: nothing. ``mark``: of what ``changed`` beside them,
-    which has a digest for each name. ``held``: all tensors by name; ``gives``: whether this rank's are good for others.
+    ``message``: that of the averaged buffers (`averages.py`); ``None``: nothing. ``changed``: a digest for the name of
+    each other tensor that changed; ``mark``: the mark of these. ``held``: all tensors by name. ``gives``: whether this
+    rank's tensors are valid for others.
     """
 
     message: Tensor | None = None
@@ -47,10 +48,11 @@ NOTHING_GIVEN = Given()
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one rank says to the others: what it ``holds``, and of that, what ``changed`` and what it ``gives``.
+    """One rank's report to the others: the tensors that it ``holds``, those that ``changed`` and those that it
+    ``gives``.
 
-    ``sums``: of all its tensors as it entered the step, if the ranks compare them. A rank that was stood in for says
-    nothing.
+    ``sums``: those of all its tensors as it entered the step, if the ranks compare them. That of a rank that was stood
+    in for is empty.
     """
 
     holds: Mapping[str, Kind] = field(default_factory=dict)
@@ -60,7 +62,7 @@ class Manifest:
 
     @classmethod
     def of(cls, given: Given, sums: Mapping[str, int]) -> Manifest:
-        """What the rank says that gives this."""
+        """The manifest of a rank that gives this."""
         tensors = _tensors(given)
         holds = {name: (tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()}
         return cls(holds, given.changed, [name for name in holds if given.gives(name)], sums)
@@ -77,7 +79,7 @@ class Transfer:
 
 
 def transfers(manifests: Mapping[int, Manifest]) -> list[Transfer]:
-    """What is sent, from what each rank says; the same on all ranks."""
+    """The transfers that follow from all ranks' manifests; the same on all ranks."""
     names = sorted({name for manifest in manifests.values() for name in manifest.changed})
     found = (_transfer(name, manifests) for name in names)
     return [transfer for transfer in found if transfer is not None]
@@ -86,10 +88,10 @@ def transfers(manifests: Mapping[int, Manifest]) -> list[Transfer]:
 def _transfer(name: str, manifests: Mapping[int, Manifest]) -> Transfer | None:
     digests = {rank: manifest.changed.get(name) for rank, manifest in manifests.items()}
     if None not in digests.values() and len(set(digests.values())) == 1:
-        return None  # alike on all
+        return None  # equal on all ranks
     holders = [rank for rank in sorted(manifests) if name in manifests[rank].holds]
     givers = [rank for rank in holders if name in manifests[rank].gives]
-    if not givers:  # no forward pass of it came to its end: all go back to what it was, if a rank still has that
+    if not givers:  # no forward pass with it was complete: all restore the old value, if a rank still has it
         untouched = [rank for rank in holders if digests[rank] is None]
         givers = (untouched or holders)[:1]
     if not givers:
@@ -102,22 +104,22 @@ def _transfer(name: str, manifests: Mapping[int, Manifest]) -> Transfer | None:
 
 
 def different_tensors(manifests: Iterable[Manifest]) -> tuple[str, ...]:
-    """The names of tensors that are not the same on all ranks that say something of them."""
+    """The names of tensors that differ between the ranks whose manifests have them."""
     sums = [manifest.sums for manifest in manifests if manifest.sums]
     names = dict.fromkeys(name for own in sums for name in own)
     return tuple(name for name in names if len({own.get(name) for own in sums}) > 1)
 
 
 class Exchange:
-    """Carries it out in one step; any thread. ``wait(work)`` waits for a collective of ``group``, whose ``ranks`` are
-    in the order of their places.
+    """Carries the exchange out in one step, on any thread. ``wait(work)`` waits for a collective of ``group``, whose
+    ``ranks`` are in the order of their places.
     """
 
     def __init__(self, group: Group, ranks: Sequence[int], rank: int, wait: Callable[[dist.Work], None]) -> None:
         self._group, self._ranks, self._rank, self._wait = group, ranks, rank, wait
 
     def manifests(self, own: Manifest) -> dict[int, Manifest]:
-        """Those of all ranks."""
+        """The manifests of all ranks."""
         data = torch.frombuffer(bytearray(json.dumps(asdict(own)).encode()), dtype=torch.uint8)
         sizes = [int(size) for size in self._gather(torch.tensor([len(data)]))]
         gathered = self._gather(pad(data, (0, max(sizes) - len(data))))
@@ -125,7 +127,7 @@ class Exchange:
         return {rank: _manifest(json.loads(word)) for rank, word in zip(self._ranks, words, strict=True)}
 
     def carry_out(self, wanted: Sequence[Transfer], given: Given) -> dict[str, Tensor]:
-        """The tensors that all ranks have from here on, on the CPU, by name."""
+        """Carry out these transfers; returns the new tensors of all ranks, on the CPU, by name."""
         own = _tensors(given)
         means = [transfer for transfer in wanted if transfer.is_mean]
         found = self._means(means, own) if means else {}
@@ -159,9 +161,7 @@ class Exchange:
         else:
             data = torch.empty(sum(sizes), dtype=torch.uint8)
         self._wait(self._group.broadcast(data, self._ranks.index(source)))
-        parts = [
-            part.clone() for part in torch.split(data, sizes)
-        ]  # each in memory that begins where its dtype needs it
+        parts = [part.clone() for part in torch.split(data, sizes)]  # each in memory that is aligned for its dtype
         return {
             transfer.name: part.view(_DTYPES[transfer.kind[1]]).view(transfer.kind[0])
             for transfer, part in zip(wanted, parts, strict=True)

@@ -1,4 +1,4 @@
-"""What a module holds beside its trainable parameters: its persistent buffers and its frozen parameters, by owner."""
+"""A module's state beside its trainable parameters: persistent buffers and frozen parameters, by owner."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 class Held:
     """One tensor of one module, which may be replaced by another, or be ``None``.
 
-    It is looked up by its owner's name for it. So wrappers that rename what is inside of them do not matter.
+    It is looked up by its name in the owning module. So wrappers that rename their contents do not matter.
     """
 
     name: str
@@ -25,7 +25,7 @@ class Held:
 
     @property
     def object(self) -> Tensor | None:
-        """The tensor that is there now."""
+        """The present tensor."""
         table = self.owner._buffers if self.is_buffer else self.owner._parameters
         try:
             return table.get(self.key)
@@ -35,12 +35,12 @@ class Held:
 
     @property
     def tensor(self) -> Tensor | None:
-        """The same, detached."""
+        """The present tensor, detached."""
         return None if (found := self.object) is None else found.detach()
 
     @property
     def kind(self) -> str:
-        """As it is called in messages."""
+        """Its kind and name, for messages."""
         return f"buffer {self.name}" if self.is_buffer else f"frozen parameter {self.name}"
 
     def put(self, tensor: Tensor) -> None:
@@ -73,7 +73,7 @@ def held_by(module: nn.Module) -> list[Held]:
 
 
 class BufferTables:
-    """The buffers and modules that a module has now, by identity: to notice one that is replaced or added."""
+    """The buffers and modules that a module has now, by identity, to notice replaced or added ones."""
 
     def __init__(self, module: nn.Module) -> None:
         tables: list[dict[str, Any]] = []
@@ -81,23 +81,23 @@ class BufferTables:
             tables += (child._buffers, child._modules)
         self._empty = [table for table in tables if not table]
         self._tables = [table for table in tables if table]
-        self._now = [table.values() for table in self._tables]  # of a dict, what it has when they are looked at
+        self._now = [table.values() for table in self._tables]  # views of the dicts: they show later changes
         self._entries = list(chain.from_iterable(self._now))
 
     def unchanged(self) -> bool:
-        """Whether all of them are still the same; every step of every rank asks this."""
+        """Whether all of them are still the same; called in every step."""
         if any(self._empty) or sum(map(len, self._tables)) != len(self._entries):
             return False
         return all(map(is_, chain.from_iterable(self._now), self._entries))
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Whether elements share their memory, as those of an expanded tensor do."""
+    """Whether elements share memory, as in an expanded tensor."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _is_plain(tensor: Tensor | None) -> bool:
-    """Whether its elements can be sent: not those of a sparse, quantized, meta or lazy tensor, or a subclass's."""
+    """Whether its elements can be sent: not for a sparse, quantized, meta or lazy tensor, or a subclass."""
     if tensor is None:
         return True
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:

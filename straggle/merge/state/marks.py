@@ -1,14 +1,14 @@
-"""What a rank says with each step of its module's other state: a mark, and which marks ask for an exchange."""
+"""Marks, by which each rank reports changes of its module's other state, and the marks that require an exchange."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-UNCHANGED = 0  # by a forward pass that came to its end
-UNFINISHED = -1  # no forward pass came to its end, and what it changed can be set back
-UNSETTLED = -2  # it cannot: a peer has to say what the tensors were
+UNCHANGED = 0  # a forward pass was complete and changed nothing
+UNFINISHED = -1  # no forward pass was complete, and its changes can be restored
+UNSETTLED = -2  # the changes cannot be restored: a peer must send the old tensors
 
 
 def must_exchange(marks: Sequence[int]) -> bool:
-    """Whether ranks with these marks hold something different that some of them cannot set back alone."""
+    """Whether state differs between ranks with these marks, and some of them cannot restore it alone."""
     return any(mark not in (UNCHANGED, UNFINISHED) for mark in marks) and len(set(marks)) > 1

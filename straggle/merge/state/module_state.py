@@ -1,4 +1,4 @@
-"""A module's other state, the same on all ranks after each step: what its forward passes change beside gradients."""
+"""A module's other state, which its forward passes change beside gradients: equal on all ranks after each step."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from straggle.merge.state.others import Others
 
 _log = logging.getLogger(__name__)
 _UNCHANGED = Given(mark=UNCHANGED)
-_FIRST_STEPS = 3  # in which all elements are looked at, to know which tensors change without a trace
+_FIRST_STEPS = 3  # in which all elements are compared, to find the tensors that change without a trace
 
 
 class MergedState(Protocol):
-    """What a merged step says of it.
+    """A merged step's results for this state.
 
-    ``sent``: what came by `Exchange`; ``None``: the groups changed during it. ``stood_in``: what this rank gave last
-    has not reached its peers. ``finished_ranks``: those whose forward passes came to their end.
+    ``sent``: the tensors of the `Exchange`; ``None`` if the groups changed during it. ``stood_in``: this rank's last
+    part has not reached its peers. ``finished_ranks``: those whose forward passes were complete.
     """
 
     @property
@@ -44,11 +44,11 @@ class MergedState(Protocol):
 class ModuleState:
     """The persistent buffers and frozen parameters of a wrapped module; all on its training thread.
 
-    What they hold when the rank enters a step is what they change from. Small buffers of numbers are averaged over the
-    ranks whose forward passes came to their end, in one message with the gradients (`averages.py`). The others are
-    compared, and sent only if they are not alike (`exchange.py`): those of floating point are averaged, the rest is
-    taken from the lowest such rank. A rank whose forward pass did not come to its end loses its own change.
-    ``held``: what is kept the same, by its name.
+    Changes count from the values with which the rank enters a step. Small buffers of numbers are averaged over the
+    ranks whose forward passes were complete, in one message with the gradients (`averages.py`). The others are
+    compared, and sent only if they differ (`exchange.py`): floating-point tensors are averaged, the rest is taken from
+    the lowest such rank. A rank whose forward pass was not complete loses its own change. ``held``: the tensors that
+    are kept equal, by name.
     """
 
     def __init__(self, module: nn.Module, choice: Buffers, rank: int, device: torch.device) -> None:
@@ -57,28 +57,28 @@ class ModuleState:
         held = self._found()
         self._averages = self._averages_of(held)
         self._handles: list[RemovableHandle] = []
-        self._owners: dict[int, str] = {}  # of buffers: those whose forward pass is seen
-        self._ran: set[int] = set()  # in this step
+        self._owners: dict[int, str] = {}  # owners of buffers whose forward pass is seen
+        self._ran: set[int] = set()  # owners that ran in this step
         self._ever_ran: set[int] = set()
-        self._unsettled: set[str] = set()  # what peers may hold otherwise, and this rank cannot set back
+        self._unsettled: set[str] = set()  # names that may differ on peers, and that this rank cannot restore
         self._said: set[str] = set()
         self._given = Given()
         self._changed: list[str] = []
-        self._odd = frozenset[int]()  # of the averaged buffers: what has no mean in this step
+        self._odd = frozenset[int]()  # averaged buffers without a mean in this step
         self._step = 0
         self._others = Others(())
         self._look(held)
 
     @property
     def numel(self) -> int:
-        """Numbers in the message of the averaged buffers (float64)."""
+        """How many numbers (float64) the message of the averaged buffers has."""
         return 0 if self._averages is None else self._averages.numel
 
     def _found(self) -> list[Held]:
         return [one for one in held_by(self._module) if not (one.is_buffer and self._choice == "local")]
 
     def _look(self, held: Sequence[Held]) -> None:
-        """These are what the module holds from here on."""
+        """Note the module's present state tensors."""
         self._tables = BufferTables(self._module)
         self.held = {one.name: one for one in held}
         self._others.follow(one for one in held if one.name not in self._averaged_names)
@@ -93,14 +93,14 @@ class ModuleState:
         return Averages(averaged, self._device) if averaged else None
 
     def look_again(self) -> None:
-        """Other parameters are frozen now; between two steps."""
+        """Look again, between two steps: other parameters are frozen now."""
         self._look(self._found())
 
     def modules_changed(self) -> None:
-        """The module has other modules now, alike on all ranks, and `numel` may be another; between two steps."""
+        """Look again, between two steps: modules were replaced, on all ranks alike, and `numel` may change."""
         self.close()
         self._handles.clear()
-        self._owners.clear()  # by the identity of modules, which that of a new one may be by now
+        self._owners.clear()  # keyed by ids of modules, which new modules may have by now
         self._ever_ran.clear()
         held = self._found()
         self._averages = self._averages_of(held)
@@ -127,7 +127,7 @@ class ModuleState:
     # -- a step
 
     def begin(self, *, checked: bool) -> None:
-        """A step begins; ``checked``: the ranks compare what they hold in it, so that all elements are looked at."""
+        """A step begins; ``checked``: the ranks compare their state in it, so all elements are compared."""
         if not self._tables.unchanged():
             self._notice_others()
         self._step += 1
@@ -139,21 +139,21 @@ class ModuleState:
         self._others.begin(by_content=checked or self._step <= _FIRST_STEPS)
 
     def _notice_others(self) -> None:
-        """A buffer was replaced, or there are others."""
+        """Follow buffers that were replaced or added."""
         self._tables = BufferTables(self._module)
         found = self._found()
         if [one.name for one in found] != list(self.held):
             self._look(found)
 
     def fingerprint(self, trained: Iterable[tuple[str, Tensor]]) -> Fingerprint:
-        """Of all that is to be equal on all ranks: these parameters, and what this holds."""
+        """The fingerprint of all that must be equal on all ranks: these parameters and this state."""
         held = ((name, tensor) for name, one in self.held.items() if (tensor := one.tensor) is not None)
         return fingerprint([*trained, *held])
 
     def give(self, *, finished: bool, forward_ran: bool) -> Given:
-        """What this rank gives now; ``finished``: its forward passes came to their end, of which it may have had none.
+        """This rank's part of the merge; ``finished``: all its forward passes, possibly none, were complete.
 
-        ``forward_ran``: the entire model's did, so that a module whose own forward pass cannot be seen ran too.
+        ``forward_ran``: the entire model's ran, so a module whose own forward pass cannot be seen ran, too.
         """
         if not self._tables.unchanged():
             self._notice_others()
@@ -173,7 +173,7 @@ class ModuleState:
         idle = {
             owner
             for owner in self._owners.keys() - self._ran
-            if owner in self._ever_ran or not forward_ran  # else it ran where no hook is called, as in a compiled one
+            if owner in self._ever_ran or not forward_ran  # else it ran without hooks, as in a compiled module
         }
         self._ever_ran |= self._ran
         bad = self._with_bad_numbers()
@@ -194,7 +194,7 @@ class ModuleState:
         return self._choice == "mean" or self._rank == 0
 
     def _averages_given(self, idle: set[int]) -> frozenset[int]:
-        """The numbers of the averaged buffers whose modules ran, or which changed all the same."""
+        """The numbers of the averaged buffers whose modules ran, or that changed anyway."""
         held = range(len(self._averaged))
         if not idle:
             return frozenset(held)
@@ -217,9 +217,9 @@ class ModuleState:
         return {name for name, tensor in tensors if tensor is not None and self._others.has_bad(name, tensor)}
 
     def apply(self, message: Tensor, merged: MergedState, *, took_part: bool) -> None:
-        """Set what the module holds to what all ranks have agreed on; ``message`` is the sum of all ranks' messages.
+        """Set the module's state to the agreed one; ``message``: the sum of all ranks' messages.
 
-        ``took_part``: this rank did.
+        ``took_part``: whether this rank did.
         """
         sent, stood_in = merged.sent, merged.stood_in
         if self._averages is not None:
@@ -232,7 +232,7 @@ class ModuleState:
             return
         own = Given() if stood_in else self._given
         if sent is not None and not stood_in:
-            self._unsettled -= own.changed.keys()  # where they were alike on all ranks, nothing was sent
+            self._unsettled -= own.changed.keys()  # if they were equal on all ranks, nothing was sent
         for name, tensor in (sent or {}).items():
             self._set(name, tensor)
         kept = [name for name in self._changed if name not in (sent or {})]
@@ -240,14 +240,14 @@ class ModuleState:
         self._changed = []
 
     def _settle(self, names: Sequence[str], given: Given, sent: Mapping[str, Tensor] | None, *, say: bool) -> None:
-        """Of what changed here and was not sent: it is alike on all ranks, or this rank's change is lost."""
+        """Settle changes that were not sent: they are equal on all ranks, or this rank's change is lost."""
         if sent is None:
             self._unsettled |= set(names)
             return
         lost = [name for name in names if not (given.mark > 0 and name in given.changed)]
         for name in lost:
             if name in self._averaged_names:
-                continue  # set with the averages
+                continue  # already set with the averages
             if not self._others.restore(self.held[name]):
                 self._unsettled.add(name)
         if say:
@@ -261,7 +261,7 @@ class ModuleState:
         self.held[name].put(tensor)
 
     def _make_room(self, name: str) -> bool:
-        """For a buffer that the peers' forward passes have made, and this rank's has not."""
+        """Make a buffer that the peers' forward passes have made and this rank's has not."""
         path, _, key = name.rpartition(".")
         try:
             owner = self._module.get_submodule(path)
@@ -272,10 +272,10 @@ class ModuleState:
         self.held[name] = Held(name, owner, key, is_buffer=True)
         return True
 
-    # -- what is said of it, once
+    # -- warnings, each logged once
 
     def _is_given_by(self, finished: Sequence[int]) -> bool:
-        """Whether one of these ranks gives what it holds to all."""
+        """Whether one of these ranks gives its state to all."""
         return bool(finished) if self._choice != "rank0" else 0 in finished
 
     def _say_lost(self, names: Iterable[str]) -> None:
@@ -299,7 +299,7 @@ class ModuleState:
     # -- what a rank that comes back must know
 
     def load_module(self, state: Mapping[str, Tensor]) -> None:
-        """Give the module the ``state_dict`` of a peer, whose buffers may have taken their shape since."""
+        """Load a peer's ``state_dict``, whose buffers may have got their shape since."""
         for name, tensor in state.items():
             path, _, key = name.rpartition(".")
             with contextlib.suppress(AttributeError):
@@ -311,7 +311,7 @@ class ModuleState:
         self._changed = []
 
     def state_dict(self) -> dict[str, Any]:
-        """What rounding took from averaged buffers so far."""
+        """What rounding has taken from averaged buffers so far."""
         return {} if self._averages is None else dict(self._averages.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""What a module holds and is not averaged with the gradients: seen if it changes, and set as another rank has it.
+"""The module's state that is not averaged with the gradients: changes are noticed, and set to another rank's value.
 
-Booleans, complex numbers, float8, large buffers, those that take their shape in the first forward pass, and frozen
-parameters that change in the forward pass, as a momentum encoder's do.
+It has booleans, complex numbers, float8, large buffers, buffers that get their shape in the first forward pass, and
+frozen parameters that change in the forward pass, as in a momentum encoder.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from straggle.merge.tensor_bytes import bytes_of
 
 
 class _Stamps:
-    """Which tensors these were, where they lay, and how often they had been written: what tells of most changes."""
+    """Identity, address and version of each tensor, which reveal most changes."""
 
     def __init__(self, held: Iterable[Held]) -> None:
-        self.objects = [one.object for one in held]  # which are held, so that no other is taken for one of them
+        self.objects = [one.object for one in held]  # kept alive, so that no new tensor gets the id of an old one
         there = [tensor for tensor in self.objects if tensor is not None]
         self._marks = [(tensor._version, tensor.data_ptr()) for tensor in there]
 
     def differ(self, other: _Stamps) -> bool:
-        """Whether one of them is not what it was."""
+        """Whether one of the tensors has changed."""
         if self._marks != other._marks:
             return True
         return any(one is not another for one, another in zip(self.objects, other.objects, strict=True))
 
     def of(self, number: int) -> tuple[int, int, int] | None:
-        """Those of one tensor."""
+        """The stamps of one tensor."""
         tensor = self.objects[number]
         return None if tensor is None else (id(tensor), tensor._version, tensor.data_ptr())
 
 
 class Others:
-    """Those of one module; on the training thread.
+    """The other state of one module; used on the training thread.
 
-    Of a buffer a copy says what it was at the beginning of a step. Of a frozen parameter there is none, because most
-    never change and all are large: after a write to ``parameter.data``, which leaves no trace, a digest says that it is
-    another one. Those that were once seen to change so are looked at in each step, the rest in some steps.
+    A copy keeps each buffer's value at the beginning of a step. Frozen parameters are not copied, because most never
+    change and all are large: a digest reveals a write to ``parameter.data``, which leaves no other trace. Parameters
+    that were once seen to change like this are compared in each step, the rest in some steps.
     """
 
     def __init__(self, held: Iterable[Held]) -> None:
@@ -51,14 +51,14 @@ class Others:
         self._digests: dict[str, int] = {}
         self._before: dict[str, tuple[int, int, int] | None] = {}
         self._stamps = _Stamps(())
-        self._looks: set[str] = set()  # at which elements, in this step
+        self._looks: set[str] = set()  # tensors whose elements are compared in this step
 
     def follow(self, held: Iterable[Held]) -> None:
-        """These are the ones from here on, also in the middle of a step."""
+        """Follow these tensors from here on; also in the middle of a step."""
         self._held = list(held)
 
     def begin(self, *, by_content: bool) -> None:
-        """What they hold now is what they change from; ``by_content``: see changes that leave no other trace."""
+        """Note the values before the forward passes; ``by_content``: also find changes that leave no other trace."""
         stamps = _Stamps(self._held)
         is_new = len(stamps.objects) != len(self._stamps.objects) or stamps.differ(self._stamps)
         looks = {one.name for one in self._held} if by_content else self._by_content
@@ -72,7 +72,7 @@ class Others:
         self._looks, self._stamps = looks, stamps
 
     def changed(self) -> list[str]:
-        """The names of those that are not what they were at the beginning."""
+        """The names of the tensors that changed since `begin`."""
         stamps = _Stamps(self._held)
         if not self._looks and not stamps.differ(self._stamps):
             return []
@@ -95,7 +95,7 @@ class Others:
         return differs
 
     def has_bad(self, name: str, tensor: Tensor) -> bool:
-        """Whether elements are not finite that were finite at the beginning of the step, as far as that is known."""
+        """Whether elements that were finite at the beginning of the step, as far as known, no longer are."""
         if not tensor.is_floating_point() or tensor.itemsize == 1 or torch.isfinite(tensor).all():
             return False
         base = self._base.get(name)
@@ -104,10 +104,10 @@ class Others:
         return not bool((torch.isfinite(tensor) | ~torch.isfinite(base)).all())
 
     def restore(self, held: Held) -> bool:
-        """Set one back to what it was at the beginning; false if that is not known."""
+        """Restore a tensor to its value at the beginning; false if that is unknown."""
         if not held.is_buffer:
             return False
-        if (base := self._base.get(held.name)) is None:  # it was not there
+        if (base := self._base.get(held.name)) is None:  # it did not exist then
             held.owner._buffers[held.key] = None
         else:
             held.put(base.clone())
