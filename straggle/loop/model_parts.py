@@ -18,6 +18,7 @@ from straggle.merge.coordinator import Coordinator
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.options import Merge
 from straggle.merge.rank_parts import RankParts
+from straggle.merge.replica import Replica
 from straggle.merge.state.module_state import ModuleState
 from straggle.merge.wing import Wings
 from straggle.policies.deadline import Deadline, LateHandling, WaitForAll
@@ -59,6 +60,7 @@ class ModelParts:
     options: Options
     source: GradientSource
     channel: Channel
+    replica: Replica
     wings: Wings
     coordinator: Coordinator
     learner: PlanLearner
@@ -71,11 +73,13 @@ def rank_parts(
     module: nn.Module, options: Options, source: GradientSource, channel: Channel, state: ModuleState
 ) -> RankParts:
     """What merges for this rank."""
+    replica = Replica.of_one_rank(channel)
     return RankParts.build(
         source.slots,
         plan_stages(module, options.stages),
         channel,
-        CurrentDeadline(options.deadline, options.late_handling, channel.world_size),
+        replica,
+        CurrentDeadline(options.deadline, options.late_handling, replica.count),
         options.merge,
         num_state=state.numel,
     )
@@ -100,11 +104,11 @@ def model_parts(
         state=state,
         fill_in=fill_in,
         learner=(learner := PlanLearner(options.stages, device)),
-        rank=rank.channel.rank,
+        rank=rank,
         limit=HostLimit() if limited else None,
     )
-    hooks = source.attach(opened)
-    return ModelParts(options, source, rank.channel, wings, coordinator, learner, opened, hooks, state)
+    hooks, channel, replica = source.attach(opened), rank.channel, rank.replica
+    return ModelParts(options, source, channel, replica, wings, coordinator, learner, opened, hooks, state)
 
 
 def make_alike(module: nn.Module, wrapped: Wrapped, channel: Channel) -> None:

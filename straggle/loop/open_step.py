@@ -23,6 +23,7 @@ from straggle.loop.stop_rules import ByClock, NoData
 from straggle.merge.buffers import Share
 from straggle.merge.checks import check_passes_to_come
 from straggle.merge.coordinator import Coordinator
+from straggle.merge.rank_parts import RankParts
 from straggle.merge.round import Round
 from straggle.merge.sides import Entry
 from straggle.merge.state.exchange import Given
@@ -55,7 +56,7 @@ class OpenStep(PassWatcher):
         state: ModuleState,
         fill_in: FillIn,
         learner: PlanLearner,
-        rank: int,
+        rank: RankParts,
         limit: HostLimit | None,
     ) -> None:
         self.step: Step | None = None
@@ -70,7 +71,7 @@ class OpenStep(PassWatcher):
         self._state = state
         self._fill_in = fill_in
         self._learner = learner
-        self._rank = rank
+        self._rank, self._vote = rank, rank.replica.vote
         # a backward pass that was begun is not stopped
         self._complete_microbatches = coordinator.deadline.late_handling.granularity == "microbatch"
         self._limit = limit
@@ -316,10 +317,13 @@ class OpenStep(PassWatcher):
             self._coordinator.discard_waiting()
 
     def check(self) -> None:
-        """Leave the step if its rule says so."""
+        """Leave the step if its rule says so, and so does the replica."""
         if (step := self.step) is None or step.between or (self._complete_microbatches and in_backward()):
             return
-        if not self.rule.stops(self._num_checks) or not (self._idle or self.may_stop):
+        stops = self.rule.stops(self._num_checks) and (self._idle or self.may_stop)
+        if self._vote is not None:
+            stops = self._vote(stops)
+        if not stops:
             self._num_checks += 1
             return
         self._merge_waiting()  # they are finished
@@ -408,10 +412,9 @@ class OpenStep(PassWatcher):
         decision = self._last_kept[0] if decision == UNDECIDED else decision
         if not self._kept.decided and not self._kept.follow(decision, self._last_kept[1]):
             _log.warning(
-                "rank %d, step %d: this rank was late before its first backward pass, and its peers kept gradients of "
+                "%s: this rank was late before its first backward pass, and its peers kept gradients of "
                 "other parameters than it has: replicas may differ from here on; zero_grad() before the block",
-                self._rank,
-                merged.step,
+                self._rank.where(merged.step),
             )
         self._last_kept = decision, tuple(self._kept.gradients)
 
@@ -438,7 +441,8 @@ class OpenStep(PassWatcher):
         """Give every parameter its merged gradient, and every buffer its merged value: the same on every rank."""
         kept, views = self._kept.gradients, merged.buffers.views
         if self._state.held:
-            self._state.apply(merged.buffers.state, merged, took_part=self._rank not in merged.table.absent_ranks())
+            took_part = self._rank.replica.place not in merged.table.absent_ranks()
+            self._state.apply(merged.buffers.state, merged, took_part=took_part)
         if not merged.table.is_usual and merged.table.nothing_to_apply():
             self._source.place([kept.get(index) for index in range(len(views))])
             return

@@ -68,7 +68,8 @@ class Replanning:
         if ranks := table.replanning():
             self._refuse(step, ranks, "have other parameters than before")
         ranks = table.frozen_unlike()
-        if ranks and (not self._parts.wings.go_on or self._rank in ranks):  # or it leaves, and its peers go on
+        # or it leaves, and its peers go on
+        if ranks and (not self._parts.wings.go_on or self._parts.replica.place in ranks):
             self._refuse(step, ranks, "have frozen other parameters than the rest")
 
     def _refuse(self, step: int, ranks: Sequence[int], what: str) -> NoReturn:

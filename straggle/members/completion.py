@@ -75,7 +75,7 @@ class MembersCompletion(Completion):
         current.buffers.use_telemetry(torch.zeros_like(current.buffers.telemetry))
         # asked again: while the members change, a step may be submitted before which others are let in
         row = without_lost(current.row, current, notes)._replace(admits=self._member.admits(current))
-        current.buffers.write_telemetry(self._rank.channel.rank, row.numbers())
+        current.buffers.write_telemetry(self._rank.replica.place, row.numbers())
         notes.row_ranks = self._rank.rounds.ranks
         notes.last_message = current.buffers.merge_telemetry(groups.control)
         return notes.last_message

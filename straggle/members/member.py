@@ -225,9 +225,9 @@ class Member:
         """Clear the rows of ranks that were no members when rows were merged; the members may have changed since."""
         notes = self.notes_of(current)
         current.is_read = False
-        if len(notes.row_ranks) < self._rank.channel.world_size:
+        if len(notes.row_ranks) < (count := self._rank.replica.count):
             absent = absent_row(len(self._rank.rounds.plan.stages))
-            for rank in set(range(self._rank.channel.world_size)) - set(notes.row_ranks):
+            for rank in set(range(count)) - set(notes.row_ranks):
                 current.buffers.rows[rank] = absent
         self._last_telemetry = current.buffers.telemetry.clone()
 
@@ -240,7 +240,7 @@ class Member:
         membership, step, table = self._membership, current.step, current.table
         if self.fell_behind:  # a rank that is to take a state needs nothing of the ring
             self._rank.ring.clear()
-        rank, stood_in = self._rank.channel.rank, table.stood_in_ranks()
+        place, stood_in = self._rank.replica.place, table.stood_in_ranks()
         membership.step = self._rank.merging.step
         self._note_healing(self._healing & stood_in)
         membership.detector.healing = stood_in
@@ -251,10 +251,10 @@ class Member:
         if self._catch_up is not None and stood_in >= set(self._rank.rounds.ranks):
             self._end_healing()  # the others have ended or are no further: none of them waits for this rank
         if table.admits() and not self.notes_of(current).complete:
-            if table.admits_of(rank):
+            if table.admits_of(place):
                 self._gives_at = step + 1
             self._freeze()  # so that nothing of the next step is in flight when newcomers come in
-            membership.chain.hold(step + 1, leads=table.admits_of(rank))
+            membership.chain.hold(step + 1, leads=table.admits_of(place))
 
     def _judge_links(self, step: int, table: Table) -> None:
         if self.links is not None:

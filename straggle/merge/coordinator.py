@@ -373,7 +373,7 @@ class Coordinator:
             raise error
         if merged.table.is_usual:
             return merged
-        if failed := [rank for rank in merged.table.failed_ranks() if rank != self._channel.rank]:
+        if failed := [rank for rank in merged.table.failed_ranks() if rank != self._rank.replica.place]:
             raise PeerFailed(self._channel.explain(f"{self._rank.where(merged.step)}: ranks {failed} failed"))
         return merged
 

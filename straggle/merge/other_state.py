@@ -36,7 +36,7 @@ class OtherState:
         what = f"{rank.where(current.step)}, what the modules hold beside gradients"
         wait = partial(rank.channel.wait, step=current.step, what=what, give_up_s=give_up_s, epoch=epoch)
         try:
-            self._exchange(current, Exchange(groups.control, groups.ranks, rank.channel.rank, wait))
+            self._exchange(current, Exchange(groups.control, groups.ranks, rank.replica.place, wait))
         except GroupsChanged:
             return
 

@@ -10,6 +10,7 @@ from straggle.backward.stages import StagePlan
 from straggle.merge.channel import Channel
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.options import Merge
+from straggle.merge.replica import Replica
 from straggle.merge.round import Round
 from straggle.merge.rounds import Rounds
 from straggle.merge.sides import MergeSide, TrainingSide
@@ -27,6 +28,7 @@ class RankParts:
 
     stopwatch: Stopwatch
     channel: Channel
+    replica: Replica
     training: TrainingSide
     merging: MergeSide
     deadline: CurrentDeadline
@@ -39,6 +41,7 @@ class RankParts:
         slots: Sequence[Slot],
         plan: StagePlan,
         channel: Channel,
+        replica: Replica,
         deadline: CurrentDeadline,
         merge: Merge,
         *,
@@ -55,10 +58,10 @@ class RankParts:
             merge=merge,
             all_or_nothing=all_or_nothing,
             num_state=num_state,
-            world_size=channel.world_size,
+            num_replicas=replica.count,
         )
         rounds.merge_among(channel.formed, rounds.ranks, 0)
-        return RankParts(stopwatch, channel, *sides, deadline, stand_in, rounds)
+        return RankParts(stopwatch, channel, replica, *sides, deadline, stand_in, rounds)
 
     @property
     def lag(self) -> int:

@@ -31,16 +31,16 @@ class Rounds:
         merge: Merge,
         all_or_nothing: bool,
         num_state: int,
-        world_size: int,
+        num_replicas: int,
     ) -> None:
         self.groups: ProcessGroups | None = None  # `None`: there are none at present
-        self.ranks = tuple(range(world_size))  # of these groups
+        self.ranks = tuple(range(num_replicas))  # of these groups, by their rows
         self.generation = 0
         self._slots = slots
         self._merge = merge
         self._all_or_nothing = all_or_nothing
         self._num_state = num_state
-        self._world_size = world_size
+        self._num_replicas = num_replicas
         self._are_slow = False  # links that were quick when the groups were formed
         keep_freed_memory()
         self.begin_anew()
@@ -116,7 +116,7 @@ class Rounds:
         return StageBuffers(
             self.plan,
             self._slots,
-            self._world_size,
+            self._num_replicas,
             num_state=self._num_state,
             drop_nonfinite=self._merge.nonfinite == "drop",
             wire_dtype=self._merge.dtype_on_wire,

@@ -106,7 +106,7 @@ class Submission:
         for phase in self._wings.submit:
             row = phase(current, row)
         current.buffers.write_state(given.message)
-        current.buffers.write_telemetry(channel.rank, row.numbers())
+        current.buffers.write_telemetry(self._rank.replica.place, row.numbers())
         current.row, current.given = row, given
         current.joins_over = row.joins_over if current.stood_in else None
         current.idle, current.entered = training.entry.idle, in_step

@@ -40,11 +40,11 @@ class Pulling(Wing):
     """
 
     def __init__(self, rank: RankParts) -> None:
-        self._rank, self._channel = rank, rank.channel
+        self._rank, self._channel, self._replica = rank, rank.channel, rank.replica
         self._counters = StoreCounters(rank.channel.rank)
         self._done: deque[tuple[Did | None, ...]] = deque(maxlen=WINDOW)
         self._step_s: deque[float] = deque(maxlen=WINDOW)  # seconds of the last steps, as long as all have pools
-        self._present = (True,) * rank.channel.world_size
+        self._present = (True,) * rank.replica.count
         self._times = NEVER
         self._draws = False  # whether the next pool is drawn: one was merged, and all ranks had the store then
         self.waited_s = 0.0
@@ -70,7 +70,7 @@ class Pulling(Wing):
         """
         opened = self._opened
         replayed = opened.rule.decision if isinstance(opened.rule, AsRecorded) else None
-        of_pool = PoolWeights(weights, self._channel.world_size)
+        of_pool = PoolWeights(weights, self._replica.count)
         if opened.idle or self._is_stopped():
             opened.use(lambda _: Drawn((), of_pool))
             yield from ((number, ()) for number in range(opened.idle))  # its forward pass ends the block
@@ -84,7 +84,7 @@ class Pulling(Wing):
         """Draw; the next is requested in a backward pass, so the answer is there before the rank begins its last."""
         opened, step, begun, weights = self._opened, self._opened.step, 0, of_pool.weights
         pool, channel, lock = self._pool(len(weights)), self._channel, self._rank.merging.lock
-        ahead = even_parts(len(weights), tuple(self._done), self._present)[channel.rank] + AHEAD
+        ahead = even_parts(len(weights), tuple(self._done), self._present)[self._replica.place] + AHEAD
         draws = Draws(pool, channel.rank, self._rank.training.step, channel.store, self._counters, lock)
         sharing = frozenset(rank for rank, share in enumerate(pool.shares) if share)
 
@@ -154,7 +154,7 @@ class Pulling(Wing):
             self._expect(self._usual())
 
     def _usual(self) -> PoolTimes:
-        own = [step[self._channel.rank] for step in self._done]
+        own = [step[self._replica.place] for step in self._done]
         return PoolTimes.usual(self._step_s, [did.part_s for did in own if did is not None and did.share])
 
     def _expect(self, times: PoolTimes) -> None:
@@ -165,11 +165,11 @@ class Pulling(Wing):
 
     def _learn(self, table: Table, num_parts: int) -> None:
         away = table.absent_ranks() | table.stood_in_ranks()
-        present = tuple(rank not in away for rank in range(self._channel.world_size))
+        present = tuple(rank not in away for rank in range(self._replica.count))
         self._present = present if any(present) else self._present
         done = zip(map(int, table.column("parts")), table.compute_s(), present, strict=True)
         self._done.append(tuple(_did(own, own_s, num_parts) if here else None for own, own_s, here in done))
-        self._draws = self._channel.world_size > 1 and not table.ranks_without_store()
+        self._draws = self._replica.count > 1 and not table.ranks_without_store()
 
     def tensors(self) -> dict[str, Tensor]:
         """For a checkpoint: each rank's share and seconds in each of the last steps; -1 if unknown."""

@@ -52,6 +52,7 @@ from straggle.merge.buffers import StageBuffers
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.rank_parts import RankParts
+from straggle.merge.replica import Replica
 from straggle.merge.sides import Entry
 from straggle.merge.wing import Wings
 from straggle.policies.fill_in import FillIn
@@ -670,7 +671,7 @@ def test_step_that_another_member_gave_holds_nobody_for_newcomers():
 def coordinator_of(channel, slots, plan, policy):
     """The coordinator of a member of a job of one rank or two, and that member."""
     deadline = CurrentDeadline(policy, LateHandling(), world_size=channel.world_size)
-    rank = RankParts.build(slots, plan, channel, deadline, Merge(), num_state=0)
+    rank = RankParts.build(slots, plan, channel, Replica.of_one_rank(channel), deadline, Merge(), num_state=0)
     members = Members(rank, channel)
     coordinator = Coordinator(rank, slots, fill_in=FillIn(Abstain()), merge=Merge(), wings=Wings(members))
     return coordinator, members.member

@@ -86,7 +86,7 @@ def test_steps_are_merged_by_the_wide_group_for_good_when_a_link_is_slow(wide: G
         merge=Merge(),
         all_or_nothing=False,
         num_state=0,
-        world_size=2,
+        num_replicas=2,
     )
     rounds.merge_among(ProcessGroups(NARROW, NARROW, (0, 1), wide), (0, 1), 0)
     groups = []

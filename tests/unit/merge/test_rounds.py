@@ -12,7 +12,7 @@ from straggle.source.replicated import slots_of
 
 def rounds(kind=Rounds):
     model = nn.Linear(3, 2)
-    options = {"merge": Merge(), "all_or_nothing": False, "num_state": 0, "world_size": 2}
+    options = {"merge": Merge(), "all_or_nothing": False, "num_state": 0, "num_replicas": 2}
     return kind(slots_of(model.named_parameters()), plan_stages(model), **options)
 
 
