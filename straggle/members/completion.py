@@ -54,7 +54,7 @@ class MembersCompletion(Completion):
             if rank.rounds.groups is None or current.abandoned:
                 raise GroupsChanged
             if not apart and notes.last_message is None:
-                notes.last_message = rank.rounds.groups.gradients.barrier()
+                notes.last_message = rank.rounds.groups.data.barrier()
         # waking for each bucket, and then for the barrier, would take the core from the threads that merge
         if notes.last_message is not None and channel.ends_soon(notes.last_message):
             works = [(work, name) for work, name in works if not succeeded(work)]

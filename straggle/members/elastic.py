@@ -137,7 +137,7 @@ class ElasticChannel(Channel):
                 return
             # in parallel: each group asks the store for one rank after the other
             control = self.membership.spawn(make, "control")
-            make("gradients")
+            make("data")
             control.join()
 
         def make(name: str) -> None:
@@ -157,7 +157,7 @@ class ElasticChannel(Channel):
                 return False
         if len(made) < 2:
             return False
-        self._formed = ProcessGroups(made["gradients"], made["control"], view.ranks)
+        self._formed = ProcessGroups(made["data"], made["control"], view.ranks)
         old, self._made = self._made, tuple(made.values())
         self.generation = view.generation
         self.membership.spawn(self._drop, old)

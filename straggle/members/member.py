@@ -125,7 +125,7 @@ class Member:
         elif current.step == repair.step:
             place_of = {rank: place for place, rank in enumerate(view.ranks)}
             renew = self._rank.rounds.new_buffers
-            go_on(current, notes, groups.gradients, repair, place_of, renew, new=new, generation=view.generation)
+            go_on(current, notes, groups, repair, place_of, renew, new=new, generation=view.generation)
 
     def _come_in(self, view: View, repair: Repair) -> None:
         """This rank is let in; it gives no gradients until it has its state."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from straggle.members.view import MergeProgress, Repair
 from straggle.merge.buffers import StageBuffers
-from straggle.merge.groups import Group, succeeded
+from straggle.merge.groups import ProcessGroups, succeeded
 from straggle.merge.round import Round
 from straggle.merge.telemetry import Row
 from straggle.report import CAUSES
@@ -41,7 +41,7 @@ def notes_of(current: Round, ranks: tuple[int, ...]) -> Notes:
 
 def freeze(current: Round, notes: Notes) -> MergeProgress:
     """Launch nothing from here on: the members change. Returns how far this rank has come."""
-    current.group = None
+    current.groups = None
     notes.merged |= {b for b, works in enumerate(current.launched) if works and all(map(succeeded, works))}
     complete = notes.complete or (notes.last_message is not None and succeeded(notes.last_message))
     return MergeProgress(current.step, len(current.launched), frozenset(notes.merged), complete)
@@ -50,7 +50,7 @@ def freeze(current: Round, notes: Notes) -> MergeProgress:
 def go_on(
     current: Round,
     notes: Notes,
-    group: Group,
+    groups: ProcessGroups,
     repair: Repair,
     place_of: Mapping[int, int],
     renew: Callable[[], StageBuffers],
@@ -58,7 +58,7 @@ def go_on(
     new: bool,
     generation: int,
 ) -> None:
-    """Go on among the members of ``group``. ``place_of``: each rank's place in it. ``new``: this rank has just joined.
+    """Go on among the members of ``groups``. ``place_of``: each rank's place. ``new``: this rank has just joined.
 
     A bucket that was in flight and that no member has is lost: its gradients do not count. The old merges may still
     write into the buffers that they were launched with, even if only what is there already, so ``renew()`` gives other
@@ -75,10 +75,10 @@ def go_on(
     launched: list[list[dist.Work]] = [[] for _ in range(num_launched)]
     for bucket in range(num_launched):
         if (giver := repair.given.get(bucket)) is not None:
-            launched[bucket] = current.buffers.broadcast(bucket, group, place_of[giver])
+            launched[bucket] = current.buffers.broadcast(bucket, groups, place_of[giver])
         elif bucket not in repair.kept:
-            launched[bucket] = current.buffers.resend(bucket, group)
-    current.go_on_in(group, launched, generation)
+            launched[bucket] = current.buffers.resend(bucket, groups)
+    current.go_on_in(groups, launched, generation)
 
 
 def without_lost(row: Row, current: Round, notes: Notes) -> Row:

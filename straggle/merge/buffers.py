@@ -17,17 +17,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from straggle.backward.stages import STAGE_BYTES, StagePlan
-from straggle.merge.groups import Group
+from straggle.merge.groups import Group, ProcessGroups
 from straggle.merge.lent import Lent
+from straggle.merge.messages import ALIGN, Carrier, Message, RowsWithData, as_real
 from straggle.merge.numbers import PlainNumbers
 from straggle.merge.telemetry import COLUMN, NONFINITE, row_length
-from straggle.policies.merge_time import largest_message_bytes
 from straggle.source.source import Slot
 
 _SENT_BYTES = COLUMN["sent_bytes"]
 _FREED_BYTES = STAGE_BYTES  # DDP's first bucket has as many
 _LARGE_BYTES = 2**18  # a gradient of this size has left the cache when the last one of its bucket is copied
-_ALIGN = 16  # elements: each gradient starts on a cache line
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,7 @@ NOTHING = Share(0.0, False)
 class _Flat:
     """The ``gradients`` of one bucket that share a dtype and a device; ``tail``: their weights and presence flags.
 
-    The tail is fp32 or finer. It lies at the end of the gradients' buffer where that is, and travels in one message.
-    ``wire``: the gradients as they travel, where that is not as they are; the tail goes beside them, exact.
+    The tail is fp32 or finer. ``wire``: the gradients as they travel, where that is not as they are.
     ``plain_tail``: the tail as plain memory. ``large`` of the parameters are summed as they are copied, to see whether
     they are finite; ``between`` is the rest. ``both``: gradients and tail, one tensor where they lie together.
     """
@@ -58,7 +56,7 @@ class _Flat:
     parameters: tuple[int, ...]
     gradients: Tensor
     tail: Tensor
-    messages: tuple[Tensor, ...]
+    messages: tuple[Message, ...]
     wire: Tensor | None
     plain_tail: PlainNumbers
     large: tuple[int, ...]
@@ -97,8 +95,7 @@ class StageBuffers:
     ``views`` holds one gradient for each slot. With the last bucket go ``rows``, a row of telemetry for each rank,
     and ``state``, a message of ``num_state`` numbers of the module's other state (`state/averages.py`). After
     `use_telemetry` the rows go in a message of their own, after all buckets. ``drop_nonfinite``: gradients with
-    elements that are not finite are left out. ``wire_dtype``: gradients of float32 are rounded to this one and summed
-    in it; weights and rows are not.
+    elements that are not finite are left out. ``carrier`` decides where weights and rows lie, and how they travel.
     """
 
     def __init__(
@@ -109,13 +106,13 @@ class StageBuffers:
         *,
         num_state: int = 0,
         drop_nonfinite: bool = False,
-        wire_dtype: torch.dtype | None = None,
+        carrier: Carrier | None = None,
     ) -> None:
         self._world_size = world_size
         self._slots = slots
         self._drop_nonfinite = drop_nonfinite
         self.state = torch.zeros(num_state, dtype=torch.float64)
-        self._wire_dtype = wire_dtype
+        self._carrier = carrier or RowsWithData(world_size)
         self._merged: dict[int, Share] = {}  # of the buckets that are normalized
         self._sums: dict[int, float] = {}  # of large gradients to which nothing was added since
         self._large: set[int] = set()
@@ -236,7 +233,7 @@ class StageBuffers:
         return self._plain.copy(self._length)
 
     def all_reduce(
-        self, bucket: int, shares: Mapping[int, Share], group: Group, weight: float = 1.0
+        self, bucket: int, shares: Mapping[int, Share], groups: ProcessGroups, weight: float = 1.0
     ) -> list[dist.Work]:
         """Start the merge of a bucket; a parameter not in ``shares`` has its full gradient in it, with ``weight``."""
         works = []
@@ -259,7 +256,10 @@ class StageBuffers:
                 self._count_nonfinite()
             if flat.wire is not None:
                 flat.wire.copy_(flat.gradients)
-            works += [group.all_reduce(message) for message in flat.messages]
+            works += [
+                (groups.control if is_control else groups.data).all_reduce(tensor)
+                for tensor, is_control in flat.messages
+            ]
         return works
 
     def merge_telemetry(self, group: Group) -> dist.Work:
@@ -276,16 +276,24 @@ class StageBuffers:
         return sum(len(flat.messages) for flat in self._buckets[bucket])
 
     def _bytes_of(self, bucket: int) -> int:
-        return sum(message.nbytes for flat in self._buckets[bucket] for message in flat.messages)
+        return sum(message.tensor.nbytes for flat in self._buckets[bucket] for message in flat.messages)
 
-    def resend(self, bucket: int, group: Group) -> list[dist.Work]:
+    def resend(self, bucket: int, groups: ProcessGroups) -> list[dist.Work]:
         """Start the merge of a bucket with what is in it now."""
         self._again_bytes += self._bytes_of(bucket)
-        return [group.all_reduce(message) for flat in self._buckets[bucket] for message in flat.messages]
+        return [
+            (groups.control if is_control else groups.data).all_reduce(tensor)
+            for flat in self._buckets[bucket]
+            for tensor, is_control in flat.messages
+        ]
 
-    def broadcast(self, bucket: int, group: Group, source: int) -> list[dist.Work]:
+    def broadcast(self, bucket: int, groups: ProcessGroups, source: int) -> list[dist.Work]:
         """Start to give a bucket that is merged to all; ``source``: the place of the rank that has it."""
-        return [group.broadcast(message, source) for flat in self._buckets[bucket] for message in flat.messages]
+        return [
+            (groups.control if is_control else groups.data).broadcast(tensor, source)
+            for flat in self._buckets[bucket]
+            for tensor, is_control in flat.messages
+        ]
 
     def take_over(self, other: StageBuffers, lost: Collection[int]) -> None:
         """Copy what another has, but for the ``lost`` buckets, into these, which are zeros."""
@@ -295,7 +303,7 @@ class StageBuffers:
                 if number in lost:
                     continue
                 for message, old in zip(flat.messages, its.messages, strict=True):
-                    message.copy_(old)
+                    message.tensor.copy_(old.tensor)
                 if flat.wire is not None:  # of a bucket that was not launched, the messages have nothing yet
                     flat.gradients.copy_(its.gradients)
 
@@ -375,47 +383,28 @@ class StageBuffers:
             starts, end = [], 0
             for index in own:
                 starts.append(end)
-                end += -(-slots[index].numel // _ALIGN) * _ALIGN
-            rounded = dtype is torch.float32 and self._wire_dtype is not None
-            exact = dtype in (torch.float32, torch.float64) and not rounded
-            extra = [2 * len(own), num_rows if position == len(alike) - 1 else 0]
-            data = torch.zeros(end + (sum(extra) if exact else 0), dtype=dtype, device=device)
-            numbers = data[end:] if exact else torch.zeros(sum(extra), device=device)
+                end += -(-slots[index].numel // ALIGN) * ALIGN
+            num_tail, is_last = 2 * len(own), position == len(alike) - 1
+            placed = self._carrier.place(end, num_tail + (num_rows if is_last else 0), dtype, device)
+            data, messages, tail = placed.gradients, placed.messages, placed.numbers[:num_tail]
             for index, start in zip(own, starts, strict=True):
                 self.views[index] = _view(data, start, slots[index].tensor)
-            wire = torch.zeros(end, dtype=self._wire_dtype, device=device) if rounded else None
-            messages = self._messages(data if wire is None else wire)
-            messages = messages if exact else (*messages, numbers)
-            if num_rows and position == len(alike) - 1 and len(self.state):
-                self.state = self.state.to(device)
-                messages = (*messages, self.state)
-            tail = numbers[: extra[0]]
+            if num_rows and is_last and len(self.state):
+                message = self._carrier.place_state(self.state, device)
+                self.state, messages = message.tensor, (*messages, message)
             ends = {i: (start, start + slots[i].numel) for i, start in zip(own, starts, strict=True)}
             large = tuple(i for i in own if self._is_large(slots[i]))
             self._large |= set(large)
-            between = _between(data[:end], [ends[i] for i in large])
-            both = (data[: end + extra[0]],) if exact else (data[:end], tail)
+            between, both = _between(data, [ends[i] for i in large]), placed.with_numbers(num_tail)
             plain = PlainNumbers(tail)
-            flats.append(_Flat(tuple(own), data[:end], tail, messages, wire, plain, large, between, both))
-            self.rows = numbers[extra[0] :]
+            flats.append(_Flat(tuple(own), data, tail, messages, placed.wire, plain, large, between, both))
+            self.rows = placed.numbers[num_tail:]
         return flats
-
-    def _messages(self, data: Tensor) -> tuple[Tensor, ...]:
-        """One, or as many equal ones as it takes for none to pay more latencies than a small one."""
-        data = _real(data).view(-1)  # nccl has no complex numbers
-        count = 1 if data.is_cuda else math.ceil(data.nbytes / largest_message_bytes(self._world_size))
-        size = -(-data.numel() // (count * _ALIGN)) * _ALIGN
-        return tuple(data[start : start + size] for start in range(0, data.numel(), size))
-
-
-def _real(data: Tensor) -> Tensor:
-    """The same numbers, as real ones."""
-    return torch.view_as_real(data) if data.is_complex() else data
 
 
 def _sum(data: Tensor) -> float:
     """Is finite where all elements are and it does not overflow."""
-    return float(_real(data).sum(dtype=torch.float32).item())
+    return float(as_real(data).sum(dtype=torch.float32).item())
 
 
 def _tails(flats: Sequence[_Flat]) -> list[list[float]]:

@@ -58,7 +58,7 @@ class GroupsChanged(Exception):
 
 
 class Channel:
-    """Two process groups (gradients; control, always on the CPU by gloo) and a store, for one wrapped model.
+    """Two process groups (data; control, always on the CPU by gloo) and a store, for one wrapped model.
 
     While the store does not answer this rank, the rank cannot be late.
 
@@ -109,18 +109,18 @@ class Channel:
             corner, wide = f"straggle/{control.group_name}", None
             if backend == "gloo":
                 number = messages_at_a_time(JobGroup(control), self.world_size)
-                gradients: Group = self._gloo_group(f"{corner}/gradients", number)
+                data: Group = self._gloo_group(f"{corner}/data", number)
                 if number < MESSAGES_AT_A_TIME:
                     wide = self._gloo_group(f"{corner}/wide", MESSAGES_AT_A_TIME)
             else:
-                gradients = JobGroup(dist.new_group(ranks, timeout, backend, use_local_synchronization=True))
+                data = JobGroup(dist.new_group(ranks, timeout, backend, use_local_synchronization=True))
         except RuntimeError as error:
             raise PeerFailed(
                 f"rank {self.rank}, before step 0: no process groups of ranks {ranks} within give_up_s={give_up_s:g}: "
                 "each of them has to wrap the model; one has ended, hangs, or cannot be reached, or is in another "
                 "number of process groups than its peers, by which torch names new ones"
             ) from error
-        self._groups = ProcessGroups(gradients, JobGroup(control), tuple(range(self.world_size)), wide)
+        self._groups = ProcessGroups(data, JobGroup(control), tuple(range(self.world_size)), wide)
         return corner
 
     def _gloo_group(self, corner: str, number: int) -> Group:
@@ -186,7 +186,7 @@ class Channel:
         what = f"rank {source}'s {name}"
         with self._own_error(what):
             given = bytes_of(tensor)
-        self._between_steps(what, partial(self.groups.gradients.broadcast, given, source))
+        self._between_steps(what, partial(self.groups.data.broadcast, given, source))
         with self._own_error(what):
             set_bytes(tensor, given)
 

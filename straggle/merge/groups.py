@@ -171,13 +171,13 @@ def _devices(kind: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """``gradients`` where they are; ``control`` always on the CPU. ``ranks``: in order of their places.
+    """``data``: for gradients, where they are; ``control``: for what ranks decide by, always on the CPU.
 
-    ``wide``: for gradients, where links have become slow, a group with more messages on their way at a time; ``None``
-    where the other one has as many.
+    ``ranks``: in order of their places in both. ``wide``: for gradients, where links have become slow, a group with
+    more messages on their way at a time; ``None`` where the other one has as many.
     """
 
-    gradients: Group
+    data: Group
     control: Group
     ranks: tuple[int, ...]
     wide: Group | None = None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from straggle.backward.stages import Stage, StagePlan
 from straggle.merge.buffers import Share, StageBuffers
-from straggle.merge.groups import Group, succeeded
+from straggle.merge.groups import ProcessGroups, succeeded
 from straggle.merge.state.exchange import NOTHING_GIVEN
 from straggle.merge.step_passes import EqualPasses, Passes
 from straggle.merge.step_record import StepRecord
@@ -95,11 +95,11 @@ class Contribution:
 class RoundTerms:
     """Among whom a step is merged, and what a gradient counts in it.
 
-    ``group``: ``None`` while there is none; ``generation``: how many there were before it. ``all_or_nothing``: all that
-    the rank computes goes into the merge, or nothing does.
+    ``groups``: ``None`` while there are none; ``generation``: how many there were before them. ``all_or_nothing``: all
+    that the rank computes goes into the merge, or nothing does.
     """
 
-    group: Group | None
+    groups: ProcessGroups | None
     generation: int = 0
     all_or_nothing: bool = False
 
@@ -138,7 +138,7 @@ class Round:
         self.differing: tuple[str, ...] = ()  # the names of tensors that were seen to differ between ranks
         self.notes: object = None  # what the wing that completes rounds keeps with it
         self._last_shares: Mapping[int, Share] = {}  # of the buckets that were not launched when it was closed
-        self.group = terms.group
+        self.groups = terms.groups
         self.generation = terms.generation  # of the groups by which it is merged
         self.rows_tell_all = True  # no gradients are in it of a rank that has no row
         self._all_or_nothing = terms.all_or_nothing
@@ -326,10 +326,10 @@ class Round:
             pass
 
     def _launch_allreduce(self, shares: Mapping[int, Share]) -> bool:
-        """Begin the merge of the next bucket; false if there is no group at present."""
-        if self.group is None:
+        """Begin the merge of the next bucket; false if there are no groups at present."""
+        if self.groups is None:
             return False
-        self.launched.append(self.buffers.all_reduce(len(self.launched), shares, self.group, self.passes.weight))
+        self.launched.append(self.buffers.all_reduce(len(self.launched), shares, self.groups, self.passes.weight))
         return True
 
     # -- its collectives
@@ -351,9 +351,9 @@ class Round:
         """For each stage, the weight of all that was merged."""
         return tuple(chain.from_iterable(map(self.buffers.weights_in, range(len(self.layout.buckets)))))
 
-    def go_on_in(self, group: Group, launched: list[list[dist.Work]], generation: int) -> None:
-        """Go on in another group, in which these messages of the first buckets are on their way or over."""
-        self.group, self.launched, self.generation = group, launched, generation
+    def go_on_in(self, groups: ProcessGroups, launched: list[list[dist.Work]], generation: int) -> None:
+        """Go on in other groups, in which these messages of the first buckets are on their way or over."""
+        self.groups, self.launched, self.generation = groups, launched, generation
         if self.closed:
             self._launch_rest()
         else:

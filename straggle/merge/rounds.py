@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from straggle.backward.stages import StagePlan
 from straggle.merge.buffers import StageBuffers, keep_freed_memory
-from straggle.merge.groups import Group, ProcessGroups
+from straggle.merge.groups import ProcessGroups
+from straggle.merge.messages import RowsWithData
 from straggle.merge.options import Merge
 from straggle.merge.round import Layout, Round, RoundTerms, Usage
 from straggle.merge.sides import MergeSide, TrainingSide
@@ -41,7 +43,7 @@ class Rounds:
         self._all_or_nothing = all_or_nothing
         self._num_state = num_state
         self._num_replicas = num_replicas
-        self._are_slow = False  # links that were quick when the groups were formed
+        self._carrier = RowsWithData(num_replicas, merge.dtype_on_wire)
         keep_freed_memory()
         self.begin_anew()
         self.learn(plan)
@@ -88,26 +90,16 @@ class Rounds:
         """A round in which nothing is merged."""
         return Round(step, self._layout, self.new_buffers(), RoundTerms(None))
 
-    @property
-    def everyone(self) -> Group | None:
-        """The group that merges the gradients of all ranks in the next step; `None`: there is none at present."""
-        if self.groups is None:
-            return None
-        return self.groups.wide if self._are_slow and self.groups.wide is not None else self.groups.gradients
-
     def merged(self, current: Round) -> None:
         """What came of a step, alike on all ranks: where a link is slow by now, more messages are on their way."""
-        table = current.table
-        if (
-            current.step % _LOOKS_EVERY == 0
-            and not self._are_slow
-            and self.groups is not None
-            and self.groups.wide is not None
-        ):
-            self._are_slow = any(way.link.latency_s > _SLOW_S for way in table.ways())
+        groups = self.groups
+        if current.step % _LOOKS_EVERY or groups is None or groups.wide is None:
+            return
+        if any(way.link.latency_s > _SLOW_S for way in current.table.ways()):  # quick when the groups were formed
+            self.groups = replace(groups, data=groups.wide, wide=None)
 
     def _terms(self) -> RoundTerms:
-        return RoundTerms(self.everyone, self.generation, all_or_nothing=self._all_or_nothing)
+        return RoundTerms(self.groups, self.generation, all_or_nothing=self._all_or_nothing)
 
     # -- the buffers
 
@@ -119,7 +111,7 @@ class Rounds:
             self._num_replicas,
             num_state=self._num_state,
             drop_nonfinite=self._merge.nonfinite == "drop",
-            wire_dtype=self._merge.dtype_on_wire,
+            carrier=self._carrier,
         )
 
     def make_spare(self) -> None:

@@ -734,7 +734,7 @@ def take_telemetry_of_who_has_left(rank):
     if rank == 1:
         buffers = StageBuffers(plan, slots, 2)
         for bucket in range(len(plan.buckets())):
-            for work in buffers.all_reduce(bucket, {}, channel.groups.gradients):
+            for work in buffers.all_reduce(bucket, {}, channel.groups):
                 work.wait()
         return None
     coordinator, member = coordinator_of(channel, slots, plan, WaitForAll())

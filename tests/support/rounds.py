@@ -28,7 +28,7 @@ def merged_round(
     """A round of one rank that is merged at this time, by its clock, and had this deadline."""
     module = mlp()
     plan, slots = plan_stages(module, None), slots_of(module.named_parameters())
-    buffers = StageBuffers(plan, slots, 1, num_state=0, drop_nonfinite=True, wire_dtype=None)
+    buffers = StageBuffers(plan, slots, 1, num_state=0, drop_nonfinite=True)
     current = Round(step, Layout(plan, slots), buffers, RoundTerms(None))
     current.stood_in = stood_in
     num_stages = len(plan.stages)

@@ -92,10 +92,11 @@ class Work:
 
 
 class Place:
-    """One rank's place in a group."""
+    """One rank's place in a group, by which both data and control go."""
 
     def __init__(self):
         self.works = []
+        self.data = self.control = self
 
     def all_reduce(self, tensor):
         return self._launch(Work("all_reduce", tensor))

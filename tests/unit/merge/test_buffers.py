@@ -9,6 +9,7 @@ from torch import nn
 
 from straggle.backward.stages import plan_stages
 from straggle.merge.buffers import StageBuffers
+from straggle.merge.messages import RowsWithData
 from straggle.merge.telemetry import COLUMN
 from straggle.source.replicated import slots_of
 
@@ -16,7 +17,10 @@ SMALL, LARGE = 8, 2**16  # elements; the second has 256 KiB
 
 
 class Alone:
-    """The group of one rank: what it sums is what it has."""
+    """The group of one rank, by which both data and control go: what it sums is what it has."""
+
+    def __init__(self):
+        self.data = self.control = self
 
     def all_reduce(self, tensor):
         return tensor
@@ -90,6 +94,7 @@ class Counting:
 
     def __init__(self):
         self.num_bytes = 0
+        self.data = self.control = self
 
     def all_reduce(self, tensor):
         self.num_bytes += tensor.nbytes
@@ -101,7 +106,8 @@ class Counting:
 def test_row_tells_the_bytes_that_its_rank_hands_to_collectives(wire_dtype, num_state):
     module = nn.ModuleList([layer(SMALL), layer(LARGE)])
     plan, group = plan_stages(module, 2), Counting()
-    buffers = StageBuffers(plan, slots_of(module.named_parameters()), 2, num_state=num_state, wire_dtype=wire_dtype)
+    slots, carrier = slots_of(module.named_parameters()), RowsWithData(2, wire_dtype)
+    buffers = StageBuffers(plan, slots, 2, num_state=num_state, carrier=carrier)
     of_stages = {"computed": (1.0,) * len(plan.stages), "estimated": (0.0,) * len(plan.stages), "stage_s": (0.1,) * 2}
     row = row_of(**of_stages).numbers()
 

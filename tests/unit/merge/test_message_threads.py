@@ -94,5 +94,5 @@ def test_steps_are_merged_by_the_wide_group_for_good_when_a_link_is_slow(wide: G
         rounds.merged(
             merged_round(step, ways=tuple(Way(0, rank, Link(own_s, 1e9)) for rank, own_s in enumerate(latencies_s, 1)))
         )
-        groups.append(rounds.everyone)
+        groups.append(rounds.groups.data)
     assert groups == [NARROW, NARROW, wide or NARROW, wide or NARROW]
