@@ -317,7 +317,7 @@ class OpenStep(PassWatcher):
             self._coordinator.discard_waiting()
 
     def check(self) -> None:
-        """Leave the step if its rule says so, and so does the replica."""
+        """Leave the step if its rule stops it; in a replica of several ranks, if their vote does."""
         if (step := self.step) is None or step.between or (self._complete_microbatches and in_backward()):
             return
         stops = self.rule.stops(self._num_checks) and (self._idle or self.may_stop)

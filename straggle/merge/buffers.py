@@ -19,7 +19,7 @@ from torch import Tensor
 from straggle.backward.stages import STAGE_BYTES, StagePlan
 from straggle.merge.groups import Group, ProcessGroups
 from straggle.merge.lent import Lent
-from straggle.merge.messages import ALIGN, Carrier, Message, RowsWithData, as_real
+from straggle.merge.messages import ALIGN, Carrier, Message, RowsWithData
 from straggle.merge.numbers import PlainNumbers
 from straggle.merge.telemetry import COLUMN, NONFINITE, row_length
 from straggle.source.source import Slot
@@ -62,6 +62,19 @@ class _Flat:
     large: tuple[int, ...]
     between: tuple[Tensor, ...]
     both: tuple[Tensor, ...]
+
+    def all_reduce(self, groups: ProcessGroups) -> list[dist.Work]:
+        """Send its messages."""
+        return [
+            (groups.control if is_control else groups.data).all_reduce(tensor) for tensor, is_control in self.messages
+        ]
+
+    def broadcast(self, groups: ProcessGroups, source: int) -> list[dist.Work]:
+        """The same, from the rank at place ``source``."""
+        return [
+            (groups.control if is_control else groups.data).broadcast(tensor, source)
+            for tensor, is_control in self.messages
+        ]
 
 
 @dataclass(frozen=True)
@@ -256,10 +269,7 @@ class StageBuffers:
                 self._count_nonfinite()
             if flat.wire is not None:
                 flat.wire.copy_(flat.gradients)
-            works += [
-                (groups.control if is_control else groups.data).all_reduce(tensor)
-                for tensor, is_control in flat.messages
-            ]
+            works += flat.all_reduce(groups)
         return works
 
     def merge_telemetry(self, group: Group) -> dist.Work:
@@ -281,19 +291,11 @@ class StageBuffers:
     def resend(self, bucket: int, groups: ProcessGroups) -> list[dist.Work]:
         """Start the merge of a bucket with what is in it now."""
         self._again_bytes += self._bytes_of(bucket)
-        return [
-            (groups.control if is_control else groups.data).all_reduce(tensor)
-            for flat in self._buckets[bucket]
-            for tensor, is_control in flat.messages
-        ]
+        return [work for flat in self._buckets[bucket] for work in flat.all_reduce(groups)]
 
     def broadcast(self, bucket: int, groups: ProcessGroups, source: int) -> list[dist.Work]:
         """Start to give a bucket that is merged to all; ``source``: the place of the rank that has it."""
-        return [
-            (groups.control if is_control else groups.data).broadcast(tensor, source)
-            for flat in self._buckets[bucket]
-            for tensor, is_control in flat.messages
-        ]
+        return [work for flat in self._buckets[bucket] for work in flat.broadcast(groups, source)]
 
     def take_over(self, other: StageBuffers, lost: Collection[int]) -> None:
         """Copy what another has, but for the ``lost`` buckets, into these, which are zeros."""
@@ -404,7 +406,8 @@ class StageBuffers:
 
 def _sum(data: Tensor) -> float:
     """Is finite where all elements are and it does not overflow."""
-    return float(as_real(data).sum(dtype=torch.float32).item())
+    real = torch.view_as_real(data) if data.is_complex() else data
+    return float(real.sum(dtype=torch.float32).item())
 
 
 def _tails(flats: Sequence[_Flat]) -> list[list[float]]:

@@ -77,12 +77,7 @@ class RowsWithData:
 
 def cut(data: Tensor, num_replicas: int) -> tuple[Tensor, ...]:
     """One message, or as many equal ones as it takes for none to pay more latencies than a small one."""
-    data = as_real(data).view(-1)  # nccl has no complex numbers
+    data = (torch.view_as_real(data) if data.is_complex() else data).view(-1)  # nccl has no complex numbers
     count = 1 if data.is_cuda else math.ceil(data.nbytes / largest_message_bytes(num_replicas))
     size = -(-data.numel() // (count * ALIGN)) * ALIGN
     return tuple(data[start : start + size] for start in range(0, data.numel(), size))
-
-
-def as_real(data: Tensor) -> Tensor:
-    """The same numbers, as real ones."""
-    return torch.view_as_real(data) if data.is_complex() else data
