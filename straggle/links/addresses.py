@@ -31,7 +31,7 @@ def own_address(store: Any) -> str:
 
 
 def _of_interface(name: str) -> str | None:
-    """Its IPv4 address, where the system says it."""
+    """Its IPv4 address, if the system reports it."""
     with contextlib.suppress(ImportError, OSError, AttributeError):
         import fcntl  # not on all systems
 

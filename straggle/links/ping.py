@@ -25,11 +25,11 @@ from straggle.policies.links import Link
 
 TOKEN_BYTES = 32
 SMALL_BYTES = 1024
-FIRST_BYTES = 1 << 14  # of the large message; where that is quick, a larger one follows, up to
+FIRST_BYTES = 1 << 14  # of the large message; if that is quick, a larger one follows, up to
 LEAST_BYTES = 1 << 16  # or more
 MOST_BYTES = 1 << 24
 RESOLUTION_S = 1e-3  # a large message that takes less is as quick as can be measured
-QUICK_S = 5e-3  # where a message takes less, one follows that is four times as large
+QUICK_S = 5e-3  # if a message takes less, one follows that is four times as large
 _TRIES = 3
 _SMALL_TRIES = 4  # before the large ones and after them: if all of these had to wait, a link would look too quick
 _LONG_S = 1.5  # after which no message is sent again
@@ -126,7 +126,7 @@ class PingServer:
 def measure(host: str, port: int, token: bytes, largest_bytes: int, *, both_ways: bool = False) -> Measured:
     """The way to the rank that answers there; ``both_ways``: the slower one of that and of the way back.
 
-    Raises ``OSError`` where it does not answer, or takes longer than `LIMIT_S` for a message.
+    Raises ``OSError`` if it does not answer, or takes longer than `LIMIT_S` for a message.
     """
     with _connection(host, port, _CONNECT_S) as (connection, latency_s):
         progress = _greet(connection, token)
@@ -139,7 +139,7 @@ def measure(host: str, port: int, token: bytes, largest_bytes: int, *, both_ways
 
 
 def ask_progress(host: str, port: int, token: bytes) -> int:
-    """The word of the rank that answers there. Raises ``OSError`` as `measure`, and ``ConnectionResetError`` where it
+    """The word of the rank that answers there. Raises ``OSError`` as `measure`, and ``ConnectionResetError`` if it
     has sent this rank away, which may have been late itself.
     """
     with _connection(host, port, _SILENT_S) as (connection, _):
@@ -165,7 +165,7 @@ class _Sent:
         return (size - SMALL_BYTES) / max(large_s - small_s, RESOLUTION_S)
 
     def _quickest_s(self, num_bytes: int, tries: int = _TRIES) -> float:
-        """The shortest of a few tries; of one, where all has taken long by now."""
+        """The shortest of a few tries; of one, if all has taken long by now."""
         quickest_s = self._seconds(num_bytes)
         for _ in range(tries - 1):
             if time.monotonic() - self._began_at < _LONG_S:
@@ -206,7 +206,7 @@ def _connection(host: str, port: int, limit_s: float) -> Iterator[tuple[socket.s
 
 
 def _round_trip_s(connection: socket.socket, connected_s: float) -> float:
-    """What the kernel measured as it made the connection or, where it does not say, how long that took."""
+    """What the kernel measured as it made the connection or, if it does not say, how long that took."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, struct.error):
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
@@ -239,7 +239,7 @@ def _read_answer(connection: socket.socket) -> int:
 
 
 def _fill(connection: socket.socket, view: memoryview) -> bool:
-    """Read until ``view`` is full; false where the other end has closed. Raises ``TimeoutError`` after the limit."""
+    """Read until ``view`` is full; false if the other end has closed. Raises ``TimeoutError`` after the limit."""
     while len(view):
         try:
             count = connection.recv_into(view, len(view), socket.MSG_WAITALL)

@@ -24,7 +24,7 @@ class PingPlaces:
         self._places: dict[int, tuple[str, int]] = {}
 
     def agree(self) -> None:
-        """On the word: random, and different for who lacks the job's secret, where it has one."""
+        """On the word: random, and different for who lacks the job's secret, if it has one."""
         own = secrets.token_hex(TOKEN_BYTES)
         word = self._store.ask(lambda store: bytes(store.compare_set(_TOKEN, "", own)))
         job_secret = os.environ.get("STRAGGLE_JOB_SECRET", "").encode()

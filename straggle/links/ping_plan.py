@@ -1,7 +1,7 @@
 """When a rank pings whom, and with how many bytes: pure functions.
 
 Two peers each time: the next and the previous one by rank, and the next time those after these, so that two slow ranks
-with one between them are told from three. On another machine where there is one: ranks of one machine share its link,
+with one between them are told from three. On another machine, if there is one: ranks of one machine share its link,
 and what goes between them does not take it.
 """
 
@@ -22,7 +22,7 @@ DISTANCES = 2
 
 
 def largest_bytes(merged_bytes: int) -> int:
-    """The large message, where a step merges so much: the same on all ranks, and so is the highest rate.
+    """The large message, if a step merges so much: the same on all ranks, and so is the highest rate.
 
     A power of two from 64 KB on. With 400 MB of gradients it is 1 MB, which shows rates up to 1 GB/s.
     """

@@ -30,10 +30,10 @@ _LOOK_S = 0.5
 _BEGINS_S = 2.0  # a job that is over sooner opens no port
 _LONGEST_WAIT_S = 60.0  # for a merge to end
 _LONG_EVERY_S = 1.5  # between the beginnings of two pings while a merge is long
-_IN_VAIN_S = 300.0  # for which no merge is pinged in its middle, where that has found nothing: a rank is waited for
-_PAUSE_S = 60.0  # and where it has, but merges are as long as before: pings have a part of a narrow link
+_IN_VAIN_S = 300.0  # for which no merge is pinged in its middle, if that has found nothing: a rank is waited for
+_PAUSE_S = 60.0  # and if it has, but merges are as long as before: pings have a part of a narrow link
 _TWICE = 2  # so often a way is measured in a long merge before that says anything
-_DOUBTED = 4  # times as many bytes where a way looks slow, to be sure
+_DOUBTED = 4  # times as many bytes if a way looks slow, to be sure
 
 _log = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ class Pings:
         """Ping two peers or, in the next turn of the round, the ranks that were put out; a round is over with these.
 
         One after another, so that a ping is over before the next merge begins. ``is_long``: in the middle of a long
-        merge, where a ping takes long, all peers are asked, and each once.
+        merge, if a ping takes long, all peers are asked, and each once.
         """
         hosts = self._places.hosts(merged.members)
         others = others_link(rank_links(merged.ways, self._world_size), self._rank)
@@ -262,7 +262,7 @@ class Pings:
             self._sink(())
 
     def _measured(self, peer: int, others: RankLink, *, both_ways: bool, doubts: bool) -> Link | None:
-        """The way to a peer; where it looks slow and that ``doubts``, measured again with more bytes.
+        """The way to a peer; if it looks slow and that ``doubts``, measured again with more bytes.
 
         ``None``: the peer did not answer.
         """
@@ -290,7 +290,7 @@ class Pings:
         return measured.link
 
     def _judge_long_merge(self) -> None:
-        """Tell what was measured in long merges, where that is enough; a rank that has not submitted is waited for."""
+        """Tell what was measured in long merges, if that is enough; a rank that has not submitted is waited for."""
         if self._num_long < ROUNDS:
             return
         times = Counter(way.target for one in self._rounds for _, way in one)
@@ -314,7 +314,7 @@ class Pings:
     def _ask(self, members: Sequence[int]) -> dict[int, int | None]:
         """For each peer the last step that it has submitted; ``None``: it does not answer. Without those that may.
 
-        None of them where no ping has ever been answered: then pings do not come through, as behind a firewall.
+        None of them if no ping has ever been answered: then pings do not come through, as behind a firewall.
         """
         submitted = dict[int, int | None]()
         if not self.num_bytes:

@@ -94,7 +94,7 @@ class OpenStep(PassWatcher):
         rule = entry.rule or self._by_clock
         self._idle = entry.idle and not rule.stops_idle
         self.rule = NoData() if self._idle else rule
-        self._passes_with_data = sys.maxsize  # fewer than were announced where the loop runs out of data
+        self._passes_with_data = sys.maxsize  # fewer than were announced if the loop runs out of data
         self.stopped = False
         self._num_forward = 0  # passes that were finished
         self._in_forward = False
@@ -161,7 +161,7 @@ class OpenStep(PassWatcher):
             self.rule = NoData()
 
     def expect(self, number: int) -> None:
-        """The step has this many backward passes. Raises where that comes too late (`Step.num_microbatches`)."""
+        """The step has this many backward passes. Raises if that comes too late (`Step.num_microbatches`)."""
         assert self.step is not None
         if self._passes_with_data < sys.maxsize or not self._training.passes.follow_loop:
             return
@@ -171,7 +171,7 @@ class OpenStep(PassWatcher):
         self._left = number * len(self._slots)
 
     def leave(self, error: BaseException | None) -> Round | None:
-        """Merge, and put the merged gradients in place; ``None`` where the user's code failed, which peers then know.
+        """Merge, and put the merged gradients in place; ``None`` if the user's code failed, which peers then know.
 
         Raises what the merge does.
         """
@@ -228,7 +228,7 @@ class OpenStep(PassWatcher):
     # -- forward
 
     def forward_begins(self) -> bool:
-        """The model's forward pass begins; false where it is a checkpoint's, which computes again."""
+        """The model's forward pass begins; false if it is a checkpoint's, which computes again."""
         if in_backward():
             self._joins_if_new()
             return False
@@ -290,7 +290,7 @@ class OpenStep(PassWatcher):
     def _joins_and_groups(self) -> bool:
         """A gradient comes from a run that has no groups so far; whether it has from here on.
 
-        There are none where the merge must know of each gradient at once: in a nested run, in a pass too many, by a
+        There are none if the merge must know of each gradient at once: in a nested run, in a pass too many, by a
         rule without a clock, for an estimator that reads it, and while the plan is learned.
         """
         self._joins_if_new()
@@ -331,7 +331,7 @@ class OpenStep(PassWatcher):
         raise DeadlineReached
 
     def _may_take(self, index: int, parameter: Tensor) -> bool:
-        """Whether a gradient is one of an open step's, where that is not plain; raises where it cannot be."""
+        """Whether a gradient belongs to an open step, if that is not plain; raises if it cannot."""
         if self.step is None:
             parameter.grad = None
             raise RuntimeError(
@@ -421,7 +421,7 @@ class OpenStep(PassWatcher):
     def _step_early(self, current: Round) -> None:
         """Step the parameters of buckets that are merged while others travel.
 
-        Not where their gradients are to be added to kept ones or observed in the order of the parameters, and not those
+        Not if their gradients are to be added to kept ones or observed in the order of the parameters, and not those
         of a bucket in which no rank has anything for one: what becomes of that is known at the end.
         """
         if not self._kept.decided or self._kept.gradients or self._fill_in.reads_merged:

@@ -42,7 +42,7 @@ class OptimizerSteps:
         self.number, self.stepped = 1, weakref.ref(optimizer)
 
     def before(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step. Raises ``RuntimeError`` where it would find no gradients, or others."""
+        """An optimizer is about to step. Raises ``RuntimeError`` if it would find no gradients, or others."""
         if self._opened.optimizing:
             return
         if self.stepped is not None and self.stepped() is optimizer:

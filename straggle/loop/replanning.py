@@ -63,7 +63,7 @@ class Replanning:
         return plan
 
     def merged(self, current: Round) -> None:
-        """A step is merged. Raises ``RuntimeError``, on all ranks, where some have other parameters than the rest."""
+        """A step is merged. Raises ``RuntimeError``, on all ranks, if some have other parameters than the rest."""
         step, table = current.step, current.table
         if ranks := table.replanning():
             self._refuse(step, ranks, "have other parameters than before")

@@ -49,7 +49,7 @@ class StepWarnings:
             self.once("empty", no_gradient_at_first(_AT_FIRST))
 
     def of_different_replicas(self, current: Round) -> None:
-        """Say where ranks have, or will have, other parameters than the rest."""
+        """Warn if ranks have, or will have, other parameters than the rest."""
         record = current.record
         level = logging.WARNING if self._rank == 0 else logging.DEBUG
         if unlike := record.table.stepped_unlike():

@@ -48,9 +48,9 @@ NOTHING = Share(0.0, False)
 class _Flat:
     """The ``gradients`` of one bucket that share a dtype and a device; ``tail``: their weights and presence flags.
 
-    The tail is fp32 or finer. ``wire``: the gradients as they travel, where that is not as they are.
+    The tail is fp32 or finer. ``wire``: the gradients as they travel, if that is not as they are.
     ``plain_tail``: the tail as plain memory. ``large`` of the parameters are summed as they are copied, to see whether
-    they are finite; ``between`` is the rest. ``both``: gradients and tail, one tensor where they lie together.
+    they are finite; ``between`` is the rest. ``both``: gradients and tail, one tensor if they lie together.
     """
 
     parameters: tuple[int, ...]
@@ -129,7 +129,7 @@ class StageBuffers:
         self._merged: dict[int, Share] = {}  # of the buckets that are normalized
         self._sums: dict[int, float] = {}  # of large gradients to which nothing was added since
         self._large: set[int] = set()
-        self._bad: list[Tensor] = []  # which of this rank's gradients were left out, where they were looked at
+        self._bad: list[Tensor] = []  # which of this rank's gradients were left out, if they were looked at
         self._rank = -1  # whose row was written
         self._scale = torch.tensor(1 / world_size)  # a tensor, because a number is made into one at each call
         self.views: list[Tensor] = [torch.empty(0)] * len(slots)
@@ -182,7 +182,7 @@ class StageBuffers:
                 self._set_aside.pop(number, None)
 
     def _renew(self, number: int) -> None:
-        """Fresh memory is slow, so where a loop keeps the gradients of its last step, two take turns."""
+        """Fresh memory is slow, so if a loop keeps the gradients of its last step, two take turns."""
         old, other = self._memory[number], self._set_aside.get(number)
         self._set_aside[number] = old
         last = number == len(self._buckets) - 1
@@ -273,7 +273,7 @@ class StageBuffers:
         return works
 
     def merge_telemetry(self, group: Group) -> dist.Work:
-        """Start the merge of the rows apart from the last bucket, where `use_telemetry` has made them so."""
+        """Start the merge of the rows apart from the last bucket, if `use_telemetry` has made them so."""
         self._count_nonfinite()
         return group.all_reduce(self.telemetry)
 
@@ -312,7 +312,7 @@ class StageBuffers:
     def _leave_out_nonfinite(self, flat: _Flat) -> None:
         """Make zeros with weight 0 of gradients that have elements which are not finite.
 
-        On a device all of a bucket are left out where one of them is such. That takes four kernels, without waiting for
+        On a device all of a bucket are left out if one of them is such. That takes four kernels, without waiting for
         the device; to mask each by itself takes one more for each, and launching them as long as the rest of the merge.
         """
         if flat.gradients.is_cuda:
@@ -405,7 +405,7 @@ class StageBuffers:
 
 
 def _sum(data: Tensor) -> float:
-    """Is finite where all elements are and it does not overflow."""
+    """Is finite if all elements are and it does not overflow."""
     real = torch.view_as_real(data) if data.is_complex() else data
     return float(real.sum(dtype=torch.float32).item())
 

@@ -271,7 +271,7 @@ class Coordinator:
     def place(self, gradients: Mapping[int, Tensor]) -> list[int]:
         """Merge these gradients of the entire step, which the loop has computed by itself; all of them, or none.
 
-        None where backward passes have given some of these parameters gradients, which come back then. Those of a step
+        None if backward passes have given some of these parameters gradients, which come back then. Those of a step
         that was merged without them are discarded.
         """
         with self._lock:
@@ -390,7 +390,7 @@ class Coordinator:
         return self.merging.step <= self.training.step >= self.merging.takes_part_from
 
     def _open_own_round(self) -> Round | None:
-        """The same, begun if it is not yet; `None` where it was submitted, in the training thread's place or by it."""
+        """The same, begun if it is not yet; `None` if it was submitted, in the training thread's place or by it."""
         if not self._takes_part:
             return None
         current = self.merging.round or self._rounds.begin(self.training, self.merging)

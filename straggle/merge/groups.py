@@ -140,7 +140,7 @@ def messages_at_a_time(group: Group, size: int, clock: Callable[[], float] = tim
 
 
 def backend_of(group: dist.ProcessGroup | None = None) -> str:
-    """The backend of a group; where it has one for each kind of device, that of all of them, if it is the same.
+    """The backend of a group; if it has one for each kind of device, that of all of them, if it is the same.
 
     ``init_process_group()`` chooses it by itself, and calls it "undefined" then.
     """
@@ -152,7 +152,7 @@ def gloo_group(store: Any, place: int, size: int, form_s: float, *, at_a_time: i
     """A gloo process group by itself, with ``at_a_time`` collectives on their way at a time.
 
     All connections are made at once, whatever TORCH_GLOO_LAZY_INIT says: a rank that is missing is to be seen here.
-    Raises ``RuntimeError`` where not all come within ``form_s``.
+    Raises ``RuntimeError`` if not all come within ``form_s``.
     """
     kind: Any = dist.ProcessGroupGloo
     options = kind._Options()
@@ -171,10 +171,10 @@ def _devices(kind: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """``data``: for gradients, where they are; ``control``: for what ranks decide by, always on the CPU.
+    """``data``: for gradients, on their device; ``control``: for what ranks decide by, always on the CPU.
 
-    ``ranks``: in order of their places in both. ``wide``: for gradients, where links have become slow, a group with
-    more messages on their way at a time; ``None`` where the other one has as many.
+    ``ranks``: in order of their places in both. ``wide``: for gradients, if links have become slow, a group with
+    more messages on their way at a time; ``None`` if the other one has as many.
     """
 
     data: Group
@@ -184,7 +184,7 @@ class ProcessGroups:
 
 
 def is_over(work: dist.Work, seconds: float) -> bool:
-    """Whether a gloo collective is over within this time. Raises ``RuntimeError`` where it failed."""
+    """Whether a gloo collective is over within this time. Raises ``RuntimeError`` if it failed."""
     try:
         work.wait(timedelta(seconds=max(seconds, 0.001)))  # 0 is no time limit
     except RuntimeError:

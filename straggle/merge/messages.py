@@ -52,7 +52,7 @@ class Carrier(Protocol):
 
 
 class RowsWithData:
-    """Numbers lie at the end of their gradients' buffer where that is exact, and travel in its message.
+    """Numbers lie at the end of their gradients' buffer if that is exact, and travel in its message.
 
     On the CPU each message more would cost one latency more. If gradients are of less than fp32, or are rounded to
     ``wire_dtype`` as they travel, the numbers go beside them.

@@ -54,7 +54,7 @@ class Usage:
     def passes(self, index: int, num_passes: int) -> int:
         """The passes of a step in which parameter ``index`` may have a gradient, as a set of bits.
 
-        One that was never over may have one, and all may where none ever had.
+        One that was never over may have one, and all may if none ever had.
         """
         every, used = (1 << num_passes) - 1, self._all | self._some.get(index, 0)
         return (used | ~self._over) & every or every if used else every
@@ -166,7 +166,7 @@ class Round:
 
     @property
     def num_gradients(self) -> int:
-        """Finished gradients that came in, over all micro-batches, also where a whole step was dropped with them."""
+        """Finished gradients that came in, over all micro-batches, also if a whole step was dropped with them."""
         return sum(self.num_in) + self._num_dropped
 
     def accumulate(self, finished: Sequence[Finished], number: int = 0) -> list[tuple[int, float]]:
@@ -226,7 +226,7 @@ class Round:
         return self.buffers.read(index, self.passes.weight)
 
     def parameter_complete(self, index: int, after_s: float) -> bool:
-        """Merge what is complete now; true where the parameter's stage is, ``after_s`` seconds into the step."""
+        """Merge what is complete now; true if the parameter's stage is, ``after_s`` seconds into the step."""
         stage = self.layout.stage_of[index]
         self._complete.add(index)
         self._missing[stage] -= 1
@@ -341,7 +341,7 @@ class Round:
         return [(work, name) for works, name in zip(self.launched, names, strict=False) for work in works]
 
     def merged_early(self) -> list[int]:
-        """The first buckets whose merges are over while those of others are not; none where all are over."""
+        """The first buckets whose merges are over while those of others are not; none if all are over."""
         over = 0
         while over < len(self.launched) and all(map(succeeded, self.launched[over])):
             over += 1

@@ -91,7 +91,7 @@ class Rounds:
         return Round(step, self._layout, self.new_buffers(), RoundTerms(None))
 
     def merged(self, current: Round) -> None:
-        """What came of a step, alike on all ranks: where a link is slow by now, more messages are on their way."""
+        """What came of a step, alike on all ranks: if a link is slow by now, more messages are on their way."""
         groups = self.groups
         if current.step % _LOOKS_EVERY or groups is None or groups.wide is None:
             return

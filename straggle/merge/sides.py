@@ -1,8 +1,8 @@
 """The two sides of a rank: where its training thread is, and where its merge is.
 
-Both are in the same step or, where the rank was stood in for, the merge is in a later one. Two threads are at work: the
+Both are in the same step or, if the rank was stood in for, the merge is in a later one. Two threads are at work: the
 training thread, and the stand-in, which merges in its place when it is late or stuck. One lock, `MergeSide.lock`,
-guards both sides. They are written by their methods only, with the lock held where nothing else is said.
+guards both sides. They are written by their methods only, with the lock held if nothing else is said.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Entry(NamedTuple):
     ``idle``: it has no data for it. ``fingerprint``: of what it holds, and of each of these
     ``tensors``, if the ranks compare them in this step.
     ``stepped``: how often its optimizers stepped since the merge before. ``kept``: the mark of the gradients that it
-    keeps, where that is decided. ``joins_over``: the loops over `join` for which it has no more data, as far as it knew
+    keeps, if that is decided. ``joins_over``: the loops over `join` for which it has no more data, as far as it knew
     then. ``frozen``: a number for the merged parameters that need no gradient. ``replans``: its parameters are others,
     and it gives nothing but that word.
     ``rule``: what ends its part in the step, if not the clock. By such a rule, ``max_over``: as many of its passes are

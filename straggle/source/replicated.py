@@ -47,7 +47,7 @@ class ReplicatedSource:
     def check(self) -> str:
         """How the trainable parameters are others than when they were taken last; empty: they are the same.
 
-        Raises ``RuntimeError`` where one of them has another dtype or device.
+        Raises ``RuntimeError`` if one of them has another dtype or device.
         """
         if not self._registered.unchanged():
             if differences := self._registered.differences():
