@@ -8,6 +8,7 @@ from telemetry_rows import row_of
 
 from straggle import FixedDeadline, LateHandling
 from straggle.merge.current_deadline import CurrentDeadline
+from straggle.merge.replica import Replica
 from straggle.merge.table import Table
 from straggle.pools.pulling import Pulling
 
@@ -17,7 +18,8 @@ def after(*rows):
     table = Table(torch.stack([row_of(compute_s=1.0, busy_s=1.0, **row).encode() for row in rows]), 0)
     deadline = CurrentDeadline(FixedDeadline(2.0), LateHandling(), len(rows))
     channel = SimpleNamespace(rank=0, world_size=len(rows))
-    Pulling(SimpleNamespace(channel=channel, deadline=deadline)).rows_read(SimpleNamespace(table=table))
+    rank = SimpleNamespace(channel=channel, deadline=deadline, replica=Replica.of_one_rank(channel))
+    Pulling(rank).rows_read(SimpleNamespace(table=table))
     return table, deadline
 
 
