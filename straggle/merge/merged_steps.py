@@ -75,7 +75,8 @@ class MergedSteps:
                 return False
             for phase in self._phases:
                 phase(current)
-        if (error := self._result.error) is not None:
-            self._result.error = None
+            # with the lock still held: the other thread may publish the next step as soon as it is free
+            error, self._result.error = self._result.error, None
+        if error is not None:
             raise error
         return True

@@ -10,7 +10,7 @@ from straggle.merge.channel import Channel
 
 @dataclass(frozen=True)
 class Replica:
-    """One rank, or the ranks that shard one copy of the model; this rank is number ``rank_in_replica`` of its ``size``.
+    """One rank, or the ranks that shard one copy of the model.
 
     ``place``: its number among the ``count`` replicas, over which gradients are merged. It has the row of this number
     in each step's table, and a full gradient weighs 1 in ``count``. What is said to people, and what ranks leave in
@@ -21,8 +21,6 @@ class Replica:
 
     place: int
     count: int
-    rank_in_replica: int = 0
-    size: int = 1
     vote: Callable[[bool], bool] | None = None
 
     @staticmethod

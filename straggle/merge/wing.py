@@ -100,7 +100,6 @@ class Wings:
     """Those of one model: for each phase, the methods of those that do something in it."""
 
     def __init__(self, *wings: Wing) -> None:
-        self.all = wings
         self.built = _of(wings, Wing.built)
         self.enter = _of(wings, Wing.enter)
         self.entry = _of(wings, Wing.entry)

@@ -17,7 +17,7 @@ def step_of_a_replica(rank, asked_after, voted_at):
         words.append(own)
         return len(words) == voted_at
 
-    Replica.of_one_rank = staticmethod(lambda channel: Replica(channel.rank, channel.world_size, 0, 2, vote))
+    Replica.of_one_rank = staticmethod(lambda channel: Replica(channel.rank, channel.world_size, vote))
     stopper = Stopper(module)
     with staged(module) as model:
         with model.step() as step:
