@@ -1,7 +1,8 @@
-"""Ways between ranks in the telemetry: what one rank measured, all ranks read."""
+"""What all ranks read of a step: ways between ranks that one measured, and whether the step was usual."""
 
 from __future__ import annotations
 
+import math
 import sys
 
 import pytest
@@ -11,10 +12,12 @@ from telemetry_rows import row_of
 from straggle.backward.clocks import Stopwatch
 from straggle.links.job_pings import merged_step
 from straggle.merge.sides import TrainingSide
+from straggle.merge.state.marks import UNCHANGED
 from straggle.merge.table import Table
 from straggle.merge.telemetry import MAX_WAYS, absent_row
 from straggle.policies.links import Link
 from straggle.policies.rank_links import Way
+from straggle.source.kept import NONE
 
 
 def encoded(*ways: Way) -> torch.Tensor:
@@ -50,3 +53,27 @@ def test_a_rank_that_has_been_put_out_pings_none(takes_part_from: int, members: 
     table = Table(torch.stack([encoded(), encoded(), absent_row(0), absent_row(0)]), 0)
     merged = merged_step(5, 0.5, table, {1, 2}, takes_part_from=takes_part_from)
     assert (merged.step, merged.seconds, merged.members, merged.out) == (5, 0.5, members, out)
+
+
+USUAL = {"stepped": 1.0, "kept": NONE, "frozen": NONE, "state": UNCHANGED, "compute_s": 0.5}
+
+
+@pytest.mark.parametrize(
+    "unusual",
+    [
+        *(
+            {name: True}
+            for name in ("late", "stood_in", "idle", "absent", "failed", "replans", "without_store", "admits")
+        ),
+        *({"stepped": stepped} for stepped in (0.0, 2.0, math.nan)),
+        *({name: 1} for name in ("kept", "frozen", "fingerprint", "state", "pool_parts", "nonfinite")),
+        {"cause": 0},
+        {"cost": 3.0},
+    ],
+    ids=str,
+)
+def test_a_step_is_usual_only_if_no_row_tells_anything_else(unusual: dict[str, float]) -> None:
+    rows = [row_of(**USUAL).encode(), row_of(**USUAL).encode()]
+    assert Table(torch.stack(rows), 0).is_usual
+    rows[1] = row_of(**{**USUAL, **unusual}).encode()
+    assert not Table(torch.stack(rows), 0).is_usual
