@@ -187,7 +187,9 @@ class ShadowReport:
 class StepReport:
     """One merged step: ``seconds`` from the end of the merge before; ``deadline_s`` is infinite without a deadline.
 
-    ``skipped``: no rank had finite gradients, and no parameter has one now. ``different_ranks``: those whose parameters
+    ``skipped``: no rank had finite gradients, and no parameter has one now. ``counts_behind``: 0 if ``skipped`` and the
+    ranks' ``nonfinite`` are of this step, as on the CPU. On a device with a queue the host does not wait for them: they
+    are of so many steps before this one (usually 1), and so are scalars that were logged as tensors of the device. ``different_ranks``: those whose parameters
     or buffers were not those of most ranks when they entered the step (in a tie: not those of the lowest rank). Either
     they were compared and differ (`Merge.check_every`), with their names in ``different_tensors``, or the optimizers of
     these ranks did not step as often as the others' after the step before. ``None``: they were not compared, and all
@@ -230,6 +232,7 @@ class StepReport:
     pool_weight: float = 0.0
     network_s: float = math.nan
     dealt: bool = False
+    counts_behind: int = 0
 
     @property
     def dropped_share(self) -> float:

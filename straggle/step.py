@@ -51,6 +51,7 @@ class Step:
         self._num_microbatches = num_microbatches
         self.optimizer = optimizer
         self.scalars: dict[str, float] = {}
+        self.on_device: dict[str, Tensor] = {}  # scalars that the host does not wait for
         self.late = False  # whether this rank has been stopped in this step so far
         self.between = False  # between two calls of `microbatch`, where the model's passes belong to no step
         self._weight, self._cost = 1.0, math.nan
@@ -182,13 +183,16 @@ class Step:
     def log(self, **scalars: float | Tensor) -> None:
         """Scalars that ride along with the merge; `StepReport.scalars` has the means over ranks that gave them.
 
-        At most 8 in a step of each rank. The names may differ between ranks: every rank's report has them all.
+        At most 8 in a step of each rank. The names may differ between ranks: every rank's report has them all. A tensor
+        on a device is not waited for: its value is in the report of the next step (`StepReport.counts_behind`).
         """
-        self.scalars.update(
-            {name: float(value.detach() if isinstance(value, Tensor) else value) for name, value in scalars.items()}
-        )
-        if len(self.scalars) > MAX_SCALARS:
-            raise ValueError(f"{len(self.scalars)} scalars in one step: at most {MAX_SCALARS}")
+        for name, value in scalars.items():
+            if isinstance(value, Tensor) and self._coordinator.leaves_on_device(value):
+                self.on_device[name] = value.detach()
+            else:
+                self.scalars[name] = float(value.detach() if isinstance(value, Tensor) else value)
+        if (number := len(self.scalars) + len(self.on_device)) > MAX_SCALARS:
+            raise ValueError(f"{number} scalars in one step: at most {MAX_SCALARS}")
         self._names.log(scalars)
 
     def stop(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -60,6 +60,7 @@ class OpenStep(PassWatcher):
         limit: HostLimit | None,
     ) -> None:
         self.step: Step | None = None
+        self.skip: Tensor | None = None  # 1 on the device if the step that was left last is to change nothing
         self.num_announced = 1  # backward passes of the step that was left last
         self._source, self._slots = source, source.slots
         self._by_hand = ByHand(source)
@@ -201,6 +202,9 @@ class OpenStep(PassWatcher):
                 release_graph(error, self._outputs)
         self._keep_as_peers_did(merged)
         self._put_in_place(merged)
+        self.skip = None
+        if merged.buffers.is_queued:
+            self._note_device_numbers(merged, step.on_device)
         if self._optimizing is not None:
             self.stopwatch.enter("optimizer")
             self._optimizing.finish()
@@ -440,6 +444,7 @@ class OpenStep(PassWatcher):
     def _put_in_place(self, merged: Round) -> None:
         """Give every parameter its merged gradient, and every buffer its merged value: the same on every rank."""
         kept, views = self._kept.gradients, merged.buffers.views
+        merged.come_after(self._rank.channel, self._rank.where(merged.step))
         if self._state.held:
             took_part = self._rank.replica.place not in merged.table.absent_ranks()
             self._state.apply(merged.buffers.state, merged, took_part=took_part)
@@ -452,6 +457,13 @@ class OpenStep(PassWatcher):
             self._source.place(views)
         else:
             self._source.place(self._merged_gradients(views, shares))
+
+    def _note_device_numbers(self, merged: Round, scalars: Mapping[str, Tensor]) -> None:
+        """What only the device knows of the step goes into the row of a later one."""
+        counts = merged.buffers.counts()
+        self._coordinator.add_device_numbers(merged.step, counts, scalars)
+        if counts is not None:
+            self.skip = counts[1]
 
     def _merged_gradients(self, views: Sequence[Tensor], shares: Sequence[Share]) -> list[Tensor | None]:
         """For each slot its gradient; none of what no rank has, and of what is stepped already."""

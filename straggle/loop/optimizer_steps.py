@@ -24,6 +24,7 @@ class OptimizerSteps:
         self.number = 0
         self.stepped: weakref.ref[Optimizer] | None = None
         self._parameters, self._opened, self._drops_nonfinite = parameters, opened, drops_nonfinite
+        self._skips = False  # an optimizer that is being stepped was given that number
         self.handles: list[RemovableHandle] = []
         self.watch()
 
@@ -57,6 +58,21 @@ class OptimizerSteps:
                 'it looks for, so that its scale would only grow: write merge=straggle.Merge(nonfinite="keep")'
             )
 
+    def skip(self, optimizer: Optimizer) -> None:
+        """If only the device knows whether the last step is to change nothing, let its kernels leave all as it is.
+
+        Only fused optimizers can, by the number that a ``GradScaler`` gives them; others step with zeros.
+        """
+        if (skip := self._opened.skip) is not None and all(group.get("fused") for group in optimizer.param_groups):
+            optimizer.found_inf = skip  # type: ignore[attr-defined]
+            self._skips = True
+
+    def stepped_by_loop(self, optimizer: Optimizer) -> None:
+        """An optimizer has stepped."""
+        if self._skips:
+            del optimizer.found_inf  # type: ignore[attr-defined]
+            self._skips = False
+
 
 def _watch(
     parameters: Sequence[nn.Parameter], reference: weakref.ref[OptimizerSteps], opened: OpenStep
@@ -67,14 +83,16 @@ def _watch(
     def before(optimizer: Optimizer) -> None:
         if (steps := reference()) is not None:
             steps.before(optimizer)
+            steps.skip(optimizer)
         if (current := watched()) is None or not current.optimizing:
             stopwatch.enter("optimizer")
 
-    def after(_optimizer: Optimizer) -> None:
+    def after(optimizer: Optimizer) -> None:
         if (current := watched()) is not None and current.optimizing:
             return  # a part of a step
         stopwatch.enter("data")
         if (steps := reference()) is not None:
             steps.number += 1
+            steps.stepped_by_loop(optimizer)
 
     return around_steps(parameters, before, after)

@@ -41,7 +41,9 @@ class StepWarnings:
         if self._num_empty >= 0:
             self._count_empty(merged)
         if self._rank == 0 and not merged.table.is_usual and (nonfinite := merged.table.nonfinite_ranks()):
-            self.once("nonfinite", f"step {merged.step}: {left_out(nonfinite, merged.table.skipped())}")
+            step = merged.step - int(max(merged.table.column("counts_behind")))
+            skipped = merged.table.skipped() or any(merged.table.column("skipped_before"))
+            self.once("nonfinite", f"step {step}: {left_out(nonfinite, skipped)}")
 
     def _count_empty(self, merged: Round) -> None:
         self._num_empty = self._num_empty + 1 if merged.table.all_skipped() else -1

@@ -47,6 +47,8 @@ class ElasticChannel(Channel):
     ``comes_late``: the job has begun without this rank.
     """
 
+    groups_change = True
+
     def __init__(self, elastic: Elastic, *, give_up_s: float) -> None:
         self._elastic = elastic
         self._formed: ProcessGroups | None = None

@@ -19,7 +19,7 @@ from torch import Tensor
 from straggle.backward.stages import STAGE_BYTES, StagePlan
 from straggle.merge.groups import Group, ProcessGroups
 from straggle.merge.lent import Lent
-from straggle.merge.messages import ALIGN, Carrier, Message, RowsWithData
+from straggle.merge.messages import ALIGN, NumbersWithData
 from straggle.merge.numbers import PlainNumbers
 from straggle.merge.telemetry import COLUMN, NONFINITE, row_length
 from straggle.source.source import Slot
@@ -45,7 +45,7 @@ NOTHING = Share(0.0, False)
 
 
 @dataclass(frozen=True)
-class _Flat:
+class Flat:
     """The ``gradients`` of one bucket that share a dtype and a device; ``tail``: their weights and presence flags.
 
     The tail is fp32 or finer. ``wire``: the gradients as they travel, if that is not as they are.
@@ -56,7 +56,7 @@ class _Flat:
     parameters: tuple[int, ...]
     gradients: Tensor
     tail: Tensor
-    messages: tuple[Message, ...]
+    messages: tuple[Tensor, ...]
     wire: Tensor | None
     plain_tail: PlainNumbers
     large: tuple[int, ...]
@@ -65,28 +65,23 @@ class _Flat:
 
     def all_reduce(self, groups: ProcessGroups) -> list[dist.Work]:
         """Send its messages."""
-        return [
-            (groups.control if is_control else groups.data).all_reduce(tensor) for tensor, is_control in self.messages
-        ]
+        return [groups.data.all_reduce(tensor) for tensor in self.messages]
 
     def broadcast(self, groups: ProcessGroups, source: int) -> list[dist.Work]:
         """The same, from the rank at place ``source``."""
-        return [
-            (groups.control if is_control else groups.data).broadcast(tensor, source)
-            for tensor, is_control in self.messages
-        ]
+        return [groups.data.broadcast(tensor, source) for tensor in self.messages]
 
 
 @dataclass(frozen=True)
 class _Memory:
     """What one bucket lies in. ``rows``: what of it is telemetry, if it is the last one; empty otherwise."""
 
-    flats: list[_Flat]
+    flats: list[Flat]
     lent: Lent
     rows: Tensor
 
     @staticmethod
-    def new(flats: list[_Flat], views: Sequence[Tensor], rows: Tensor) -> _Memory:
+    def new(flats: list[Flat], views: Sequence[Tensor], rows: Tensor) -> _Memory:
         """That of a bucket which nobody has used."""
         own = (views[index] for flat in flats for index in flat.parameters)  # no list: that would have them
         return _Memory(flats, Lent(own, (flat.gradients for flat in flats)), rows)
@@ -108,8 +103,11 @@ class StageBuffers:
     ``views`` holds one gradient for each slot. With the last bucket go ``rows``, a row of telemetry for each rank,
     and ``state``, a message of ``num_state`` numbers of the module's other state (`state/averages.py`). After
     `use_telemetry` the rows go in a message of their own, after all buckets. ``drop_nonfinite``: gradients with
-    elements that are not finite are left out. ``carrier`` decides where weights and rows lie, and how they travel.
+    elements that are not finite are left out. ``wire_dtype``: that in which float32 gradients travel.
+    ``by_few_kernels``: several gradients should come by one call, which a device needs; on the CPU that saves nothing.
     """
+
+    is_queued = False  # the host waits for the merge, and reads what came of it
 
     def __init__(
         self,
@@ -119,30 +117,30 @@ class StageBuffers:
         *,
         num_state: int = 0,
         drop_nonfinite: bool = False,
-        carrier: Carrier | None = None,
+        wire_dtype: torch.dtype | None = None,
     ) -> None:
         self._world_size = world_size
         self._slots = slots
         self._drop_nonfinite = drop_nonfinite
+        self.by_few_kernels = self.is_queued or slots[0].tensor.is_cuda
         self.state = torch.zeros(num_state, dtype=torch.float64)
-        self._carrier = carrier or RowsWithData(world_size)
+        self._memory_for = NumbersWithData(world_size, wire_dtype).place
         self._merged: dict[int, Share] = {}  # of the buckets that are normalized
         self._sums: dict[int, float] = {}  # of large gradients to which nothing was added since
         self._large: set[int] = set()
         self._bad: list[Tensor] = []  # which of this rank's gradients were left out, if they were looked at
         self._rank = -1  # whose row was written
-        self._scale = torch.tensor(1 / world_size)  # a tensor, because a number is made into one at each call
+        self._divisor = self._divides_by()
+        self._scale = torch.tensor(1 / self._divisor)  # a tensor, because a number is made into one at each call
         self.views: list[Tensor] = [torch.empty(0)] * len(slots)
         self.rows = torch.empty(0)
         self._stages = plan.buckets()
         buckets = [[index for stage in bucket for index in stage.parameters] for bucket in self._stages]
-        length = row_length(len(plan.stages))
-        last = world_size * length
-        self._buckets = [self._allocate(bucket, last if bucket is buckets[-1] else 0) for bucket in buckets]
-        self._length = world_size * length
+        self._length = world_size * row_length(len(plan.stages))
+        self._num_last = self._numbers_with_last()
+        self._buckets = [self._allocate(bucket, last=bucket is buckets[-1]) for bucket in buckets]
         self._own_rows = array("f", bytes(4 * self._length))  # zeros but for this rank's row
-        self._with_last = self.rows
-        self._num_rows = last
+        self._with_last = self._place_of_rows(self.rows)
         self._num_bytes = sum(map(self._bytes_of, range(len(buckets))))  # of all messages, sent once
         self._again_bytes = 0  # of those that are sent once more, in other groups
         no_rows, last_bucket = torch.empty(0), self._buckets[-1]
@@ -150,9 +148,25 @@ class StageBuffers:
             _Memory.new(flats, self.views, self.rows if flats is last_bucket else no_rows) for flats in self._buckets
         ]
         self._set_aside: dict[int, _Memory] = {}  # of some buckets, because the loop had a gradient in it
-        self.use_telemetry(self.rows)
+        self.use_telemetry(self._with_last)
         for memory in self._memory:
             memory.lent.begin_use()
+
+    def _divides_by(self) -> int:
+        """What gradients are divided by as they are put in."""
+        return self._world_size
+
+    def _numbers_with_last(self) -> int:
+        """How many numbers the last bucket has beside its tail: the rows."""
+        return self._length
+
+    def _place_of_rows(self, with_last: Tensor) -> Tensor:
+        """Where the rows lie; ``with_last``: the numbers that the last bucket has beside its tail."""
+        return with_last
+
+    def _numbers_of(self, num_parameters: int) -> int:
+        """How many numbers the tail of so many gradients has: weights, then presence flags."""
+        return 2 * num_parameters
 
     def use_telemetry(self, numbers: Tensor) -> None:
         """Where ``rows`` lie, from here on to the end of the step."""
@@ -188,14 +202,14 @@ class StageBuffers:
         last = number == len(self._buckets) - 1
         if other is None or not other.lent.are_free:
             indices = [index for flat in old.flats for index in flat.parameters]
-            flats = self._allocate(indices, self._num_rows if last else 0)
+            flats = self._allocate(indices, last=last)
             other = _Memory.new(flats, self.views, self.rows)
         self._memory[number], self._buckets[number] = other, other.flats
         order = (index for flat in other.flats for index in flat.parameters)
         for index, gradient in zip(order, other.lent.gradients, strict=True):
             self.views[index] = gradient
         if last:
-            self._with_last = other.rows
+            self._with_last = self._place_of_rows(other.rows)
         self.use_telemetry(self._with_last)
 
     def accumulate(
@@ -205,9 +219,9 @@ class StageBuffers:
         if gradient.requires_grad:  # backward(create_graph=True)
             gradient = gradient.detach()
         if add:
-            self.views[index].add_(gradient, alpha=weight / self._world_size)
+            self.views[index].add_(gradient, alpha=weight / self._divisor)
         else:
-            torch.mul(gradient, self._scale if weight == 1.0 else weight / self._world_size, out=self.views[index])
+            torch.mul(gradient, self._scale if weight == 1.0 else weight / self._divisor, out=self.views[index])
         if index in self._large:
             if complete:  # a number: a tensor that stays would lie between freed gradients, and break up their memory
                 self._sums[index] = _sum(self.views[index])
@@ -219,14 +233,15 @@ class StageBuffers:
         views = [self.views[index] for index, _ in own]
         gradients = [gradient.detach() if gradient.requires_grad else gradient for _, gradient in own]
         if add:
-            torch._foreach_add_(views, gradients, alpha=weight / self._world_size)
-        else:
-            torch._foreach_copy_(views, gradients)
-            torch._foreach_mul_(views, self._scale.item() if weight == 1.0 else weight / self._world_size)
+            torch._foreach_add_(views, gradients, alpha=weight / self._divisor)
+            return
+        torch._foreach_copy_(views, gradients)
+        if (scale := self._scale.item() if weight == 1.0 else weight / self._divisor) != 1.0:
+            torch._foreach_mul_(views, scale)
 
     def read(self, index: int, weight: float = 1.0) -> Tensor:
         """A copy of this rank's gradient of parameter ``index`` as it was put in with ``weight``."""
-        return self.views[index] * (self._world_size / weight)
+        return self.views[index] * (self._divisor / weight)
 
     def write_state(self, given: Tensor | None) -> None:
         """What this rank gives of the module's other state, before the last bucket goes."""
@@ -252,25 +267,43 @@ class StageBuffers:
         works = []
         for flat in self._buckets[bucket]:
             if shares.keys().isdisjoint(flat.parameters):
-                flat.plain_tail.fill(1.0)
-                if weight != 1.0:
-                    flat.tail[: len(flat.parameters)] = weight
+                self._write_full(flat, weight)
             else:
                 full = Share(weight, True)
-                own = [shares.get(index, full) for index in flat.parameters]
-                tail = [share.weight for share in own] + [float(share.present) for share in own]
-                flat.tail.copy_(torch.tensor(tail, dtype=flat.tail.dtype), non_blocking=True)
-                for index, share in zip(flat.parameters, own, strict=True):
-                    if not share.present:
-                        self.views[index].zero_()
+                self._write_shares(flat, [shares.get(index, full) for index in flat.parameters])
             if self._drop_nonfinite:
                 self._leave_out_nonfinite(flat)
-            if self._bad and flat is self._buckets[-1][-1]:
+            if flat is self._buckets[-1][-1]:
                 self._count_nonfinite()
             if flat.wire is not None:
                 flat.wire.copy_(flat.gradients)
             works += flat.all_reduce(groups)
         return works
+
+    def send_rows(self, group: Group) -> dist.Work | None:  # noqa: ARG002
+        """Start the merge of the rows, after that of all buckets; ``None``: they go with the last one."""
+        return None
+
+    def _write_full(self, flat: Flat, weight: float) -> None:
+        """All gradients of the bucket are in it, with this weight."""
+        flat.plain_tail.fill(1.0)
+        if weight != 1.0:
+            flat.tail[: len(flat.parameters)] = weight
+
+    def _write_shares(self, flat: Flat, own: Sequence[Share]) -> None:
+        """This is in the bucket for each of its parameters."""
+        tail = [share.weight for share in own] + [float(share.present) for share in own]
+        flat.tail.copy_(torch.tensor(tail, dtype=flat.tail.dtype), non_blocking=True)
+        self._clear_absent(flat, own)
+
+    def _clear_absent(self, flat: Flat, own: Sequence[Share]) -> None:
+        for index, share in zip(flat.parameters, own, strict=True):
+            if not share.present:
+                self.views[index].zero_()
+
+    def counts(self) -> tuple[Tensor, Tensor] | None:
+        """What only the device knows of the merge; ``None``: nothing."""
+        return None
 
     def merge_telemetry(self, group: Group) -> dist.Work:
         """Start the merge of the rows apart from the last bucket, if `use_telemetry` has made them so."""
@@ -286,7 +319,7 @@ class StageBuffers:
         return sum(len(flat.messages) for flat in self._buckets[bucket])
 
     def _bytes_of(self, bucket: int) -> int:
-        return sum(message.tensor.nbytes for flat in self._buckets[bucket] for message in flat.messages)
+        return sum(message.nbytes for flat in self._buckets[bucket] for message in flat.messages)
 
     def resend(self, bucket: int, groups: ProcessGroups) -> list[dist.Work]:
         """Start the merge of a bucket with what is in it now."""
@@ -305,11 +338,11 @@ class StageBuffers:
                 if number in lost:
                     continue
                 for message, old in zip(flat.messages, its.messages, strict=True):
-                    message.tensor.copy_(old.tensor)
+                    message.copy_(old)
                 if flat.wire is not None:  # of a bucket that was not launched, the messages have nothing yet
                     flat.gradients.copy_(its.gradients)
 
-    def _leave_out_nonfinite(self, flat: _Flat) -> None:
+    def _leave_out_nonfinite(self, flat: Flat) -> None:
         """Make zeros with weight 0 of gradients that have elements which are not finite.
 
         On a device all of a bucket are left out if one of them is such. That takes four kernels, without waiting for
@@ -354,7 +387,7 @@ class StageBuffers:
         self._normalize(self._buckets[bucket])
         return {index: self._merged[index] for flat in self._buckets[bucket] for index in flat.parameters}
 
-    def _normalize(self, flats: Sequence[_Flat]) -> None:
+    def _normalize(self, flats: Sequence[Flat]) -> None:
         of_all = Share(float(self._world_size), True)
         new = [flat for flat in flats if flat.parameters[0] not in self._merged]
         for flat, tail in zip(new, _tails(new), strict=True):
@@ -373,9 +406,10 @@ class StageBuffers:
                         self.views[index].mul_(self._world_size / weight)
 
     def _is_large(self, slot: Slot) -> bool:
-        return self._drop_nonfinite and not slot.tensor.is_cuda and slot.nbytes >= _LARGE_BYTES
+        return self._drop_nonfinite and not self.by_few_kernels and slot.nbytes >= _LARGE_BYTES
 
-    def _allocate(self, indices: Sequence[int], num_rows: int) -> list[_Flat]:
+    def _allocate(self, indices: Sequence[int], *, last: bool) -> list[Flat]:
+        """Memory for the parameters of one bucket, or of the last one."""
         slots = self._slots
         alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for index in indices:
@@ -386,20 +420,20 @@ class StageBuffers:
             for index in own:
                 starts.append(end)
                 end += -(-slots[index].numel // ALIGN) * ALIGN
-            num_tail, is_last = 2 * len(own), position == len(alike) - 1
-            placed = self._carrier.place(end, num_tail + (num_rows if is_last else 0), dtype, device)
+            num_tail, is_last = self._numbers_of(len(own)), last and position == len(alike) - 1
+            placed = self._memory_for(end, num_tail + (self._num_last if is_last else 0), dtype, device)
             data, messages, tail = placed.gradients, placed.messages, placed.numbers[:num_tail]
             for index, start in zip(own, starts, strict=True):
                 self.views[index] = _view(data, start, slots[index].tensor)
-            if num_rows and is_last and len(self.state):
-                message = self._carrier.place_state(self.state, device)
-                self.state, messages = message.tensor, (*messages, message)
+            if is_last and len(self.state):
+                self.state = self.state.to(device)
+                messages = (*messages, self.state)
             ends = {i: (start, start + slots[i].numel) for i, start in zip(own, starts, strict=True)}
             large = tuple(i for i in own if self._is_large(slots[i]))
             self._large |= set(large)
             between, both = _between(data, [ends[i] for i in large]), placed.with_numbers(num_tail)
             plain = PlainNumbers(tail)
-            flats.append(_Flat(tuple(own), data, tail, messages, placed.wire, plain, large, between, both))
+            flats.append(Flat(tuple(own), data, tail, messages, placed.wire, plain, large, between, both))
             self.rows = placed.numbers[num_tail:]
         return flats
 
@@ -410,7 +444,7 @@ def _sum(data: Tensor) -> float:
     return float(real.sum(dtype=torch.float32).item())
 
 
-def _tails(flats: Sequence[_Flat]) -> list[list[float]]:
+def _tails(flats: Sequence[Flat]) -> list[list[float]]:
     """The tail of each of these; those on a device come by one copy, because each is waited for."""
     if flats and flats[0].tail.is_cuda and len({flat.tail.device for flat in flats}) == 1:
         numbers = torch.cat([flat.tail for flat in flats]).tolist()

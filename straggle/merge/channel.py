@@ -60,11 +60,15 @@ class GroupsChanged(Exception):
 class Channel:
     """Two process groups (data; control, always on the CPU by gloo) and a store, for one wrapped model.
 
+    ``groups_change``: whether other groups may take their place in a running job.
+
     While the store does not answer this rank, the rank cannot be late.
 
     Raises ``RuntimeError`` if there is no process group, if the job's store does not answer, or if not all ranks come
     within ``give_up_s``.
     """
+
+    groups_change = False
 
     def __init__(self, process_group: dist.ProcessGroup | None, *, give_up_s: float) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -281,6 +285,13 @@ class Channel:
             long_wait.look()
         if self._queued:
             work.wait()  # makes this thread's stream wait, and raises the collective's error
+
+    def come_after(self, work: dist.Work, step: int, what: str) -> None:
+        """Order what the calling thread queues on its device after a collective; the host waits only for gloo's."""
+        if self._queued:
+            work.wait()
+        else:
+            self.wait(work, step, what)
 
     def ends_soon(self, work: dist.Work) -> bool:
         """Wait for a moment; returns whether the collective is then over without an error.

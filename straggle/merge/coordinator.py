@@ -11,8 +11,8 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from straggle.backward.passes import TWICE_IN_ONE_PASS
@@ -65,8 +65,8 @@ class Coordinator:
         self.submit_hooks: Mapping[int, Callable[[int], object]] = {}  # the model's
         self.waiting: deque[Finished] = deque()
         self._pass_number = 0
-        device = slots[0].device
-        self._last_copy = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._device = rank.device
+        self._last_copy: Any = None  # a mark of what the training thread has queued, if its device has a queue
 
     # -- between two steps
 
@@ -167,6 +167,7 @@ class Coordinator:
     def close(self) -> None:
         """End the stand-in, and leave word for the peers."""
         self._stand_in.close()
+        self._rank.device_numbers.close(self._channel.rank)
         self._channel.close()
 
     # -- the training thread, in its step
@@ -175,6 +176,7 @@ class Coordinator:
         """The training thread enters its step."""
         with self._lock:
             now, before = self.stopwatch.now(), self.training.passes.number
+            self._mark()  # the buffers of this step may be read by the optimizer's kernels of the last one
             self.training.enter(entry, now, self.merging)
             self.waiting.clear()
             self._stand_in.entered(now)
@@ -263,10 +265,13 @@ class Coordinator:
         if complete and self._fill_in.reads_own:
             for index, _ in complete:
                 self._fill_in.computed(self._slots[index].parameter, current.read(index))
-        if self._last_copy is not None:
-            self._last_copy.record()
+        self._mark()
         stages = [current.parameter_complete(index, at - entered_at) for index, at in complete]
         return any(stages)
+
+    def _mark(self) -> None:
+        if self._device.is_queued:
+            self._last_copy = self._device.mark()
 
     def place(self, gradients: Mapping[int, Tensor]) -> list[int]:
         """Merge these gradients of the entire step, which the loop has computed by itself; all of them, or none.
@@ -283,6 +288,17 @@ class Coordinator:
             now, entered_at = self.stopwatch.now(), self.training.entered_at or 0.0
             self._complete(current, [(index, now) for index in gradients], entered_at)
             return []
+
+    def leaves_on_device(self, value: Tensor) -> bool:
+        """Whether this number is to go into the row of a later step, because the host would wait for it."""
+        return self._rounds.are_queued and value.device == self._slots[0].device
+
+    def add_device_numbers(
+        self, step: int, counts: tuple[Tensor, Tensor] | None, scalars: Mapping[str, Tensor]
+    ) -> None:
+        """Numbers on the device, of a step whose merge is queued: they go into the row of a later step."""
+        with self._lock:
+            self._rank.device_numbers.add(step, counts, scalars)
 
     def discard_waiting(self) -> None:
         """Take the gradients that wait, which are not to be merged with their step."""
@@ -398,8 +414,8 @@ class Coordinator:
 
     def _submit_for_stuck(self) -> Round:
         """For the stand-in: submit for a training thread that cannot."""
-        if self._last_copy is not None:  # the gradients that go into the merge are copied in by another stream
-            self._last_copy.wait()
+        if self._last_copy is not None:  # the gradients that go into the merge are copied in by another thread's queue
+            self._device.after(self._last_copy)
         elif self._takes_part:  # those that are finished and wait for their group
             self._merge_waiting()
         for phase in self._wings.stands_in:

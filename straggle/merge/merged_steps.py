@@ -60,7 +60,8 @@ class MergedSteps:
                     break
                 merging.step_merged.wait()
             training.take(merged, self._rank.stopwatch.now())
-            merged.launched = []  # which have memory of their own, and are over
+            if not merged.buffers.is_queued:
+                merged.launched = []  # which have memory of their own, and are over
             for phase in self._wings.taken:
                 phase()
             self._rank.rounds.hold(merged.buffers)

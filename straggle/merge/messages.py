@@ -1,10 +1,9 @@
-"""In which messages a bucket travels: gradients over the data group, weights and rows with them or over control."""
+"""Where a flat buffer of gradients lies with the few numbers that belong to it, and in which messages both travel."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -12,13 +11,6 @@ from torch import Tensor
 from straggle.policies.merge_time import largest_message_bytes
 
 ALIGN = 16  # elements: each gradient starts on a cache line
-
-
-class Message(NamedTuple):
-    """One collective's ``tensor``, over the data group or the control group."""
-
-    tensor: Tensor
-    is_control: bool = False
 
 
 @dataclass(frozen=True)
@@ -30,7 +22,7 @@ class Placed:
 
     gradients: Tensor
     numbers: Tensor
-    messages: tuple[Message, ...]
+    messages: tuple[Tensor, ...]
     wire: Tensor | None
     memory: Tensor
 
@@ -38,41 +30,29 @@ class Placed:
         """The gradients and the first of the numbers; one tensor if they lie together."""
         if len(self.memory) > (end := len(self.gradients)):
             return (self.memory[: end + count],)
-        return self.gradients, self.numbers[:count]
+        return (self.gradients, self.numbers[:count]) if count else (self.gradients,)
 
 
-class Carrier(Protocol):
-    """Decides where what ranks decide by (weights, presence, rows) lies, and in which messages it travels."""
-
-    def place(self, numel: int, num_numbers: int, dtype: torch.dtype, device: torch.device) -> Placed:
-        """Zeros for the gradients of one flat buffer, and for the numbers that belong to it."""
-
-    def place_state(self, state: Tensor, device: torch.device) -> Message:
-        """The module's other state, which goes with the last bucket."""
-
-
-class RowsWithData:
+class NumbersWithData:
     """Numbers lie at the end of their gradients' buffer if that is exact, and travel in its message.
 
-    On the CPU each message more would cost one latency more. If gradients are of less than fp32, or are rounded to
-    ``wire_dtype`` as they travel, the numbers go beside them.
+    Each message more would cost one latency more. If gradients are of less than fp32, or are rounded to ``wire_dtype``
+    as they travel, the numbers go beside them, over the same group.
     """
 
     def __init__(self, num_replicas: int, wire_dtype: torch.dtype | None = None) -> None:
         self._num_replicas, self._wire_dtype = num_replicas, wire_dtype
 
     def place(self, numel: int, num_numbers: int, dtype: torch.dtype, device: torch.device) -> Placed:
+        """Zeros for the gradients of one flat buffer, and for the numbers that belong to it."""
         rounded = dtype is torch.float32 and self._wire_dtype is not None
         together = dtype in (torch.float32, torch.float64) and not rounded
         memory = torch.zeros(numel + (num_numbers if together else 0), dtype=dtype, device=device)
         numbers = memory[numel:] if together else torch.zeros(num_numbers, device=device)
         wire = torch.zeros(numel, dtype=self._wire_dtype, device=device) if rounded else None
         tensors = cut(memory if wire is None else wire, self._num_replicas)
-        beside = () if together else (numbers,)
-        return Placed(memory[:numel], numbers, tuple(map(Message, (*tensors, *beside))), wire, memory)
-
-    def place_state(self, state: Tensor, device: torch.device) -> Message:
-        return Message(state.to(device))
+        beside = () if together or not num_numbers else (numbers,)
+        return Placed(memory[:numel], numbers, (*tensors, *beside), wire, memory)
 
 
 def cut(data: Tensor, num_replicas: int) -> tuple[Tensor, ...]:

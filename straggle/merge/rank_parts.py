@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from straggle.backward.clocks import Stopwatch
+from straggle.backward.device import Device, device_of
 from straggle.backward.stages import StagePlan
 from straggle.merge.channel import Channel
 from straggle.merge.current_deadline import CurrentDeadline
+from straggle.merge.device_numbers import DeviceNumbers
 from straggle.merge.options import Merge
 from straggle.merge.replica import Replica
 from straggle.merge.round import Round
@@ -22,11 +24,13 @@ from straggle.source.source import Slot
 class RankParts:
     """The two sides of a rank, and what merges for it; ``merging.lock`` guards all of it.
 
-    ``stopwatch`` measures the phases of the training thread, and tells the time. ``ring``: by their number, the merged
+    ``stopwatch`` measures the phases of the training thread, and tells the time. ``device``: where the gradients are. ``ring``: by their number, the merged
     rounds that wait for the training thread.
     """
 
     stopwatch: Stopwatch
+    device: Device
+    device_numbers: DeviceNumbers
     channel: Channel
     replica: Replica
     training: TrainingSide
@@ -48,9 +52,9 @@ class RankParts:
         num_state: int,
     ) -> RankParts:
         """Those of a model with these slots; ``num_state``: numbers of other state that go beside each merge."""
-        stopwatch = Stopwatch()
+        stopwatch, device = Stopwatch(), device_of(slots[0].device)
         sides = TrainingSide(stopwatch), MergeSide(stopwatch)
-        stand_in = StandIn(*sides, deadline, channel, device=slots[0].device)
+        stand_in = StandIn(*sides, deadline, channel, device=device)
         all_or_nothing = deadline.late_handling.granularity == "step"
         rounds = Rounds(
             slots,
@@ -59,9 +63,10 @@ class RankParts:
             all_or_nothing=all_or_nothing,
             num_state=num_state,
             num_replicas=replica.count,
+            queued=device.is_queued and not channel.groups_change,
         )
         rounds.merge_among(channel.formed, rounds.ranks, 0)
-        return RankParts(stopwatch, channel, replica, *sides, deadline, stand_in, rounds)
+        return RankParts(stopwatch, device, DeviceNumbers(device), channel, replica, *sides, deadline, stand_in, rounds)
 
     @property
     def lag(self) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from straggle.backward.stages import Stage, StagePlan
 from straggle.merge.buffers import Share, StageBuffers
+from straggle.merge.channel import Channel
 from straggle.merge.groups import ProcessGroups, succeeded
 from straggle.merge.state.exchange import NOTHING_GIVEN
 from straggle.merge.step_passes import EqualPasses, Passes
@@ -128,6 +129,7 @@ class Round:
         self.stage_s = [math.nan] * len(layout.plan.stages)  # when each stage was complete
         self.layout = layout
         self.launched: list[list[dist.Work]] = []  # of each bucket whose merge has begun
+        self.rows_sent: dist.Work | None = None  # the message of the rows, if they do not go with the last bucket
         self.abandoned = False  # the rank has given it up: it was put out, or goes on in another step
         self.row: Row | None = None  # its telemetry
         self.table: Table  # the rows of all ranks, if `is_read`
@@ -173,7 +175,7 @@ class Round:
         """Take these gradients of pass ``number``; the parameters that are complete with them, and since when."""
         num_in, last_in, buffers, complete = self.num_in, self.last_in, self.buffers, []
         weight, most = self.passes.weight_of(number), self.passes.most
-        if together := len(finished) > 1 and finished[0][1].is_cuda:
+        if together := len(finished) > 1 and buffers.by_few_kernels:
             self._accumulate_together(finished, weight)
         for index, gradient, at in finished:
             before = num_in[index]
@@ -188,7 +190,7 @@ class Round:
     def place(self, gradients: Mapping[int, Tensor]) -> None:
         """Take these gradients, each the rank's own of the entire step: the loop computed them, no pass gave them."""
         weight, number = self.passes.weight, self.passes.number
-        if together := any(gradient.is_cuda for gradient in gradients.values()):
+        if together := self.buffers.by_few_kernels and bool(gradients):
             self._accumulate_together([(index, own, 0.0) for index, own in gradients.items()], weight)
         for index, gradient in gradients.items():
             if not together:
@@ -322,8 +324,11 @@ class Round:
 
     def _launch_rest(self) -> None:
         """Launch what is left of a closed round."""
-        while len(self.launched) < len(self.layout.buckets) and self._launch_allreduce(self._last_shares):
-            pass
+        while len(self.launched) < len(self.layout.buckets):
+            if not self._launch_allreduce(self._last_shares):
+                return
+        if self.groups is not None:
+            self.rows_sent = self.buffers.send_rows(self.groups.control)
 
     def _launch_allreduce(self, shares: Mapping[int, Share]) -> bool:
         """Begin the merge of the next bucket; false if there are no groups at present."""
@@ -336,12 +341,27 @@ class Round:
 
     @property
     def works(self) -> list[tuple[dist.Work, str]]:
-        """What was launched and is to be waited for, each with the names of its stages."""
+        """What was launched and is to be waited for by the host, each with the names of its stages."""
+        if self.rows_sent is not None:
+            return [(self.rows_sent, "rows of all ranks")]
+        return self._works_of_buckets()
+
+    def _works_of_buckets(self) -> list[tuple[dist.Work, str]]:
         names = self.layout.bucket_names
         return [(work, name) for works, name in zip(self.launched, names, strict=False) for work in works]
 
+    def come_after(self, channel: Channel, where: str) -> None:
+        """What the calling thread queues from here on comes after the merge of all buckets."""
+        if not self.buffers.is_queued:
+            return
+        for work, name in self._works_of_buckets():
+            channel.come_after(work, self.step, f"{where}, stage {name}")
+        self.launched = []
+
     def merged_early(self) -> list[int]:
         """The first buckets whose merges are over while those of others are not; none if all are over."""
+        if self.buffers.is_queued:
+            return []
         over = 0
         while over < len(self.launched) and all(map(succeeded, self.launched[over])):
             over += 1

@@ -8,8 +8,8 @@ from dataclasses import replace
 from straggle.backward.stages import StagePlan
 from straggle.merge.buffers import StageBuffers, keep_freed_memory
 from straggle.merge.groups import ProcessGroups
-from straggle.merge.messages import RowsWithData
 from straggle.merge.options import Merge
+from straggle.merge.queued_buffers import QueuedBuffers
 from straggle.merge.round import Layout, Round, RoundTerms, Usage
 from straggle.merge.sides import MergeSide, TrainingSide
 from straggle.policies.merge_time import QUICK_S
@@ -22,7 +22,8 @@ _SLOW_S = QUICK_S / 4  # a link's latency, with which a small message between tw
 class Rounds:
     """Begins the rounds of one model, and keeps the buffers that are free; all with the coordinator's lock held.
 
-    ``num_state``: numbers of the module's other state that go beside each merge.
+    ``num_state``: numbers of the module's other state that go beside each merge. ``queued``: the host does not wait
+    for the gradients' device.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Rounds:
         all_or_nothing: bool,
         num_state: int,
         num_replicas: int,
+        queued: bool = False,
     ) -> None:
         self.groups: ProcessGroups | None = None  # `None`: there are none at present
         self.ranks = tuple(range(num_replicas))  # of these groups, by their rows
@@ -43,7 +45,7 @@ class Rounds:
         self._all_or_nothing = all_or_nothing
         self._num_state = num_state
         self._num_replicas = num_replicas
-        self._carrier = RowsWithData(num_replicas, merge.dtype_on_wire)
+        self.are_queued, self._kind = queued, QueuedBuffers if queued else StageBuffers
         keep_freed_memory()
         self.begin_anew()
         self.learn(plan)
@@ -105,13 +107,13 @@ class Rounds:
 
     def new_buffers(self) -> StageBuffers:
         """Buffers that nothing else has."""
-        return StageBuffers(
+        return self._kind(
             self.plan,
             self._slots,
             self._num_replicas,
             num_state=self._num_state,
             drop_nonfinite=self._merge.nonfinite == "drop",
-            carrier=self._carrier,
+            wire_dtype=self._merge.dtype_on_wire,
         )
 
     def make_spare(self) -> None:

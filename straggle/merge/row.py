@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from straggle.merge.device_numbers import NOTHING_ARRIVED, Arrived
 from straggle.merge.round import Contribution, Round
 from straggle.merge.sides import MergeSide, TrainingSide
 from straggle.merge.telemetry import NO_FINGERPRINT, Row
@@ -23,8 +24,12 @@ def row_of(
     in_step: bool,
     state: int,
     without_store: bool,
+    arrived: Arrived = NOTHING_ARRIVED,
 ) -> Row:
-    """This rank's row for the round, as of now; with the lock held. ``in_step``: it has entered the step."""
+    """This rank's row for the round, as of now; with the lock held. ``in_step``: it has entered the step.
+
+    ``arrived``: what its device has told of earlier steps.
+    """
     now, times, layout = training.stopwatch.now(), training.stopwatch.read(), current.layout
     entry, before = training.entry, merging.times_at_merge
     passes = current.passes
@@ -38,6 +43,7 @@ def row_of(
         stood_in=current.stood_in,
         idle=idle,
         weight=passes.own_weight if in_step else passes.weight,
+        nonfinite=arrived.nonfinite,
     )
     row = Row(
         times={phase: times[phase] - before[phase] for phase in PHASES},
@@ -65,6 +71,8 @@ def row_of(
         state=state,
         ways=training.ways(now) if training.measured else (),
         cost=training.cost if in_step and not idle else math.nan,
-        scalars=scalars,
+        scalars={**arrived.scalars, **scalars} if arrived.scalars else scalars,
+        counts_behind=arrived.behind,
+        skipped_before=arrived.skipped,
     )
     return row if passes.parts is None or not in_step else passes.tell(row, current.num_over)

@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import sys
 import threading
 from collections.abc import Callable
 
-import torch
-
+from straggle.backward.device import Device
 from straggle.merge.channel import Channel, PeerFailed
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.lateness import (
@@ -49,7 +47,7 @@ class StandIn:
         deadline: CurrentDeadline,
         channel: Channel,
         *,
-        device: torch.device,
+        device: Device,
     ) -> None:
         self._training, self._merging = training, merging
         self._deadline = deadline
@@ -163,7 +161,7 @@ class StandIn:
 
     def _run(self, submit_for_stuck: Callable[[], Round], complete: Callable[[Round], None]) -> None:
         try:
-            with _own_stream(self._device):
+            with self._device.own_queue():  # not behind the kernels of the training thread
                 while self._act(submit_for_stuck, complete):
                     pass
         except BaseException as error:
@@ -286,11 +284,3 @@ class StandIn:
         behind = f" ({lag} merged steps behind)" if lag > 0 else ""
         place = f"{self._stopwatch.phase} of step {self._training.step}{behind}"
         return f"rank {self._channel.rank} has been in {place} for {stuck_s} s"
-
-
-def _own_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """On a CUDA device the stand-in's collectives must not queue behind the kernels of the training thread."""
-    if device.type != "cuda":
-        return contextlib.nullcontext()
-    torch.cuda.set_device(device)
-    return torch.cuda.stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]

@@ -92,6 +92,7 @@ class Submission:
         """Launch all collectives that are left, the last with the telemetry; when that was."""
         training, merging, channel = self._rank.training, self._rank.merging, self._rank.channel
         weights, in_step = current.weights(own), training.is_in(current.step)
+        arrived = self._rank.device_numbers.take(current.step)
         row = row_of(
             training,
             merging,
@@ -102,6 +103,7 @@ class Submission:
             in_step=in_step,
             state=given.mark,
             without_store=not channel.store.reachable,
+            arrived=arrived,
         )
         for phase in self._wings.submit:
             row = phase(current, row)

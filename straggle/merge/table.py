@@ -15,6 +15,7 @@ from torch import Tensor
 from straggle.merge.state.marks import UNCHANGED, UNFINISHED, UNSETTLED, must_exchange
 from straggle.merge.telemetry import (
     COLUMN,
+    COUNTS_BEHIND,
     FIELDS,
     MICROBATCH_SLOTS,
     NONFINITE,
@@ -241,8 +242,11 @@ class Table:
         return set(self._columns["cause"]) == {_SKIPPED} and not any(self._columns["late"])
 
     def skipped(self) -> bool:
-        """Whether no rank has a gradient that could be applied, and some have gradients that are not finite."""
-        nonfinite = self.rows[:, NONFINITE] > 0
+        """Whether no rank has a gradient that could be applied, and some have gradients that are not finite.
+
+        On a device with a queue only that knows it (`QueuedBuffers.skip`): its counts are of steps before this one.
+        """
+        nonfinite = (self.rows[:, NONFINITE] > 0) & (self.rows[:, COUNTS_BEHIND] == 0)
         nothing = self.rows[:, self.of_stages.computed].sum(1) == 0
         return bool(nonfinite.any() and (nonfinite | nothing).all())
 

@@ -65,6 +65,8 @@ class Row(NamedTuple):
     admits: bool = False  # it lets others in after this step
     pool_parts: int = 0  # as `StepReport` has it, which takes the largest of all ranks,
     pool_weight: float = 0.0  # and this
+    counts_behind: int = 0  # as `StepReport` has it
+    skipped_before: bool = False  # so many steps before, no rank had a gradient that could be applied
     joins_over: int = 0  # the loops over `join` for which it has no more data after this step
     fingerprint: int = NO_FINGERPRINT  # of what it holds
     state: int = UNFINISHED  # the mark of what its forward pass changed beside gradients (`state/exchange.py`)
@@ -101,6 +103,7 @@ class Row(NamedTuple):
             or (reported.late or reported.stood_in or reported.idle or reported.absent)
             or (self.failed or self.replans or self.without_store or self.admits)
             or (self.kept != NONE or self.frozen != NONE)
+            or self.skipped_before
             or (self.fingerprint >= 0 or self.pool_parts > 0 or self.cost == self.cost)
         )
 
@@ -121,7 +124,8 @@ _reported, _plain = attrgetter(*_REPORTED), attrgetter(*_PLAIN)
 _HALVES = tuple(f"{mark}_{half}" for mark in _MARKS for half in ("high", "low"))
 FIELDS = (*TIMES, *_REPORTED, *_PLAIN, *_HALVES, "unusual", *WAYS)
 COLUMN = {name: column for column, name in enumerate(FIELDS)}
-NONFINITE = COLUMN["nonfinite"]  # counted while the row is on its way
+NONFINITE = COLUMN["nonfinite"]  # on the CPU counted while the row is on its way
+COUNTS_BEHIND = COLUMN["counts_behind"]
 _PER_STAGE = 4
 _NO_WAYS = array("f", [-1.0, math.nan, math.nan, math.nan] * MAX_WAYS)
 _NO_ENDS = array("f", [math.nan] * MICROBATCH_SLOTS)

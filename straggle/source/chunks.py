@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-import torch
-
+from straggle.backward.device import device_of
 from straggle.backward.stages import Stage, StagePlan
 from straggle.source.source import Slot
 
@@ -24,27 +23,25 @@ class GradientChunks:
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
-        self._slots = slots
+        self._slots, self._device = slots, device_of(slots[0].device)
         self._streams: set[object] = set()
         self.ends: frozenset[int] = frozenset()
 
     def note_stream(self) -> None:
         """Note the current stream, on which a gradient came while the plan is learned."""
-        if self._slots[0].tensor.is_cuda:
-            self._streams.add(torch.cuda.current_stream())
+        self._streams.add(self._device.queue())
 
     def follow(self, plan: StagePlan) -> None:
-        """Form the groups of this plan; on a CUDA device one for each stage, as few kernels matter more than the cache.
+        """Form the groups of this plan; for a device with a queue one for each stage, because few kernels matter most.
 
         On the CPU a group may have small stages that share a message, because nothing can be sent before all of it is
         complete. Gradients on several devices or streams cannot be merged by one call: they form no groups.
         """
         devices = {slot.device for slot in self._slots}
         if len(devices) == 1 and len(self._streams) <= 1:
-            on_cuda = self._slots[0].tensor.is_cuda
-            nbytes = [slot.nbytes for slot in self._slots]
-            runs = [(stage,) for stage in plan.stages] if on_cuda else plan.buckets()
-            self.ends = group_ends(runs, nbytes, math.inf if on_cuda else GROUP_BYTES)
+            queued, nbytes = self._device.is_queued, [slot.nbytes for slot in self._slots]
+            runs = [(stage,) for stage in plan.stages] if queued else plan.buckets()
+            self.ends = group_ends(runs, nbytes, math.inf if queued else GROUP_BYTES)
 
 
 def group_ends(runs: Iterable[Sequence[Stage]], nbytes: Sequence[int], group_bytes: float) -> frozenset[int]:

@@ -9,7 +9,6 @@ from torch import nn
 
 from straggle.backward.stages import plan_stages
 from straggle.merge.buffers import StageBuffers
-from straggle.merge.messages import RowsWithData
 from straggle.merge.telemetry import COLUMN
 from straggle.source.replicated import slots_of
 
@@ -106,8 +105,8 @@ class Counting:
 def test_row_tells_the_bytes_that_its_rank_hands_to_collectives(wire_dtype, num_state):
     module = nn.ModuleList([layer(SMALL), layer(LARGE)])
     plan, group = plan_stages(module, 2), Counting()
-    slots, carrier = slots_of(module.named_parameters()), RowsWithData(2, wire_dtype)
-    buffers = StageBuffers(plan, slots, 2, num_state=num_state, carrier=carrier)
+    slots = slots_of(module.named_parameters())
+    buffers = StageBuffers(plan, slots, 2, num_state=num_state, wire_dtype=wire_dtype)
     of_stages = {"computed": (1.0,) * len(plan.stages), "estimated": (0.0,) * len(plan.stages), "stage_s": (0.1,) * 2}
     row = row_of(**of_stages).numbers()
 

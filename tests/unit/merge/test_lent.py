@@ -9,7 +9,6 @@ from torch import nn
 from straggle.backward import stages
 from straggle.backward.stages import plan_stages
 from straggle.merge.buffers import StageBuffers
-from straggle.merge.messages import RowsWithData
 from straggle.source.replicated import slots_of
 
 KEEPS = {
@@ -67,7 +66,7 @@ def test_bucket_of_which_the_loop_has_something_gets_other_memory(index, keep, k
 
 @pytest.mark.parametrize("kind", ["plain", "channels last", "float16", "mixed"])
 @pytest.mark.parametrize(
-    "options", [{}, {"carrier": RowsWithData(2, torch.bfloat16), "drop_nonfinite": True}], ids=["as is", "rounded"]
+    "options", [{}, {"wire_dtype": torch.bfloat16, "drop_nonfinite": True}], ids=["as is", "rounded"]
 )
 def test_without_anything_kept_all_memory_is_used_again(options, kind):
     buffers = buffers_of(kind, **options)

@@ -1,0 +1,85 @@
+"""What only a device knows of a step: numbers that are copied to the host behind the merge, and read when they are there.
+
+They go into this rank's row of a later step, so that all ranks know them at the same time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from straggle.backward.device import Device
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """Of ``behind`` steps before the one whose row they go in; 0: nothing has arrived since the last row.
+
+    ``nonfinite``: gradients of this rank that were left out. ``skipped``: no rank had a gradient that could be applied.
+    If several steps' numbers have arrived, ``nonfinite`` is their sum, each of ``scalars`` its mean.
+    """
+
+    behind: int = 0
+    nonfinite: int = 0
+    skipped: bool = False
+    scalars: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+
+
+NOTHING_ARRIVED = Arrived()
+
+
+class DeviceNumbers:
+    """Those of one rank. The training thread adds; whoever submits takes; each with the coordinator's lock held."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._copied: deque[tuple[int, Any, Tensor, Sequence[str]]] = deque()
+
+    def add(self, step: int, counts: tuple[Tensor, Tensor] | None, scalars: Mapping[str, Tensor]) -> None:
+        """Copy these of a merged step to the host, when the device comes to it; all on one device."""
+        if counts is None and not scalars:
+            return
+        numbers = list(counts or ()) + [value.reshape(()) for value in scalars.values()]
+        copy = self._device.copy_to_host(torch.stack([number.float() for number in numbers]))
+        names = [*scalars] if counts is None else ["", "", *scalars]
+        self._copied.append((step, self._device.mark(), copy, names))
+
+    def take(self, step: int) -> Arrived:
+        """What has arrived since the last row, for the row of ``step``; does not wait."""
+        if not self._copied or not self._device.ready(self._copied[0][1]):
+            return NOTHING_ARRIVED
+        last, nonfinite, skipped, seen = step, 0, False, dict[str, list[float]]()
+        while self._copied and self._device.ready(self._copied[0][1]):
+            last, _, copy, names = self._copied.popleft()
+            for place, (name, value) in enumerate(zip(names, copy.tolist(), strict=True)):
+                if name:
+                    seen.setdefault(name, []).append(value)
+                elif place == 0:
+                    nonfinite += int(value)
+                else:
+                    skipped = skipped or value > 0
+        scalars = {name: sum(values) / len(values) for name, values in seen.items()}
+        return Arrived(max(1, step - last), nonfinite, skipped, scalars)
+
+    def close(self, rank: int) -> None:
+        """Name the gradients of the last steps that no later row has counted."""
+        if not self._copied:
+            return
+        self._device.wait(self._copied[-1][1])
+        first = self._copied[0][0]
+        if (left := self.take(first + 1)).nonfinite:
+            _log.warning(
+                "rank %d, since step %d: %d gradients were not finite and left out; the last steps' are in no report",
+                rank,
+                first,
+                left.nonfinite,
+            )

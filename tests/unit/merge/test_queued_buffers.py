@@ -1,0 +1,169 @@
+"""Buffers of a device that the host does not wait for merge as those of the CPU do, bit for bit."""
+
+import math
+
+import pytest
+import torch
+from telemetry_rows import row_of
+from torch import nn
+
+from straggle.backward.stages import plan_stages
+from straggle.merge.buffers import NOTHING, Share, StageBuffers
+from straggle.merge.groups import ProcessGroups
+from straggle.merge.queued_buffers import QueuedBuffers
+from straggle.merge.telemetry import COLUMN
+from straggle.source.replicated import slots_of
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+
+
+class Sent:
+    """A rank's side of a group: keeps what it is given."""
+
+    def __init__(self):
+        self.tensors = []
+
+    def all_reduce(self, tensor):
+        self.tensors.append(tensor)
+        return True
+
+
+def module_of(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 2)).to(dtype)
+
+
+def gradients_of(module, num_ranks):
+    torch.manual_seed(1)
+    return [[torch.randn_like(parameter) for parameter in module.parameters()] for _ in range(num_ranks)]
+
+
+def begun(kind, module, num_ranks, **options):
+    slots = slots_of(module.named_parameters())
+    return [kind(plan_stages(module, 3), slots, num_ranks, num_state=4, **options) for _ in range(num_ranks)]
+
+
+def merge(ranks, gradients, shares=None, weights=None):
+    """A step of all ranks; what each has of shares, and the groups."""
+    groups = [ProcessGroups(Sent(), Sent(), tuple(range(len(ranks)))) for _ in ranks]
+    for rank, buffers in enumerate(ranks):
+        weight, own = (weights or {}).get(rank, 1.0), (shares or {}).get(rank, {})
+        buffers.begin()
+        for index, gradient in enumerate(gradients[rank]):
+            buffers.accumulate(index, gradient, add=False, weight=weight)
+        buffers.write_state(torch.full((4,), rank + 0.5, dtype=torch.float64))
+        row = row_of(computed=(1.0,) * 3, estimated=(0.0,) * 3, stage_s=(rank + 0.25,) * 3)
+        buffers.write_telemetry(rank, row.numbers())
+        for bucket in range(len(buffers._buckets)):
+            buffers.all_reduce(bucket, own, groups[rank], weight)
+        buffers.send_rows(groups[rank].control)
+    for name in ("data", "control"):
+        for tensors in zip(*(getattr(own, name).tensors for own in groups), strict=True):
+            total = sum(tensors[1:], start=tensors[0].clone())
+            for tensor in tensors:
+                tensor.copy_(total)
+    every = [buffers.normalize() for buffers in ranks]
+    assert all(own == every[0] for own in every)
+    return every[0], groups[0]
+
+
+def assert_equal(ours, theirs):
+    for one, other in zip([*ours.views, ours.state], [*theirs.views, theirs.state], strict=True):
+        assert torch.equal(one, other)
+
+
+CASES = {
+    "nobody late": {},
+    "one without the last layer": {"shares": {1: {4: NOTHING, 5: NOTHING}}},
+    "weights": {"weights": {0: 3.0, 1: 1.0}},
+    "weights, and one without half": {"weights": {0: 3.0}, "shares": {1: {0: NOTHING, 1: Share(0.5, True)}}},
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("drop", [True, False], ids=["drop", "keep"])
+@pytest.mark.parametrize("case", CASES)
+def test_merge_is_the_same_bit_for_bit_whether_the_host_or_the_device_normalizes(dtype, drop, case):
+    module = module_of(dtype)
+    gradients = gradients_of(module, 2)
+    host, device = (begun(kind, module, 2, drop_nonfinite=drop) for kind in (StageBuffers, QueuedBuffers))
+    for _ in range(2):  # the memory is used again
+        shares, groups = merge(host, gradients, **CASES[case])
+        queued_shares, queued = merge(device, gradients, **CASES[case])
+        assert queued_shares == shares
+        assert_equal(host[0], device[0])
+    for buffers in (host[0], device[0]):
+        buffers.rows[:, COLUMN["sent_bytes"]] = 0.0
+    torch.testing.assert_close(host[0].rows.float(), device[0].rows, rtol=0.0, atol=0.0, equal_nan=True)
+    assert not groups.control.tensors
+    assert len(queued.control.tensors) == 1
+    assert device[0].skip is None or device[0].skip.item() == 0
+
+
+@DTYPES
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_bucket_with_a_bad_number_counts_only_for_the_other_rank(dtype, bad):
+    module = module_of(dtype)
+    gradients = gradients_of(module, 2)
+    gradients[1][3][0] = bad
+    ranks = begun(QueuedBuffers, module, 2, drop_nonfinite=True)
+    shares, _ = merge(ranks, gradients)
+    assert all(share == Share(2.0, True) for share in shares)  # as hosts know it
+    for buffers in ranks:
+        for view, own, other in zip(buffers.views, *gradients, strict=True):
+            assert torch.equal(view, own) or torch.equal(view, own / 2 + other / 2)
+        assert torch.equal(buffers.views[3], gradients[0][3])
+        assert buffers.skip.item() == 0
+    (first, _), (second, _) = (buffers.counts() for buffers in ranks)
+    assert first.item() == 0
+    assert second.item() == 6  # all are in one bucket
+
+
+@pytest.mark.parametrize("nothing", [False, True], ids=["bad on all ranks", "bad on one, nothing on the other"])
+def test_all_gradients_are_zeros_if_no_rank_had_any_that_could_be_applied(nothing):
+    module = module_of()
+    gradients = gradients_of(module, 2)
+    gradients[0][0][0] = math.nan
+    gradients[1][5][0] = math.nan
+    ranks = begun(QueuedBuffers, module, 2, drop_nonfinite=True)
+    merge(ranks, gradients, shares={1: dict.fromkeys(range(6), NOTHING)} if nothing else {})
+    for buffers in ranks:
+        assert buffers.skip.item() == 1
+        assert not any(view.any() for view in buffers.views)
+    shares, _ = merge(ranks, gradients_of(module, 2))  # the next step is as any other
+    assert ranks[0].skip.item() == 0
+    assert shares[0] == Share(2.0, True)
+    assert all(view.any() for view in ranks[0].views)
+
+
+def test_hosts_know_that_no_rank_gave_anything():
+    module = module_of()
+    ranks = begun(QueuedBuffers, module, 2, drop_nonfinite=True)
+    nothing = dict.fromkeys(range(6), NOTHING)
+    shares, _ = merge(ranks, gradients_of(module, 2), shares={0: nothing, 1: nothing})
+    assert set(shares) == {Share(0.0, False)}
+    assert ranks[0].counts() is None
+
+
+def test_gradients_of_several_passes_come_together_by_few_kernels():
+    module = module_of()
+    (first,), (second,) = gradients_of(module, 1), gradients_of(module_of(), 1)
+    for drop in (True, False):
+        (buffers,) = begun(QueuedBuffers, module, 1, drop_nonfinite=drop)
+        buffers.begin()
+        buffers.accumulate_together(list(enumerate(first)), add=False, weight=0.5)
+        buffers.accumulate_together(list(enumerate(second)), add=True, weight=0.5)
+        for view, one, other in zip(buffers.views, first, second, strict=True):
+            assert torch.equal(view, one / 2 + other / 2)
+        assert torch.equal(buffers.read(2, weight=0.5), first[2] + second[2])
+
+
+def test_gradients_that_are_rounded_on_the_wire_are_normalized_as_they_come_back():
+    module = module_of()
+    gradients = gradients_of(module, 2)
+    host, device = (
+        begun(kind, module, 2, drop_nonfinite=True, wire_dtype=torch.bfloat16) for kind in (StageBuffers, QueuedBuffers)
+    )
+    for ranks in (host, device):
+        merge(ranks, gradients, shares={1: {4: NOTHING, 5: NOTHING}})
+    assert_equal(host[0], device[0])
