@@ -1,0 +1,79 @@
+"""A fake device that is a queue, on CPU tensors, for straggle and for tests that count waits (`host_reads.py`)."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from straggle.backward import device as of_straggle
+
+
+class RecordingDevice:
+    """A device that is a queue, on CPU tensors. ``waits``: how often the host has waited for it.
+
+    ``behind``: for so many questions it has not come to a mark. What it copies to the host is NaN, or a large number,
+    until the host has seen a mark behind that ready, or has waited for it.
+    """
+
+    is_queued = True
+
+    def __init__(self, behind: int = 0) -> None:
+        self.behind, self.waits = behind, 0
+        self._copies: list[tuple[Tensor, Tensor]] = []
+
+    def mark(self) -> tuple[float, list[tuple[Tensor, Tensor]]]:
+        copies, self._copies = self._copies, []
+        return time.monotonic(), copies
+
+    def ready(self, mark: Any) -> bool:
+        if self.behind > 0:
+            self.behind -= 1
+            return False
+        with _disable_current_modes():
+            for to, copy in mark[1]:
+                to.copy_(copy)
+        mark[1].clear()
+        return True
+
+    def wait(self, mark: Any) -> None:
+        self.waits += 1
+        self.behind = 0
+        self.ready(mark)
+
+    def after(self, mark: Any) -> None:
+        """All are done in the order of their calls."""
+
+    def seconds_between(self, before: Any, after: Any) -> float:
+        return float(after[0] - before[0])
+
+    def copy_to_host(self, numbers: Tensor) -> Tensor:
+        with _disable_current_modes():
+            copy = numbers.detach().clone()
+            unknown = torch.nan if copy.is_floating_point() else torch.iinfo(copy.dtype).max
+            self._copies.append((to := torch.full_like(copy, unknown), copy))
+        return to
+
+    def own_queue(self) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def queue(self) -> object:
+        return None
+
+
+@contextlib.contextmanager
+def queued_device(device: RecordingDevice | None = None) -> Iterator[RecordingDevice]:
+    """In the block, all that straggle makes asks this device, whatever tensors it has."""
+    used, original = device or RecordingDevice(), of_straggle.device_of
+    with contextlib.ExitStack() as patches:
+        for name, module in tuple(sys.modules.items()):
+            if name.startswith("straggle") and getattr(module, "device_of", None) is original:
+                patches.enter_context(patch.object(module, "device_of", lambda _device: used))
+        yield used
