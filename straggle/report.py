@@ -189,7 +189,8 @@ class StepReport:
 
     ``skipped``: no rank had finite gradients, and no parameter has one now. ``counts_behind``: 0 if ``skipped`` and the
     ranks' ``nonfinite`` are of this step, as on the CPU. On a device with a queue the host does not wait for them: they
-    are of so many steps before this one (usually 1), and so are scalars that were logged as tensors of the device. ``different_ranks``: those whose parameters
+    are of so many steps before this one (usually 1), and so are scalars that were logged as tensors of the device.
+    ``different_ranks``: those whose parameters
     or buffers were not those of most ranks when they entered the step (in a tie: not those of the lowest rank). Either
     they were compared and differ (`Merge.check_every`), with their names in ``different_tensors``, or the optimizers of
     these ranks did not step as often as the others' after the step before. ``None``: they were not compared, and all

@@ -60,7 +60,7 @@ class OpenStep(PassWatcher):
         limit: HostLimit | None,
     ) -> None:
         self.step: Step | None = None
-        self.skip: Tensor | None = None  # 1 on the device if the step that was left last is to change nothing
+        self.usable: Tensor | None = None  # on the device, whether the step that was left last is to change anything
         self.num_announced = 1  # backward passes of the step that was left last
         self._source, self._slots = source, source.slots
         self._by_hand = ByHand(source)
@@ -202,7 +202,7 @@ class OpenStep(PassWatcher):
                 release_graph(error, self._outputs)
         self._keep_as_peers_did(merged)
         self._put_in_place(merged)
-        self.skip = None
+        self.usable = None
         if merged.buffers.is_queued:
             self._note_device_numbers(merged, step.on_device)
         if self._optimizing is not None:
@@ -462,8 +462,7 @@ class OpenStep(PassWatcher):
         """What only the device knows of the step goes into the row of a later one."""
         counts = merged.buffers.counts()
         self._coordinator.add_device_numbers(merged.step, counts, scalars)
-        if counts is not None:
-            self.skip = counts[1]
+        self.usable = merged.buffers.usable
 
     def _merged_gradients(self, views: Sequence[Tensor], shares: Sequence[Share]) -> list[Tensor | None]:
         """For each slot its gradient; none of what no rank has, and of what is stepped already."""

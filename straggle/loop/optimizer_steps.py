@@ -63,8 +63,9 @@ class OptimizerSteps:
 
         Only fused optimizers can, by the number that a ``GradScaler`` gives them; others step with zeros.
         """
-        if (skip := self._opened.skip) is not None and all(group.get("fused") for group in optimizer.param_groups):
-            optimizer.found_inf = skip  # type: ignore[attr-defined]
+        usable = self._opened.usable
+        if usable is not None and all(group.get("fused") for group in optimizer.param_groups):
+            optimizer.found_inf = 1.0 - usable.float()  # type: ignore[attr-defined]
             self._skips = True
 
     def stepped_by_loop(self, optimizer: Optimizer) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from straggle.backward.stages import STAGE_BYTES, StagePlan
+from straggle.merge.counts import Counts
 from straggle.merge.groups import Group, ProcessGroups
 from straggle.merge.lent import Lent
 from straggle.merge.messages import ALIGN, NumbersWithData
@@ -108,6 +109,7 @@ class StageBuffers:
     """
 
     is_queued = False  # the host waits for the merge, and reads what came of it
+    usable: Tensor | None = None
 
     def __init__(
         self,
@@ -301,7 +303,7 @@ class StageBuffers:
             if not share.present:
                 self.views[index].zero_()
 
-    def counts(self) -> tuple[Tensor, Tensor] | None:
+    def counts(self) -> Counts | None:
         """What only the device knows of the merge; ``None``: nothing."""
         return None
 

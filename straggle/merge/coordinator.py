@@ -11,7 +11,6 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from straggle.backward.passes import TWICE_IN_ONE_PASS
 from straggle.backward.stages import StagePlan
 from straggle.merge.buffers import bytes_on_wire
 from straggle.merge.channel import PeerFailed
+from straggle.merge.counts import Counts
 from straggle.merge.merged_steps import MergedSteps
 from straggle.merge.names import ScalarNames
 from straggle.merge.options import Merge
@@ -66,7 +66,7 @@ class Coordinator:
         self.waiting: deque[Finished] = deque()
         self._pass_number = 0
         self._device = rank.device
-        self._last_copy: Any = None  # a mark of what the training thread has queued, if its device has a queue
+        self._queue: object = None  # that of the training thread, if its device has one
 
     # -- between two steps
 
@@ -176,7 +176,7 @@ class Coordinator:
         """The training thread enters its step."""
         with self._lock:
             now, before = self.stopwatch.now(), self.training.passes.number
-            self._mark()  # the buffers of this step may be read by the optimizer's kernels of the last one
+            self._queue = self._device.queue()
             self.training.enter(entry, now, self.merging)
             self.waiting.clear()
             self._stand_in.entered(now)
@@ -265,13 +265,8 @@ class Coordinator:
         if complete and self._fill_in.reads_own:
             for index, _ in complete:
                 self._fill_in.computed(self._slots[index].parameter, current.read(index))
-        self._mark()
         stages = [current.parameter_complete(index, at - entered_at) for index, at in complete]
         return any(stages)
-
-    def _mark(self) -> None:
-        if self._device.is_queued:
-            self._last_copy = self._device.mark()
 
     def place(self, gradients: Mapping[int, Tensor]) -> list[int]:
         """Merge these gradients of the entire step, which the loop has computed by itself; all of them, or none.
@@ -293,9 +288,7 @@ class Coordinator:
         """Whether this number is to go into the row of a later step, because the host would wait for it."""
         return self._rounds.are_queued and value.device == self._slots[0].device
 
-    def add_device_numbers(
-        self, step: int, counts: tuple[Tensor, Tensor] | None, scalars: Mapping[str, Tensor]
-    ) -> None:
+    def add_device_numbers(self, step: int, counts: Counts | None, scalars: Mapping[str, Tensor]) -> None:
         """Numbers on the device, of a step whose merge is queued: they go into the row of a later step."""
         with self._lock:
             self._rank.device_numbers.add(step, counts, scalars)
@@ -414,8 +407,9 @@ class Coordinator:
 
     def _submit_for_stuck(self) -> Round:
         """For the stand-in: submit for a training thread that cannot."""
-        if self._last_copy is not None:  # the gradients that go into the merge are copied in by another thread's queue
-            self._device.after(self._last_copy)
+        if self._queue is not None:
+            # what is in the buffers is copied there, and that of the step before is read, by that thread's queue
+            self._device.after_queue(self._queue)
         elif self._takes_part:  # those that are finished and wait for their group
             self._merge_waiting()
         for phase in self._wings.stands_in:

@@ -1,4 +1,4 @@
-"""What only a device knows of a step: numbers that are copied to the host behind the merge, and read when they are there.
+"""What only a device knows of a step: numbers that are copied to the host behind the merge, and read when they arrive.
 
 They go into this rank's row of a later step, so that all ranks know them at the same time.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from straggle.backward.device import Device
+from straggle.merge.counts import Counts
 
 _log = logging.getLogger(__name__)
 
@@ -37,36 +38,46 @@ class Arrived:
 NOTHING_ARRIVED = Arrived()
 
 
+@dataclass(frozen=True)
+class _Copied:
+    """``numbers`` are on the host when ``mark`` is ready: those of ``counts``, then scalars with these ``names``."""
+
+    step: int
+    mark: Any
+    numbers: Tensor
+    counts: Counts | None
+    names: tuple[str, ...]
+
+
 class DeviceNumbers:
     """Those of one rank. The training thread adds; whoever submits takes; each with the coordinator's lock held."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._copied: deque[tuple[int, Any, Tensor, Sequence[str]]] = deque()
+        self._copied: deque[_Copied] = deque()
 
-    def add(self, step: int, counts: tuple[Tensor, Tensor] | None, scalars: Mapping[str, Tensor]) -> None:
+    def add(self, step: int, counts: Counts | None, scalars: Mapping[str, Tensor]) -> None:
         """Copy these of a merged step to the host, when the device comes to it; all on one device."""
         if counts is None and not scalars:
             return
-        numbers = list(counts or ()) + [value.reshape(()) for value in scalars.values()]
-        copy = self._device.copy_to_host(torch.stack([number.float() for number in numbers]))
-        names = [*scalars] if counts is None else ["", "", *scalars]
-        self._copied.append((step, self._device.mark(), copy, names))
+        parts = [] if counts is None else [counts.numbers]
+        parts += [value.reshape(1) for value in scalars.values()]
+        copy = self._device.copy_to_host(parts[0] if len(parts) == 1 else torch.cat([part.float() for part in parts]))
+        self._copied.append(_Copied(step, self._device.mark(), copy, counts, tuple(scalars)))
 
     def take(self, step: int) -> Arrived:
         """What has arrived since the last row, for the row of ``step``; does not wait."""
-        if not self._copied or not self._device.ready(self._copied[0][1]):
+        if not self._copied or not self._device.ready(self._copied[0].mark):
             return NOTHING_ARRIVED
         last, nonfinite, skipped, seen = step, 0, False, dict[str, list[float]]()
-        while self._copied and self._device.ready(self._copied[0][1]):
-            last, _, copy, names = self._copied.popleft()
-            for place, (name, value) in enumerate(zip(names, copy.tolist(), strict=True)):
-                if name:
-                    seen.setdefault(name, []).append(value)
-                elif place == 0:
-                    nonfinite += int(value)
-                else:
-                    skipped = skipped or value > 0
+        while self._copied and self._device.ready(self._copied[0].mark):
+            own = self._copied.popleft()
+            last, numbers = own.step, own.numbers.tolist()
+            if own.counts is not None:
+                left_out, changed_nothing = own.counts.read(numbers[: len(numbers) - len(own.names)])
+                nonfinite, skipped = nonfinite + left_out, skipped or changed_nothing
+            for name, value in zip(reversed(own.names), reversed(numbers), strict=False):
+                seen.setdefault(name, []).append(value)
         scalars = {name: sum(values) / len(values) for name, values in seen.items()}
         return Arrived(max(1, step - last), nonfinite, skipped, scalars)
 
@@ -74,8 +85,8 @@ class DeviceNumbers:
         """Name the gradients of the last steps that no later row has counted."""
         if not self._copied:
             return
-        self._device.wait(self._copied[-1][1])
-        first = self._copied[0][0]
+        self._device.wait(self._copied[-1].mark)
+        first = self._copied[0].step
         if (left := self.take(first + 1)).nonfinite:
             _log.warning(
                 "rank %d, since step %d: %d gradients were not finite and left out; the last steps' are in no report",

@@ -24,8 +24,8 @@ from straggle.source.source import Slot
 class RankParts:
     """The two sides of a rank, and what merges for it; ``merging.lock`` guards all of it.
 
-    ``stopwatch`` measures the phases of the training thread, and tells the time. ``device``: where the gradients are. ``ring``: by their number, the merged
-    rounds that wait for the training thread.
+    ``stopwatch`` measures the phases of the training thread, and tells the time. ``device``: where the gradients are.
+    ``ring``: by their number, the merged rounds that wait for the training thread.
     """
 
     stopwatch: Stopwatch

@@ -32,16 +32,15 @@ class GradientChunks:
         self._streams.add(self._device.queue())
 
     def follow(self, plan: StagePlan) -> None:
-        """Form the groups of this plan; for a device with a queue one for each stage, because few kernels matter most.
+        """Form the groups of this plan; for a device with a queue one for each bucket, because few kernels matter most.
 
-        On the CPU a group may have small stages that share a message, because nothing can be sent before all of it is
-        complete. Gradients on several devices or streams cannot be merged by one call: they form no groups.
+        A group may have several stages that share a message, because nothing can be sent before all of it is complete.
+        Gradients on several devices or streams cannot be merged by one call: they form no groups.
         """
         devices = {slot.device for slot in self._slots}
         if len(devices) == 1 and len(self._streams) <= 1:
-            queued, nbytes = self._device.is_queued, [slot.nbytes for slot in self._slots]
-            runs = [(stage,) for stage in plan.stages] if queued else plan.buckets()
-            self.ends = group_ends(runs, nbytes, math.inf if queued else GROUP_BYTES)
+            nbytes = [slot.nbytes for slot in self._slots]
+            self.ends = group_ends(plan.buckets(), nbytes, math.inf if self._device.is_queued else GROUP_BYTES)
 
 
 def group_ends(runs: Iterable[Sequence[Stage]], nbytes: Sequence[int], group_bytes: float) -> frozenset[int]:
