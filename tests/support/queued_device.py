@@ -19,8 +19,8 @@ from straggle.backward import device as of_straggle
 class RecordingDevice:
     """A device that is a queue, on CPU tensors. ``waits``: how often the host has waited for it.
 
-    ``behind``: for so many questions it has not come to a mark. What it copies to the host is NaN, or a large number,
-    until the host has seen a mark behind that ready, or has waited for it.
+    ``behind``: for so many questions it has not come to a mark. What it copies to the host is NaN, a large number or
+    true until the host has seen a mark behind that ready, or has waited for it.
     """
 
     is_queued = True
@@ -57,7 +57,8 @@ class RecordingDevice:
     def copy_to_host(self, numbers: Tensor) -> Tensor:
         with _disable_current_modes():
             copy = numbers.detach().clone()
-            unknown = torch.nan if copy.is_floating_point() else torch.iinfo(copy.dtype).max
+            flags = copy.is_floating_point() or copy.dtype is torch.bool
+            unknown = torch.nan if flags else torch.iinfo(copy.dtype).max
             self._copies.append((to := torch.full_like(copy, unknown), copy))
         return to
 

@@ -17,8 +17,8 @@ from straggle.merge.state.held import Held, overlaps
 
 MAX_NUMEL = 2**16  # a larger buffer is sent only in a step in which it changes
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_SMALL = (torch.int8, torch.uint8)  # taken for codes and flags if their values fall
-_INTEGERS = (*_SMALL, torch.int16, torch.int32, torch.int64)
+SMALL = (torch.int8, torch.uint8)  # taken for codes and flags if their values fall
+_INTEGERS = (*SMALL, torch.int16, torch.int32, torch.int64)
 _MAX_CHANGE = 2.0**45  # largest change of an integer: the sum over 200 ranks is exact in float64
 
 
@@ -30,7 +30,7 @@ def is_averaged(tensor: Tensor | None) -> bool:
 
 
 @dataclass
-class _Alike:
+class Alike:
     """Buffers of one dtype, with their elements one after another.
 
     ``numbers``: their places in `Averages.held`. ``base``: the elements with which the ranks entered the step; ``now``:
@@ -96,15 +96,16 @@ class _Alike:
             return (self.now.to(torch.int64) - self.base.to(torch.int64)).double()
         change = self.now.double() - self.base
         self.is_finite = _all_finite(change)
-        if self.is_finite:
-            return change
-        # an element that was not finite before is sent as its value, once it is finite
+        return change if self.is_finite else self._or_value(change)
+
+    def _or_value(self, change: Tensor) -> Tensor:
+        """An element that was not finite before is sent as its value, once it is finite."""
         value = torch.where(torch.isfinite(self.now), self.now.double(), torch.nan)
         return torch.where(torch.isfinite(self.base), change, value)
 
     def fell(self) -> list[int]:
         """The numbers of the buffers with an element that became smaller, if their dtype is one of codes and flags."""
-        if self.dtype not in _SMALL or torch.equal(self.now, self.base):
+        if self.dtype not in SMALL or torch.equal(self.now, self.base):
             return []
         return self._where(self.now < self.base)
 
@@ -114,9 +115,11 @@ class _Alike:
 
     def changed(self) -> list[int]:
         """The numbers of the buffers with a changed element."""
-        if torch.equal(self.now, self.base):
-            return []
-        return self._where((self.now != self.base) & ~((self.now != self.now) & (self.base != self.base)))
+        return [] if torch.equal(self.now, self.base) else self._where(self.differing())
+
+    def differing(self) -> Tensor:
+        """Which elements changed; NaN is equal to NaN."""
+        return (self.now != self.base) & ~((self.now != self.now) & (self.base != self.base))
 
     def with_bad_numbers(self) -> list[int]:
         """The numbers of the buffers with elements that were finite before and are not now."""
@@ -131,7 +134,7 @@ class _Alike:
             return (self.base.to(torch.int64) + whole.to(torch.int64)).to(self.dtype)
         exact = mean + self.base
         if not _all_finite(exact):
-            return self._moved_to_finite(mean)
+            return self._moved_to_finite(mean)[0]
         if self.is_exact:
             return exact.to(self.dtype)
         exact = exact if self.rest is None else exact + self.rest
@@ -139,11 +142,16 @@ class _Alike:
         self._keep_rest(exact - new)
         return new
 
-    def _moved_to_finite(self, mean: Tensor) -> Tensor:
-        """Like `moved`, for a base that is not all finite: there the change is the value, if all ranks had one."""
+    def _moved_to_finite(self, mean: Tensor) -> tuple[Tensor, Tensor]:
+        """Like `moved`, for a base that is not all finite: there the change is the value, if all ranks had one.
+
+        Also what rounding took from each element.
+        """
         start = torch.where(torch.isfinite(self.base), self.base, 0.0)
         known = torch.isfinite(mean) & (torch.isfinite(self.base) | (mean != 0))  # a mean of 0: no rank gave a value
-        return torch.where(known, (start + mean).to(self.dtype), self.base)
+        exact = start + mean
+        new = torch.where(known, exact.to(self.dtype), self.base)
+        return new, exact - new
 
     def _keep_rest(self, rest: Tensor) -> None:
         self.rest = rest if bool(rest.any()) else None
@@ -186,6 +194,8 @@ class Averages:
     buffers that have had another shape since; they are no longer averaged.
     """
 
+    _alike_of: type[Alike] = Alike
+
     def __init__(self, held: Sequence[Held], device: torch.device) -> None:
         self.held = held
         self.retired: set[int] = set()
@@ -199,11 +209,11 @@ class Averages:
         self._ones = torch.ones(len(held), dtype=torch.float64, device=device)
         self.numel = sum(self._sizes) + len(held)
 
-    def _alike(self, dtype: torch.dtype, numbers: list[int], device: torch.device) -> _Alike:
+    def _alike(self, dtype: torch.dtype, numbers: list[int], device: torch.device) -> Alike:
         own = [self.held[number] for number in numbers]
         tensors = [tensor for one in own if (tensor := one.tensor) is not None]
         base = torch.cat([tensor.reshape(-1).to(device) for tensor in tensors])
-        return _Alike(dtype, device, numbers, own, [tensor.shape for tensor in tensors], base, base, base)
+        return self._alike_of(dtype, device, numbers, own, [tensor.shape for tensor in tensors], base, base, base)
 
     def begin(self) -> set[int]:
         """Note the elements before the forward passes; returns the numbers of buffers that are no longer averaged."""
@@ -213,10 +223,16 @@ class Averages:
             kind.begin()
         return new
 
-    def end(self) -> frozenset[int]:
+    @classmethod
+    def take(cls, tensor: Tensor | None, device: torch.device) -> bool:  # noqa: ARG003
+        """Whether a buffer is averaged, in a model whose gradients are on ``device``."""
+        return is_averaged(tensor)
+
+    def end(self, *, looks: bool) -> frozenset[int]:  # noqa: ARG002
         """Compare the buffers after the forward passes; returns the numbers of those without a mean in this step.
 
-        They have another shape or dtype now, they fell though they may be codes, or they jumped too far.
+        They have another shape or dtype now, they fell though they may be codes, or they jumped too far. ``looks``:
+        whether to look at elements of which the host must wait for the device.
         """
         odd = set[int]()
         for kind in self._kinds:
@@ -224,12 +240,21 @@ class Averages:
             odd.update(kind.reshaped(), kind.fell(), kind.jumped())
         return frozenset(odd - self.retired)
 
+    def left_out_before(self) -> frozenset[int]:
+        """The numbers of buffers with elements that were not finite in an earlier step, if that was not known in it."""
+        return frozenset()
+
     def changed(self) -> frozenset[int]:
         """The numbers of the buffers whose elements `end` found changed."""
         return frozenset(number for kind in self._kinds for number in kind.changed()) - self.retired
 
-    def message(self, gives: frozenset[int]) -> tuple[Tensor, frozenset[int]]:
-        """The changes and counts of the buffers that this rank ``gives``, and the numbers left out as not finite."""
+    def message(self, gives: frozenset[int], if_changed: frozenset[int]) -> tuple[Tensor, frozenset[int]]:
+        """The changes and counts of the buffers that this rank ``gives``, and the numbers left out as not finite.
+
+        It also gives those of ``if_changed`` that changed.
+        """
+        if if_changed:
+            gives |= if_changed & self.changed()
         changes = [kind.change for kind in self._kinds]
         bad = {number for kind in self._kinds for number in kind.with_bad_numbers()}
         given = gives - bad
@@ -241,7 +266,10 @@ class Averages:
         return torch.cat([torch.where(self._each(counts) > 0, all_changes, 0.0), counts]), frozenset(bad & gives)
 
     def apply(self, merged: Tensor, kept: Collection[int]) -> frozenset[int]:
-        """Set the buffers, except those ``kept``, from the messages' sum; returns the numbers that no rank gave."""
+        """Set the buffers, except those ``kept``, from the messages' sum; returns the numbers that no rank gave.
+
+        If the host does not know these, all of them.
+        """
         total, counts = merged[: -len(self.held)], merged[-len(self.held) :]
         given: list[float] = counts.tolist()
         if min(given) == max(given) > 0:
@@ -249,10 +277,13 @@ class Averages:
         else:
             count = self._each(counts)
             mean = torch.where(count > 0, total / count, 0.0)
+        self._move(mean, kept)
+        return frozenset(number for number, count in zip(self._order, given, strict=True) if count == 0)
+
+    def _move(self, mean: Tensor, kept: Collection[int]) -> None:
         kept = {*kept, *self.retired}
         for kind, part in zip(self._kinds, torch.split(mean, self._sizes), strict=True):
             kind.put(kind.moved(part), kept)
-        return frozenset(number for number, count in zip(self._order, given, strict=True) if count == 0)
 
     def _each(self, counts: Tensor) -> Tensor:
         """The count of its buffer for each element."""
@@ -272,4 +303,6 @@ class Averages:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on from another rank's `state_dict`."""
         for kind in self._kinds:
-            kind.rest, kind.expected = state.get(f"{kind.dtype}.rest"), state.get(f"{kind.dtype}.of")
+            rest, of = state.get(f"{kind.dtype}.rest"), state.get(f"{kind.dtype}.of")
+            kind.rest = None if rest is None else rest.to(kind.device)
+            kind.expected = None if of is None else of.to(kind.device)

@@ -12,14 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from straggle.backward.device import device_of
 from straggle.backward.hooks import ModuleHook
 from straggle.merge.fingerprint import Fingerprint, digest, fingerprint, number_of
 from straggle.merge.options import Buffers
-from straggle.merge.state.averages import Averages, is_averaged
+from straggle.merge.state.averages import Averages
 from straggle.merge.state.exchange import NOTHING_GIVEN, Given
 from straggle.merge.state.held import BufferTables, Held, held_by
 from straggle.merge.state.marks import UNCHANGED, UNFINISHED, UNSETTLED
 from straggle.merge.state.others import Others
+from straggle.merge.state.queued_averages import QueuedAverages
 
 _log = logging.getLogger(__name__)
 _UNCHANGED = Given(mark=UNCHANGED)
@@ -49,11 +51,15 @@ class ModuleState:
     compared, and sent only if they differ (`exchange.py`): floating-point tensors are averaged, the rest is taken from
     the lowest such rank. A rank whose forward pass was not complete loses its own change. ``held``: the tensors that
     are kept equal, by name.
+
+    On a device that is a queue, the host waits for it in the first steps, in those in which the ranks compare their
+    state, in those in which one of the others was written to or replaced, and if no rank's forward pass was complete.
     """
 
     def __init__(self, module: nn.Module, choice: Buffers, rank: int, device: torch.device) -> None:
         self._module, self._rank, self._choice = module, rank, choice
         self._device = device
+        self._average: type[Averages] = QueuedAverages if device_of(device).is_queued else Averages
         held = self._found()
         self._averages = self._averages_of(held)
         self._handles: list[RemovableHandle] = []
@@ -66,6 +72,7 @@ class ModuleState:
         self._changed: list[str] = []
         self._odd = frozenset[int]()  # averaged buffers without a mean in this step
         self._step = 0
+        self._looks = False  # at all elements, in this step
         self._others = Others(())
         self._look(held)
 
@@ -89,8 +96,8 @@ class ModuleState:
                     self._handles.append(one.owner.register_forward_hook(ModuleHook(self._forward_over)))
 
     def _averages_of(self, held: Sequence[Held]) -> Averages | None:
-        averaged = [one for one in held if one.is_buffer and is_averaged(one.object)]
-        return Averages(averaged, self._device) if averaged else None
+        averaged = [one for one in held if one.is_buffer and self._average.take(one.object, self._device)]
+        return self._average(averaged, self._device) if averaged else None
 
     def look_again(self) -> None:
         """Look again, between two steps: other parameters are frozen now."""
@@ -134,9 +141,12 @@ class ModuleState:
         if not self.held:
             return
         self._ran.clear()
-        if self._averages is not None and self._averages.begin():
-            self._look(list(self.held.values()))
-        self._others.begin(by_content=checked or self._step <= _FIRST_STEPS)
+        self._looks = checked or self._step <= _FIRST_STEPS
+        if self._averages is not None:
+            self._say_bad(self._averaged[number].name for number in self._averages.left_out_before())
+            if self._averages.begin():
+                self._look(list(self.held.values()))
+        self._others.begin(by_content=self._looks)
 
     def _notice_others(self) -> None:
         """Follow buffers that were replaced or added."""
@@ -159,7 +169,7 @@ class ModuleState:
             self._notice_others()
         if not self.held:
             return _UNCHANGED if finished else NOTHING_GIVEN
-        self._odd = odd = frozenset[int]() if self._averages is None else self._averages.end()
+        self._odd = odd = frozenset[int]() if self._averages is None else self._averages.end(looks=self._looks)
         reshaped = [one.name for number in odd if (one := self._averaged[number]).object is not None]
         self._changed = [*self._others.changed(), *reshaped]
         if finished:
@@ -179,10 +189,11 @@ class ModuleState:
         bad = self._with_bad_numbers()
         message = None
         if self._averages is not None:
-            gives = frozenset[int]()
+            gives = if_changed = frozenset[int]()
             if self._gives_buffers:
-                gives = self._averages_given(idle) - odd - self._averages.retired
-            message, bad_averages = self._averages.message(gives)
+                without = odd | self._averages.retired
+                gives, if_changed = (own - without for own in self._averages_given(idle))
+            message, bad_averages = self._averages.message(gives, if_changed)
             bad |= {self._averaged[number].name for number in bad_averages}
         self._say_bad(bad)
         digests = self._digests([*self._changed, *sorted(self._unsettled)])
@@ -193,14 +204,13 @@ class ModuleState:
     def _gives_buffers(self) -> bool:
         return self._choice == "mean" or self._rank == 0
 
-    def _averages_given(self, idle: set[int]) -> frozenset[int]:
-        """The numbers of the averaged buffers whose modules ran, or that changed anyway."""
-        held = range(len(self._averaged))
+    def _averages_given(self, idle: set[int]) -> tuple[frozenset[int], frozenset[int]]:
+        """The numbers of the averaged buffers whose modules ran, and of the rest, which may have changed anyway."""
+        held = frozenset(range(len(self._averaged)))
         if not idle:
-            return frozenset(held)
-        assert self._averages is not None
-        ran = {number for number in held if id(self._averaged[number].owner) not in idle}
-        return frozenset(ran) | self._averages.changed()
+            return held, frozenset()
+        ran = frozenset(number for number in held if id(self._averaged[number].owner) not in idle)
+        return ran, held - ran
 
     def _is_given(self, idle: set[int], bad: set[str], changed: Iterable[str], name: str) -> bool:
         held = self.held[name]
