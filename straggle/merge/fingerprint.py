@@ -37,26 +37,59 @@ def fingerprint(named: Iterable[tuple[str, Tensor]]) -> Fingerprint:
 
     It does not depend on the order of these integers within one tensor.
     """
-    names, shapes, sums = list[str](), list[int](), dict[torch.device, list[tuple[int, Tensor]]]()
-    for name, tensor in named:
-        own = _words(tensor.detach()).sum()
-        sums.setdefault(own.device, []).append((len(names), own))
-        names.append(name)
-        shapes.append(hash(tuple(tensor.shape)))  # hashes of integers are the same in every process
-    found = [0] * len(names)
-    for own_sums in sums.values():  # one copy to the host from each device
-        for (number, _), value in zip(own_sums, torch.stack([one for _, one in own_sums]).tolist(), strict=True):
-            found[number] = value ^ shapes[number]
-    return Fingerprint(names, found)
+    named = list(named)
+    sums = read_together([_words(tensor.detach()).sum() for _, tensor in named])
+    shapes = [hash(tuple(tensor.shape)) for _, tensor in named]  # hashes of integers are the same in every process
+    return Fingerprint([name for name, _ in named], [own ^ shape for own, shape in zip(sums, shapes, strict=True)])
+
+
+def read_together(numbers: Sequence[Tensor]) -> list[int]:
+    """The values of tensors of one element each, by one copy to the host from each device."""
+    places: dict[torch.device, list[int]] = {}
+    for place, number in enumerate(numbers):
+        places.setdefault(number.device, []).append(place)
+    found = [0] * len(numbers)
+    for own in places.values():
+        for place, value in zip(own, torch.stack([numbers[place] for place in own]).tolist(), strict=True):
+            found[place] = value
+    return found
 
 
 def digest(tensor: Tensor) -> int:
     """48 bits of a tensor's shape, dtype and elements; it depends on their order."""
+    return digests([tensor])[0]
+
+
+def digests(tensors: Sequence[Tensor]) -> list[int]:
+    """That of each of them, by one copy to the host from each device."""
+    words = [words_of(tensor) for tensor in tensors]
+    places: dict[torch.device, list[int]] = {}
+    for place, own in enumerate(words):
+        places.setdefault(own.device, []).append(place)
+    found = [0] * len(tensors)
+    for alike in places.values():
+        together = torch.cat([words[place] for place in alike]).cpu()
+        parts = torch.split(together, [len(words[place]) for place in alike])
+        for place, part in zip(alike, parts, strict=True):
+            tensor = tensors[place]
+            found[place] = number_of(f"{tensor.dtype} {tuple(tensor.shape)}", _memory(part))
+    return found
+
+
+def words_of(tensor: Tensor) -> Tensor:
+    """What a digest is made of, on the tensor's device: its bits as integers, or sums of them if they are many."""
     words = _words(tensor.detach())
     if words.nbytes > _HASHED_BYTES:
         rows = words[: len(words) // _ROW * _ROW].view(-1, _ROW)
         words = torch.cat([rows.sum(0), rows.sum(1), words[rows.numel() :]])
-    return number_of(f"{tensor.dtype} {tuple(tensor.shape)}", _memory(words.cpu()))
+    return words
+
+
+def differ(tensor: Tensor, other: Tensor) -> bool | Tensor:
+    """Whether they are not equal bit for bit: as a flag on their device, if shape and dtype do not tell."""
+    if tensor.shape != other.shape or tensor.dtype is not other.dtype:
+        return True
+    return (_words(tensor.detach()) != _words(other.detach())).any()
 
 
 def number_of(words: str, data: bytes = b"") -> int:

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from straggle.backward.device import device_of
 from straggle.backward.hooks import ModuleHook
-from straggle.merge.fingerprint import Fingerprint, digest, fingerprint, number_of
+from straggle.merge.fingerprint import Fingerprint, digests, fingerprint, number_of
 from straggle.merge.options import Buffers
 from straggle.merge.state.averages import Averages
 from straggle.merge.state.exchange import NOTHING_GIVEN, Given
@@ -186,7 +186,7 @@ class ModuleState:
             if owner in self._ever_ran or not forward_ran  # else it ran without hooks, as in a compiled module
         }
         self._ever_ran |= self._ran
-        bad = self._with_bad_numbers()
+        bad = self._others.with_bad(self._tensors(self._changed))
         message = None
         if self._averages is not None:
             gives = if_changed = frozenset[int]()
@@ -219,12 +219,12 @@ class ModuleState:
         return name in changed or not held.is_buffer or id(held.owner) not in idle
 
     def _digests(self, names: Iterable[str]) -> dict[str, int]:
-        tensors = ((name, self.held[name].tensor) for name in names if name in self.held)
-        return {name: digest(tensor) for name, tensor in tensors if tensor is not None}
+        tensors = self._tensors(names)
+        return dict(zip(tensors, digests(list(tensors.values())), strict=True))
 
-    def _with_bad_numbers(self) -> set[str]:
-        tensors = ((name, self.held[name].tensor) for name in self._changed)
-        return {name for name, tensor in tensors if tensor is not None and self._others.has_bad(name, tensor)}
+    def _tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
+        found = ((name, self.held[name].tensor) for name in names if name in self.held)
+        return {name: tensor for name, tensor in found if tensor is not None}
 
     def apply(self, message: Tensor, merged: MergedState, *, took_part: bool) -> None:
         """Set the module's state to the agreed one; ``message``: the sum of all ranks' messages.

@@ -6,14 +6,13 @@ frozen parameters that change in the forward pass, as in a momentum encoder.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from straggle.merge.fingerprint import digest
+from straggle.merge.fingerprint import differ, read_together, words_of
 from straggle.merge.state.held import Held
-from straggle.merge.tensor_bytes import bytes_of
 
 
 class _Stamps:
@@ -40,15 +39,18 @@ class Others:
     """The other state of one module; used on the training thread.
 
     A copy keeps each buffer's value at the beginning of a step. Frozen parameters are not copied, because most never
-    change and all are large: a digest reveals a write to ``parameter.data``, which leaves no other trace. Parameters
-    that were once seen to change like this are compared in each step, the rest in some steps.
+    change and all are large: sums reveal a write to ``parameter.data``, which leaves no other trace. Parameters that
+    were once seen to change like this are compared in each step, the rest in some steps.
+
+    All that is compared in a step is read at once: if it is on a device, the host waits once, and not at all if stamps
+    tell everything.
     """
 
     def __init__(self, held: Iterable[Held]) -> None:
         self._held = list(held)
         self._by_content: set[str] = set()
         self._base: dict[str, Tensor | None] = {}
-        self._digests: dict[str, int] = {}
+        self._words: dict[str, Tensor] = {}  # of parameters
         self._before: dict[str, tuple[int, int, int] | None] = {}
         self._stamps = _Stamps(())
         self._looks: set[str] = set()  # tensors whose elements are compared in this step
@@ -68,7 +70,7 @@ class Others:
             if one.is_buffer and (one.name in looks or not same):
                 self._base[one.name] = None if (tensor := one.tensor) is None else tensor.clone()
         frozen = [one for one in self._held if looks and not one.is_buffer and one.name in looks]
-        self._digests = {one.name: digest(tensor) for one in frozen if (tensor := one.tensor) is not None}
+        self._words = {one.name: words_of(tensor).clone() for one in frozen if (tensor := one.tensor) is not None}
         self._looks, self._stamps = looks, stamps
 
     def changed(self) -> list[str]:
@@ -76,28 +78,35 @@ class Others:
         stamps = _Stamps(self._held)
         if not self._looks and not stamps.differ(self._stamps):
             return []
-        return [one.name for number, one in enumerate(self._held) if self._is_changed(one, stamps.of(number))]
+        same = [self._is_same(one, stamps.of(number)) for number, one in enumerate(self._held)]
+        found = [self._is_changed(one, is_same=is_same) for one, is_same in zip(self._held, same, strict=True)]
+        flags = iter(read_together([own for own in found if isinstance(own, Tensor)]))
+        changed = [bool(next(flags)) if isinstance(own, Tensor) else own for own in found]
+        found_by = {one.name: is_same for one, is_same, own in zip(self._held, same, changed, strict=True) if own}
+        self._by_content = self._by_content | {name for name, is_same in found_by.items() if is_same}
+        return list(found_by)
 
-    def _is_changed(self, one: Held, stamp: tuple[int, int, int] | None) -> bool:
-        tensor = one.tensor
-        if one.name not in self._before or stamp != self._before[one.name]:
-            base = self._base.get(one.name)
-            return tensor is None or base is None or not _equal(tensor, base)
-        if tensor is None or one.name not in self._looks:
-            return False
-        if one.is_buffer:
-            base = self._base.get(one.name)
-            differs = base is None or not _equal(tensor, base)
-        else:
-            differs = digest(tensor) != self._digests.get(one.name)
-        if differs:
-            self._by_content = self._by_content | {one.name}
-        return differs
+    def _is_same(self, one: Held, stamp: tuple[int, int, int] | None) -> bool:
+        return one.name in self._before and stamp == self._before[one.name]
 
-    def has_bad(self, name: str, tensor: Tensor) -> bool:
-        """Whether elements that were finite at the beginning of the step, as far as known, no longer are."""
-        if not tensor.is_floating_point() or tensor.itemsize == 1 or torch.isfinite(tensor).all():
+    def _is_changed(self, one: Held, *, is_same: bool) -> bool | Tensor:
+        """Whether it is; a flag on its device, if its elements must be compared. ``is_same``: so its stamp says."""
+        tensor, base = one.tensor, self._base.get(one.name)
+        if is_same and (tensor is None or one.name not in self._looks):
             return False
+        if is_same and tensor is not None and not one.is_buffer:
+            then = self._words.get(one.name)
+            return then is None or differ(words_of(tensor), then)
+        return tensor is None or base is None or differ(tensor, base)
+
+    def with_bad(self, named: Mapping[str, Tensor]) -> set[str]:
+        """Those with elements that were finite at the beginning of the step, as far as known, and no longer are."""
+        floats = {name: own for name, own in named.items() if own.is_floating_point() and own.itemsize > 1}
+        finite = read_together([torch.isfinite(own).all() for own in floats.values()])
+        odd = [name for name, is_finite in zip(floats, finite, strict=True) if not is_finite]
+        return {name for name in odd if self._became_bad(name, floats[name])}
+
+    def _became_bad(self, name: str, tensor: Tensor) -> bool:
         base = self._base.get(name)
         if base is None or base.shape != tensor.shape or base.dtype is not tensor.dtype:
             return True
@@ -112,9 +121,3 @@ class Others:
         else:
             held.put(base.clone())
         return True
-
-
-def _equal(tensor: Tensor, other: Tensor) -> bool:
-    if tensor.shape != other.shape or tensor.dtype is not other.dtype:
-        return False
-    return torch.equal(bytes_of(tensor), bytes_of(other))
