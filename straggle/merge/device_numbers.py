@@ -23,10 +23,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Arrived:
-    """Of ``behind`` steps before the one whose row they go in; 0: nothing has arrived since the last row.
+    """Of the step that was ``behind`` steps before the one whose row they go in; 0: nothing has arrived since the last.
 
     ``nonfinite``: gradients of this rank that were left out. ``skipped``: no rank had a gradient that could be applied.
-    If several steps' numbers have arrived, ``nonfinite`` is their sum, each of ``scalars`` its mean.
+    If those of later steps have arrived, too, ``nonfinite`` is their sum, and each of ``scalars`` their mean.
     """
 
     behind: int = 0
@@ -69,23 +69,24 @@ class DeviceNumbers:
         """What has arrived since the last row, for the row of ``step``; does not wait."""
         if not self._copied or not self._device.ready(self._copied[0].mark):
             return NOTHING_ARRIVED
-        last, nonfinite, skipped, seen = step, 0, False, dict[str, list[float]]()
+        first, nonfinite, skipped, seen = self._copied[0].step, 0, False, dict[str, list[float]]()
         while self._copied and self._device.ready(self._copied[0].mark):
             own = self._copied.popleft()
-            last, numbers = own.step, own.numbers.tolist()
+            numbers = own.numbers.tolist()
             if own.counts is not None:
                 left_out, changed_nothing = own.counts.read(numbers[: len(numbers) - len(own.names)])
                 nonfinite, skipped = nonfinite + left_out, skipped or changed_nothing
             for name, value in zip(reversed(own.names), reversed(numbers), strict=False):
                 seen.setdefault(name, []).append(value)
         scalars = {name: sum(values) / len(values) for name, values in seen.items()}
-        return Arrived(max(1, step - last), nonfinite, skipped, scalars)
+        return Arrived(max(1, step - first), nonfinite, skipped, scalars)
 
     def close(self, rank: int) -> None:
         """Name the gradients of the last steps that no later row has counted."""
         if not self._copied:
             return
-        self._device.wait(self._copied[-1].mark)
+        if not self._device.ready(self._copied[-1].mark):
+            self._device.wait(self._copied[-1].mark)
         first = self._copied[0].step
         if (left := self.take(first + 1)).nonfinite:
             _log.warning(

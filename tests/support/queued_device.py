@@ -48,7 +48,7 @@ class RecordingDevice:
         self.behind = 0
         self.ready(mark)
 
-    def after(self, mark: Any) -> None:
+    def after_queue(self, queue: Any) -> None:
         """All are done in the order of their calls."""
 
     def seconds_between(self, before: Any, after: Any) -> float:

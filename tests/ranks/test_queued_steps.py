@@ -1,0 +1,256 @@
+"""Steps on a device that is a queue: the host waits for no part of them, and what the device alone knows comes later.
+
+The device is a fake one, with tensors on the CPU, for which each read by the host is counted.
+"""
+
+import math
+from contextlib import nullcontext
+
+import pytest
+import torch
+from host_reads import HostReads
+from queued_device import RecordingDevice, queued_device
+from ranks import digest, logged, run_ranks, staged
+from torch import nn
+from training import Chain, Stopper, features, grads, mlp
+
+from straggle import LastMerged, Merge
+
+pytestmark = pytest.mark.light
+
+PLANNED = 3  # steps after which the stages are planned, and all buffers are as they stay
+
+
+def held_in(module):
+    return [*module.parameters(), *module.buffers(), *(p.grad for p in module.parameters())]
+
+
+def norms():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+WAYS = {
+    "plain": {},
+    "a deadline that nobody misses": {"deadline": 60.0},
+    "micro-batches": {"passes": 3},
+    "buffers": {"module": norms},
+    "logged loss": {"logs": True},
+    "clipping": {"clips": True},
+    "a weight": {"weight": 3.0},
+    "optimizer within the step": {"early": True, "merge": Merge(nonfinite="keep")},
+    "fused": {"fused": True},
+    "an estimator": {"estimator": LastMerged()},
+    "rounded on the wire": {"merge": Merge(wire_dtype=torch.bfloat16)},
+    "kept bad numbers": {"merge": Merge(nonfinite="keep")},
+}
+
+
+def one_step(model, optimizer, rank, number, *, passes=1, logs=False, clips=False, weight=None, early=False):
+    with model.step(passes, optimizer=optimizer if early else None) as step:
+        if weight is not None:
+            step.weight = weight + rank
+        for one in range(passes):
+            loss = model(features(rank, passes * number + one)).square().mean()
+            loss.backward()
+        if logs:
+            step.log(loss=loss)
+    if clips:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if not early:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def steps_by(rank, queued, way):
+    return steps(rank, queued, **WAYS[way])
+
+
+def steps(rank, queued, *, module=mlp, fused=False, deadline=None, merge=None, estimator=None, **how):
+    """Each step's reads of the device by the host, and what came of the steps."""
+    torch.manual_seed(0)
+    own, reads = module(), []
+    optimizer = torch.optim.AdamW(own.parameters(), lr=0.01, fused=fused)
+    with (
+        queued_device() if queued else nullcontext() as device,
+        staged(own, deadline=deadline, merge=merge, estimator=estimator) as model,
+    ):
+        for number in range(8):
+            with HostReads(held_in(own)) as seen:
+                one_step(model, optimizer, rank, number, **how)
+            reads.append([one for one in seen.reads if "straggle" in one or "step" in one])
+        waits = device.waits if queued else 0
+    return reads, waits, digest([*own.parameters(), *own.buffers()])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_host_reads_nothing_back_and_the_result_is_that_of_the_cpu_bit_for_bit(way):
+    results = run_ranks(steps_by, 2, True, way)
+    (_, _, expected), _ = run_ranks(steps_by, 2, False, way)
+    for reads, waits, state in results:
+        assert not any(reads[PLANNED:]), reads
+        assert waits == 0
+        assert state == expected
+
+
+def joined(rank):
+    """Rank 1 has two batches fewer."""
+    module, seen = mlp(), []
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with queued_device() as device, staged(module) as model:
+        for number, x in enumerate(model.join([features(rank, number) for number in range(7 - 2 * rank)])):
+            with HostReads([*held_in(module), x]) as reads:
+                with model.step():
+                    model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append(reads.reads if number >= PLANNED else [])
+    return seen, device.waits, digest(module.parameters())
+
+
+def test_host_reads_nothing_back_if_ranks_have_different_numbers_of_batches():
+    (first, waits, parameters), (second, _, others) = run_ranks(joined, 2)
+    assert len(first) == len(second) == 7
+    assert not any(first + second)
+    assert (waits, parameters) == (0, others)
+
+
+def cut(rank, queued, passes):
+    """Rank 1 is stopped after some gradients of each second step."""
+    torch.manual_seed(0)
+    module = mlp()
+    stopper, optimizer = Stopper(module), torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    with queued_device() if queued else nullcontext(), staged(module, deadline=60.0) as model:
+        for number in range(8):
+            with model.step(passes) as step:
+                stopper.arm(step, 3 if rank == 1 and number % 2 else None)
+                for one in range(passes):
+                    model(features(rank, passes * number + one)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return digest(module.parameters()), [stage.weight for stage in model.last_report.stages]
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_late_rank_changes_the_mean_as_on_the_cpu(passes):
+    queued, on_host = run_ranks(cut, 2, True, passes), run_ranks(cut, 2, False, passes)
+    assert queued == on_host
+    assert min(queued[0][1]) < 2
+
+
+# -- what only the device knows
+
+
+def poisoned(rank, poison, fused=False, behind=0, num_steps=6, at=3):
+    """Reports of steps, of which one has a NaN where ``poison[rank]`` has a layer; what parameters were after each."""
+    module, reports, states = Chain(4), [], []
+    bad = [False]
+    for layer in poison[rank]:
+        module.layers[layer].weight.register_hook(lambda gradient: gradient * (math.nan if bad[0] else 1.0))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=fused)
+    with queued_device(RecordingDevice(behind)), staged(module, stages=4) as model:
+        for number in range(num_steps):
+            bad[0] = number == at
+            with model.step():
+                model(float(rank + 1)).backward()
+            if bad[0]:
+                merged = grads(module)
+            optimizer.step()
+            optimizer.zero_grad()
+            reports.append(model.last_report)
+            states.append(digest([*module.parameters(), *optimizer.state[module.layers[0].weight].values()]))
+    return reports, states, merged
+
+
+def counted(reports):
+    """For each step, what its report has of bad numbers, and of which step these are."""
+    return [
+        ([rank.nonfinite for rank in report.ranks], report.skipped, report.step - report.counts_behind)
+        for report in reports
+    ]
+
+
+def test_bad_numbers_of_one_rank_are_left_out_and_counted_in_the_next_report():
+    for reports, _, merged in run_ranks(poisoned, 3, [[], [1], []]):
+        assert counted(reports)[3:5] == [([0, 0, 0], False, 2), ([0, 4, 0], False, 3)]
+        for layer, gradient in enumerate(merged):  # all four are in one bucket
+            assert torch.equal(gradient, torch.full((2 + layer,), (layer + 1) * (1.0 + 3.0) / 2))
+
+
+def test_counts_come_when_the_device_is_there_however_far_the_host_is_ahead():
+    for reports, _, _ in run_ranks(poisoned, 2, [[2], []], False, 5, 9, 1):
+        assert sum(sum(rank.nonfinite for rank in report.ranks) for report in reports) == 4
+        assert max(report.counts_behind for report in reports) > 1
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "not fused"])
+def test_step_without_usable_gradients_changes_nothing_if_the_optimizer_can_be_told(fused):
+    for reports, states, merged in run_ranks(poisoned, 2, [[0], [3]], fused):
+        assert not any(gradient.any() for gradient in merged)
+        assert (states[3] == states[2]) is fused
+        assert len(set(states)) == (5 if fused else 6)
+        assert [report.skipped for report in reports] == [False] * 4 + [True, False]
+        assert counted(reports)[4] == ([4, 4], True, 3)
+
+
+def logs(rank, behind):
+    module, found = mlp(), []
+    with queued_device(RecordingDevice(behind)), staged(module) as model:
+        for number in range(6):
+            with model.step() as step:
+                model(features(rank, number)).square().mean().backward()
+                step.log(on_device=torch.tensor(10.0 * number + rank), on_host=float(number))
+            found.append(dict(model.last_report.scalars))
+    return found
+
+
+def test_scalars_on_the_device_come_as_means_in_the_next_report_and_others_at_once():
+    for found in run_ranks(logs, 2, 0):
+        assert [own["on_host"] for own in found] == list(range(6))
+        assert [own.get("on_device") for own in found] == [None, 0.5, 10.5, 20.5, 30.5, 40.5]
+
+
+def bad_at_the_end(rank):
+    module = mlp()
+    with logged("straggle") as said, queued_device(), staged(module) as model:
+        for number in range(3):
+            with model.step():
+                loss = model(features(rank, number)).square().mean()
+                (loss * math.nan if rank == 1 and number == 2 else loss).backward()
+        model.close()
+    return said
+
+
+def test_bad_numbers_of_the_last_step_are_named_when_the_model_is_closed():
+    first, second = run_ranks(bad_at_the_end, 2)
+    assert first == []
+    assert "rank 1, since step 2: 6 gradients were not finite and left out" in second[0]
+
+
+# -- found by chance
+
+
+def by_chance(rank, seed):
+    torch.manual_seed(0)
+    module, chance = mlp(), torch.Generator().manual_seed(100 * seed + rank)
+    stopper, optimizer = Stopper(module), torch.optim.AdamW(module.parameters(), lr=0.01, fused=True)
+    digests = []
+    with queued_device(RecordingDevice(behind=seed)), staged(module, deadline=60.0, estimator=LastMerged()) as model:
+        for number in range(40):
+            draw = torch.rand(3, generator=chance).tolist()
+            with model.step() as step:
+                step.weight = 1.0 + int(4 * draw[2])
+                stopper.arm(step, int(4 * draw[0]) if draw[0] < 0.5 else None)
+                loss = model(features(rank, number)).square().mean()
+                (loss * math.inf if draw[1] < 0.2 else loss).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            digests.append(digest(module.parameters()))
+    return digests, all(torch.isfinite(own).all() for own in module.parameters())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_replicas_are_the_same_bit_for_bit_after_any_lateness_and_bad_numbers(seed):
+    first, *others = run_ranks(by_chance, 3, seed)
+    assert all(own == first for own in others)
+    assert first[1]
