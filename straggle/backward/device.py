@@ -31,8 +31,8 @@ class Device(Protocol):
     def wait(self, mark: Any) -> None:
         """Let the host wait until it has."""
 
-    def after(self, mark: Any) -> None:
-        """What this thread queues from here on comes after what the mark stands for; the host does not wait."""
+    def after_queue(self, queue: object) -> None:
+        """What this thread queues from here on comes after what is in another thread's queue; the host does not wait."""
 
     def seconds_between(self, before: Any, after: Any) -> float:
         """Seconds between two marks that are ready."""
@@ -44,7 +44,7 @@ class Device(Protocol):
         """In this block, what the thread queues does not come after what others have queued."""
 
     def queue(self) -> object:
-        """The queue of the calling thread, to be compared with another one."""
+        """The queue of the calling thread; ``None`` if there is none."""
 
 
 class Host:
@@ -61,7 +61,7 @@ class Host:
     def wait(self, mark: Any) -> None:
         """Nothing to wait for."""
 
-    def after(self, mark: Any) -> None:
+    def after_queue(self, queue: object) -> None:
         """It does."""
 
     def seconds_between(self, before: Any, after: Any) -> float:
@@ -96,8 +96,8 @@ class Cuda:
     def wait(self, mark: Any) -> None:
         mark.synchronize()
 
-    def after(self, mark: Any) -> None:
-        torch.cuda.current_stream(self._device).wait_event(mark)
+    def after_queue(self, queue: Any) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(queue)
 
     def seconds_between(self, before: Any, after: Any) -> float:
         return float(before.elapsed_time(after)) / 1000
