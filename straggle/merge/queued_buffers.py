@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -58,6 +57,7 @@ class QueuedBuffers(StageBuffers):
         self._note_flats([flat for bucket in self._buckets for flat in bucket])
 
     def _note_flats(self, flats: Sequence[Flat]) -> None:
+        self._order = [index for flat in flats for index in flat.parameters]
         self._sizes = [len(flat.parameters) for flat in flats]
         self._firsts = [flat.parameters[0] for flat in flats]  # flats are made again, and these stay
         ends = [sum(self._sizes[: number + 1]) for number in range(len(flats))]
@@ -163,10 +163,12 @@ class QueuedBuffers(StageBuffers):
         for flat in new:
             if flat.wire is not None:
                 flat.gradients.copy_(flat.wire)
-        known, count = self._plain_known.tolist(), len(self._slots)
-        weights = known[:count]
-        order = chain.from_iterable(flat.parameters for bucket in self._buckets for flat in bucket)
-        self._merged = dict(zip(order, map(Share, weights, map(bool, known[count:])), strict=True))
+        known, count = self._plain_known.copy(2 * len(self._slots)), len(self._slots)
+        weights, presence = known[:count], known[count:]
+        if weights.count(self._world_size) == presence.count(self._world_size) == count:  # as in nearly every step
+            self._merged = dict.fromkeys(self._order, Share(float(self._world_size), True))
+        else:
+            self._merged = dict(zip(self._order, map(Share, weights, map(bool, presence)), strict=True))
         if not self._drop_nonfinite:
             self._scale_by_host(new, weights)
         elif any(weights):
