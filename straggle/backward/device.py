@@ -32,7 +32,7 @@ class Device(Protocol):
         """Let the host wait until it has."""
 
     def after_queue(self, queue: object) -> None:
-        """What this thread queues from here on comes after what is in another thread's queue; the host does not wait."""
+        """What this thread queues from here on comes after what is in another queue; the host does not wait."""
 
     def seconds_between(self, before: Any, after: Any) -> float:
         """Seconds between two marks that are ready."""
