@@ -24,8 +24,9 @@ class Merge:
     pass get the mean if they are floating-point; else they, too, are taken from that rank.
 
     ``nonfinite``: "drop" leaves gradients with NaN or infinite elements out of the merge, and skips the step if no rank
-    has others; on a CUDA device it leaves out all gradients in one bucket with such a gradient. "keep" merges them as
-    they are, as DDP does, which a ``GradScaler`` relies on.
+    has others; on a CUDA device it leaves out all gradients in one bucket with such a gradient, and a step without
+    others has gradients of zeros, with which a fused optimizer changes nothing. "keep" merges them as they are, as DDP
+    does, which a ``GradScaler`` relies on.
 
     ``check_every``: once in this many steps the ranks compare parameters and buffers (`StepReport.different_ranks`); 0:
     never.
