@@ -8,7 +8,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -16,7 +15,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from straggle.backward.hooks import tensors_in
 from straggle.backward.stages import BalancedByTime
 from straggle.backward.step_in_parts import check_steps_in_parts
 from straggle.building import build
@@ -189,10 +187,7 @@ class StagedDataParallel(nn.Module):
         if not opened.forward_begins():
             return self.module(*args, **kwargs)
         output = self.module(*args, **kwargs)
-        opened.forward_over()
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(partial(opened.at_output, weakref.ref(tensor)))  # type: ignore[no-untyped-call]
+        opened.forward_over(output)
         return output
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:

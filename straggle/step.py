@@ -9,6 +9,7 @@ from typing import TypeVar, final
 from torch import Tensor
 from torch.optim import Optimizer
 
+from straggle.backward.compiled import not_compiled
 from straggle.backward.hooks import DeadlineReached
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.names import ScalarNames
@@ -56,12 +57,14 @@ class Step:
         self.between = False  # between two calls of `microbatch`, where the model's passes belong to no step
         self._weight, self._cost = 1.0, math.nan
 
+    @not_compiled
     def begin(self) -> Step:
         """Enter the step. Raises ``RuntimeError`` if this or another step is open."""
         self._enter(self)
         self._is_open = True
         return self
 
+    @not_compiled
     def end(self, error: BaseException | None = None) -> bool:
         """Merge; every ``p.grad`` then holds the same merged gradient on every rank.
 
@@ -123,6 +126,7 @@ class Step:
             raise RuntimeError("this step is not open: begin() it, or use it as `with model.step()`")
         return Microbatch(self)
 
+    @not_compiled
     def end_microbatch(self, error: BaseException | None) -> bool:
         """End a pass, with its error if any; true if that was only the deadline. Any other error ends the step."""
         if isinstance(error, DeadlineReached):

@@ -13,6 +13,8 @@ from types import FrameType
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from straggle.backward.compiled import not_compiled
+
 current_run = torch._C._current_graph_task_id  # the number of the engine's run; -1 outside of all
 TWICE_IN_ONE_PASS = (
     "got a gradient twice in one backward pass, as shared weights do under reentrant checkpointing: use "
@@ -121,9 +123,11 @@ class PassWatcher(ABC):
         self._own, self._nested_running, self._num_in_pass = own, 0, 0
         self._pass_begins(first)
 
+    @not_compiled
     def _nested_over(self) -> None:
         self._nested_running -= 1
 
+    @not_compiled
     def _over(self) -> None:
         self._runs.clear()
         self._announced = False

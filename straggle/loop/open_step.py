@@ -9,12 +9,15 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from straggle.backward.clocks import HostLimit
-from straggle.backward.hooks import DeadlineReached, release_graph
+from straggle.backward.compiled import come_at_once, not_compiled
+from straggle.backward.hooks import DeadlineReached, release_graph, tensors_in
 from straggle.backward.passes import PassWatcher, current_run, in_backward
 from straggle.backward.stages import PlanLearner, StagePlan
 from straggle.backward.step_in_parts import StepInParts
@@ -99,6 +102,7 @@ class OpenStep(PassWatcher):
         self.stopped = False
         self._num_forward = 0  # passes that were finished
         self._in_forward = False
+        self._at_once = False  # the running pass has all of its gradients when it has one
         self._num_timed = 0  # micro-batches whose end was noted
         self._num_taken = 0  # gradients
         self._most = max(1, 3 * len(self._slots) // 4)
@@ -231,6 +235,7 @@ class OpenStep(PassWatcher):
 
     # -- forward
 
+    @not_compiled
     def forward_begins(self) -> bool:
         """The model's forward pass begins; false if it is a checkpoint's, which computes again."""
         if in_backward():
@@ -251,19 +256,26 @@ class OpenStep(PassWatcher):
         self._in_forward = True
         return True
 
-    def forward_over(self) -> None:
+    @not_compiled
+    def forward_over(self, output: Any) -> None:
         """It came to its end."""
         self._in_forward = False
         self._num_forward += 1
+        trained = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        self._at_once = come_at_once(trained)
+        for tensor in trained:
+            tensor.register_hook(partial(self._at_output, weakref.ref(tensor)))  # type: ignore[no-untyped-call]
 
     # -- backward: what the hooks call
 
-    def at_output(self, output: weakref.ref[Tensor], _gradient: Tensor) -> None:
+    @not_compiled
+    def _at_output(self, output: weakref.ref[Tensor], _gradient: Tensor) -> None:
         """A backward pass has come to an output of the model."""
         if self.step is not None:
             self._joins_if_new()
             self._outputs.append(output)
 
+    @not_compiled
     def gradient_ready(self, index: int, parameter: Tensor) -> None:
         """A parameter has its gradient: take it, and stop if this rank is late; the merge waits for the group.
 
@@ -322,7 +334,9 @@ class OpenStep(PassWatcher):
 
     def check(self) -> None:
         """Leave the step if its rule stops it; in a replica of several ranks, if their vote does."""
-        if (step := self.step) is None or step.between or (self._complete_microbatches and in_backward()):
+        if (step := self.step) is None or step.between:
+            return
+        if (self._complete_microbatches or self._at_once) and in_backward():
             return
         stops = self.rule.stops(self._num_checks) and (self._idle or self.may_stop)
         if self._vote is not None:
