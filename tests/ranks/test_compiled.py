@@ -8,6 +8,7 @@ import torch
 from ranks import digest, run_ranks, staged
 from torch import nn
 from torch._dynamo.convert_frame import input_codes
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import counters
 from training import Stopper, features, grads
 
@@ -101,10 +102,8 @@ def run_steps(rank, way, stops, granularity):
 
 def own_frames():
     """The functions of straggle that torch has tried to compile; the rest of a function has another name."""
-    codes = [code() for code in input_codes.seen]
-    of_straggle = [
-        code for code in codes if code is not None and str(Path(straggle.__file__).parent) in code.co_filename
-    ]
+    codes = [code for reference in input_codes.seen if (code := reference()) is not None]
+    of_straggle = [code for code in codes if code.co_filename.startswith(str(Path(straggle.__file__).parent))]
     return {code.co_name for code in of_straggle if not code.co_name.startswith("torch_dynamo_resume_in_forward")}
 
 
@@ -124,7 +123,7 @@ def test_a_late_rank_of_a_compiled_model_leaves_before_its_next_micro_batch_and_
         torch.testing.assert_close([step[3:] for step in left], [step[3:] for step in second["eager"][0]])
         assert first[way][3] == end, way
         assert num_graphs == WAYS[way][3], way
-        assert frames <= ({"forward"} if way in ("wrapper", "wrapper in place", "loss", "pass") else set())
+        assert frames <= (set() if way.startswith("module") else {"forward"}), way
 
 
 def test_gradients_that_come_at_once_all_count_if_the_rank_is_late_at_the_first_of_them():
@@ -135,3 +134,39 @@ def test_gradients_that_come_at_once_all_count_if_the_rank_is_late_at_the_first_
         assert way == "eager" or weights == [{1.0}, {0.5}], way
         assert left[2][:3] == (4, 4, [{1.0}, {1.0}]), way
         assert first[way][3] == end, way
+
+
+def run_compiled_steps(rank, is_compiled):
+    torch.manual_seed(0)
+    module, merged = Normed(), []
+    with staged(module) as model:
+
+        def run_step(number):
+            with model.step(NUM_MICROBATCHES) as step:
+                for microbatch in range(NUM_MICROBATCHES):
+                    if rank == 1 and number == 1 and microbatch == 2:
+                        step.stop()
+                    loss_of(model, features(rank, microbatch)).backward()
+
+        run = compiled(run_step) if is_compiled else run_step
+        for number in range(3):
+            run(number)
+            merged.append((grads(module), model.last_report.ranks[1].weights[0]))
+            module.zero_grad()
+    return merged
+
+
+def test_a_block_that_is_compiled_with_its_step_ends_as_it_does_otherwise():
+    (first, second), (eager, _) = run_ranks(run_compiled_steps, 2, True), run_ranks(run_compiled_steps, 2, False)
+    assert [weight for _, weight in second] == [1.0, 0.5, 1.0]
+    torch.testing.assert_close(first, eager)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def run_in_one_graph(rank):
+    with staged(Normed()) as model, pytest.raises(Unsupported, match="compile the module itself"), model.step():
+        compiled(model, fullgraph=True)(features(rank, 0))
+
+
+def test_a_wrapper_that_must_be_one_graph_is_refused_with_the_remedy():
+    run_ranks(run_in_one_graph, 1)
