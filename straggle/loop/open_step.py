@@ -65,6 +65,7 @@ class OpenStep(PassWatcher):
         self.step: Step | None = None
         self.usable: Tensor | None = None  # on the device, whether the step that was left last is to change anything
         self.num_announced = 1  # backward passes of the step that was left last
+        self.at_once = False  # behind the last forward pass, backward has all gradients when it has one
         self._source, self._slots = source, source.slots
         self._by_hand = ByHand(source)
         self._coordinator, self._training = coordinator, coordinator.training
@@ -102,7 +103,7 @@ class OpenStep(PassWatcher):
         self.stopped = False
         self._num_forward = 0  # passes that were finished
         self._in_forward = False
-        self._at_once = False  # the running pass has all of its gradients when it has one
+        self.at_once = False
         self._num_timed = 0  # micro-batches whose end was noted
         self._num_taken = 0  # gradients
         self._most = max(1, 3 * len(self._slots) // 4)
@@ -262,7 +263,7 @@ class OpenStep(PassWatcher):
         self._in_forward = False
         self._num_forward += 1
         trained = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        self._at_once = come_at_once(trained)
+        self.at_once = come_at_once(trained)
         for tensor in trained:
             tensor.register_hook(partial(self._at_output, weakref.ref(tensor)))  # type: ignore[no-untyped-call]
 
@@ -336,7 +337,7 @@ class OpenStep(PassWatcher):
         """Leave the step if its rule stops it; in a replica of several ranks, if their vote does."""
         if (step := self.step) is None or step.between:
             return
-        if (self._complete_microbatches or self._at_once) and in_backward():
+        if (self._complete_microbatches or self.at_once) and in_backward():
             return
         stops = self.rule.stops(self._num_checks) and (self._idle or self.may_stop)
         if self._vote is not None:

@@ -52,6 +52,9 @@ class Planning:
         self._parts.coordinator.start()
 
     def check_at(self, plan: StagePlan) -> None:
-        """Ask at these stages whether the rank is late."""
-        if self._options.late_handling.granularity != "microbatch":
+        """Ask at these stages whether the rank is late.
+
+        Not if a graph runs all of them: it has no hooks, and other hooks would only make torch compile it once more.
+        """
+        if self._options.late_handling.granularity != "microbatch" and not self._parts.opened.at_once:
             self._parts.hooks.check_at([stage.entry for stage in plan.stages])
