@@ -42,7 +42,11 @@ def come_at_once(outputs: Iterable[Tensor]) -> bool:
 def _ends_at_parameters(node: Any) -> bool:
     for _ in range(_MOST_VIEWS):
         following = [edge for edge, _ in node.next_functions if edge is not None]
-        if len(following) != 1 or hasattr(following[0], "variable"):
+        if len(following) != 1 or _is_parameter(following[0]):
             break
         (node,) = following
-    return all(hasattr(edge, "variable") for edge in following)  # as only the accumulation of a leaf's gradient has
+    return all(map(_is_parameter, following))
+
+
+def _is_parameter(node: object) -> bool:
+    return type(node).__name__ == "AccumulateGrad"
