@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 
 import pytest
 import torch
-import torch._inductor.config as inductor
 import torch.distributed as dist
 from ranks import run_ranks, staged
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from training import Stopper, grads
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore"),  # of the compiler
+    pytest.mark.filterwarnings("ignore"),
 ]
 WAYS = ("eager", "compiled", "cudagraph trees", "graphed")
 
@@ -33,12 +33,11 @@ def batch(number: int, rank: int = 0) -> Tensor:
 
 
 def prepared(module: nn.Module, way: str) -> nn.Module:
-    inductor.compile_threads = 1  # of small kernels: processes of its own cost more
+    importlib.import_module("torch._inductor.config").compile_threads = 1  # processes cost more than small kernels
     if way == "graphed":
         return torch.cuda.make_graphed_callables(module, (batch(0),))
-    if way == "eager":
-        return module
-    return torch.compile(module, mode="reduce-overhead" if way == "cudagraph trees" else None)
+    compiled = torch.compile(module, mode="reduce-overhead" if way == "cudagraph trees" else None)
+    return module if way == "eager" else compiled
 
 
 def merged(rank: int, way: str) -> list[list[Tensor]]:
@@ -63,14 +62,14 @@ def merged(rank: int, way: str) -> list[list[Tensor]]:
     return steps
 
 
-def merged_by_all(rank: int) -> list[list[list[Tensor]]]:
-    return [merged(rank, way) for way in WAYS]
-
-
 def test_one_rank_over_nccl_has_the_gradients_of_an_eager_model(nccl: None) -> None:
-    eager, *others = merged_by_all(0)
+    eager, *others = [merged(0, way) for way in WAYS]
     for way, steps in zip(WAYS[1:], others, strict=True):
         torch.testing.assert_close(steps, eager, rtol=1e-3, atol=1e-5, msg=lambda words, way=way: f"{way}: {words}")
+
+
+def merged_by_all(rank: int) -> list[list[list[Tensor]]]:
+    return [merged(rank, way) for way in WAYS]
 
 
 def test_a_late_rank_of_two_on_one_device_merges_as_an_eager_one_and_replicas_are_equal() -> None:
