@@ -16,14 +16,16 @@ UNDECIDED, NONE = -1, 0
 class KeptGradients:
     """The gradients in ``p.grad`` of these parameters, from entering a step until its first backward pass begins.
 
-    They lie in the buffers of the step before, which must not be used again before `decide`.
+    They lie in the buffers of the step before, which must not be used again before `decide`. ``is_queued``: they are on
+    a device that the host does not wait for, to see which of those that the loop wrote to are zeros.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: Sequence[nn.Parameter], *, is_queued: bool = False) -> None:
+        self._parameters, self._is_queued = parameters, is_queued
         there = ((index, parameter.grad) for index, parameter in enumerate(parameters))
         self._entered = {index: (gradient, gradient._version) for index, gradient in there if gradient is not None}
         self._aside: dict[int, Tensor] | None = None
+        self._unseen: dict[int, tuple[Tensor, Tensor]] = {}  # copies that may be zeros, and what they are copies of
         self.decided = not self._entered
         self.gradients: dict[int, Tensor] = {}
 
@@ -35,13 +37,16 @@ class KeptGradients:
     def set_aside(self) -> None:
         """A backward pass begins: the gradients present now are kept, if the pass has one for any parameter."""
         if not self.decided and self._aside is None:
-            self._aside = self._take()
+            self._aside = self._take(looks=not self._is_queued)
 
     def put_back(self) -> None:
         """Undo `set_aside`: the pass had no gradient, and the loop may still zero those present."""
         for index, gradient in (self._aside or {}).items():
             self._parameters[index].grad = gradient
-        self._aside = None
+        for index, (copy, gradient) in self._unseen.items():
+            if self._parameters[index].grad is copy:
+                self._parameters[index].grad = gradient
+        self._aside, self._unseen = None, {}
 
     def decide(self, first: int) -> bool:
         """Parameter ``first`` is the first with a gradient in this step; false if that is not a new gradient.
@@ -60,7 +65,7 @@ class KeptGradients:
                     "dataclasses as its output, or zero_grad(set_to_none=True) before the block"
                 )
             parameter.grad = None
-            self._aside = self._take()
+            self._aside = self._take(looks=not self._is_queued)
             parameter.grad = own
         # a gradient that was zeroed in place is not kept, as if it had been set to None
         self._settle({index: grad for index, grad in self._aside.items() if self._is_as_entered(index, grad)})
@@ -73,9 +78,9 @@ class KeptGradients:
         rank's own, as they would be without a merge: none is kept.
         """
         if self.decided:
-            return self._take_all()
+            return {index: own for index, own in self._take_all().items() if not self._is_unseen_zero(index, own)}
         self.put_back()
-        aside = self._take()
+        aside = self._take(looks=True)
         by_loop = self._take_all()
         for index, gradient in aside.items():
             self._parameters[index].grad = gradient
@@ -91,7 +96,7 @@ class KeptGradients:
         ``last``: those that this rank itself kept when it last decided. False if it cannot know which ones they kept.
         """
         self.put_back()
-        there = self._take()
+        there = self._take(looks=True)
         for choice in ([], list(there), [index for index in last if index in there]):
             if mark_of(choice) == decision:
                 self._settle({index: there[index] for index in choice})
@@ -103,22 +108,30 @@ class KeptGradients:
         before, version = self._entered.get(index, (None, -1))
         return gradient is before and gradient._version == version
 
-    def _take(self) -> dict[int, Tensor]:
+    def _take(self, *, looks: bool) -> dict[int, Tensor]:
         """Take the gradients that are as they were on entering, or were zeroed in place since.
 
         A gradient that the loop has put there or written to is this rank's own, such as that of a penalty. It stays, as
-        a copy outside of the buffers of the step before: the pass adds to it, and it is merged.
+        a copy outside of the buffers of the step before: the pass adds to it, and it is merged. So do zeros if this
+        does not look: the sum is the same, and what is left of them if no pass adds to them is found at the end.
         """
         aside = {}
         for index, parameter in enumerate(self._parameters):
             if (gradient := parameter.grad) is None:
                 continue
-            if self._is_as_entered(index, gradient) or (self._was_entered(index, gradient) and not gradient.any()):
+            was_entered = self._was_entered(index, gradient)
+            if self._is_as_entered(index, gradient) or (looks and was_entered and not gradient.any()):
                 parameter.grad = None
                 aside[index] = gradient
-            elif self._was_entered(index, gradient):
-                parameter.grad = gradient.detach().clone()
+            elif was_entered:
+                parameter.grad = copy = gradient.detach().clone()
+                if not looks:
+                    self._unseen[index] = copy, gradient
         return aside
+
+    def _is_unseen_zero(self, index: int, own: Tensor) -> bool:
+        """Whether it was zeroed in place before the pass, which had no gradient for it."""
+        return own is self._unseen.get(index, (None,))[0] and not own.any()
 
     def _take_all(self) -> dict[int, Tensor]:
         there = {index: p.grad for index, p in enumerate(self._parameters) if p.grad is not None}

@@ -11,6 +11,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
+from straggle.backward.device import device_of
 from straggle.backward.hooks import ParameterHooks, PassObserver
 from straggle.backward.stages import Registered, trainable
 from straggle.source.kept import KeptGradients, mark_of
@@ -78,7 +79,7 @@ class ReplicatedSource:
 
     def keep(self) -> KeptGradients:
         """A step is entered: what is in ``p.grad``."""
-        return KeptGradients(self.all)
+        return KeptGradients(self.all, is_queued=device_of(self.all[0].device).is_queued)
 
     def place(self, gradients: Sequence[Tensor | None]) -> None:
         """Each merged gradient becomes its parameter's ``p.grad``."""

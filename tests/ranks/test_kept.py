@@ -4,6 +4,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from host_reads import HostReads
+from queued_device import queued_device
 from ranks import digest, logged, run_ranks, staged
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -180,3 +182,53 @@ def test_pass_that_does_not_come_through_the_model_is_told_from_what_was_there_o
     assert run_ranks(around_the_model, 1, True) == [[8.0] * 8]  # rows of the batch
     (raised,) = run_ranks(around_the_model, 1, False, outcomes=True)
     assert "zero_grad(set_to_none=True) before the block" in raised.message
+
+
+# -- on a device that is a queue, the host does not look whether gradients are zeros
+
+
+class Heads(nn.Module):
+    """The first ``num_heads`` of three heads are used; the third never is."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = mlp()
+        self.heads = nn.ModuleList(nn.Linear(2, 1) for _ in range(3))
+        self.num_heads = 2
+
+    def forward(self, x):
+        hidden = self.trunk(x)
+        return sum(head(hidden) for head in self.heads[: self.num_heads])
+
+
+def zeroed_in_place(rank, is_queued, order):
+    """After each step the parameters and which gradients there are, and reads of the host before the merge."""
+    torch.manual_seed(0)
+    module, seen, found = Heads(), [], []
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+    with queued_device() if is_queued else nullcontext(), staged(module) as model:
+        for number in range(4):
+            module.num_heads = 1 if number == 3 else 2
+            with HostReads([*module.parameters(), *(own.grad for own in module.parameters())]) as reads, model.step():
+                if order == "first in the block":
+                    optimizer.zero_grad(set_to_none=False)
+                loss = model(features(rank, number)).square().sum()
+                if order == "before backward":
+                    optimizer.zero_grad(set_to_none=False)
+                if number == 2 and module.trunk[0].weight.grad is not None:
+                    module.trunk[0].weight.grad.add_(0.5)  # of a penalty
+                loss.backward()
+            optimizer.step()
+            there = [own.grad is None for own in module.parameters()]
+            seen.append((digest(module.parameters()), there))
+            found.append([one for one in reads.reads if "kept.py" in one])
+    return seen, found
+
+
+@pytest.mark.parametrize("order", ["first in the block", "before backward"])
+def test_device_is_not_read_to_see_which_gradients_are_zeros_and_the_result_is_that_of_the_cpu(order):
+    on_cpu, queued = run_ranks(zeroed_in_place, 2, False, order), run_ranks(zeroed_in_place, 2, True, order)
+    assert [seen for seen, _ in queued] == [seen for seen, _ in on_cpu]
+    for _, found in queued:
+        assert [len(own) for own in found] == [0, 0, 0, 2]  # in step 3, those without a gradient of the pass
+    assert all(found[1] for _, found in on_cpu)
