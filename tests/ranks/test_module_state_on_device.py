@@ -166,3 +166,22 @@ def odd_integers(rank):
 
 def test_codes_and_integers_that_jump_at_first_are_taken_from_the_lowest_rank():
     assert run_ranks(odd_integers, 2) == [(200, 2**62)] * 2
+
+
+def written_by_another(rank, is_queued):
+    module, seen = Holds(), []
+    with queued_device() if is_queued else nullcontext(), staged(module) as model:
+        for number in range(4):
+            if rank == 1 and number == 2:  # tower 0 has run in step 1, and does not run in this one
+                module.writes = lambda: module.towers[0][0].num_batches_tracked.add_(10)
+            with model.step():
+                model(x_of(rank, number)).square().mean().backward()
+            module.writes = lambda: None
+            seen.append([int(tower[0].num_batches_tracked) for tower in module.towers])
+    return seen
+
+
+@pytest.mark.parametrize("is_queued", [False, True])
+def test_buffer_of_a_module_that_did_not_run_counts_if_it_changed(is_queued):
+    expected = [[0, 1], [1, 1], [11, 2], [12, 2]]  # of rank 1 alone, as rank 0's tower neither ran nor changed
+    assert run_ranks(written_by_another, 2, is_queued) == [expected] * 2
