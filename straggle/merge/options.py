@@ -19,17 +19,18 @@ class Merge:
 
     ``buffers``: a module's persistent buffers, such as BatchNorm's statistics, get the "mean" of the ranks that
     finished the forward pass, or the values of "rank0" (if it did; like DDP, but after the step instead of before), the
-    same on every rank; "local" leaves each rank its own. Buffers without a mean, such as booleans, codes that fall,
-    complex numbers and float8, are taken from the lowest of these ranks. Frozen parameters that change in the forward
-    pass get the mean if they are floating-point; else they, too, are taken from that rank.
+    same on every rank; "local" leaves each rank its own. Buffers without a mean, such as booleans, codes that fall (on
+    a CUDA device all integers of 8 bits), complex numbers and float8, are taken from the lowest of these ranks. Frozen
+    parameters that change in the forward pass get the mean if they are floating-point; else they, too, are taken from
+    that rank.
 
     ``nonfinite``: "drop" leaves gradients with NaN or infinite elements out of the merge, and skips the step if no rank
     has others; on a CUDA device it leaves out all gradients in one bucket with such a gradient, and a step without
     others has gradients of zeros, with which a fused optimizer changes nothing. "keep" merges them as they are, as DDP
     does, which a ``GradScaler`` relies on.
 
-    ``check_every``: once in this many steps the ranks compare parameters and buffers (`StepReport.different_ranks`); 0:
-    never.
+    ``check_every``: once in this many steps the ranks compare parameters and buffers (`StepReport.different_ranks`);
+    0: never. In such a step the host waits for a CUDA device.
 
     ``wire_dtype``: ``torch.bfloat16``, or its name, halves the bytes of float32 gradients: each rank rounds its own,
     and they are summed in that dtype, as by DDP's ``bf16_compress_hook``. Weights stay exact, and replicas equal.

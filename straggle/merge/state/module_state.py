@@ -127,7 +127,8 @@ class ModuleState:
             self._ran.add(id(module))
 
     def close(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks, and say what is known by now."""
+        self._say_left_out()
         for handle in self._handles:
             handle.remove()
 
@@ -142,10 +143,9 @@ class ModuleState:
             return
         self._ran.clear()
         self._looks = checked or self._step <= _FIRST_STEPS
-        if self._averages is not None:
-            self._say_bad(self._averaged[number].name for number in self._averages.left_out_before())
-            if self._averages.begin():
-                self._look(list(self.held.values()))
+        self._say_left_out()
+        if self._averages is not None and self._averages.begin():
+            self._look(list(self.held.values()))
         self._others.begin(by_content=self._looks)
 
     def _notice_others(self) -> None:
@@ -300,6 +300,11 @@ class ModuleState:
     def _say_bad(self, names: Iterable[str]) -> None:
         for name in names:
             self._once(name, f"{self.held[name].kind} has NaN or infinite elements now: it is left out of the merge")
+
+    def _say_left_out(self) -> None:
+        """Name the buffers that were left out in an earlier step, as a device has told by now."""
+        if self._averages is not None:
+            self._say_bad(self._averaged[number].name for number in self._averages.left_out_before())
 
     def _once(self, name: str, words: str) -> None:
         if (key := f"{name} {words}") not in self._said:
