@@ -124,31 +124,45 @@ def test_buffers_are_those_of_the_cpu_to_rounding_and_the_same_on_all_ranks(buff
         assert {digest(other[number].values()) for other in others} == {digest(own.values())}
 
 
-def bad_number(rank, is_behind):
-    """The mean of a buffer after each step, and how many warnings there were by then.
+def bad_number(rank, is_behind, num_steps=6):
+    """The mean of a buffer after each step, and how many warnings there were by then; and by the end, and if its
+    statistics are finite.
 
     The device has not come to the end of step 3 when the host enters step 4, if it ``is_behind``.
     """
+    with queued_device() as device, logged("straggle.merge.state.module_state") as messages:
+        seen, module = bad_steps(rank, is_behind, num_steps, device, messages)
+    said = sum("ratio has NaN or infinite" in one for one in messages)
+    return seen, said, bool(torch.isfinite(module.norm.running_mean).all())
+
+
+def bad_steps(rank, is_behind, num_steps, device, messages):
     module, seen = Holds(), []
-    with queued_device() as device, logged("straggle.merge.state.module_state") as messages, staged(module) as model:
-        for number in range(6):
+    with staged(module) as model:
+        for number in range(num_steps):
             device.behind = 10**6 if is_behind and number == 4 else 0
             with model.step():
                 x = torch.full((8, 4), torch.inf) if (rank, number) == (1, 3) else x_of(0, number)
                 model(x).square().mean().backward()
             seen.append((module.ratio[0].item(), sum("ratio has NaN or infinite" in one for one in messages)))
-    return seen, bool(torch.isfinite(module.norm.running_mean).all())
+    return seen, module
 
 
 @pytest.mark.parametrize("is_behind", [False, True])
 def test_buffer_with_a_bad_number_is_left_out_in_its_step_and_named_in_a_later_one(is_behind):
     first, second = run_ranks(bad_number, 2, is_behind)
     total = [sum(x_of(0, number).mean().double().item() for number in range(last + 1)) for last in range(6)]
-    for seen, finite in (first, second):
+    for seen, _, finite in (first, second):
         assert [own for own, _ in seen] == pytest.approx(total, rel=1e-6)  # rank 0's in that step
         assert finite
     assert [said for _, said in first[0]] == [0] * 6
     assert [said for _, said in second[0]] == [0, 0, 0, 0, int(not is_behind), 1]
+
+
+def test_buffer_with_a_bad_number_in_the_last_step_is_named_at_the_end():
+    (first, said, _), (second, said_too, _) = run_ranks(bad_number, 2, False, 4)
+    assert (first[-1][1], said) == (0, 0)
+    assert (second[-1][1], said_too) == (0, 1)
 
 
 def odd_integers(rank):
