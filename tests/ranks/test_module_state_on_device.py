@@ -199,3 +199,31 @@ def written_by_another(rank, is_queued):
 def test_buffer_of_a_module_that_did_not_run_counts_if_it_changed(is_queued):
     expected = [[0, 1], [1, 1], [11, 2], [12, 2]]  # of rank 1 alone, as rank 0's tower neither ran nor changed
     assert run_ranks(written_by_another, 2, is_queued) == [expected] * 2
+
+
+def bad_in_large(rank, is_queued):
+    module = Holds()
+    module.large[0] = -torch.inf
+
+    def writes():
+        module.large[1:] = 1.0 + 2 * rank
+        if rank == 0:
+            module.large[2] = torch.nan
+
+    module.writes = writes
+    with (
+        queued_device() if is_queued else nullcontext(),
+        logged("straggle.merge.state.module_state") as messages,
+        staged(module) as model,
+    ):
+        with model.step():
+            model(x_of(rank, 0)).square().mean().backward()
+        return module.large[:4].tolist(), messages
+
+
+@pytest.mark.parametrize("is_queued", [False, True])
+def test_large_buffer_with_a_bad_number_that_was_not_there_before_is_left_out_and_named(is_queued):
+    (first, said), (second, said_too) = run_ranks(bad_in_large, 2, is_queued)
+    assert first == second == [-torch.inf, 3.0, 3.0, 3.0]  # rank 1's
+    assert ["buffer large has NaN or infinite elements" in one for one in said] == [True]
+    assert said_too == []
