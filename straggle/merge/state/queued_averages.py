@@ -54,7 +54,7 @@ class QueuedAverages(Averages):
         sizes = torch.tensor([size for kind in self._kinds for size in kind.sizes], device="cpu")
         ends = sizes.cumsum(0)
         self._bounds = torch.stack([ends - sizes, ends]).to(device)  # of each buffer, among all elements
-        self._buffer_of = torch.arange(len(sizes)).repeat_interleave(sizes).to(device)  # each element
+        self._buffer_of = torch.arange(len(sizes), device="cpu").repeat_interleave(sizes).to(device)  # each element
         self._masks: dict[frozenset[int], Tensor] = {}
         self._left_out = torch.zeros(len(held), dtype=torch.bool, device=device)
         self._queue = device_of(device)
@@ -115,7 +115,7 @@ class QueuedAverages(Averages):
         if (mask := self._masks.get(numbers)) is None:
             if len(self._masks) > _MAX_MASKS:
                 self._masks.clear()
-            own = torch.tensor([float(number in numbers) for number in self._order], dtype=torch.float64)
+            own = torch.tensor([float(number in numbers) for number in self._order], dtype=torch.float64, device="cpu")
             self._masks[numbers] = mask = own.to(self._ones.device, non_blocking=True)
         return mask
 
