@@ -28,6 +28,7 @@ from straggle.merge.groups import (
     Group,
     JobGroup,
     ProcessGroups,
+    QueuedGroup,
     backend_of,
     gloo_group,
     is_of_peer,
@@ -44,6 +45,7 @@ _SLICE_S = 0.5
 _POLL_S = 50e-6
 _SHORT_S = 0.1  # each wait that ends before its collective costs 0.2 ms of CPU
 _TROUBLE, _ENDED = "trouble", "ended"  # keys that show that ranks have left messages
+_ABORT_S = 2.0
 LONG_S = 2.0  # after so long in one thing a rank reports what it is doing, or which ranks it waits for
 
 _log = logging.getLogger(__name__)
@@ -83,8 +85,10 @@ class Channel:
         self._progress = _Progress()
         self._counted: deque[int] = deque()  # steps whose counter this rank began; written by the store's thread
         self._queued = backend_of(parent) != "gloo"  # collectives run on the device's own queue, not on the host
+        self.own_failure: Callable[[], str | None] = _none  # why peers may have given up, if this rank's device hangs
         assert parent is not None
         self._gloo_groups: list[Any] = []
+        self._queued_group: QueuedGroup | None = None
         corner = self._meet(parent)
         store = default_store()
         self.store = JobStore(
@@ -94,7 +98,7 @@ class Channel:
             without="this rank is not late, however slow, and learns of no peer's failure but by its connections",
             watched=(_TROUBLE, _ENDED),
         )
-        leave = partial(_leave, self._gloo_groups, self._progress, give_up_s)
+        leave = partial(_leave, self._gloo_groups, self._queued_group, self._progress, give_up_s)
         self._finalizer = weakref.finalize(self, _end, self.store, self.rank, self._progress, leave)
 
     @staticmethod  # a bound method would keep this object alive as long as the store's thread
@@ -117,7 +121,7 @@ class Channel:
                 if number < MESSAGES_AT_A_TIME:
                     wide = self._gloo_group(f"{corner}/wide", MESSAGES_AT_A_TIME)
             else:
-                data = JobGroup(dist.new_group(ranks, timeout, backend, use_local_synchronization=True))
+                data = self._queued_group = QueuedGroup.formed(ranks, give_up_s, backend)
         except RuntimeError as error:
             raise PeerFailed(
                 f"rank {self.rank}, before step 0: no process groups of ranks {ranks} within give_up_s={give_up_s:g}: "
@@ -219,9 +223,20 @@ class Channel:
     def _failed(self, what: str, error: Exception) -> RuntimeError:
         """The exception for a collective's error: a peer is gone, or torch failed on this rank."""
         if is_of_peer(error):
-            return PeerFailed(self.explain(what))
+            return self._lost(what)
         self.post_failure(f"{what}: {error}")
         return RuntimeError(f"{what}: {error}")
+
+    def _lost(self, what: str) -> PeerFailed:
+        """The exception for a collective that a peer does not take part in, as none will from here on."""
+        words = self.explain(what)
+        self.abort()
+        return PeerFailed(words)
+
+    def abort(self) -> None:
+        """This rank ends: free its device of collectives that wait for a peer. Does not wait for that."""
+        if self._queued_group is not None:
+            self._queued_group.abort()
 
     # -- evidence that peers wait
 
@@ -280,11 +295,14 @@ class Channel:
         while not self._ended(work, what, min(_SLICE_S, max(0.0, give_up_at - time.monotonic()))):
             long_wait = long_wait or LongWait(self, step, what)
             if time.monotonic() >= give_up_at or self._is_in_vain(step):
-                raise PeerFailed(self.explain(what))
+                raise self._lost(what)
             self.store.look()
             long_wait.look()
         if self._queued:
-            work.wait()  # makes this thread's stream wait, and raises the collective's error
+            try:
+                work.wait()  # makes this thread's stream wait, and raises the collective's error
+            except RuntimeError as error:
+                raise self._failed(what, error) from error
 
     def come_after(self, work: dist.Work, step: int, what: str) -> None:
         """Order what the calling thread queues on its device after a collective; the host waits only for gloo's."""
@@ -300,12 +318,16 @@ class Channel:
         """
         return not self._queued and succeeds(work, _SHORT_S)
 
+    @property
+    def has_trouble(self) -> bool:
+        """Whether a rank is known to have failed, or to have given up."""
+        return _TROUBLE in self.store.seen
+
     def _is_in_vain(self, step: int) -> bool:
         """Whether a peer is known to have failed, or to have ended before ``step``."""
-        seen = self.store.seen
-        if _TROUBLE in seen:
+        if self.has_trouble:
             return True
-        if _ENDED not in seen:
+        if _ENDED not in self.store.seen:
             return False
         with contextlib.suppress(StoreUnreachable):
             return any(end.merged < step for end in self.store.ask(self._ends, _SLICE_S))
@@ -351,6 +373,8 @@ class Channel:
 
         Returns within ``wait_s``; if the store does not answer by then, it reports that.
         """
+        if (own := self.own_failure()) is not None:
+            self.post_failure(own)
         self._progress.explained = True  # this rank ends because of others
         try:
             return f"{what}: {self._reason(time.monotonic() + wait_s)}"
@@ -442,11 +466,17 @@ class _End:
         return cls(int(merged), words)
 
 
-def _leave(groups: list[Any], progress: _Progress, give_up_s: float) -> None:
+def _none() -> None:
+    """Nothing."""
+
+
+def _leave(groups: list[Any], queued: QueuedGroup | None, progress: _Progress, give_up_s: float) -> None:
     """Drop the groups; if a peer or this rank has failed, collectives may be in flight that never end.
 
     Freeing such a group waits for them, for ``give_up_s``, and blocks whichever thread collects it.
     """
+    if queued is not None and progress.explained:
+        queued.abort(_ABORT_S)
     while groups:
         group = groups.pop()
         if progress.explained:

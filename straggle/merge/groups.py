@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import math
 import os
+import threading
 import time
 import weakref
 from collections import deque
@@ -20,6 +23,7 @@ from straggle.policies.merge_time import MESSAGES_AT_A_TIME, QUICK_AT_A_TIME, QU
 
 # of which some is in each error of gloo's transport, and of torch's about a peer that is gone or too slow
 _WORDS_OF_TRANSPORT = ("gloo/transport", "connect", "socket", "closure", "closed", "timed out", "timeout")
+_WATCHDOG_S = 60.0  # beyond twice the time that ranks wait for each other
 _SMALL_MESSAGES = 4  # of which the quickest says what a small one takes: the first ones connect, and machines are busy
 
 
@@ -62,6 +66,38 @@ class JobGroup:
 
     def drop(self) -> None:
         dist.destroy_process_group(self._group)
+
+
+class QueuedGroup(JobGroup):
+    """The same of a backend that queues collectives on a device, as nccl does: nothing but its abort ends them."""
+
+    @classmethod
+    def formed(cls, ranks: Sequence[int], limit_s: float, backend: str) -> QueuedGroup:
+        """Meet these ranks within ``limit_s``.
+
+        The backend's own watchdog, which ends the process without a word of ours, gives up long after ranks do.
+        """
+        group = dist.new_group(list(ranks), timedelta(seconds=limit_s), backend, use_local_synchronization=True)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2 * limit_s + _WATCHDOG_S), group)
+        return cls(group)
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self._is_aborted = False
+
+    def abort(self, wait_s: float = 0.0) -> None:
+        """End what is on its way, on a thread of its own; the group is not used any more. Waits ``wait_s`` at most.
+
+        nccl's abort waits until the device is free, for ever if it is stuck, and so would the group's destructor.
+        """
+        if self._is_aborted:
+            return
+        self._is_aborted = True
+        set_aside(self._group, math.inf)
+        thread = threading.Thread(target=_abort, args=(self._group,), name="straggle-abort", daemon=True)
+        with contextlib.suppress(RuntimeError):  # the interpreter is about to end, and starts no thread
+            thread.start()
+            thread.join(wait_s)
 
 
 class GlooCollectives:
@@ -211,6 +247,12 @@ def is_of_peer(error: BaseException) -> bool:
     """Whether a collective's error is that of a peer, or of the way to it; another is torch's, on this rank."""
     words = str(error).lower()
     return isinstance(error, dist.DistError) or any(word in words for word in _WORDS_OF_TRANSPORT)
+
+
+def _abort(group: dist.ProcessGroup) -> None:
+    # the user may have destroyed it, or destroy it meanwhile; and nccl raises if that takes long
+    with contextlib.suppress(RuntimeError, ValueError, LookupError, AssertionError):
+        dist.distributed_c10d._abort_process_group(group)
 
 
 def _begun(work: dist.Work | None) -> dist.Work:

@@ -1,0 +1,107 @@
+"""A device that never finishes what is queued on it: what its rank and its peers say, and that their processes end."""
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch.distributed as dist
+from ranks import Raised, rank_environment, run_ranks
+from repository import ROOT
+from stores import serve_store
+
+from straggle.merge import device_watch
+from straggle.merge.channel import Channel
+from straggle.merge.device_watch import DeviceWatch
+
+GIVE_UP_S = 2.0
+
+
+class Hanging:
+    """A device of which no mark becomes ready that is made while it hangs."""
+
+    is_queued, hangs = True, False
+
+    def mark(self):
+        return not self.hangs
+
+    def ready(self, mark):
+        return mark
+
+
+class Told:
+    """The error that the training thread raises with its next call."""
+
+    def __init__(self):
+        self.came = threading.Event()
+
+    def __call__(self, error):
+        self.error = error
+        self.came.set()
+
+
+def queue_steps(watch, hangs):
+    """Two steps on a device that ``hangs`` in this part of the second one."""
+    watch.start()
+    for step in range(2):
+        queued = watch.begin(step, ["c", "a, b"])
+        for part in ("own", "merged"):
+            for _ in queued.names:
+                watch.device.hangs = step == 1 and hangs in ("own", part)
+                queued.launches() if part == "own" else queued.comes_after()
+            if part == "own":
+                queued.submitted()
+
+
+def wait_in_the_driver(rank, stuck, folder):
+    """Rank ``stuck`` never comes back from its device; its peers do, once their collectives are aborted."""
+    device_watch.LEAVE_S = 1.0
+    told, channel = Told(), Channel(None, give_up_s=GIVE_UP_S)
+    watch = DeviceWatch(Hanging(), channel, told)
+    channel.abort = lambda: setattr(watch.device, "ready", lambda mark: mark or rank != stuck)
+    if rank == stuck:
+        os.dup2(os.open(f"{folder}/log", os.O_WRONLY | os.O_CREAT), 2)
+    queue_steps(watch, "own" if rank == stuck else "merged")
+    told.came.wait()
+    if rank == stuck:
+        threading.Event().wait()
+    watch.check()
+
+
+@pytest.mark.slow
+def test_peers_of_a_stuck_device_end_with_its_rank_step_and_stage_and_its_own_process_ends(tmp_path):
+    ends = run_ranks(wait_in_the_driver, 3, 1, str(tmp_path), outcomes=True, timeout_s=40)
+    words = "rank 1, step 1, stage c: its device has not finished these gradients in "
+    for rank in (0, 2):
+        assert ends[rank].kind == "PeerFailed"
+        assert f"rank {rank}, step 1, stage c, not merged by this rank's device: {words}" in ends[rank].message
+    assert ends[1] == Raised("Killed", "the process ended without a word")
+    assert words in (tmp_path / "log").read_text()
+    assert "this process ends: its device is stuck" in (tmp_path / "log").read_text()
+
+
+def hang_alone(comes_back):
+    device_watch.LEAVE_S = 60.0 if comes_back else 0.5
+    dist.init_process_group("gloo")
+    told = Told()
+    watch = DeviceWatch(Hanging(), Channel(None, give_up_s=1.0), told)
+    queue_steps(watch, "own")
+    told.came.wait()
+    if not comes_back:
+        threading.Event().wait()
+    watch.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_process_whose_device_is_stuck_ends_with_status_1_and_the_error(comes_back):
+    server = serve_store()
+    paths = os.pathsep.join(str(ROOT / "tests" / folder) for folder in ("ranks", "support"))
+    environment = {**os.environ, **rank_environment(0, 1, server.port), "PYTHONPATH": paths}
+    script = f"import test_stuck_device; test_stuck_device.hang_alone({comes_back})"
+    end = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert end.returncode == 1
+    assert "rank 0, step 1, stage c: its device has not finished these gradients in" in end.stderr
+    assert "this process ends: its device is stuck" in end.stderr
+    assert ("PeerFailed: rank 0" in end.stderr) == comes_back

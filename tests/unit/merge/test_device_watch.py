@@ -1,0 +1,202 @@
+"""When a device is stuck, by its marks: this rank's own, or what a peer's does not merge."""
+
+import math
+
+import pytest
+from clock import Clock
+
+from straggle import PeerFailed
+from straggle.merge.device_watch import DeviceWatch
+
+GIVE_UP_S = 60.0
+
+
+class Queue:
+    """A device whose marks become ready in their order, as far as `finish` says."""
+
+    is_queued = True
+
+    def __init__(self):
+        self.num_marks = self.num_ready = self.num_asked = 0
+
+    def mark(self):
+        self.num_marks += 1
+        return self.num_marks
+
+    def ready(self, mark):
+        self.num_asked += 1
+        return mark <= self.num_ready
+
+    def finish(self, count=math.inf):
+        self.num_ready = min(self.num_marks, self.num_ready + count)
+
+
+class Peers:
+    """What the watch asks of a channel."""
+
+    rank, give_up_s = 1, GIVE_UP_S
+    has_trouble = False
+
+    def explain(self, what):
+        return f"{what}: rank 0 is gone"
+
+
+class Rank:
+    """A rank with buckets "c" and "a, b", and a watch without its thread."""
+
+    def __init__(self):
+        self.clock, self.queue, self.peers, self.steps = Clock(), Queue(), Peers(), 0
+        self.watch = DeviceWatch(self.queue, self.peers, tell=None, clock=self.clock)
+
+    def submit(self):
+        queued = self.watch.begin(self.steps, ["c", "a, b"])
+        self.steps += 1
+        queued.launches()
+        queued.launches()
+        queued.submitted()
+        return queued
+
+    def step(self):
+        queued = self.submit()
+        queued.comes_after()
+        queued.comes_after()
+        return queued
+
+    def sees(self):
+        found = self.watch.look()
+        return None if found is None else (found.queued.step, found.queued.names[found.bucket], found.own)
+
+
+@pytest.fixture
+def rank():
+    return Rank()
+
+
+def test_device_that_does_not_finish_its_own_gradients_is_stuck_after_give_up_s_in_their_first_bucket(rank):
+    rank.step()
+    rank.queue.finish()
+    rank.step()
+    rank.queue.finish(1)
+    rank.clock.advance(GIVE_UP_S - 0.1)
+    assert rank.sees() is None
+    rank.clock.advance(0.1)
+    assert rank.sees() == (1, "a, b", True)
+
+
+def test_device_that_finished_its_own_gradients_waits_for_a_peer_which_has_a_moment_to_say_why(rank):
+    rank.step()
+    rank.queue.finish(2)
+    rank.clock.advance(GIVE_UP_S)
+    assert rank.sees() is None
+    rank.clock.advance(1.0)
+    assert rank.sees() == (0, "c", False)
+    rank.queue.finish(1)
+    assert rank.sees() == (0, "a, b", False)
+
+
+def test_device_that_is_only_slow_is_not_stuck(rank):
+    for _ in range(10):
+        rank.step()
+        rank.clock.advance(GIVE_UP_S - 1)
+        assert rank.sees() is None
+        rank.queue.finish()
+
+
+def test_host_far_ahead_of_a_device_that_goes_on_is_no_failure(rank):
+    for _ in range(5):
+        rank.step()
+    for _ in range(5):
+        rank.clock.advance(GIVE_UP_S / 6)
+        rank.queue.finish(4)
+        assert rank.sees() is None
+    rank.clock.advance(10 * GIVE_UP_S)
+    assert rank.sees() is None
+
+
+def test_long_pause_after_a_step_is_no_failure_and_asks_the_device_once(rank):
+    rank.step()
+    rank.queue.finish()
+    rank.clock.advance(100 * GIVE_UP_S)
+    assert rank.sees() is None
+    asked = rank.queue.num_asked
+    rank.clock.advance(100 * GIVE_UP_S)
+    assert rank.sees() is None
+    assert rank.queue.num_asked == asked
+
+
+def test_device_is_not_asked_before_give_up_s(rank):
+    rank.step()
+    rank.clock.advance(GIVE_UP_S - 0.1)
+    rank.sees()
+    assert rank.queue.num_asked == 0
+
+
+def test_step_that_was_submitted_for_a_training_thread_in_the_driver_shows_that_its_device_is_stuck(rank):
+    rank.submit()
+    rank.clock.advance(GIVE_UP_S)
+    assert rank.sees() == (0, "c", True)
+    rank.queue.finish()
+    assert rank.sees() is None  # the thread may come late for its merge
+
+
+def test_marks_of_steps_that_are_over_or_passed_over_are_forgotten(rank):
+    first = rank.step()
+    failed, last = rank.submit(), rank.step()
+    assert list(rank.watch.steps) == [first, failed, last]
+    rank.queue.finish()
+    ahead = rank.submit()  # by the stand-in, for a step that the training thread is to take
+    newest = rank.watch.begin(9, ["c"])
+    newest.launches()
+    newest.submitted()
+    newest.comes_after()
+    assert list(rank.watch.steps) == [newest]
+    assert ahead.merged_at == math.inf
+
+
+def test_after_a_peer_has_failed_what_it_does_not_merge_is_given_up_in_seconds(rank):
+    rank.step()
+    rank.queue.finish(2)
+    rank.peers.has_trouble = True
+    assert rank.sees() is None
+    rank.clock.advance(5.0)
+    assert rank.sees() is None
+    rank.clock.advance(1.0)
+    assert rank.sees() == (0, "c", False)
+    rank.queue.finish()
+    assert rank.sees() is None
+
+
+def test_own_gradients_have_give_up_s_also_after_a_peer_has_failed(rank):
+    rank.peers.has_trouble = True
+    rank.step()
+    for _ in range(2):
+        rank.clock.advance(GIVE_UP_S / 2 - 0.1)
+        assert rank.sees() is None
+
+
+def test_rank_says_that_its_device_may_be_why_peers_gave_up_once_it_is_stuck_for_half_as_long(rank):
+    rank.step()
+    rank.queue.finish(1)
+    rank.clock.advance(GIVE_UP_S / 2 - 0.1)
+    assert rank.watch.own_failure() is None
+    rank.clock.advance(0.1)
+    assert rank.watch.own_failure().startswith("rank 1, step 0, stage a, b: its device has not finished")
+    rank.queue.finish(1)
+    assert rank.watch.own_failure() is None
+
+
+def test_error_of_the_device_is_left_to_the_training_thread(rank):
+    def failed(_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    rank.step()
+    rank.queue.ready = failed
+    rank.clock.advance(2 * GIVE_UP_S)
+    assert rank.sees() is None
+
+
+def test_nothing_is_raised_while_no_device_is_stuck(rank):
+    rank.watch.check()
+    rank.watch.error = PeerFailed("rank 0 is gone")
+    with pytest.raises(PeerFailed, match="rank 0 is gone"):
+        rank.watch.check()
