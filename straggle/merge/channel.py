@@ -299,17 +299,21 @@ class Channel:
             self.store.look()
             long_wait.look()
         if self._queued:
-            try:
-                work.wait()  # makes this thread's stream wait, and raises the collective's error
-            except RuntimeError as error:
-                raise self._failed(what, error) from error
+            self._order_after(work, what)
 
     def come_after(self, work: dist.Work, step: int, what: str) -> None:
         """Order what the calling thread queues on its device after a collective; the host waits only for gloo's."""
         if self._queued:
-            work.wait()
+            self._order_after(work, what)
         else:
             self.wait(work, step, what)
+
+    def _order_after(self, work: dist.Work, what: str) -> None:
+        """Make the calling thread's queue wait; raises the collective's error, if it has one by now."""
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._failed(what, error) from error
 
     def ends_soon(self, work: dist.Work) -> bool:
         """Wait for a moment; returns whether the collective is then over without an error.
@@ -322,6 +326,11 @@ class Channel:
     def has_trouble(self) -> bool:
         """Whether a rank is known to have failed, or to have given up."""
         return _TROUBLE in self.store.seen
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether this rank ends in a failure that peers know of."""
+        return self._progress.explained
 
     def _is_in_vain(self, step: int) -> bool:
         """Whether a peer is known to have failed, or to have ended before ``step``."""

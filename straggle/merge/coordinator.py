@@ -145,6 +145,8 @@ class Coordinator:
         """Start the stand-in: from now on this rank can be late, and its stages stay as they are."""
         self._prepare()
         self._stand_in.start(self._submit_for_stuck, self._merged_steps.complete)
+        if self._rounds.watch is not None:
+            self._rounds.watch.start()
 
     def make_spare(self) -> None:
         """Before this rank asks to be let in: take the memory of its first round."""
@@ -167,13 +169,17 @@ class Coordinator:
     def close(self) -> None:
         """End the stand-in, and leave word for the peers."""
         self._stand_in.close()
-        self._rank.device_numbers.close(self._channel.rank)
+        if not self._channel.has_failed:  # or its device may never come to them
+            self._rank.device_numbers.close(self._channel.rank)
+        if self._rounds.watch is not None:
+            self._rounds.watch.close()
         self._channel.close()
 
     # -- the training thread, in its step
 
     def enter(self, entry: Entry) -> None:
         """The training thread enters its step."""
+        self._rank.check_device()
         with self._lock:
             now, before = self.stopwatch.now(), self.training.passes.number
             self._queue = self._device.queue()
@@ -251,6 +257,7 @@ class Coordinator:
         """With the lock held."""
         if not (waiting := self._take_waiting()):
             return False
+        self._rank.check_device()
         if (current := self._open_own_round()) is None:
             return False
         number, entered_at = self._pass_number, self.training.entered_at or 0.0
@@ -330,6 +337,7 @@ class Coordinator:
         Raises `PeerFailed` when a rank failed in this step or cannot be reached.
         """
         posts = False
+        self._rank.check_device()
         with self._lock:
             for phase in self._wings.leave:
                 phase()
@@ -354,6 +362,7 @@ class Coordinator:
 
     def fail(self, error: BaseException) -> None:
         """The user's code raised in this step: post it, and let the peers finish the step, so that none waits."""
+        self._rank.check_device()  # peers know of that
         what = f"rank {self._channel.rank} raised in step {self.training.step}, {self.stopwatch.phase}: {error!r}"
         for phase in self._wings.failed:
             phase(what)

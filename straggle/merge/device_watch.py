@@ -74,8 +74,8 @@ class Stuck(NamedTuple):
 class DeviceWatch:
     """Ends a rank whose device does not finish what is queued on it, or a peer's does not, within ``give_up_s``.
 
-    ``tell(error)`` lets the training thread raise it with its next call. ``steps`` are those that may not be over: who
-    submits one adds it, and the training thread forgets it. A thread looks, from `start` to `close`.
+    ``tell(error)`` lets the training thread raise what is in ``error`` with its next call. ``steps`` are those that may
+    not be over: who submits one adds it, and the training thread forgets it. A thread looks, from `start` to `close`.
     """
 
     def __init__(
@@ -115,11 +115,6 @@ class DeviceWatch:
                 return
             steps.popleft()
 
-    def check(self) -> None:
-        """Raise what ended this rank, if its device or a peer's was stuck."""
-        if self.error is not None:
-            raise self.error
-
     def close(self) -> None:
         """Look no more; a rank whose device is stuck goes on to see that its process ends. From any thread."""
         self._closing.set()
@@ -128,8 +123,7 @@ class DeviceWatch:
 
     def own_failure(self) -> str | None:
         """What this rank's device has not finished, for so long that peers may have given up because of it."""
-        found = self._find(self._channel.give_up_s / 2, own_only=True)
-        return None if found is None else self._words(found)
+        return None if (found := self._find_own()) is None else self._words(found)
 
     # -- the watching thread
 
@@ -141,15 +135,16 @@ class DeviceWatch:
 
     def look(self) -> Stuck | None:
         """What is stuck now, if anything is."""
-        give_up_s = self._channel.give_up_s
-        if (found := self._find(give_up_s)) is not None:
+        if (found := self._find(self._channel.give_up_s)) is not None or not self._channel.has_trouble:
             return found
-        if self._trouble_at == math.inf and self._channel.has_trouble:
-            self._trouble_at = self.now()
-        if self.now() - self._trouble_at < _TROUBLE_S:
-            return None
+        self._trouble_at = min(self._trouble_at, self.now())
+        if (found := self._find_own()) is not None or self.now() - self._trouble_at < _TROUBLE_S:
+            return found
         found = self._find(_TROUBLE_S)  # what a peer that has failed does not merge any more
         return None if found is None or found.own else found
+
+    def _find_own(self) -> Stuck | None:
+        return self._find(self._channel.give_up_s / 2, own_only=True)
 
     def _find(self, limit_s: float, *, own_only: bool = False) -> Stuck | None:
         """The first bucket that a device has not finished for so long."""

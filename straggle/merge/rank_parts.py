@@ -11,6 +11,7 @@ from straggle.backward.stages import StagePlan
 from straggle.merge.channel import Channel
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.device_numbers import DeviceNumbers
+from straggle.merge.device_watch import DeviceWatch
 from straggle.merge.options import Merge
 from straggle.merge.replica import Replica
 from straggle.merge.round import Round
@@ -65,6 +66,8 @@ class RankParts:
             num_replicas=replica.count,
             queued=device.is_queued and not channel.groups_change,
         )
+        if rounds.are_queued:
+            rounds.watch = DeviceWatch(device, channel, stand_in.end_unlocked)
         rounds.merge_among(channel.formed, rounds.ranks, 0)
         return RankParts(stopwatch, device, DeviceNumbers(device), channel, replica, *sides, deadline, stand_in, rounds)
 
@@ -81,3 +84,8 @@ class RankParts:
         """Raise what ended the job for this rank, if anything did."""
         if self.stand_in.error is not None:
             raise self.stand_in.error
+
+    def check_device(self) -> None:
+        """Raise what ended this rank, if its device is stuck, or a peer's."""
+        if (watch := self.rounds.watch) is not None and watch.error is not None:
+            raise watch.error

@@ -17,6 +17,7 @@ from torch import Tensor
 from straggle.backward.stages import Stage, StagePlan
 from straggle.merge.buffers import Share, StageBuffers
 from straggle.merge.channel import Channel
+from straggle.merge.device_watch import QueuedStep
 from straggle.merge.groups import ProcessGroups, succeeded
 from straggle.merge.state.exchange import NOTHING_GIVEN
 from straggle.merge.step_passes import EqualPasses, Passes
@@ -129,6 +130,7 @@ class Round:
         self.stage_s = [math.nan] * len(layout.plan.stages)  # when each stage was complete
         self.layout = layout
         self.launched: list[list[dist.Work]] = []  # of each bucket whose merge has begun
+        self.marks: QueuedStep | None = None  # if the host does not wait for the merge
         self.rows_sent: dist.Work | None = None  # the message of the rows, if they do not go with the last bucket
         self.abandoned = False  # the rank has given it up: it was put out, or goes on in another step
         self.row: Row | None = None  # its telemetry
@@ -329,11 +331,15 @@ class Round:
                 return
         if self.groups is not None:
             self.rows_sent = self.buffers.send_rows(self.groups.control)
+            if self.marks is not None:
+                self.marks.submitted()
 
     def _launch_allreduce(self, shares: Mapping[int, Share]) -> bool:
         """Begin the merge of the next bucket; false if there are no groups at present."""
         if self.groups is None:
             return False
+        if self.marks is not None:
+            self.marks.launches()
         self.launched.append(self.buffers.all_reduce(len(self.launched), shares, self.groups, self.passes.weight))
         return True
 
@@ -354,8 +360,11 @@ class Round:
         """What the calling thread queues from here on comes after the merge of all buckets."""
         if not self.buffers.is_queued:
             return
-        for work, name in self._works_of_buckets():
-            channel.come_after(work, self.step, f"{where}, stage {name}")
+        for works, name in zip(self.launched, self.layout.bucket_names, strict=False):
+            for work in works:
+                channel.come_after(work, self.step, f"{where}, stage {name}")
+            if self.marks is not None:
+                self.marks.comes_after()
         self.launched = []
 
     def merged_early(self) -> list[int]:

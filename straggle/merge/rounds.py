@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from straggle.backward.stages import StagePlan
 from straggle.merge.buffers import StageBuffers, keep_freed_memory
+from straggle.merge.device_watch import DeviceWatch
 from straggle.merge.groups import ProcessGroups
 from straggle.merge.options import Merge
 from straggle.merge.queued_buffers import QueuedBuffers
@@ -46,6 +47,7 @@ class Rounds:
         self._num_state = num_state
         self._num_replicas = num_replicas
         self.are_queued, self._kind = queued, QueuedBuffers if queued else StageBuffers
+        self.watch: DeviceWatch | None = None  # if the host does not wait for the device, what sees that it is stuck
         keep_freed_memory()
         self.begin_anew()
         self.learn(plan)
@@ -85,6 +87,8 @@ class Rounds:
         current = Round(merging.step, self._layout, buffers, self._terms(), usage=self._usage, passes=passes)
         if max_over is not None and passes is training.passes:  # it is in the step
             current.max_over = max_over
+        if self.watch is not None:
+            current.marks = self.watch.begin(merging.step, self._layout.bucket_names)
         merging.begin(current)
         return current
 

@@ -31,11 +31,12 @@ from straggle.merge.round import Round
 from straggle.merge.sides import MergeSide, TrainingSide
 
 _log = logging.getLogger(__name__)
+_LOCK_S = 1.0  # nobody has the lock for so long who does not wait for a device
 _SOON_S = 0.005  # a rank's report that it has finished may be so late
 
 
 class StandIn:
-    """The thread, from `start` to `close`. All other methods must be called with the lock of ``merging`` held.
+    """The thread, from `start` to `close`. All methods but `end_unlocked` need the lock of ``merging``.
 
     ``device``: where the gradients are.
     """
@@ -150,6 +151,17 @@ class StandIn:
         self._training.stop_up_to(sys.maxsize)
         self._wakes.notify()
         self._merging.step_merged.notify_all()
+
+    def end_unlocked(self, error: BaseException) -> None:
+        """The same, without the lock: a training thread that waits for its device may have it, and raises later."""
+        if self._lock.acquire(timeout=_LOCK_S):
+            try:
+                self.end(error)
+            finally:
+                self._lock.release()
+        else:
+            self.error, self._closing = error, True
+            self._training.stop_up_to(sys.maxsize)
 
     def merged(self, current: Round) -> None:
         """A step is merged, and the deadline of the next one is decided."""

@@ -4,13 +4,17 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch.distributed as dist
-from ranks import Raised, rank_environment, run_ranks
+from queued_device import RecordingDevice, queued_device
+from ranks import Raised, rank_environment, run_ranks, staged
 from repository import ROOT
 from stores import serve_store
+from training import features, mlp
 
+from straggle import LateHandling
 from straggle.merge import device_watch
 from straggle.merge.channel import Channel
 from straggle.merge.device_watch import DeviceWatch
@@ -18,16 +22,22 @@ from straggle.merge.device_watch import DeviceWatch
 GIVE_UP_S = 2.0
 
 
-class Hanging:
-    """A device of which no mark becomes ready that is made while it hangs."""
+class HangingQueue(RecordingDevice):
+    """A device of which no mark becomes ready that is made while it ``hangs``, until it is ``freed``."""
 
-    is_queued, hangs = True, False
+    hangs = freed = False
 
     def mark(self):
-        return not self.hangs
+        return not self.hangs, super().mark()
 
     def ready(self, mark):
-        return mark
+        return (mark[0] or self.freed) and super().ready(mark[1])
+
+    def wait(self, mark):
+        super().wait(mark[1])
+
+    def seconds_between(self, before, after):
+        return super().seconds_between(before[1], after[1])
 
 
 class Told:
@@ -58,15 +68,15 @@ def wait_in_the_driver(rank, stuck, folder):
     """Rank ``stuck`` never comes back from its device; its peers do, once their collectives are aborted."""
     device_watch.LEAVE_S = 1.0
     told, channel = Told(), Channel(None, give_up_s=GIVE_UP_S)
-    watch = DeviceWatch(Hanging(), channel, told)
-    channel.abort = lambda: setattr(watch.device, "ready", lambda mark: mark or rank != stuck)
+    watch = DeviceWatch(HangingQueue(), channel, told)
+    channel.abort = lambda: setattr(watch.device, "freed", rank != stuck)
     if rank == stuck:
         os.dup2(os.open(f"{folder}/log", os.O_WRONLY | os.O_CREAT), 2)
     queue_steps(watch, "own" if rank == stuck else "merged")
     told.came.wait()
     if rank == stuck:
         threading.Event().wait()
-    watch.check()
+    raise told.error
 
 
 @pytest.mark.slow
@@ -81,16 +91,72 @@ def test_peers_of_a_stuck_device_end_with_its_rank_step_and_stage_and_its_own_pr
     assert "this process ends: its device is stuck" in (tmp_path / "log").read_text()
 
 
+def train_until_a_device_hangs(rank, stuck, folder):
+    """In step 3 rank ``stuck``'s device hangs, and rank 0 waits for its own in a call of the driver."""
+    device_watch.LEAVE_S = 1.0
+    module, freed = mlp(), threading.Event()
+    Channel.abort = lambda _channel: freed.set()
+    late_handling = LateHandling(give_up_s=GIVE_UP_S)
+    with queued_device(HangingQueue()) as device, staged(module, late_handling=late_handling) as model:
+        model.register_submit_hook(lambda step: setattr(device, "hangs", step == 3))
+        if rank == stuck:
+            os.dup2(os.open(f"{folder}/log", os.O_WRONLY | os.O_CREAT), 2)
+        for step in range(10):
+            device.hangs = rank == stuck and step == 3
+            with model.step():
+                model(features(rank, step)).sum().backward()
+            if step == 3 and rank == stuck:
+                threading.Event().wait()
+            elif step == 3 and rank == 0:
+                freed.wait()
+                device.freed = True
+
+
+@pytest.mark.slow
+def test_training_ends_on_all_ranks_with_the_rank_step_and_stage_of_a_stuck_device(tmp_path):
+    ends = run_ranks(train_until_a_device_hangs, 3, 1, str(tmp_path), outcomes=True, timeout_s=40)
+    words = "rank 1, step 3, stage 4, 2, 0: its device has not finished these gradients in "
+    assert [ends[rank].kind for rank in (0, 2)] == ["PeerFailed", "PeerFailed"]
+    assert f"rank 0, step 3, stage 4, 2, 0, not merged by this rank's device: {words}" in ends[0].message
+    assert f"rank 2, step 4, stage rows of all ranks: {words}" in ends[2].message
+    assert ends[1] == Raised("Killed", "the process ended without a word")
+    assert words in (tmp_path / "log").read_text()
+
+
+class SlowQueue(RecordingDevice):
+    """A device that comes to each mark only shortly before ranks give up."""
+
+    def ready(self, mark):
+        return time.monotonic() - mark[0] > 0.9 and super().ready(mark)
+
+
+def pause_and_be_slow(rank):
+    """After two of the steps there is a pause that is longer than ranks wait for each other."""
+    late_handling = LateHandling(give_up_s=1.0)
+    with queued_device(SlowQueue()), staged(mlp(), late_handling=late_handling) as model:
+        for step in range(6):
+            with model.step():
+                model(features(rank, step)).sum().backward()
+            if step in (1, 3):
+                time.sleep(2.5)
+        return model.last_report.step
+
+
+@pytest.mark.slow
+def test_device_that_is_slow_and_a_long_pause_are_no_failure():
+    assert run_ranks(pause_and_be_slow, 2) == [5, 5]
+
+
 def hang_alone(comes_back):
     device_watch.LEAVE_S = 60.0 if comes_back else 0.5
     dist.init_process_group("gloo")
     told = Told()
-    watch = DeviceWatch(Hanging(), Channel(None, give_up_s=1.0), told)
+    watch = DeviceWatch(HangingQueue(), Channel(None, give_up_s=1.0), told)
     queue_steps(watch, "own")
     told.came.wait()
     if not comes_back:
         threading.Event().wait()
-    watch.check()
+    raise told.error
 
 
 @pytest.mark.slow
