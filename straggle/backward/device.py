@@ -34,6 +34,9 @@ class Device(Protocol):
     def after_queue(self, queue: object) -> None:
         """What this thread queues from here on comes after what is in another queue; the host does not wait."""
 
+    def wait_for_all(self) -> None:
+        """Let the host wait until it has done all that any thread has queued."""
+
     def seconds_between(self, before: Any, after: Any) -> float:
         """Seconds between two marks that are ready."""
 
@@ -63,6 +66,9 @@ class Host:
 
     def after_queue(self, queue: object) -> None:
         """It does."""
+
+    def wait_for_all(self) -> None:
+        """Nothing to wait for."""
 
     def seconds_between(self, before: Any, after: Any) -> float:
         return float(after - before)
@@ -98,6 +104,9 @@ class Cuda:
 
     def after_queue(self, queue: Any) -> None:
         torch.cuda.current_stream(self._device).wait_stream(queue)
+
+    def wait_for_all(self) -> None:
+        torch.cuda.synchronize(self._device)
 
     def seconds_between(self, before: Any, after: Any) -> float:
         return float(before.elapsed_time(after)) / 1000

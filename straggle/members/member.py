@@ -104,7 +104,10 @@ class Member:
             if self.links is not None:
                 self.links.follow(view, repair.step, new=new)
             if (current := merging.round) is not None:
+                device = self._rank.device
+                device.wait_for_all()  # here the round is copied by a queue of which no other thread's knows
                 self._go_on(current, groups, view, repair, telemetry, new=new)
+                device.wait_for_all()
             merging.step_merged.notify_all()
 
     def _go_on(

@@ -48,6 +48,10 @@ class RecordingDevice:
         self.behind = 0
         self.ready(mark)
 
+    def wait_for_all(self) -> None:
+        self.waits += 1
+        self.behind = 0
+
     def after_queue(self, queue: Any) -> None:
         """All are done in the order of their calls."""
 
