@@ -25,6 +25,7 @@ from job_loop import (
     with_other_state,
 )
 from members import run_job
+from queued_device import queued_device
 from ranks import Raised, die, digest, run_ranks, staged
 from telemetry_rows import row_of
 from training import features, mlp
@@ -43,6 +44,7 @@ from straggle import (
 )
 from straggle.backward.stages import plan_stages
 from straggle.loop import model_parts
+from straggle.members import member as member_module
 from straggle.members.agents import over
 from straggle.members.elastic import ElasticChannel
 from straggle.members.pace import Pace
@@ -666,6 +668,32 @@ def finish_steps_while_others_ask(rank):
 def test_step_that_another_member_gave_holds_nobody_for_newcomers():
     # who was to come in after it has, or has not: a rank that waited for that would wait for ever
     assert run_ranks(finish_steps_while_others_ask, 1) == [[(1, True), None]]
+
+
+def change_members_on_a_device(rank):
+    """How often the host had waited for its device when a round went on among other members, and afterwards."""
+    seen, original, model = [], member_module.go_on, mlp()
+    channel = ElasticChannel(Elastic(), give_up_s=60.0)
+    slots = slots_of(model.named_parameters())
+    with queued_device() as device:
+        coordinator, member = coordinator_of(channel, slots, plan_stages(model), WaitForAll())
+        member_module.go_on = lambda *args, **options: (seen.append(device.waits), original(*args, **options))
+        coordinator.start()
+        try:
+            coordinator.enter(Entry())
+            give_ones(coordinator, slots)
+            member.freeze()
+            member.regroup(channel.groups, channel.membership.view, Repair(0), torch.empty(0))
+            seen.append(device.waits)
+            coordinator.finish(truncated=False, scalars={})
+        finally:
+            coordinator.close()
+    return seen
+
+
+def test_round_goes_on_among_other_members_while_nothing_of_it_is_queued_on_its_device():
+    # the thread that copies it has another queue than those that write to it before and read it later
+    assert run_ranks(change_members_on_a_device, 1) == [[1, 2]]
 
 
 def coordinator_of(channel, slots, plan, policy):
