@@ -146,7 +146,7 @@ class Coordinator:
         self._prepare()
         self._stand_in.start(self._submit_for_stuck, self._merged_steps.complete)
         if self._rounds.watch is not None:
-            self._rounds.watch.start()
+            self._rounds.watch.start(lambda: self._queue)
 
     def make_spare(self) -> None:
         """Before this rank asks to be let in: take the memory of its first round."""

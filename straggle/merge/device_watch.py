@@ -7,6 +7,7 @@ peer's device never begins, shows in no wait of theirs until the loop reads a te
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import math
 import os
@@ -22,6 +23,7 @@ from straggle.merge.channel import Channel, PeerFailed
 
 _LOOK_S = 0.5
 _WORD_S = 1.0  # peers wait so much longer: the rank whose device is stuck knows more
+_MARK_S = 0.005  # at least, between two marks of one step
 _TROUBLE_S = 5.0  # for devices to finish what is on its way, after a peer has failed
 _ANSWER_S = 2.0  # after which a device that does not even answer is stuck; a driver may block all of a process' calls
 LEAVE_S = 10.0  # for a process to end whose device is stuck, once the error is known
@@ -30,19 +32,24 @@ _log = logging.getLogger(__name__)
 
 
 class QueuedStep:
-    """The marks of one step: for each bucket one behind this rank's own gradients, and one behind their merge."""
+    """The marks of one step: some behind this rank's own gradients, and one behind the merge of all buckets.
+
+    A mark costs the host as much as a kernel, so there is none behind a bucket that follows another one at once.
+    """
 
     def __init__(self, watch: DeviceWatch, step: int, names: Sequence[str]) -> None:
         self.step, self.names = step, names
-        self.own: list[Any] = []
-        self.merged: list[Any] = []
-        self.submitted_at = self.merged_at = math.inf  # when the last of each was made
+        self.own: list[tuple[int, Any]] = []  # each mark with the number of buckets that it stands behind
+        self.merged: Any = None
+        self.submitted_at = self.merged_at = math.inf
         self.is_over = False  # written by the watching thread
         self._watch = watch
 
-    def launches(self) -> None:
-        """This rank's gradients of the next bucket are queued, and their merge is about to be."""
-        self.own.append(self._watch.device.mark())
+    def launches(self, bucket: int) -> None:
+        """This rank's gradients of a bucket are queued, and their merge is about to be."""
+        watch = self._watch
+        if bucket == len(self.names) - 1 or watch.now() >= watch.marked_at + _MARK_S:
+            self.own.append((bucket + 1, watch.mark()))
 
     def submitted(self) -> None:
         """The merge of all buckets is queued."""
@@ -50,25 +57,24 @@ class QueuedStep:
         self._watch.steps.append(self)
 
     def comes_after(self) -> None:
-        """What is queued from here on comes after the merge of the next bucket."""
-        self.merged.append(self._watch.device.mark())
-        if len(self.merged) == len(self.names):
-            self.merged_at = self._watch.now()
-            self._watch.forget_before(self)
+        """What is queued from here on comes after the merge of all buckets."""
+        self.merged = self._watch.mark()
+        self.merged_at = self._watch.now()
+        self._watch.forget_before(self)
+
+    def marks(self) -> list[Any]:
+        """All of them."""
+        return [*(mark for _, mark in self.own), *([] if self.merged is None else [self.merged])]
 
 
 class Stuck(NamedTuple):
-    """A bucket that a device has not finished for so long: this rank's ``own`` gradients, or their merge."""
+    """What a device has not finished for so long: this rank's ``own`` gradients of these stages, or their merge."""
 
     queued: QueuedStep
-    bucket: int
+    stages: str
     own: bool
     seconds: float
-
-    @property
-    def mark(self) -> Any:
-        """What is not ready."""
-        return (self.queued.own if self.own else self.queued.merged)[self.bucket]
+    mark: Any  # that is not ready
 
 
 class DeviceWatch:
@@ -92,7 +98,10 @@ class DeviceWatch:
         self._channel, self._tell = channel, tell
         self._end_process = end_process or _end_process
         self.steps: deque[QueuedStep] = deque()  # that may not be over
+        self.marked_at = -math.inf
+        self._free: list[Any] = []  # marks to be used again
         self._trouble_at = math.inf  # when a peer was first seen to have failed
+        self._queue: Callable[[], object] = object
         self._closing = threading.Event()
         channel.own_failure = self.own_failure
 
@@ -100,8 +109,9 @@ class DeviceWatch:
         """Where the marks of this step go; ``names``: of its buckets."""
         return QueuedStep(self, step, names)
 
-    def start(self) -> None:
-        """Look now and then from here on."""
+    def start(self, queue: Callable[[], object]) -> None:
+        """Look now and then from here on; ``queue()`` is that of the training thread."""
+        self._queue = queue
         threading.Thread(target=self._run, name="straggle-device-watch", daemon=True).start()
 
     def forget_before(self, queued: QueuedStep) -> None:
@@ -111,13 +121,21 @@ class DeviceWatch:
         """
         steps = self.steps
         while (first := steps[0]) is not queued:
-            if first.merged_at < math.inf and not self.device.ready(first.merged[-1]):
+            if first.merged is not None and not self.device.ready(first.merged):
                 return
             steps.popleft()
+            self._free += first.marks()
 
     def close(self) -> None:
         """Look no more; a rank whose device is stuck goes on to see that its process ends. From any thread."""
         self._closing.set()
+
+    def mark(self) -> Any:
+        """A mark, perhaps one that stood for a step which is forgotten."""
+        self.marked_at, again = self.now(), None
+        with contextlib.suppress(IndexError):  # the other thread may have taken the last one
+            again = self._free.pop()
+        return self.device.mark(again)
 
     # -- any thread
 
@@ -137,36 +155,60 @@ class DeviceWatch:
         """What is stuck now, if anything is."""
         if (found := self._find(self._channel.give_up_s)) is not None or not self._channel.has_trouble:
             return found
-        self._trouble_at = min(self._trouble_at, self.now())
+        if self._trouble_at == math.inf:
+            self._trouble_at = self.now()
+            self._watch_the_rest()
         if (found := self._find_own()) is not None or self.now() - self._trouble_at < _TROUBLE_S:
             return found
         found = self._find(_TROUBLE_S)  # what a peer that has failed does not merge any more
         return None if found is None or found.own else found
 
+    def _watch_the_rest(self) -> None:
+        """Watch also what was queued since the last step that was submitted: the training thread may wait for that.
+
+        Only after a peer has failed: to mark another thread's queue may break a graph that this one captures.
+        """
+        rest = self.begin(self.steps[-1].step + 1 if self.steps else 0, ["(not submitted)"])
+
+        def mark() -> None:
+            with self.device.own_queue():
+                self.device.after_queue(self._queue())
+                rest.launches(0)
+                rest.submitted()
+
+        _within(_ANSWER_S, mark)
+
     def _find_own(self) -> Stuck | None:
         return self._find(self._channel.give_up_s / 2, own_only=True)
 
     def _find(self, limit_s: float, *, own_only: bool = False) -> Stuck | None:
-        """The first bucket that a device has not finished for so long."""
+        """The first stages that a device has not finished for so long."""
         now = self.now()
         for queued in self.steps.copy():
             if now - queued.submitted_at < limit_s:
                 break
             if queued.is_over:
                 continue
-            if (bucket := self._first_not_ready(queued.own)) is not None:
-                return Stuck(queued, bucket, True, now - queued.submitted_at)
-            if own_only or now - queued.merged_at < limit_s + _WORD_S:
-                continue
-            if (bucket := self._first_not_ready(queued.merged)) is not None:
-                return Stuck(queued, bucket, False, now - queued.merged_at)
-            queued.is_over = True
+            found = self._stuck_in(queued, now, math.inf if own_only else limit_s)
+            if found is not None and queued in self.steps:  # or its marks may stand for another step by now
+                return found
         return None
 
-    def _first_not_ready(self, marks: Sequence[Any]) -> int | None:
-        if not marks or self._ready(marks[-1]):  # they become ready in their order
+    def _stuck_in(self, queued: QueuedStep, now: float, limit_s: float) -> Stuck | None:
+        """The first stages of this step that are not ready, or not merged for so long."""
+        num_ready = 0
+        if not self._ready(queued.own[-1][1]):  # they become ready in their order
+            for num_behind, mark in queued.own:
+                if not self._ready(mark):
+                    stages = _in_words(queued.names[num_ready:num_behind])
+                    return Stuck(queued, stages, True, now - queued.submitted_at, mark)
+                num_ready = num_behind
+        if now - queued.merged_at < limit_s + _WORD_S:
             return None
-        return next((index for index, mark in enumerate(marks) if not self._ready(mark)), None)
+        if not self._ready(queued.merged):
+            return Stuck(queued, _in_words(queued.names), False, now - queued.merged_at, queued.merged)
+        queued.is_over = True
+        return None
 
     def _ready(self, mark: Any) -> bool:
         """Whether a mark is ready; if the driver does not answer, it is not."""
@@ -174,7 +216,8 @@ class DeviceWatch:
 
         def ask() -> None:
             try:
-                answers.append(self.device.ready(mark))
+                with self.device.own_queue():  # of this device: by another one's, some of its memory would be taken
+                    answers.append(self.device.ready(mark))
             except RuntimeError:  # the device has failed: the training thread's next call raises that
                 answers.append(True)
 
@@ -182,7 +225,7 @@ class DeviceWatch:
         return bool(answers and answers[0])
 
     def _words(self, found: Stuck) -> str:
-        where = f"rank {self._channel.rank}, step {found.queued.step}, stage {found.queued.names[found.bucket]}"
+        where = f"rank {self._channel.rank}, step {found.queued.step}, stage {found.stages}"
         if not found.own:
             return f"{where}, not merged by this rank's device"
         return (
@@ -212,6 +255,10 @@ class DeviceWatch:
         """End the process if its device is stuck still, where any call, or destructor, may wait for it for ever."""
         if not self._ready(found.mark):
             self._end_process(words)
+
+
+def _in_words(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}"
 
 
 def _end_process(words: str) -> None:

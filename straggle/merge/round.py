@@ -339,7 +339,7 @@ class Round:
         if self.groups is None:
             return False
         if self.marks is not None:
-            self.marks.launches()
+            self.marks.launches(len(self.launched))
         self.launched.append(self.buffers.all_reduce(len(self.launched), shares, self.groups, self.passes.weight))
         return True
 
@@ -360,11 +360,10 @@ class Round:
         """What the calling thread queues from here on comes after the merge of all buckets."""
         if not self.buffers.is_queued:
             return
-        for works, name in zip(self.launched, self.layout.bucket_names, strict=False):
-            for work in works:
-                channel.come_after(work, self.step, f"{where}, stage {name}")
-            if self.marks is not None:
-                self.marks.comes_after()
+        for work, name in self._works_of_buckets():
+            channel.come_after(work, self.step, f"{where}, stage {name}")
+        if self.marks is not None:
+            self.marks.comes_after()
         self.launched = []
 
     def merged_early(self) -> list[int]:

@@ -1,5 +1,6 @@
 """On a GPU: a device that is stuck, and ranks that leave and come back."""
 
+import re
 import sys
 import time
 
@@ -37,13 +38,13 @@ def hang_in_step_5(rank, stuck):
             loss.item()
 
 
-WORDS = "rank {}, step 5, stage 4, 2, 0: its device has not finished these gradients in"
+WORDS = r"rank {}, step 5, stage [^:]+: its device has not finished these gradients in"
 
 
 def test_ranks_end_with_the_rank_step_and_stage_of_the_one_whose_device_is_stuck():
     ends = run_ranks(hang_in_step_5, 2, 1, outcomes=True, timeout_s=45)
     assert ends[0].kind == "PeerFailed", ends
-    assert WORDS.format(1) in ends[0].message
+    assert re.search(WORDS.format(1), ends[0].message)
     assert ends[1].kind in ("PeerFailed", "Killed"), ends  # as it waits for gloo, or in the driver
 
 
@@ -57,7 +58,7 @@ def test_process_over_nccl_whose_device_is_stuck_ends_with_status_1_and_the_erro
     server = serve_store()
     with started(hang_over_nccl, folder=tmp_path, environment=rank_environment(0, 1, server.port)) as process:
         assert process.status(45) == 1, process.log.read_text()
-    assert WORDS.format(0) in process.log.read_text()
+    assert re.search(WORDS.format(0), process.log.read_text())
     assert "this process ends: its device is stuck" in process.log.read_text()
 
 

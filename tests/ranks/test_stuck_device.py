@@ -27,14 +27,15 @@ class HangingQueue(RecordingDevice):
 
     hangs = freed = False
 
-    def mark(self):
-        return not self.hangs, super().mark()
+    def mark(self, again=None):
+        return not self.hangs, super().mark(again)
 
     def ready(self, mark):
         return (mark[0] or self.freed) and super().ready(mark[1])
 
     def wait(self, mark):
-        super().wait(mark[1])
+        while not self.ready(mark):
+            time.sleep(0.01)
 
     def seconds_between(self, before, after):
         return super().seconds_between(before[1], after[1])
@@ -53,15 +54,16 @@ class Told:
 
 def queue_steps(watch, hangs):
     """Two steps on a device that ``hangs`` in this part of the second one."""
-    watch.start()
+    watch.start(queue=watch.device.queue)
     for step in range(2):
         queued = watch.begin(step, ["c", "a, b"])
-        for part in ("own", "merged"):
-            for _ in queued.names:
-                watch.device.hangs = step == 1 and hangs in ("own", part)
-                queued.launches() if part == "own" else queued.comes_after()
-            if part == "own":
-                queued.submitted()
+        watch.device.hangs = step == 1 and hangs == "own"
+        for bucket in range(2):
+            time.sleep(0.01)  # so that each has a mark
+            queued.launches(bucket)
+        queued.submitted()
+        watch.device.hangs = step == 1
+        queued.comes_after()
 
 
 def wait_in_the_driver(rank, stuck, folder):
@@ -85,7 +87,7 @@ def test_peers_of_a_stuck_device_end_with_its_rank_step_and_stage_and_its_own_pr
     words = "rank 1, step 1, stage c: its device has not finished these gradients in "
     for rank in (0, 2):
         assert ends[rank].kind == "PeerFailed"
-        assert f"rank {rank}, step 1, stage c, not merged by this rank's device: {words}" in ends[rank].message
+        assert f"rank {rank}, step 1, stage c, a, b, not merged by this rank's device: {words}" in ends[rank].message
     assert ends[1] == Raised("Killed", "the process ended without a word")
     assert words in (tmp_path / "log").read_text()
     assert "this process ends: its device is stuck" in (tmp_path / "log").read_text()
@@ -121,6 +123,16 @@ def test_training_ends_on_all_ranks_with_the_rank_step_and_stage_of_a_stuck_devi
     assert f"rank 2, step 4, stage rows of all ranks: {words}" in ends[2].message
     assert ends[1] == Raised("Killed", "the process ended without a word")
     assert words in (tmp_path / "log").read_text()
+
+
+def explain_what_hangs_here(rank):
+    channel = Channel(None, give_up_s=30.0)
+    channel.own_failure = lambda: f"rank {rank}: its device hangs"
+    return channel.explain("rows")
+
+
+def test_rank_that_gives_up_says_first_that_its_own_device_is_stuck():
+    assert run_ranks(explain_what_hangs_here, 1) == ["rows: rank 0: its device hangs"]
 
 
 class SlowQueue(RecordingDevice):

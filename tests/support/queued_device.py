@@ -29,7 +29,7 @@ class RecordingDevice:
         self.behind, self.waits = behind, 0
         self._copies: list[tuple[Tensor, Tensor]] = []
 
-    def mark(self) -> tuple[float, list[tuple[Tensor, Tensor]]]:
+    def mark(self, again: Any = None) -> tuple[float, list[tuple[Tensor, Tensor]]]:  # noqa: ARG002
         copies, self._copies = self._copies, []
         return time.monotonic(), copies
 

@@ -233,7 +233,9 @@ def digest(tensors: Iterable[Tensor | None]) -> str:
     content = hashlib.sha256()
     for tensor in tensors:
         content.update(
-            b"none" if tensor is None else tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            b"none"
+            if tensor is None
+            else tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         )
     return content.hexdigest()
 

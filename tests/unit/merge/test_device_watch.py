@@ -1,5 +1,6 @@
 """When a device is stuck, by its marks: this rank's own, or what a peer's does not merge."""
 
+import contextlib
 import math
 
 import pytest
@@ -16,11 +17,17 @@ class Queue:
     is_queued = True
 
     def __init__(self):
-        self.num_marks = self.num_ready = self.num_asked = 0
+        self.num_marks = self.num_ready = self.num_asked = self.num_again = 0
 
-    def mark(self):
-        self.num_marks += 1
+    def mark(self, again=None):
+        self.num_marks, self.num_again = self.num_marks + 1, self.num_again + (again is not None)
         return self.num_marks
+
+    def own_queue(self):
+        return contextlib.nullcontext()
+
+    def after_queue(self, queue):
+        """All is in one."""
 
     def ready(self, mark):
         self.num_asked += 1
@@ -47,23 +54,24 @@ class Rank:
         self.clock, self.queue, self.peers, self.steps = Clock(), Queue(), Peers(), 0
         self.watch = DeviceWatch(self.queue, self.peers, tell=None, clock=self.clock)
 
-    def submit(self):
+    def submit(self, between_s=1.0):
+        """A step whose buckets come after so long each."""
         queued = self.watch.begin(self.steps, ["c", "a, b"])
         self.steps += 1
-        queued.launches()
-        queued.launches()
+        for bucket in range(2):
+            self.clock.advance(between_s)
+            queued.launches(bucket)
         queued.submitted()
         return queued
 
-    def step(self):
-        queued = self.submit()
-        queued.comes_after()
+    def step(self, between_s=1.0):
+        queued = self.submit(between_s)
         queued.comes_after()
         return queued
 
     def sees(self):
         found = self.watch.look()
-        return None if found is None else (found.queued.step, found.queued.names[found.bucket], found.own)
+        return None if found is None else (found.queued.step, found.stages, found.own)
 
 
 @pytest.fixture
@@ -76,10 +84,20 @@ def test_device_that_does_not_finish_its_own_gradients_is_stuck_after_give_up_s_
     rank.queue.finish()
     rank.step()
     rank.queue.finish(1)
-    rank.clock.advance(GIVE_UP_S - 0.1)
+    rank.clock.advance(GIVE_UP_S - 0.125)
     assert rank.sees() is None
-    rank.clock.advance(0.1)
+    rank.clock.advance(0.125)
     assert rank.sees() == (1, "a, b", True)
+
+
+def test_buckets_that_follow_one_another_at_once_are_named_together(rank):
+    rank.step(between_s=0.001)
+    assert rank.queue.num_marks == 3  # the first step's first bucket follows nothing
+    rank.queue.finish()
+    rank.step(between_s=0.001)
+    assert rank.queue.num_marks == 5
+    rank.clock.advance(GIVE_UP_S)
+    assert rank.sees() == (1, "c, a, b", True)
 
 
 def test_device_that_finished_its_own_gradients_waits_for_a_peer_which_has_a_moment_to_say_why(rank):
@@ -88,9 +106,7 @@ def test_device_that_finished_its_own_gradients_waits_for_a_peer_which_has_a_mom
     rank.clock.advance(GIVE_UP_S)
     assert rank.sees() is None
     rank.clock.advance(1.0)
-    assert rank.sees() == (0, "c", False)
-    rank.queue.finish(1)
-    assert rank.sees() == (0, "a, b", False)
+    assert rank.sees() == (0, "c, a, b", False)
 
 
 def test_device_that_is_only_slow_is_not_stuck(rank):
@@ -106,7 +122,7 @@ def test_host_far_ahead_of_a_device_that_goes_on_is_no_failure(rank):
         rank.step()
     for _ in range(5):
         rank.clock.advance(GIVE_UP_S / 6)
-        rank.queue.finish(4)
+        rank.queue.finish(3)
         assert rank.sees() is None
     rank.clock.advance(10 * GIVE_UP_S)
     assert rank.sees() is None
@@ -125,7 +141,7 @@ def test_long_pause_after_a_step_is_no_failure_and_asks_the_device_once(rank):
 
 def test_device_is_not_asked_before_give_up_s(rank):
     rank.step()
-    rank.clock.advance(GIVE_UP_S - 0.1)
+    rank.clock.advance(GIVE_UP_S - 0.125)
     rank.sees()
     assert rank.queue.num_asked == 0
 
@@ -138,18 +154,18 @@ def test_step_that_was_submitted_for_a_training_thread_in_the_driver_shows_that_
     assert rank.sees() is None  # the thread may come late for its merge
 
 
-def test_marks_of_steps_that_are_over_or_passed_over_are_forgotten(rank):
+def test_steps_that_are_over_or_passed_over_are_forgotten_and_their_marks_used_again(rank):
     first = rank.step()
     failed, last = rank.submit(), rank.step()
     assert list(rank.watch.steps) == [first, failed, last]
     rank.queue.finish()
     ahead = rank.submit()  # by the stand-in, for a step that the training thread is to take
-    newest = rank.watch.begin(9, ["c"])
-    newest.launches()
-    newest.submitted()
-    newest.comes_after()
+    assert rank.queue.num_again == 0
+    newest = rank.step()
     assert list(rank.watch.steps) == [newest]
     assert ahead.merged_at == math.inf
+    rank.step()
+    assert rank.queue.num_again == 3
 
 
 def test_after_a_peer_has_failed_what_it_does_not_merge_is_given_up_in_seconds(rank):
@@ -160,7 +176,7 @@ def test_after_a_peer_has_failed_what_it_does_not_merge_is_given_up_in_seconds(r
     rank.clock.advance(5.0)
     assert rank.sees() is None
     rank.clock.advance(1.0)
-    assert rank.sees() == (0, "c", False)
+    assert rank.sees() == (0, "c, a, b", False)
     rank.queue.finish()
     assert rank.sees() is None
 
@@ -169,18 +185,18 @@ def test_own_gradients_have_half_of_give_up_s_after_a_peer_has_failed(rank):
     rank.step()
     rank.peers.has_trouble = True
     rank.sees()
-    rank.clock.advance(GIVE_UP_S / 2 - 0.1)
+    rank.clock.advance(GIVE_UP_S / 2 - 0.125)
     assert rank.sees() is None
-    rank.clock.advance(0.1)
+    rank.clock.advance(0.125)
     assert rank.sees() == (0, "c", True)
 
 
 def test_rank_says_that_its_device_may_be_why_peers_gave_up_once_it_is_stuck_for_half_as_long(rank):
     rank.step()
     rank.queue.finish(1)
-    rank.clock.advance(GIVE_UP_S / 2 - 0.1)
+    rank.clock.advance(GIVE_UP_S / 2 - 0.125)
     assert rank.watch.own_failure() is None
-    rank.clock.advance(0.1)
+    rank.clock.advance(0.125)
     assert rank.watch.own_failure().startswith("rank 1, step 0, stage a, b: its device has not finished")
     rank.queue.finish(1)
     assert rank.watch.own_failure() is None
@@ -193,4 +209,15 @@ def test_error_of_the_device_is_left_to_the_training_thread(rank):
     rank.step()
     rank.queue.ready = failed
     rank.clock.advance(2 * GIVE_UP_S)
+    assert rank.sees() is None
+
+
+def test_what_was_queued_since_the_last_step_is_watched_after_a_peer_has_failed(rank):
+    rank.step()
+    rank.queue.finish()
+    rank.peers.has_trouble = True
+    assert rank.sees() is None
+    rank.clock.advance(GIVE_UP_S / 2)
+    assert rank.sees() == (1, "(not submitted)", True)
+    rank.queue.finish()
     assert rank.sees() is None
