@@ -107,6 +107,7 @@ def test_device_that_finished_its_own_gradients_waits_for_a_peer_which_has_a_mom
     assert rank.sees() is None
     rank.clock.advance(1.0)
     assert rank.sees() == (0, "c, a, b", False)
+    assert rank.watch.own_failure() is None
 
 
 def test_device_that_is_only_slow_is_not_stuck(rank):
