@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 from queued_device import RecordingDevice, queued_device
 from ranks import Raised, rank_environment, run_ranks, staged
@@ -18,6 +19,7 @@ from straggle import LateHandling
 from straggle.merge import device_watch
 from straggle.merge.channel import Channel
 from straggle.merge.device_watch import DeviceWatch
+from straggle.merge.groups import QueuedGroup
 
 GIVE_UP_S = 2.0
 
@@ -133,6 +135,21 @@ def explain_what_hangs_here(rank):
 
 def test_rank_that_gives_up_says_first_that_its_own_device_is_stuck():
     assert run_ranks(explain_what_hangs_here, 1) == ["rows: rank 0: its device hangs"]
+
+
+def abort_while_a_peer_is_awaited(rank):
+    """Whether torch still knows of the group, which would wait for its collective as it is destroyed."""
+    group = QueuedGroup.formed([0, 1], 30.0, "gloo")
+    known = set(dist.distributed_c10d._world.pg_map)
+    if rank == 0:
+        group.all_reduce(torch.ones(4))
+    group.abort(wait_s=20.0)
+    group.abort()
+    return len(known - set(dist.distributed_c10d._world.pg_map))
+
+
+def test_aborted_group_is_no_more_there_to_be_destroyed():
+    assert run_ranks(abort_while_a_peer_is_awaited, 2) == [1, 1]
 
 
 class SlowQueue(RecordingDevice):
