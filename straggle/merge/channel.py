@@ -88,7 +88,7 @@ class Channel:
         self.own_failure: Callable[[], str | None] = _none  # why peers may have given up, if this rank's device hangs
         assert parent is not None
         self._gloo_groups: list[Any] = []
-        self._queued_group: QueuedGroup | None = None
+        self._job_groups: list[JobGroup] = []  # that torch.distributed knows
         corner = self._meet(parent)
         store = default_store()
         self.store = JobStore(
@@ -98,7 +98,7 @@ class Channel:
             without="this rank is not late, however slow, and learns of no peer's failure but by its connections",
             watched=(_TROUBLE, _ENDED),
         )
-        leave = partial(_leave, self._gloo_groups, self._queued_group, self._progress, give_up_s)
+        leave = partial(_leave, self._gloo_groups, self._job_groups, self._progress, give_up_s)
         self._finalizer = weakref.finalize(self, _end, self.store, self.rank, self._progress, leave)
 
     @staticmethod  # a bound method would keep this object alive as long as the store's thread
@@ -121,14 +121,16 @@ class Channel:
                 if number < MESSAGES_AT_A_TIME:
                     wide = self._gloo_group(f"{corner}/wide", MESSAGES_AT_A_TIME)
             else:
-                data = self._queued_group = QueuedGroup.formed(ranks, give_up_s, backend)
+                data = QueuedGroup.formed(ranks, give_up_s, backend)
+                self._job_groups.append(data)
         except RuntimeError as error:
             raise PeerFailed(
                 f"rank {self.rank}, before step 0: no process groups of ranks {ranks} within give_up_s={give_up_s:g}: "
                 "each of them has to wrap the model; one has ended, hangs, or cannot be reached, or is in another "
                 "number of process groups than its peers, by which torch names new ones"
             ) from error
-        self._groups = ProcessGroups(data, JobGroup(control), tuple(range(self.world_size)), wide)
+        self._job_groups.append(of_hosts := JobGroup(control))
+        self._groups = ProcessGroups(data, of_hosts, tuple(range(self.world_size)), wide)
         return corner
 
     def _gloo_group(self, corner: str, number: int) -> Group:
@@ -234,9 +236,8 @@ class Channel:
         return PeerFailed(words)
 
     def abort(self) -> None:
-        """This rank ends: free its device of collectives that wait for a peer. Does not wait for that."""
-        if self._queued_group is not None:
-            self._queued_group.abort()
+        """This rank ends: let nothing of it wait for a peer, neither its device nor whoever destroys a group."""
+        _abandon(self._job_groups, self.give_up_s)
 
     # -- evidence that peers wait
 
@@ -479,13 +480,22 @@ def _none() -> None:
     """Nothing."""
 
 
-def _leave(groups: list[Any], queued: QueuedGroup | None, progress: _Progress, give_up_s: float) -> None:
+def _abandon(groups: list[JobGroup], give_up_s: float, wait_s: float = 0.0) -> None:
+    while groups:
+        group = groups.pop()
+        if isinstance(group, QueuedGroup):
+            group.abort(wait_s)
+        else:
+            group.set_aside(give_up_s)
+
+
+def _leave(groups: list[Any], job_groups: list[JobGroup], progress: _Progress, give_up_s: float) -> None:
     """Drop the groups; if a peer or this rank has failed, collectives may be in flight that never end.
 
     Freeing such a group waits for them, for ``give_up_s``, and blocks whichever thread collects it.
     """
-    if queued is not None and progress.explained:
-        queued.abort(_ABORT_S)
+    if progress.explained:
+        _abandon(job_groups, give_up_s, _ABORT_S)
     while groups:
         group = groups.pop()
         if progress.explained:

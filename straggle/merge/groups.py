@@ -67,6 +67,10 @@ class JobGroup:
     def drop(self) -> None:
         dist.destroy_process_group(self._group)
 
+    def set_aside(self, limit_s: float) -> None:
+        """Do not free it before what may be on its way has ended, after ``limit_s`` at most."""
+        set_aside(self._group, limit_s)
+
 
 class QueuedGroup(JobGroup):
     """The same of a backend that queues collectives on a device, as nccl does: nothing but its abort ends them."""
@@ -93,7 +97,7 @@ class QueuedGroup(JobGroup):
         if self._is_aborted:
             return
         self._is_aborted = True
-        set_aside(self._group, math.inf)
+        self.set_aside(math.inf)
         thread = threading.Thread(target=_abort, args=(self._group,), name="straggle-abort", daemon=True)
         with contextlib.suppress(RuntimeError):  # the interpreter is about to end, and starts no thread
             thread.start()

@@ -1,5 +1,6 @@
 """A device that never finishes what is queued on it: what its rank and its peers say, and that their processes end."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from repository import ROOT
 from stores import serve_store
 from training import features, mlp
 
-from straggle import LateHandling
+from straggle import LateHandling, PeerFailed
 from straggle.merge import device_watch
 from straggle.merge.channel import Channel
 from straggle.merge.device_watch import DeviceWatch
@@ -138,6 +139,31 @@ def test_rank_that_gives_up_says_first_that_its_own_device_is_stuck():
     assert run_ranks(explain_what_hangs_here, 1) == ["rows: rank 0: its device hangs"]
 
 
+def leave_rows_that_wait_for_a_peer():
+    dist.init_process_group("gloo")
+    channel = Channel(None, give_up_s=200.0)
+    if channel.rank == 1:
+        channel.post_failure("rank 1 failed")
+        sys.stdin.read()
+        os._exit(0)
+    work = channel.groups.control.all_reduce(torch.ones(1))
+    with pytest.raises(PeerFailed, match="rank 1 failed"):
+        channel.wait(work, 0, "rows")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_no_destructor_waits_for_the_rows_of_a_peer_that_has_failed():
+    server = serve_store()
+    with (
+        begun("leave_rows_that_wait_for_a_peer()", rank=1, server=server) as peer,
+        begun("leave_rows_that_wait_for_a_peer()", rank=0, server=server) as rank,
+    ):
+        rank.communicate(timeout=100)  # and not give_up_s, for which its peer is there
+        assert rank.returncode == 0
+        peer.communicate()
+
+
 def abort_while_a_peer_is_awaited(rank):
     """Whether torch still knows of the group, which would wait for its collective as it is destroyed."""
     group = QueuedGroup.formed([0, 1], 30.0, "gloo")
@@ -177,6 +203,20 @@ def test_device_that_is_slow_and_a_long_pause_are_no_failure():
     assert run_ranks(pause_and_be_slow, 2) == [5, 5]
 
 
+@contextlib.contextmanager
+def begun(call, rank, server, world_size=2):
+    """This call of a function of this file, in a process that ends as any does."""
+    paths = os.pathsep.join(str(ROOT / "tests" / folder) for folder in ("ranks", "support"))
+    environment = {**os.environ, **rank_environment(rank, world_size, server.port), "PYTHONPATH": paths}
+    script = f"import test_stuck_device; test_stuck_device.{call}"
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", script], env=environment, **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 def hang_alone(comes_back):
     device_watch.LEAVE_S = 60.0 if comes_back else 0.5
     dist.init_process_group("gloo")
@@ -193,11 +233,9 @@ def hang_alone(comes_back):
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_process_whose_device_is_stuck_ends_with_status_1_and_the_error(comes_back):
     server = serve_store()
-    paths = os.pathsep.join(str(ROOT / "tests" / folder) for folder in ("ranks", "support"))
-    environment = {**os.environ, **rank_environment(0, 1, server.port), "PYTHONPATH": paths}
-    script = f"import test_stuck_device; test_stuck_device.hang_alone({comes_back})"
-    end = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
-    assert end.returncode == 1
-    assert "rank 0, step 1, stage c: its device has not finished these gradients in" in end.stderr
-    assert "this process ends: its device is stuck" in end.stderr
-    assert ("PeerFailed: rank 0" in end.stderr) == comes_back
+    with begun(f"hang_alone({comes_back})", rank=0, server=server, world_size=1) as process:
+        _, printed = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "rank 0, step 1, stage c: its device has not finished these gradients in" in printed
+    assert "this process ends: its device is stuck" in printed
+    assert ("PeerFailed: rank 0" in printed) == comes_back
