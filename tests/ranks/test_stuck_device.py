@@ -150,6 +150,7 @@ def leave_rows_that_wait_for_a_peer():
     with pytest.raises(PeerFailed, match="rank 1 failed"):
         channel.wait(work, 0, "rows")
     dist.destroy_process_group()
+    vars(sys.modules["__main__"])["kept"] = channel, work  # as a script has its model until the interpreter ends
 
 
 @pytest.mark.slow
