@@ -196,7 +196,7 @@ class Channel:
         what = f"rank {source}'s {name}"
         with self._own_error(what):
             given = bytes_of(tensor)
-        self._between_steps(what, partial(self.groups.data.broadcast, given, source))
+        self._between_steps(what, partial(self.groups.data.broadcast, given, source), queued=self._queued)
         with self._own_error(what):
             set_bytes(tensor, given)
 
@@ -205,11 +205,15 @@ class Channel:
         self._between_steps("rank 0's stages", partial(self.groups.control.broadcast, numbers, 0))
         return numbers
 
-    def _between_steps(self, what: str, collective: Callable[[], dist.Work]) -> None:
-        """Launch a collective and wait for it."""
+    def _between_steps(self, what: str, collective: Callable[[], dist.Work], *, queued: bool = False) -> None:
+        """Launch a collective and wait for it; ``queued``: it runs on the device's own queue."""
         with self._own_error(what):
             work = collective()
-        self.wait(work, self._progress.merged + 1, self._before_step(what))
+        step, what = self._progress.merged + 1, self._before_step(what)
+        if queued:
+            self._wait(work, step, what, self.give_up_s, self._queued_ended)
+        else:
+            self.wait(work, step, what)
 
     def _before_step(self, what: str) -> str:
         return f"rank {self.rank}, before step {self._progress.merged + 1}, {what}"
@@ -284,23 +288,26 @@ class Channel:
             _log.warning("%s; the peers cannot learn more than that it failed: %s", message, error)
 
     def wait(self, work: dist.Work, step: int, what: str, give_up_s: float | None = None, epoch: int = 0) -> None:  # noqa: ARG002
-        """Wait for a collective of ``step``; raises `PeerFailed` when a peer failed or ``give_up_s`` is over.
+        """Wait for a collective of gloo in ``step``; raises `PeerFailed` when a peer failed or ``give_up_s`` is over.
 
         ``epoch``: the value of `epoch` when the collective was launched.
 
         A long wait is logged once, with the awaited ranks and what they are doing. The store is asked only for that and
         whether a peer has ended, for at most half a second.
         """
-        give_up_at = time.monotonic() + (give_up_s or self.give_up_s)
+        self._wait(work, step, what, give_up_s or self.give_up_s, self._ended)
+
+    def _wait(
+        self, work: dist.Work, step: int, what: str, give_up_s: float, ended: Callable[[dist.Work, str, float], bool]
+    ) -> None:
+        give_up_at = time.monotonic() + give_up_s
         long_wait: LongWait | None = None
-        while not self._ended(work, what, min(_SLICE_S, max(0.0, give_up_at - time.monotonic()))):
+        while not ended(work, what, min(_SLICE_S, max(0.0, give_up_at - time.monotonic()))):
             long_wait = long_wait or LongWait(self, step, what)
             if time.monotonic() >= give_up_at or self._is_in_vain(step):
                 raise self._lost(what)
             self.store.look()
             long_wait.look()
-        if self._queued:
-            self._order_after(work, what)
 
     def come_after(self, work: dist.Work, step: int, what: str) -> None:
         """Order what the calling thread queues on its device after a collective; the host waits only for gloo's."""
@@ -344,16 +351,20 @@ class Channel:
         return False
 
     def _ended(self, work: dist.Work, what: str, seconds: float) -> bool:
-        """Wait for a collective to end, for at most this long."""
-        if self._queued:  # nccl treats the end of a short wait as a failure, and aborts
-            until = time.monotonic() + seconds
-            while not work.is_completed() and time.monotonic() < until:
-                time.sleep(_POLL_S)
-            return work.is_completed()
+        """Wait for a collective of gloo to end, for at most this long."""
         try:
             return is_over(work, seconds)
         except RuntimeError as error:
             raise self._failed(what, error) from error
+
+    def _queued_ended(self, work: dist.Work, what: str, seconds: float) -> bool:
+        """The same of one that is queued on a device; nccl treats the end of a short wait as a failure, and aborts."""
+        until = time.monotonic() + seconds
+        while not (is_completed := work.is_completed()) and time.monotonic() < until:
+            time.sleep(_POLL_S)
+        if is_completed:
+            self._order_after(work, what)
+        return is_completed
 
     @property
     def awaited(self) -> Sequence[int]:
