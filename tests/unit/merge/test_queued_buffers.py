@@ -45,6 +45,7 @@ def begun(kind, module, num_ranks, **options):
 
 def merge(ranks, gradients, shares=None, weights=None):
     """A step of all ranks; what each has of shares, and the groups."""
+    num_buckets = len(plan_stages(module_of(), 3).buckets())
     groups = [ProcessGroups(Sent(), Sent(), tuple(range(len(ranks)))) for _ in ranks]
     for rank, buffers in enumerate(ranks):
         weight, own = (weights or {}).get(rank, 1.0), (shares or {}).get(rank, {})
@@ -54,7 +55,7 @@ def merge(ranks, gradients, shares=None, weights=None):
         buffers.write_state(torch.full((4,), rank + 0.5, dtype=torch.float64))
         row = row_of(computed=(1.0,) * 3, estimated=(0.0,) * 3, stage_s=(rank + 0.25,) * 3)
         buffers.write_telemetry(rank, row.numbers())
-        for bucket in range(len(buffers._buckets)):
+        for bucket in range(num_buckets):
             buffers.all_reduce(bucket, own, groups[rank], weight)
         buffers.send_rows(groups[rank].control)
     for name in ("data", "control"):
