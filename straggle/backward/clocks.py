@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from straggle.backward.device import Device
 from straggle.report import PHASES, Phase
 
 
@@ -117,14 +118,14 @@ class FinishTimes:
 
 
 class HostLimit:
-    """Keeps the host at most one stage ahead of a CUDA device: stopping saves no kernel that is queued already."""
+    """Keeps the host at most one stage ahead of its device: stopping saves no kernel that is queued already."""
 
-    def __init__(self) -> None:
-        self._previous: torch.cuda.Event | None = None
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._previous: Any | None = None
 
     def stage_finished(self) -> None:
         """The kernels of a stage are queued: wait until those of the stage before are done."""
-        previous, self._previous = self._previous, torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._previous.record()
+        previous, self._previous = self._previous, self._device.mark()
         if previous is not None:
-            previous.synchronize()
+            self._device.wait(previous)
