@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from straggle.backward import device as devices
 from straggle.backward.clocks import HostLimit, Timeline
+from straggle.backward.device import device_of
 from straggle.backward.hooks import (
     DeadlineReached,
     ModuleHook,
@@ -324,7 +324,7 @@ class BackwardStep(PassWatcher):
         self._num_failed = 0  # passes that failed, and whose gradients are still in p.grad
         self._timeline = Timeline(device, owner._clock)
         owner._learner.step_begins()
-        queue = devices.device_of(device)
+        queue = device_of(device)
         self._limit = HostLimit(queue) if queue.is_queued and self._budget_s < math.inf else None
         # for each backward pass, the parameters in the order in which they were finished
         self._finished_in: list[list[int]] = []

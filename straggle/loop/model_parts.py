@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from straggle.backward.clocks import HostLimit
 from straggle.backward.stages import BalancedByTime, PlanLearner, plan_stages
 from straggle.loop.hook_registers import HookRegisters
 from straggle.loop.open_step import OpenStep
@@ -21,7 +20,7 @@ from straggle.merge.rank_parts import RankParts
 from straggle.merge.replica import Replica
 from straggle.merge.state.module_state import ModuleState
 from straggle.merge.wing import Wings
-from straggle.policies.deadline import Deadline, LateHandling, WaitForAll
+from straggle.policies.deadline import Deadline, LateHandling
 from straggle.policies.estimators import Estimator
 from straggle.policies.fill_in import FillIn
 from straggle.source.source import Attached, GradientSource
@@ -97,7 +96,6 @@ def model_parts(
     fill_in, device = FillIn(options.estimator), source.slots[0].device
     coordinator = Coordinator(rank, source.slots, fill_in=fill_in, merge=options.merge, wings=wings)
     coordinator.submit_hooks = registers.submit
-    limited = device.type == "cuda" and not isinstance(options.deadline, WaitForAll)
     opened = OpenStep(
         source,
         coordinator=coordinator,
@@ -105,7 +103,6 @@ def model_parts(
         fill_in=fill_in,
         learner=(learner := PlanLearner(options.stages, device)),
         rank=rank,
-        limit=HostLimit() if limited else None,
     )
     hooks, channel, replica = source.attach(opened), rank.channel, rank.replica
     return ModelParts(options, source, channel, replica, wings, coordinator, learner, opened, hooks, state)

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from straggle.backward.clocks import HostLimit
 from straggle.backward.compiled import come_at_once, not_compiled
 from straggle.backward.hooks import DeadlineReached, release_graph, tensors_in
 from straggle.backward.passes import PassWatcher, current_run, in_backward
@@ -60,7 +59,6 @@ class OpenStep(PassWatcher):
         fill_in: FillIn,
         learner: PlanLearner,
         rank: RankParts,
-        limit: HostLimit | None,
     ) -> None:
         self.step: Step | None = None
         self.usable: Tensor | None = None  # on the device, whether the step that was left last is to change anything
@@ -79,7 +77,7 @@ class OpenStep(PassWatcher):
         self._rank, self._vote = rank, rank.replica.vote
         # a backward pass that was begun is not stopped
         self._complete_microbatches = coordinator.deadline.late_handling.granularity == "microbatch"
-        self._limit = limit
+        self._device_clock = rank.device_clock
         self.on_backward: Callable[[], None] | None = None  # when a backward pass is over for the most part
         self._last_kept: tuple[int, tuple[int, ...]] = (NONE, ())  # as the peers, and as this rank, decided last
         self.groups = GradientChunks(self._slots)
@@ -121,6 +119,8 @@ class OpenStep(PassWatcher):
         if (kept := self._kept.mark) != entry.kept:
             entry = entry._replace(kept=kept)
         self._state.begin(checked=checked)
+        if self._device_clock is not None:
+            self._device_clock.entered()
         self._coordinator.enter(entry)
         self.step = step
 
@@ -191,6 +191,8 @@ class OpenStep(PassWatcher):
                 self._coordinator.fail(error)
                 return None
             self._take_by_hand(truncated=truncated)
+            if self._device_clock is not None:
+                self._device_clock.left()
             merged = self._coordinator.finish(
                 truncated=truncated,
                 failed=self.failed,
@@ -210,6 +212,8 @@ class OpenStep(PassWatcher):
         self.usable = None
         if merged.buffers.is_queued:
             self._note_device_numbers(merged, step.on_device)
+        if self._device_clock is not None:
+            self._device_clock.placed()
         if self._optimizing is not None:
             self.stopwatch.enter("optimizer")
             self._optimizing.finish()
@@ -266,6 +270,8 @@ class OpenStep(PassWatcher):
         self.at_once = come_at_once(trained)
         for tensor in trained:
             tensor.register_hook(partial(self._at_output, weakref.ref(tensor)))  # type: ignore[no-untyped-call]
+        if self._device_clock is not None:
+            self._device_clock.forward_over()
 
     # -- backward: what the hooks call
 
@@ -299,8 +305,11 @@ class OpenStep(PassWatcher):
         self.stopwatch.last_gradient_at = at = self.stopwatch.now()
         self._waiting.append((index, gradient, at))
         self._num_taken += 1
-        if not grouped or index in self.groups.ends:
+        ends_group = index in self.groups.ends
+        if not grouped or ends_group:
             self._merge_waiting()
+        if ends_group and self._device_clock is not None:
+            self._device_clock.stage_over()
         if self._num_taken < self._left:
             self.check()
 
@@ -328,8 +337,7 @@ class OpenStep(PassWatcher):
         if self._learner.times is not None:
             self._learner.times.finished(self._waiting[0][0])
         if self.rule.accepts(self._num_taken - 1):
-            if self._coordinator.merge_waiting() and self._limit is not None:
-                self._limit.stage_finished()
+            self._coordinator.merge_waiting()
         else:  # it comes too late by the rule
             self._coordinator.discard_waiting()
 
@@ -385,6 +393,8 @@ class OpenStep(PassWatcher):
         else:
             self._merge_waiting()
             self._coordinator.end_pass(number)
+            if self._device_clock is not None:
+                self._device_clock.pass_over()
 
     def _pass_failed(self) -> None:
         self._merge_waiting()  # they were finished before it did

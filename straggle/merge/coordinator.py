@@ -164,6 +164,8 @@ class Coordinator:
             now = self.stopwatch.now()
             self.training.begin_now(now)
             self.merging.begin_now(now)
+            if self._rank.device_clock is not None:
+                self._rank.device_clock.begin_now()
             self._stand_in.resume()
 
     def close(self) -> None:

@@ -36,6 +36,7 @@ class CurrentDeadline:
         self.predicted_drop = math.nan
         self.after_quorum_s = policy.grace_s
         self.quorum = self.rules.quorum
+        self.quorum_s = 0.0  # in which a quorum finished the last step, if ranks are late by their devices
         self._num_ranks = world_size
         self._policy, self._world_size = policy, world_size
         self._window = HistoryWindow(policy.window, world_size)
@@ -127,6 +128,9 @@ class CurrentDeadline:
                 progress = replace(measured, unit_s=measured.unit_s / torch.tensor(relative).unsqueeze(1))
         elif shares is not None:
             progress = table.progress_row(self._plain_share, granularity)
+        if self.late_handling.late_by == "device":
+            known_s = sorted(own_s for own_s in compute_s if not math.isnan(own_s))
+            self.quorum_s = known_s[self.quorum - 1] if self.quorum <= len(known_s) else math.inf
         finished = [True] * len(compute_s) if table.is_usual else table.finished_ranks()
         decided = next_deadline(self._policy, window.append(compute_s, finished, progress))
         self.predicted_drop, self.after_quorum_s = decided.predicted_drop, decided.after_quorum_s

@@ -44,7 +44,8 @@ class Situation:
     done; ``taking``: it has merged the step itself. ``clock_from``: when its deadline began; ``busy_since``: since when
     it has been in the same step, or between the same two. ``stopped``: it was asked to leave. ``submitted``: all of
     this rank's part of the merge is in flight. ``waited_since``: when a quorum was seen to wait; ``asked_at``: the last
-    time when none was. ``unposted``: its work is done, and the peers do not know. ``posted_stuck_s``: for how long it
+    time when none was. ``unposted``: its work is done, and the peers do not know; ``computes``: its device is still at
+    that work, which is queued. ``posted_stuck_s``: for how long it
     is stuck, as reported to them. ``gives_nothing``: its gradients are not merged. ``give_back_at``: from then on it
     counts as stuck, and gives back the work that it has not begun; infinite: never.
     """
@@ -61,6 +62,7 @@ class Situation:
     waited_since: float = math.inf
     asked_at: float = -math.inf
     unposted: bool = False
+    computes: bool = False
     posted_stuck_s: int = 0
     paused: bool = False
     gives_nothing: bool = False
@@ -134,10 +136,12 @@ def decide(now: float, at: Situation, limits: Limits) -> Action:
     if at.gives_nothing:  # the peers need not wait for a rank that gives nothing
         return Sleep(math.inf) if at.submitted else SubmitForStuck()
     due_at, stuck_s = post_at(limits.shortest_s, at.merged_at, any_late=at.any_late), _stuck_s(now, at)
-    finished = at.unposted and now >= due_at
+    finished = at.unposted and now >= due_at and not at.computes
     if finished or stuck_s != at.posted_stuck_s:
         return Post(finished, stuck_s)
     wake_at = now + LONG_S if now >= due_at else min(due_at, now + LONG_S)  # to notice a stuck rank, or to post
+    if at.unposted and now >= due_at:  # look whether the device is done
+        return Sleep(now + _SHORTEST_S)
     if at.submitted:  # nothing can be late before the next deadline
         shortest_s = limits.shortest_s
         return Sleep(min(wake_at, now + max(shortest_s - _notice_s(shortest_s) / 2, _SHORTEST_S)))

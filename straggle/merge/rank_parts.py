@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from straggle.backward.clocks import Stopwatch
 from straggle.backward.device import Device, device_of
+from straggle.backward.device_clock import DeviceClock
 from straggle.backward.stages import StagePlan
 from straggle.merge.channel import Channel
 from straggle.merge.current_deadline import CurrentDeadline
@@ -26,7 +27,8 @@ class RankParts:
     """The two sides of a rank, and what merges for it; ``merging.lock`` guards all of it.
 
     ``stopwatch`` measures the phases of the training thread, and tells the time. ``device``: where the gradients are.
-    ``ring``: by their number, the merged rounds that wait for the training thread.
+    ``ring``: by their number, the merged rounds that wait for the training thread. ``device_clock``: if
+    ranks are late by their devices.
     """
 
     stopwatch: Stopwatch
@@ -39,6 +41,7 @@ class RankParts:
     deadline: CurrentDeadline
     stand_in: StandIn
     rounds: Rounds
+    device_clock: DeviceClock | None = None
     ring: dict[int, Round] = field(default_factory=dict)
 
     @staticmethod
@@ -69,7 +72,13 @@ class RankParts:
         if rounds.are_queued:
             rounds.watch = DeviceWatch(device, channel, stand_in.end_unlocked)
         rounds.merge_among(channel.formed, rounds.ranks, 0)
-        return RankParts(stopwatch, device, DeviceNumbers(device), channel, replica, *sides, deadline, stand_in, rounds)
+        clock: DeviceClock | None = None
+        if device.is_queued and deadline.late_handling.late_by == "device":
+            between = deadline.late_handling.granularity == "microbatch"
+            clock = DeviceClock(device, stopwatch.now, stand_in.limit_by_device, between_passes=between)
+            stand_in.device_clock = clock
+        numbers = DeviceNumbers(device)
+        return RankParts(stopwatch, device, numbers, channel, replica, *sides, deadline, stand_in, rounds, clock)
 
     @property
     def lag(self) -> int:

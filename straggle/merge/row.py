@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+from straggle.backward.device_clock import DeviceClock, HostTimes
 from straggle.merge.device_numbers import NOTHING_ARRIVED, Arrived
 from straggle.merge.round import Contribution, Round
 from straggle.merge.sides import MergeSide, TrainingSide
@@ -76,3 +78,24 @@ def row_of(
         skipped_before=arrived.skipped,
     )
     return row if passes.parts is None or not in_step else passes.tell(row, current.num_over)
+
+
+def by_device(row: Row, clock: DeviceClock, *, in_step: bool) -> Row:
+    """The row with seconds of the rank's device; as it is, if the rank computes nothing in this step.
+
+    Phases stay the host's.
+    """
+    reported = row.reported
+    if not in_step or reported.idle or row.replans:
+        return row
+    host = HostTimes(row.stage_s, row.microbatch_s, row.num_microbatches, row.cost)
+    complete = row.cause < 0 and not (reported.late or reported.stood_in)
+    if (times := clock.submitted(host, complete=complete)) is None:
+        return row
+    return row._replace(
+        reported=replace(reported, compute_s=times.compute_s),
+        busy_s=row.busy_s if math.isnan(times.busy_s) else times.busy_s,
+        merge_s=row.merge_s if math.isnan(times.merge_s) else times.merge_s,
+        stage_s=times.stage_s,
+        microbatch_s=times.microbatch_s,
+    )

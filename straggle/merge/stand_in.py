@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 
 from straggle.backward.device import Device
+from straggle.backward.device_clock import DeviceClock, Limit
 from straggle.merge.channel import Channel, PeerFailed
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.lateness import (
@@ -56,6 +57,7 @@ class StandIn:
         self._stopwatch = training.stopwatch
         self._lock = merging.lock
         self._device = device
+        self.device_clock: DeviceClock | None = None  # if ranks are late by their devices
         self.waits_for_room = True  # after `max_lag` merged steps the peers wait for this rank
         self._wakes = threading.Condition(merging.lock)
         self._thread: threading.Thread | None = None
@@ -132,12 +134,37 @@ class StandIn:
         if (deadline_s := self._shortest_s) == math.inf:
             return False
         due = now >= post_at(deadline_s, self._merging.merged_at, any_late=self._merging.any_late)
-        if due and not truncated and (self._merging.any_late or self._looks_at > now + _SOON_S):
+        done = self._device_done
+        if due and done and not truncated and (self._merging.any_late or self._looks_at > now + _SOON_S):
             return True
         self._unposted = True
-        if due and truncated:
+        if due and (truncated or not done):
             self._wakes.notify()
         return False
+
+    def limit_by_device(self) -> Limit:
+        """When this rank may be late in its step, by its device, as far as the last step tells; needs no lock.
+
+        Not before its deadline, and not before a quorum has finished.
+        """
+        deadline, training, by_number = self._deadline, self._training, self._by_number
+        own_s = by_number * deadline.late_after_s + self._more_s()
+        if own_s == math.inf:
+            return Limit(math.inf, training.passes.number)
+        quorum_s = by_number * deadline.quorum_s + deadline.after_quorum_of(by_number)
+        return Limit(self._clock_from(self._stopwatch.now()) + max(own_s, quorum_s), training.passes.number)
+
+    def _clock_from(self, now: float) -> float:
+        """What the deadline of the training thread's step counts from: its entry, or that of the device."""
+        training = self._training
+        if self.device_clock is None or training.entered_at is None or training.clock_from < training.entered_at:
+            return training.clock_from
+        return self.device_clock.began_at(now)
+
+    @property
+    def _device_done(self) -> bool:
+        """Whether this rank's own work is done when it is submitted, or by now."""
+        return self.device_clock is None or self.device_clock.is_done
 
     def give_nothing(self, gives_nothing: bool) -> None:
         """Submit every step at once, empty, or stop doing so."""
@@ -190,7 +217,7 @@ class StandIn:
         # one lock from the decision to the sleep: a notification in between would be lost
         with self._lock:
             step, now = self._merging.step, self._stopwatch.now()
-            action = decide(now, self._situation(), self._limits())
+            action = decide(now, self._situation(now), self._limits())
             match action:
                 case Sleep(until):
                     self._looks_at = until
@@ -261,13 +288,13 @@ class StandIn:
             unentered_s=self._training.unentered_s if deadline.can_be_late else math.inf,
         )
 
-    def _situation(self) -> Situation:
+    def _situation(self, now: float) -> Situation:
         training, merging = self._training, self._merging
         return Situation(
             lag=max(0, merging.step - training.step),
             entered=training.entered_at is not None and not training.taking,
             taking=training.taking,
-            clock_from=training.clock_from + self._more_s(),
+            clock_from=self._clock_from(now) + self._more_s(),
             busy_since=training.applied_at if training.entered_at is None else training.entered_at,
             stopped=training.is_stopped(merging.step),
             merged_at=merging.merged_at,
@@ -276,6 +303,7 @@ class StandIn:
             waited_since=self._waited_since,
             asked_at=self._asked_at,
             unposted=self._unposted,
+            computes=self._unposted and not self._device_done,
             posted_stuck_s=self._posted_stuck_s,
             paused=self._paused or self._rests,
             gives_nothing=self.gives_nothing,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.round import Contribution, Round
-from straggle.merge.row import row_of
+from straggle.merge.row import by_device, row_of
 from straggle.merge.state.exchange import NOTHING_GIVEN, Given
 from straggle.merge.wing import Wings
 from straggle.policies.fill_in import FillIn
@@ -105,6 +105,8 @@ class Submission:
             without_store=not channel.store.reachable,
             arrived=arrived,
         )
+        if (clock := self._rank.device_clock) is not None:
+            row = by_device(row, clock, in_step=in_step)
         for phase in self._wings.submit:
             row = phase(current, row)
         current.buffers.write_state(given.message)

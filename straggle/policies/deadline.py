@@ -14,6 +14,7 @@ from torch import Tensor
 from straggle.policies.history import History
 
 Granularity = Literal["stage", "microbatch", "step"]
+LateBy = Literal["host", "device"]
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,11 @@ class LateHandling:
     it has not begun ("microbatch", as DropCompute does; ``grace_s`` should then be a micro-batch's time, because a rank
     that is stood in for submits what it has of the running one), or all that it has ("step", as backup workers do; the
     merge then begins only when a rank has finished, and does not overlap with its backward pass).
+
+    ``late_by``: whose clock says that a rank is late; on the CPU both are the same. With "host" its host never waits
+    for a CUDA device, and a rank is late if its loop is. With "device" it is late if its device is: times are the
+    device's, and the host of a rank that is expected to be late stays at most one stage ahead, so that there is
+    something to stop.
     """
 
     quorum: int | None = None
@@ -158,6 +164,7 @@ class LateHandling:
     max_lag: int = 8
     give_up_s: float = 300.0
     granularity: Granularity = "stage"
+    late_by: LateBy = "host"
 
     def __post_init__(self) -> None:
         if self.quorum is not None:
@@ -168,6 +175,8 @@ class LateHandling:
         if not is_number(self.give_up_s) or not 1 <= self.give_up_s < math.inf:
             raise ValueError(f"give_up_s={self.give_up_s}: must be a finite number of seconds, at least 1")
         check_granularity(self.granularity)
+        if self.late_by not in get_args(LateBy):
+            raise ValueError(f"late_by={self.late_by!r}: choose one of {', '.join(get_args(LateBy))}")
 
     def quorum_of(self, world_size: int, wanted: int | None = None) -> int:
         """The number of ranks that must have finished; ``wanted``: a policy's quorum, which takes precedence.

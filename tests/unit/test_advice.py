@@ -177,6 +177,10 @@ VALUES = {
         lambda _: LateHandling(granularity="layer"),
         *(lambda _, choice=choice: LateHandling(granularity=choice) for choice in ("stage", "microbatch", "step")),
     ),
+    "late_by={}: choose one of {}": (
+        lambda _: LateHandling(late_by="clock"),
+        *(lambda _, choice=choice: LateHandling(late_by=choice) for choice in ("host", "device")),
+    ),
     "decay={}: must be at least 0 and below 1, such as 0.9": (
         lambda _: straggle.MovingAverage(1),
         lambda _: straggle.MovingAverage(0.9),

@@ -109,6 +109,12 @@ TABLE = [
     case("one that is behind has nothing to give", 100.3, quiet(BEHIND, waited_since=100.2), SubmitForStuck(), **POOL),
     case("with max_lag=0 it is waited for", 900.0, quiet(BETWEEN, waited_since=105.0), Sleep(900.0 + LONG_S),
          **POOL, max_lag=0),
+    # a rank has not finished before its device has
+    case("work that its device still does is not posted", 109.9, quiet(SUBMITTED, unposted=True, computes=True),
+         Sleep(109.902)),
+    case("and not looked for before a peer could be late", 109.0, quiet(SUBMITTED, unposted=True, computes=True),
+         Sleep(109.9)),
+    case("it is posted when that is over", 109.9, quiet(SUBMITTED, unposted=True), Post(True, 0)),
     case("the end of a rank is posted for those", 109.9, quiet(SUBMITTED, unposted=True), Post(True, 0), **POOL),
     case("a deadline that is over before has its grace", 109.2, quiet(BETWEEN, waited_since=105.0), Sleep(109.5),
          deadline_s=9.0, unentered_s=10.0),

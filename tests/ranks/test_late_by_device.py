@@ -1,0 +1,142 @@
+"""Ranks that are late by their devices: real ranks, each with a device that takes known times (`paced_device.py`)."""
+
+import pytest
+import torch
+from paced_device import PacedDevice
+from ranks import digest, run_ranks, staged
+from torch import nn
+from training import features
+
+from straggle import FixedDeadline, LateHandling
+from straggle.backward import device, stages
+
+LAYERS, STAGE_S = 6, 0.005
+
+
+class Work(nn.Module):
+    """A layer whose backward pass is queued on a device, for ``seconds``; the host takes no time for it."""
+
+    def __init__(self, paced, seconds):
+        super().__init__()
+        self.linear, self.paced, self.seconds = nn.Linear(4, 4), paced, seconds
+
+    def forward(self, x):
+        y = self.linear(x)
+        if y.requires_grad:
+            y.register_hook(lambda _: self.paced.work(self.seconds()))
+        return y
+
+
+def train(rank, slowness, late_handling, num_microbatches, num_steps, deadline_s):
+    """Rank 1 is ``slowness(step)`` times as slow, and all ranks wait for their devices after each step."""
+    stages.BUCKET_BYTES = 1
+    paced, now = PacedDevice(), {"step": 0}
+    device.device_of = lambda _: paced
+    torch.manual_seed(0)
+    module = nn.Sequential(*(Work(paced, lambda: STAGE_S * slowness(rank, now["step"])) for _ in range(LAYERS)))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    reports, queued_s, num_waits = [], [], []
+    with staged(module, stages=LAYERS, deadline=FixedDeadline(deadline_s), late_handling=late_handling) as model:
+        for number in range(num_steps):
+            now["step"], before = number, (paced.queued_s, paced.num_waits)
+            with model.step(num_microbatches=num_microbatches):
+                for _ in range(num_microbatches):
+                    model(features(rank, number)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            reports.append(model.last_report)
+            queued_s.append(paced.queued_s - before[0])
+            num_waits.append(paced.num_waits - before[1])
+            paced.drain()
+        return digest(module.parameters()), reports, queued_s, num_waits
+
+
+def one_is_slow(rank, _step):
+    return 20.0 if rank == 1 else 1.0
+
+
+def all_are_slow_at_first(rank, step):
+    return 10.0 + 0.5 * rank if step < 6 else 1.0
+
+
+def nobody_is_slow(_rank, _step):
+    return 1.0
+
+
+DEVICE = LateHandling(late_by="device", grace_s=5.0)
+
+
+def late_steps(reports):
+    return [report.step for report in reports if report.late_ranks]
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 3])
+def test_rank_whose_device_is_slow_is_stopped_and_its_peers_do_not_wait(num_microbatches):
+    deadline_s = 0.1 * num_microbatches
+    results = run_ranks(train, 2, one_is_slow, DEVICE, num_microbatches, 7, deadline_s)
+    assert len({parameters for parameters, *_ in results}) == 1
+    (_, reports, _, peer_waits), (_, _, queued_s, num_waits) = results
+    whole_s = 20 * STAGE_S * LAYERS * num_microbatches
+    # in the first step the stages are planned, and in the second one their seconds are learned
+    assert {report.late_ranks for report in reports[2:]} == {(1,)}
+    assert not any(own.stood_in for report in reports for own in report.ranks)
+    assert max(queued_s[2:]) < whole_s  # of which the peers waited for no more
+    assert min(num_waits[2:]) > 0
+    assert peer_waits == [1] + [0] * 6
+    # what ranks report is of their devices
+    assert reports[2].ranks[0].compute_s >= STAGE_S * LAYERS * num_microbatches
+    assert reports[2].ranks[1].compute_s >= deadline_s
+
+
+def test_late_by_the_host_a_slow_device_is_not_seen_and_nobody_waits():
+    results = run_ranks(train, 2, one_is_slow, LateHandling(grace_s=5.0), 1, 5, 0.1)
+    for _, reports, _, num_waits in results:
+        assert late_steps(reports) == []
+        assert num_waits == [0] * 5
+    assert results[1][2] == pytest.approx([20 * STAGE_S * LAYERS] * 5)
+
+
+def test_moment_in_which_all_devices_are_slow_stops_nobody():
+    (_, reports, _, _), (_, _, _, num_waits) = run_ranks(train, 2, all_are_slow_at_first, DEVICE, 1, 10, 0.1)
+    assert late_steps(reports) == []
+    assert max(num_waits[2:6]) > 0  # rank 1 could be stopped: it is slower than its peer, by less than a stage
+
+
+def test_rank_that_is_in_time_never_waits_for_its_device():
+    for _, reports, _, num_waits in run_ranks(train, 2, nobody_is_slow, DEVICE, 2, 8, 5.0):
+        assert num_waits == [1] + [0] * 7  # once, for the first times
+        assert late_steps(reports) == []
+
+
+def test_between_micro_batches_a_slow_device_is_stopped_too():
+    late_handling = LateHandling(late_by="device", grace_s=5.0, granularity="microbatch")
+    results = run_ranks(train, 2, one_is_slow, late_handling, 3, 5, 0.7)
+    assert len({parameters for parameters, *_ in results}) == 1
+    reports = results[0][1]
+    assert late_steps(reports) == [1, 2, 3, 4]
+    # passes that were begun are complete
+    assert {round(3 * report.ranks[1].reach, 3) for report in reports[1:]} <= {1.0, 2.0}
+    assert results[0][3] == [1] + [0] * 4
+
+
+def pause_for_long(rank):
+    """Rank 0's device has 0.5 s of work in a pause between two steps; when each rank had to wait for it."""
+    paced = PacedDevice()
+    device.device_of = lambda _: paced
+    module, reports = nn.Linear(4, 4), []
+    with staged(module, deadline=FixedDeadline(5.0), late_handling=DEVICE) as model:
+        for number in range(5):
+            with model.step():
+                model(features(rank, number)).square().mean().backward()
+            reports.append(model.last_report)
+            module.zero_grad()
+            paced.drain()
+            if number == 2:
+                with model.pause():
+                    paced.work(0.5 if rank == 0 else 0.0)
+        return [report.ranks[1].wait_s for report in reports]
+
+
+def test_time_of_a_pause_belongs_to_no_step_of_the_device():
+    for wait_s in run_ranks(pause_for_long, 2):
+        assert max(wait_s) < 0.3
