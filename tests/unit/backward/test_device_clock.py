@@ -102,7 +102,12 @@ def test_slow_device_throttles_its_host_from_the_second_step_on_and_is_stopped()
         waits, queued, _ = rank.step()
         assert waits > 0
         assert queued < 1 + NUM_STAGES
-        assert max(rank.ahead_s) <= 4 * max(FORWARD_S, STAGE_S) + MERGE_S
+        assert 4 * STAGE_S <= max(rank.ahead_s) <= 4 * max(FORWARD_S, STAGE_S) + MERGE_S
+
+
+def test_host_does_not_wait_where_nothing_is_left_to_stop():
+    rank = Rank(slowness=4.0, deadline_s=4 * WHOLE_S - STAGE_S)  # late only when all is queued
+    assert rank.steps(3) == ([1 + NUM_STAGES] * 3, [1 + NUM_STAGES] * 3)  # not at the end of the pass
 
 
 def test_slow_device_throttles_no_host_in_a_moment_in_which_all_devices_are_slow():
@@ -200,24 +205,27 @@ def test_rank_has_finished_its_work_only_when_its_device_has():
 def test_ends_of_stages_and_micro_batches_are_the_device_s():
     rank = Rank(peers_s=math.inf)
     rank.device.drain()
-    clock, entered_at, stage_s = rank.device_clock, rank.clock(), []
+    clock, entered_at, stage_s, microbatch_s = rank.device_clock, rank.clock(), [], []
     clock.entered()
-    rank.segment(FORWARD_S, clock.forward_over)
-    for _ in range(NUM_STAGES):
-        rank.segment(STAGE_S, clock.stage_over)
-        stage_s.append(rank.clock() - entered_at)
-    clock.pass_over()
-    rank.clock.advance(HOST_S)  # until the loop comes to its next forward pass
-    host = HostTimes((*stage_s[:-1], math.nan), (rank.clock() - entered_at,), 1)
+    for _ in range(2):
+        rank.segment(FORWARD_S, clock.forward_over)
+        for _ in range(NUM_STAGES):
+            rank.segment(STAGE_S, clock.stage_over)
+            stage_s.append(rank.clock() - entered_at)
+        clock.pass_over()
+        rank.clock.advance(HOST_S)  # until the loop comes to its next forward pass
+        microbatch_s.append(rank.clock() - entered_at)
+    host = HostTimes((*stage_s[-NUM_STAGES:-1], math.nan), tuple(microbatch_s), 2)
     clock.left()
     clock.submitted(host, complete=True)
     clock.placed()
     rank.device.drain()
     clock.entered()
     reported = clock.submitted(host, complete=True)
-    assert reported.stage_s[:-1] == pytest.approx([HOST_S + FORWARD_S + STAGE_S * number for number in (1, 2, 3)])
+    ends_s = [HOST_S + WHOLE_S + FORWARD_S + STAGE_S * number for number in (1, 2, 3)]
+    assert reported.stage_s[:-1] == pytest.approx(ends_s)
     assert math.isnan(reported.stage_s[-1])
-    assert reported.microbatch_s == pytest.approx([HOST_S + WHOLE_S])
+    assert reported.microbatch_s == pytest.approx([HOST_S + WHOLE_S, HOST_S + 2 * WHOLE_S])
 
 
 def test_clock_of_a_step_begins_with_the_device():
