@@ -5,12 +5,13 @@ import time
 import pytest
 import torch
 from paced_device import PacedDevice
+from queued_device import queued_device
 from ranks import digest, run_ranks, staged
 from torch import nn
 from training import features
 
 from straggle import FixedDeadline, LateHandling
-from straggle.backward import device, stages
+from straggle.backward import stages
 
 LAYERS, STAGE_S = 6, 0.005
 
@@ -33,12 +34,12 @@ def train(rank, slowness, late_handling, num_microbatches, num_steps, deadline_s
     """Rank 1 is ``slowness(step)`` times as slow, and all ranks wait for their devices after each step."""
     stages.BUCKET_BYTES = 1
     paced, now = PacedDevice(), {"step": 0}
-    device.device_of = lambda _: paced
     torch.manual_seed(0)
     module = nn.Sequential(*(Work(paced, lambda: STAGE_S * slowness(rank, now["step"])) for _ in range(LAYERS)))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     reports, queued_s, num_waits = [], [], []
-    with staged(module, stages=LAYERS, deadline=FixedDeadline(deadline_s), late_handling=late_handling) as model:
+    options = {"stages": LAYERS, "deadline": FixedDeadline(deadline_s), "late_handling": late_handling}
+    with queued_device(paced), staged(module, **options) as model:
         for number in range(num_steps):
             now["step"], before = number, (paced.queued_s, paced.num_waits)
             with model.step(num_microbatches=num_microbatches):
@@ -128,9 +129,8 @@ def test_between_micro_batches_a_slow_device_is_stopped_too():
 def pause_for_long(rank):
     """Rank 0's device has 0.5 s of work in a pause between two steps; when each rank had to wait for it."""
     paced = PacedDevice()
-    device.device_of = lambda _: paced
     module, reports = nn.Linear(4, 4), []
-    with staged(module, deadline=FixedDeadline(5.0), late_handling=DEVICE) as model:
+    with queued_device(paced), staged(module, deadline=FixedDeadline(5.0), late_handling=DEVICE) as model:
         for number in range(5):
             with model.step():
                 model(features(rank, number)).square().mean().backward()

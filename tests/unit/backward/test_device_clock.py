@@ -7,10 +7,10 @@ import pytest
 import torch
 from clock import Clock
 from paced_device import PacedDevice
+from queued_device import queued_device
 from torch import nn
 
 from straggle import StagedBackward
-from straggle.backward import device
 from straggle.backward.device_clock import DeviceClock, HostTimes, LearnedSeconds, Limit, expected_end
 
 FORWARD_S, STAGE_S, NUM_STAGES = 1.0, 0.5, 4
@@ -319,18 +319,18 @@ def test_rest_of_a_step_of_other_segments_is_known_as_a_whole():
 # -- by itself, with a budget
 
 
-def test_host_of_a_staged_backward_with_a_budget_is_one_stage_ahead(monkeypatch):
+def test_host_of_a_staged_backward_with_a_budget_is_one_stage_ahead():
     clock = Clock()
     paced = PacedDevice(clock, clock.advance)
-    monkeypatch.setattr(device, "device_of", lambda _: paced)
     module = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
     for layer in module:
         layer.weight.register_hook(lambda gradient: paced.work(STAGE_S) or gradient)
     ahead_s = []
-    watched = StagedBackward(module, stages=6, on_stage=lambda _: ahead_s.append(paced.free_at - clock()))
-    for budget_s, num_waits in ((None, 0), (1e6, 5)):
-        ahead_s.clear()
-        watched.backward(module(torch.ones(1, 4)).sum(), budget_s=budget_s)
-        assert paced.num_waits == num_waits
-        paced.drain()
+    with queued_device(paced):
+        watched = StagedBackward(module, stages=6, on_stage=lambda _: ahead_s.append(paced.free_at - clock()))
+        for budget_s, num_waits in ((None, 0), (1e6, 5)):
+            ahead_s.clear()
+            watched.backward(module(torch.ones(1, 4)).sum(), budget_s=budget_s)
+            assert paced.num_waits == num_waits
+            paced.drain()
     assert max(ahead_s) == pytest.approx(STAGE_S)
