@@ -305,10 +305,9 @@ class OpenStep(PassWatcher):
         self.stopwatch.last_gradient_at = at = self.stopwatch.now()
         self._waiting.append((index, gradient, at))
         self._num_taken += 1
-        ends_group = index in self.groups.ends
-        if not grouped or ends_group:
+        if not grouped or index in self.groups.ends:
             self._merge_waiting()
-        if ends_group and self._device_clock is not None:
+        if self._device_clock is not None and index in self.groups.stage_ends:
             self._device_clock.stage_over()
         if self._num_taken < self._left:
             self.check()

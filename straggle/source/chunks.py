@@ -20,12 +20,14 @@ class GradientChunks:
     """The groups of the gradients of these slots.
 
     ``ends``: the parameters that complete a group; if there are none, each gradient is merged by itself.
+    ``stage_ends``: those that complete a stage.
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots, self._device = slots, device_of(slots[0].device)
         self._streams: set[object] = set()
         self.ends: frozenset[int] = frozenset()
+        self.stage_ends: frozenset[int] = frozenset()
 
     def note_stream(self) -> None:
         """Note the current stream, on which a gradient came while the plan is learned."""
@@ -37,6 +39,7 @@ class GradientChunks:
         A group may have several stages that share a message, because nothing can be sent before all of it is complete.
         Gradients on several devices or streams cannot be merged by one call: they form no groups.
         """
+        self.stage_ends = frozenset(stage.parameters[-1] for stage in plan.stages)
         devices = {slot.device for slot in self._slots}
         if len(devices) == 1 and len(self._streams) <= 1:
             nbytes = [slot.nbytes for slot in self._slots]

@@ -40,6 +40,7 @@ def test_readme_lists_the_folders():
 ALLOWED = {
     "tests/ranks/test_put_out.py": {"_members"},  # what is found in a merge that is long, as on a slow network
     "tests/ranks/test_pause.py": {"_coordinator"},  # the clock of a model, which no argument gives
+    "tests/unit/merge/test_late_by_device.py": {"_act"},  # the stand-in
     "tests/ranks/test_stand_in.py": {"_act", "_wakes", "_coordinator"},  # the stand-in, and whose clock a rank has
     "tests/ranks/test_store.py": {"_MAX_UNANSWERED"},  # how many connections wait; not anything to choose
     "tests/ranks/test_waiting.py": {"_channel"},  # what a rank posts, which nothing but the store shows

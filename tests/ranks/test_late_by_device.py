@@ -11,7 +11,6 @@ from torch import nn
 from training import features
 
 from straggle import FixedDeadline, LateHandling
-from straggle.backward import stages
 
 LAYERS, STAGE_S = 6, 0.005
 
@@ -32,7 +31,6 @@ class Work(nn.Module):
 
 def train(rank, slowness, late_handling, num_microbatches, num_steps, deadline_s):
     """Rank 1 is ``slowness(step)`` times as slow, and all ranks wait for their devices after each step."""
-    stages.BUCKET_BYTES = 1
     paced, now = PacedDevice(), {"step": 0}
     torch.manual_seed(0)
     module = nn.Sequential(*(Work(paced, lambda: STAGE_S * slowness(rank, now["step"])) for _ in range(LAYERS)))

@@ -248,6 +248,20 @@ def test_host_that_looks_late_still_knows_when_its_device_began():
     assert rank.device_clock.began_at(rank.clock()) == pytest.approx(began_at, abs=2e-3)
 
 
+def test_host_that_is_ahead_sees_when_its_device_begins_with_the_step_before():
+    rank = Rank(peers_s=math.inf)
+    rank.device.drain()
+    rank.step()
+    begins_at = rank.device.free_at
+    rank.step()  # which the device has not begun when the host leaves it
+    rank.device_clock.entered()
+    began_at = rank.device.free_at
+    rank.clock.advance(begins_at + FORWARD_S + 2 * HOST_S - rank.clock())
+    assert rank.device_clock.began_at(rank.clock()) == rank.clock()
+    rank.clock.advance(10 * WHOLE_S)
+    assert rank.device_clock.began_at(rank.clock()) == pytest.approx(began_at, abs=5 * HOST_S)
+
+
 def test_step_after_a_pause_begins_with_its_end():
     rank = Rank(peers_s=math.inf)
     for _ in range(2):

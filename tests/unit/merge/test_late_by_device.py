@@ -26,9 +26,10 @@ class Told:
     rank = 0
 
     def __init__(self):
-        self.posted = []
+        self.posted, self.asked = [], []
 
-    def num_finished(self, _step):
+    def num_finished(self, step):
+        self.asked.append(step)
         return 1
 
     def post_doing(self, words):
@@ -41,7 +42,7 @@ class Told:
 class Rank:
     """Enters its step at 100 s; its deadline is of 1 s, and its device has 3 s to do before that."""
 
-    def __init__(self, quorum_s=0.0, came_late=False):
+    def __init__(self, quorum_s=0.0, came_late=False, deadline_s=1.0):
         self.clock = Clock()
         stopwatch = Stopwatch(self.clock)
         self.training, self.merging = TrainingSide(stopwatch), MergeSide(stopwatch)
@@ -49,7 +50,7 @@ class Rank:
         self.training.came_late = came_late
         late_handling = LateHandling(quorum=1, late_by="device")
         self.deadline = CurrentDeadline(FixedDeadline(1.0), late_handling, 2)
-        self.deadline.seconds, self.deadline.quorum_s = 1.0, quorum_s
+        self.deadline.seconds, self.deadline.quorum_s = deadline_s, quorum_s
         self.channel = Told()
         self.stand_in = StandIn(self.training, self.merging, self.deadline, self.channel, device=torch.device("cpu"))
         self.device = PacedDevice(self.clock, self.clock.advance)
@@ -86,12 +87,13 @@ def test_no_rank_is_expected_to_be_late_before_a_quorum_has_finished():
 
 
 def test_rank_is_stopped_by_the_clock_of_its_device():
-    rank = Rank()
-    for moment in (100.96, 101.0, 101.5, 102.0, BEGAN_AT, BEGAN_AT + 0.99):
-        rank.at(moment).stand_in._waited_since = 100.0  # a quorum waits
-        assert rank.stand_in._situation(moment).clock_from + 1.0 > moment
-    rank.at(BEGAN_AT + 1.01).acts()  # posts that it is stuck
+    rank = Rank(deadline_s=0.02)
+    rank.at(100.5).acts()  # sleeps for 0.02 s: the device has not begun
+    rank.at(BEGAN_AT).acts()
+    assert rank.channel.asked == []
+    rank.at(BEGAN_AT + 0.03).acts()  # asks
     rank.acts()
+    assert rank.channel.asked == [0]
     assert rank.training.is_stopped(0)
 
 
@@ -100,12 +102,13 @@ def test_peers_hear_that_a_rank_has_finished_when_its_device_has():
     rank.at(BEGAN_AT).device.work(2.0)
     rank.device_clock.left()  # waits for its device, once
     assert rank.clock() == BEGAN_AT + 2.0
+    rank.device_clock.submitted(HostTimes((), (), 1), complete=True)
     rank.device.work(1.0)
-    rank.device_clock._times = rank.device_clock.submitted(HostTimes((), (), 1), complete=True)
     rank.device_clock.left()
     with rank.merging.lock:
         assert not rank.stand_in.work_done(rank.clock(), truncated=False)
-    assert rank.stand_in._situation(rank.clock()).computes
+    rank.acts()
+    assert rank.channel.posted == []
     rank.at(BEGAN_AT + 3.0).acts()
     assert rank.channel.posted == [0]
 
