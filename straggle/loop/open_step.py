@@ -307,7 +307,7 @@ class OpenStep(PassWatcher):
         self._num_taken += 1
         if not grouped or index in self.groups.ends:
             self._merge_waiting()
-        if self._device_clock is not None and index in self.groups.stage_ends:
+        if self._device_clock is not None and index in self.groups.stage_ends and not self.at_once:
             self._device_clock.stage_over()
         if self._num_taken < self._left:
             self.check()

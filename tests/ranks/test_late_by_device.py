@@ -29,11 +29,38 @@ class Work(nn.Module):
         return y
 
 
-def train(rank, slowness, late_handling, num_microbatches, num_steps, deadline_s):
+class Together(torch.autograd.Function):
+    """Gives all weights their gradients at once, as a compiled module does."""
+
+    @staticmethod
+    def forward(ctx, work, x, *weights):
+        ctx.work, ctx.x_sum, ctx.num_weights = work, x.sum(), len(weights)
+        return x.sum() * sum(weight.sum() for weight in weights)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.work()
+        return None, None, *(ctx.x_sum * gradient.expand(4, 1) for _ in range(ctx.num_weights))
+
+
+class Whole(nn.Module):
+    """As many stages as ``LAYERS``, whose gradients come at once, after the time of all."""
+
+    def __init__(self, paced, seconds):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1, 4, bias=False) for _ in range(LAYERS))
+        self.work = lambda: paced.work(LAYERS * seconds())
+
+    def forward(self, x):
+        return Together.apply(self.work, x, *(layer.weight for layer in self.layers))
+
+
+def train(rank, slowness, late_handling, num_microbatches, num_steps, deadline_s, at_once=False):
     """Rank 1 is ``slowness(step)`` times as slow, and all ranks wait for their devices after each step."""
     paced, now = PacedDevice(), {"step": 0}
     torch.manual_seed(0)
-    module = nn.Sequential(*(Work(paced, lambda: STAGE_S * slowness(rank, now["step"])) for _ in range(LAYERS)))
+    seconds = lambda: STAGE_S * slowness(rank, now["step"])  # noqa: E731
+    module = Whole(paced, seconds) if at_once else nn.Sequential(*(Work(paced, seconds) for _ in range(LAYERS)))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     reports, queued_s, num_waits = [], [], []
     options = {"stages": LAYERS, "deadline": FixedDeadline(deadline_s), "late_handling": late_handling}
@@ -57,7 +84,7 @@ def one_is_slow(rank, _step):
 
 
 def all_are_slow_at_first(rank, step):
-    return 10.0 + rank if step < 6 else 1.0
+    return 10.0 + 2 * rank if step < 6 else 1.0
 
 
 def nobody_is_slow(_rank, _step):
@@ -118,10 +145,22 @@ def test_between_micro_batches_a_slow_device_is_stopped_too():
     results = run_ranks(train, 2, one_is_slow, late_handling, 3, 5, 0.7)
     assert len({parameters for parameters, *_ in results}) == 1
     reports = results[0][1]
-    assert len(late := late_steps(reports)) >= 2
+    late = late_steps(reports)
+    assert len(late) >= 2
     # passes that were begun are complete
     assert {round(3 * reports[step].ranks[1].reach, 3) for step in late} <= {1.0, 2.0}
     assert results[0][3] == [1] + [0] * 4
+
+
+def test_host_waits_for_no_stage_of_a_pass_whose_gradients_come_at_once():
+    results = run_ranks(train, 2, one_is_slow, DEVICE, 3, 5, 0.3, True)
+    assert len({parameters for parameters, *_ in results}) == 1
+    (_, reports, _, peer_waits), (_, _, queued_s, num_waits) = results
+    late = late_steps(reports)
+    assert len(late) >= 2
+    for step in late:  # at most at the ends of its forward and its backward pass
+        assert 0 < num_waits[step] <= 2 * round(queued_s[step] / (20 * STAGE_S * LAYERS))
+    assert peer_waits == [1] + [0] * 4
 
 
 def pause_for_long(rank):

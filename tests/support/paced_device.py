@@ -22,7 +22,7 @@ class PacedDevice:
         """Wait for all that is queued, as a loop does that reads a loss."""
         self.sleep(max(0.0, self.free_at - self.clock()))
 
-    def mark(self):
+    def mark(self, again=None):  # noqa: ARG002
         return max(self.free_at, self.clock())
 
     def ready(self, mark):
@@ -31,6 +31,9 @@ class PacedDevice:
     def wait(self, mark):
         self.num_waits += 1
         self.sleep(max(0.0, mark - self.clock()))
+
+    def wait_for_all(self):
+        self.wait(self.free_at)
 
     def after_queue(self, queue):
         pass
