@@ -55,6 +55,7 @@ class DeviceNumbers:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._copied: deque[_Copied] = deque()
+        self._marks: list[Any] = []  # that are used again, because a new one takes longer than a kernel
 
     def add(self, step: int, counts: Counts | None, scalars: Mapping[str, Tensor]) -> None:
         """Copy these of a merged step to the host, when the device comes to it; all on one device."""
@@ -63,7 +64,8 @@ class DeviceNumbers:
         parts = [] if counts is None else [counts.numbers]
         parts += [value.reshape(1) for value in scalars.values()]
         copy = self._device.copy_to_host(parts[0] if len(parts) == 1 else torch.cat([part.float() for part in parts]))
-        self._copied.append(_Copied(step, self._device.mark(), copy, counts, tuple(scalars)))
+        mark = self._device.mark(self._marks.pop() if self._marks else None)
+        self._copied.append(_Copied(step, mark, copy, counts, tuple(scalars)))
 
     def take(self, step: int) -> Arrived:
         """What has arrived since the last row, for the row of ``step``; does not wait."""
@@ -73,6 +75,7 @@ class DeviceNumbers:
         while self._copied and self._device.ready(self._copied[0].mark):
             own = self._copied.popleft()
             numbers = own.numbers.tolist()
+            self._marks.append(own.mark)
             if own.counts is not None:
                 left_out, changed_nothing = own.counts.read(numbers[: len(numbers) - len(own.names)])
                 nonfinite, skipped = nonfinite + left_out, skipped or changed_nothing

@@ -73,6 +73,7 @@ class QueuedBuffers(StageBuffers):
         self._scale_on = {own: torch.tensor(1 / self._world_size, device=own) for own in self._found_on}
         flat_of = [number for number, size in enumerate(self._sizes) for _ in range(size)]
         self._flat_of = torch.tensor(flat_of, device=device)  # for each parameter
+        self._first_of = torch.tensor([self._starts[first] for first in self._firsts], device=device)  # for each bucket
         self._world = torch.tensor(float(self._world_size), device=device)
 
     # -- where the numbers lie
@@ -189,7 +190,19 @@ class QueuedBuffers(StageBuffers):
     def _scale_on_device(self, flats: Sequence[Flat], weights: Sequence[float]) -> None:
         """By 1.0 exactly if all ranks gave all, and by 0 if none did: the weights are then those of the hosts, or 0."""
         self.usable = self._numbers[-1] < self._world
-        scales = torch.div(self._world, self._numbers[:-1]).nan_to_num_(posinf=0.0).mul_(self.usable)
+        places: Sequence[int]
+        if len(flats) == len(self._firsts) and weights.count(weights[0]) == len(weights):  # as in nearly every step
+            sums = self._numbers.index_select(0, self._first_of)  # one for each bucket
+            scaled, places = [flat.gradients for flat in flats], range(len(flats))
+        else:
+            sums = self._numbers[:-1]
+            scaled, places = self._scaled_apart(flats, weights)
+        scales = torch.div(self._world, sums).nan_to_num_(posinf=0.0).mul_(self.usable).unbind()
+        own = [self._to(scales[place], data.device) for place, data in zip(places, scaled, strict=True)]
+        torch._foreach_mul_(scaled, own)
+
+    def _scaled_apart(self, flats: Sequence[Flat], weights: Sequence[float]) -> tuple[list[Tensor], Sequence[int]]:
+        """What is scaled by itself, because its weight is another, and the place of the weight."""
         scaled, places = list[Tensor](), list[int]()
         for flat in flats:
             start = self._starts[flat.parameters[0]]
@@ -202,10 +215,7 @@ class QueuedBuffers(StageBuffers):
                 there = [place for place, weight in enumerate(own) if weight > 0]
                 scaled += [self.views[flat.parameters[place]] for place in there]
                 places += [start + place for place in there]
-        each = scales.unbind()
-        torch._foreach_mul_(
-            scaled, [self._to(each[place], own.device) for place, own in zip(places, scaled, strict=True)]
-        )
+        return scaled, places
 
     @staticmethod
     def _to(scale: Tensor, device: torch.device) -> Tensor:
