@@ -468,7 +468,8 @@ class OpenStep(PassWatcher):
     def _put_in_place(self, merged: Round) -> None:
         """Give every parameter its merged gradient, and every buffer its merged value: the same on every rank."""
         kept, views = self._kept.gradients, merged.buffers.views
-        merged.come_after(self._rank.channel, self._rank.where(merged.step))
+        if merged.buffers.is_queued:
+            merged.come_after(self._rank.channel, self._rank.where(merged.step))
         if self._state.held:
             took_part = self._rank.replica.place not in merged.table.absent_ranks()
             self._state.apply(merged.buffers.state, merged, took_part=took_part)

@@ -275,16 +275,16 @@ class StageBuffers:
                 self._write_shares(flat, [shares.get(index, full) for index in flat.parameters])
             if self._drop_nonfinite:
                 self._leave_out_nonfinite(flat)
-            if flat is self._buckets[-1][-1]:
+            if (self._bad or self.is_queued) and flat is self._buckets[-1][-1]:
                 self._count_nonfinite()
             if flat.wire is not None:
                 flat.wire.copy_(flat.gradients)
             works += flat.all_reduce(groups)
         return works
 
-    def send_rows(self, group: Group) -> dist.Work | None:  # noqa: ARG002
-        """Start the merge of the rows, after that of all buckets; ``None``: they go with the last one."""
-        return None
+    def send_rows(self, group: Group) -> dist.Work:
+        """Start the merge of the rows, after that of all buckets, if the buffers are queued."""
+        raise NotImplementedError
 
     def _write_full(self, flat: Flat, weight: float) -> None:
         """All gradients of the bucket are in it, with this weight."""

@@ -209,11 +209,8 @@ class Channel:
         """Launch a collective and wait for it; ``queued``: it runs on the device's own queue."""
         with self._own_error(what):
             work = collective()
-        step, what = self._progress.merged + 1, self._before_step(what)
-        if queued:
-            self._wait(work, step, what, self.give_up_s, self._queued_ended)
-        else:
-            self.wait(work, step, what)
+        waited: Any = _Polled(work) if queued else work
+        self.wait(waited, self._progress.merged + 1, self._before_step(what))
 
     def _before_step(self, what: str) -> str:
         return f"rank {self.rank}, before step {self._progress.merged + 1}, {what}"
@@ -295,14 +292,9 @@ class Channel:
         A long wait is logged once, with the awaited ranks and what they are doing. The store is asked only for that and
         whether a peer has ended, for at most half a second.
         """
-        self._wait(work, step, what, give_up_s or self.give_up_s, self._ended)
-
-    def _wait(
-        self, work: dist.Work, step: int, what: str, give_up_s: float, ended: Callable[[dist.Work, str, float], bool]
-    ) -> None:
-        give_up_at = time.monotonic() + give_up_s
+        give_up_at = time.monotonic() + (give_up_s or self.give_up_s)
         long_wait: LongWait | None = None
-        while not ended(work, what, min(_SLICE_S, max(0.0, give_up_at - time.monotonic()))):
+        while not self._ended(work, what, min(_SLICE_S, max(0.0, give_up_at - time.monotonic()))):
             long_wait = long_wait or LongWait(self, step, what)
             if time.monotonic() >= give_up_at or self._is_in_vain(step):
                 raise self._lost(what)
@@ -356,15 +348,6 @@ class Channel:
             return is_over(work, seconds)
         except RuntimeError as error:
             raise self._failed(what, error) from error
-
-    def _queued_ended(self, work: dist.Work, what: str, seconds: float) -> bool:
-        """The same of one that is queued on a device; nccl treats the end of a short wait as a failure, and aborts."""
-        until = time.monotonic() + seconds
-        while not (is_completed := work.is_completed()) and time.monotonic() < until:
-            time.sleep(_POLL_S)
-        if is_completed:
-            self._order_after(work, what)
-        return is_completed
 
     @property
     def awaited(self) -> Sequence[int]:
@@ -428,6 +411,25 @@ class Channel:
 
     def _ends(self, store: Any) -> list[_End]:
         return [_End.read(word) for word in _words(store, "ended", range(self.world_size)).values()]
+
+
+class _Polled:
+    """A collective that is queued on a device, waited for as gloo's are: nccl aborts at the end of a short wait."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self, timeout: timedelta = timedelta.max) -> bool:
+        """Wait for so long. Raises ``RuntimeError`` if it is not over then, or failed."""
+        until = time.monotonic() + timeout.total_seconds()
+        while not self._work.is_completed():
+            if time.monotonic() >= until:
+                raise RuntimeError("not yet")
+            time.sleep(_POLL_S)
+        return bool(self._work.wait())  # makes this thread's queue wait, and raises the collective's error
 
 
 class LongWait:

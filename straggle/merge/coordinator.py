@@ -339,7 +339,8 @@ class Coordinator:
         Raises `PeerFailed` when a rank failed in this step or cannot be reached.
         """
         posts = False
-        self._rank.check_device()
+        if self._rounds.are_queued:
+            self._rank.check_device()
         with self._lock:
             for phase in self._wings.leave:
                 phase()

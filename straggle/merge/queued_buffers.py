@@ -153,7 +153,7 @@ class QueuedBuffers(StageBuffers):
                 found = found + others.to(self._device, non_blocking=True)
         return found
 
-    def send_rows(self, group: Group) -> dist.Work | None:
+    def send_rows(self, group: Group) -> dist.Work:
         self._plain_known.write(self._known)
         return group.all_reduce(self._control)
 

@@ -329,7 +329,7 @@ class Round:
         while len(self.launched) < len(self.layout.buckets):
             if not self._launch_allreduce(self._last_shares):
                 return
-        if self.groups is not None:
+        if self.groups is not None and self.buffers.is_queued:
             self.rows_sent = self.buffers.send_rows(self.groups.control)
             if self.marks is not None:
                 self.marks.submitted()
@@ -350,18 +350,14 @@ class Round:
         """What was launched and is to be waited for by the host, each with the names of its stages."""
         if self.rows_sent is not None:
             return [(self.rows_sent, "rows of all ranks")]
-        return self._works_of_buckets()
-
-    def _works_of_buckets(self) -> list[tuple[dist.Work, str]]:
         names = self.layout.bucket_names
         return [(work, name) for works, name in zip(self.launched, names, strict=False) for work in works]
 
     def come_after(self, channel: Channel, where: str) -> None:
         """What the calling thread queues from here on comes after the merge of all buckets."""
-        if not self.buffers.is_queued:
-            return
-        for work, name in self._works_of_buckets():
-            channel.come_after(work, self.step, f"{where}, stage {name}")
+        for works, name in zip(self.launched, self.layout.bucket_names, strict=True):
+            for work in works:
+                channel.come_after(work, self.step, f"{where}, stage {name}")
         if self.marks is not None:
             self.marks.comes_after()
         self.launched = []

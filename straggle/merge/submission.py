@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from straggle.merge.device_numbers import NOTHING_ARRIVED
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.round import Contribution, Round
 from straggle.merge.row import by_device, row_of
@@ -92,7 +93,9 @@ class Submission:
         """Launch all collectives that are left, the last with the telemetry; when that was."""
         training, merging, channel = self._rank.training, self._rank.merging, self._rank.channel
         weights, in_step = current.weights(own), training.is_in(current.step)
-        arrived = self._rank.device_numbers.take(current.step)
+        arrived = NOTHING_ARRIVED
+        if current.buffers.is_queued:
+            arrived = self._rank.device_numbers.take(current.step)
         row = row_of(
             training,
             merging,
