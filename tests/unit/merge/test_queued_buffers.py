@@ -57,7 +57,8 @@ def merge(ranks, gradients, shares=None, weights=None):
         buffers.write_telemetry(rank, row.numbers())
         for bucket in range(num_buckets):
             buffers.all_reduce(bucket, own, groups[rank], weight)
-        buffers.send_rows(groups[rank].control)
+        if buffers.is_queued:
+            buffers.send_rows(groups[rank].control)
     for name in ("data", "control"):
         for tensors in zip(*(getattr(own, name).tensors for own in groups), strict=True):
             total = sum(tensors[1:], start=tensors[0].clone())
