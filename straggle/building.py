@@ -9,6 +9,7 @@ from functools import partial
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from straggle.links.job_pings import JobPings
@@ -29,6 +30,7 @@ from straggle.merge.buffers import bytes_on_wire
 from straggle.merge.channel import Channel
 from straggle.merge.phases import Phase, when_left
 from straggle.merge.rank_parts import RankParts
+from straggle.merge.replica import Replica
 from straggle.merge.saved_state import ResumeState, SharedMemory
 from straggle.merge.state.module_state import ModuleState
 from straggle.merge.wing import Wings
@@ -79,6 +81,7 @@ def build(
     options: Options,
     process_group: dist.ProcessGroup | None,
     *,
+    mesh: DeviceMesh | None,
     members: Elastic | None,
     wrapper: type[nn.Module],
     registers: HookRegisters,
@@ -88,10 +91,14 @@ def build(
 
     Raises ``ValueError`` on all ranks for a module or options that cannot be, ``RuntimeError`` without a process group.
     """
-    wrapped, source = options.wrapped(module, wrapper), ReplicatedSource(module)
-    channel = _meet(module, wrapped, options, process_group, members)
+    wrapped = options.wrapped(module, wrapper)
+    if mesh is None:
+        source, channel = ReplicatedSource(module), _meet(module, wrapped, options, process_group, members)
+        replica = Replica.of_one_rank(channel)
+    else:
+        source, channel, replica = _meet_replica(module, wrapped, options, mesh)
     state = ModuleState(module, options.merge.buffers, channel.rank, source.slots[0].device)
-    rank = rank_parts(module, options, source, channel, state)
+    rank = rank_parts(module, options, source, channel, replica, state)
     member = Members(rank, channel) if isinstance(channel, ElasticChannel) else None
     wings = _wings(rank, member, merged_bytes=bytes_on_wire(source.slots, options.merge.dtype_on_wire))
     parts = model_parts(options, source, rank, state, wings.all_of_them(), registers)
@@ -122,7 +129,7 @@ def _with_the_loop(module: nn.Module, parts: ModelParts, wings: OptionalParts, r
     options, channel, coordinator = parts.options, parts.channel, parts.coordinator
     drops_nonfinite = options.merge.nonfinite == "drop"
     steps = OptimizerSteps(parts.source.all, parts.opened, drops_nonfinite=drops_nonfinite)
-    warnings, joins = StepWarnings(channel.rank, options.merge, parts.opened), Joins()
+    warnings, joins = StepWarnings(channel.name, options.merge, parts.opened), Joins()
     resume_state = ResumeState(
         coordinator,
         module,
@@ -180,6 +187,25 @@ def _meet(
     if options.own_group:
         raise ValueError("members=Elastic() is for all ranks of the job: leave process_group out")
     return meet_members(members, wrapped, partial(make_alike, module, wrapped), give_up_s=give_up_s)
+
+
+def _meet_replica(
+    module: nn.Module, wrapped: Wrapped, options: Options, mesh: DeviceMesh
+) -> tuple[ReplicatedSource, Channel, Replica]:
+    """The same for a model that is sharded over the ranks of each replica, over which ``mesh`` goes."""
+    from straggle.source.replica_ranks import copied_inside, name_of_place, ranks_of_replica
+    from straggle.source.sharded import ShardedSource  # imports DTensor, which takes most of a second
+
+    if wrapped.refusal:  # all ranks have the same module
+        raise ValueError(wrapped.refusal)
+    ranks, give_up_s = ranks_of_replica(module, mesh), options.late_handling.give_up_s
+    inside = Channel(dist.new_group(ranks, use_local_synchronization=True), give_up_s=give_up_s, names=ranks)
+    copies = mesh.get_group()
+    channel = Channel(copies, give_up_s=give_up_s, names=dist.get_process_group_ranks(copies))
+    for name, tensor in copied_inside(module):
+        inside.broadcast(tensor, name=name)
+    make_alike(module, wrapped, channel)
+    return ShardedSource(module), channel, Replica.of_ranks(channel, inside, partial(name_of_place, module))
 
 
 def _members_changed(reference: weakref.ref[MembersHooks], report: MembersReport) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -27,6 +28,7 @@ from straggle.merge.checks import (
     CLIP_AFTER_THE_BLOCK,
     CLIP_BEFORE_THE_STEP,
     INSTEAD,
+    check_mesh,
     check_num_microbatches,
     clips,
     refuse_ddp_kwargs,
@@ -70,9 +72,10 @@ class StagedDataParallel(nn.Module):
 
     ``stages``: how the gradients are divided (`plan_stages`). ``deadline``: a `Deadline`, a number of seconds, or
     ``None`` to wait for all ranks, as DDP does. ``estimator``: what fills in for missing gradients (default: nothing).
-    ``late_handling``: how a late rank is treated. ``merge``: how buffers and non-finite gradients are merged, how
-    gradients are weighted, and how often replicas are compared. ``members``: ranks may die, freeze and come back while
-    the others go on (`Elastic`; default: the job ends with the first rank that does).
+    ``mesh``: of the replicas, if each is sharded over several ranks (``fully_shard(..., mesh=mesh["dp_shard"])`` and
+    ``mesh=mesh["dp_replicate"]`` here). ``late_handling``: how a late rank is treated. ``merge``: how buffers and
+    non-finite gradients are merged, how gradients are weighted, and how often replicas are compared. ``members``: ranks
+    may die, freeze and come back while the others go on (`Elastic`; default: the job ends with the first that does).
     Parameters and buffers are overwritten with rank 0's.
 
     Raises ``RuntimeError`` without a process group, and ``ValueError`` for modules that cannot be trained like this:
@@ -85,6 +88,7 @@ class StagedDataParallel(nn.Module):
         module: nn.Module,
         *,
         process_group: dist.ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
         stages: int | Sequence[str] | BalancedByTime | None = None,
         deadline: Deadline | float | None = None,
         estimator: Estimator | None = None,
@@ -105,21 +109,24 @@ class StagedDataParallel(nn.Module):
             late_handling or LateHandling(),
             merge or Merge(),
             {"members": members},
-            own_group=process_group is not None and process_group is not dist.group.WORLD,
+            own_group=mesh is not None or (process_group is not None and process_group is not dist.group.WORLD),
+            sharded=mesh is not None,
         )
+        check_mesh(mesh, process_group=process_group, members=members)
         self._elastic = members
         self._last = _LastStep()
         self._registers, self._members_hooks = HookRegisters(), MembersHooks()
         self._of_the_job: frozenset[str] = frozenset()  # attributes that no copy has; none yet
-        self._join_job(process_group)
+        self._join_job(process_group, mesh)
 
-    def _join_job(self, process_group: dist.ProcessGroup | None) -> None:
+    def _join_job(self, process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None = None) -> None:
         """Become a replica of the job, on all ranks, when the model is wrapped or a copy's first step begins."""
         own = set(self.__dict__)
         built = build(
             self.module,
             self._options,
             process_group,
+            mesh=mesh,
             members=self._elastic,
             wrapper=StagedDataParallel,
             registers=self._registers,

@@ -25,17 +25,23 @@ class DeadlineReached(BaseException):
     """
 
 
+class HasGradient(Protocol):
+    """A parameter, or what has this rank's part of it."""
+
+    grad: Tensor | None
+
+
 class PassObserver(Protocol):
     """The receiver of a pass's gradients and checks."""
 
-    def gradient_ready(self, index: int, parameter: Tensor) -> None:
+    def gradient_ready(self, index: int, parameter: HasGradient) -> None:
         """Parameter ``index`` has its gradient of this backward pass in ``p.grad``; may raise `DeadlineReached`.
 
         It is also called for an undefined gradient: ``p.grad`` is then unchanged.
         """
 
-    def check(self) -> None:
-        """Between two stages: raise `DeadlineReached` to stop here."""
+    def check(self, at: int = 0) -> None:
+        """Between two stages: raise `DeadlineReached` to stop here. ``at``: a number for this place in the model."""
 
 
 class ModuleHook:
@@ -112,8 +118,8 @@ class ParameterHooks:
 def observers_of(parameter: Tensor) -> list[object]:
     """The observers of this parameter's gradients, such as those of `ParameterHooks` that are not closed."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-    calls = [hook.func for hook in hooks.values() if isinstance(hook, partial)]
-    return [getattr(call, "__self__", None) for call in calls]
+    owners = [getattr(hook.func, "__self__", None) for hook in hooks.values() if isinstance(hook, partial)]
+    return [owner._observer if isinstance(owner, ParameterHooks) else owner for owner in owners]
 
 
 def release_graph(error: BaseException, outputs: Iterable[weakref.ref[Tensor]]) -> None:

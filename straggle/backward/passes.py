@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
 from types import FrameType
 
 import torch
@@ -20,6 +22,12 @@ TWICE_IN_ONE_PASS = (
     "got a gradient twice in one backward pass, as shared weights do under reentrant checkpointing: use "
     "checkpoint(..., use_reentrant=False)"
 )
+
+
+def after_callbacks(call: Callable[[], None]) -> None:
+    """Call this when the engine's present run is over, after all that its nodes let the engine call back then."""
+    engine = torch.autograd.Variable._execution_engine
+    engine.queue_callback(partial(engine.queue_callback, call))
 
 
 def in_backward() -> bool:
@@ -36,6 +44,7 @@ class PassWatcher(ABC):
     """
 
     seen_complete = False  # in any step, a pass was complete and no parameter in it was refused
+    ends_late = False  # what the engine calls back at the end of a run may give gradients
 
     def _watch_step(self) -> None:
         """A step begins: forget the passes of the last one."""
@@ -115,7 +124,7 @@ class PassWatcher(ABC):
             else:
                 self.settle()
                 self._begin(run, first)
-            engine.queue_callback(self._over)
+            (after_callbacks if self.ends_late else engine.queue_callback)(self._over)
         self._runs.add(run)
 
     def _begin(self, own: int | None, first: int) -> None:

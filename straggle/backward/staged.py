@@ -21,6 +21,7 @@ from straggle.backward.clocks import HostLimit, Timeline
 from straggle.backward.device import device_of
 from straggle.backward.hooks import (
     DeadlineReached,
+    HasGradient,
     ModuleHook,
     ParameterHooks,
     release_graph,
@@ -222,12 +223,12 @@ class StagedBackward:
 
     # -- what the hooks call
 
-    def gradient_ready(self, index: int, parameter: Tensor) -> None:
+    def gradient_ready(self, index: int, parameter: HasGradient) -> None:
         """A parameter has its gradient of the running pass."""
         if self._step is not None:
             self._step._gradient_ready(index, parameter)
 
-    def check(self) -> None:
+    def check(self, at: int = 0) -> None:  # noqa: ARG002
         """Leave the step if it is stopped or its budget is spent."""
         if self._step is not None:
             self._step._settle_outside()
@@ -419,7 +420,7 @@ class BackwardStep(PassWatcher):
             self._finished_in.append(log)
             self._num_failed += 1
 
-    def _gradient_ready(self, index: int, parameter: Tensor) -> None:
+    def _gradient_ready(self, index: int, parameter: HasGradient) -> None:
         gradient = parameter.grad
         if gradient is None:
             return

@@ -11,7 +11,7 @@ from itertools import chain, groupby
 from operator import is_
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from straggle.backward.clocks import FinishTimes
 
@@ -161,10 +161,10 @@ def plan_stages(
     order: Sequence[int] | None = None,
     seconds: Sequence[float] | None = None,
     *,
-    named: Sequence[tuple[str, nn.Parameter]] | None = None,
+    named: Sequence[tuple[str, Tensor]] | None = None,
 ) -> StagePlan:
-    """Divide the trainable parameters of ``module`` into stages, or those in ``named``, an earlier result of
-    `trainable`.
+    """Divide the trainable parameters of ``module`` into stages, or those in ``named``: an earlier result of
+    `trainable`, or what this rank has of these.
 
     ``order`` lists the parameters in the order in which backward finishes them (default: the module tree reversed),
     ``seconds`` how long each took. ``stages`` is ``None`` (stages of about 25 MB, but at least eight if the model
@@ -191,11 +191,11 @@ def _owner(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _nbytes(named: Sequence[tuple[str, nn.Parameter]], indices: Sequence[int]) -> list[int]:
+def _nbytes(named: Sequence[tuple[str, Tensor]], indices: Sequence[int]) -> list[int]:
     return [named[index][1].numel() * named[index][1].element_size() for index in indices]
 
 
-def _num_stages(named: Sequence[tuple[str, nn.Parameter]], runs: list[list[int]], stages: int | None) -> int:
+def _num_stages(named: Sequence[tuple[str, Tensor]], runs: list[list[int]], stages: int | None) -> int:
     if stages is None:
         total = sum(_nbytes(named, range(len(named))))
         return min(len(runs), max(MIN_STAGES, math.ceil(total / STAGE_BYTES)))
@@ -221,7 +221,7 @@ def _balanced(runs: list[list[int]], sizes: Sequence[float], num_stages: int) ->
 
 
 def _by_module(
-    module: nn.Module, named: Sequence[tuple[str, nn.Parameter]], order: Sequence[int], names: list[str]
+    module: nn.Module, named: Sequence[tuple[str, Tensor]], order: Sequence[int], names: list[str]
 ) -> list[tuple[str | None, list[int]]]:
     """The parameters of each stage, with the module name that the user gave for it, if any."""
     # a module that is frozen now is a known name without a stage
@@ -249,7 +249,7 @@ def _prefixes(name: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
 
 
-def _stage(named: Sequence[tuple[str, nn.Parameter]], group: list[int], module: str | None = None) -> Stage:
+def _stage(named: Sequence[tuple[str, Tensor]], group: list[int], module: str | None = None) -> Stage:
     """The stage of these parameters, which are all in ``module`` if one was named."""
     owners = list(dict.fromkeys(_owner(named[index][0]) for index in group))
     labels = [owner or named[group[0]][0] for owner in owners]

@@ -12,7 +12,7 @@ from straggle.loop.hook_registers import HookRegisters
 from straggle.loop.open_step import OpenStep
 from straggle.merge.alike import Wrapped, check_alike
 from straggle.merge.channel import Channel
-from straggle.merge.checks import check_module, check_unwrapped
+from straggle.merge.checks import check_module, check_unwrapped, own_part
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.current_deadline import CurrentDeadline
 from straggle.merge.options import Merge
@@ -23,14 +23,15 @@ from straggle.merge.wing import Wings
 from straggle.policies.deadline import Deadline, LateHandling
 from straggle.policies.estimators import Estimator
 from straggle.policies.fill_in import FillIn
-from straggle.source.source import Attached, GradientSource
+from straggle.source.source import Attached, GradientSource, named_tensors
 
 
 @dataclass(frozen=True)
 class Options:
     """What a model is wrapped with, the same on all ranks.
 
-    ``of_wings``: arguments of optional parts. ``own_group``: a process group that is not the job's.
+    ``of_wings``: arguments of optional parts. ``own_group``: a process group that is not the job's. ``sharded``: a
+    replica is several ranks.
     """
 
     stages: int | Sequence[str] | BalancedByTime | None
@@ -40,12 +41,13 @@ class Options:
     merge: Merge
     of_wings: Mapping[str, object]
     own_group: bool
+    sharded: bool = False
 
     def wrapped(self, module: nn.Module, wrapper: type[nn.Module]) -> Wrapped:
         """What is compared with the other ranks; a refusal too, which the others would wait for otherwise."""
         try:
             check_unwrapped(module, wrapper, OpenStep)
-            check_module(module)
+            check_module(module, sharded=self.sharded)
         except ValueError as refusal:
             return Wrapped(str(refusal))
         names = ("stages", "deadline", "estimator", "late_handling", "merge")
@@ -69,13 +71,17 @@ class ModelParts:
 
 
 def rank_parts(
-    module: nn.Module, options: Options, source: GradientSource, channel: Channel, state: ModuleState
+    module: nn.Module,
+    options: Options,
+    source: GradientSource,
+    channel: Channel,
+    replica: Replica,
+    state: ModuleState,
 ) -> RankParts:
     """What merges for this rank."""
-    replica = Replica.of_one_rank(channel)
     return RankParts.build(
         source.slots,
-        plan_stages(module, options.stages),
+        plan_stages(module, options.stages, named=[*named_tensors(source.slots)]),
         channel,
         replica,
         CurrentDeadline(options.deadline, options.late_handling, replica.count),
@@ -115,6 +121,6 @@ def make_alike(module: nn.Module, wrapped: Wrapped, channel: Channel) -> None:
     """
     check_alike(wrapped, channel)
     for name, parameter in module.named_parameters():
-        channel.broadcast(parameter, name=f"parameter {name}")
+        channel.broadcast(own_part(parameter), name=f"parameter {name}")
     for name, buffer in module.named_buffers():
         channel.broadcast(buffer, name=f"buffer {name}")

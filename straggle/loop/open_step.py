@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from straggle.backward.compiled import come_at_once, not_compiled
-from straggle.backward.hooks import DeadlineReached, release_graph, tensors_in
+from straggle.backward.hooks import DeadlineReached, HasGradient, release_graph, tensors_in
 from straggle.backward.passes import PassWatcher, current_run, in_backward
 from straggle.backward.stages import PlanLearner, StagePlan
 from straggle.backward.step_in_parts import StepInParts
@@ -75,6 +75,7 @@ class OpenStep(PassWatcher):
         self._fill_in = fill_in
         self._learner = learner
         self._rank, self._vote = rank, rank.replica.vote
+        self._between_units = self.ends_late = source.between_units
         # a backward pass that was begun is not stopped
         self._complete_microbatches = coordinator.deadline.late_handling.granularity == "microbatch"
         self._device_clock = rank.device_clock
@@ -93,6 +94,8 @@ class OpenStep(PassWatcher):
         ``checked``: the ranks compare what they hold in this step.
         """
         self._watch_step()
+        if self._vote is not None:
+            self._vote.begin()
         self._kept = self._source.keep()
         rule = entry.rule or self._by_clock
         self._idle = entry.idle and not rule.stops_idle
@@ -186,6 +189,7 @@ class OpenStep(PassWatcher):
         # a loop that swallows even a BaseException comes here without one, and has not computed everything all the same
         truncated = (only_late or self.stopped) and (self._idle or self.num_over < self._passes_with_data)
         self.settle()
+        self._source.pass_left()
         try:
             if error is not None and not only_late:
                 self._coordinator.fail(error)
@@ -283,7 +287,7 @@ class OpenStep(PassWatcher):
             self._outputs.append(output)
 
     @not_compiled
-    def gradient_ready(self, index: int, parameter: Tensor) -> None:
+    def gradient_ready(self, index: int, parameter: HasGradient) -> None:
         """A parameter has its gradient: take it, and stop if this rank is late; the merge waits for the group.
 
         That costs ten times as much as what is done here for each gradient, so that it is known which are finished.
@@ -309,7 +313,7 @@ class OpenStep(PassWatcher):
             self._merge_waiting()
         if self._device_clock is not None and index in self.groups.stage_ends and not self.at_once:
             self._device_clock.stage_over()
-        if self._num_taken < self._left:
+        if self._num_taken < self._left and not self._between_units:
             self.check()
 
     def _joins_and_groups(self) -> bool:
@@ -340,7 +344,7 @@ class OpenStep(PassWatcher):
         else:  # it comes too late by the rule
             self._coordinator.discard_waiting()
 
-    def check(self) -> None:
+    def check(self, at: int = 0) -> None:
         """Leave the step if its rule stops it; in a replica of several ranks, if their vote does."""
         if (step := self.step) is None or step.between:
             return
@@ -348,7 +352,7 @@ class OpenStep(PassWatcher):
             return
         stops = self.rule.stops(self._num_checks) and (self._idle or self.may_stop)
         if self._vote is not None:
-            stops = self._vote(stops)
+            stops = self._vote(stops, at)
         if not stops:
             self._num_checks += 1
             return
@@ -356,7 +360,7 @@ class OpenStep(PassWatcher):
         self.stopped = True
         raise DeadlineReached
 
-    def _may_take(self, index: int, parameter: Tensor) -> bool:
+    def _may_take(self, index: int, parameter: HasGradient) -> bool:
         """Whether a gradient belongs to an open step, if that is not plain; raises if it cannot."""
         if self.step is None:
             parameter.grad = None
@@ -365,6 +369,9 @@ class OpenStep(PassWatcher):
             )
         if self.num_over >= self._passes_with_data or self._idle:
             self._end_without_data()
+            if self._between_units:  # its replica leaves at the next unit
+                parameter.grad = None
+                return False
             self.check()
         if not self._kept.decided:
             if not self._kept.decide(index):
@@ -394,6 +401,10 @@ class OpenStep(PassWatcher):
             self._coordinator.end_pass(number)
             if self._device_clock is not None:
                 self._device_clock.pass_over()
+
+    def _over(self) -> None:
+        self._source.pass_over()
+        super()._over()
 
     def _pass_failed(self) -> None:
         self._merge_waiting()  # they were finished before it did

@@ -10,6 +10,7 @@ from straggle.loop.model_parts import ModelParts
 from straggle.loop.replanning import Replanning
 from straggle.merge.alike import check_same_state
 from straggle.merge.round import Round
+from straggle.source.source import named_tensors
 
 
 class Planning:
@@ -45,7 +46,9 @@ class Planning:
         """Plan the stages from this, and begin to watch for ranks that are late."""
         self.learned = order, seconds
         self._replanning.learned(order, seconds)
-        plan = plan_stages(self._module, self._options.stages, order, seconds, named=self._parts.source.named)
+        plan = plan_stages(
+            self._module, self._options.stages, order, seconds, named=[*named_tensors(self._parts.source.slots)]
+        )
         self.check_at(plan)
         self._parts.coordinator.learn(plan)
         self._parts.opened.groups.follow(plan)

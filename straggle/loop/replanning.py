@@ -23,6 +23,7 @@ from straggle.merge.round import Round
 from straggle.merge.saved_state import ResumeState
 from straggle.merge.sides import Entry
 from straggle.source.kept import UNDECIDED
+from straggle.source.source import named_tensors
 
 _log = logging.getLogger(__name__)
 _NAMED = 4  # parameters that a line in the log names
@@ -82,7 +83,7 @@ class Replanning:
         """Compare the parameters of all ranks, which come here together, and what has changed of them."""
         refusal = ""
         try:
-            check_module(self._module)
+            check_module(self._module, sharded=self._options.sharded)
         except ValueError as error:
             refusal = str(error)
         mine = Wrapped(refusal) if refusal else Wrapped.of(self._module, {"what was changed": changes})
@@ -130,7 +131,7 @@ class Replanning:
         return plan
 
     def _plan(self) -> StagePlan:
-        named, stages = self._parts.source.named, self._options.stages
+        named, stages = [*named_tensors(self._parts.source.slots)], self._options.stages
         if not self._parts.coordinator.is_planned:
             return plan_stages(self._module, stages, named=named)
         order, seconds = complete_order([(name, parameter.numel()) for name, parameter in named], self._seconds)

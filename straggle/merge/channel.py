@@ -65,6 +65,8 @@ class Channel:
     ``groups_change``: whether other groups may take their place in a running job.
 
     While the store does not answer this rank, the rank cannot be late.
+    ``rank`` is a place in ``process_group``; in messages ranks have their ``names``, which are those places if none are
+    given.
 
     Raises ``RuntimeError`` if there is no process group, if the job's store does not answer, or if not all ranks come
     within ``give_up_s``.
@@ -72,7 +74,9 @@ class Channel:
 
     groups_change = False
 
-    def __init__(self, process_group: dist.ProcessGroup | None, *, give_up_s: float) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup | None, *, give_up_s: float, names: Sequence[int] | None = None
+    ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "straggle needs a process group: launch with torchrun and call torch.distributed.init_process_group() "
@@ -81,6 +85,7 @@ class Channel:
         parent = process_group or dist.group.WORLD
         self.give_up_s = give_up_s
         self.rank, self.world_size = dist.get_rank(parent), dist.get_world_size(parent)
+        self.names = names or range(self.world_size)
         self.epoch = 0  # number of the groups, which never change here
         self._progress = _Progress()
         self._counted: deque[int] = deque()  # steps whose counter this rank began; written by the store's thread
@@ -94,12 +99,12 @@ class Channel:
         self.store = JobStore(
             partial(self._connect, store, corner),  # a connection of its own to this model's part of the store
             place_of(store),
-            who=f"rank {self.rank}",
+            who=f"rank {self.name}",
             without="this rank is not late, however slow, and learns of no peer's failure but by its connections",
             watched=(_TROUBLE, _ENDED),
         )
         leave = partial(_leave, self._gloo_groups, self._job_groups, self._progress, give_up_s)
-        self._finalizer = weakref.finalize(self, _end, self.store, self.rank, self._progress, leave)
+        self._finalizer = weakref.finalize(self, _end, self.store, self.rank, self.name, self._progress, leave)
 
     @staticmethod  # a bound method would keep this object alive as long as the store's thread
     def _connect(store: Any, corner: str) -> Any:
@@ -125,7 +130,7 @@ class Channel:
                 self._job_groups.append(data)
         except RuntimeError as error:
             raise PeerFailed(
-                f"rank {self.rank}, before step 0: no process groups of ranks {ranks} within give_up_s={give_up_s:g}: "
+                f"rank {self.name}, before step 0: no process groups of ranks {ranks} within give_up_s={give_up_s:g}: "
                 "each of them has to wrap the model; one has ended, hangs, or cannot be reached, or is in another "
                 "number of process groups than its peers, by which torch names new ones"
             ) from error
@@ -144,6 +149,15 @@ class Channel:
             return GlooCollectives(group)
         finally:
             server.set_timeout(limit)
+
+    @property
+    def name(self) -> int:
+        """This rank in messages."""
+        return self.names[self.rank]
+
+    def named(self, ranks: Iterable[int]) -> list[int]:
+        """These ranks in messages."""
+        return [self.names[rank] for rank in ranks]
 
     @property
     def formed(self) -> ProcessGroups | None:
@@ -193,7 +207,7 @@ class Channel:
 
         Raises `PeerFailed` if a rank ended instead, ``RuntimeError`` if torch cannot send or write the tensor.
         """
-        what = f"rank {source}'s {name}"
+        what = f"rank {self.names[source]}'s {name}"
         with self._own_error(what):
             given = bytes_of(tensor)
         self._between_steps(what, partial(self.groups.data.broadcast, given, source), queued=self._queued)
@@ -213,7 +227,7 @@ class Channel:
         self.wait(waited, self._progress.merged + 1, self._before_step(what))
 
     def _before_step(self, what: str) -> str:
-        return f"rank {self.rank}, before step {self._progress.merged + 1}, {what}"
+        return f"rank {self.name}, before step {self._progress.merged + 1}, {what}"
 
     @contextlib.contextmanager
     def _own_error(self, what: str) -> Iterator[None]:
@@ -366,7 +380,11 @@ class Channel:
     def waited_for(self, step: int) -> str:
         """The ranks that do not wait in ``step``, and what they report to be doing."""
         others = self.store.ask(lambda store: _absent(store, f"waiting/{step}", self.awaited), _SLICE_S)
-        return f"ranks {others}{self._doing(others, _SLICE_S)}" if others else "the network: all ranks have submitted"
+        return (
+            f"ranks {self.named(others)}{self._doing(others, _SLICE_S)}"
+            if others
+            else "the network: all ranks have submitted"
+        )
 
     def _doing(self, ranks: Sequence[int], limit_s: float) -> str:
         words = self.store.ask(lambda store: _words(store, "doing", ranks), limit_s)
@@ -400,7 +418,11 @@ class Channel:
 
     def _first_given_up(self, missing: Sequence[int]) -> str:
         """The report of the rank that gave up first: by now the lost ranks may be back, and end as well."""
-        gone = f"no answer from ranks {missing}{self._doing(missing, _SLICE_S)}" if missing else "connection lost"
+        gone = (
+            f"no answer from ranks {self.named(missing)}{self._doing(missing, _SLICE_S)}"
+            if missing
+            else "connection lost"
+        )
         first: bytes = self.store.ask(lambda store: store.compare_set("given up", "", gone), _SLICE_S)
         return first.decode()
 
@@ -515,14 +537,14 @@ def _leave(groups: list[Any], job_groups: list[JobGroup], progress: _Progress, g
             set_aside(group, give_up_s)
 
 
-def _end(store: JobStore, rank: int, progress: _Progress, leave: Callable[[], None]) -> None:
+def _end(store: JobStore, rank: int, name: int, progress: _Progress, leave: Callable[[], None]) -> None:
     """When the model is closed or the process ends, report why, unless the peers know."""
     if not progress.explained:
         if (error := sys.exc_info()[1] or progress.uncaught) is not None:
-            store.post(partial(_leave_word, f"failure/{rank}", progress.raised(rank, error), _TROUBLE))
+            store.post(partial(_leave_word, f"failure/{rank}", progress.raised(name, error), _TROUBLE))
         else:
             why = "its loop was over, or it called sys.exit; use model.join(loader) for uneven data"
-            word = f"{progress.merged} rank {rank} ended {progress.after} ({why})"
+            word = f"{progress.merged} rank {name} ended {progress.after} ({why})"
             store.post(partial(_leave_word, f"ended/{rank}", word, _ENDED))
     store.close()
     leave()

@@ -33,7 +33,7 @@ INSTEAD = {
     "delay_all_reduce_named_params": "leave it out; which gradients are merged together is planned in stages=",
     "param_to_hook_all_reduce": "leave it out; which gradients are merged together is planned in stages=",
     "mixed_precision": "torch.autocast in the block, or convert the module before wrapping it",
-    "device_mesh": "process_group=mesh.get_group()",
+    "device_mesh": "mesh=<the mesh of the replicas> for a sharded model, or process_group=mesh.get_group()",
     "skip_all_reduce_unused_params": "leave it out; all parameters travel with their stage",
     "no_sync": "`with model.step(num_microbatches=n):` around the n backward passes",
     "require_backward_grad_sync": "`with model.step(num_microbatches=n):` around the n backward passes",
@@ -71,6 +71,16 @@ def refuse_ddp_kwargs(given: Iterable[str]) -> None:
         raise TypeError(f"StagedDataParallel() has no argument {', '.join(words)}")
 
 
+def check_mesh(mesh: object, **others: object) -> None:
+    """Raise ``ValueError`` for arguments that cannot be given together with ``mesh``."""
+    if mesh is not None and (given := [f"{name}=" for name, value in others.items() if value is not None]):
+        why = {
+            "process_group=": "the mesh has the group over which replicas are merged",
+            "members=": "a sharded replica cannot leave and come back yet",
+        }[given[0]]
+        raise ValueError(f"mesh= and {given[0]}: {why}; leave {given[0]} out")
+
+
 def check_unwrapped(module: nn.Module, wrapper: type[nn.Module], observer: type) -> None:
     """Raise ``ValueError`` for a module that is or contains a data-parallel one, or is in an open ``wrapper``.
 
@@ -90,8 +100,8 @@ def check_unwrapped(module: nn.Module, wrapper: type[nn.Module], observer: type)
             )
 
 
-def check_module(module: nn.Module) -> None:
-    """Raise ``ValueError`` for a module that cannot be trained in stages."""
+def check_module(module: nn.Module, *, sharded: bool = False) -> None:
+    """Raise ``ValueError`` for a module that cannot be trained in stages; ``sharded``: over the ranks of a replica."""
     kind = type(module).__name__
     parameters = trainable(module)
     if not parameters:
@@ -99,10 +109,10 @@ def check_module(module: nn.Module) -> None:
     for name, parameter in parameters:
         if isinstance(parameter, UninitializedParameter):
             raise ValueError(f"parameter {name} is not initialized: run one forward pass of the lazy module first")
-        if _is_sharded(parameter):
+        if is_sharded(parameter) and not sharded:
             raise ValueError(
-                f"parameter {name} is sharded (DTensor), and each rank trains a copy of the entire model: leave out "
-                "what shards it, such as fully_shard() or parallelize_module()"
+                f"parameter {name} is sharded (DTensor), and it is not known which ranks have the same shards: write "
+                'StagedDataParallel(model, mesh=mesh["dp_replicate"]), the mesh over which replicas are copies'
             )
         if parameter.itemsize < _LEAST_BYTES:
             raise ValueError(
@@ -111,6 +121,11 @@ def check_module(module: nn.Module) -> None:
             )
     _check_dense(module)
     for name, child in module.named_modules():
+        if type(child).__name__ == "FullyShardedDataParallel":
+            raise ValueError(
+                f"{name or kind} is a FullyShardedDataParallel (FSDP1), whose passes cannot be left between two units: "
+                'shard the model by fully_shard(), and write StagedDataParallel(model, mesh=mesh["dp_replicate"])'
+            )
         if isinstance(child, nn.SyncBatchNorm):
             raise ValueError(
                 f"{name} is a SyncBatchNorm: its collectives in the forward pass would hang when a late rank stops; "
@@ -129,10 +144,17 @@ def _check_dense(module: nn.Module) -> None:
             raise ValueError(f"{name} is {kind}: keep it as dense tensors (`dequantize()`, `to_dense()`)")
 
 
-def _is_sharded(parameter: Tensor) -> bool:
+def is_sharded(parameter: Tensor) -> bool:
     """Whether this is a DTensor; false if its module, which takes most of a second to import, is not imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(parameter, module.DTensor)
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """What this rank has of a parameter."""
+    with torch.no_grad():
+        own: Tensor = tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return own
 
 
 def check_num_microbatches(num_microbatches: int) -> None:

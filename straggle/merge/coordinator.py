@@ -311,7 +311,7 @@ class Coordinator:
 
     def _too_many(self, index: int, *, twice: bool) -> str:
         stage = next(stage.name for stage in self.plan.stages if index in stage.parameters)
-        where = f"rank {self._channel.rank}, step {self.training.step}, stage {stage}"
+        where = f"rank {self._channel.name}, step {self.training.step}, stage {stage}"
         if twice:
             return f"{where}: a parameter {TWICE_IN_ONE_PASS}"
         return (
@@ -366,7 +366,7 @@ class Coordinator:
     def fail(self, error: BaseException) -> None:
         """The user's code raised in this step: post it, and let the peers finish the step, so that none waits."""
         self._rank.check_device()  # peers know of that
-        what = f"rank {self._channel.rank} raised in step {self.training.step}, {self.stopwatch.phase}: {error!r}"
+        what = f"rank {self._channel.name} raised in step {self.training.step}, {self.stopwatch.phase}: {error!r}"
         for phase in self._wings.failed:
             phase(what)
         if self._wings.go_on:  # its peers do, without it

@@ -87,7 +87,7 @@ class RankParts:
 
     def where(self, step: int) -> str:
         """As errors begin."""
-        return f"rank {self.channel.rank}, step {step}"
+        return f"rank {self.channel.name}, step {step}"
 
     def check_ended(self) -> None:
         """Raise what ended the job for this rank, if anything did."""

@@ -207,7 +207,7 @@ class StandIn:
             with self._lock:
                 self.error = error
                 if not isinstance(error, PeerFailed):  # the training thread raises a `PeerFailed`
-                    _log.error("rank %d: its stand-in ended, no thread submits for it: %r", self._channel.rank, error)
+                    _log.error("rank %d: its stand-in ended, no thread submits for it: %r", self._channel.name, error)
                 self._training.stop_up_to(self._merging.step)
                 self._merging.step_merged.notify_all()
 
@@ -323,4 +323,4 @@ class StandIn:
         lag = self._merging.step - self._training.step
         behind = f" ({lag} merged steps behind)" if lag > 0 else ""
         place = f"{self._stopwatch.phase} of step {self._training.step}{behind}"
-        return f"rank {self._channel.rank} has been in {place} for {stuck_s} s"
+        return f"rank {self._channel.name} has been in {place} for {stuck_s} s"

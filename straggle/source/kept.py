@@ -8,7 +8,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 
-from torch import Tensor, nn
+from torch import Tensor
+
+from straggle.backward.hooks import HasGradient
 
 UNDECIDED, NONE = -1, 0
 
@@ -20,7 +22,7 @@ class KeptGradients:
     a device that the host does not wait for, to see which of those that the loop wrote to are zeros.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], *, is_queued: bool = False) -> None:
+    def __init__(self, parameters: Sequence[HasGradient], *, is_queued: bool = False) -> None:
         self._parameters, self._is_queued = parameters, is_queued
         there = ((index, parameter.grad) for index, parameter in enumerate(parameters))
         self._entered = {index: (gradient, gradient._version) for index, gradient in there if gradient is not None}

@@ -24,6 +24,8 @@ _requires_grad = attrgetter("requires_grad")
 class ReplicatedSource:
     """The parameters of one module, which the merge knows by their numbers (`GradientSource`)."""
 
+    between_units = False
+
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self.named: list[tuple[str, nn.Parameter]] = []
@@ -76,6 +78,12 @@ class ReplicatedSource:
     def attach(self, observer: PassObserver) -> ParameterHooks:
         """Report each gradient of a backward pass to ``observer``, by hooks on the parameters."""
         return ParameterHooks(self._module, self.all, observer)
+
+    def pass_over(self) -> None:
+        """None is held back."""
+
+    def pass_left(self) -> None:
+        """Nothing is left of it but its graph."""
 
     def keep(self) -> KeptGradients:
         """A step is entered: what is in ``p.grad``."""

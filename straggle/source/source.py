@@ -74,9 +74,11 @@ class GradientSource(Protocol):
     """The gradients of one model, by their numbers. A slot that is frozen stays, as one that the graph does not use.
 
     ``slots``, ``named`` and ``all`` (the parameters) are changed in place by `renew`: who was given them has those that
-    there are now. ``frozen``: a number for the slots that need no gradient.
+    there are now. ``frozen``: a number for the slots that need no gradient. ``between_units``: a pass may be left only
+    where the source itself lets the observer check, and its gradients may come as late as the end of the pass.
     """
 
+    between_units: bool
     slots: list[Slot]
     named: list[tuple[str, nn.Parameter]]
     all: list[nn.Parameter]
@@ -99,6 +101,12 @@ class GradientSource(Protocol):
 
     def attach(self, observer: PassObserver) -> Attached:
         """Report each gradient of a backward pass to ``observer``."""
+
+    def pass_over(self) -> None:
+        """A backward pass has come to its end: report the gradients that were held back until then."""
+
+    def pass_left(self) -> None:
+        """Between two steps, or two passes: forget one that has not come to its end, if there is one."""
 
     def keep(self) -> KeptGradients:
         """A step is entered: the gradients that are there already."""

@@ -13,11 +13,15 @@ def step_of_a_replica(rank, asked_after, voted_at):
     """This rank's words in a step, and the gradients that it gave; its replica leaves at ask number ``voted_at``."""
     words, module = [], Chain(4)
 
-    def vote(own):
-        words.append(own)
-        return len(words) == voted_at
+    class Vote:
+        def begin(self):
+            words.clear()
 
-    Replica.of_one_rank = staticmethod(lambda channel: Replica(channel.rank, channel.world_size, vote))
+        def __call__(self, own, _at):
+            words.append(own)
+            return len(words) == voted_at
+
+    Replica.of_one_rank = staticmethod(lambda channel: Replica(channel.rank, channel.world_size, Vote()))
     stopper = Stopper(module)
     with staged(module) as model:
         with model.step() as step:

@@ -1,0 +1,222 @@
+"""The source of a model that is sharded over the ranks of each replica, by ``fully_shard`` (FSDP2) for instance.
+
+A rank merges its own shards. FSDP gives it their gradients, in the middle of its own work, and a pass is left only
+between two of its units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from straggle.backward.hooks import ModuleHook, ParameterHooks, PassObserver, tensors_in
+from straggle.backward.passes import after_callbacks, current_run, in_backward
+from straggle.source.fsdp2 import around, discard_pass, reshard, roots_of, shard_of, sum_only, units_of
+from straggle.source.kept import KeptGradients
+from straggle.source.replicated import ReplicatedSource
+from straggle.source.source import Slot
+
+_NO_RUN = -2  # is no number of a run, nor that of being outside of all
+
+
+class Shard:
+    """This rank's part of one parameter, with its gradient as a plain tensor; ``p.grad`` is the DTensor around that."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+
+    @property
+    def grad(self) -> Tensor | None:
+        """The gradient in ``p.grad``: the same object until another one is put there."""
+        gradient = self.parameter.grad
+        return None if gradient is None else shard_of(gradient)
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        self.parameter.grad = None if gradient is None else around(gradient, self.parameter)
+
+
+class ShardedSource(ReplicatedSource):
+    """The sharded parameters of one module; each slot is this rank's shard of one of them (`GradientSource`)."""
+
+    between_units = True
+
+    def __init__(self, module: nn.Module) -> None:
+        self._units, self._roots = units_of(module), roots_of(module)
+        self._shards: list[Shard] = []
+        self._hooks: UnitHooks | None = None
+        super().__init__(module)
+        if self.slots[0].device.type == "cpu":
+            sum_only(self._units)
+
+    def renew(self) -> list[nn.Parameter]:
+        reshard(self._units)
+        new = super().renew()
+        self._shards[:] = map(Shard, self.all)
+        self._take_shards()
+        return new
+
+    def check(self) -> str:
+        reshard(self._units)
+        if any(slot.tensor.data_ptr() != shard_of(slot.parameter).data_ptr() for slot in self.slots):
+            self._take_shards()  # FSDP has other memory for them since a state was loaded
+        return super().check()
+
+    def _take_shards(self) -> None:
+        self.slots[:] = [Slot(name, shard_of(own).detach(), own) for name, own in self.named]
+
+    def attach(self, observer: PassObserver) -> UnitHooks:
+        """Report each gradient when FSDP has reduced it, and check where a unit begins."""
+        self._hooks = UnitHooks(self._module, self.all, observer, self._shards, self.forget_pass)
+        return self._hooks
+
+    def keep(self) -> KeptGradients:
+        return KeptGradients(self._shards)
+
+    def place(self, gradients: Sequence[Tensor | None]) -> None:
+        for shard, gradient in zip(self._shards, gradients, strict=True):
+            shard.grad = gradient
+
+    def of_parameters(self, gradients: Mapping[int, Tensor]) -> Sequence[tuple[nn.Parameter, Tensor]]:
+        return [(self.all[index], around(gradient, self.all[index])) for index, gradient in gradients.items()]
+
+    def pass_over(self) -> None:
+        if self._hooks is not None:
+            self._hooks.pass_over()
+
+    def pass_left(self) -> None:
+        if self._hooks is not None:
+            self._hooks.recover()
+
+    def forget_pass(self) -> None:
+        """A pass was left in the middle of FSDP's work: the next one begins as if it had not been."""
+        discard_pass(self._units, self._roots)
+
+
+class _Call:
+    """One forward pass of a unit; ``run``: of the engine, in which its backward pass has begun."""
+
+    def __init__(self) -> None:
+        self.run = _NO_RUN
+
+
+class UnitHooks(ParameterHooks):
+    """Hooks on the sharded parameters and on the units of one model.
+
+    A unit that is called more than once gives its gradients with the last of its backward passes, or at the end.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        observer: PassObserver,
+        shards: Sequence[Shard],
+        forget_pass: Callable[[], None],
+    ) -> None:
+        self._shards, self._forget_pass = shards, forget_pass
+        self._units = units_of(module)
+        self._in_forward = False  # the model's forward pass began, and has not come to its end
+        self._run: int | None = None  # the backward pass that began, and has not come to its end
+        self._to_come = [0] * len(self._units)  # backward passes of each unit: for each forward pass one
+        self._unit_of = self._owners(parameters)
+        super().__init__(module, parameters, observer)
+        self._of_units = self._watch_units()
+
+    def _owners(self, parameters: Sequence[nn.Parameter]) -> list[int]:
+        """For each parameter the innermost unit that it is in."""
+        innermost: dict[nn.Parameter, int] = {}
+        for number, unit in enumerate(self._units):  # inner ones come later
+            innermost |= dict.fromkeys(unit.parameters(), number)
+        return [innermost[own] for own in parameters]
+
+    def _watch_units(self) -> list[Any]:
+        """All of them before FSDP's own: it has not begun a unit yet where the rank may leave."""
+        model, handles = self._module, []
+        for number, unit in enumerate(self._units):
+            if unit is not model:  # where that begins, the open step checks
+                handles.append(
+                    unit.register_forward_pre_hook(ModuleHook(partial(self._before_unit, number)), prepend=True)
+                )
+            handles.append(unit.register_forward_hook(ModuleHook(partial(self._after_unit, number)), prepend=True))
+        handles.append(model.register_forward_pre_hook(ModuleHook(self._before_model), prepend=True))
+        handles.append(model.register_forward_hook(ModuleHook(self._after_model)))
+        return handles
+
+    def check_at(self, modules: Sequence[str]) -> None:
+        """It is checked between units, whatever the stages are."""
+
+    def renew(self) -> None:
+        self._unit_of = self._owners(self._parameters)
+        super().renew()
+
+    def close(self) -> None:
+        super().close()
+        for handle in self._of_units:
+            handle.remove()
+
+    # -- gradients
+
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
+        return partial(self._reduced, index)
+
+    def _reduced(self, index: int, _parameter: Tensor) -> None:
+        """FSDP has reduced a gradient, and goes on with the next of the unit: nothing may leave the pass here."""
+        if not self._to_come[self._unit_of[index]]:
+            self._observer.gradient_ready(index, self._shards[index])
+
+    def pass_over(self) -> None:
+        """The pass has come to its end: report what was held back."""
+        for index, shard in enumerate(self._shards):
+            if self._to_come[self._unit_of[index]] and shard.grad is not None:
+                self._observer.gradient_ready(index, shard)
+        self._to_come = [0] * len(self._units)
+
+    # -- where units begin
+
+    def _before_model(self, _module: nn.Module, _args: Any) -> None:
+        if not in_backward():  # not a checkpoint's
+            self.recover()
+            self._in_forward = True
+
+    def _after_model(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        if not in_backward():
+            self._in_forward = False
+
+    def recover(self) -> None:
+        """If a pass was left in the middle, forget it."""
+        if self._in_forward or self._run is not None:
+            self._in_forward, self._run, self._to_come = False, None, [0] * len(self._units)
+            self._forget_pass()
+
+    def _before_unit(self, number: int, _module: nn.Module, _args: Any) -> None:
+        if not in_backward():
+            self._observer.check(2 * number + 1)
+
+    def _after_unit(self, number: int, _module: nn.Module, _args: Any, output: Any) -> None:
+        """A unit's backward pass begins with the gradient of one of its outputs."""
+        if not torch.is_grad_enabled():
+            return
+        begins = partial(self._backward_begins, number, _Call())
+        outputs = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        for tensor in outputs:
+            tensor.register_hook(begins)  # type: ignore[no-untyped-call]
+        if outputs and not in_backward():
+            self._to_come[number] += 1
+
+    def _backward_begins(self, number: int, call: _Call, _gradient: Tensor) -> None:
+        if call.run == (run := current_run()):  # another of its outputs: FSDP has begun it
+            return
+        call.run = run
+        self._to_come[number] = max(0, self._to_come[number] - 1)
+        if self._run is None:
+            self._run = run
+            after_callbacks(self._run_over)
+        self._observer.check(2 * number + 2)
+
+    def _run_over(self) -> None:
+        self._run = None
