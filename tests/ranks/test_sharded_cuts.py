@@ -1,0 +1,150 @@
+"""A replica that is sharded over two ranks leaves a pass between two units, both ranks alike; the next pass is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from ranks import run_ranks, staged
+from sharding import Blocks, Pair, batch, pair
+from torch import Tensor, nn
+
+from straggle import StagedDataParallel, Step
+
+DEPTH = 5
+ROOT = ("first", "last")
+EXACT = 1e-6
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Where rank 3 wants to leave, or replica 1 fails: inside of a block, in a pass of a micro-batch."""
+
+    block: int
+    backward: bool
+    micro: int = 0
+    fails: bool = False
+
+
+class Failed(Exception):
+    """An error of the user."""
+
+
+@contextmanager
+def stopping(net: nn.Module, rank: int, stop: Stop, step: Step, micro: int) -> Iterator[None]:
+    """In this block, the rank's step is stopped or fails at this place."""
+
+    def act(*_args: object) -> None:
+        if stop.fails and rank >= 2:
+            raise Failed
+        if rank == 3:
+            step.stop()
+
+    inner = net.blocks[stop.block].up  # type: ignore[union-attr, index]
+    handles = []
+    if micro == stop.micro and stop.backward:
+        handles.append(inner.register_forward_hook(lambda _m, _a, output: output.register_hook(act) and None))
+    elif micro == stop.micro:
+        handles.append(inner.register_forward_hook(act))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def gradients_of(both: Pair, step: int, micro: int, ranks: range) -> list[Tensor]:
+    """Of the whole model: the mean over these ranks."""
+    both.plain.zero_grad()
+    both.plain(torch.cat([batch(step, 10 * micro + rank) for rank in ranks])).square().mean().backward()
+    return [own.grad.clone() for own in both.plain.parameters()]  # type: ignore[union-attr]
+
+
+def one_step(model: StagedDataParallel, both: Pair, rank: int, step: int, passes: int, stop: Stop | None) -> None:
+    with model.step(num_microbatches=passes) as opened:
+        for micro in range(passes):
+            try:
+                if stop is None:
+                    model(batch(step, 10 * micro + rank)).square().mean().backward()
+                    continue
+                with stopping(both.net, rank, stop, opened, micro):
+                    model(batch(step, 10 * micro + rank)).square().mean().backward()
+            except Failed:
+                break
+
+
+def cut_pass(rank: int, stop: Stop, passes: int, options: dict) -> tuple[dict[str, float], float, float]:
+    """What replica 1 gave to each module's gradient, and how far gradients are from that; and those of the next pass."""
+    both = pair(partial(Blocks, DEPTH), **options)
+    with staged(both.net, mesh=both.mesh["dp_replicate"]) as model:
+        one_step(model, both, rank, 0, passes, None)  # the stages are planned
+        model.zero_grad()
+        one_step(model, both, rank, 1, passes, stop)
+        given, gap = weights_of_replica1(both, 1, passes)
+        model.zero_grad()
+        one_step(model, both, rank, 2, passes, None)
+        after, next_gap = weights_of_replica1(both, 2, passes)
+    assert set(after.values()) == {1.0}, after
+    return given, gap, next_gap
+
+
+def weights_of_replica1(both: Pair, step: int, passes: int) -> tuple[dict[str, float], float]:
+    """For each module the weight of replica 1 that explains its gradient, and the largest difference that is left."""
+    names = [name for name, _ in both.plain.named_parameters()]
+    parts = [[gradients_of(both, step, micro, ranks) for micro in range(passes)] for ranks in (range(2), range(2, 4))]
+    weights, gap = dict[str, float](), 0.0
+    for index, (name, own) in enumerate(zip(names, both.net.parameters(), strict=True)):
+        gradient = own.grad.full_tensor()  # type: ignore[union-attr]
+        first = sum(micro[index] for micro in parts[0])
+        differences = {}
+        for num_in in range(passes + 1):
+            second = sum((micro[index] for micro in parts[1][:num_in]), start=torch.zeros_like(first))
+            merged = (first + second) / (1 + num_in / passes)
+            differences[num_in / passes] = (gradient - merged).abs().max().item()
+        weight = min(differences, key=lambda one: differences[one])
+        weights.setdefault(".".join(name.split(".")[:2]) if "blocks" in name else name.split(".")[0], weight)
+        gap = max(gap, differences[weight])
+    return weights, gap
+
+
+def blocks_from(first: int, rest: float = 0.0) -> dict[str, float]:
+    """Replica 1 gave the gradients of these blocks entirely, and a share of the others."""
+    return {name: rest for name in ROOT} | {f"blocks.{i}": 1.0 if i >= first else rest for i in range(DEPTH)}
+
+
+CASES = {
+    "forward": (Stop(1, backward=False), 1, {}, blocks_from(DEPTH)),
+    "end of forward": (Stop(DEPTH - 1, backward=False), 1, {}, blocks_from(DEPTH)),
+    "backward": (Stop(3, backward=True), 1, {}, blocks_from(2)),
+    "backward, resharded": (Stop(4, backward=True), 1, {"reshard_after_forward": True}, blocks_from(3)),
+    "backward, not resharded": (Stop(4, backward=True), 1, {"reshard_after_forward": False}, blocks_from(3)),
+    "second micro-batch, forward": (Stop(1, False, 1), 2, {}, blocks_from(DEPTH, 0.5)),
+    "second micro-batch, backward": (Stop(3, True, 1), 2, {}, blocks_from(2, 0.5)),
+    "error in forward": (Stop(2, False, fails=True), 1, {}, blocks_from(DEPTH)),
+    "error in backward": (Stop(2, True, fails=True), 1, {}, blocks_from(3)),
+    "error in the second backward": (Stop(2, True, 1, fails=True), 2, {}, blocks_from(3, 0.5)),
+}
+
+
+def all_cuts(rank: int) -> dict[str, tuple[dict[str, float], float, float]]:
+    return {name: cut_pass(rank, *case[:3]) for name, case in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def cuts() -> list[dict[str, tuple[dict[str, float], float, float]]]:
+    return run_ranks(all_cuts, 4)
+
+
+@pytest.mark.slow  # for the seconds of all cases, which come with the first
+@pytest.mark.parametrize("case", CASES)
+def test_replica_is_cut_between_two_units_and_its_next_pass_is_exact(
+    cuts: list[dict[str, tuple[dict[str, float], float, float]]], case: str
+) -> None:
+    for given, gap, next_gap in (of_rank[case] for of_rank in cuts):
+        assert given == CASES[case][3]
+        assert gap < EXACT
+        assert next_gap < EXACT
