@@ -485,14 +485,22 @@ class OpenStep(PassWatcher):
             took_part = self._rank.replica.place not in merged.table.absent_ranks()
             self._state.apply(merged.buffers.state, merged, took_part=took_part)
         if not merged.table.is_usual and merged.table.nothing_to_apply():
-            self._source.place([kept.get(index) for index in range(len(views))])
+            self._hand_out(views, [kept.get(index) for index in range(len(views))])
             return
         shares = merged.buffers.normalize()
         plain = not (kept or self._early or self._fill_in.reads_merged)
         if plain and shares[0].weight > 0 and shares[0].present and shares.count(shares[0]) == len(shares):
-            self._source.place(views)
+            self._hand_out(views, views)
         else:
-            self._source.place(self._merged_gradients(views, shares))
+            self._hand_out(views, self._merged_gradients(views, shares))
+
+    def _hand_out(self, views: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        """Place them. Where another rank of the replica has a gradient, so has this one: no shard skips its step."""
+        if self._vote is not None:
+            own = [gradient is not None or index in self._early for index, gradient in enumerate(gradients)]
+            found = zip(self._vote.agree(own), own, views, gradients, strict=True)
+            gradients = [view.zero_() if any_has and not has else gradient for any_has, has, view, gradient in found]
+        self._source.place(gradients)
 
     def _note_device_numbers(self, merged: Round, scalars: Mapping[str, Tensor]) -> None:
         """What only the device knows of the step goes into the row of a later one."""

@@ -216,6 +216,8 @@ class Coordinator:
         """Give this rank's step a weight. Raises ``ValueError`` and, after the first gradient, ``RuntimeError``."""
         if not 0 < weight < math.inf:
             raise ValueError(f"weight={weight}: must be a positive number, such as the samples of this rank's step")
+        if (vote := self._rank.replica.vote) is not None:
+            weight = vote.weigh(weight)
         with self._lock:
             if self._takes_part and (current := self.merging.round) is not None:
                 if current.num_gradients:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from straggle.merge.channel import Channel
 
+_MARKS = 2**24  # of which squares can be summed exactly
 _NUM_ORDERED = 2  # steps in which the order of units is compared before a unit runs, and not after it
 
 
@@ -23,6 +24,12 @@ class Vote(Protocol):
 
     def __call__(self, own: bool, at: int) -> bool:
         """Whether the replica leaves the step at this place, from this rank's ``own`` word for it."""
+
+    def weigh(self, weight: float) -> float:
+        """The weight of the replica's step, from that of this rank's; all of its ranks weigh theirs."""
+
+    def agree(self, present: Sequence[bool]) -> Sequence[bool]:
+        """Of which slots any rank of the replica has a merged gradient, from those of which this one has."""
 
 
 @dataclass(frozen=True)
@@ -45,20 +52,22 @@ class Replica:
         return Replica(channel.rank, channel.world_size)
 
     @staticmethod
-    def of_ranks(channel: Channel, inside: Channel, place_name: Callable[[int], str]) -> Replica:
-        """The ranks of ``inside`` have one copy together; ``channel`` has those that hold the same shards."""
-        return Replica(channel.rank, channel.world_size, UnitVote(inside, place_name))
+    def of_ranks(channel: Channel, vote: UnitVote) -> Replica:
+        """Those that vote have one copy together; ``channel`` has the ranks that hold the same shards."""
+        return Replica(channel.rank, channel.world_size, vote)
 
 
 class UnitVote:
     """At each unit every rank of a replica says whether it is late, and reads what all have said at the next one.
 
     By then it is known: a unit has collectives of its own, which no rank ends before all have begun them. The answer to
-    the last question of a step is read by nobody. ``place_name``: what is at a place, in words.
+    the last question of a step is read by nobody. ``place_name``: what is at a place, in words. ``scale``: is told how
+    often this rank's gradients count in the mean over the replica.
     """
 
-    def __init__(self, inside: Channel, place_name: Callable[[int], str]) -> None:
-        self._inside, self._place_name = inside, place_name
+    def __init__(self, inside: Channel, place_name: Callable[[int], str], scale: Callable[[float], None]) -> None:
+        self._inside, self._place_name, self._scale = inside, place_name, scale
+        self._scaled = False
         self._num_steps = 0
         self._number = 0  # of the question
         self._asked: tuple[Tensor, dist.Work, int] | None = None
@@ -67,6 +76,9 @@ class UnitVote:
         """A step begins."""
         self._num_steps += 1
         self._asked = None
+        if self._scaled:
+            self._scale(1.0)
+            self._scaled = False
 
     def __call__(self, own: bool, at: int) -> bool:
         """Whether a rank of the replica was late at the place before this one."""
@@ -80,6 +92,28 @@ class UnitVote:
         if self._num_steps <= _NUM_ORDERED:  # FSDP would wait for a rank that is elsewhere
             self._any_late(*self._asked)
         return False
+
+    def weigh(self, weight: float) -> float:
+        """The mean of the ranks' weights; until the step ends, this rank's gradients count by its own over that."""
+        total: float = self._sum(torch.tensor([weight], dtype=torch.float64), "step.weight")[0]
+        mean = total / self._inside.world_size
+        self._scale(weight / mean)
+        self._scaled = True
+        return mean
+
+    def agree(self, present: Sequence[bool]) -> Sequence[bool]:
+        """The merges of different shards may not have the same replicas in them, if one was stood in for."""
+        mark = hash(tuple(present)) % _MARKS  # of booleans: the same in every process
+        size, found = self._inside.world_size, self._sum(torch.tensor([mark, mark * mark]), "the merged gradients")
+        if size * found[1] == found[0] * found[0]:
+            return present
+        return [number > 0 for number in self._sum(torch.tensor(present, dtype=torch.int32), "the merged gradients")]
+
+    def _sum(self, numbers: Tensor, what: str) -> list[Any]:
+        self._number += 1
+        work = self._inside.groups.control.all_reduce(numbers)
+        self._inside.wait(work, self._number, f"rank {self._inside.name}, {what} of its replica")
+        return numbers.tolist()
 
     def _any_late(self, words: Tensor, work: dist.Work, at: int) -> bool:
         self._inside.wait(work, self._number, self._where(at))

@@ -62,6 +62,28 @@ def sum_only(units: Iterable[Any]) -> None:
         unit.set_force_sum_reduction_for_comms(True)
 
 
+class Scaled:
+    """How FSDP reduces the gradients of a unit, with those of this rank times ``factor`` before."""
+
+    def __init__(self, reduce: Any) -> None:
+        self._reduce = reduce
+        self.factor = 1.0
+        self.allocate = reduce.allocate
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.factor != 1.0:
+            input_tensor.mul_(self.factor)
+        return self._reduce(output_tensor, input_tensor, *args, **kwargs)
+
+
+def scale_own(units: Iterable[nn.Module], factor: float) -> None:
+    """In the means over the ranks of a replica, this rank's gradients count ``factor`` times from here on."""
+    for group in (group for unit in units for group in _groups_of(unit)):
+        if not isinstance(group._reduce_scatter_comm, Scaled):
+            group._reduce_scatter_comm = Scaled(group._reduce_scatter_comm)
+        group._reduce_scatter_comm.factor = factor
+
+
 def offloads(units: Iterable[nn.Module]) -> bool:
     """Whether shards are kept on the CPU while a device computes."""
     groups = (group for unit in units for group in _groups_of(unit))

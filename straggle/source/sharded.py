@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from straggle.backward.hooks import ModuleHook, ParameterHooks, PassObserver, tensors_in
 from straggle.backward.passes import after_callbacks, current_run, in_backward
-from straggle.source.fsdp2 import around, discard_pass, reshard, roots_of, shard_of, sum_only, units_of
+from straggle.source.fsdp2 import around, discard_pass, reshard, roots_of, scale_own, shard_of, sum_only, units_of
 from straggle.source.kept import KeptGradients
 from straggle.source.replicated import ReplicatedSource
 from straggle.source.source import Slot
@@ -91,6 +91,10 @@ class ShardedSource(ReplicatedSource):
     def pass_left(self) -> None:
         if self._hooks is not None:
             self._hooks.recover()
+
+    def scale(self, factor: float) -> None:
+        """Let this rank's gradients count ``factor`` times in the means over its replica's ranks, which FSDP makes."""
+        scale_own(self._units, factor)
 
     def forget_pass(self) -> None:
         """A pass was left in the middle of FSDP's work: the next one begins as if it had not been."""

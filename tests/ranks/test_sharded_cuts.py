@@ -1,4 +1,4 @@
-"""A replica that is sharded over two ranks leaves a pass between two units, both ranks alike; the next pass is exact."""
+"""A replica of two ranks leaves a pass between two of its units, both ranks alike; the next pass is exact."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def one_step(model: StagedDataParallel, both: Pair, rank: int, step: int, passes
 
 
 def cut_pass(rank: int, stop: Stop, passes: int, options: dict) -> tuple[dict[str, float], float, float]:
-    """What replica 1 gave to each module's gradient, and how far gradients are from that; and those of the next pass."""
+    """What replica 1 gave to each module, and how far gradients are from that; and how far those of the next pass."""
     both = pair(partial(Blocks, DEPTH), **options)
     with staged(both.net, mesh=both.mesh["dp_replicate"]) as model:
         one_step(model, both, rank, 0, passes, None)  # the stages are planned
@@ -113,7 +113,7 @@ def weights_of_replica1(both: Pair, step: int, passes: int) -> tuple[dict[str, f
 
 def blocks_from(first: int, rest: float = 0.0) -> dict[str, float]:
     """Replica 1 gave the gradients of these blocks entirely, and a share of the others."""
-    return {name: rest for name in ROOT} | {f"blocks.{i}": 1.0 if i >= first else rest for i in range(DEPTH)}
+    return dict.fromkeys(ROOT, rest) | {f"blocks.{i}": 1.0 if i >= first else rest for i in range(DEPTH)}
 
 
 CASES = {

@@ -21,6 +21,9 @@ def step_of_a_replica(rank, asked_after, voted_at):
             words.append(own)
             return len(words) == voted_at
 
+        def agree(self, present):
+            return present
+
     Replica.of_one_rank = staticmethod(lambda channel: Replica(channel.rank, channel.world_size, Vote()))
     stopper = Stopper(module)
     with staged(module) as model:
