@@ -28,10 +28,12 @@ from straggle.merge.checks import (
     CLIP_AFTER_THE_BLOCK,
     CLIP_BEFORE_THE_STEP,
     INSTEAD,
+    NO_JOIN,
     check_mesh,
     check_num_microbatches,
     clips,
     refuse_ddp_kwargs,
+    refuse_pull,
 )
 from straggle.merge.options import Merge
 from straggle.merge.round import Round
@@ -225,7 +227,7 @@ class StagedDataParallel(nn.Module):
             leave=self._leave,
             release=self._open.release,
             optimizer=optimizer,
-            draw=self.pulling.numbers,
+            draw=refuse_pull if self._options.sharded else self.pulling.numbers,
             expect=self._open.expect,
         )
 
@@ -268,6 +270,8 @@ class StagedDataParallel(nn.Module):
         that reuses its memory, inside of ``join``. A rank that comes back (`Elastic`) leaves it when the others have:
         the ranks' calls of ``join`` are matched by number. Raises ``ValueError`` if there is no batch.
         """
+        if self._options.sharded:
+            raise ValueError(NO_JOIN)
         return self._joins.batches(loader, self._coordinator.training, self.rank, self._open.out_of_data)
 
     @property

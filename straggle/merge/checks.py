@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from inspect import unwrap
 from itertools import chain
 from types import FrameType
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,10 @@ CLIP_BEFORE_THE_STEP = (
     "leave optimizer= out of step(), and call optimizer.step() after clipping (for the norm alone there is "
     "torch.nn.utils.get_total_norm)"
 )
+NO_JOIN = (
+    "model.join(loader) with mesh=: ranks of a replica run their passes together, so give all ranks the same number "
+    "of batches, such as by DistributedSampler(drop_last=True)"
+)
 STEPPED_ALREADY = (
     "optimizer.step() after `with model.step(optimizer=optimizer)`, which has made this step: leave out one of them"
 )
@@ -69,6 +74,14 @@ def refuse_ddp_kwargs(given: Iterable[str]) -> None:
     words = [f"{name} ({INSTEAD[name]})" if name in INSTEAD else name for name in given]
     if words:
         raise TypeError(f"StagedDataParallel() has no argument {', '.join(words)}")
+
+
+def refuse_pull(_weights: object) -> NoReturn:
+    """Raise ``ValueError``: the ranks of a replica would draw different micro-batches."""
+    raise ValueError(
+        "step.pull(parts) with mesh=: the ranks of a replica run their passes together, and none can draw more than "
+        "another; write model.step(num_microbatches=n) around n passes of each rank"
+    )
 
 
 def check_mesh(mesh: object, **others: object) -> None:

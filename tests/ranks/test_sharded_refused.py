@@ -1,0 +1,155 @@
+"""Which sharded models and meshes are refused, with which words; and what the words say to do trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from ranks import Raised, run_ranks, staged
+from sharding import Blocks, batch, mesh_of, pair, shard
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, fully_shard
+
+from straggle import Elastic, LateHandling, StagedDataParallel
+
+
+def without_mesh() -> None:
+    StagedDataParallel(pair().net)
+
+
+def not_sharded() -> None:
+    StagedDataParallel(Blocks(), mesh=mesh_of()["dp_replicate"])
+
+
+def over_both() -> None:
+    mesh = mesh_of()
+    StagedDataParallel(shard(Blocks(), mesh), mesh=mesh["dp_replicate"])
+
+
+def two_dimensions() -> None:
+    both = pair()
+    StagedDataParallel(both.net, mesh=both.mesh)
+
+
+def other_dimension() -> None:
+    both = pair()
+    StagedDataParallel(both.net, mesh=both.mesh["dp_shard"])
+
+
+def with_stages_of_a_pipeline() -> None:
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp_replicate", "pp", "dp_shard"))
+    StagedDataParallel(shard(Blocks(), mesh["dp_shard"]), mesh=mesh["dp_replicate"])
+
+
+def in_part() -> None:
+    mesh, net = mesh_of(), Blocks()
+    for block in net.blocks:
+        fully_shard(block, mesh=mesh["dp_shard"])
+    StagedDataParallel(net, mesh=mesh["dp_replicate"])
+
+
+def offloaded() -> None:
+    both = pair(offload_policy=CPUOffloadPolicy(pin_memory=False))
+    StagedDataParallel(both.net, mesh=both.mesh["dp_replicate"])
+
+
+def of_the_first_kind() -> None:
+    with torch.device("cpu"):
+        StagedDataParallel(FullyShardedDataParallel(Blocks(), device_id=torch.device("cpu")))
+
+
+def with_a_group() -> None:
+    both = pair()
+    StagedDataParallel(both.net, mesh=both.mesh["dp_replicate"], process_group=both.mesh.get_group("dp_replicate"))
+
+
+def with_members() -> None:
+    both = pair()
+    StagedDataParallel(both.net, mesh=both.mesh["dp_replicate"], members=Elastic())
+
+
+def of_an_old_torch() -> None:
+    both, there = pair(), FSDPModule.reset_iter_state
+    del FSDPModule.reset_iter_state
+    try:
+        StagedDataParallel(both.net, mesh=both.mesh["dp_replicate"])
+    finally:
+        FSDPModule.reset_iter_state = there
+
+
+def joining() -> None:
+    both = pair()
+    with staged(both.net, mesh=both.mesh["dp_replicate"]) as model:
+        model.join([])
+
+
+def pulling() -> None:
+    both = pair()
+    with staged(both.net, mesh=both.mesh["dp_replicate"]) as model, model.step() as step:
+        list(step.pull([1, 2]))
+
+
+CASES: dict[Callable[[], None], str] = {
+    without_mesh: 'write StagedDataParallel(model, mesh=mesh["dp_replicate"])',
+    not_sharded: "write process_group=mesh.get_group(), or leave it out",
+    over_both: "is sharded over ranks [0, 1, 2, 3], and mesh= has ranks [0, 2]: they must have this rank in common",
+    two_dimensions: "mesh= has the dimensions ('dp_replicate', 'dp_shard'): give the one over which",
+    other_dimension: "is sharded over ranks [0, 1], and mesh= has ranks [0, 1]: they must have this rank in common",
+    with_stages_of_a_pipeline: "mesh= has 2 replicas of 1 ranks, and the job has 4 ranks, not 2",
+    in_part: "parameter first.weight is in no unit of fully_shard()",
+    offloaded: "leave offload_policy out",
+    of_the_first_kind: "shard the model by fully_shard()",
+    with_a_group: "mesh= and process_group=: the mesh has the group over which replicas are merged",
+    with_members: "mesh= and members=: a sharded replica cannot leave and come back yet",
+    of_an_old_torch: "has no FSDPModule.reset_iter_state",
+    joining: "give all ranks the same number of batches",
+    pulling: "write model.step(num_microbatches=n)",
+}
+
+
+def refused(rank: int) -> list[str]:
+    """What each of them raises on this rank."""
+    words = []
+    for wraps in CASES:
+        with pytest.raises(ValueError, match=r".") as error:
+            wraps()
+        words.append(str(error.value))
+    return words
+
+
+def test_sharded_model_that_cannot_be_merged_is_refused_with_what_to_write() -> None:
+    first = run_ranks(refused, 4)[0]
+    for (wraps, words), said in zip(CASES.items(), first, strict=True):
+        assert words in said, wraps
+
+
+class ByRank(Blocks):
+    """Runs its blocks in another order on rank 1."""
+
+    order: Callable[[int], list[int]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for number in self.order():
+            x = self.blocks[number](x)
+        return self.last(x)
+
+
+def out_of_order(rank: int, from_step: int) -> None:
+    both = pair(ByRank)
+    options = {"late_handling": LateHandling(give_up_s=5.0)}
+    with staged(both.net, mesh=both.mesh["dp_replicate"], **options) as model:
+        for number in range(from_step + 1):
+            both.net.order = lambda now=number: [0, 2, 1, 3] if rank == 1 and now == from_step else [0, 1, 2, 3]
+            with model.step():
+                model(batch(number, rank)).square().mean().backward()
+
+
+@pytest.mark.parametrize("from_step", [0, 3])
+def test_ranks_of_a_replica_that_run_units_in_different_orders_are_refused(from_step: int) -> None:
+    ends = run_ranks(out_of_order, 4, from_step, outcomes=True)
+    words = [end.message for end in ends if isinstance(end, Raised)]
+    assert any("another rank of this replica is at another place" in word for word in words[:2]), words
+    assert len(words) == 4
