@@ -37,7 +37,7 @@ from straggle.merge.checks import (
 )
 from straggle.merge.options import Merge
 from straggle.merge.round import Round
-from straggle.merge.saved_state import SavedState
+from straggle.merge.saved_state import SavedState, SharedState
 from straggle.merge.sides import Entry
 from straggle.merge.step_record import StepRecord
 from straggle.merge.telemetry import NO_FINGERPRINT
@@ -376,6 +376,15 @@ class StagedDataParallel(nn.Module):
                 self.world_size,
             )
         self._resume_state.load_state_dict(state)
+
+    @property
+    def shared_state(self) -> SharedState:
+        """The part of `straggle_state` that is equal on all ranks, for ``torch.distributed.checkpoint``.
+
+        ``dcp.save({"model": ..., "optimizer": ..., "straggle": model.shared_state})``, and the same for ``dcp.load``.
+        """
+        self._join_first()
+        return SharedState(self._resume_state)
 
     @property
     def last_decision(self) -> Decision | None:

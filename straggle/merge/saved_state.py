@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 from straggle.backward.stages import BalancedByTime
@@ -96,6 +98,34 @@ class ResumeState:
         self._coordinator.restore(history)
         for prefix, part in self._parts.items():
             part.restore(_below(prefix, state))
+
+
+class SharedState:
+    """The state that is equal on all ranks as one string, for ``torch.distributed.checkpoint``.
+
+    That loads tensors only into such of the saved shape, which a new run does not know.
+    """
+
+    def __init__(self, resume_state: ResumeState) -> None:
+        self._resume_state = resume_state
+
+    def state_dict(self) -> dict[str, str]:
+        """Tensors as nested lists with their dtypes."""
+        state = self._resume_state.state_dict(own=False)
+        plain = {
+            name: [str(value.dtype).rpartition(".")[2], value.tolist()] if isinstance(value, Tensor) else value
+            for name, value in state.items()
+        }
+        return {"state": json.dumps(plain)}
+
+    def load_state_dict(self, state: Mapping[str, str]) -> None:
+        """Go on from it, as `ResumeState.load_state_dict` does."""
+        plain: dict[str, Any] = json.loads(state["state"])
+        loaded = {
+            name: torch.tensor(value[1], dtype=getattr(torch, value[0])) if isinstance(value, list) else value
+            for name, value in plain.items()
+        }
+        self._resume_state.load_state_dict(loaded)
 
 
 class SharedMemory:

@@ -66,10 +66,10 @@ def shard(net: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
     return fully_shard(net, mesh=mesh, **options)
 
 
-def pair(make: Callable[[], nn.Module] = Blocks, **options: Any) -> Pair:
-    """Both, with equal parameters on all ranks: two replicas of two."""
+def pair(make: Callable[[], nn.Module] = Blocks, replicas: int = 2, shards: int = 2, **options: Any) -> Pair:
+    """Both, with equal parameters on all ranks."""
     torch.manual_seed(0)
-    net, mesh = make(), mesh_of()
+    net, mesh = make(), mesh_of(replicas, shards)
     plain = copy.deepcopy(net)
     return Pair(shard(net, mesh["dp_shard"], **options), plain, mesh)
 
