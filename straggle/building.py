@@ -30,7 +30,7 @@ from straggle.merge.buffers import bytes_on_wire
 from straggle.merge.channel import Channel
 from straggle.merge.phases import Phase, when_left
 from straggle.merge.rank_parts import RankParts
-from straggle.merge.replica import Replica, UnitVote
+from straggle.merge.replica import Replica
 from straggle.merge.saved_state import ResumeState, SharedMemory
 from straggle.merge.state.module_state import ModuleState
 from straggle.merge.wing import Wings
@@ -206,8 +206,8 @@ def _meet_replica(
         inside.broadcast(tensor, name=name)
     make_alike(module, wrapped, channel)
     source = ShardedSource(module)
-    vote = UnitVote(inside, partial(name_of_place, module), source.scale)
-    return source, channel, Replica.of_ranks(channel, vote)
+    replica = Replica.of_ranks(channel, inside, source.inside, partial(name_of_place, module))
+    return source, channel, replica
 
 
 def _members_changed(reference: weakref.ref[MembersHooks], report: MembersReport) -> None:

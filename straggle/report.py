@@ -35,6 +35,12 @@ class RankNumbers:
         default=0.0,
         metadata=number("seconds for which it went on with earlier steps after these had been merged without it"),
     )
+    inside_wait_s: float = field(
+        default=0.0,
+        metadata=number(
+            "seconds that it waited for the other ranks of its replica, if a model is sharded over several"
+        ),
+    )
     late: bool = field(default=False, metadata=number("was it late"))
     stood_in: bool = field(default=False, metadata=number("did the stand-in submit its gradients"))
     idle: bool = field(default=False, metadata=number("it had no more data (`model.join`), or found its pool empty"))
@@ -200,6 +206,8 @@ class StepReport:
     otherwise. ``network_s``: the rest of the step after the last rank had submitted, which is the merge on the network.
     It and a rank's own times (outside, optimizer, data, forward, backward, wait) add up to ``seconds``. ``dealt``: each
     rank gets as much work as it has time for (`Rebalance`, or a pool), and a rank's ``weight`` is how much.
+    If a model is sharded over several ranks, ``ranks`` are the replicas, with the numbers of those ranks that hold the
+    same shards as this one. ``slowest_ranks``: for each replica the rank that its others waited for; else empty.
     """
 
     step: int
@@ -233,6 +241,7 @@ class StepReport:
     pool_weight: float = 0.0
     network_s: float = math.nan
     dealt: bool = False
+    slowest_ranks: tuple[int, ...] = ()
     counts_behind: int = 0
 
     @property

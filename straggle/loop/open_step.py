@@ -9,6 +9,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -485,20 +486,22 @@ class OpenStep(PassWatcher):
             took_part = self._rank.replica.place not in merged.table.absent_ranks()
             self._state.apply(merged.buffers.state, merged, took_part=took_part)
         if not merged.table.is_usual and merged.table.nothing_to_apply():
-            self._hand_out(views, [kept.get(index) for index in range(len(views))])
+            self._hand_out(merged, [kept.get(index) for index in range(len(views))])
             return
         shares = merged.buffers.normalize()
         plain = not (kept or self._early or self._fill_in.reads_merged)
         if plain and shares[0].weight > 0 and shares[0].present and shares.count(shares[0]) == len(shares):
-            self._hand_out(views, views)
+            self._hand_out(merged, views)
         else:
-            self._hand_out(views, self._merged_gradients(views, shares))
+            self._hand_out(merged, self._merged_gradients(views, shares))
 
-    def _hand_out(self, views: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    def _hand_out(self, merged: Round, gradients: Sequence[Tensor | None]) -> None:
         """Place them. Where another rank of the replica has a gradient, so has this one: no shard skips its step."""
         if self._vote is not None:
             own = [gradient is not None or index in self._early for index, gradient in enumerate(gradients)]
-            found = zip(self._vote.agree(own), own, views, gradients, strict=True)
+            agreed = self._vote.agree(own, merged.table.column("inside_wait_s"))
+            merged.record = replace(merged.record, slowest_ranks=agreed.slowest)
+            found = zip(agreed.present, own, merged.buffers.views, gradients, strict=True)
             gradients = [view.zero_() if any_has and not has else gradient for any_has, has, view, gradient in found]
         self._source.place(gradients)
 

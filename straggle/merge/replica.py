@@ -12,8 +12,29 @@ from torch import Tensor
 
 from straggle.merge.channel import Channel
 
-_MARKS = 2**24  # of which squares can be summed exactly
+_MARKS = 2**20  # of which the squares of thousands can be summed exactly
+_MERGED = "the merged gradients"
 _NUM_ORDERED = 2  # steps in which the order of units is compared before a unit runs, and not after it
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """``present``: of which slots any of the ranks has a gradient; ``slowest``: for which rank each replica waited."""
+
+    present: Sequence[bool]
+    slowest: tuple[int, ...]
+
+
+class Inside(Protocol):
+    """This rank inside of its replica."""
+
+    factor: float
+
+    def begin(self) -> None:
+        """A step begins."""
+
+    def waited_s(self) -> float:
+        """Seconds that it has waited there in this step."""
 
 
 class Vote(Protocol):
@@ -28,8 +49,12 @@ class Vote(Protocol):
     def weigh(self, weight: float) -> float:
         """The weight of the replica's step, from that of this rank's; all of its ranks weigh theirs."""
 
-    def agree(self, present: Sequence[bool]) -> Sequence[bool]:
-        """Of which slots any rank of the replica has a merged gradient, from those of which this one has."""
+    def agree(self, present: Sequence[bool], waited_s: Sequence[float]) -> Agreed:
+        """What the ranks of the replica have of a merged step, from what this one has of it.
+
+        ``present``: whether there is a gradient, for each slot. ``waited_s``: for how long the rank with this one's
+        shards waited for others of its replica, for each replica.
+        """
 
 
 @dataclass(frozen=True)
@@ -39,12 +64,13 @@ class Replica:
     ``place``: its number among the ``count`` replicas, over which gradients are merged. It has the row of this number
     in each step's table, and a full gradient weighs 1 in ``count``. What is said to people, and what ranks leave in
     the store, has the process's rank instead (`Channel.name`).
-    ``vote``: ``None`` for one rank, whose own word it is.
+    ``vote``: ``None`` for one rank, whose own word it is. ``waited_s``: for how long this rank waited inside of it.
     """
 
     place: int
     count: int
     vote: Vote | None = None
+    waited_s: Callable[[], float] = float
 
     @staticmethod
     def of_one_rank(channel: Channel) -> Replica:
@@ -52,22 +78,27 @@ class Replica:
         return Replica(channel.rank, channel.world_size)
 
     @staticmethod
-    def of_ranks(channel: Channel, vote: UnitVote) -> Replica:
-        """Those that vote have one copy together; ``channel`` has the ranks that hold the same shards."""
-        return Replica(channel.rank, channel.world_size, vote)
+    def of_ranks(
+        channel: Channel, inside_channel: Channel, inside: Inside, place_name: Callable[[int], str]
+    ) -> Replica:
+        """The ranks of ``inside_channel`` have one copy together; ``channel`` has those that hold the same shards."""
+        names = inside_channel.gather(list(channel.names), "names")
+        vote = UnitVote(inside_channel, place_name, inside, names)
+        return Replica(channel.rank, channel.world_size, vote, inside.waited_s)
 
 
 class UnitVote:
     """At each unit every rank of a replica says whether it is late, and reads what all have said at the next one.
 
     By then it is known: a unit has collectives of its own, which no rank ends before all have begun them. The answer to
-    the last question of a step is read by nobody. ``place_name``: what is at a place, in words. ``scale``: is told how
-    often this rank's gradients count in the mean over the replica.
+    the last question of a step is read by nobody. ``place_name``: what is at a place, in words. ``names``: for each
+    rank of the replica, all ranks that hold its shards.
     """
 
-    def __init__(self, inside: Channel, place_name: Callable[[int], str], scale: Callable[[float], None]) -> None:
-        self._inside, self._place_name, self._scale = inside, place_name, scale
-        self._scaled = False
+    def __init__(
+        self, channel: Channel, place_name: Callable[[int], str], inside: Inside, names: Sequence[Sequence[int]]
+    ) -> None:
+        self._channel, self._place_name, self._inside, self._names = channel, place_name, inside, names
         self._num_steps = 0
         self._number = 0  # of the question
         self._asked: tuple[Tensor, dist.Work, int] | None = None
@@ -76,9 +107,7 @@ class UnitVote:
         """A step begins."""
         self._num_steps += 1
         self._asked = None
-        if self._scaled:
-            self._scale(1.0)
-            self._scaled = False
+        self._inside.begin()
 
     def __call__(self, own: bool, at: int) -> bool:
         """Whether a rank of the replica was late at the place before this one."""
@@ -88,7 +117,7 @@ class UnitVote:
         # sums of the places and of their squares show whether all ranks are at the same one
         words = torch.tensor([int(own), at, at * at])
         self._number += 1
-        self._asked = words, self._inside.groups.control.all_reduce(words), at
+        self._asked = words, self._channel.groups.control.all_reduce(words), at
         if self._num_steps <= _NUM_ORDERED:  # FSDP would wait for a rank that is elsewhere
             self._any_late(*self._asked)
         return False
@@ -96,29 +125,36 @@ class UnitVote:
     def weigh(self, weight: float) -> float:
         """The mean of the ranks' weights; until the step ends, this rank's gradients count by its own over that."""
         total: float = self._sum(torch.tensor([weight], dtype=torch.float64), "step.weight")[0]
-        mean = total / self._inside.world_size
-        self._scale(weight / mean)
-        self._scaled = True
+        mean = total / self._channel.world_size
+        self._inside.factor = weight / mean
         return mean
 
-    def agree(self, present: Sequence[bool]) -> Sequence[bool]:
+    def agree(self, present: Sequence[bool], waited_s: Sequence[float]) -> Agreed:
         """The merges of different shards may not have the same replicas in them, if one was stood in for."""
         mark = hash(tuple(present)) % _MARKS  # of booleans: the same in every process
-        size, found = self._inside.world_size, self._sum(torch.tensor([mark, mark * mark]), "the merged gradients")
-        if size * found[1] == found[0] * found[0]:
-            return present
-        return [number > 0 for number in self._sum(torch.tensor(present, dtype=torch.int32), "the merged gradients")]
+        own = torch.zeros(self._channel.world_size, len(waited_s), dtype=torch.float64)
+        own[self._channel.rank] = torch.tensor(waited_s, dtype=torch.float64)
+        marks, squares, *waits = self._sum(torch.cat([torch.tensor([mark, mark * mark]), own.flatten()]), _MERGED)
+        if self._channel.world_size * squares != marks * marks:
+            present = [number > 0 for number in self._sum(torch.tensor(present, dtype=torch.int32), _MERGED)]
+        return Agreed(present, self._slowest(waits, len(waited_s)))
+
+    def _slowest(self, waits: Sequence[float], num_replicas: int) -> tuple[int, ...]:
+        """For each replica the rank that waited least for its others."""
+        by_rank = [waits[place * num_replicas :][:num_replicas] for place in range(len(self._names))]
+        of_replica = zip(*by_rank, strict=True)
+        return tuple(self._names[each.index(min(each))][number] for number, each in enumerate(map(list, of_replica)))
 
     def _sum(self, numbers: Tensor, what: str) -> list[Any]:
         self._number += 1
-        work = self._inside.groups.control.all_reduce(numbers)
-        self._inside.wait(work, self._number, f"rank {self._inside.name}, {what} of its replica")
+        work = self._channel.groups.control.all_reduce(numbers)
+        self._channel.wait(work, self._number, f"rank {self._channel.name}, {what} of its replica")
         return numbers.tolist()
 
     def _any_late(self, words: Tensor, work: dist.Work, at: int) -> bool:
-        self._inside.wait(work, self._number, self._where(at))
+        self._channel.wait(work, self._number, self._where(at))
         num_late, places, squares = words.tolist()
-        if self._inside.world_size * squares != places * places:
+        if self._channel.world_size * squares != places * places:
             raise RuntimeError(
                 f"{self._where(at)}: another rank of this replica is at another place of the model. All ranks that "
                 "shard a copy must run the same units in the same order: let no branch depend on a rank's own data"
@@ -126,4 +162,4 @@ class UnitVote:
         return bool(num_late)
 
     def _where(self, at: int) -> str:
-        return f"rank {self._inside.name}, {self._place_name(at)}, the vote of its replica"
+        return f"rank {self._channel.name}, {self._place_name(at)}, the vote of its replica"

@@ -27,6 +27,7 @@ def row_of(
     state: int,
     without_store: bool,
     arrived: Arrived = NOTHING_ARRIVED,
+    inside_wait_s: float = 0.0,
 ) -> Row:
     """This rank's row for the round, as of now; with the lock held. ``in_step``: it has entered the step.
 
@@ -41,6 +42,7 @@ def row_of(
     reported = RankNumbers(
         compute_s=now - (training.entered_at or now) if in_step and not idle else math.nan,
         overrun_s=training.take_overrun_s(),
+        inside_wait_s=inside_wait_s if in_step else 0.0,
         late=own.late and not idle,
         stood_in=current.stood_in,
         idle=idle,

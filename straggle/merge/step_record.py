@@ -34,6 +34,7 @@ class StepRecord:
     step would have ended; NaN if it is enforced. ``usual_cost``, ``dealt``: those of `CurrentDeadline`. ``differing``:
     the names of tensors that differ between ranks. ``merged_weights``: the weight of each stage, if it may be more than
     the ``table`` has for the remaining ranks. ``merged_at``: when the step was merged, by this rank's clock.
+    ``slowest_ranks``: as in the report.
     """
 
     step: int
@@ -49,6 +50,7 @@ class StepRecord:
     differing: tuple[str, ...] = ()
     dealt: bool = False
     merged_at: float = math.nan
+    slowest_ranks: tuple[int, ...] = ()
 
     @cached_property
     def report(self) -> StepReport:
@@ -75,6 +77,7 @@ class StepRecord:
             ranks_without_store=table.ranks_without_store(),
             network_s=table.network_s(self.seconds),
             dealt=self.dealt,
+            slowest_ranks=self.slowest_ranks,
         )
 
     def _of_rank(self, rank: int, row: Sequence[float], link: RankLink, cost: float) -> RankReport:

@@ -107,6 +107,7 @@ class Submission:
             state=given.mark,
             without_store=not channel.store.reachable,
             arrived=arrived,
+            inside_wait_s=self._rank.replica.waited_s(),
         )
         if (clock := self._rank.device_clock) is not None:
             row = by_device(row, clock, in_step=in_step)

@@ -5,7 +5,9 @@ Some of it has no public name in torch. All of that is in this file, and `check_
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,26 +64,66 @@ def sum_only(units: Iterable[Any]) -> None:
         unit.set_force_sum_reduction_for_comms(True)
 
 
-class Scaled:
-    """How FSDP reduces the gradients of a unit, with those of this rank times ``factor`` before."""
+class Inside:
+    """What this rank does inside of its replica. ``factor``: by which its gradients are scaled before they are reduced.
 
-    def __init__(self, reduce: Any) -> None:
-        self._reduce = reduce
+    `waited_s` may be read by any thread.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.factor = 1.0
-        self.allocate = reduce.allocate
+        self._clock = clock
+        self._waited_s = 0.0
+        self._since: float | None = None  # it is in a collective
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.factor != 1.0:
-            input_tensor.mul_(self.factor)
-        return self._reduce(output_tensor, input_tensor, *args, **kwargs)
+    def begin(self) -> None:
+        """A step begins."""
+        self._waited_s, self.factor = 0.0, 1.0
+
+    def waited_s(self) -> float:
+        """Seconds that it was in FSDP's collectives in this step: the rank that the others wait for has the fewest."""
+        since = self._since
+        return self._waited_s + (0.0 if since is None else self._clock() - since)
+
+    def run(self, collective: Callable[[], Any]) -> Any:
+        """Do that, and count its time."""
+        self._since = began = self._clock()
+        try:
+            return collective()
+        finally:
+            self._since = None
+            self._waited_s += self._clock() - began
 
 
-def scale_own(units: Iterable[nn.Module], factor: float) -> None:
-    """In the means over the ranks of a replica, this rank's gradients count ``factor`` times from here on."""
+class Watched:
+    """A collective of FSDP's, for the parameters of a unit or for their gradients."""
+
+    def __init__(self, collective: Any, inside: Inside, *, of_gradients: bool) -> None:
+        self._collective, self._inside, self._of_gradients = collective, inside, of_gradients
+        self.allocate = collective.allocate
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:
+        if self._of_gradients and self._inside.factor != 1.0:
+            input_tensor.mul_(self._inside.factor)
+        return self._inside.run(partial(self._collective, output_tensor, input_tensor, **options))
+
+
+def watch(units: Iterable[nn.Module], inside: Inside) -> None:
+    """Count the time of the units' collectives, and scale this rank's gradients before they are reduced."""
     for group in (group for unit in units for group in _groups_of(unit)):
-        if not isinstance(group._reduce_scatter_comm, Scaled):
-            group._reduce_scatter_comm = Scaled(group._reduce_scatter_comm)
-        group._reduce_scatter_comm.factor = factor
+        group._all_gather_comm = Watched(_plain(group._all_gather_comm), inside, of_gradients=False)
+        group._reduce_scatter_comm = Watched(_plain(group._reduce_scatter_comm), inside, of_gradients=True)
+
+
+def unwatch(units: Iterable[nn.Module]) -> None:
+    """Let the units have their own collectives again."""
+    for group in (group for unit in units for group in _groups_of(unit)):
+        group._all_gather_comm = _plain(group._all_gather_comm)
+        group._reduce_scatter_comm = _plain(group._reduce_scatter_comm)
+
+
+def _plain(collective: Any) -> Any:
+    return collective._collective if isinstance(collective, Watched) else collective
 
 
 def offloads(units: Iterable[nn.Module]) -> bool:

@@ -15,7 +15,18 @@ from torch import Tensor, nn
 
 from straggle.backward.hooks import ModuleHook, ParameterHooks, PassObserver, tensors_in
 from straggle.backward.passes import after_callbacks, current_run, in_backward
-from straggle.source.fsdp2 import around, discard_pass, reshard, roots_of, scale_own, shard_of, sum_only, units_of
+from straggle.source.fsdp2 import (
+    Inside,
+    around,
+    discard_pass,
+    reshard,
+    roots_of,
+    shard_of,
+    sum_only,
+    units_of,
+    unwatch,
+    watch,
+)
 from straggle.source.kept import KeptGradients
 from straggle.source.replicated import ReplicatedSource
 from straggle.source.source import Slot
@@ -52,6 +63,8 @@ class ShardedSource(ReplicatedSource):
         super().__init__(module)
         if self.slots[0].device.type == "cpu":
             sum_only(self._units)
+        self.inside = Inside()
+        watch(self._units, self.inside)
 
     def renew(self) -> list[nn.Parameter]:
         reshard(self._units)
@@ -91,10 +104,6 @@ class ShardedSource(ReplicatedSource):
     def pass_left(self) -> None:
         if self._hooks is not None:
             self._hooks.recover()
-
-    def scale(self, factor: float) -> None:
-        """Let this rank's gradients count ``factor`` times in the means over its replica's ranks, which FSDP makes."""
-        scale_own(self._units, factor)
 
     def forget_pass(self) -> None:
         """A pass was left in the middle of FSDP's work: the next one begins as if it had not been."""
@@ -160,6 +169,7 @@ class UnitHooks(ParameterHooks):
 
     def close(self) -> None:
         super().close()
+        unwatch(self._units)
         for handle in self._of_units:
             handle.remove()
 

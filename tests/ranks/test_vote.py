@@ -4,7 +4,7 @@ import pytest
 from ranks import run_ranks, staged
 from training import Chain, Stopper
 
-from straggle.merge.replica import Replica
+from straggle.merge.replica import Agreed, Replica
 
 pytestmark = pytest.mark.light
 
@@ -21,8 +21,8 @@ def step_of_a_replica(rank, asked_after, voted_at):
             words.append(own)
             return len(words) == voted_at
 
-        def agree(self, present):
-            return present
+        def agree(self, present, _waited_s):
+            return Agreed(present, ())
 
     Replica.of_one_rank = staticmethod(lambda channel: Replica(channel.rank, channel.world_size, Vote()))
     stopper = Stopper(module)
