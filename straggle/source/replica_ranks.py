@@ -53,19 +53,36 @@ def _check_meshes(name: str, replica: set[int], copies: set[int]) -> None:
 
 
 def _check_units(module: nn.Module) -> None:
-    """If FSDP shards it, then all of it: it reduces no other gradients over the ranks of a replica."""
+    """FSDP must shard all of it, as it reduces no other gradients, and each element must be on one rank.
+
+    Merges of different ranks may differ in who was stood in for, and copies of one element would then differ.
+    """
     if not (units := units_of(module)):
-        return
+        raise ValueError(
+            f"{type(module).__name__} is sharded, but not by fully_shard(), between whose units a pass can be left: "
+            "call fully_shard() on its blocks and on the model; parallelize_module() alone is not supported yet"
+        )
     if plain := [name for name, own in trainable(module) if not isinstance(own, DTensor)]:
         raise ValueError(
             f"parameter {plain[0]} is in no unit of fully_shard(), which reduces no gradient for it: call "
             "fully_shard() on the entire model as well, after its blocks, and leave ignored_params out"
+        )
+    if copied := [name for name, own in trainable(module) if not _is_on_one_rank(own)]:
+        raise ValueError(
+            f"parameter {copied[0]} is not sharded over all ranks of a replica, which have copies of its elements: use "
+            "fully_shard() alone, over all of them"
         )
     if offloads(units):
         raise ValueError(
             "fully_shard(offload_policy=CPUOffloadPolicy()) keeps gradients where their device cannot merge them: "
             "leave offload_policy out"
         )
+
+
+def _is_on_one_rank(parameter: Tensor) -> bool:
+    assert isinstance(parameter, DTensor)
+    sizes = parameter.device_mesh.shape
+    return all(each.is_shard() or size == 1 for each, size in zip(parameter.placements, sizes, strict=True))
 
 
 def name_of_place(module: nn.Module, at: int) -> str:
