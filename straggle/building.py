@@ -76,6 +76,16 @@ class Built:
         return partial(_close, self.parts, self.steps.handles)
 
 
+def check_mesh(mesh: object, **others: object) -> None:
+    """Raise ``ValueError`` for arguments that cannot be given together with ``mesh``."""
+    if mesh is not None and (given := [f"{name}=" for name, value in others.items() if value is not None]):
+        why = {
+            "process_group=": "the mesh has the group over which replicas are merged",
+            "members=": "a sharded replica cannot leave and come back yet",
+        }[given[0]]
+        raise ValueError(f"mesh= and {given[0]}: {why}; leave {given[0]} out")
+
+
 def build(
     module: nn.Module,
     options: Options,

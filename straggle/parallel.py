@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from straggle.backward.stages import BalancedByTime
 from straggle.backward.step_in_parts import check_steps_in_parts
-from straggle.building import build
+from straggle.building import build, check_mesh
 from straggle.loop.hook_registers import HookRegisters, add_hook
 from straggle.loop.model_parts import Options
 from straggle.loop.uneven import own_passes
@@ -29,7 +29,6 @@ from straggle.merge.checks import (
     CLIP_BEFORE_THE_STEP,
     INSTEAD,
     NO_JOIN,
-    check_mesh,
     check_num_microbatches,
     clips,
     refuse_ddp_kwargs,

@@ -84,16 +84,6 @@ def refuse_pull(_weights: object) -> NoReturn:
     )
 
 
-def check_mesh(mesh: object, **others: object) -> None:
-    """Raise ``ValueError`` for arguments that cannot be given together with ``mesh``."""
-    if mesh is not None and (given := [f"{name}=" for name, value in others.items() if value is not None]):
-        why = {
-            "process_group=": "the mesh has the group over which replicas are merged",
-            "members=": "a sharded replica cannot leave and come back yet",
-        }[given[0]]
-        raise ValueError(f"mesh= and {given[0]}: {why}; leave {given[0]} out")
-
-
 def check_unwrapped(module: nn.Module, wrapper: type[nn.Module], observer: type) -> None:
     """Raise ``ValueError`` for a module that is or contains a data-parallel one, or is in an open ``wrapper``.
 

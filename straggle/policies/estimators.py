@@ -28,7 +28,8 @@ class Estimator(ABC):
 
     ``gradient`` is always that of a complete step with all its micro-batches. Its tensor is only lent: copy what you
     keep. ``watches_own``: `observe` also gets this rank's own gradients. Tensors in ``memory`` are saved and loaded
-    with the model (`StagedDataParallel.straggle_state`); an estimator with other state must override `state_dict`.
+    with the model (`StagedDataParallel.straggle_state`); an estimator with other state must override `state_dict`. If a
+    model is sharded, gradients and estimates are those of this rank's shard, and ``parameter`` is the DTensor.
     """
 
     watches_own: bool = False

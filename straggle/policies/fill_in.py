@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import final
 
+import torch
 from torch import Tensor, nn
 
 from straggle.policies.deadline import is_number, name_of
@@ -31,7 +33,9 @@ class FillIn:
         Raises ``ValueError`` for an estimate that cannot be merged.
         """
         estimate = self._estimator.contribution(parameter)
-        _check(estimate, self._estimator, parameter)
+        if isinstance(estimate, Estimate):
+            estimate = replace(estimate, gradient=_own_part(estimate.gradient))
+        _check(estimate, self._estimator, _own_part(parameter))
         return estimate if estimate is not None and estimate.weight > 0 else None
 
     def merged(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -40,7 +44,17 @@ class FillIn:
 
     def substitute(self, parameter: nn.Parameter) -> Tensor | None:
         """No rank has a gradient for the parameter; returns what takes the merged gradient's place."""
-        return self._estimator.substitute(parameter)
+        substitute = self._estimator.substitute(parameter)
+        return None if substitute is None else _own_part(substitute)
+
+
+def _own_part(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor that may be sharded over several, as estimators see gradients."""
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    with torch.no_grad():
+        own: Tensor = tensor.to_local()
+    return own
 
 
 def _check(estimate: Estimate | None, estimator: Estimator, parameter: Tensor) -> None:

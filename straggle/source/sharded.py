@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,8 @@ from straggle.source.kept import KeptGradients
 from straggle.source.replicated import ReplicatedSource
 from straggle.source.source import Slot
 
+F = TypeVar("F", bound=Callable[..., Any])
+_not_compiled: Callable[[F], F] = torch.compiler.disable  # a unit may be compiled with its hooks
 _NO_RUN = -2  # is no number of a run, nor that of being outside of all
 
 
@@ -192,11 +194,13 @@ class UnitHooks(ParameterHooks):
 
     # -- where units begin
 
+    @_not_compiled
     def _before_model(self, _module: nn.Module, _args: Any) -> None:
         if not in_backward():  # not a checkpoint's
             self.recover()
             self._in_forward = True
 
+    @_not_compiled
     def _after_model(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         if not in_backward():
             self._in_forward = False
@@ -207,10 +211,12 @@ class UnitHooks(ParameterHooks):
             self._in_forward, self._run, self._to_come = False, None, [0] * len(self._units)
             self._forget_pass()
 
+    @_not_compiled
     def _before_unit(self, number: int, _module: nn.Module, _args: Any) -> None:
         if not in_backward():
             self._observer.check(2 * number + 1)
 
+    @_not_compiled
     def _after_unit(self, number: int, _module: nn.Module, _args: Any, output: Any) -> None:
         """A unit's backward pass begins with the gradient of one of its outputs."""
         if not torch.is_grad_enabled():

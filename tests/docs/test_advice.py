@@ -75,6 +75,27 @@ ELSEWHERE = {
     "straggle needs a process group: launch with torchrun and call torch.distributed.init_process_group() be": GROUPS,
     'in a running job; write dist.init_process_group("gloo"), or leave members out': GROUPS,
 }
+# of models that are sharded inside of each replica
+ELSEWHERE |= dict.fromkeys(
+    (
+        "so give all ranks the same number of batches, such as by DistributedSampler(drop_last=True)",
+        "write model.step(num_microbatches=n) around n passes of each rank",
+        "mesh= and {}: {}; leave {} out",
+        'write StagedDataParallel(model, mesh=mesh["dp_replicate"]), the mesh over which replicas are copies',
+        "shard the model by fully_shard(), and write",
+        "let no branch depend on a rank's own data",
+        "use torch 2.13 or newer",
+        "write process_group=mesh.get_group(), or leave it out",
+        "give the one over which replicas are copies, such as",
+        "they must have this rank in common and no other",
+        "each rank must be in one replica, and a replica has the entire model",
+        "call fully_shard() on its blocks and on the model",
+        "call fully_shard() on the entire model as well, after its blocks",
+        "use fully_shard() alone, over all of them",
+        "leave offload_policy out",
+    ),
+    "tests/ranks/test_sharded_refused.py::test_what_the_refusals_of_sharded_models_say_to_write_trains",
+)
 # of gradients by hand and of parameters that change: the tests that do as the texts say
 ELSEWHERE |= {
     words: f"tests/ranks/{test}"

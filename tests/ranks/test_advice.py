@@ -8,7 +8,7 @@ import torch.distributed as dist
 from advice import case, check, follow, plain, stepping, train, trains, wrapping
 from ranks import run_ranks, staged
 from torch import nn
-from torch.distributed.tensor import distribute_tensor, init_device_mesh
+from torch.distributed.tensor import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from training import mlp
@@ -98,12 +98,6 @@ def lazy(initialized):
     return module
 
 
-def sharded():
-    module = nn.Linear(4, 4)
-    module.weight = nn.Parameter(distribute_tensor(module.weight.data, init_device_mesh("cpu", (2,))))
-    return module
-
-
 # -- what is wrapped
 
 
@@ -156,11 +150,6 @@ MODULES = {
         "run one forward pass of the lazy module first",
         wrapping(lambda: lazy(initialized=False)),
         trains(lambda: lazy(initialized=True)),
-    ),
-    "sharded": case(
-        "leave out what shards it, such as fully_shard() or parallelize_module()",
-        wrapping(sharded),
-        trains(lambda: nn.Linear(4, 4)),
     ),
     "synchronized": case(
         "use BatchNorm or GroupNorm",

@@ -13,7 +13,7 @@ from ranks import run_ranks, staged
 from sharding import Blocks, Pair, batch, pair
 from torch import Tensor, nn
 
-from straggle import StagedDataParallel, Step
+from straggle import LastMerged, StagedDataParallel, Step, Zero
 
 DEPTH = 5
 ROOT = ("first", "last")
@@ -148,3 +148,25 @@ def test_replica_is_cut_between_two_units_and_its_next_pass_is_exact(
         assert given == CASES[case][3]
         assert gap < EXACT
         assert next_gap < EXACT
+
+
+def with_an_estimator(rank: int) -> list[float]:
+    """Replica 1 leaves in its first unit: how far the merged gradients are from those with its estimates."""
+    gaps = []
+    for estimator in (Zero(), LastMerged(weight=1.0)):
+        both = pair()
+        with staged(both.net, mesh=both.mesh["dp_replicate"], estimator=estimator) as model:
+            one_step(model, both, rank, 0, 1, None)
+            last = [own.grad.full_tensor() for own in both.net.parameters()]
+            model.zero_grad()
+            one_step(model, both, rank, 1, 1, Stop(0, backward=False))
+            assert model.last_report.ranks[1].late
+            first = gradients_of(both, 1, 0, range(2))
+            estimates = [torch.zeros_like(one) for one in last] if isinstance(estimator, Zero) else last
+            for own, theirs, estimate in zip(both.net.parameters(), first, estimates, strict=True):
+                gaps.append((own.grad.full_tensor() - (theirs + estimate) / 2).abs().max().item())
+    return gaps
+
+
+def test_late_replica_gives_estimates_of_its_shards() -> None:
+    assert max(max(gaps) for gaps in run_ranks(with_an_estimator, 4)) < EXACT

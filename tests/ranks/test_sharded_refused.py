@@ -8,7 +8,7 @@ import pytest
 import torch
 from ranks import Raised, run_ranks, staged
 from sharding import Blocks, batch, mesh_of, pair, shard
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
@@ -144,6 +144,40 @@ def test_sharded_model_that_cannot_be_merged_is_refused_with_what_to_write() -> 
     first = run_ranks(refused, 4)[0]
     for (wraps, words), said in zip(CASES.items(), first, strict=True):
         assert words in said, wraps
+
+
+def instead(rank: int) -> list[float]:
+    """What the words say to write: a mesh for each of two dimensions, a group for copies, and passes of all ranks."""
+    both, copies = pair(), mesh_of()
+    gaps = []
+    for net, plain, options, ranks in (
+        (both.net, both.plain, {"mesh": both.mesh["dp_replicate"]}, range(4)),
+        (seeded(), seeded(), {"process_group": copies.get_group("dp_replicate")}, (rank % 2, rank % 2 + 2)),
+    ):
+        with staged(net, **options) as model:
+            for own in (model, plain):
+                own.zero_grad()
+            with model.step(num_microbatches=2):
+                for micro in range(2):
+                    model(batch(micro, rank)).square().mean().backward()
+            for micro in range(2):
+                plain(torch.cat([batch(micro, other) for other in ranks])).square().mean().backward()
+            pairs = zip(net.parameters(), plain.parameters(), strict=True)
+            gaps.append(max((whole(own.grad) - other.grad).abs().max().item() for own, other in pairs))
+    return gaps
+
+
+def seeded() -> nn.Module:
+    torch.manual_seed(0)
+    return Blocks()
+
+
+def whole(gradient: Tensor) -> Tensor:
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+
+
+def test_what_the_refusals_of_sharded_models_say_to_write_trains() -> None:
+    assert max(max(gaps) for gaps in run_ranks(instead, 4)) < 1e-6
 
 
 class ByRank(Blocks):

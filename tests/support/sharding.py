@@ -51,6 +51,9 @@ class Pair:
 
     def gap(self) -> float:
         """The largest difference between a parameter of the two."""
+        for unit in self.net.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
         pairs = zip(self.net.parameters(), self.plain.parameters(), strict=True)
         return max((own.full_tensor() - other).abs().max().item() for own, other in pairs)  # type: ignore[attr-defined]
 
