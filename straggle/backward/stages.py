@@ -176,7 +176,7 @@ def plan_stages(
     order = list(reversed(range(len(named)))) if order is None else list(order)
     if stages is None or isinstance(stages, (int, BalancedByTime)):
         number = stages.num_stages if isinstance(stages, BalancedByTime) else stages
-        runs = [list(run) for _, run in groupby(order, key=lambda index: _owner(named[index][0]))]
+        runs = _not_empty([list(run) for _, run in groupby(order, key=lambda index: _owner(named[index][0]))], named)
         sizes: list[float] = [sum(_nbytes(named, run)) for run in runs]
         if isinstance(stages, BalancedByTime) and seconds is not None:
             sizes = [sum(seconds[index] for index in run) for run in runs]
@@ -185,6 +185,17 @@ def plan_stages(
     return StagePlan(
         tuple(_stage(named, group, name) for name, group in _by_module(module, named, order, list(stages)))
     )
+
+
+def _not_empty(runs: list[list[int]], named: Sequence[tuple[str, Tensor]]) -> list[list[int]]:
+    """Put runs of which this rank has no element, as of a small layer that is sharded, to their neighbours."""
+    joined: list[list[int]] = []
+    for run in runs:
+        if joined and not (sum(_nbytes(named, run)) and sum(_nbytes(named, joined[-1]))):
+            joined[-1] += run
+        else:
+            joined.append(run)
+    return joined
 
 
 def _owner(name: str) -> str:

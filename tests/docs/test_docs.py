@@ -84,7 +84,8 @@ def run_block(rank: int, block: str) -> tuple[int, list[bool]]:
     model = names["model"]
     model.close()
     assert model.last_report is not None
-    changed = [not torch.equal(old, new) for old, new in zip(before, net.parameters(), strict=True)]
+    now = [own.full_tensor() if hasattr(own, "full_tensor") else own for own in net.parameters()]
+    changed = [not torch.equal(old, new) for old, new in zip(before, now, strict=True)]
     return model.last_report.step + 1, changed
 
 

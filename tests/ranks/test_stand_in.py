@@ -171,7 +171,7 @@ def test_rank_that_enters_after_its_deadline_is_still_stopped_before_its_grace_i
 class Told:
     """A channel that notes what is reported to the peers; ``num_waiting`` of them wait."""
 
-    rank = 0
+    rank = name = 0
 
     def __init__(self, num_waiting=0):
         self.num_waiting, self.posted, self.asked = num_waiting, [], []
