@@ -212,10 +212,10 @@ def _meet_replica(
     inside = Channel(dist.new_group(ranks, use_local_synchronization=True), give_up_s=give_up_s, names=ranks)
     copies = mesh.get_group()
     channel = Channel(copies, give_up_s=give_up_s, names=dist.get_process_group_ranks(copies))
-    for name, tensor in copied_inside(module):
+    for name, tensor in copied_inside(module, len(ranks)):
         inside.broadcast(tensor, name=name)
     make_alike(module, wrapped, channel)
-    source = ShardedSource(module)
+    source = ShardedSource(module, len(ranks))
     replica = Replica.of_ranks(channel, inside, source.inside, partial(name_of_place, module))
     return source, channel, replica
 
@@ -229,6 +229,8 @@ def _close(parts: ModelParts, handles: Sequence[RemovableHandle]) -> None:
     for phase in parts.wings.close:
         phase()
     parts.coordinator.close()
+    if parts.replica.vote is not None:
+        parts.replica.vote.close()
     parts.hooks.close()
     parts.state.close()
     for handle in handles:

@@ -464,7 +464,7 @@ class OpenStep(PassWatcher):
         Not if their gradients are to be added to kept ones or observed in the order of the parameters, and not those
         of a bucket in which no rank has anything for one: what becomes of that is known at the end.
         """
-        if not self._kept.decided or self._kept.gradients or self._fill_in.reads_merged:
+        if not self._kept.decided or self._kept.gradients or self._fill_in.reads_merged or self._source.copied:
             return
         assert self._optimizing is not None
         part: dict[int, Tensor] = {}
@@ -499,10 +499,15 @@ class OpenStep(PassWatcher):
         """Place them. Where another rank of the replica has a gradient, so has this one: no shard skips its step."""
         if self._vote is not None:
             own = [gradient is not None or index in self._early for index, gradient in enumerate(gradients)]
-            agreed = self._vote.agree(own, merged.table.column("inside_wait_s"))
+            copied = self._source.copied
+            weights = [merged.buffers.weight_of(index) for index in copied]
+            agreed = self._vote.agree(own, merged.table.column("inside_wait_s"), weights)
             merged.record = replace(merged.record, slowest_ranks=agreed.slowest)
             found = zip(agreed.present, own, merged.buffers.views, gradients, strict=True)
             gradients = [view.zero_() if any_has and not has else gradient for any_has, has, view, gradient in found]
+            if copied and not agreed.alike:
+                there = [(gradients[i], weight) for i, weight in zip(copied, weights, strict=True) if agreed.present[i]]
+                self._vote.average(*zip(*there, strict=True))
         self._source.place(gradients)
 
     def _note_device_numbers(self, merged: Round, scalars: Mapping[str, Tensor]) -> None:

@@ -384,6 +384,10 @@ class StageBuffers:
         self._normalize([flat for bucket in self._buckets for flat in bucket])
         return [self._merged[index] for index in range(len(self.views))]
 
+    def weight_of(self, index: int) -> float:
+        """What of all ranks is in a parameter's gradient, once it is normalized; 0 if it is not."""
+        return self._merged[index].weight if index in self._merged else 0.0
+
     def normalize_bucket(self, bucket: int) -> dict[int, Share]:
         """The same for the parameters of one bucket, after its merge; it may be asked again."""
         self._normalize(self._buckets[bucket])

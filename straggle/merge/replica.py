@@ -19,10 +19,14 @@ _NUM_ORDERED = 2  # steps in which the order of units is compared before a unit 
 
 @dataclass(frozen=True)
 class Agreed:
-    """``present``: of which slots any of the ranks has a gradient; ``slowest``: for which rank each replica waited."""
+    """``present``: of which slots any of the ranks has a gradient; ``slowest``: for which rank each replica waited.
+
+    ``alike``: all have the same, with the same weights.
+    """
 
     present: Sequence[bool]
     slowest: tuple[int, ...]
+    alike: bool = True
 
 
 class Inside(Protocol):
@@ -49,12 +53,18 @@ class Vote(Protocol):
     def weigh(self, weight: float) -> float:
         """The weight of the replica's step, from that of this rank's; all of its ranks weigh theirs."""
 
-    def agree(self, present: Sequence[bool], waited_s: Sequence[float]) -> Agreed:
+    def agree(self, present: Sequence[bool], waited_s: Sequence[float], weights: Sequence[float]) -> Agreed:
         """What the ranks of the replica have of a merged step, from what this one has of it.
 
-        ``present``: whether there is a gradient, for each slot. ``waited_s``: for how long the rank with this one's
-        shards waited for others of its replica, for each replica.
+        ``present``: whether there is a gradient, for each slot; ``weights``: what is in those of which all have copies.
+        ``waited_s``: for how long the rank with this one's shards waited for others of its replica, for each replica.
         """
+
+    def average(self, copied: Sequence[Tensor], weights: Sequence[float]) -> None:
+        """Make gradients that the ranks have copies of equal again: their mean by these weights, in place."""
+
+    def close(self) -> None:
+        """Ask no more."""
 
 
 @dataclass(frozen=True)
@@ -129,21 +139,38 @@ class UnitVote:
         self._inside.factor = weight / mean
         return mean
 
-    def agree(self, present: Sequence[bool], waited_s: Sequence[float]) -> Agreed:
+    def agree(self, present: Sequence[bool], waited_s: Sequence[float], weights: Sequence[float]) -> Agreed:
         """The merges of different shards may not have the same replicas in them, if one was stood in for."""
-        mark = hash(tuple(present)) % _MARKS  # of booleans: the same in every process
+        mark = hash((*present, *weights)) % _MARKS  # of numbers: the same in every process
         own = torch.zeros(self._channel.world_size, len(waited_s), dtype=torch.float64)
         own[self._channel.rank] = torch.tensor(waited_s, dtype=torch.float64)
         marks, squares, *waits = self._sum(torch.cat([torch.tensor([mark, mark * mark]), own.flatten()]), _MERGED)
-        if self._channel.world_size * squares != marks * marks:
+        if not (alike := self._channel.world_size * squares == marks * marks):
             present = [number > 0 for number in self._sum(torch.tensor(present, dtype=torch.int32), _MERGED)]
-        return Agreed(present, self._slowest(waits, len(waited_s)))
+        return Agreed(present, self._slowest(waits, len(waited_s)), alike)
+
+    def average(self, copied: Sequence[Tensor], weights: Sequence[float]) -> None:
+        """By one message; the order of the ranks is that of each other replica, and so are the bits."""
+        parts = [own.flatten() * weight for own, weight in zip(copied, weights, strict=True)]
+        flat = torch.cat([*parts, torch.tensor(weights, dtype=parts[0].dtype)]) if parts else torch.empty(0)
+        self._number += 1
+        work = self._channel.groups.data.all_reduce(flat)
+        self._channel.wait(work, self._number, f"rank {self._channel.name}, {_MERGED} of its replica")
+        sums, totals = flat[: -len(parts)], flat[-len(parts) :].clamp(min=1e-12)
+        for own, part, total in zip(copied, torch.split(sums, [part.numel() for part in parts]), totals, strict=True):
+            own.copy_(part.view_as(own) / total)
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._channel.close()
 
     def _slowest(self, waits: Sequence[float], num_replicas: int) -> tuple[int, ...]:
-        """For each replica the rank that waited least for its others."""
+        """For each replica the rank that waited least for its others; -1 if none has waited."""
         by_rank = [waits[place * num_replicas :][:num_replicas] for place in range(len(self._names))]
-        of_replica = zip(*by_rank, strict=True)
-        return tuple(self._names[each.index(min(each))][number] for number, each in enumerate(map(list, of_replica)))
+        return tuple(self._least(number, of_replica) for number, of_replica in enumerate(zip(*by_rank, strict=True)))
+
+    def _least(self, number: int, waits: Sequence[float]) -> int:
+        return self._names[waits.index(min(waits))][number] if max(waits) > 0 else -1
 
     def _sum(self, numbers: Tensor, what: str) -> list[Any]:
         self._number += 1

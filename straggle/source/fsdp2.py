@@ -5,6 +5,7 @@ Some of it has no public name in torch. All of that is in this file, and `check_
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -30,6 +32,14 @@ def check_version() -> None:
 def units_of(module: nn.Module) -> list[nn.Module]:
     """The modules that were given to ``fully_shard``, the outer ones first."""
     return [child for child in module.modules() if isinstance(child, FSDPModule)]
+
+
+def places_of(module: nn.Module) -> list[nn.Module]:
+    """The modules between which a pass may be left: units of FSDP or, without it, those with sharded parameters."""
+    if units := units_of(module):
+        return units
+    own = ((child, child.parameters(recurse=False)) for child in module.modules())
+    return [child for child, parameters in own if any(isinstance(one, DTensor) for one in parameters)]
 
 
 def roots_of(module: nn.Module) -> list[nn.Module]:
@@ -133,15 +143,36 @@ def offloads(units: Iterable[nn.Module]) -> bool:
 
 
 def shard_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor: the same object at each call."""
+    """This rank's part of a DTensor, the same object at each call; all of another tensor."""
+    if not isinstance(tensor, DTensor):
+        return tensor
     with torch.no_grad():  # else it would be a view, in autograd's graph
-        local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+        local: Tensor = tensor.to_local()
     return local
 
 
 def around(shard: Tensor, like: Tensor) -> Tensor:
-    """A DTensor of which this rank has ``shard`` itself, and no view of it; laid out as the DTensor ``like``."""
-    return DTensor(shard, like._spec, requires_grad=False)  # type: ignore[attr-defined, no-untyped-call]
+    """A tensor as ``like``; if that is a DTensor, one of which this rank has ``shard`` itself, and no view of it."""
+    return DTensor(shard, like._spec, requires_grad=False) if isinstance(like, DTensor) else shard  # type: ignore[no-untyped-call]
+
+
+def lay_out(gradient: Tensor, like: Tensor) -> Tensor:
+    """A gradient that is sharded as its parameter is; it may come as a sum that is still to be made over ranks."""
+    if not isinstance(like, DTensor) or gradient.placements == like.placements:  # type: ignore[attr-defined]
+        return gradient
+    with torch.no_grad():
+        laid_out = gradient.redistribute(placements=like.placements)  # type: ignore[attr-defined]
+        local = laid_out.to_local()
+        return around(local.wait() if isinstance(local, AsyncCollectiveTensor) else local, like)
+
+
+def is_copied(parameter: Tensor, num_ranks: int) -> bool:
+    """Whether the ranks of a replica, which are so many, have copies of its elements."""
+    if not isinstance(parameter, DTensor):
+        return num_ranks > 1
+    mesh = parameter.device_mesh
+    shards = [size for each, size in zip(parameter.placements, mesh.shape, strict=True) if each.is_shard()]
+    return math.prod(shards) < num_ranks
 
 
 def _params_of(units: Iterable[nn.Module]) -> Iterator[Any]:

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from straggle.backward.stages import trainable
-from straggle.source.fsdp2 import check_version, offloads, units_of
+from straggle.source.fsdp2 import check_version, is_copied, offloads, places_of, shard_of, units_of
 
 
 def ranks_of_replica(module: nn.Module, mesh: DeviceMesh) -> list[int]:
@@ -30,7 +30,7 @@ def ranks_of_replica(module: nn.Module, mesh: DeviceMesh) -> list[int]:
         )
     name, replica = max(over.items(), key=lambda item: len(item[1]))
     _check_meshes(name, replica, _ranks(mesh))
-    _check_units(module)
+    _check_units(module, len(replica))
     return sorted(replica)
 
 
@@ -52,22 +52,19 @@ def _check_meshes(name: str, replica: set[int], copies: set[int]) -> None:
         )
 
 
-def _check_units(module: nn.Module) -> None:
-    """FSDP must shard all of it, as it reduces no other gradients, and each element must be on one rank.
+def _check_units(module: nn.Module, num_ranks: int) -> None:
+    """If FSDP shards it, then all of it, as it reduces no other gradients, and each element is on one rank.
 
-    Merges of different ranks may differ in who was stood in for, and copies of one element would then differ.
+    Merges of different ranks may differ in who was stood in for, and copies of an element on some ranks would differ.
     """
     if not (units := units_of(module)):
-        raise ValueError(
-            f"{type(module).__name__} is sharded, but not by fully_shard(), between whose units a pass can be left: "
-            "call fully_shard() on its blocks and on the model; parallelize_module() alone is not supported yet"
-        )
+        return
     if plain := [name for name, own in trainable(module) if not isinstance(own, DTensor)]:
         raise ValueError(
             f"parameter {plain[0]} is in no unit of fully_shard(), which reduces no gradient for it: call "
             "fully_shard() on the entire model as well, after its blocks, and leave ignored_params out"
         )
-    if copied := [name for name, own in trainable(module) if not _is_on_one_rank(own)]:
+    if copied := [name for name, own in trainable(module) if is_copied(own, num_ranks)]:
         raise ValueError(
             f"parameter {copied[0]} is not sharded over all ranks of a replica, which have copies of its elements: use "
             "fully_shard() alone, over all of them"
@@ -79,15 +76,9 @@ def _check_units(module: nn.Module) -> None:
         )
 
 
-def _is_on_one_rank(parameter: Tensor) -> bool:
-    assert isinstance(parameter, DTensor)
-    sizes = parameter.device_mesh.shape
-    return all(each.is_shard() or size == 1 for each, size in zip(parameter.placements, sizes, strict=True))
-
-
 def name_of_place(module: nn.Module, at: int) -> str:
     """What the number stands for at which a unit's hooks let an observer check."""
-    units = units_of(module)
+    units = places_of(module)
     if not 1 <= at <= 2 * len(units):
         return "before the forward pass of the model"
     unit, is_backward = units[(at - 1) // 2], at % 2 == 0
@@ -95,6 +86,8 @@ def name_of_place(module: nn.Module, at: int) -> str:
     return f"before the {'backward' if is_backward else 'forward'} pass of {name}"
 
 
-def copied_inside(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """What each rank of a replica has all of: its buffers."""
-    return [(f"buffer {name}", buffer) for name, buffer in module.named_buffers()]
+def copied_inside(module: nn.Module, num_ranks: int) -> list[tuple[str, Tensor]]:
+    """What each rank of a replica has all of: its buffers, and some parameters if FSDP does not shard it."""
+    buffers = [(f"buffer {name}", buffer) for name, buffer in module.named_buffers()]
+    parameters = [(f"parameter {name}", own) for name, own in module.named_parameters() if is_copied(own, num_ranks)]
+    return [(name, shard_of(own)) for name, own in (*buffers, *parameters)]

@@ -25,6 +25,7 @@ class ReplicatedSource:
     """The parameters of one module, which the merge knows by their numbers (`GradientSource`)."""
 
     between_units = False
+    copied: Sequence[int] = ()  # a replica is one rank
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

@@ -19,6 +19,9 @@ from straggle.source.fsdp2 import (
     Inside,
     around,
     discard_pass,
+    is_copied,
+    lay_out,
+    places_of,
     reshard,
     roots_of,
     shard_of,
@@ -58,7 +61,9 @@ class ShardedSource(ReplicatedSource):
 
     between_units = True
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, num_ranks: int) -> None:
+        """``num_ranks``: of a replica."""
+        self._num_ranks = num_ranks
         self._units, self._roots = units_of(module), roots_of(module)
         self._shards: list[Shard] = []
         self._hooks: UnitHooks | None = None
@@ -73,6 +78,7 @@ class ShardedSource(ReplicatedSource):
         new = super().renew()
         self._shards[:] = map(Shard, self.all)
         self._take_shards()
+        self.copied = [index for index, own in enumerate(self.all) if is_copied(own, self._num_ranks)]
         return new
 
     def check(self) -> str:
@@ -134,7 +140,7 @@ class UnitHooks(ParameterHooks):
         forget_pass: Callable[[], None],
     ) -> None:
         self._shards, self._forget_pass = shards, forget_pass
-        self._units = units_of(module)
+        self._units, self._fsdp = places_of(module), units_of(module)
         self._in_forward = False  # the model's forward pass began, and has not come to its end
         self._run: int | None = None  # the backward pass that began, and has not come to its end
         self._to_come = [0] * len(self._units)  # backward passes of each unit: for each forward pass one
@@ -147,7 +153,7 @@ class UnitHooks(ParameterHooks):
         innermost: dict[nn.Parameter, int] = {}
         for number, unit in enumerate(self._units):  # inner ones come later
             innermost |= dict.fromkeys(unit.parameters(), number)
-        return [innermost[own] for own in parameters]
+        return [innermost.get(own, -1) for own in parameters]  # without FSDP, some are in none
 
     def _watch_units(self) -> list[Any]:
         """All of them before FSDP's own: it has not begun a unit yet where the rank may leave."""
@@ -171,7 +177,7 @@ class UnitHooks(ParameterHooks):
 
     def close(self) -> None:
         super().close()
-        unwatch(self._units)
+        unwatch(self._fsdp)
         for handle in self._of_units:
             handle.remove()
 
@@ -180,15 +186,20 @@ class UnitHooks(ParameterHooks):
     def _hook(self, index: int) -> Callable[[Tensor], None]:
         return partial(self._reduced, index)
 
-    def _reduced(self, index: int, _parameter: Tensor) -> None:
+    def _reduced(self, index: int, parameter: Tensor) -> None:
         """FSDP has reduced a gradient, and goes on with the next of the unit: nothing may leave the pass here."""
-        if not self._to_come[self._unit_of[index]]:
+        if parameter.grad is not None:
+            parameter.grad = lay_out(parameter.grad, parameter)
+        if not self._is_held_back(index):
             self._observer.gradient_ready(index, self._shards[index])
+
+    def _is_held_back(self, index: int) -> bool:
+        return self._unit_of[index] >= 0 and self._to_come[self._unit_of[index]] > 0
 
     def pass_over(self) -> None:
         """The pass has come to its end: report what was held back."""
         for index, shard in enumerate(self._shards):
-            if self._to_come[self._unit_of[index]] and shard.grad is not None:
+            if self._is_held_back(index) and shard.grad is not None:
                 self._observer.gradient_ready(index, shard)
         self._to_come = [0] * len(self._units)
 

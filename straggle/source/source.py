@@ -76,9 +76,11 @@ class GradientSource(Protocol):
     ``slots``, ``named`` and ``all`` (the parameters) are changed in place by `renew`: who was given them has those that
     there are now. ``frozen``: a number for the slots that need no gradient. ``between_units``: a pass may be left only
     where the source itself lets the observer check, and its gradients may come as late as the end of the pass.
+    ``copied``: the slots of which other ranks of the replica have copies, and not other parts.
     """
 
     between_units: bool
+    copied: Sequence[int]
     slots: list[Slot]
     named: list[tuple[str, nn.Parameter]]
     all: list[nn.Parameter]

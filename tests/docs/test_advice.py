@@ -89,7 +89,6 @@ ELSEWHERE |= dict.fromkeys(
         "give the one over which replicas are copies, such as",
         "they must have this rank in common and no other",
         "each rank must be in one replica, and a replica has the entire model",
-        "call fully_shard() on its blocks and on the model",
         "call fully_shard() on the entire model as well, after its blocks",
         "use fully_shard() alone, over all of them",
         "leave offload_policy out",

@@ -51,14 +51,6 @@ def in_part() -> None:
     StagedDataParallel(net, mesh=mesh["dp_replicate"])
 
 
-def split_in_layers() -> None:
-    mesh, net = mesh_of(), Blocks()
-    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    for block in net.blocks:
-        parallelize_module(block, mesh["dp_shard"], plan)
-    StagedDataParallel(net, mesh=mesh["dp_replicate"])
-
-
 def split_twice() -> None:
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("dp_replicate", "dp_shard", "tp"))
     net = Blocks()
@@ -118,7 +110,6 @@ CASES: dict[Callable[[], None], str] = {
     other_dimension: "is sharded over ranks [0, 1], and mesh= has ranks [0, 1]: they must have this rank in common",
     with_stages_of_a_pipeline: "mesh= has 2 replicas of 1 ranks, and the job has 4 ranks, not 2",
     in_part: "parameter first.weight is in no unit of fully_shard()",
-    split_in_layers: "parallelize_module() alone is not supported yet",
     split_twice: "is not sharded over all ranks of a replica",
     offloaded: "leave offload_policy out",
     of_the_first_kind: "shard the model by fully_shard()",

@@ -21,8 +21,11 @@ def step_of_a_replica(rank, asked_after, voted_at):
             words.append(own)
             return len(words) == voted_at
 
-        def agree(self, present, _waited_s):
+        def agree(self, present, _waited_s, _weights):
             return Agreed(present, ())
+
+        def close(self):
+            pass
 
     Replica.of_one_rank = staticmethod(lambda channel: Replica(channel.rank, channel.world_size, Vote()))
     stopper = Stopper(module)
