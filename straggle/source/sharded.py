@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from straggle.backward.compiled import not_compiled
+from straggle.backward.device import device_of
 from straggle.backward.hooks import ModuleHook, ParameterHooks, PassObserver, tensors_in
 from straggle.backward.passes import after_callbacks, current_run, in_backward
 from straggle.source.fsdp2 import (
@@ -34,8 +36,6 @@ from straggle.source.kept import KeptGradients
 from straggle.source.replicated import ReplicatedSource
 from straggle.source.source import Slot
 
-F = TypeVar("F", bound=Callable[..., Any])
-_not_compiled: Callable[[F], F] = torch.compiler.disable  # a unit may be compiled with its hooks
 _NO_RUN = -2  # is no number of a run, nor that of being outside of all
 
 
@@ -96,7 +96,7 @@ class ShardedSource(ReplicatedSource):
         return self._hooks
 
     def keep(self) -> KeptGradients:
-        return KeptGradients(self._shards)
+        return KeptGradients(self._shards, is_queued=device_of(self.slots[0].device).is_queued)
 
     def place(self, gradients: Sequence[Tensor | None]) -> None:
         for shard, gradient in zip(self._shards, gradients, strict=True):
@@ -205,13 +205,13 @@ class UnitHooks(ParameterHooks):
 
     # -- where units begin
 
-    @_not_compiled
+    @not_compiled
     def _before_model(self, _module: nn.Module, _args: Any) -> None:
         if not in_backward():  # not a checkpoint's
             self.recover()
             self._in_forward = True
 
-    @_not_compiled
+    @not_compiled
     def _after_model(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         if not in_backward():
             self._in_forward = False
@@ -222,12 +222,12 @@ class UnitHooks(ParameterHooks):
             self._in_forward, self._run, self._to_come = False, None, [0] * len(self._units)
             self._forget_pass()
 
-    @_not_compiled
+    @not_compiled
     def _before_unit(self, number: int, _module: nn.Module, _args: Any) -> None:
         if not in_backward():
             self._observer.check(2 * number + 1)
 
-    @_not_compiled
+    @not_compiled
     def _after_unit(self, number: int, _module: nn.Module, _args: Any, output: Any) -> None:
         """A unit's backward pass begins with the gradient of one of its outputs."""
         if not torch.is_grad_enabled():
