@@ -397,7 +397,9 @@ class Coordinator:
         if merged.table.is_usual:
             return merged
         if failed := [rank for rank in merged.table.failed_ranks() if rank != self._rank.replica.place]:
-            raise PeerFailed(self._channel.explain(f"{self._rank.where(merged.step)}: ranks {failed} failed"))
+            raise PeerFailed(
+                self._channel.explain(f"{self._rank.where(merged.step)}: ranks {self._channel.named(failed)} failed")
+            )
         return merged
 
     # -- both threads, with the lock held

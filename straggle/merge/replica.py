@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -97,6 +98,17 @@ class Replica:
         return Replica(channel.rank, channel.world_size, vote, inside.waited_s)
 
 
+class _Words:
+    """What a rank says in a vote, and after it the sums of what all say."""
+
+    def __init__(self) -> None:
+        self.numbers = array("q", (0, 0, 0))
+        self.tensor = torch.frombuffer(self.numbers, dtype=torch.int64)
+
+    def write(self, *numbers: int) -> None:
+        self.numbers[:] = array("q", numbers)
+
+
 class UnitVote:
     """At each unit every rank of a replica says whether it is late, and reads what all have said at the next one.
 
@@ -111,12 +123,16 @@ class UnitVote:
         self._channel, self._place_name, self._inside, self._names = channel, place_name, inside, names
         self._num_steps = 0
         self._number = 0  # of the question
-        self._asked: tuple[Tensor, dist.Work, int] | None = None
+        # two that take turns: new ones would lie between the units' memory, and break it up
+        self._spare, self._words = _Words(), _Words()
+        self._asked: tuple[dist.Work, int] | None = None  # with these words, and at which place
 
     def begin(self) -> None:
         """A step begins."""
         self._num_steps += 1
-        self._asked = None
+        if self._asked is not None:  # its words are used again
+            self._any_late(*self._asked)
+            self._asked = None
         self._inside.begin()
 
     def __call__(self, own: bool, at: int) -> bool:
@@ -125,9 +141,10 @@ class UnitVote:
             self._asked = None
             return True
         # sums of the places and of their squares show whether all ranks are at the same one
-        words = torch.tensor([int(own), at, at * at])
+        self._words, self._spare = self._spare, self._words
+        self._words.write(int(own), at, at * at)
         self._number += 1
-        self._asked = words, self._channel.groups.control.all_reduce(words), at
+        self._asked = self._channel.groups.control.all_reduce(self._words.tensor), at
         if self._num_steps <= _NUM_ORDERED:  # FSDP would wait for a rank that is elsewhere
             self._any_late(*self._asked)
         return False
@@ -178,9 +195,9 @@ class UnitVote:
         self._channel.wait(work, self._number, f"rank {self._channel.name}, {what} of its replica")
         return numbers.tolist()
 
-    def _any_late(self, words: Tensor, work: dist.Work, at: int) -> bool:
+    def _any_late(self, work: dist.Work, at: int) -> bool:
         self._channel.wait(work, self._number, self._where(at))
-        num_late, places, squares = words.tolist()
+        num_late, places, squares = self._words.numbers
         if self._channel.world_size * squares != places * places:
             raise RuntimeError(
                 f"{self._where(at)}: another rank of this replica is at another place of the model. All ranks that "
