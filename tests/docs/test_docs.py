@@ -367,6 +367,12 @@ def test_example_with_own_policies_runs_on_two_ranks_and_the_slow_one_is_late() 
     assert "late (1,)" in printed
 
 
+def test_sharded_example_runs_on_four_ranks_and_the_replica_of_the_slow_one_is_late() -> None:
+    printed = run_ranks(printed_by, 4, (ROOT / "examples" / "sharded_loop.py").read_text())
+    assert "late: ['1 by rank 3']" in printed[0]
+    assert all("shards identical" in words for words in printed)
+
+
 def test_ddp_loop_runs_as_a_single_process() -> None:
     (printed,) = run_ranks(printed_by, 1, (ROOT / "examples" / "ddp_loop.py").read_text())
     assert "step 50" in printed
@@ -374,6 +380,7 @@ def test_ddp_loop_runs_as_a_single_process() -> None:
 
 
 def test_examples_name_the_command_that_runs_them() -> None:
-    assert [example.name for example in EXAMPLES] == ["ddp_loop.py", "own_policy.py"]  # each runs above
+    names = ["ddp_loop.py", "own_policy.py", "sharded_loop.py"]  # each runs above
+    assert [example.name for example in EXAMPLES] == names
     for example in EXAMPLES:
         assert f"examples/{example.name}" in (ast.get_docstring(ast.parse(example.read_text())) or ""), example
