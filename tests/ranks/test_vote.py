@@ -1,10 +1,12 @@
 """A replica leaves a step at one boundary: its vote decides, and what this rank's own rule says is one word in it."""
 
 import pytest
+import torch
 from ranks import run_ranks, staged
 from training import Chain, Stopper
 
-from straggle.merge.replica import Agreed, Replica
+from straggle.merge.channel import Channel
+from straggle.merge.replica import Agreed, Replica, UnitVote
 
 pytestmark = pytest.mark.light
 
@@ -58,3 +60,42 @@ def test_rank_finishes_its_step_if_its_replica_does():
     assert words == [*FORWARD, True, True, True]
     assert given == [True] * 4
     assert not late
+
+
+class Inside:
+    """What a rank does inside of its replica; it never waits."""
+
+    factor = 1.0
+
+    def begin(self):
+        self.factor = 1.0
+
+
+def votes_of_two(rank):
+    """The ranks of a replica, of two replicas: ranks 0 and 1, 2 and 3, ask three times, weigh and agree."""
+    channel, inside = Channel(None, give_up_s=20.0), Inside()
+    vote = UnitVote(channel, str, inside, [[0, 2], [1, 3]])
+    vote.begin()
+    answers = [vote(rank == 1 and number == 1, at=number) for number in range(3)]
+    vote.begin()
+    again = vote(own=False, at=0)
+    mean = vote.weigh(2.0 * rank + 1)
+    agreed = vote.agree([True, rank == 0, False], [0.5 if rank else 0.1, 0.0], [])
+    alike = vote.agree([True, False], [0.0, 0.0], [1.0])
+    copies = [torch.full((3,), float(rank)), torch.zeros(2)]
+    vote.average(copies, [1.0 + 2 * rank, 1.0])
+    vote.close()
+    return answers, again, mean, inside.factor, agreed, alike, [own.tolist() for own in copies]
+
+
+def test_ranks_of_a_replica_are_told_the_same_at_the_next_unit():
+    first, second = run_ranks(votes_of_two, 2)
+    for answers, again, mean, _, agreed, alike, copies in (first, second):
+        assert answers == [False, False, True]
+        assert not again  # what was asked last in the step before is not an answer in this one
+        assert mean == 2.0
+        assert list(agreed.present) == [True, True, False]
+        assert (agreed.slowest, agreed.alike) == ((0, -1), False)
+        assert (list(alike.present), alike.alike) == ([True, False], True)
+        assert copies == [[0.75] * 3, [0.0] * 2]
+    assert (first[3], second[3]) == (0.5, 1.5)
