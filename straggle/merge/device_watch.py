@@ -225,7 +225,7 @@ class DeviceWatch:
         return bool(answers and answers[0])
 
     def _words(self, found: Stuck) -> str:
-        where = f"rank {self._channel.rank}, step {found.queued.step}, stage {found.stages}"
+        where = f"rank {self._channel.name}, step {found.queued.step}, stage {found.stages}"
         if not found.own:
             return f"{where}, not merged by this rank's device"
         return (

@@ -23,7 +23,7 @@ BEGAN_AT = 103.0  # the device is in the step before until then
 class Told:
     """A channel: a quorum waits at once, and posts are counted."""
 
-    rank = 0
+    rank = name = 0
 
     def __init__(self):
         self.posted, self.asked = [], []
