@@ -40,7 +40,7 @@ class Queue:
 class Peers:
     """What the watch asks of a channel."""
 
-    rank, give_up_s = 1, GIVE_UP_S
+    name, give_up_s = 1, GIVE_UP_S
     has_trouble = False
 
     def explain(self, what):
