@@ -70,7 +70,7 @@ def test_public_names_are_pinned():
     [
         (
             StagedDataParallel,
-            "module *process_group *stages *deadline *estimator *late_handling *merge *members ddp_kwargs",
+            "module *process_group *mesh *stages *deadline *estimator *late_handling *merge *members ddp_kwargs",
         ),
         (StagedDataParallel.step, "self num_microbatches *optimizer"),
         (straggle.StagedBackward, "module *stages *on_stage *estimator *granularity *clock"),
@@ -86,7 +86,7 @@ def test_public_names_are_pinned():
         (straggle.LastMerged, "weight"),
         (straggle.MovingAverage, "decay weight"),
         (straggle.OptimizerMomentum, "optimizer weight"),
-        (straggle.LateHandling, "quorum grace_s max_lag give_up_s granularity"),
+        (straggle.LateHandling, "quorum grace_s max_lag give_up_s granularity late_by"),
     ],
 )
 def test_arguments_are_pinned(owner, arguments):

@@ -126,11 +126,16 @@ def test_report_tells_reach_weights_and_late_ranks_alike_on_every_rank(world_siz
 
 def merge_rarely_used(rank, used_by, num_microbatches, stop):
     """Merge a parameter that the graph uses only on some ranks, where rank 0 stops after ``stop`` gradients."""
-    module = nn.ModuleDict({"first": nn.Linear(1, 1, bias=False), "rare": nn.Linear(1, 1, bias=False)})
-    module.forward = lambda x, rare: module["rare"](module["first"](x)) if rare else module["first"](x)
+    module = nn.ModuleDict({name: nn.Linear(1, 1, bias=False) for name in ("first", "second", "rare")})
+
+    def used(x):
+        return module["second"](module["first"](x))
+
+    module.forward = lambda x, rare: module["rare"](used(x)) if rare else used(x)
     stopper = Stopper(module)
     with staged(module) as model:
         nn.init.ones_(module["first"].weight)
+        nn.init.ones_(module["second"].weight)
         with model.step(num_microbatches=num_microbatches) as step:
             stopper.arm(step, stop if rank == 0 else None)
             for _ in range(num_microbatches):
@@ -151,7 +156,7 @@ def test_parameter_that_no_rank_uses_has_no_gradient_and_makes_nobody_late():
 
 def test_whole_microbatches_of_a_late_rank_count_for_parameters_it_did_not_use():
     # rank 0 has finished one of two micro-batches for sure: half a zero, beside the 2 and 2 of rank 1
-    for gradient, late in run_ranks(merge_rarely_used, 2, [1], 2, 2):
+    for gradient, late in run_ranks(merge_rarely_used, 2, [1], 2, 3):
         torch.testing.assert_close(gradient, torch.tensor([[(0 + 2 + 2) / (0.5 + 1)]]))
         assert late == (0,)
 
