@@ -351,6 +351,8 @@ class StageBuffers:
         the device; to mask each by itself takes one more for each, and launching them as long as the rest of the merge.
         """
         if flat.gradients.is_cuda:
+            if not len(flat.gradients):  # has no norm
+                return
             bad = ~(torch.linalg.vector_norm(flat.gradients, math.inf) < math.inf)  # NaN is not less either
             for data in flat.both:
                 data.masked_fill_(bad, 0.0)

@@ -57,6 +57,8 @@ class NumbersWithData:
 
 def cut(data: Tensor, num_replicas: int) -> tuple[Tensor, ...]:
     """One message, or as many equal ones as it takes for none to pay more latencies than a small one."""
+    if not data.numel():  # of parameters without elements
+        return ()
     data = (torch.view_as_real(data) if data.is_complex() else data).view(-1)  # nccl has no complex numbers
     count = 1 if data.is_cuda else math.ceil(data.nbytes / largest_message_bytes(num_replicas))
     size = -(-data.numel() // (count * ALIGN)) * ALIGN

@@ -118,6 +118,8 @@ class QueuedBuffers(StageBuffers):
 
     def _leave_out_nonfinite(self, flat: Flat) -> None:
         """Divide by the number of ranks, and make zeros of all gradients of a bucket if one is not finite."""
+        if not len(flat.gradients):
+            return
         found, scale = self._found[flat.parameters[0]], self._scale_on[flat.gradients.device]
         data = torch.view_as_real(flat.gradients) if flat.gradients.is_complex() else flat.gradients
         if data.dtype in _LOOKED_AT_IN_ONE_PASS:
@@ -218,10 +220,11 @@ class QueuedBuffers(StageBuffers):
         return scaled, places
 
     @staticmethod
-    def _to(scale: Tensor, device: torch.device) -> Tensor:
-        return scale if scale.device == device else scale.to(device, non_blocking=True)
+    def _to(numbers: Tensor, device: torch.device) -> Tensor:
+        return numbers if numbers.device == device else numbers.to(device, non_blocking=True)
 
     def counts(self) -> Counts | None:
         if self.usable is None:
             return None
-        return Counts(torch.cat([self._all_found(), self._numbers[-1:]]), self._sizes, self._world_size)
+        numbers = torch.cat([self._all_found(), self._numbers[-1:]])
+        return Counts(self._to(numbers, self._slots[0].device), self._sizes, self._world_size)  # whose marks are asked

@@ -17,6 +17,9 @@ from straggle.source.replicated import slots_of
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 
 
+ROW = {"computed": 1.0, "estimated": 0.0}
+
+
 class Sent:
     """A rank's side of a group: keeps what it is given."""
 
@@ -38,14 +41,14 @@ def gradients_of(module, num_ranks):
     return [[torch.randn_like(parameter) for parameter in module.parameters()] for _ in range(num_ranks)]
 
 
-def begun(kind, module, num_ranks, **options):
-    slots = slots_of(module.named_parameters())
-    return [kind(plan_stages(module, 3), slots, num_ranks, num_state=4, **options) for _ in range(num_ranks)]
+def begun(kind, module, num_ranks, num_stages=3, **options):
+    slots, plan = slots_of(module.named_parameters()), plan_stages(module, num_stages)
+    return [kind(plan, slots, num_ranks, num_state=4, **options) for _ in range(num_ranks)]
 
 
-def merge(ranks, gradients, shares=None, weights=None):
+def merge(ranks, gradients, shares=None, weights=None, num_stages=3):
     """A step of all ranks; what each has of shares, and the groups."""
-    num_buckets = len(plan_stages(module_of(), 3).buckets())
+    num_buckets = len(ranks[0]._buckets)
     groups = [ProcessGroups(Sent(), Sent(), tuple(range(len(ranks)))) for _ in ranks]
     for rank, buffers in enumerate(ranks):
         weight, own = (weights or {}).get(rank, 1.0), (shares or {}).get(rank, {})
@@ -53,7 +56,9 @@ def merge(ranks, gradients, shares=None, weights=None):
         for index, gradient in enumerate(gradients[rank]):
             buffers.accumulate(index, gradient, add=False, weight=weight)
         buffers.write_state(torch.full((4,), rank + 0.5, dtype=torch.float64))
-        row = row_of(computed=(1.0,) * 3, estimated=(0.0,) * 3, stage_s=(rank + 0.25,) * 3)
+        row = row_of(
+            **{name: (value,) * num_stages for name, value in ROW.items()}, stage_s=(rank + 0.25,) * num_stages
+        )
         buffers.write_telemetry(rank, row.numbers())
         for bucket in range(num_buckets):
             buffers.all_reduce(bucket, own, groups[rank], weight)
@@ -173,3 +178,39 @@ def test_gradients_that_are_rounded_on_the_wire_are_normalized_as_they_come_back
     for ranks in (host, device):
         merge(ranks, gradients, shares={1: {4: NOTHING, 5: NOTHING}})
     assert_equal(host[0], device[0])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_bad_number_does_not_travel_if_gradients_are_rounded_on_the_wire(bad):
+    module = module_of()
+    gradients = gradients_of(module, 2)
+    gradients[1][3][0] = bad
+    ranks = begun(QueuedBuffers, module, 2, drop_nonfinite=True, wire_dtype=torch.bfloat16)
+    merge(ranks, gradients)
+    for buffers in ranks:
+        assert buffers.usable
+        assert torch.equal(buffers.views[3], gradients[0][3].bfloat16().float())
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", [StageBuffers, QueuedBuffers])
+@pytest.mark.parametrize("wire", [None, torch.bfloat16])
+def test_parameter_without_elements_has_a_gradient_without_any_though_no_other_is_of_its_dtype(dtype, kind, wire):
+    module = nn.ParameterList([nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0, 3, dtype=torch.complex64))])
+    module.append(nn.Parameter(torch.ones(0, dtype=dtype)))
+    ranks = begun(kind, module, 2, num_stages=1, drop_nonfinite=True, wire_dtype=wire)
+    gradients = [[torch.full_like(parameter, rank + 1) for parameter in module] for rank in range(2)]
+    shares, _ = merge(ranks, gradients, num_stages=1)
+    assert [share.weight for share in shares] == [2.0] * 3
+    for buffers in ranks:
+        assert torch.equal(buffers.views[0], torch.full((3,), 1.5))
+        assert [len(view) for view in buffers.views[1:]] == [0, 0]
+
+
+def test_counts_are_on_the_device_of_the_first_parameter_whose_marks_tell_when_they_are_there(monkeypatch):
+    devices = ("meta", "cpu", "meta")
+    module = nn.ParameterList([nn.Parameter(torch.ones(3, device=device)) for device in devices])
+    (buffers,) = begun(QueuedBuffers, module, 1, num_stages=1, drop_nonfinite=True)
+    buffers.usable = buffers._numbers[-1] < 1
+    monkeypatch.setattr(buffers, "_all_found", lambda: torch.zeros(2))  # nothing can be copied from the meta device
+    assert (buffers._device.type, buffers.counts().numbers.device.type) == ("cpu", "meta")
