@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar, final
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -192,9 +193,11 @@ class Step:
         """
         for name, value in scalars.items():
             if isinstance(value, Tensor) and self._coordinator.leaves_on_device(value):
-                self.on_device[name] = value.detach()
+                self.on_device[name] = _copied(value)
+                self.scalars.pop(name, None)
             else:
                 self.scalars[name] = float(value.detach() if isinstance(value, Tensor) else value)
+                self.on_device.pop(name, None)
         if (number := len(self.scalars) + len(self.on_device)) > MAX_SCALARS:
             raise ValueError(f"{number} scalars in one step: at most {MAX_SCALARS}")
         self._names.log(scalars)
@@ -202,6 +205,14 @@ class Step:
     def stop(self) -> None:
         """Stop this rank's pass at its next stage, as if its deadline were over; from any thread."""
         self._coordinator.training.stop()
+
+
+def _copied(value: Tensor) -> Tensor:
+    """One number on a device as it is now: the loop may go on to change it, and it may be one of several ranks."""
+    own = value.detach()
+    if (gather := getattr(own, "full_tensor", None)) is not None:
+        own = gather()
+    return own.reshape(()).to(torch.float32, copy=True)
 
 
 @final

@@ -24,7 +24,7 @@ class OptimizerSteps:
         self.number = 0
         self.stepped: weakref.ref[Optimizer] | None = None
         self._parameters, self._opened, self._drops_nonfinite = parameters, opened, drops_nonfinite
-        self._skips = False  # an optimizer that is being stepped was given that number
+        self._told: weakref.ref[Optimizer] | None = None  # which optimizer has that number, by `skip`
         self.handles: list[RemovableHandle] = []
         self.watch()
 
@@ -63,16 +63,21 @@ class OptimizerSteps:
 
         Only fused optimizers can, by the number that a ``GradScaler`` gives them; others step with zeros.
         """
+        self._forget()  # of a step that failed
         usable = self._opened.usable
         if usable is not None and all(group.get("fused") for group in optimizer.param_groups):
             optimizer.found_inf = 1.0 - usable.float()  # type: ignore[attr-defined]
-            self._skips = True
+            self._told = weakref.ref(optimizer)
 
-    def stepped_by_loop(self, optimizer: Optimizer) -> None:
+    def stepped_by_loop(self) -> None:
         """An optimizer has stepped."""
-        if self._skips:
-            del optimizer.found_inf  # type: ignore[attr-defined]
-            self._skips = False
+        self.number += 1
+        self._forget()
+
+    def _forget(self) -> None:
+        if self._told is not None and (told := self._told()) is not None:
+            vars(told).pop("found_inf", None)
+        self._told = None
 
 
 def _watch(
@@ -88,12 +93,11 @@ def _watch(
         if (current := watched()) is None or not current.optimizing:
             stopwatch.enter("optimizer")
 
-    def after(optimizer: Optimizer) -> None:
+    def after(_optimizer: Optimizer) -> None:
         if (current := watched()) is not None and current.optimizing:
             return  # a part of a step
         stopwatch.enter("data")
         if (steps := reference()) is not None:
-            steps.number += 1
-            steps.stepped_by_loop(optimizer)
+            steps.stepped_by_loop()
 
     return around_steps(parameters, before, after)

@@ -6,9 +6,11 @@ They go into this rank's row of a later step, so that all ranks know them at the
 from __future__ import annotations
 
 import logging
+import sys
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from straggle.backward.device import Device
 from straggle.merge.counts import Counts
+from straggle.merge.telemetry import MAX_SCALARS
 
 _log = logging.getLogger(__name__)
 
@@ -56,6 +59,8 @@ class DeviceNumbers:
         self._device = device
         self._copied: deque[_Copied] = deque()
         self._marks: list[Any] = []  # that are used again, because a new one takes longer than a kernel
+        self._seen: dict[str, list[float]] = {}  # scalars that have arrived and are in no row
+        self._first = sys.maxsize  # step of which something has arrived and is in no row
 
     def add(self, step: int, counts: Counts | None, scalars: Mapping[str, Tensor]) -> None:
         """Copy these of a merged step to the host, when the device comes to it; all on one device."""
@@ -67,22 +72,29 @@ class DeviceNumbers:
         mark = self._device.mark(self._marks.pop() if self._marks else None)
         self._copied.append(_Copied(step, mark, copy, counts, tuple(scalars)))
 
-    def take(self, step: int) -> Arrived:
-        """What has arrived since the last row, for the row of ``step``; does not wait."""
-        if not self._copied or not self._device.ready(self._copied[0].mark):
+    def take(self, step: int, room: int = MAX_SCALARS) -> Arrived:
+        """What has arrived since the last row, for the row of ``step``; does not wait.
+
+        Scalars for which the row has no ``room`` go into a later one.
+        """
+        if not self._seen and not (self._copied and self._device.ready(self._copied[0].mark)):
             return NOTHING_ARRIVED
-        first, nonfinite, skipped, seen = self._copied[0].step, 0, False, dict[str, list[float]]()
+        nonfinite, skipped = 0, False
         while self._copied and self._device.ready(self._copied[0].mark):
             own = self._copied.popleft()
             numbers = own.numbers.tolist()
             self._marks.append(own.mark)
+            self._first = min(self._first, own.step)
             if own.counts is not None:
                 left_out, changed_nothing = own.counts.read(numbers[: len(numbers) - len(own.names)])
                 nonfinite, skipped = nonfinite + left_out, skipped or changed_nothing
             for name, value in zip(reversed(own.names), reversed(numbers), strict=False):
-                seen.setdefault(name, []).append(value)
-        scalars = {name: sum(values) / len(values) for name, values in seen.items()}
-        return Arrived(max(1, step - first), nonfinite, skipped, scalars)
+                self._seen.setdefault(name, []).append(value)
+        scalars = {name: fmean(self._seen.pop(name)) for name in list(self._seen)[:room]}
+        behind = max(1, step - self._first)
+        if not self._seen:
+            self._first = sys.maxsize
+        return Arrived(behind, nonfinite, skipped, scalars)
 
     def close(self, rank: int) -> None:
         """Name the gradients of the last steps that no later row has counted."""

@@ -69,7 +69,7 @@ class StepRecord:
             tuple(self._of_rank(rank, *each) for rank, each in ranks),
             self._of_stages(rows),
             self._scalars(rows),
-            skipped=any(table.column("skipped_before")) or (any(row[NONFINITE] for row in rows) and table.skipped()),
+            skipped=table.skipped_before or (any(row[NONFINITE] for row in rows) and table.skipped()),
             different_ranks=table.different_ranks(),
             different_tensors=self.differing,
             shadow=would,

@@ -9,6 +9,7 @@ from straggle.merge.rank_parts import RankParts
 from straggle.merge.round import Contribution, Round
 from straggle.merge.row import by_device, row_of
 from straggle.merge.state.exchange import NOTHING_GIVEN, Given
+from straggle.merge.telemetry import MAX_SCALARS
 from straggle.merge.wing import Wings
 from straggle.policies.fill_in import FillIn
 from straggle.source.source import Slot
@@ -95,7 +96,7 @@ class Submission:
         weights, in_step = current.weights(own), training.is_in(current.step)
         arrived = NOTHING_ARRIVED
         if current.buffers.is_queued:
-            arrived = self._rank.device_numbers.take(current.step)
+            arrived = self._rank.device_numbers.take(current.step, MAX_SCALARS - len(scalars))
         row = row_of(
             training,
             merging,

@@ -244,11 +244,16 @@ class Table:
     def skipped(self) -> bool:
         """Whether no rank has a gradient that could be applied, and some have gradients that are not finite.
 
-        On a device with a queue only that knows it (`QueuedBuffers.skip`): its counts are of steps before this one.
+        On a device with a queue only that knows it, and tells it later: `skipped_before`.
         """
         nonfinite = (self.rows[:, NONFINITE] > 0) & (self.rows[:, COUNTS_BEHIND] == 0)
         nothing = self.rows[:, self.of_stages.computed].sum(1) == 0
         return bool(nonfinite.any() and (nonfinite | nothing).all())
+
+    @property
+    def skipped_before(self) -> bool:
+        """Whether a step before was skipped, of which devices tell now; by the first rank's, so that it counts once."""
+        return bool(self._columns["skipped_before"][0])
 
     def different_ranks(self) -> tuple[int, ...] | None:
         """Ranks whose parameters or buffers are not those of most ranks; ``None`` if not compared."""

@@ -12,6 +12,8 @@ from host_reads import HostReads
 from queued_device import RecordingDevice, queued_device
 from ranks import digest, logged, run_ranks, staged
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from training import Chain, Stopper, features, grads, mlp
 
 from straggle import LastMerged, Merge
@@ -208,6 +210,115 @@ def test_scalars_on_the_device_come_as_means_in_the_next_report_and_others_at_on
     for found in run_ranks(logs, 2, 0):
         assert [own["on_host"] for own in found] == list(range(6))
         assert [own.get("on_device") for own in found] == [None, 0.5, 10.5, 20.5, 30.5, 40.5]
+
+
+def many_logs(rank):
+    module, found = mlp(), []
+    with queued_device(), staged(module) as model:
+        for number in range(4):
+            with model.step() as step:
+                model(features(rank, number)).square().mean().backward()
+                names = [f"{'host' if number else 'device'}{one}" for one in range(8)]
+                step.log(**{name: float(number) if number else torch.tensor(5.0) for name in names[: 9 - 2 * number]})
+            found.append(dict(model.last_report.scalars))
+    return found
+
+
+def test_scalars_for_which_a_row_has_no_room_wait_for_the_next_one():
+    for found in run_ranks(many_logs, 2):
+        assert [sum(name.startswith("host") for name in own) for own in found] == [0, 7, 5, 3]
+        assert [sum(name.startswith("device") for name in own) for own in found] == [0, 1, 3, 4]
+        assert all(value == 5.0 for own in found for name, value in own.items() if name.startswith("device"))
+
+
+def logs_odd_ones(rank):
+    """Each report's scalars, and the error for a tensor of two numbers."""
+    module, found, running = mlp(), [], torch.zeros(1)
+    with queued_device(), staged(module) as model:
+        for number in range(4):
+            with model.step() as step:
+                model(features(rank, number)).square().mean().backward()
+                step.log(running=running.add_(1.0), count=torch.tensor(number), twice=torch.tensor(9.0))
+                running.add_(100.0)
+                step.log(twice=float(number))
+                with pytest.raises(RuntimeError):
+                    step.log(two=torch.zeros(2))
+            found.append(dict(model.last_report.scalars))
+    return found
+
+
+def test_scalar_is_what_it_was_when_it_was_logged_and_the_last_of_its_name():
+    for found in run_ranks(logs_odd_ones, 2):
+        assert [own["twice"] for own in found] == [0.0, 1.0, 2.0, 3.0]
+        assert [own.get("running") for own in found] == [None, 1.0, 102.0, 203.0]
+        assert [own.get("count") for own in found] == [None, 0.0, 1.0, 2.0]
+
+
+def logs_of_a_mesh(rank, placement):
+    module, found = mlp(), []
+    mesh = init_device_mesh("cpu", (2,))
+    with queued_device(), staged(module) as model:
+        for number in range(2):
+            with model.step() as step:
+                model(features(rank, number)).square().mean().backward()
+                step.log(
+                    loss=DTensor.from_local(
+                        torch.tensor(2.5 if placement.is_replicate() else 2.0 + rank), mesh, [placement]
+                    )
+                )
+            found.append(dict(model.last_report.scalars))
+    return found
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Partial("avg")], ids=str)
+def test_scalar_of_a_mesh_is_that_of_all_its_ranks(placement):
+    assert run_ranks(logs_of_a_mesh, 2, placement) == [[{}, {"loss": 2.5}]] * 2
+
+
+def skips(rank):
+    """Whether each report has a skipped step, if the ranks' devices are differently far behind."""
+    module, reports = Chain(4), []
+    device = RecordingDevice()
+    with queued_device(device), staged(module, stages=4) as model:
+        for number in range(8):
+            with model.step():
+                loss = model(float(rank + 1))
+                (loss * math.nan if number == 3 else loss).backward()
+            if number == 3 and rank:
+                device.behind = 2
+            reports.append((model.last_report.skipped, model.last_report.ranks[rank].nonfinite))
+    return reports
+
+
+def test_skipped_step_is_in_one_report_though_ranks_hear_of_it_in_different_ones():
+    for reports in run_ranks(skips, 2):
+        assert [skipped for skipped, _ in reports].count(True) == 1
+        assert [nonfinite for _, nonfinite in reports].count(4) == 1
+
+
+def fails_to_step(rank):
+    """What an optimizer is told in a step that fails, and in the next one, to which no rank has given anything."""
+    module, told = Chain(2), []
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
+
+    def closure():
+        told.append(float(getattr(optimizer, "found_inf", 0.0)))
+        if len(told) == 1:
+            raise ValueError("as if the loss could not be computed")
+
+    with queued_device(), staged(module) as model:
+        with model.step():
+            (model(1.0) * math.nan).backward()
+        with pytest.raises(ValueError, match="as if"):
+            optimizer.step(closure)
+        with model.step():
+            pass
+        optimizer.step(closure)
+    return told
+
+
+def test_optimizer_whose_step_failed_is_told_nothing_of_that_one_in_the_next():
+    assert run_ranks(fails_to_step, 1) == [[1.0, 0.0]]
 
 
 def bad_at_the_end(rank):

@@ -19,6 +19,7 @@ from straggle.backward import device as of_straggle
 class RecordingDevice:
     """A device that is a queue, on CPU tensors. ``waits``: how often the host has waited for it.
 
+    ``copies``: how often it was asked to copy something to the host.
     ``behind``: for so many questions it has not come to a mark. What it copies to the host is NaN, a large number or
     true until the host has seen a mark behind that ready, or has waited for it.
     """
@@ -26,7 +27,7 @@ class RecordingDevice:
     is_queued = True
 
     def __init__(self, behind: int = 0) -> None:
-        self.behind, self.waits = behind, 0
+        self.behind, self.waits, self.copies = behind, 0, 0
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def mark(self, again: Any = None) -> tuple[float, list[tuple[Tensor, Tensor]]]:  # noqa: ARG002
@@ -59,6 +60,7 @@ class RecordingDevice:
         return float(after[0] - before[0])
 
     def copy_to_host(self, numbers: Tensor) -> Tensor:
+        self.copies += 1
         with _disable_current_modes():
             copy = numbers.detach().clone()
             flags = copy.is_floating_point() or copy.dtype is torch.bool
