@@ -1,16 +1,19 @@
 """A run in which ranks were late, stopped and stood in for is repeated bit for bit from what each rank decided."""
 
+import math
 import random
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch
 from members import run_job
+from queued_device import queued_device
 from ranks import digest, run_ranks, staged
 from torch import nn
 from training import Signals, features, mlp
 
-from straggle import Elastic, LastOwn, LateHandling
+from straggle import Abstain, Elastic, LastOwn, LateHandling
 from straggle.observe.recording import DecisionWriter, read_recording
 from straggle.replay.decision import Decision, Recording
 
@@ -33,10 +36,11 @@ class Noisy(nn.Module):
         return self.layers(x)
 
 
-def train(rank, folder, replay, estimator, late_handling, members=None):
+def train(rank, folder, replay, estimator, late_handling, members=None, queued=False):
     """Trains under random stalls, or as recorded; parameters, buffers and random state, and what happened.
 
-    ``members``: of the run that is recorded; a replay has none.
+    ``members``: of the run that is recorded; a replay has none. ``queued``: on a device that is a queue, and with bad
+    numbers.
     """
     torch.manual_seed(0)
     module = Noisy()
@@ -55,7 +59,8 @@ def train(rank, folder, replay, estimator, late_handling, members=None):
     reports = []
     path = folder / f"rank{rank}.jsonl"
     options = {"deadline": 0.02, "late_handling": late_handling, "estimator": estimator}
-    with staged(module, members=None if replay else members, **options) as model:
+    device = queued_device() if queued else nullcontext()
+    with device, staged(module, members=None if replay else members, **options) as model:
         if replay:
             model.replay(read_recording(path))
         with DecisionWriter(folder / f"rank{rank}.{'again' if replay else 'jsonl'}") as writer:
@@ -63,7 +68,8 @@ def train(rank, folder, replay, estimator, late_handling, members=None):
                 stall[0] = 0.06 if not replay and draw.random() < 0.3 else 0.0
                 with model.step(num_microbatches=2):
                     for part in range(2):
-                        (model(features(rank, 2 * number + part)).square().mean() / 2).backward()
+                        loss = model(features(rank, 2 * number + part)).square().mean() / 2
+                        (loss * math.nan if queued and (number + rank) % 5 == 0 else loss).backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 reports.append(model.last_report)
@@ -94,6 +100,14 @@ def test_replayed_run_equals_the_recorded_one_bit_for_bit(tmp_path, estimator, l
         recorded = read_recording(tmp_path / f"rank{rank}.jsonl")
         assert len(recorded.decisions) == STEPS
         assert recorded == read_recording(tmp_path / f"rank{rank}.again")
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_run_with_bad_numbers_on_a_queued_device_is_replayed_bit_for_bit(tmp_path, num_ranks):
+    first = run_ranks(train, num_ranks, tmp_path, False, Abstain(), PARTLY, None, True)
+    again = run_ranks(train, num_ranks, tmp_path, True, Abstain(), PARTLY, None, True)
+    assert [state for state, *_ in first] == [state for state, *_ in again]
+    assert num_ranks == 1 or first[0][2] + first[0][3] > 0  # some rank was late, or this shows less
 
 
 def test_run_in_which_no_rank_left_is_replayed_without_members(tmp_path):
