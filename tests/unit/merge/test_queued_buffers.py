@@ -1,6 +1,7 @@
 """Buffers of a device that the host does not wait for merge as those of the CPU do, bit for bit."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -214,3 +215,56 @@ def test_counts_are_on_the_device_of_the_first_parameter_whose_marks_tell_when_t
     buffers.usable = buffers._numbers[-1] < 1
     monkeypatch.setattr(buffers, "_all_found", lambda: torch.zeros(2))  # nothing can be copied from the meta device
     assert (buffers._device.type, buffers.counts().numbers.device.type) == ("cpu", "meta")
+
+
+def of_several_dtypes():
+    """Its gradients lie in three flat buffers: the first and the last in one."""
+    dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float32)
+    return nn.ParameterList([nn.Parameter(torch.ones(2 + size, dtype=dtype)) for size, dtype in enumerate(dtypes)])
+
+
+SAME_FLAT = {0: (0, 3), 1: (1,), 2: (2,), 3: (0, 3)}
+
+
+@pytest.mark.parametrize("weights", [{}, {0: 3.0, 2: 2.0}], ids=["alike", "weighed"])
+@pytest.mark.parametrize("late", [{}, {1: {2: NOTHING, 0: Share(0.5, True)}}], ids=["in time", "late"])
+@pytest.mark.parametrize("bad", [{}, {0: 1}, {0: 1, 1: 1}, {0: 3, 1: 2}, {1: 0}], ids=str)
+def test_each_flat_buffer_with_a_bad_number_is_left_out_by_itself(bad, late, weights):
+    module = of_several_dtypes()
+    gradients = [[torch.full_like(parameter, 2.0**rank) for parameter in module] for rank in range(3)]
+    for rank, index in bad.items():
+        gradients[rank][index][1] = math.nan
+    shares = {rank: {index: replace(own, weight=weights.get(rank, 1.0) * own.weight) for index, own in each.items()}
+              for rank, each in late.items()}  # fmt: skip
+    ranks = begun(QueuedBuffers, module, 3, num_stages=1, drop_nonfinite=True)
+    merge(ranks, gradients, shares, weights, num_stages=1)
+    for index, parameter in enumerate(module):
+        given = [rank for rank in range(3) if bad.get(rank) not in SAME_FLAT[index]]
+        weight = {rank: shares.get(rank, {}).get(index, Share(weights.get(rank, 1.0), True)).weight for rank in given}
+        there = [rank for rank in given if weight[rank]]
+        expected = sum(weights.get(rank, 1.0) * 2.0**rank for rank in there) / sum(weight.values())
+        for buffers in ranks:
+            torch.testing.assert_close(buffers.views[index], torch.full_like(parameter, expected), rtol=0.01, atol=0.0)
+            assert torch.equal(buffers.views[index], ranks[0].views[index])
+    for rank, buffers in enumerate(ranks):
+        left_out = rank in bad and shares.get(rank, {}).get(bad[rank]) != NOTHING
+        assert read_counts(buffers) == (len(SAME_FLAT[bad[rank]]) if left_out else 0, False)
+
+
+def test_step_is_skipped_though_ranks_have_their_bad_numbers_in_different_flat_buffers():
+    module = of_several_dtypes()
+    gradients = [[torch.ones_like(parameter) for parameter in module] for _ in range(2)]
+    gradients[0][1][0] = gradients[1][2][0] = math.nan
+    ranks = begun(QueuedBuffers, module, 2, num_stages=1, drop_nonfinite=True)
+    merge(ranks, gradients, num_stages=1)
+    assert [read_counts(buffers) for buffers in ranks] == [(1, True)] * 2
+    assert not any(view.any() for view in ranks[0].views)
+
+
+def test_size_of_the_message_of_rows_is_counted():
+    (queued,), (plain,) = (begun(kind, module_of(), 1) for kind in (QueuedBuffers, StageBuffers))
+    sent = []
+    for buffers in (plain, queued):
+        merge([buffers], gradients_of(module_of(), 1))
+        sent.append(int(buffers.rows[0, COLUMN["sent_bytes"]]))
+    assert sent[0] == sent[1]
