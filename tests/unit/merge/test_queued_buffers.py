@@ -152,6 +152,8 @@ def test_hosts_know_that_no_rank_gave_anything():
     module = module_of()
     ranks = begun(QueuedBuffers, module, 2, drop_nonfinite=True)
     nothing = dict.fromkeys(range(6), NOTHING)
+    merge(ranks, gradients_of(module, 2))
+    assert ranks[0].counts() is not None
     shares, _ = merge(ranks, gradients_of(module, 2), shares={0: nothing, 1: nothing})
     assert set(shares) == {Share(0.0, False)}
     assert ranks[0].counts() is None
