@@ -270,3 +270,21 @@ def test_size_of_the_message_of_rows_is_counted():
         merge([buffers], gradients_of(module_of(), 1))
         sent.append(int(buffers.rows[0, COLUMN["sent_bytes"]]))
     assert sent[0] == sent[1]
+
+
+def test_gradients_that_the_loop_keeps_stay_as_they_are_and_the_next_ones_lie_elsewhere():
+    module = module_of()
+    first, second = gradients_of(module, 2), [[2 * own for own in of_rank] for of_rank in gradients_of(module, 2)]
+    ranks = begun(QueuedBuffers, module, 2, drop_nonfinite=True)
+    merge(ranks, first)
+    kept = [view.detach() for view in ranks[0].views]
+    for _ in range(3):  # two take turns
+        copies = [own.clone() for own in kept]
+        for buffers in ranks:
+            buffers.renew_held()
+        merge(ranks, second)
+        for index, view in enumerate(ranks[0].views):
+            assert torch.equal(view, second[0][index] / 2 + second[1][index] / 2)
+        assert all(map(torch.equal, kept, copies))
+        assert all(buffers.usable for buffers in ranks)
+        kept = [view.detach() for view in ranks[0].views]
