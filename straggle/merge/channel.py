@@ -8,12 +8,10 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import sys
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -27,6 +25,7 @@ from straggle.merge.groups import (
     GlooCollectives,
     Group,
     JobGroup,
+    Polled,
     ProcessGroups,
     QueuedGroup,
     backend_of,
@@ -34,18 +33,26 @@ from straggle.merge.groups import (
     is_of_peer,
     is_over,
     messages_at_a_time,
-    set_aside,
     succeeds,
+)
+from straggle.merge.last_words import (
+    ENDED,
+    TROUBLE,
+    End,
+    Progress,
+    abandon,
+    absent,
+    leave_groups,
+    leave_word,
+    report_end,
+    words_under,
 )
 from straggle.merge.store import JobStore, StoreUnreachable, check_answers, connect, default_store, place_of
 from straggle.merge.tensor_bytes import bytes_of, set_bytes
 from straggle.policies.merge_time import MESSAGES_AT_A_TIME
 
 _SLICE_S = 0.5
-_POLL_S = 50e-6
 _SHORT_S = 0.1  # each wait that ends before its collective costs 0.2 ms of CPU
-_TROUBLE, _ENDED = "trouble", "ended"  # keys that show that ranks have left messages
-_ABORT_S = 2.0
 LONG_S = 2.0  # after so long in one thing a rank reports what it is doing, or which ranks it waits for
 
 _log = logging.getLogger(__name__)
@@ -87,7 +94,7 @@ class Channel:
         self.rank, self.world_size = dist.get_rank(parent), dist.get_world_size(parent)
         self.names = names or range(self.world_size)
         self.epoch = 0  # number of the groups, which never change here
-        self._progress = _Progress()
+        self._progress = Progress()
         self._counted: deque[int] = deque()  # steps whose counter this rank began; written by the store's thread
         self._queued = backend_of(parent) != "gloo"  # collectives run on the device's own queue, not on the host
         self.own_failure: Callable[[], str | None] = _none  # why peers may have given up, if this rank's device hangs
@@ -101,10 +108,10 @@ class Channel:
             place_of(store),
             who=f"rank {self.name}",
             without="this rank is not late, however slow, and learns of no peer's failure but by its connections",
-            watched=(_TROUBLE, _ENDED),
+            watched=(TROUBLE, ENDED),
         )
-        leave = partial(_leave, self._gloo_groups, self._job_groups, self._progress, give_up_s)
-        self._finalizer = weakref.finalize(self, _end, self.store, self.rank, self.name, self._progress, leave)
+        leave = partial(leave_groups, self._gloo_groups, self._job_groups, self._progress, give_up_s)
+        self._finalizer = weakref.finalize(self, report_end, self.store, self.rank, self.name, self._progress, leave)
 
     @staticmethod  # a bound method would keep this object alive as long as the store's thread
     def _connect(store: Any, corner: str) -> Any:
@@ -223,7 +230,7 @@ class Channel:
         """Launch a collective and wait for it; ``queued``: it runs on the device's own queue."""
         with self._own_error(what):
             work = collective()
-        waited: Any = _Polled(work) if queued else work
+        waited: Any = Polled(work) if queued else work
         self.wait(waited, self._progress.merged + 1, self._before_step(what))
 
     def _before_step(self, what: str) -> str:
@@ -252,7 +259,7 @@ class Channel:
 
     def abort(self) -> None:
         """This rank ends: let nothing of it wait for a peer, neither its device nor whoever destroys a group."""
-        _abandon(self._job_groups, self.give_up_s)
+        abandon(self._job_groups, self.give_up_s)
 
     # -- evidence that peers wait
 
@@ -281,7 +288,7 @@ class Channel:
 
     def published_name(self, key: int) -> str | None:
         """The name under this key, if there is one. Raises `StoreUnreachable` if the store does not answer."""
-        return self.store.ask(lambda store: _words(store, "name", [key])).get(key)
+        return self.store.ask(lambda store: words_under(store, "name", [key])).get(key)
 
     # -- failures
 
@@ -294,7 +301,7 @@ class Channel:
         """Report this rank's failure to its peers."""
         self._progress.explained = True
         try:
-            self.store.ask(partial(_leave_word, f"failure/{self.rank}", message, _TROUBLE))
+            self.store.ask(partial(leave_word, f"failure/{self.rank}", message, TROUBLE))
         except StoreUnreachable as error:
             _log.warning("%s; the peers cannot learn more than that it failed: %s", message, error)
 
@@ -339,7 +346,7 @@ class Channel:
     @property
     def has_trouble(self) -> bool:
         """Whether a rank is known to have failed, or to have given up."""
-        return _TROUBLE in self.store.seen
+        return TROUBLE in self.store.seen
 
     @property
     def has_failed(self) -> bool:
@@ -350,7 +357,7 @@ class Channel:
         """Whether a peer is known to have failed, or to have ended before ``step``."""
         if self.has_trouble:
             return True
-        if _ENDED not in self.store.seen:
+        if ENDED not in self.store.seen:
             return False
         with contextlib.suppress(StoreUnreachable):
             return any(end.merged < step for end in self.store.ask(self._ends, _SLICE_S))
@@ -379,7 +386,7 @@ class Channel:
 
     def waited_for(self, step: int) -> str:
         """The ranks that do not wait in ``step``, and what they report to be doing."""
-        others = self.store.ask(lambda store: _absent(store, f"waiting/{step}", self.awaited), _SLICE_S)
+        others = self.store.ask(lambda store: absent(store, f"waiting/{step}", self.awaited), _SLICE_S)
         return (
             f"ranks {self.named(others)}{self._doing(others, _SLICE_S)}"
             if others
@@ -387,7 +394,7 @@ class Channel:
         )
 
     def _doing(self, ranks: Sequence[int], limit_s: float) -> str:
-        words = self.store.ask(lambda store: _words(store, "doing", ranks), limit_s)
+        words = self.store.ask(lambda store: words_under(store, "doing", ranks), limit_s)
         return "".join(f"; {word}" for word in words.values() if word)
 
     def explain(self, what: str, wait_s: float = 1.7) -> str:
@@ -408,9 +415,9 @@ class Channel:
             return self.store.ask(request, max(until - time.monotonic(), _SLICE_S))
 
         # for ranks that wait for this one, and not for the one that is gone
-        ask(partial(_leave_word, f"survivor/{self.rank}", "", _TROUBLE))
+        ask(partial(leave_word, f"survivor/{self.rank}", "", TROUBLE))
         while not (reasons := ask(self._reasons)):
-            missing = ask(lambda store: _absent(store, "survivor", range(self.world_size)))
+            missing = ask(lambda store: absent(store, "survivor", range(self.world_size)))
             if not missing or time.monotonic() > until:
                 return self._first_given_up(missing)
             time.sleep(0.05)
@@ -428,30 +435,11 @@ class Channel:
 
     def _reasons(self, store: Any) -> list[str]:
         """What ranks have reported: failures, or else that they ended."""
-        failures = _words(store, "failure", range(self.world_size))
+        failures = words_under(store, "failure", range(self.world_size))
         return list(failures.values()) or [end.words for end in self._ends(store)]
 
-    def _ends(self, store: Any) -> list[_End]:
-        return [_End.read(word) for word in _words(store, "ended", range(self.world_size)).values()]
-
-
-class _Polled:
-    """A collective that is queued on a device, waited for as gloo's are: nccl aborts at the end of a short wait."""
-
-    def __init__(self, work: dist.Work) -> None:
-        self._work = work
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def wait(self, timeout: timedelta = timedelta.max) -> bool:
-        """Wait for so long. Raises ``RuntimeError`` if it is not over then, or failed."""
-        until = time.monotonic() + timeout.total_seconds()
-        while not self._work.is_completed():
-            if time.monotonic() >= until:
-                raise RuntimeError("not yet")
-            time.sleep(_POLL_S)
-        return bool(self._work.wait())  # makes this thread's queue wait, and raises the collective's error
+    def _ends(self, store: Any) -> list[End]:
+        return [End.read(word) for word in words_under(store, "ended", range(self.world_size)).values()]
 
 
 class LongWait:
@@ -473,90 +461,8 @@ class LongWait:
                 _log.warning("%s: waiting for %s", self._what, self._channel.waited_for(self._step))
 
 
-@dataclass
-class _Progress:
-    """How far this rank is, for its last message: the last merged step, and whether the peers know why it ends."""
-
-    merged: int = -1
-    explained: bool = False
-    # in a notebook, the exception of another cell
-    earlier: BaseException | None = field(default_factory=lambda: getattr(sys, "last_value", None))
-
-    @property
-    def uncaught(self) -> BaseException | None:
-        """The exception that ends this process, as the interpreter keeps it for debuggers, or ``None``."""
-        error: BaseException | None = getattr(sys, "last_value", None)
-        return None if error is self.earlier else error
-
-    @property
-    def after(self) -> str:
-        """This rank's place between its steps, in words."""
-        return f"after step {self.merged}" if self.merged >= 0 else "before its first step was merged"
-
-    def raised(self, rank: int, error: BaseException) -> str:
-        """The report of an error in the user's code between steps."""
-        return f"rank {rank} raised {self.after}, outside of a step: {error!r}"
-
-
-@dataclass(frozen=True)
-class _End:
-    """A rank's last message: it takes part in no step after ``merged``."""
-
-    merged: int
-    words: str
-
-    @classmethod
-    def read(cls, word: str) -> _End:
-        merged, _, words = word.partition(" ")
-        return cls(int(merged), words)
-
-
 def _none() -> None:
     """Nothing."""
-
-
-def _abandon(groups: list[JobGroup], give_up_s: float, wait_s: float = 0.0) -> None:
-    while groups:
-        group = groups.pop()
-        if isinstance(group, QueuedGroup):
-            group.abort(wait_s)
-        else:
-            group.set_aside(give_up_s)
-
-
-def _leave(groups: list[Any], job_groups: list[JobGroup], progress: _Progress, give_up_s: float) -> None:
-    """Drop the groups; if a peer or this rank has failed, collectives may be in flight that never end.
-
-    Freeing such a group waits for them, for ``give_up_s``, and blocks whichever thread collects it.
-    """
-    if progress.explained:
-        _abandon(job_groups, give_up_s, _ABORT_S)
-    while groups:
-        group = groups.pop()
-        if progress.explained:
-            set_aside(group, give_up_s)
-
-
-def _end(store: JobStore, rank: int, name: int, progress: _Progress, leave: Callable[[], None]) -> None:
-    """When the model is closed or the process ends, report why, unless the peers know."""
-    if not progress.explained:
-        if (error := sys.exc_info()[1] or progress.uncaught) is not None:
-            store.post(partial(_leave_word, f"failure/{rank}", progress.raised(name, error), _TROUBLE))
-        else:
-            why = "its loop was over, or it called sys.exit; use model.join(loader) for uneven data"
-            word = f"{progress.merged} rank {name} ended {progress.after} ({why})"
-            store.post(partial(_leave_word, f"ended/{rank}", word, _ENDED))
-    store.close()
-    leave()
-
-
-# -- what the store's thread does
-
-
-def _leave_word(key: str, word: str, sign: str, store: Any) -> None:
-    """Write a message under ``key``; ``sign`` tells ranks that watch it that there are messages."""
-    store.set(key, word)
-    store.set(sign, "")
 
 
 def _count(counted: deque[int], step: int, store: Any) -> None:
@@ -565,13 +471,3 @@ def _count(counted: deque[int], step: int, store: Any) -> None:
     counted.append(step)  # whoever counts first cleans up, when no rank asks for a step that far back
     while counted[0] <= step - 32:
         store.delete_key(f"finished/{counted.popleft()}")
-
-
-def _absent(store: Any, key: str, ranks: Iterable[int]) -> list[int]:
-    """Those of these ranks without a message under ``key``."""
-    return [rank for rank in ranks if not store.check([f"{key}/{rank}"])]
-
-
-def _words(store: Any, key: str, ranks: Iterable[int]) -> dict[int, str]:
-    """The messages that ranks left under ``key``, by rank."""
-    return {rank: store.get(f"{key}/{rank}").decode() for rank in ranks if store.check([f"{key}/{rank}"])}

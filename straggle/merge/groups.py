@@ -24,6 +24,7 @@ from straggle.policies.merge_time import MESSAGES_AT_A_TIME, QUICK_AT_A_TIME, QU
 # of which some is in each error of gloo's transport, and of torch's about a peer that is gone or too slow
 _WORDS_OF_TRANSPORT = ("gloo/transport", "connect", "socket", "closure", "closed", "timed out", "timeout")
 _WATCHDOG_S = 60.0  # beyond twice the time that ranks wait for each other
+_POLL_S = 50e-6
 _SMALL_MESSAGES = 4  # of which the quickest says what a small one takes: the first ones connect, and machines are busy
 
 
@@ -162,6 +163,25 @@ class GlooGroup(GlooCollectives):
     def _launched(self, work: dist.Work) -> dist.Work:
         self._works.add(work)
         return work
+
+
+class Polled:
+    """A collective that is queued on a device, waited for as gloo's are: nccl aborts at the end of a short wait."""
+
+    def __init__(self, work: dist.Work) -> None:
+        self._work = work
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def wait(self, timeout: timedelta = timedelta.max) -> bool:
+        """Wait for so long. Raises ``RuntimeError`` if it is not over then, or failed."""
+        until = time.monotonic() + timeout.total_seconds()
+        while not self._work.is_completed():
+            if time.monotonic() >= until:
+                raise RuntimeError("not yet")
+            time.sleep(_POLL_S)
+        return bool(self._work.wait())  # makes this thread's queue wait, and raises the collective's error
 
 
 def messages_at_a_time(group: Group, size: int, clock: Callable[[], float] = time.monotonic) -> int:
