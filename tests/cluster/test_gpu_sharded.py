@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not hasattr(FSDPModule, "reset_iter_state"), reason="needs torch 2.13"),
 ]
 
 
