@@ -63,7 +63,8 @@ class OptimizerSteps:
 
         Only fused optimizers can, by the number that a ``GradScaler`` gives them; others step with zeros.
         """
-        self._forget()  # of a step that failed
+        if self._told is not None:  # in a step that failed
+            self._forget()
         usable = self._opened.usable
         if usable is not None and all(group.get("fused") for group in optimizer.param_groups):
             optimizer.found_inf = 1.0 - usable.float()  # type: ignore[attr-defined]
@@ -72,12 +73,13 @@ class OptimizerSteps:
     def stepped_by_loop(self) -> None:
         """An optimizer has stepped."""
         self.number += 1
-        self._forget()
+        if self._told is not None:
+            self._forget()
 
     def _forget(self) -> None:
-        if self._told is not None and (told := self._told()) is not None:
+        told, self._told = self._told() if self._told is not None else None, None
+        if told is not None:
             vars(told).pop("found_inf", None)
-        self._told = None
 
 
 def _watch(
