@@ -100,7 +100,8 @@ def _write(config: DictConfig, comparison: Comparison, scenario: str) -> None:
     (run_dir / "compare.json").write_text(json.dumps(comparison.results(), indent=2) + "\n")
     of = f"{scenario}: " if scenario else ""
     title = f"{of}{config.steps} steps of each method on {dist.get_world_size()} ranks, in turns of {config.block}"
-    comparison.print(title, {"files": run_dir / "compare.json"})
+    reference = {REFERENCE: "FSDP2's own replicas, as the model is sharded"} if config.get("parallel") else {}
+    comparison.print(title, {**reference, "files": run_dir / "compare.json"})
 
 
 def _finish(config: DictConfig, scenarios: dict[str, Comparison]) -> None:

@@ -21,6 +21,7 @@ from straggle.commands.config_parts import of_method
 from straggle.commands.config_schema import SCHEMAS, ConfigurationError, check_at_least, check_work
 from straggle.data.rebalance import Rebalance, check_shares
 from straggle.lab.build import build_estimator, build_faults, build_members, build_optimizer, stages_of
+from straggle.lab.sharding import Sharded
 
 _AT_LEAST_OF_A_JOB = {"every": 2, "warmup_steps": 0}
 
@@ -89,8 +90,10 @@ def _build_merge(config: DictConfig, model: nn.Module | None) -> None:
 
 
 def _num_ranks(config: DictConfig) -> int:
-    """As many ranks as it is for; 0: not known yet."""
-    return int(config.get("ranks") or os.environ.get("WORLD_SIZE") or 0)
+    """As many ranks, or replicas of several, as it is for; 0: not known yet."""
+    ranks = int(config.get("ranks") or os.environ.get("WORLD_SIZE") or 0)
+    sharded: Sharded | None = instantiate(config.parallel) if config.get("parallel") else None
+    return ranks if sharded is None else sharded.replicas(ranks)
 
 
 def _check_metrics(metrics: DictConfig) -> None:

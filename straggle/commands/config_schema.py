@@ -25,6 +25,7 @@ _NONE: dict[str, dict[str, Any]] = {
     "faults": {},
     "members": {},
     "metrics": {},
+    "parallel": {},
     "network": {"_target_": "straggle.lab.simulate.communication.Constant", "seconds": 0.0},
     "rebalance": {},
 }
@@ -51,6 +52,11 @@ def check_work(work: str, num_microbatches: int) -> None:
             "work=pulled needs num_microbatches above 1: ranks draw micro-batches, and with one for each there is "
             "nothing to draw"
         )
+
+
+def _is_of(name: str, part: Any) -> bool:
+    """Whether a part of the configuration builds this class."""
+    return part is not None and str(part.get("_target_")).rpartition(".")[2] == name
 
 
 @dataclass
@@ -97,6 +103,7 @@ class Train(_Checked):
     metrics: Any = MISSING
     rebalance: Any = MISSING
     members: Any = MISSING
+    parallel: Any = MISSING
     merge: Any = MISSING
     late_handling: Any = MISSING
 
@@ -109,6 +116,27 @@ class Train(_Checked):
             self._check_replay(Path(self.replay))
         if self.resume is True and not durable.exists(Path(self.run_dir) / "checkpoint"):
             raise ConfigurationError(f"resume=true: there is no checkpoint in run_dir={self.run_dir}")
+        if self.parallel:
+            self._check_sharded()
+
+    def _check_sharded(self) -> None:
+        """What is there for ranks that each have a copy of the model is refused."""
+        unsaved = "the checkpoints of this command are of models that each rank has a copy of"
+        given = {
+            "members=elastic": (self.members, "a sharded replica cannot leave and come back yet"),
+            "rebalance=by_speed": (self.rebalance, "samples are dealt out to ranks, and a replica is several"),
+            "work=pulled": (self.work == "pulled", "micro-batches are drawn by ranks, and a replica is several"),
+            "workload=paced": (_is_of("Paced", self.workload), "its sleeps are hooks on whole parameters"),
+            f"resume={str(self.resume).lower()}": (self.resume, unsaved),
+            f"checkpoint_every={self.checkpoint_every}": (self.checkpoint_every, unsaved),
+        }
+        for key, (is_given, why) in given.items():
+            self._refuse_sharded(key, why, is_given=bool(is_given))
+
+    @staticmethod
+    def _refuse_sharded(key: str, why: str, *, is_given: bool) -> None:
+        if is_given:
+            raise ConfigurationError(f"{key} and parallel=sharded exclude each other: {why}; leave {key} out")
 
     def _check_replay(self, source: Path) -> None:
         if self.members:
@@ -152,6 +180,9 @@ class Compare(Train):
         if wrong := [key for key in self.ONLY_TRAIN if getattr(self, key)]:
             raise ConfigurationError(f"{wrong[0]}: only train does that, compare does not")
         super().__post_init__()
+        for name, own in self.methods.items():
+            is_given = bool(self.parallel) and _is_of("LocalSgdJob", own.job)
+            self._refuse_sharded(name, "its ranks train alone, each with a copy", is_given=is_given)
         if "ddp" not in self.methods:
             raise ConfigurationError(f"methods={list(self.methods)}: ddp must be among them, for comparison")
         for name in self.scenarios or ():

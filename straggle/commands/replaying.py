@@ -39,6 +39,10 @@ def recorded(config: DictConfig) -> DictConfig:
     own = OmegaConf.load(source / "config.yaml")
     assert isinstance(own, DictConfig)
     own.update(replay=config.replay, run_dir=config.run_dir, faults={}, resume=False, report=config.report)
+    if own.get("parallel"):
+        raise ConfigurationError(
+            f"replay={source}: its model was sharded, which no replay is: give a run of parallel=none"
+        )
     own.metrics = config.get("metrics")  # where they go is for who starts this run to say
     own.steps = min(own.steps, config.steps) if config.steps else own.steps
     check_targets(own, config, f"replay={source}")

@@ -38,12 +38,18 @@ def metrics_of(job: StagedJob, config: DictConfig) -> AbstractContextManager[obj
     return exporter
 
 
-def finish(job: StagedJob, run_dir: Path, reports: Sequence[StepReport], hashes: Sequence[str]) -> None:
-    """Evaluate, write ``summary.json`` and print the table."""
+def finish(
+    job: StagedJob,
+    run_dir: Path,
+    reports: Sequence[StepReport],
+    scores: Mapping[str, float],
+    hashes: Sequence[str],
+) -> None:
+    """Write ``summary.json`` and print the table; ``scores`` are those on held-out data."""
     if not reports:
         sys.stdout.write("nothing left to train: the checkpoint has all steps already\n")
         return
-    summary = summarize(reports, job.evaluate(), hashes, job.samples_per_step)
+    summary = summarize(reports, scores, hashes, job.samples_per_step * job.ranks_per_replica)
     try:
         durable.write_text(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
     except OSError as error:

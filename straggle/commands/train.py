@@ -75,10 +75,12 @@ def train(config: DictConfig) -> None:
             reports = _train(job, config, first_step)
             dist.barrier()
         done = job.model.history.num_steps
-        not_saved = _save(checkpoint, done, job)
+        saves = job.mesh is None  # a sharded model's state is in no checkpoint of this kind
+        not_saved = _save(checkpoint, done, job) if saves else None
         if done < config.steps and not_saved is None:
             if is_first:
-                sys.stdout.write(f"stopped after step {done} of {config.steps}; resume=true goes on from there\n")
+                then = "resume=true goes on from there" if saves else "a sharded model is not saved"
+                sys.stdout.write(f"stopped after step {done} of {config.steps}; {then}\n")
             exit_at_once()
         if done == config.steps:
             _end(job, config, reports)
@@ -110,8 +112,9 @@ def _save(checkpoint: Checkpoint, step: int, job: StagedJob) -> NotSaved | None:
 def _end(job: StagedJob, config: DictConfig, reports: list[StepReport]) -> None:
     """All steps are done: report the result."""
     hashes = gather(job.parameters_sha256())
+    scores = job.evaluate() if dist.get_rank() == 0 or job.mesh is not None else {}
     if dist.get_rank() == 0:
-        finish(job, Path(config.run_dir), reports, hashes)
+        finish(job, Path(config.run_dir), reports, scores, hashes)
         if config.replay is not None:
             compare_with_recorded(Path(config.replay), config.steps, hashes)
 

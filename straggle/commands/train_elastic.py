@@ -154,7 +154,7 @@ def _end(job: StagedJob, config: DictConfig, checkpoint: Checkpoint, told: Any) 
         return
     members = [own.rank for own in report.ranks if not own.absent]
     run_dir = Path(config.run_dir)
-    finish(job, run_dir, list(read_reports(run_dir / "trace.jsonl")), _hashes(told, members))
+    finish(job, run_dir, list(read_reports(run_dir / "trace.jsonl")), job.evaluate(), _hashes(told, members))
     if config.report:
         write_page(run_dir)
 

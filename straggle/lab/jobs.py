@@ -7,7 +7,7 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, final
 
 import torch
@@ -19,6 +19,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.algorithms.model_averaging.utils import average_parameters
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.rendezvous import rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,6 +31,7 @@ from straggle.garbage import CollectGarbage
 from straggle.lab.build import build_estimator, build_faults, build_members, build_optimizer, stages_of
 from straggle.lab.faults import FaultInjector
 from straggle.lab.restarts import fresh_store
+from straggle.lab.sharding import Sharded, WorkClock, whole
 from straggle.lab.workloads.shard import Shard
 from straggle.lab.workloads.workload import Workload
 from straggle.merge.step_record import StepRecord
@@ -74,6 +77,11 @@ class Job(ABC):
         self.num_microbatches: int = config.num_microbatches
         self.samples_per_step: int = config.num_microbatches * config.batch_size  # of a rank, in a step of weight 1
         self.module = workload.model().to(device)
+        self.mesh: DeviceMesh | None = None  # of replicas by shards, if a replica is several ranks
+        if config.get("parallel"):
+            sharded: Sharded = instantiate(config.parallel)
+            self.mesh = sharded.mesh(device.type)
+            sharded.shard(self.module, self._shards_over(self.mesh))
         self.optimizer = build_optimizer(config, self.module)
         self._loss_so_far = 0.0  # of the running step's micro-batches, of each its part of the mean
         self._device = device
@@ -84,12 +92,18 @@ class Job(ABC):
         faults = build_faults(config)
         if idle := [name for name, fault in faults.items() if not any(map(fault.affects, range(world_size)))]:
             _log.log(logging.WARNING if rank == 0 else logging.DEBUG, "no rank of %d has faults %s", world_size, idle)
-        self._faults = FaultInjector(self.module, faults, rank=rank, seed=config.seed)
+        clock: Any = WorkClock()
+        clocks = {} if self.mesh is None else {"clock": clock, "sleep": clock.sleep}
+        self._faults = FaultInjector(self.module, faults, rank=rank, seed=config.seed, **clocks)
         self.model = self._wrap(config)
 
     @abstractmethod
     def _wrap(self, config: DictConfig) -> nn.Module:
         """The module, made data-parallel by the method."""
+
+    def _shards_over(self, mesh: DeviceMesh) -> DeviceMesh:
+        """What FSDP2 is given of the mesh: the ranks of one replica, as the method merges the replicas."""
+        return mesh["dp_shard"]
 
     @abstractmethod
     def _passes(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -113,6 +127,11 @@ class Job(ABC):
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    @property
+    def ranks_per_replica(self) -> int:
+        """How many ranks have one copy of the model together."""
+        return 1 if self.mesh is None else self.mesh["dp_shard"].size()
+
     def records(self) -> list[StepRecord]:
         """A list to which each step's record is appended from here on; it stays empty if the method drops nothing."""
         return []
@@ -131,7 +150,7 @@ class Job(ABC):
         """A fingerprint of all parameters: equal on two ranks if these are equal bit for bit; collective."""
         digest = hashlib.sha256()
         for parameter in self.module.parameters():
-            digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(whole(parameter).detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def close(self) -> None:
@@ -209,6 +228,7 @@ class StagedJob(Job):
             late_handling=instantiate(config.late_handling),
             merge=instantiate(config.merge),
             members=build_members(config),
+            mesh=None if self.mesh is None else self.mesh["dp_replicate"],
         )
 
     def _passes(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -311,10 +331,13 @@ class _TorchJob(Job):
     model: DistributedDataParallel
 
     def _passes(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
-        with self.model.no_sync():
+        with self._no_sync():
             for batch in batches[:-1]:
                 self._loss(batch, len(batches)).backward()  # type: ignore[no-untyped-call]
         self._loss(batches[-1], len(batches)).backward()  # type: ignore[no-untyped-call]
+
+    def _no_sync(self) -> AbstractContextManager[None]:
+        return self.model.no_sync()
 
     def close(self) -> None:
         """Remove all hooks, and the wrapper while its process group lives.
@@ -328,10 +351,23 @@ class _TorchJob(Job):
 
 @final
 class DdpJob(_TorchJob):
-    """Training by torch's ``DistributedDataParallel``."""
+    """Training as torch does it: by ``DistributedDataParallel`` or, for a sharded model, by FSDP2's own replicas."""
 
-    def _wrap(self, config: DictConfig) -> DistributedDataParallel:  # noqa: ARG002
-        return DistributedDataParallel(self.module)
+    def _shards_over(self, mesh: DeviceMesh) -> DeviceMesh:
+        return mesh
+
+    def _wrap(self, config: DictConfig) -> Any:  # noqa: ARG002
+        return DistributedDataParallel(self.module) if self.mesh is None else self.module
+
+    @contextmanager
+    def _no_sync(self) -> Iterator[None]:
+        if not isinstance(self.module, FSDPModule):
+            with super()._no_sync():
+                yield
+            return
+        self.module.set_requires_gradient_sync(False)
+        yield
+        self.module.set_requires_gradient_sync(True)
 
 
 @final

@@ -142,6 +142,14 @@ def test_view_names_absent_ranks_and_says_when_the_members_change() -> None:
         (["members=elastic", "members.link_gain=0.5"], "link_gain=0.5: must be a number, at least 1"),
         (["pings=maybe"], "pings: Value 'maybe' is not a valid bool"),
         (["members=elastic", "members.foo=1"], "unknown key members.foo; members has min_ranks, suspect_s, link_gain"),
+        (
+            ["parallel=sharded", "rebalance=by_speed"],
+            "rebalance=by_speed and parallel=sharded exclude each other: samples are dealt out to ranks",
+        ),
+        (["parallel=sharded", "members=elastic"], "members=elastic and parallel=sharded exclude each other"),
+        (["parallel=sharded", "checkpoint_every=5"], "checkpoint_every=5 and parallel=sharded exclude each other"),
+        (["parallel=sharded", "workload=paced"], "workload=paced and parallel=sharded exclude each other"),
+        (["parallel=sharded", "work=pulled", "num_microbatches=2"], "work=pulled and parallel=sharded exclude each"),
         (["resume=true", "run_dir=/nowhere"], "resume=true: there is no checkpoint in run_dir=/nowhere"),
     ],
 )
@@ -162,6 +170,8 @@ def test_other_options_are_named_only_where_the_chosen_one_has_no_such_key() -> 
     [
         ("train", ["deadline=first_k", "deadline.k=5"], "quorum=5: there are only 4 ranks"),
         ("train", ["members=elastic", "members.min_ranks=5"], "min_ranks=5: there are only 4 ranks"),
+        ("train", ["parallel=sharded", "parallel.shards=3"], "4 ranks cannot be dealt out to replicas of 3: start 6"),
+        ("train", ["parallel=sharded", "late_handling.quorum=3"], "quorum=3: there are only 2 ranks"),
         ("train", ["late_handling.quorum=5"], "quorum=5: there are only 4 ranks"),
         ("train", ["rebalance=by_speed", "rebalance.min_share=9"], "total=32: .* 9 at least for each of 4 ranks"),
         (
@@ -305,6 +315,34 @@ def test_slow_rank_is_late_and_the_replicas_stay_identical(tmp_path: Path) -> No
     assert summary["late_steps_per_rank"][3] > 0
     assert summary["dropped_share_per_rank"][3] > 0
     assert "of its time under DDP" in out
+
+
+SHARDED = (*TINY, "parallel=sharded", "metrics=none", "deadline=fixed")
+
+
+@pytest.mark.slow
+def test_replica_of_two_workers_is_late_as_one_if_one_of_them_is_slow(tmp_path: Path) -> None:
+    keys = (*SHARDED, "faults.stall.step=4", "deadline.budget_s=0.2", "steps=8")
+    out = run_command("train", 4, *keys, "run_dir=run", folder=tmp_path)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert len(summary["parameters_sha256"]) == 4
+    assert len(set(summary["parameters_sha256"])) == 1
+    assert len(summary["late_steps_per_rank"]) == 2
+    assert summary["late_steps_per_rank"][1] > 0
+    late = [record for record in read_trace(tmp_path / "run" / "trace.jsonl") if record["ranks"][1]["late"]]
+    assert 3 in {record["slowest_ranks"][1] for record in late}
+    assert "identical" in out
+    assert not (tmp_path / "run" / "checkpoint").exists()
+
+
+@pytest.mark.slow
+def test_compare_trains_a_sharded_model_as_fsdp_does_when_nobody_is_late(tmp_path: Path) -> None:
+    keys = (*SHARDED, "faults=none", "deadline.budget_s=1000", "steps=4", "block=2", "num_microbatches=2")
+    run_command("compare", 4, *(key for key in keys if key != "metrics=none"), "run_dir=run", folder=tmp_path)
+    results = json.loads((tmp_path / "run" / "compare.json").read_text())
+    assert all(fields["replicas_identical"] for fields in results.values())
+    assert results["straggle"]["dropped_share"] == 0.0
+    assert results["straggle"]["validation_loss"] == pytest.approx(results["ddp"]["validation_loss"], rel=1e-4)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import sys
 import pytest
 from advice import pattern
 from omegaconf import OmegaConf
+from torch import nn
 from training import TINY
 
 from straggle.commands import config as configurations
@@ -16,6 +17,8 @@ from straggle.commands import report, run_dir, watch
 from straggle.commands.config import load
 from straggle.commands.plain_args import Words
 from straggle.commands.replaying import recorded
+from straggle.lab.sharding import Sharded, blocks_of
+from straggle.lab.workloads.text import Text
 
 pytestmark = pytest.mark.slow  # some fifty configurations are composed, a fifth of a second each
 
@@ -65,6 +68,12 @@ def repeat(source, target):
         return recorded(load("train", [*TINY, f"run_dir={path / target}", f"replay={path / source}"]))
 
     return way
+
+
+def repeat_of_sharded(path):
+    with_a_run()(path)
+    OmegaConf.save(OmegaConf.create({"steps": 3, "parallel": {"shards": 2}}), path / "earlier" / "config.yaml")
+    return repeat_of(path)
 
 
 def unwritable(place):
@@ -118,6 +127,23 @@ COMMANDS = {
         train("work=pulled", "num_microbatches=1"),
         train("work=pulled", "num_microbatches=2"),
     ),
+    "{} and parallel=sharded exclude each other: {}; leave {} out": (
+        train("parallel=sharded", "resume=auto"),
+        train("parallel=sharded"),
+    ),
+    "shards is {}; give at least 2 ranks for a copy, or parallel=none": (
+        train("parallel=sharded", "parallel.shards=1"),
+        train("parallel=sharded", "parallel.shards=2"),
+        train("parallel=none"),
+    ),
+    "{} ranks cannot be dealt out to replicas of {}: start {} (WORKERS), or set parallel.shards": (
+        lambda _: Sharded(3).replicas(4),
+        lambda _: (Sharded(3).replicas(6), Sharded(2).replicas(4)),
+    ),
+    "{} has no blocks to shard: choose workload=text, or parallel=none": (
+        lambda _: blocks_of(nn.Linear(1, 1)),
+        lambda _: blocks_of(Text().model()),
+    ),
     "scenarios={}: choose of {}": (compare("scenarios=[nobody]"), compare("scenarios=[none,slow_rank]")),
     "methods={}: ddp must be among them, for comparison": (
         compare("methods=[straggle]"),
@@ -126,6 +152,10 @@ COMMANDS = {
     "replay={} is run_dir itself, which this run would overwrite: give another run_dir": (
         repeat("earlier", "earlier"),
         repeat("earlier", "again"),
+    ),
+    "replay={}: its model was sharded, which no replay is: give a run of parallel=none": (
+        repeat_of_sharded,
+        lambda path: (with_a_run()(path), repeat_of(path)),
     ),
     "replay={}: no recorded run; it is the run_dir of an earlier run": (
         lambda path: (with_a_run()(path), (path / "earlier" / "config.yaml").unlink(), repeat_of(path)),
