@@ -141,6 +141,7 @@ class StagedDataParallel(nn.Module):
         self._joins, self._steps, self._warnings = built.joins, built.steps, built.warnings
         self._planning, self._replanning, self._resume_state = built.planning, built.replanning, built.resume_state
         self.rank, self.world_size = self._channel.rank, self._channel.world_size
+        self.job_rank = self._channel.name  # `rank` is the replica's number, if it is several ranks
         self.idle = False  # this rank has no data for the steps from here on: it takes part with weight 0
         self.default_weight = 1.0  # weight of a step whose `Step.weight` the loop does not set
         self._finalizer = weakref.finalize(self, built.closing())

@@ -55,9 +55,10 @@ class Answer:
 
     def __str__(self) -> str:
         parts = [_headline(self.timings, self.slowness), *(_about(rank, self.timings) for rank in self.slowness.ranks)]
+        parts += _summed_up(self.slowness, self.timings.slow_links)
+        parts = [self.timings.replicas.words(part) for part in parts]
+        parts.append(_table(self._listed, self.timings, self.slowness))
         parts += [
-            *_summed_up(self.slowness, self.timings.slow_links),
-            _table(self._listed, self.timings, self.slowness),
             *_to_draw(self.pulled, self.timings),
             *_what_to_do(self.best, self.slowness, self.timings, draws=self._is_pulling_worth_it),
             *_always_slow(self.slowness, self.by_speed, self.timings),
@@ -107,7 +108,8 @@ def answer(path: Path) -> Answer:
     first = _present(timings, slowness)
     found = tuple(gains(timings, late_handling, first))
     config = {} if timings.watched else _config(run_dir)
-    as_they_come = not (config.get("rebalance") or timings.pulled)  # what a rank has does not follow its speed
+    # what a rank has does not follow its speed, and could
+    as_they_come = not (config.get("rebalance") or timings.pulled or timings.replicas.slowest)
     deal = bool(_steady(slowness)) and as_they_come
     sentences = tuple[str, ...]()
     if not timings.watched and timings.source.name == "trace.jsonl":
@@ -280,7 +282,9 @@ def _always_slow(slowness: Slowness, dealt: BySpeed | None, timings: Timings) ->
     if not (steady := _steady(slowness)):
         return
     rank = steady[0].rank
-    said = f"Rank {rank} is persistently slow: with a deadline it is its gradients that are dropped, step after step."
+    said = timings.replicas.words(
+        f"Rank {rank} is persistently slow: with a deadline it is its gradients that are dropped, step after step."
+    )
     if dealt is None:
         yield f"{said} Look at its machine."
         return

@@ -7,7 +7,7 @@ these arrays as it is, whatever became of it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from straggle.observe.link_spells import LinkSpell, link_spells
+from straggle.observe.replicas import Replicas
 from straggle.observe.run import Array, read_reports
 from straggle.observe.trace import read_trace
 from straggle.observe.warmup import num_warmup_steps
@@ -37,7 +38,7 @@ class Timings:
     ``unit_s``, of shape (steps, ranks, units), is when each unit of its gradients was done, from then on.
     ``unit_share``, of the same shape, is the unit's share of the gradients. Stages are the last units; ``stage_share``
     is each stage's share of the model. ``slow_links`` are those of the entire run. ``pulled``: the ranks drew the
-    micro-batches of these steps from pools.
+    micro-batches of these steps from pools. If a model is sharded, the ranks here are ``replicas``.
     """
 
     source: Path
@@ -53,6 +54,7 @@ class Timings:
     stages: tuple[str, ...]
     slow_links: tuple[LinkSpell, ...] = ()
     pulled: bool = False
+    replicas: Replicas = field(default_factory=Replicas)
 
     @property
     def num_steps(self) -> int:
@@ -259,6 +261,7 @@ def _of_reports(path: Path, reports: list[StepReport]) -> Timings:
             num_bytes=4 * sum(stage.numel for stage in stages),
         ),
         pulled=any(report.pool_parts for report in reports),
+        replicas=Replicas.of(reports),
     )
 
 

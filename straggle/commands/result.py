@@ -17,6 +17,7 @@ from straggle.commands import durable
 from straggle.extras import remedy
 from straggle.lab.jobs import StagedJob
 from straggle.observe.console import print_table
+from straggle.observe.replicas import Replicas
 from straggle.observe.summary import summarize
 from straggle.report import StepReport
 
@@ -54,7 +55,7 @@ def finish(
         durable.write_text(run_dir / "summary.json", json.dumps(summary, indent=2) + "\n")
     except OSError as error:
         _log.warning("%s cannot be written: %s", run_dir / "summary.json", error)
-    _print(summary, run_dir)
+    _print(summary, run_dir, Replicas.of(reports))
 
 
 def write_page(run_dir: Path) -> None:
@@ -69,7 +70,7 @@ def write_page(run_dir: Path) -> None:
         _log.warning("no report: %r; try again with: python -m straggle report %s", error, run_dir)
 
 
-def _print(summary: dict[str, Any], run_dir: Path) -> None:
+def _print(summary: dict[str, Any], run_dir: Path, replicas: Replicas) -> None:
     median_ms, ddp_ms = (1e3 * summary[key] for key in ("step_seconds_median", "ddp_seconds_median"))
     mean_ms, ddp_mean_ms = (1e3 * summary[key] for key in ("step_seconds_mean", "ddp_seconds_mean"))
     same = len(set(summary["parameters_sha256"])) == 1
@@ -87,8 +88,8 @@ def _print(summary: dict[str, Any], run_dir: Path) -> None:
         ),
         ("training loss", f"{summary['loss']:.3f}", "mean of the last 20 steps"),
         ("validation loss", f"{summary['validation_loss']:.3f}", _accuracy(summary)),
-        ("parameters on all ranks", "identical" if same else "DIFFERENT", summary["parameters_sha256"][0][:12]),
     ]
+    of_parameters = ("parameters on all ranks", "identical" if same else "DIFFERENT")
     if (drawn := summary["drawn_per_rank"]) is not None:
         shown = ", ".join(f"rank {rank}: {own:.1f}" for rank, own in enumerate(drawn))
         put_back = sum(summary["put_back_per_rank"])
@@ -98,7 +99,10 @@ def _print(summary: dict[str, Any], run_dir: Path) -> None:
         rows.insert(4, ("steps without a rank", f"{sum(absent)} of {summary['steps'] * len(absent)}", away))
     if summary["shadow_dropped_share"] is not None:
         rows.insert(3, ("with the deadline enforced", *_would(summary)))
-    sys.stdout.write(outcome(summary) + "\n")
+    sys.stdout.write(replicas.words(outcome(summary)) + "\n")
+    rows = [(name, value, replicas.words(note)) for name, value, note in rows]
+    rows = [(replicas.words(name, names_ranks=False), *rest) for name, *rest in rows]
+    rows.append((*of_parameters, summary["parameters_sha256"][0][:12]))
     print_table(f"{summary['steps']} steps", ("", "", ""), rows)
     stages = [(name, f"{share:.1%}") for name, share in summary["dropped_share_per_stage"].items()]
     print_table("dropped per stage, in the order of backward", ("stage", "dropped"), stages, {"files": run_dir})

@@ -41,7 +41,7 @@ PLACES = {
 
 def advise(run: Run, numbers: RunNumbers) -> list[str]:
     """Plain sentences about the run, the most important first."""
-    return [
+    sentences = (
         *_replicas(run),
         *_not_written(run),
         *_bad_numbers(run, numbers),
@@ -58,7 +58,8 @@ def advise(run: Run, numbers: RunNumbers) -> list[str]:
         *_waiting(numbers),
         *_out_of_data(run),
         *_absent(run, numbers),
-    ]
+    )
+    return [run.replicas.words(sentence) for sentence in sentences]
 
 
 def _replicas(run: Run) -> Iterator[str]:
@@ -135,6 +136,7 @@ def drawn(numbers: RunNumbers) -> Iterator[str]:
 def _always_slow(run: Run, numbers: RunNumbers) -> Iterator[str]:
     slow = _late_ranks(numbers, ALWAYS, 1.01)
     less = "It has less to do already: look" if run.config.get("rebalance") else _LESS_TO_DO
+    less = "Look" if run.replicas.slowest else less
     for rank in slow[:3]:
         yield (
             f"Rank {rank.rank} was late in {_steps(rank.late, rank.steps)}{_doing(rank)}: it is persistently slow, not "

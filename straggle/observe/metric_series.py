@@ -25,6 +25,7 @@ COUNTERS = {own.name: own.text for own in _DECLARED if own.kind == "counter"} | 
     "untruncated_compute_seconds": "Seconds of this rank's own work in all steps, with what it would have taken "
     "to finish those it left.",
     "late_steps": "Steps in which this rank was late, by what it was doing.",
+    "made_late_steps": "Steps in which this rank's replica was late and waited for this rank; 0 if it is one rank.",
     "incomplete_steps": "Steps in which this rank's gradients are missing though it was not late, by why.",
     "stood_in_steps": "Late steps that the stand-in submitted, because this rank was stuck.",
     "members_changes": "Ranks that left or joined while this rank was a member.",

@@ -70,7 +70,7 @@ class MetricsExporter:
         samples_per_step: int | None = None,
     ) -> None:
         check_port(port)
-        self._rank = model.rank
+        self._rank = model.job_rank
         self._targets = targets or Targets()
         self._metrics = StepMetrics(model, samples_per_step=samples_per_step)
         self.registry = self._metrics.registry
@@ -150,7 +150,7 @@ class StepMetrics:
     """
 
     def __init__(self, model: StagedDataParallel, *, samples_per_step: int | None = None) -> None:
-        self._series = Series(model.rank)
+        self._series = Series(model.job_rank)
         self._of, self.registry = self._series.of, self._series.registry
         self._rank = model.rank
         self._model = model
@@ -226,6 +226,8 @@ class StepMetrics:
         if own.cause is not None:
             self._of("late_steps" if own.late else "incomplete_steps", own.cause).inc()
             self._of("stood_in_steps", own.cause).inc(own.stood_in)
+        if own.late and report.slowest_ranks:
+            self._of("made_late_steps").inc(report.slowest_ranks[self._rank] == self._model.job_rank)
 
     def _show_link(self, plan: StagePlan, report: StepReport) -> None:
         """Whether this rank's link is slow, and what was sent to measure it."""
@@ -259,6 +261,7 @@ class StepMetrics:
 
     def _describe(self, model: StagedDataParallel) -> None:
         info = {
+            "replica": str(model.rank),
             "world_size": str(model.world_size),
             "backend": backend_of(),
             "version": __version__,
@@ -267,7 +270,7 @@ class StepMetrics:
             "estimator": type(model.estimator).__name__,
         }
         Info("straggle_run", "What runs: versions, world size and policies.", ["rank"], registry=self.registry).labels(
-            self._rank
+            model.job_rank
         ).info(info)
 
     def _live(self, model: StagedDataParallel) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -17,6 +17,7 @@ from straggle.observe.ddp_time import DdpPrediction
 from straggle.observe.fairness import Contributions, Fairness
 from straggle.observe.link_spells import LinkSpell, link_spells
 from straggle.observe.members import read_members
+from straggle.observe.replicas import Replicas
 from straggle.observe.trace import read_trace, whole_lines
 from straggle.observe.warmup import num_warmup_steps
 from straggle.observe.watch import watched_files
@@ -44,7 +45,7 @@ class Run:
     shape (stages, ranks), is the mean share of each stage that each rank computed, over the ``num_stage_steps`` last
     steps, which have this plan. ``pool_parts``: the micro-batches in each step's pool; 0: the ranks did not draw.
     ``dropped``: the share of each step's gradients that did not come in. ``changes`` of the members, and when they
-    were in seconds since 1970, are those of ``members.jsonl``.
+    were in seconds since 1970, are those of ``members.jsonl``. If a model is sharded, the ranks here are ``replicas``.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Run:
     num_stage_steps: int
     fairness: Fairness
     changes: tuple[tuple[float, MembersReport], ...] = ()
+    replicas: Replicas = field(default_factory=Replicas)
 
     @property
     def num_steps(self) -> int:
@@ -195,6 +197,7 @@ def step_report(record: Mapping[str, Any]) -> StepReport:
         shadow=_shadow_report(record.get("shadow")),
         network_s=_network_s(record, ranks),
         dealt=bool(record.get("dealt", False)),
+        slowest_ranks=tuple(record.get("slowest_ranks", ())),
     )
 
 
@@ -246,6 +249,7 @@ class _Columns:
         self._count: Array = np.zeros((0, 0))
         self._num_stage_steps = 0
         self._contributions = Contributions()
+        self._replicas = Replicas()
 
     def add(self, report: StepReport) -> None:
         """One more step."""
@@ -256,6 +260,7 @@ class _Columns:
         self._ranks.append(np.array([list(_values(rank)) for rank in report.ranks], dtype=float).T)
         self._add_stages(report)
         self._contributions.add(report)
+        self._replicas.add(report)
         self.steps.append(tuple(map(float, row)))
 
     def _add_stages(self, report: StepReport) -> None:
@@ -303,6 +308,7 @@ class _Columns:
             stage_share=share,
             num_stage_steps=self._num_stage_steps,
             fairness=self._contributions.fairness(),
+            replicas=self._replicas,
         )
 
 

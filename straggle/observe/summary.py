@@ -44,6 +44,7 @@ def summarize(
         "least_contribution": fairness.least,
         "least_contribution_input_stage": fairness.input_least,
         **_shadow(reports[run.warmup :]),
+        "made_late_by": [dict(ranks) for ranks in run.replicas.made_late] or None,
         "late_steps_per_rank": [rank.late for rank in numbers.ranks],
         "stood_in_steps_per_rank": [rank.stood_in for rank in numbers.ranks],
         "absent_steps_per_rank": [rank.absent for rank in numbers.ranks],

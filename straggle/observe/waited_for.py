@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from statistics import fmean, median
 
 from straggle.observe.ddp_time import DdpStep
+from straggle.observe.replicas import Replicas
 from straggle.report import StepReport
 
 _LESS = 0.9  # of the mean rank's work, at most: then a rank has less to do
@@ -36,7 +37,8 @@ class LastSteps:
 
     def words(self) -> str:
         """Whom the others wait for, and what is done about it."""
-        return "; ".join([*self._has_less(), *self._late()] or [self._waiting()])
+        text = "; ".join([*self._has_less(), *self._late()] or [self._waiting()])
+        return Replicas.of(report for report, _ in self._steps).words(text)
 
     def _has_less(self) -> Iterator[str]:
         report, ddp = self._steps[-1]

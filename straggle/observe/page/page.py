@@ -8,8 +8,9 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 from straggle.observe.findings import advise
 from straggle.observe.page import figures
 from straggle.observe.page.figures import Chart
+from straggle.observe.replicas import Replicas
 from straggle.observe.run import Run, read_run, read_steps
 from straggle.observe.run_numbers import RankInRun, RunNumbers, numbers_of
 from straggle.report import MembersReport
@@ -98,12 +100,21 @@ class _Charts:
 
     def __init__(self) -> None:
         self._figures: list[str] = []
+        self._replicas = Replicas()
+
+    def of(self, replicas: Replicas) -> _Charts:
+        """To add figures of a run with these replicas."""
+        charts = copy(self)
+        charts._replicas = replicas
+        return charts
 
     def add(self, chart: Chart) -> dict[str, Any]:
         """Add a figure; returns what the template needs for it."""
-        self._figures.append(chart.figure.to_json())
+        words = partial(self._replicas.words, names_ranks=False)
+        self._figures.append(words(chart.figure.to_json()))
         height = chart.figure.layout.height
-        return {"id": f"chart{len(self._figures) - 1}", "alt": chart.alt, "note": chart.note, "height": height}
+        number = len(self._figures) - 1
+        return {"id": f"chart{number}", "alt": words(chart.alt), "note": words(chart.note), "height": height}
 
     def json(self) -> Markup:
         """All figures as JSON that is safe inside of a script element."""
@@ -114,6 +125,7 @@ def _run_part(charts: _Charts, run: Run, numbers: RunNumbers, steps: Sequence[in
     """What the page shows for each run separately."""
     chosen = _chosen(run, steps)
     reports = read_steps(run, chosen.keys())
+    charts = charts.of(run.replicas)
     return {
         "name": run.name,
         "about": _about(run, numbers),
@@ -121,7 +133,8 @@ def _run_part(charts: _Charts, run: Run, numbers: RunNumbers, steps: Sequence[in
         "advice": advise(run, numbers),
         "lateness": charts.add(figures.lateness(run)),
         "drawn": charts.add(figures.drawn(run)) if numbers.pool_parts else None,
-        "ranks": [_rank_row(rank, drawn=bool(numbers.pool_parts)) for rank in numbers.ranks],
+        "row": run.replicas.row,
+        "ranks": [_rank_row(rank, run.replicas, drawn=bool(numbers.pool_parts)) for rank in numbers.ranks],
         "changes": [_change_row(at, change) for at, change in run.changes],
         "contributions": charts.add(figures.contributions(run)) if run.stages and run.stage_share.size else None,
         "stages": [
@@ -175,7 +188,7 @@ def _headline(runs: Sequence[Run], numbers: Sequence[RunNumbers]) -> list[tuple[
     ]
 
 
-def _rank_row(rank: RankInRun, *, drawn: bool) -> list[Cell]:
+def _rank_row(rank: RankInRun, replicas: Replicas, *, drawn: bool) -> list[Cell]:
     key = f"ranks.{rank.rank}"
     causes = ", ".join(f"{cause} {count}" for cause, count in rank.causes.items())
     return [
@@ -188,6 +201,7 @@ def _rank_row(rank: RankInRun, *, drawn: bool) -> list[Cell]:
         _seconds(f"{key}.compute_s", rank.compute_s),
         _seconds(f"{key}.wait_s", rank.wait_s),
         _cell(f"{key}.nonfinite_steps", rank.nonfinite_steps, f"{rank.nonfinite_steps:,}"),
+        *([Cell(replicas.made_late_words(rank.rank))] if replicas.slowest else []),
         Cell(causes),
     ]
 
@@ -236,7 +250,7 @@ def _chosen(run: Run, steps: Sequence[int]) -> dict[int, str]:
 
 def _about(run: Run, numbers: RunNumbers) -> str:
     """The run in one line."""
-    text = f"{run.num_steps:,} steps of {run.num_ranks} {'rank' if run.num_ranks == 1 else 'ranks'}"
+    text = f"{run.num_steps:,} steps of {run.num_ranks} {run.replicas.row}{'' if run.num_ranks == 1 else 's'}"
     text += f" in {_duration(numbers.seconds)}" if numbers.seconds else ""
     parts = [
         f"{key} {_target(run.config[key])}" for key in ("workload", "deadline", "estimator") if run.config.get(key)

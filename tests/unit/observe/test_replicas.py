@@ -1,0 +1,135 @@
+"""A row of a sharded model's run is of a replica, and the rank that made it late is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pages import a_rank, a_step, content_of, write_run
+
+from straggle import StepReport
+from straggle.advise.answer import answer
+from straggle.commands.result import finish
+from straggle.observe.ddp_time import DdpStep
+from straggle.observe.page.page import write_report
+from straggle.observe.replicas import Replicas
+from straggle.observe.run import read_reports, run_of
+from straggle.observe.summary import summarize
+from straggle.observe.waited_for import LastSteps
+
+
+def a_late_step(step: int, slowest: tuple[int, ...] = (0, 3), **rest: object) -> StepReport:
+    """Replica 1 of two is late."""
+    late = a_rank(1, whole=1, late=True, cause="backward")
+    return a_step(step, [a_rank(0), late], slowest_ranks=slowest, **rest)
+
+
+def a_run(num_steps: int = 20) -> list[StepReport]:
+    """In one step of five it is rank 2 that makes replica 1 late."""
+    return [a_late_step(step, (step % 2, 2 if step % 5 == 0 else 3)) for step in range(num_steps)]
+
+
+MADE_LATE = "(rank 3 made it late)"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("rank 1 was late, rank 1 again", f"replica 1 {MADE_LATE} was late, replica 1 again"),
+        ("Rank 1 and all ranks", f"Replica 1 {MADE_LATE} and all replicas"),
+        ("the ranks 0.70", "the replicas 0.70"),
+        ("rank 1's data", "replica 1's data"),
+        (
+            "a rank's ranking, franks and rank_2",
+            "a replica's ranking, franks and rank_2",
+        ),
+        ("rank 0 waits", "replica 0 (rank 0 was its slowest) waits"),
+        ("rank 7", "replica 7"),
+    ],
+)
+def test_words_for_ranks_become_words_for_replicas(text: str, said: str) -> None:
+    assert Replicas.of(a_run()).words(text) == said
+
+
+def test_nothing_is_changed_if_each_rank_has_a_copy() -> None:
+    alone = Replicas.of(dataclasses.replace(report, slowest_ranks=()) for report in a_run())
+    assert alone.words("Rank 1 and all ranks") == "Rank 1 and all ranks"
+    assert alone.row == "rank"
+
+
+def test_steps_in_which_a_replica_was_not_late_do_not_say_who_made_it_late() -> None:
+    calm = [a_step(step, [a_rank(0), a_rank(1)], slowest_ranks=(0, 2)) for step in range(9)]
+    assert Replicas.of([*calm, a_late_step(9)]).words("rank 1") == f"replica 1 {MADE_LATE}"
+    assert Replicas.of(calm).words("rank 1") == "replica 1 (rank 2 was its slowest)"
+
+
+def test_replica_that_waited_for_none_of_its_ranks_is_named_alone() -> None:
+    assert Replicas.of([a_late_step(0, (-1, -1))]).words("rank 1") == "replica 1"
+
+
+def test_live_line_names_the_rank_that_made_a_replica_late() -> None:
+    last = LastSteps(4)
+    last.add(a_late_step(0), DdpStep(1.0, 1, ()))
+    assert last.words() == f"replica 1 {MADE_LATE} was stopped in 1 of 1 steps"
+
+
+def test_trace_has_the_ranks_that_were_waited_for(tmp_path: Path) -> None:
+    write_run(tmp_path, a_run())
+    assert [report.slowest_ranks for report in read_reports(tmp_path / "trace.jsonl")] == [
+        report.slowest_ranks for report in a_run()
+    ]
+
+
+def test_page_speaks_of_replicas_and_counts_who_made_them_late(tmp_path: Path) -> None:
+    write_run(tmp_path, a_run())
+    text = write_report(tmp_path).read_text()
+    assert "rank 3 16, rank 2 4" in text
+    assert f"Replica 1 {MADE_LATE} was late" in text
+    assert '<th scope="col">replica</th>' in text
+    assert "Replicas by steps: 20 times that a replica was late" in text
+    assert "20 steps of 2 replicas" in text
+    assert content_of(tmp_path / "report.html")
+
+
+def test_page_of_ranks_has_no_word_of_replicas(tmp_path: Path) -> None:
+    write_run(tmp_path, [dataclasses.replace(report, slowest_ranks=()) for report in a_run()])
+    text = write_report(tmp_path).read_text()
+    assert '<th scope="col">rank</th>' in text
+    assert "made late by" not in text
+    assert "A replica is" not in text
+
+
+def test_summary_has_the_ranks_that_made_a_replica_late() -> None:
+    summary = summarize(a_run(), {"loss": 1.0}, ["same"], 8)
+    assert json.loads(json.dumps(summary))["made_late_by"] == [{}, {"2": 4, "3": 16}]
+    alone = [dataclasses.replace(report, slowest_ranks=()) for report in a_run()]
+    assert summarize(alone, {"loss": 1.0}, ["same"], 8)["made_late_by"] is None
+
+
+def test_table_at_the_end_names_the_replica_and_its_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job: Any = SimpleNamespace(samples_per_step=8, ranks_per_replica=2)
+    finish(job, tmp_path, a_run(), {"loss": 1.0}, ["same"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"(replica 1 {MADE_LATE}: 80.4%)" in out
+    assert "times that a replica was late" in out
+    assert "parameters on all ranks" in out
+    assert json.loads((tmp_path / "summary.json").read_text())["dropped_samples_per_rank"] == [0, 257]
+
+
+def test_advice_is_about_replicas_and_deals_out_no_samples(tmp_path: Path) -> None:
+    slow = a_rank(1, whole=2, pace=4.0, forward_s=0.2, backward_s=0.8)
+    write_run(tmp_path, [a_step(step, [a_rank(0), slow], slowest_ranks=(0, 3)) for step in range(60)])
+    text = str(answer(tmp_path))
+    assert f"Replica 1 {MADE_LATE} is slow" in text
+    assert f"Replica 1 {MADE_LATE} is persistently slow" in text
+    assert "steps of 2 replicas" in text
+    assert "DealtLoader" not in text
+    assert "by_speed" not in text
+
+
+def test_run_has_its_replicas() -> None:
+    assert run_of(a_run()).replicas.row == "replica"
