@@ -48,7 +48,7 @@ def watch(model: DistributedDataParallel, run_dir: str | Path = "runs/watch") ->
     process ends, or by ``close()``; an older file of this name is overwritten. A thread measures the links between
     the ranks by pings.
 
-    Raises ``TypeError`` if ``model`` is not a ``DistributedDataParallel``.
+    Raises ``TypeError`` if ``model`` is not a ``DistributedDataParallel``, such as one that ``fully_shard`` shards.
     """
     return Watch(model, run_dir)
 
@@ -67,6 +67,7 @@ class Watch:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not isinstance(model, DistributedDataParallel):
+            _refuse_sharded(model)
             raise TypeError(
                 f"watch({type(model).__name__}): give the model that DistributedDataParallel wraps; "
                 "StagedDataParallel has reports of its own (model.last_report)"
@@ -87,6 +88,18 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    """Ranks of FSDP2 wait in the middle of their passes, and clocks around these do not tell that from work."""
+    from torch.distributed.fsdp import FSDPModule  # takes most of a second, which others do not need
+
+    if isinstance(model, FSDPModule):
+        raise TypeError(
+            f"watch({type(model).__name__}): ranks of fully_shard() wait for one another inside of a pass, and that is "
+            'not measured here: write StagedDataParallel(model, mesh=mesh["dp_replicate"], deadline=WaitForAll()), which '
+            "trains as FSDP2 does, and model.last_report.slowest_ranks names the rank that the others wait for"
+        )
 
 
 class _Recorder:

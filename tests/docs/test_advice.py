@@ -95,6 +95,10 @@ ELSEWHERE |= dict.fromkeys(
     ),
     "tests/ranks/test_sharded_refused.py::test_what_the_refusals_of_sharded_models_say_to_write_trains",
 )
+ELSEWHERE["ranks of fully_shard() wait for one another inside of a pass"] = (
+    "tests/ranks/test_sharded_seen.py::test_watch_refuses_a_sharded_model_and_what_it_says_to_write_names_the_rank_that_"
+    "others_wait_for"
+)
 # of gradients by hand and of parameters that change: the tests that do as the texts say
 ELSEWHERE |= {
     words: f"tests/ranks/{test}"

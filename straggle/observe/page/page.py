@@ -29,6 +29,7 @@ from straggle.observe.run_numbers import RankInRun, RunNumbers, numbers_of
 from straggle.report import MembersReport
 
 FILE = "report.html"
+_OF_PARAMETERS = "parameters on all ranks"  # of ranks, also if the rows are of replicas
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,14 @@ def page(runs: Sequence[Run], steps: Sequence[int] = ()) -> str:
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     charts = _Charts()
+    words = partial(runs[0].replicas.words, names_ranks=False) if all(run.replicas.slowest for run in runs) else str
+    environment.filters["rows"] = lambda text: Markup(words(text))
     return environment.get_template("page.html").render(
         title=" and ".join(run.name for run in runs),
         runs=[_run_part(charts, run, of, steps) for run, of in zip(runs, numbers, strict=True)],
-        headline=_headline(runs, numbers),
+        headline=[
+            (label if label == _OF_PARAMETERS else words(label), cells) for label, cells in _headline(runs, numbers)
+        ],
         times=[charts.add(figures.step_times(runs)), charts.add(figures.step_times_over_steps(runs))],
         loss=[charts.add(figures.loss(runs, over=over)) for over in ("step", "seconds")] if _has_loss(runs) else [],
         charts=charts.json(),
@@ -177,10 +182,10 @@ def _headline(runs: Sequence[Run], numbers: Sequence[RunNumbers]) -> list[tuple[
         "training loss, last 20 steps": [_cell("loss", of.loss, _plain(of.loss)) for of in numbers],
         "validation loss": [_of_summary(run, "validation_loss") for run in runs],
         "validation accuracy": [_of_summary(run, "validation_accuracy", _share) for run in runs],
-        "parameters on all ranks": [_replicas(run) for run in runs],
+        _OF_PARAMETERS: [_replicas(run) for run in runs],
     }
     optional = {"steps skipped", "training loss, last 20 steps", "validation loss", "validation accuracy"}
-    optional |= {"parameters on all ranks", "micro-batches not computed, of all pools"}
+    optional |= {_OF_PARAMETERS, "micro-batches not computed, of all pools"}
     return [
         (label, cells)
         for label, cells in rows.items()

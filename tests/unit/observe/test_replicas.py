@@ -92,6 +92,8 @@ def test_page_speaks_of_replicas_and_counts_who_made_them_late(tmp_path: Path) -
     assert '<th scope="col">replica</th>' in text
     assert "Replicas by steps: 20 times that a replica was late" in text
     assert "20 steps of 2 replicas" in text
+    assert "times that a replica was late" in text
+    assert "Each cell is a replica in a step" in text
     assert content_of(tmp_path / "report.html")
 
 
