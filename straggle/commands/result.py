@@ -100,8 +100,7 @@ def _print(summary: dict[str, Any], run_dir: Path, replicas: Replicas) -> None:
     if summary["shadow_dropped_share"] is not None:
         rows.insert(3, ("with the deadline enforced", *_would(summary)))
     sys.stdout.write(replicas.words(outcome(summary)) + "\n")
-    rows = [(name, value, replicas.words(note)) for name, value, note in rows]
-    rows = [(replicas.words(name, names_ranks=False), *rest) for name, *rest in rows]
+    rows = [(replicas.words(name, names_ranks=False), value, replicas.words(note)) for name, value, note in rows]
     rows.append((*of_parameters, summary["parameters_sha256"][0][:12]))
     print_table(f"{summary['steps']} steps", ("", "", ""), rows)
     stages = [(name, f"{share:.1%}") for name, share in summary["dropped_share_per_stage"].items()]

@@ -96,8 +96,8 @@ def _refuse_sharded(model: nn.Module) -> None:
 
     if isinstance(model, FSDPModule):
         raise TypeError(
-            f"watch({type(model).__name__}): ranks of fully_shard() wait for one another inside of a pass, and that is "
-            'not measured here: write StagedDataParallel(model, mesh=mesh["dp_replicate"], deadline=WaitForAll()), which '
+            f"watch({type(model).__name__}): ranks of fully_shard() wait for one another inside of a pass, and that "
+            'is not measured: write StagedDataParallel(model, mesh=mesh["dp_replicate"], deadline=WaitForAll()), which '
             "trains as FSDP2 does, and model.last_report.slowest_ranks names the rank that the others wait for"
         )
 
