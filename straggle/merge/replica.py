@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -123,9 +124,11 @@ class UnitVote:
         self._channel, self._place_name, self._inside, self._names = channel, place_name, inside, names
         self._num_steps = 0
         self._number = 0  # of the question
-        # two that take turns: new ones would lie between the units' memory, and break it up
-        self._spare, self._words = _Words(), _Words()
-        self._asked: tuple[dist.Work, int] | None = None  # with these words, and at which place
+        self._spare, self._words = _Words(), _Words()  # they take turns
+        self._asked: tuple[Future[dist.Work], int] | None = None  # with these words, and at which place
+        # torch keeps a record of each of the last 2,000 collectives, in memory of the thread that launches them: in that
+        # of the training thread they would lie between the units' gradients, and break it up
+        self._launcher = ThreadPoolExecutor(1, thread_name_prefix="straggle-votes")
 
     def begin(self) -> None:
         """A step begins."""
@@ -144,7 +147,7 @@ class UnitVote:
         self._words, self._spare = self._spare, self._words
         self._words.write(int(own), at, at * at)
         self._number += 1
-        self._asked = self._channel.groups.control.all_reduce(self._words.tensor), at
+        self._asked = self._launch(self._words.tensor), at
         if self._num_steps <= _NUM_ORDERED:  # FSDP would wait for a rank that is elsewhere
             self._any_late(*self._asked)
         return False
@@ -179,6 +182,7 @@ class UnitVote:
 
     def close(self) -> None:
         """Ask no more."""
+        self._launcher.shutdown()
         self._channel.close()
 
     def _slowest(self, waits: Sequence[float], num_replicas: int) -> tuple[int, ...]:
@@ -191,12 +195,16 @@ class UnitVote:
 
     def _sum(self, numbers: Tensor, what: str) -> list[Any]:
         self._number += 1
-        work = self._channel.groups.control.all_reduce(numbers)
+        work = self._launch(numbers).result()
         self._channel.wait(work, self._number, f"rank {self._channel.name}, {what} of its replica")
         return numbers.tolist()
 
-    def _any_late(self, work: dist.Work, at: int) -> bool:
-        self._channel.wait(work, self._number, self._where(at))
+    def _launch(self, numbers: Tensor) -> Future[dist.Work]:
+        """Begin their sum: one after the other, in the order in which they are asked for."""
+        return self._launcher.submit(self._channel.groups.control.all_reduce, numbers)
+
+    def _any_late(self, launched: Future[dist.Work], at: int) -> bool:
+        self._channel.wait(launched.result(), self._number, self._where(at))
         num_late, places, squares = self._words.numbers
         if self._channel.world_size * squares != places * places:
             raise RuntimeError(

@@ -1,5 +1,8 @@
 """A replica leaves a step at one boundary: its vote decides, and what this rank's own rule says is one word in it."""
 
+import threading
+from dataclasses import replace
+
 import pytest
 import torch
 from ranks import run_ranks, staged
@@ -99,3 +102,26 @@ def test_ranks_of_a_replica_are_told_the_same_at_the_next_unit():
         assert (list(alike.present), alike.alike) == ([True, False], True)
         assert copies == [[0.75] * 3, [0.0] * 2]
     assert (first[3], second[3]) == (0.5, 1.5)
+
+
+def threads_of_votes(_rank):
+    """Names of the threads that launched a vote, a weight and an agreement, in their order."""
+    channel, threads = Channel(None, give_up_s=20.0), []
+
+    class Control:
+        def all_reduce(self, tensor):
+            threads.append(threading.current_thread().name.partition("_")[0])
+            return control.all_reduce(tensor)
+
+    control, channel._groups = channel.groups.control, replace(channel.groups, control=Control())
+    vote = UnitVote(channel, str, Inside(), [[0]])
+    vote.begin()
+    vote(own=False, at=0)
+    vote.weigh(1.0)
+    vote.agree([True], [0.0], [])
+    vote.close()
+    return threads
+
+
+def test_no_vote_is_launched_by_the_thread_that_trains_as_its_record_would_break_up_the_memory_of_units():
+    assert run_ranks(threads_of_votes, 1) == [["straggle-votes"] * 3]
