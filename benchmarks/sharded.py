@@ -67,12 +67,10 @@ def times(_rank, rounds):
 
 
 def table(rounds):
-    peaks = {way: [] for way in WAYS}
-    for _ in range(rounds):
-        for way in WAYS:
-            peaks[way] += run_on_ranks(memory, 4, way)
-    medians = {steps: [statistics.median(own[steps - 1] for own in peaks[way]) for way in WAYS] for steps in AFTER}
-    return [(f"{steps}", f"{a:.0f} MB", f"{b:.0f} MB", f"{b / a:.3f}") for steps, (a, b) in medians.items()]
+    runs = [[run_on_ranks(memory, 4, way) for way in WAYS] for _ in range(rounds)]
+    for steps in AFTER:
+        native, ours = (statistics.median(own[steps - 1] for run in runs for own in run[way]) for way in (0, 1))
+        yield str(steps), f"{native:.0f} MB", f"{ours:.0f} MB", f"{ours / native:.3f}"
 
 
 if __name__ == "__main__":

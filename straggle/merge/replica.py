@@ -126,8 +126,8 @@ class UnitVote:
         self._number = 0  # of the question
         self._spare, self._words = _Words(), _Words()  # they take turns
         self._asked: tuple[Future[dist.Work], int] | None = None  # with these words, and at which place
-        # torch keeps a record of each of the last 2,000 collectives, in memory of the thread that launches them: in that
-        # of the training thread they would lie between the units' gradients, and break it up
+        # torch keeps a record of each of the last 2,000 collectives, in memory of the thread that launches them: in the
+        # training thread's, records of votes would lie between the units' gradients, and break it up
         self._launcher = ThreadPoolExecutor(1, thread_name_prefix="straggle-votes")
 
     def begin(self) -> None:
