@@ -1,7 +1,7 @@
 """A replica leaves a step at one boundary: its vote decides, and what this rank's own rule says is one word in it."""
 
 import threading
-from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -111,10 +111,11 @@ def threads_of_votes(_rank):
     class Control:
         def all_reduce(self, tensor):
             threads.append(threading.current_thread().name.partition("_")[0])
-            return control.all_reduce(tensor)
+            return channel.groups.control.all_reduce(tensor)
 
-    control, channel._groups = channel.groups.control, replace(channel.groups, control=Control())
-    vote = UnitVote(channel, str, Inside(), [[0]])
+    watched = SimpleNamespace(groups=SimpleNamespace(control=Control()), wait=channel.wait, close=channel.close)
+    watched.rank, watched.world_size, watched.name = 0, 1, 0
+    vote = UnitVote(watched, str, Inside(), [[0]])
     vote.begin()
     vote(own=False, at=0)
     vote.weigh(1.0)
