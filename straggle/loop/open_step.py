@@ -403,6 +403,7 @@ class OpenStep(PassWatcher):
             if self._device_clock is not None:
                 self._device_clock.pass_over()
 
+    @not_compiled
     def _over(self) -> None:
         self._source.pass_over()
         super()._over()

@@ -249,5 +249,6 @@ class UnitHooks(ParameterHooks):
             after_callbacks(self._run_over)
         self._observer.check(2 * number + 2)
 
+    @not_compiled
     def _run_over(self) -> None:
         self._run = None
