@@ -193,9 +193,10 @@ class ShadowReport:
 class StepReport:
     """One merged step: ``seconds`` from the end of the merge before; ``deadline_s`` is infinite without a deadline.
 
-    ``skipped``: no rank had finite gradients, and no parameter has one now. ``counts_behind``: 0 if ``skipped`` and the
-    ranks' ``nonfinite`` are of this step, as on the CPU. On a device with a queue the host does not wait for them: they
-    are of so many steps before this one (usually 1), and so are scalars that were logged as tensors of the device.
+    ``skipped``: no rank had finite gradients, and no parameter has one now (on a device with a queue: all were zeros).
+    ``counts_behind``: 0 if ``skipped`` and the ranks' ``nonfinite`` are of this step, as on the CPU. On a device with a
+    queue the host does not wait for them: they are of so many steps before this one (usually 1), and so are scalars
+    that were logged as tensors of the device.
     ``different_ranks``: those whose parameters
     or buffers were not those of most ranks when they entered the step (in a tie: not those of the lowest rank). Either
     they were compared and differ (`Merge.check_every`), with their names in ``different_tensors``, or the optimizers of

@@ -43,7 +43,8 @@ class StepWarnings:
         if self._rank == 0 and not merged.table.is_usual and (nonfinite := merged.table.nonfinite_ranks()):
             step = merged.step - int(max(merged.table.column("counts_behind")))
             skipped = merged.table.skipped() or any(merged.table.column("skipped_before"))
-            self.once("nonfinite", f"step {step}: {left_out(nonfinite, skipped)}")
+            words = left_out(nonfinite, skipped=skipped, zeros=merged.buffers.is_queued)
+            self.once("nonfinite", f"step {step}: {words}")
 
     def _count_empty(self, merged: Round) -> None:
         self._num_empty = self._num_empty + 1 if merged.table.all_skipped() else -1

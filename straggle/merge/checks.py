@@ -210,9 +210,14 @@ def no_gradient_at_first(number: int) -> str:
     )
 
 
-def left_out(ranks: Iterable[int], skipped: bool) -> str:
-    """The warning for ranks whose gradients were not finite."""
-    rest = ", no rank had others, and the step changes nothing" if skipped else ""
+def left_out(ranks: Iterable[int], *, skipped: bool, zeros: bool = False) -> str:
+    """The warning for ranks whose gradients were not finite; ``zeros``: a step without others has zeros for them."""
+    if not skipped:
+        rest = ""
+    elif zeros:
+        rest = ", no rank had others, and the merged gradients were zeros: only a fused optimizer changes nothing then"
+    else:
+        rest = ", no rank had others, and the step changes nothing"
     return (
         f"gradients of ranks {list(ranks)} were not finite and are left out of the merge{rest}. They are counted in "
         'RankReport.nonfinite. If a GradScaler is to see them, write merge=straggle.Merge(nonfinite="keep")'

@@ -195,6 +195,18 @@ def test_step_without_usable_gradients_changes_nothing_if_the_optimizer_can_be_t
         assert counted(reports)[4] == ([4, 4], True, 3)
 
 
+def warned(rank):
+    with logged("straggle") as said:
+        poisoned(rank, [[0], [3]])
+    return said
+
+
+def test_warning_of_such_a_step_says_that_its_gradients_were_zeros():
+    first, _ = run_ranks(warned, 2)
+    assert "step 3: gradients of ranks [0, 1] were not finite" in first[0]
+    assert "the merged gradients were zeros: only a fused optimizer changes nothing then" in first[0]
+
+
 def logs(rank, behind):
     module, found = mlp(), []
     with queued_device(RecordingDevice(behind)), staged(module) as model:
