@@ -189,7 +189,8 @@ class Step:
         """Scalars that ride along with the merge; `StepReport.scalars` has the means over ranks that gave them.
 
         At most 8 in a step of each rank. The names may differ between ranks: every rank's report has them all. A tensor
-        on a device is not waited for: its value is in the report of the next step (`StepReport.counts_behind`).
+        on a device is not waited for: its value is in the report of the next step (`StepReport.counts_behind`), and the
+        first report has none.
         """
         for name, value in scalars.items():
             if isinstance(value, Tensor) and self._coordinator.leaves_on_device(value):
