@@ -2,11 +2,12 @@
 
 python benchmarks/members.py faults --turns 20                    # SIGKILL, and SIGSTOP for 4 s, of one rank, in turns
 python benchmarks/members.py faults --ranks 2                     # on two cores: one for each rank
-python benchmarks/members.py soak --steps 20000 --changes 200     # hundreds of changes; status 1 if anything is wrong
+python benchmarks/members.py soak --minutes 180 --ranks 8         # thousands of faults; status 1 if anything is wrong
 
-Both have a form of less than three minutes: --quick. `faults` has steps of about 50 ms of which most is sleep, 3.3
-million parameters with Adam: 40 MB of state. `benchmarks/step_time.py --members` has what members cost where nothing
-happens.
+Both have a form of less than three minutes: faults --quick, soak --minutes 1.
+
+`faults` has steps of about 50 ms of which most is sleep, 3.3 million parameters with Adam: 40 MB of state.
+`benchmarks/step_time.py --members` has what members cost if nothing happens.
 """
 
 import argparse
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import members_faults
 import members_soak
+import members_soak_rank
 
 
 def arguments():
@@ -35,15 +37,20 @@ def arguments():
         either.add_argument("--width", type=int, default=740, help="of six square layers: 3.3 million parameters")
         either.add_argument("--ballast-mb", type=int, default=0, help="of state that is neither parameters nor Adam's")
     options = kinds.add_parser("soak")
-    options.add_argument("--steps", type=int, default=20000)
-    options.add_argument("--changes", type=int, default=200, help="how often a rank is put out, at least")
+    options.add_argument("--minutes", type=float, default=12.0)
+    options.add_argument("--ranks", type=int, default=4)
+    options.add_argument(
+        "--changes", type=float, default=15.0, help="how often a rank is put out in a minute, at least"
+    )
     options.add_argument("--seed", type=int, default=0)
-    options.add_argument("--variant", choices=("plain", "norm", "microbatches", "whole"), default="plain")
     options.add_argument("--preload", action="store_true", help="workers are forked, and need not load torch")
-    options.add_argument("--quick", action="store_true", help="2,000 steps, 15 changes")
-    options = kinds.add_parser("soak-rank")
-    options.add_argument("--folder", type=Path)
-    options.add_argument("--variant")
+    for_ranks = kinds.add_parser("soak-rank")
+    for_ranks.add_argument("--folder", type=Path)
+    for either in (options, for_ranks):
+        either.add_argument("--variant", choices=("plain", "norm", "microbatches", "whole"), default="plain")
+        either.add_argument(
+            "--pace-s", type=float, default=0.003, help="of sleep in a step; more leaves cores to others"
+        )
     return parser.parse_args()
 
 
@@ -55,12 +62,11 @@ def main():
             os.sched_setaffinity(0, {cores[int(os.environ["LOCAL_RANK"])]})
         return members_faults.rank_main(given.folder, given.sleep_s, given.width, given.ballast_mb)
     if given.what == "soak-rank":
-        return members_soak.rank_main(given.folder, given.variant)
+        return members_soak_rank.rank_main(given)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a job is ended with its controller
     if given.what == "faults":
         return members_faults.faults(given)
-    steps, changes = (2000, 15) if given.quick else (given.steps, given.changes)
-    return members_soak.soak(steps, changes, given.seed, given.variant, given.preload)
+    return members_soak.soak(given)
 
 
 if __name__ == "__main__":

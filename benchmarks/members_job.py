@@ -93,11 +93,12 @@ class Job:
                 self.process.wait()
         return self.process.returncode
 
-    def close(self):
-        """End what still runs, and remove the folder."""
+    def close(self, also=lambda: None):
+        """End what still runs, and ``also`` what writes into the folder, and remove it."""
         if self._words.closed:
             return
         self.stop()
+        also()
         self._words.close()
         self._folder.cleanup()
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import IO, Any
 
 from straggle.commands import durable
 from straggle.commands.launching.restarting import RestartRules, StaysDown, failed_again, job_ends, next_start
@@ -23,6 +23,7 @@ from straggle.members.agents import Exited
 from straggle.merge.store import JobStore, StoreUnreachable
 
 _CANNOT_START = 127  # as a shell says it
+_KEPT_LOGS = 20  # of each rank
 
 
 def say(words: str) -> None:
@@ -159,7 +160,7 @@ class Agent:
         with contextlib.ExitStack() as stack:
             output = None
             if worker.log_dir is not None:
-                output = stack.enter_context((worker.log_dir / f"rank{self.rank}.start{count}.log").open("wb"))
+                output = stack.enter_context(self._log_file(worker.log_dir, count))
             stack.enter_context(self._lock)
             if self._stopping.is_set():
                 return None
@@ -170,6 +171,16 @@ class Agent:
                 self._process = new_process(worker.program, environment, output)
         self._write_pid(self._process.pid)
         return self._process
+
+    def _log_file(self, folder: Path, count: int) -> IO[bytes]:
+        """A start's own file; only the last `_KEPT_LOGS` are kept, or a worker that often dies fills the disk.
+
+        What is written is appended, so that a file that is truncated (logrotate's copytruncate) begins anew.
+        """
+        with contextlib.suppress(OSError):
+            (folder / f"rank{self.rank}.start{count - _KEPT_LOGS}.log").unlink(missing_ok=True)
+        (path := folder / f"rank{self.rank}.start{count}.log").unlink(missing_ok=True)
+        return path.open("ab")
 
     def _write_pid(self, pid: int) -> None:
         if self._worker.pids_dir is not None:
