@@ -280,6 +280,27 @@ def test_each_start_has_a_log_and_the_process_id_is_there_while_it_runs(way: tup
         assert (tmp_path / "logs" / name).read_text() == f"out of {who}\nerr of {who}\n"
 
 
+def test_logs_of_the_last_starts_are_kept(tmp_path: Path) -> None:
+    body = "print(count)\nif int(count) < 25: sys.exit(1)"
+    options = ["--restart-delay-s=0", "--max-restarts=1000", "--preload=json", "--nproc-per-node=2", "--log-dir=logs"]
+    with launched(tmp_path, body + ' if rank == "1" else None\n' + WAITS, *options) as job:
+        wait_for(job, tmp_path, "pid.1.25")
+        (tmp_path / "end").touch()
+        assert job.status() == 0
+    kept = sorted(int(path.name.split(".")[1][5:]) for path in (tmp_path / "logs").glob("rank1.*"))
+    assert kept == list(range(6, 26))
+
+
+def test_log_that_is_truncated_while_its_worker_writes_begins_anew(tmp_path: Path) -> None:
+    body = 'print("x" * 1000)\nleave("written")\n' + WAITS + '\nprint("the rest")\n'
+    with launched(tmp_path, body, "--log-dir=logs") as job:
+        wait_for(job, tmp_path, "written.0.0")
+        os.truncate(tmp_path / "logs" / "rank0.start0.log", 0)
+        (tmp_path / "end").touch()
+        assert job.status() == 0
+    assert (tmp_path / "logs" / "rank0.start0.log").read_text() == "the rest\n"
+
+
 def test_folder_of_the_process_ids_may_come_from_the_environment(tmp_path: Path) -> None:
     with launched(tmp_path, WAITS, STRAGGLE_PIDS_DIR=str(tmp_path / "ids")) as job:
         wait_for(job, tmp_path, "pid.0.0", "ids/rank0")
