@@ -11,7 +11,7 @@ from ranks import run_ranks
 from training import features, mlp
 from watched import when, write_watch
 
-from experiments.e11 import run as run_e11
+from benchmarks.advise import named
 from straggle.advise.answer import answer
 
 
@@ -46,8 +46,7 @@ def test_printed_code_runs_in_a_program_that_has_a_model(ranks, tmp_path):
 
 @pytest.mark.slow
 def test_real_ranks_under_ddp_name_the_one_that_is_busy():
-    result = run_e11(True)
-    who, _, phase, share, *_ = result.lines  # what they have of the excess, to a tenth, is for an idle machine
-    assert who.ok, who
-    assert phase.ok, phase
-    assert float(share.measured.rstrip("%")) > 50, share
+    who, _, phase, share, *_ = named(quick=True)  # what they have of the excess, to a tenth, is for an idle machine
+    assert who[3], who
+    assert phase[3], phase
+    assert float(share[2].rstrip("%")) > 50, share
