@@ -83,12 +83,12 @@ def test_what_cannot_be_drawn_is_refused():
         load("simulate", ["pulls=true"])
 
 
-# -- what was measured, with four real ranks (docs/measurements.md: benchmarks/pulled.py on a quiet machine)
+# -- what was measured, with four real ranks (results/: benchmarks/pulled.py on a quiet machine)
 
 
 def measured():
     """The ratios to the static split, by scenario."""
-    table = (ROOT / "docs" / "measurements.md").read_text().partition("## Pulled micro-batches")[2]
+    table = (ROOT / "results" / "2026-11-23-work-that-ranks-draw.md").read_text()
     cells = re.search(r"^\| pulled \|(.*)\|$", table, re.MULTILINE)[1].split("|")
     return {scenario: float(cell.split()[0]) for scenario, cell in zip(SCENARIOS, cells, strict=True)}
 
