@@ -1,4 +1,4 @@
-"""Ranks as processes of this machine in a gloo group, for experiments and benchmarks: no torchrun, and results return.
+"""Ranks as processes of this machine in a gloo group, for benchmarks: no torchrun, and results return.
 
 They are forked from a server that has loaded torch once. This process serves the job's store, as torchrun's agent does;
 gloo uses the loopback device.

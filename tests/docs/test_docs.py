@@ -27,7 +27,6 @@ from torch import nn
 from torchrun import started_torchrun
 
 import straggle
-from experiments.__main__ import arguments as experiment_arguments
 from straggle.commands.advise import arguments as advise_arguments
 from straggle.commands.config import load
 from straggle.commands.config_schema import config_dir, options_of
@@ -133,19 +132,16 @@ def check_command(words: list[str]) -> None:
             load(name, arguments[name != "train" :])
     elif "-m" in arguments:
         module, keys = arguments[arguments.index("-m") + 1], arguments[arguments.index("-m") + 2 :]
-        if module == "experiments":
-            experiment_arguments(keys)
+        assert module == "straggle", module
+        word, keys = keys[0], keys[1:]
+        if word == "report":
+            report_arguments(keys)
+        elif word == "advise":
+            advise_arguments(keys)
+        elif word == "watch":
+            watch_arguments(keys)
         else:
-            assert module == "straggle", module
-            word, keys = keys[0], keys[1:]
-            if word == "report":
-                report_arguments(keys)
-            elif word == "advise":
-                advise_arguments(keys)
-            elif word == "watch":
-                watch_arguments(keys)
-            else:
-                load(*((keys[0], keys[1:]) if word == "check" else (word, keys)))
+            load(*((keys[0], keys[1:]) if word == "check" else (word, keys)))
     else:
         script = next((word for word in arguments if word.endswith(".py")), program)
         assert (ROOT / script).exists() or program.startswith(".venv/bin/"), script
@@ -297,7 +293,7 @@ def test_every_policy_is_in_the_readme() -> None:
 # -- links
 
 
-FOLDERS = ("docs", "docker", "deploy", "tests", "examples", "experiments", "benchmarks", "straggle")
+FOLDERS = ("docs", "results", "docker", "deploy", "tests", "examples", "benchmarks", "straggle")
 EVERY_PAGE = [*sorted(ROOT.glob("*.md")), *(page for name in FOLDERS for page in sorted((ROOT / name).rglob("*.md")))]
 
 

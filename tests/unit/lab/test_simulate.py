@@ -147,6 +147,13 @@ def test_first_k_waits_for_k_ranks_and_its_grace():
     assert run(SLOW_LAST, FirstK(2, grace_s=1.0)).step_s.tolist() == [6.0, 3.0, 3.0]
 
 
+@pytest.mark.parametrize(("k", "ranks"), [(5, 6), (15, 16), (96, 100)])
+def test_step_of_the_first_k_takes_the_mean_of_the_kth_of_exponential_times(k, ranks):
+    step_s = simulate(4001, ranks, Work(1.0, num_stages=1, forward_share=0.0), Exponential(1.0), FirstK(k)).step_s[1:]
+    expected_s = 1 + sum(1 / n for n in range(ranks - k + 1, ranks + 1))
+    assert float(step_s.mean()) == pytest.approx(expected_s, abs=4 * float(step_s.std()) / 4000**0.5)
+
+
 def test_whole_microbatches_are_finished_within_the_grace():
     for grace_s, seconds, dropped in ((9.0, 6.0, 0.0), (1.0, 3.0, 1 / 6)):
         late_handling = LateHandling(quorum=1, granularity="microbatch", grace_s=grace_s)
