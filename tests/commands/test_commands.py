@@ -378,7 +378,7 @@ def test_wheel_carries_the_configuration_and_the_page_and_the_command_runs_from_
     assert (tmp_path / "run" / "report.html").exists()  # made of a template that is no module
     (entry,) = installed.glob("straggle-*.dist-info/entry_points.txt")
     assert "straggle = straggle.__main__:main" in entry.read_text()
-    assert not (installed / "experiments").exists()
+    assert not (installed / "benchmarks").exists()
 
 
 def test_launch_help_names_its_commands() -> None:

@@ -33,7 +33,6 @@ COMMANDS = {
     "simulate": ["steps=1"],
     "profile": ["steps=1"],
     "check": ["train"],
-    "experiments": ["E10"],
     "advise": ["runs"],
     "report": ["runs"],
 }
@@ -46,10 +45,10 @@ import straggle
 for number, (name, words) in enumerate(json.loads(sys.argv[2]).items()):
     if not (child := os.fork()):
         os.dup2(os.open(str(number), os.O_CREAT | os.O_WRONLY), 2)
-        sys.argv = [name, *words] if name == "experiments" else ["straggle", name, *words]
+        sys.argv = ["straggle", name, *words]
         status = 0
         try:
-            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+            runpy.run_module("straggle", run_name="__main__", alter_sys=True)
         except SystemExit as end:
             status = end.code
         except BaseException:
