@@ -252,13 +252,13 @@ def _to_draw(drawn: Pulled | None, timings: Timings) -> Iterator[str]:
     if drawn.accumulates:
         yield (
             f"A step has {number} micro-batches on each rank: let the ranks draw them from one pool. Pulling would "
-            f"give {worth} To use it (docs/pulled.md):\n{how}"
+            f"give {worth} To use it (docs/rebalance.md):\n{how}"
         )
         return
     yield (
         f"A step has one micro-batch on each rank, so there is nothing to draw. With {number} in a step, each "
         f"{_IN_PARTS[number]} as large, ranks could draw them from one pool. Pulling would then give {worth} That is "
-        f"as far as a pass takes time by its samples. To use it, with smaller batches (docs/pulled.md):\n{how}"
+        f"as far as a pass takes time by its samples. To use it, with smaller batches (docs/rebalance.md):\n{how}"
     )
 
 

@@ -88,7 +88,7 @@ def run_block(rank: int, block: str) -> tuple[int, list[bool]]:
     return model.last_report.step + 1, changed
 
 
-# the blocks of staged-backward.md are complete programs of one process: tests/unit/backward/test_cases.py runs them
+# the blocks of staged-backward.md are complete programs of one process, which another test runs
 @pytest.mark.parametrize("block", [block for block in blocks("python") if "staged-backward" not in str(block.id)])
 def test_python_block_trains_on_two_ranks(block: str) -> None:
     steps, changed = (one := run_ranks(run_block, 2, block))[0]
@@ -322,7 +322,6 @@ def test_relative_links_lead_to_files_and_headings(page: Path) -> None:
 
 STAGED_PAGE = (ROOT / "docs" / "staged-backward.md").read_text()
 PROGRAMS = re.findall(r"^```python\n(.*?)^```\n\n^```text\n(.*?)^```$", STAGED_PAGE, re.MULTILINE | re.DOTALL)
-TITLES = [title for title in re.findall(r"^## (.*)$", STAGED_PAGE, re.MULTILINE) if title != "Limits"]
 
 
 def printed_by(rank: int, program: str) -> str:
@@ -336,14 +335,14 @@ def printed_by(rank: int, program: str) -> str:
     return printed.getvalue()
 
 
-@pytest.mark.parametrize(("program", "text"), PROGRAMS, ids=TITLES)
+@pytest.mark.parametrize(("program", "text"), PROGRAMS)
 def test_program_of_the_page_prints_what_stands_under_it(program: str, text: str) -> None:
-    """In a process of its own, as a reader runs it: one of them counts all tensors of the process."""
+    """In a process of its own, as a reader runs it."""
     assert run_ranks(printed_by, 1, program) == [text]
 
 
 def test_every_python_block_of_the_page_has_its_text_under_it() -> None:
-    assert len(PROGRAMS) == len(TITLES) == STAGED_PAGE.count("```python") == STAGED_PAGE.count("```text")
+    assert 0 < len(PROGRAMS) == STAGED_PAGE.count("```python") == STAGED_PAGE.count("```text")
 
 
 def run_script(path: Path) -> None:

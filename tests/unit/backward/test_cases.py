@@ -1,4 +1,4 @@
-"""The staged backward by itself: each section of docs/staged-backward.md, in its order, beside plain ``backward()``."""
+"""The staged backward by itself: each use and limit of docs/staged-backward.md, beside plain ``backward()``."""
 
 from __future__ import annotations
 
