@@ -1,6 +1,7 @@
 """What the site changes in the pages, so that they read well in the repository too.
 
-README.md is the first page. A link that leaves docs/ leads to the file in the repository.
+README.md is the first page. A link that leaves docs/ leads to the file in the repository. Beside each page lies its
+Markdown, and llms.txt lists these files, for readers that are programs (llmstxt.org).
 """
 
 import re
@@ -27,7 +28,32 @@ def on_page_markdown(markdown, page, config, **_):
         return found[1] + _target(folder / found[2], page, config) + (found[3] or "") + found[4]
 
     parts = CODE.split(markdown)  # prose, code, prose, ...
-    return "".join(part if number % 2 else LINK.sub(replaced, part) for number, part in enumerate(parts))
+    page.as_text = "".join(part if number % 2 else LINK.sub(replaced, part) for number, part in enumerate(parts))
+    return page.as_text
+
+
+def on_post_page(output, page, config):
+    """The page as Markdown: guide.md beside guide/index.html."""
+    target = Path(config["site_dir"], page.file.src_uri)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(page.as_text)
+    return output
+
+
+def on_nav(nav, config, **_):
+    """The list of all pages, by the sections of the site."""
+    lines = [f"# {config['site_name']}", "", f"> {config['site_description']}"]
+    for section in nav.items:
+        lines += ["", f"## {section.title}", ""]
+        lines += [f"- [{page.title}]({page.file.src_uri})" for page in section.children or ()]
+    Path(config["site_dir"]).mkdir(parents=True, exist_ok=True)
+    config.llms_txt = "\n".join(lines) + "\n"
+    return nav
+
+
+def on_post_build(config):
+    """Written last, as a build begins with an empty folder."""
+    Path(config["site_dir"], "llms.txt").write_text(config.llms_txt)
 
 
 def _target(path, page, config):

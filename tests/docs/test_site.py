@@ -54,6 +54,15 @@ def test_site_has_its_pages_and_leads_to_files_of_the_repository(site):
     assert 'id="straggle.StagedDataParallel.pause"' in (site / "reference" / "index.html").read_text()
 
 
+@pytest.mark.slow
+def test_each_page_is_there_as_markdown_and_listed_for_programs(site):
+    listed = re.findall(r"^- \[.+\]\((\S+)\)$", (site / "llms.txt").read_text(), re.MULTILINE)
+    assert set(listed) == PAGES | {"index.md"}
+    for name in listed:
+        assert (site / name).read_text().startswith("# "), name
+    assert "](start.md)" in (site / "index.md").read_text()
+
+
 # what a reader would have to scroll the page for: tables and code scroll by themselves
 TOO_WIDE = """[...document.querySelectorAll('body *')].filter(each => {
   for (let box = each; box; box = box.parentElement)
