@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 import straggle
 
 ROOT = Path(straggle.__file__).parent
+DOCS = ROOT.parent / "docs"
 # each imports only from those before it, and the core from no wing
 PACKAGES = [("report",), ("policies",), ("backward",), ("source",), ("merge",)]
 PACKAGES += [
@@ -59,6 +61,13 @@ def floor_of(module: str) -> int:
 def test_module_imports_only_from_its_package_and_those_before_it(module: str) -> None:
     wrong = [other for other in imports_of(module) if floor_of(other) > floor_of(module)]
     assert wrong == []
+
+
+def test_picture_of_the_packages_has_this_order() -> None:
+    drawn = runpy.run_path(str(DOCS / "packages.py"))
+    floors = [{name for box in floor for name in box.split(", ")} for floor in reversed(drawn["FLOORS"])]
+    assert floors == [{*names} - {"garbage", "stop_signal"} for names in PACKAGES]  # two files that belong to parallel
+    assert (DOCS / "packages.svg").read_text() == drawn["picture"]()
 
 
 CORE = ("backward", "source", "merge", "step", "loop")
