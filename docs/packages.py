@@ -58,10 +58,9 @@ def boxes():
 
 def picture():
     height = GAP + len(FLOORS) * (HEIGHT + GAP)
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="The packages"'
-    )
-    head += "\n     font-family=\"system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif\" font-size=\"13\">"
+    font = "system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif"
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img"'
+    head = f'{head}\n     aria-label="The packages" font-family="{font}" font-size="13">'
     page = f'  <rect class="page" width="{WIDTH}" height="{height}" rx="8"/>'
     return "\n".join([head, f"  <style>{STYLE}\n  </style>", page, *boxes(), "</svg>"]) + "\n"
 
