@@ -24,7 +24,7 @@ TARGETS = [
     for target in panel.get("targets", [])
 ]
 ASKED = re.findall(
-    r"`([^`]+)`", (ROOT / "docs" / "dashboards.md").read_text().split("| ask |")[1].split("## Grafana")[0]
+    r"`([^`]+)`", (ROOT / "docs" / "see.md").read_text().split("| ask |")[1].split("## Grafana")[0]
 )
 CHOSEN = {"$__rate_interval": "15s", "$job": "straggle", "$run": ".*"}
 needs_prometheus = pytest.mark.skipif(bool(missing("prometheus", "promtool")), reason=str(missing("prometheus")))
