@@ -96,7 +96,7 @@ class OpenStep(PassWatcher):
         """
         self._watch_step()
         if self._vote is not None:
-            self._vote.begin()
+            self._vote.begin(self._training.step)
         self._kept = self._source.keep()
         rule = entry.rule or self._by_clock
         self._idle = entry.idle and not rule.stops_idle
@@ -502,8 +502,8 @@ class OpenStep(PassWatcher):
             own = [gradient is not None or index in self._early for index, gradient in enumerate(gradients)]
             copied = self._source.copied
             weights = [merged.buffers.weight_of(index) for index in copied]
-            agreed = self._vote.agree(own, merged.table.column("inside_wait_s"), weights)
-            merged.record = replace(merged.record, slowest_ranks=agreed.slowest)
+            agreed = self._vote.agree(own, merged.table.column("inside_wait_s"), weights, merged.table.scalars())
+            merged.record = replace(merged.record, slowest_ranks=agreed.slowest, scalars=agreed.scalars)
             found = zip(agreed.present, own, merged.buffers.views, gradients, strict=True)
             gradients = [view.zero_() if any_has and not has else gradient for any_has, has, view, gradient in found]
             if copied and not agreed.alike:

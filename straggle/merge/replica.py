@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -13,22 +14,28 @@ import torch.distributed as dist
 from torch import Tensor
 
 from straggle.merge.channel import Channel
+from straggle.merge.groups import succeeds
+from straggle.merge.telemetry import MAX_SCALARS, means_of
 
 _MARKS = 2**20  # of which the squares of thousands can be summed exactly
 _MERGED = "the merged gradients"
 _NUM_ORDERED = 2  # steps in which the order of units is compared before a unit runs, and not after it
+_LOOK_S = 1.0  # a vote that takes longer is looked at by the thread that trains alone
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Agreed:
     """``present``: of which slots any of the ranks has a gradient; ``slowest``: for which rank each replica waited.
 
-    ``alike``: all have the same, with the same weights.
+    ``alike``: all have the same, with the same weights. ``scalars``: the means over all ranks, by the hash of the name.
     """
 
     present: Sequence[bool]
     slowest: tuple[int, ...]
     alike: bool = True
+    scalars: Mapping[float, float] = field(default_factory=dict)
 
 
 class Inside(Protocol):
@@ -46,8 +53,8 @@ class Inside(Protocol):
 class Vote(Protocol):
     """Whether a replica leaves its step. All of its ranks ask at the same places, and are told the same."""
 
-    def begin(self) -> None:
-        """A step begins."""
+    def begin(self, step: int) -> None:
+        """This step begins."""
 
     def __call__(self, own: bool, at: int) -> bool:
         """Whether the replica leaves the step at this place, from this rank's ``own`` word for it."""
@@ -55,11 +62,18 @@ class Vote(Protocol):
     def weigh(self, weight: float) -> float:
         """The weight of the replica's step, from that of this rank's; all of its ranks weigh theirs."""
 
-    def agree(self, present: Sequence[bool], waited_s: Sequence[float], weights: Sequence[float]) -> Agreed:
+    def agree(
+        self,
+        present: Sequence[bool],
+        waited_s: Sequence[float],
+        weights: Sequence[float],
+        scalars: Mapping[float, float],
+    ) -> Agreed:
         """What the ranks of the replica have of a merged step, from what this one has of it.
 
         ``present``: whether there is a gradient, for each slot; ``weights``: what is in those of which all have copies.
         ``waited_s``: for how long the rank with this one's shards waited for others of its replica, for each replica.
+        ``scalars``: the means over the ranks with these shards, at most `MAX_SCALARS` of them.
         """
 
     def average(self, copied: Sequence[Tensor], weights: Sequence[float]) -> None:
@@ -95,19 +109,30 @@ class Replica:
     ) -> Replica:
         """The ranks of ``inside_channel`` have one copy together; ``channel`` has those that hold the same shards."""
         names = inside_channel.gather(list(channel.names), "names")
-        vote = UnitVote(inside_channel, place_name, inside, names)
+        vote = UnitVote(inside_channel, place_name, inside, names, channel.post_failure)
         return Replica(channel.rank, channel.world_size, vote, inside.waited_s)
 
 
 class _Words:
-    """What a rank says in a vote, and after it the sums of what all say."""
+    """What a rank says in a vote, and after it what all say: how many are late, and at which place each rank is."""
 
-    def __init__(self) -> None:
-        self.numbers = array("q", (0, 0, 0))
-        self.tensor = torch.frombuffer(self.numbers, dtype=torch.int64)
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._none = array("q", bytes(8 * (1 + world_size)))
+        self._numbers = self._none[:]
+        self.tensor = torch.frombuffer(self._numbers, dtype=torch.int64)
 
-    def write(self, *numbers: int) -> None:
-        self.numbers[:] = array("q", numbers)
+    def write(self, own: bool, at: int) -> None:
+        self._numbers[:] = self._none
+        self._numbers[0], self._numbers[1 + self._rank] = own, at
+
+    @property
+    def any_late(self) -> bool:
+        return self._numbers[0] > 0
+
+    @property
+    def places(self) -> Sequence[int]:
+        return self._numbers[1:]
 
 
 class UnitVote:
@@ -115,27 +140,33 @@ class UnitVote:
 
     By then it is known: a unit has collectives of its own, which no rank ends before all have begun them. The answer to
     the last question of a step is read by nobody. ``place_name``: what is at a place, in words. ``names``: for each
-    rank of the replica, all ranks that hold its shards.
+    rank of the replica, all ranks that hold its shards. ``tell``: these ranks why this one fails.
     """
 
     def __init__(
-        self, channel: Channel, place_name: Callable[[int], str], inside: Inside, names: Sequence[Sequence[int]]
+        self,
+        channel: Channel,
+        place_name: Callable[[int], str],
+        inside: Inside,
+        names: Sequence[Sequence[int]],
+        tell: Callable[[str], None],
     ) -> None:
         self._channel, self._place_name, self._inside, self._names = channel, place_name, inside, names
-        self._num_steps = 0
+        self._tell = tell
+        self._num_steps = self._step = 0
         self._number = 0  # of the question
-        self._spare, self._words = _Words(), _Words()  # they take turns
+        self._spare, self._words = (_Words(channel.rank, channel.world_size) for _ in range(2))  # they take turns
         self._asked: tuple[Future[dist.Work], int] | None = None  # with these words, and at which place
         # torch keeps a record of each of the last 2,000 collectives, in memory of the thread that launches them: in the
         # training thread's, records of votes would lie between the units' gradients, and break it up
         self._launcher = ThreadPoolExecutor(1, thread_name_prefix="straggle-votes")
 
-    def begin(self) -> None:
-        """A step begins."""
-        self._num_steps += 1
+    def begin(self, step: int) -> None:
+        """This step begins."""
         if self._asked is not None:  # its words are used again
             self._any_late(*self._asked)
             self._asked = None
+        self._num_steps, self._step = self._num_steps + 1, step
         self._inside.begin()
 
     def __call__(self, own: bool, at: int) -> bool:
@@ -143,11 +174,11 @@ class UnitVote:
         if self._asked is not None and self._any_late(*self._asked):
             self._asked = None
             return True
-        # sums of the places and of their squares show whether all ranks are at the same one
         self._words, self._spare = self._spare, self._words
-        self._words.write(int(own), at, at * at)
+        self._words.write(own, at)
         self._number += 1
-        self._asked = self._launch(self._words.tensor), at
+        self._asked = launched, _ = self._launch(self._words.tensor), at
+        self._launcher.submit(self._look, launched, self._words, at)
         if self._num_steps <= _NUM_ORDERED:  # FSDP would wait for a rank that is elsewhere
             self._any_late(*self._asked)
         return False
@@ -159,15 +190,25 @@ class UnitVote:
         self._inside.factor = weight / mean
         return mean
 
-    def agree(self, present: Sequence[bool], waited_s: Sequence[float], weights: Sequence[float]) -> Agreed:
+    def agree(
+        self,
+        present: Sequence[bool],
+        waited_s: Sequence[float],
+        weights: Sequence[float],
+        scalars: Mapping[float, float],
+    ) -> Agreed:
         """The merges of different shards may not have the same replicas in them, if one was stood in for."""
         mark = hash((*present, *weights)) % _MARKS  # of numbers: the same in every process
-        own = torch.zeros(self._channel.world_size, len(waited_s), dtype=torch.float64)
-        own[self._channel.rank] = torch.tensor(waited_s, dtype=torch.float64)
-        marks, squares, *waits = self._sum(torch.cat([torch.tensor([mark, mark * mark]), own.flatten()]), _MERGED)
+        pairs = [number for pair in scalars.items() for number in pair]
+        numbers = [*waited_s, *pairs, *[0.0] * (2 * MAX_SCALARS - len(pairs))]
+        own = torch.zeros(self._channel.world_size, len(numbers), dtype=torch.float64)
+        own[self._channel.rank] = torch.tensor(numbers, dtype=torch.float64)
+        marks, squares, *rest = self._sum(torch.cat([torch.tensor([mark, mark * mark]), own.flatten()]), _MERGED)
+        by_rank = [rest[first : first + len(numbers)] for first in range(0, len(rest), len(numbers))]
+        waits, means = [row[: len(waited_s)] for row in by_rank], means_of(row[len(waited_s) :] for row in by_rank)
         if not (alike := self._channel.world_size * squares == marks * marks):
             present = [number > 0 for number in self._sum(torch.tensor(present, dtype=torch.int32), _MERGED)]
-        return Agreed(present, self._slowest(waits, len(waited_s)), alike)
+        return Agreed(present, self._slowest(waits), alike, means)
 
     def average(self, copied: Sequence[Tensor], weights: Sequence[float]) -> None:
         """By one message; the order of the ranks is that of each other replica, and so are the bits."""
@@ -185,9 +226,8 @@ class UnitVote:
         self._launcher.shutdown()
         self._channel.close()
 
-    def _slowest(self, waits: Sequence[float], num_replicas: int) -> tuple[int, ...]:
+    def _slowest(self, by_rank: Sequence[Sequence[float]]) -> tuple[int, ...]:
         """For each replica the rank that waited least for its others; -1 if none has waited."""
-        by_rank = [waits[place * num_replicas :][:num_replicas] for place in range(len(self._names))]
         return tuple(self._least(number, of_replica) for number, of_replica in enumerate(zip(*by_rank, strict=True)))
 
     def _least(self, number: int, waits: Sequence[float]) -> int:
@@ -203,15 +243,30 @@ class UnitVote:
         """Begin their sum: one after the other, in the order in which they are asked for."""
         return self._launcher.submit(self._channel.groups.control.all_reduce, numbers)
 
+    def _look(self, launched: Future[dist.Work], words: _Words, at: int) -> None:
+        """Report ranks that are elsewhere before the thread that trains can: FSDP may crash or hang over them first."""
+        if launched.exception() is None and succeeds(launched.result(), _LOOK_S) and (why := self._apart(words, at)):
+            _log.error(why)
+            self._tell(why)
+
     def _any_late(self, launched: Future[dist.Work], at: int) -> bool:
         self._channel.wait(launched.result(), self._number, self._where(at))
-        num_late, places, squares = self._words.numbers
-        if self._channel.world_size * squares != places * places:
-            raise RuntimeError(
-                f"{self._where(at)}: another rank of this replica is at another place of the model. All ranks that "
-                "shard a copy must run the same units in the same order: let no branch depend on a rank's own data"
-            )
-        return bool(num_late)
+        if why := self._apart(self._words, at):
+            raise RuntimeError(why)
+        return self._words.any_late
+
+    def _apart(self, words: _Words, at: int) -> str:
+        """Which ranks are at other places than this one, if any is."""
+        if all(place == at for place in words.places):
+            return ""
+        names = [of_rank[self._names[self._channel.rank].index(self._channel.name)] for of_rank in self._names]
+        others = [
+            f"rank {names[rank]} is {self._place_name(place)}" for rank, place in enumerate(words.places) if place != at
+        ]
+        return (
+            f"{self._where(at)}: {', '.join(others)}. All ranks that shard a copy must run the same units in the same "
+            "order: let no branch depend on a rank's own data"
+        )
 
     def _where(self, at: int) -> str:
-        return f"rank {self._channel.name}, {self._place_name(at)}, the vote of its replica"
+        return f"rank {self._channel.name}, step {self._step}, {self._place_name(at)}, the vote of its replica"

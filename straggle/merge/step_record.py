@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from straggle.backward.stages import StagePlan
 from straggle.merge.names import ScalarNames
 from straggle.merge.table import Table
-from straggle.merge.telemetry import COLUMN, MICROBATCH_SLOTS, NONFINITE, TIMES
+from straggle.merge.telemetry import COLUMN, NONFINITE, TIMES
 from straggle.policies.cost import UsualCost
 from straggle.policies.rank_links import RankLink
 from straggle.policies.step_model import StopRules, computed_share, simulate_step
@@ -34,7 +34,8 @@ class StepRecord:
     step would have ended; NaN if it is enforced. ``usual_cost``, ``dealt``: those of `CurrentDeadline`. ``differing``:
     the names of tensors that differ between ranks. ``merged_weights``: the weight of each stage, if it may be more than
     the ``table`` has for the remaining ranks. ``merged_at``: when the step was merged, by this rank's clock.
-    ``slowest_ranks``: as in the report.
+    ``slowest_ranks``: as in the report. ``scalars``: the means over all ranks by the hashes of their names, if the
+    ``table`` has not all of them.
     """
 
     step: int
@@ -51,6 +52,7 @@ class StepRecord:
     dealt: bool = False
     merged_at: float = math.nan
     slowest_ranks: tuple[int, ...] = ()
+    scalars: Mapping[float, float] | None = None
 
     @cached_property
     def report(self) -> StepReport:
@@ -68,7 +70,7 @@ class StepRecord:
             self.deadline_s,
             tuple(self._of_rank(rank, *each) for rank, each in ranks),
             self._of_stages(rows),
-            self._scalars(rows),
+            self._scalars(),
             skipped=table.skipped_before or (any(row[NONFINITE] for row in rows) and table.skipped()),
             different_ranks=table.different_ranks(),
             different_tensors=self.differing,
@@ -124,15 +126,10 @@ class StepRecord:
         is_more = merged > (1 + _ROUNDING) * reported
         return merged if is_more or self.table.nonfinite_ranks() else reported
 
-    def _scalars(self, rows: Sequence[Sequence[float]]) -> dict[str, float]:
-        values: dict[float, list[float]] = {}
-        first = self.table.of_stages.weights.stop + MICROBATCH_SLOTS
-        for row in rows:
-            for key, value in zip(row[first::2], row[first + 1 :: 2], strict=True):
-                if key > 0:
-                    values.setdefault(key, []).append(value)
+    def _scalars(self) -> dict[str, float]:
+        values = self.table.scalars() if self.scalars is None else self.scalars
         known = self.names.of(values)
-        return {known[key]: math.fsum(seen) / len(seen) for key, seen in values.items() if key in known}
+        return {known[key]: value for key, value in values.items() if key in known}
 
 
 def shadow_report(table: Table, seconds: float, deadline_s: float, rules: StopRules, plan: StagePlan) -> ShadowReport:

@@ -20,6 +20,7 @@ from straggle.merge.telemetry import (
     MICROBATCH_SLOTS,
     NONFINITE,
     WAYS,
+    means_of,
     microbatch_slot,
     row_length,
     stage_columns,
@@ -362,6 +363,10 @@ class Table:
             math.nan if absent else max(0.0, busy_s if math.isnan(own_s) else busy_s - own_s)
             for busy_s, own_s, absent in times
         ]
+
+    def scalars(self) -> dict[float, float]:
+        """The mean of each scalar over the ranks that have it, by the hash of its name."""
+        return means_of(self.rows[:, self.of_stages.weights.stop + MICROBATCH_SLOTS :].tolist())
 
     def column(self, name: str) -> tuple[float, ...]:
         """The values of a field of `Row` that is one number, by rank."""

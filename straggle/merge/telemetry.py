@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from types import MappingProxyType
@@ -137,6 +137,16 @@ def _numbers_of(ways: Sequence[Way]) -> array[float]:
     each = [(float(way.target), way.link.latency_s, way.link.bytes_per_s, way.age_s) for way in ways[:MAX_WAYS]]
     numbers = array("f", [number for own in each for number in own])
     return numbers + _NO_WAYS[len(numbers) :]
+
+
+def means_of(pairs_by_rank: Iterable[Sequence[float]]) -> dict[float, float]:
+    """Of each rank's scalars, as (hash, value, hash, value, ...), the means by hash; a hash of 0 is of none."""
+    values: dict[float, list[float]] = {}
+    for pairs in pairs_by_rank:
+        for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+            if key > 0:
+                values.setdefault(key, []).append(value)
+    return {key: math.fsum(seen) / len(seen) for key, seen in values.items()}
 
 
 class StageColumns(NamedTuple):

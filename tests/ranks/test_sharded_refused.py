@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from ranks import Raised, run_ranks, staged
-from sharding import Blocks, batch, mesh_of, pair, shard
+from sharding import WIDTH, Blocks, batch, mesh_of, pair, shard
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, fully_shard
@@ -172,7 +172,7 @@ def test_what_the_refusals_of_sharded_models_say_to_write_trains() -> None:
 
 
 class ByRank(Blocks):
-    """Runs its blocks in another order on rank 1."""
+    """Runs its blocks in another order on rank 1; the third may be wider than the others."""
 
     order: Callable[[int], list[int]]
 
@@ -183,8 +183,14 @@ class ByRank(Blocks):
         return self.last(x)
 
 
-def out_of_order(rank: int, from_step: int) -> None:
-    both = pair(ByRank)
+def of_two_widths() -> nn.Module:
+    net = ByRank()
+    net.blocks[2].up, net.blocks[2].down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH, bias=False)
+    return net
+
+
+def out_of_order(rank: int, from_step: int, make: Callable[[], nn.Module] = ByRank) -> None:
+    both = pair(make)
     options = {"late_handling": LateHandling(give_up_s=5.0)}
     with staged(both.net, mesh=both.mesh["dp_replicate"], **options) as model:
         for number in range(from_step + 1):
@@ -193,9 +199,20 @@ def out_of_order(rank: int, from_step: int) -> None:
                 model(batch(number, rank)).square().mean().backward()
 
 
-@pytest.mark.parametrize("from_step", [0, 3])
-def test_ranks_of_a_replica_that_run_units_in_different_orders_are_refused(from_step: int) -> None:
+@pytest.mark.parametrize("from_step", [0, 10])
+def test_ranks_of_a_replica_that_run_units_in_different_orders_are_refused_and_named(from_step: int) -> None:
     ends = run_ranks(out_of_order, 4, from_step, outcomes=True)
-    words = [end.message for end in ends if isinstance(end, Raised)]
-    assert any("another rank of this replica is at another place" in word for word in words[:2]), words
-    assert len(words) == 4
+    assert all(isinstance(end, Raised) for end in ends)
+    at = ["before the forward pass of blocks.1", "before the forward pass of blocks.2"]
+    for rank, other in ((0, 1), (1, 0)):
+        assert (
+            f"rank {rank}, step {from_step}, {at[rank]}, the vote of its replica: rank {other} is {at[other]}. All"
+            in (ends[rank].message)
+        )
+    for rank in (2, 3):
+        assert "the vote of its replica" in ends[rank].message
+
+
+def test_units_of_different_sizes_in_different_orders_end_all_ranks() -> None:
+    ends = run_ranks(out_of_order, 4, 10, of_two_widths, outcomes=True)  # gloo ends a process that gets too much
+    assert all(isinstance(end, Raised) for end in ends)

@@ -19,14 +19,14 @@ def step_of_a_replica(rank, asked_after, voted_at):
     words, module = [], Chain(4)
 
     class Vote:
-        def begin(self):
+        def begin(self, _step):
             words.clear()
 
         def __call__(self, own, _at):
             words.append(own)
             return len(words) == voted_at
 
-        def agree(self, present, _waited_s, _weights):
+        def agree(self, present, _waited_s, _weights, _scalars):
             return Agreed(present, ())
 
         def close(self):
@@ -77,14 +77,15 @@ class Inside:
 def votes_of_two(rank):
     """The ranks of a replica, of two replicas: ranks 0 and 1, 2 and 3, ask three times, weigh and agree."""
     channel, inside = Channel(None, give_up_s=20.0), Inside()
-    vote = UnitVote(channel, str, inside, [[0, 2], [1, 3]])
-    vote.begin()
+    vote = UnitVote(channel, str, inside, [[0, 2], [1, 3]], tell=channel.post_failure)
+    vote.begin(0)
     answers = [vote(rank == 1 and number == 1, at=number) for number in range(3)]
-    vote.begin()
+    vote.begin(1)
     again = vote(own=False, at=0)
     mean = vote.weigh(2.0 * rank + 1)
-    agreed = vote.agree([True, rank == 0, False], [0.5 if rank else 0.1, 0.0], [])
-    alike = vote.agree([True, False], [0.0, 0.0], [1.0])
+    scalars = {7.0: 1.0 + rank} | ({9.0: 5.0} if rank else {})
+    agreed = vote.agree([True, rank == 0, False], [0.5 if rank else 0.1, 0.0], [], scalars)
+    alike = vote.agree([True, False], [0.0, 0.0], [1.0], {})
     copies = [torch.full((3,), float(rank)), torch.zeros(2)]
     vote.average(copies, [1.0 + 2 * rank, 1.0])
     vote.close()
@@ -99,9 +100,37 @@ def test_ranks_of_a_replica_are_told_the_same_at_the_next_unit():
         assert mean == 2.0
         assert list(agreed.present) == [True, True, False]
         assert (agreed.slowest, agreed.alike) == ((0, -1), False)
+        assert dict(agreed.scalars) == {7.0: 1.5, 9.0: 5.0}
         assert (list(alike.present), alike.alike) == ([True, False], True)
         assert copies == [[0.75] * 3, [0.0] * 2]
     assert (first[3], second[3]) == (0.5, 1.5)
+
+
+def places_while_stuck(rank):
+    """What each rank reports of its replica's other one if it goes into a unit, and never comes to the next one."""
+    channel, told, words = Channel(None, give_up_s=20.0), threading.Event(), []
+
+    def tell(why):
+        words.append(why)
+        told.set()
+
+    vote = UnitVote(channel, "before unit {}".format, Inside(), [[0, 2], [1, 3]], tell)
+    for step in range(4):
+        vote.begin(step)
+        vote(own=False, at=5)
+    vote.begin(4)
+    vote(own=False, at=6 + rank)
+    assert told.wait(20.0)
+    with pytest.raises(RuntimeError, match="is before unit"):
+        vote(own=False, at=8)
+    vote.close()
+    return words
+
+
+def test_rank_at_another_place_is_reported_though_the_thread_that_trains_is_stuck_in_its_unit():
+    for rank, (words,) in enumerate(run_ranks(places_while_stuck, 2)):
+        what = f"rank {rank}, step 4, before unit {6 + rank}, the vote of its replica: rank {1 - rank} is before unit"
+        assert words.startswith(f"{what} {7 - rank}. All ranks")
 
 
 def threads_of_votes(_rank):
@@ -115,11 +144,11 @@ def threads_of_votes(_rank):
 
     watched = SimpleNamespace(groups=SimpleNamespace(control=Control()), wait=channel.wait, close=channel.close)
     watched.rank, watched.world_size, watched.name = 0, 1, 0
-    vote = UnitVote(watched, str, Inside(), [[0]])
-    vote.begin()
+    vote = UnitVote(watched, str, Inside(), [[0]], tell=channel.post_failure)
+    vote.begin(0)
     vote(own=False, at=0)
     vote.weigh(1.0)
-    vote.agree([True], [0.0], [])
+    vote.agree([True], [0.0], [], {})
     vote.close()
     return threads
 
