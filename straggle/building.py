@@ -147,6 +147,7 @@ def _with_the_loop(module: nn.Module, parts: ModelParts, wings: OptionalParts, r
         stages=options.stages,
         world_size=channel.world_size,
         parts={"pool": wings.pulling},
+        sharded=options.sharded,
     )
     replanning = Replanning(module, parts, steps, resume_state)
     planning = Planning(module, parts, replanning)

@@ -1,8 +1,9 @@
 """Save and load what a run needs to go on.
 
 Model, optimizer, history and the ranks' shares are the same on every rank and written by rank 0; each rank writes what
-only it knows: its random state and its estimator's memory. Files are loaded with ``weights_only``, so that they run no
-code. `durable` explains why a death at any moment leaves a complete checkpoint.
+only it knows: its random state, its estimator's memory and, of a sharded model, its shards. Files are loaded with
+``weights_only``, so that they run no code, but for what torch keeps about shards. `durable` explains why a death at any
+moment leaves a complete checkpoint.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,10 +26,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from straggle.commands import durable
+from straggle.commands import durable, sharded_state
 from straggle.commands.agreement import RefusedByAll, of_ranks, on_all_ranks
 from straggle.commands.durable import FileSeal, Snapshot
 from straggle.lab.jobs import gather
+from straggle.lab.sharding import is_sharded
 from straggle.merge.saved_state import SavedState
 from straggle.parallel import StagedDataParallel
 
@@ -74,8 +76,10 @@ class Checkpoint:
             is_first = dist.get_rank() == 0
             new = self.directory / on_all_ranks(lambda: durable.begin(self.directory, step).name if is_first else "")[0]
             sealed = on_all_ranks(lambda: _write(new, model, optimizer, model.straggle_state(), dealt, common=is_first))
+            if is_sharded(model.module):
+                sealed += on_all_ranks(lambda: _sealed(new, sharded_state.save(new, model.module, optimizer)))
             files = {name: seal for of_rank in sealed for name, seal in of_rank.items()}
-            on_all_ranks(lambda: durable.publish(new, _about(step), files) if is_first else None)
+            on_all_ranks(lambda: durable.publish(new, _about(step, model), files) if is_first else None)
         except RefusedByAll as error:
             on_all_ranks(self._give_up)
             last = next(iter(durable.snapshots(self.directory)[0]), None)
@@ -97,7 +101,7 @@ class Checkpoint:
         try:
             new = durable.begin(self.directory, step)
             files = _write(new, model, optimizer, state, dealt, common=True)
-            durable.publish(new, {**_about(step), "alone": True}, files)
+            durable.publish(new, {**_about(step, model), "alone": True}, files)
         except (OSError, ValueError) as error:
             raise NotSaved(f"checkpoint {self.directory} of step {step} not saved: {error}") from None
         return True
@@ -112,10 +116,11 @@ class Checkpoint:
         Takes the latest that is complete on all ranks. Raises `RefusedByAll` if there is none, or one of another run.
         """
         found = self._choose()
+        read = dict[str, Any](), dict[str, Any]()
 
         def restore() -> None:
             try:
-                self._restore(found, model, optimizer, dealt)
+                self._restore(found, read, model, optimizer, dealt)
             except (RuntimeError, LookupError, TypeError, AttributeError, pickle.UnpicklingError) as error:
                 said = " ".join(str(error).split())
                 raise ValueError(
@@ -123,6 +128,7 @@ class Checkpoint:
                     f"it was made with, or another run_dir ({said[:300]})"
                 ) from None
 
+        on_all_ranks(lambda: _read(found, model, *read))
         on_all_ranks(restore)
         on_all_ranks(lambda: durable.keep_only(found.directory) if dist.get_rank() == 0 else None)
         return found.step
@@ -169,26 +175,38 @@ class Checkpoint:
                 own = _of_rank(dist.get_rank())
                 if own in snapshot.state["files"] or (_of_as_many(snapshot) and "alone" not in snapshot.state):
                     snapshot.check(own)
+                for name in sharded_state.of_this_rank(snapshot.state["files"]):
+                    snapshot.check(name)
                 loadable.append(snapshot)
             except ValueError as error:
                 damaged.append(str(error))
         return loadable, damaged
 
     def _restore(
-        self, found: Snapshot, model: StagedDataParallel, optimizer: Optimizer, dealt: Mapping[str, Dealer]
+        self,
+        found: Snapshot,
+        read: tuple[dict[str, Any], dict[str, Any]],
+        model: StagedDataParallel,
+        optimizer: Optimizer,
+        dealt: Mapping[str, Dealer],
     ) -> None:
-        common, own = _load(found.directory / _COMMON), _load_own(found, dist.get_rank())
-        model.module.load_state_dict(common["model"])
-        set_optimizer_state_dict(model.module, optimizer, common["optimizer"], options=_FLAT)
+        common, own = read
+        if is_sharded(model.module):
+            sharded_state.load(found.directory, model.module, optimizer)
+        else:
+            model.module.load_state_dict(common["model"])
+            set_optimizer_state_dict(model.module, optimizer, common["optimizer"], options=_FLAT)
         as_many = _of_as_many(found)
-        if not as_many:
+        if not as_many or _shape(found.state) != _shape(_about(found.step, model)):
             _log.log(
                 _on_rank0(),
-                "%s is of %d ranks, and this run has %d: shares, and random states of ranks that are new, begin again",
+                "%s is of %s, and this run has %s: shares, the estimator's memory, and random states of ranks that are "
+                "new, begin again",
                 _named(found),
-                found.state["ranks"],
-                dist.get_world_size(),
+                _shape(found.state),
+                _shape(_about(found.step, model)),
             )
+            own = {name: value for name, value in own.items() if name == "random"}
         for name in dealt.keys() & common["dealt"].keys():
             if name != "rebalance" or as_many:
                 dealt[name].load_state_dict(common["dealt"][name])
@@ -197,8 +215,14 @@ class Checkpoint:
         model.load_straggle_state({**common["straggle"], **own})
 
 
-def _about(step: int) -> dict[str, Any]:
-    return {"step": step, "ranks": dist.get_world_size()}
+def _about(step: int, model: StagedDataParallel) -> dict[str, Any]:
+    shards = {"shards": dist.get_world_size() // model.world_size} if is_sharded(model.module) else {}
+    return {"step": step, "ranks": dist.get_world_size(), **shards}
+
+
+def _shape(state: Mapping[str, Any]) -> str:
+    ranks, shards = state["ranks"], state.get("shards")
+    return f"{ranks} ranks" if shards is None else f"{ranks // shards} replicas of {shards} ranks"
 
 
 def _write(
@@ -217,14 +241,21 @@ def _write(
     contents: dict[str, Any] = {_of_rank(dist.get_rank()): {"random": torch.get_rng_state(), **own}}
     if common:
         contents[_COMMON] = {
-            "model": model.module.state_dict(),
-            "optimizer": get_optimizer_state_dict(model.module, optimizer, options=_FLAT),
             "straggle": equal,
             "dealt": {name: dealer.state_dict() for name, dealer in dealt.items()},
         }
+        if not is_sharded(model.module):
+            contents[_COMMON] |= {
+                "model": model.module.state_dict(),
+                "optimizer": get_optimizer_state_dict(model.module, optimizer, options=_FLAT),
+            }
     for name, content in contents.items():
         _save(content, new / name)
-    return {name: durable.seal(new / name) for name in contents}
+    return _sealed(new, contents)
+
+
+def _sealed(new: Path, names: Iterable[str]) -> dict[str, FileSeal]:
+    return {name: durable.seal(new / name) for name in names}
 
 
 def _is_common(name: str, value: Tensor | int | str) -> bool:
@@ -250,6 +281,19 @@ def _on_rank0() -> int:
 
 def _of_rank(rank: int) -> str:
     return f"rank{rank}.pt"
+
+
+def _read(found: Snapshot, model: StagedDataParallel, common: dict[str, Any], own: dict[str, Any]) -> None:
+    """Fill ``common`` and ``own``. Raises ``ValueError`` if it is of the other kind of model."""
+    kinds = {False: "that each rank has a copy of", True: "that is sharded over several ranks"}
+    sharded, saved_sharded = is_sharded(model.module), "shards" in found.state
+    if sharded != saved_sharded:
+        raise ValueError(
+            f"{_named(found)} is of a model {kinds[saved_sharded]}, and this run's is one {kinds[sharded]}: give the "
+            "parallel= that it was made with, or another run_dir"
+        )
+    common |= _load(found.directory / _COMMON)
+    own |= _load_own(found, dist.get_rank())
 
 
 def _load_own(found: Snapshot, rank: int) -> dict[str, Any]:

@@ -121,14 +121,11 @@ class Train(_Checked):
 
     def _check_sharded(self) -> None:
         """What is there for ranks that each have a copy of the model is refused."""
-        unsaved = "the checkpoints of this command are of models that each rank has a copy of"
         given = {
             "members=elastic": (self.members, "a sharded replica cannot leave and come back yet"),
             "rebalance=by_speed": (self.rebalance, "samples are dealt out to ranks, and a replica is several"),
             "work=pulled": (self.work == "pulled", "micro-batches are drawn by ranks, and a replica is several"),
             "workload=paced": (_is_of("Paced", self.workload), "its sleeps are hooks on whole parameters"),
-            f"resume={str(self.resume).lower()}": (self.resume, unsaved),
-            f"checkpoint_every={self.checkpoint_every}": (self.checkpoint_every, unsaved),
         }
         for key, (is_given, why) in given.items():
             self._refuse_sharded(key, why, is_given=bool(is_given))

@@ -75,12 +75,10 @@ def train(config: DictConfig) -> None:
             reports = _train(job, config, first_step)
             dist.barrier()
         done = job.model.history.num_steps
-        saves = job.mesh is None  # a sharded model's state is in no checkpoint of this kind
-        not_saved = _save(checkpoint, done, job) if saves else None
+        not_saved = _save(checkpoint, done, job)
         if done < config.steps and not_saved is None:
             if is_first:
-                then = "resume=true goes on from there" if saves else "a sharded model is not saved"
-                sys.stdout.write(f"stopped after step {done} of {config.steps}; {then}\n")
+                sys.stdout.write(f"stopped after step {done} of {config.steps}; resume=true goes on from there\n")
             exit_at_once()
         if done == config.steps:
             _end(job, config, reports)

@@ -72,6 +72,11 @@ class WorkClock:
         self._slept_s += time.perf_counter() - began
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Whether several ranks have one copy of it."""
+    return isinstance(module, FSDPModule)
+
+
 def whole(parameter: Tensor) -> Tensor:
     """All of a parameter; collective if it is sharded."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

@@ -47,10 +47,11 @@ class ResumeState:
         stages: int | Sequence[str] | BalancedByTime | None,
         world_size: int,
         parts: Mapping[str, PartState],
+        sharded: bool = False,
     ) -> None:
         self._coordinator = coordinator
         self._parts = {f"{name}.": part for name, part in parts.items()}
-        self._estimator, self._module = estimator, module
+        self._estimator, self._module, self._sharded = estimator, module, sharded
         self._of: dict[str, int | str] = {
             "ranks": world_size,
             "stages": in_words(describe(stages)),
@@ -68,7 +69,10 @@ class ResumeState:
         """Tensors, numbers and strings; the estimator's tensors are lent. ``own``: with this rank's own state."""
         names = {parameter: name for name, parameter in self._parameters.items()}
         history, estimator = self._coordinator.history.tensors(), self._estimator
-        kept = estimator.state_dict(names) if own else estimator.shared_state_dict(names)
+        if own:
+            kept = estimator.state_dict(names)
+        else:  # of shards, ranks have different memories
+            kept = {} if self._sharded else estimator.shared_state_dict(names)
         state: SavedState = {**self._of, **{_HISTORY + name: tensor for name, tensor in history.items()}}
         for prefix, part in self._parts.items():
             state |= {prefix + name: tensor for name, tensor in part.tensors().items()}

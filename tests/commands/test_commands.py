@@ -18,7 +18,7 @@ import pytest
 from ranks import run_command
 from repository import ROOT
 from rich.console import Console
-from training import TINY
+from training import TINY, saved_step
 
 from straggle import MembersReport, RankReport, StageReport, StepReport
 from straggle.__main__ import COMMANDS, main
@@ -147,7 +147,6 @@ def test_view_names_absent_ranks_and_says_when_the_members_change() -> None:
             "rebalance=by_speed and parallel=sharded exclude each other: samples are dealt out to ranks",
         ),
         (["parallel=sharded", "members=elastic"], "members=elastic and parallel=sharded exclude each other"),
-        (["parallel=sharded", "checkpoint_every=5"], "checkpoint_every=5 and parallel=sharded exclude each other"),
         (["parallel=sharded", "workload=paced"], "workload=paced and parallel=sharded exclude each other"),
         (["parallel=sharded", "work=pulled", "num_microbatches=2"], "work=pulled and parallel=sharded exclude each"),
         (["resume=true", "run_dir=/nowhere"], "resume=true: there is no checkpoint in run_dir=/nowhere"),
@@ -332,7 +331,19 @@ def test_replica_of_two_workers_is_late_as_one_if_one_of_them_is_slow(tmp_path: 
     late = [record for record in read_trace(tmp_path / "run" / "trace.jsonl") if record["ranks"][1]["late"]]
     assert 3 in {record["slowest_ranks"][1] for record in late}
     assert "identical" in out
-    assert not (tmp_path / "run" / "checkpoint").exists()
+
+
+@pytest.mark.slow
+def test_sharded_run_that_goes_on_ends_as_one_that_was_not_stopped(tmp_path: Path) -> None:
+    keys = (*SHARDED, "faults=none", "deadline.budget_s=1000")
+    run_command("train", 4, *keys, "steps=6", "run_dir=whole", folder=tmp_path)
+    run_command("train", 4, *keys, "steps=3", "run_dir=run", "checkpoint_every=2", folder=tmp_path)
+    assert saved_step(tmp_path / "run") == 3
+    run_command("train", 4, *keys, "steps=6", "run_dir=run", "resume=auto", folder=tmp_path)
+    whole, parts = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("whole", "run"))
+    assert parts["steps"] == 6
+    assert len(set(parts["parameters_sha256"])) == 1
+    assert parts["validation_loss"] == pytest.approx(whole["validation_loss"], rel=1e-5)
 
 
 @pytest.mark.slow

@@ -39,7 +39,7 @@ HELP = {
     "Start the workers of a job, and start each that dies again, while the others go on.",
     "one file for each rank and start; else passed through",
     "load these once, such as torch, and fork each worker from there",
-    "%s is of %d ranks, and this run has %d: shares, and random states of ranks that are new, begin again",
+    "%s is of %s, and this run has %s: shares, the estimator's memory, and random states of ranks that are new, begin ",
 }
 GROUPS = "tests/ranks/test_advice_data.py::test_process_group_is_made_as_the_texts_say"
 # followed by tests of their own: words of the text, and the test

@@ -1,0 +1,56 @@
+"""Model and optimizer of a sharded run in a checkpoint, by ``torch.distributed.checkpoint``.
+
+Each rank writes its shards. A mesh of another shape can read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim import Optimizer
+
+_FOLDER = "shards"
+
+
+def save(new: Path, module: nn.Module, optimizer: Optimizer) -> list[str]:
+    """Write this rank's shards below ``new``; returns the names of the files that it answers for.
+
+    Collective. Raises ``OSError``, on all ranks, if they cannot be written.
+    """
+    _together(lambda: dcp.save(_parts(module, optimizer), checkpoint_id=new / _FOLDER), OSError)
+    own = sorted(path.name for path in (new / _FOLDER).glob(f"__{dist.get_rank()}_*"))
+    about_all = [".metadata"] if dist.get_rank() == 0 else []
+    return [f"{_FOLDER}/{name}" for name in (*own, *about_all)]
+
+
+def load(found: Path, module: nn.Module, optimizer: Optimizer) -> None:
+    """Read what is this rank's of it. Collective; raises ``RuntimeError``, on all ranks, for another model's."""
+    parts = _parts(module, optimizer)
+    _together(lambda: dcp.load(parts, checkpoint_id=found / _FOLDER), RuntimeError)
+    set_state_dict(module, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
+
+
+def of_this_rank(files: Iterable[str]) -> list[str]:
+    """Those of a checkpoint's files with shards that this rank checks, so that each is read by one rank."""
+    shards = sorted(name for name in files if name.startswith(f"{_FOLDER}/"))
+    return shards[dist.get_rank() :: dist.get_world_size()]
+
+
+def _parts(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    model, of_optimizer = get_state_dict(module, optimizer)
+    return {"model": model, "optimizer": of_optimizer}
+
+
+def _together(work: Callable[[], object], kind: type[Exception]) -> None:
+    """Raise the ranks' own errors, of this kind: torch's is no ``Exception``, and has a traceback of each rank."""
+    try:
+        work()
+    except CheckpointException as error:
+        raise kind("; ".join(f"rank {rank}: {own}" for rank, (own, _) in sorted(error.failures.items()))) from None
