@@ -247,19 +247,23 @@ def option(group: str, name: str) -> DictConfig:
 def register() -> None:
     """Tell hydra of the options that have no file, and of values that follow from others.
 
-    These follow from the number of ranks (at least 1), and from the run that is repeated.
+    These follow from the number of ranks, or of replicas of several (at least 1), and from the run that is repeated.
     """
     for group, node in _NONE.items():
         ConfigStore.instance().store(group=group, name="none", node=node)
     OmegaConf.register_new_resolver("all_ranks_but", _all_ranks_but, replace=True)
-    OmegaConf.register_new_resolver("more_than_half", lambda: _num_ranks() // 2 + 1, replace=True)
+    OmegaConf.register_new_resolver("more_than_half", _more_than_half, replace=True)
     OmegaConf.register_new_resolver("steps_of", _steps_of, replace=True)
 
 
-def _all_ranks_but(number: int) -> int:
+def _all_ranks_but(number: int, *, _root_: DictConfig) -> int:
     if not isinstance(number, int) or number < 0:
         raise ConfigurationError(f"${{all_ranks_but:{number}}}: must be an integer of at least 0")
-    return max(1, _num_ranks() - number)
+    return max(1, _num_ranks(_root_) - number)
+
+
+def _more_than_half(*, _root_: DictConfig) -> int:
+    return _num_ranks(_root_) // 2 + 1
 
 
 def _steps_of(run_dir: str | None, otherwise: int) -> object:
@@ -269,5 +273,7 @@ def _steps_of(run_dir: str | None, otherwise: int) -> object:
     return OmegaConf.select(OmegaConf.load(recorded), "steps", default=otherwise)
 
 
-def _num_ranks() -> int:
-    return int(os.environ.get("WORLD_SIZE") or 1)  # torchrun's
+def _num_ranks(root: DictConfig) -> int:
+    """Those that may be late: replicas, if each is several ranks."""
+    shards = OmegaConf.select(root, "parallel.shards", default=1)
+    return int(os.environ.get("WORLD_SIZE") or 1) // int(shards)  # torchrun's

@@ -348,12 +348,14 @@ def test_sharded_run_that_goes_on_ends_as_one_that_was_not_stopped(tmp_path: Pat
 
 @pytest.mark.slow
 def test_compare_trains_a_sharded_model_as_fsdp_does_when_nobody_is_late(tmp_path: Path) -> None:
-    keys = (*SHARDED, "faults=none", "deadline.budget_s=1000", "steps=4", "block=2", "num_microbatches=2")
+    methods = "methods=[ddp,backup_workers,dropcompute,majority,straggle]"  # majority's are both of two replicas
+    keys = (*SHARDED, methods, "faults=none", "deadline.budget_s=1000", "steps=4", "block=2", "num_microbatches=2")
     run_command("compare", 4, *(key for key in keys if key != "metrics=none"), "run_dir=run", folder=tmp_path)
     results = json.loads((tmp_path / "run" / "compare.json").read_text())
     assert all(fields["replicas_identical"] for fields in results.values())
-    assert results["straggle"]["dropped_share"] == 0.0
-    assert results["straggle"]["validation_loss"] == pytest.approx(results["ddp"]["validation_loss"], rel=1e-4)
+    for method in ("straggle", "majority"):
+        assert results[method]["dropped_share"] == 0.0
+        assert results[method]["validation_loss"] == pytest.approx(results["ddp"]["validation_loss"], rel=1e-4)
 
 
 @pytest.mark.slow

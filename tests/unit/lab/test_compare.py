@@ -81,6 +81,13 @@ def test_first_k_follows_the_number_of_ranks(world_size, backup_workers, majorit
     assert of_method(config, "majority").deadline.k == majority
 
 
+def test_first_k_follows_the_number_of_replicas_if_each_is_several_ranks(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    config = load("compare", ["methods=[ddp,backup_workers,majority]", "parallel=sharded", "parallel.shards=2"])
+    assert of_method(config, "backup_workers").deadline.k == 3
+    assert of_method(config, "majority").deadline.k == 3
+
+
 def test_scenario_has_the_faults_of_its_name_and_a_folder():
     config = of_scenario(load("compare", ["scenarios=[none,stall]"]), "stall")
     assert set(config.faults) == {"pace", "data", "forward", "backward"}
