@@ -139,7 +139,7 @@ def _with_the_loop(module: nn.Module, parts: ModelParts, wings: OptionalParts, r
     options, channel, coordinator = parts.options, parts.channel, parts.coordinator
     drops_nonfinite = options.merge.nonfinite == "drop"
     steps = OptimizerSteps(parts.source.all, parts.opened, drops_nonfinite=drops_nonfinite)
-    warnings, joins = StepWarnings(channel.name, options.merge, parts.opened), Joins()
+    warnings, joins = StepWarnings(channel, options.merge, parts.opened), Joins()
     resume_state = ResumeState(
         coordinator,
         module,

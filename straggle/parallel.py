@@ -203,7 +203,7 @@ class StagedDataParallel(nn.Module):
         """The module's parameters. Warns once if they are iterated over inside of a step to clip gradients."""
         if self._of_the_job and clips(sys._getframe(1)):  # a generator's caller is the code that iterates over it
             if self._in_step():
-                where = f"rank {self.rank}, step {self._coordinator.training.step}"
+                where = f"rank {self.job_rank}, step {self._coordinator.training.step}"
                 self._warnings.once("clip", f"{where}: {CLIP_AFTER_THE_BLOCK}")
             elif self._steps.stepped is not None:
                 raise RuntimeError(CLIP_BEFORE_THE_STEP)

@@ -86,6 +86,7 @@ class OpenStep(PassWatcher):
         self._grouped_run = _NO_RUN  # of the engine, whose gradients wait for their group
         self._waiting = coordinator.waiting
         self._optimizing: StepInParts | None = None  # of the last step that was entered
+        self._stood_in = False  # in the step that was left last
 
     # -- the two ends of the block
 
@@ -96,7 +97,7 @@ class OpenStep(PassWatcher):
         """
         self._watch_step()
         if self._vote is not None:
-            self._vote.begin(self._training.step)
+            self._vote.begin(self._training.step, stood_in=self._stood_in)
         self._kept = self._source.keep()
         rule = entry.rule or self._by_clock
         self._idle = entry.idle and not rule.stops_idle
@@ -212,6 +213,7 @@ class OpenStep(PassWatcher):
             self.step, self._grouped_run, self.on_backward = None, _NO_RUN, None
             if isinstance(error, DeadlineReached):
                 release_graph(error, self._outputs)
+        self._stood_in = merged.stood_in
         self._keep_as_peers_did(merged)
         self._put_in_place(merged)
         self.usable = None

@@ -35,7 +35,7 @@ class Replanning:
     def __init__(self, module: nn.Module, parts: ModelParts, steps: OptimizerSteps, resume_state: ResumeState) -> None:
         self._module, self._options, self._parts, self._steps = module, parts.options, parts, steps
         self._resume_state = resume_state
-        self._rank = parts.channel.rank
+        self._rank = parts.channel.name
         self._seconds: dict[str, float] = {}  # of each parameter, in the order in which backward finished them
         self._owners = _owners_of_buffers(module)
 
@@ -93,9 +93,10 @@ class Replanning:
             raise RuntimeError(f"{self._words(step, ranks, what)}: {error}") from error
 
     def _words(self, step: int, ranks: Sequence[int], what: str) -> str:
+        named = self._parts.channel.named(ranks)
         return (
-            f"rank {self._rank}, step {step}: ranks {list(ranks)} {what}; freeze, unfreeze, add or replace parameters "
-            "on all ranks before the same step"
+            f"rank {self._rank}, step {step}: ranks {named} {what}; freeze, unfreeze, add or replace parameters on all "
+            "ranks before the same step"
         )
 
     def _not_with(self, option: str, changes: str, step: int) -> str:
@@ -120,7 +121,7 @@ class Replanning:
         parts.hooks.renew()
         self._steps.watch()
         self._resume_state.parameters_changed()
-        if self._rank == 0:
+        if parts.channel.rank == 0:
             _log.warning(
                 "step %d: parameters are others than before (%s): stages are planned again, and %d parameters that "
                 "were not merged until now begin with rank 0's values",

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from straggle.loop.open_step import OpenStep
+from straggle.merge.channel import Channel
 from straggle.merge.checks import left_out, no_gradient_at_first, no_gradient_of_passes, too_few_passes
 from straggle.merge.options import Merge
 from straggle.merge.round import Round
@@ -16,10 +17,11 @@ _log = logging.getLogger(__name__)
 
 
 class StepWarnings:
-    """Of one model, on its training thread; most are said once."""
+    """Of one model, on its training thread; most are said once, by the first of the ranks that merge together."""
 
-    def __init__(self, rank: int, merge: Merge, opened: OpenStep) -> None:
-        self._rank, self._merge, self._opened = rank, merge, opened
+    def __init__(self, channel: Channel, merge: Merge, opened: OpenStep) -> None:
+        self._channel, self._merge, self._opened = channel, merge, opened
+        self._is_first = channel.rank == 0
         self._warned: set[str] = set()
         self._num_empty = 0  # steps without a gradient of any rank; negative: there was one that had some
 
@@ -34,35 +36,36 @@ class StepWarnings:
         if self._opened.passes_came_short(merged) and (
             words := too_few_passes(self._opened.num_announced, self._opened.num_over)
         ):
-            self.once("passes", f"rank {self._rank}, step {merged.step}: {words}")
+            self.once("passes", f"rank {self._channel.name}, step {merged.step}: {words}")
         fruitless = self._opened.num_fruitless
         if fruitless and merged.num_gradients == 0 and self._opened.passes_came_short(merged):
-            self.once("fruitless", f"rank {self._rank}, step {merged.step}: {no_gradient_of_passes(fruitless)}")
+            words = no_gradient_of_passes(fruitless)
+            self.once("fruitless", f"rank {self._channel.name}, step {merged.step}: {words}")
         if self._num_empty >= 0:
             self._count_empty(merged)
-        if self._rank == 0 and not merged.table.is_usual and (nonfinite := merged.table.nonfinite_ranks()):
+        if self._is_first and not merged.table.is_usual and (nonfinite := merged.table.nonfinite_ranks()):
             step = merged.step - int(max(merged.table.column("counts_behind")))
             skipped = merged.table.skipped() or any(merged.table.column("skipped_before"))
-            words = left_out(nonfinite, skipped=skipped, zeros=merged.buffers.is_queued)
+            words = left_out(self._channel.named(nonfinite), skipped=skipped, zeros=merged.buffers.is_queued)
             self.once("nonfinite", f"step {step}: {words}")
 
     def _count_empty(self, merged: Round) -> None:
         self._num_empty = self._num_empty + 1 if merged.table.all_skipped() else -1
-        if self._num_empty == _AT_FIRST and self._rank == 0 and "fruitless" not in self._warned:
+        if self._num_empty == _AT_FIRST and self._is_first and "fruitless" not in self._warned:
             self.once("empty", no_gradient_at_first(_AT_FIRST))
 
     def of_different_replicas(self, current: Round) -> None:
         """Warn if ranks have, or will have, other parameters than the rest."""
         record = current.record
-        level = logging.WARNING if self._rank == 0 else logging.DEBUG
+        level = logging.WARNING if self._is_first else logging.DEBUG
         if unlike := record.table.stepped_unlike():
             _log.log(
-                logging.WARNING if self._rank in unlike else level,
+                logging.WARNING if self._channel.rank in unlike else level,
                 "step %d: the optimizers of ranks %s have not stepped as often as those of the others since step %d, "
                 "and their parameters are others from here on: look for `continue`, `break` or `return` that skips "
                 "optimizer.step() on some ranks only, and resume from a checkpoint",
                 record.step,
-                list(unlike),
+                self._channel.named(unlike),
                 record.step - 1,
             )
         elif self._merge.checks(record.step) and (different := record.table.different_ranks()):
@@ -71,7 +74,7 @@ class StepWarnings:
                 "step %d: the parameters of ranks %s, or their buffers, are not those of the others: %s; look for code "
                 "that changes them on some ranks only, and resume from a checkpoint",
                 record.step,
-                list(different),
+                self._channel.named(different),
                 _some(record.differing),
             )
 

@@ -43,18 +43,18 @@ class Inside(Protocol):
 
     factor: float
 
-    def begin(self) -> None:
-        """A step begins."""
+    def begin(self, *, goes_on: bool) -> None:
+        """A step begins; ``goes_on``: what it waits in it is of the one before."""
 
     def waited_s(self) -> float:
-        """Seconds that it has waited there in this step."""
+        """Seconds that it has waited there in this step, and in those before it that this one goes on."""
 
 
 class Vote(Protocol):
     """Whether a replica leaves its step. All of its ranks ask at the same places, and are told the same."""
 
-    def begin(self, step: int) -> None:
-        """This step begins."""
+    def begin(self, step: int, *, stood_in: bool) -> None:
+        """This step begins; ``stood_in``: this rank was, in the one before."""
 
     def __call__(self, own: bool, at: int) -> bool:
         """Whether the replica leaves the step at this place, from this rank's ``own`` word for it."""
@@ -161,13 +161,13 @@ class UnitVote:
         # training thread's, records of votes would lie between the units' gradients, and break it up
         self._launcher = ThreadPoolExecutor(1, thread_name_prefix="straggle-votes")
 
-    def begin(self, step: int) -> None:
-        """This step begins."""
+    def begin(self, step: int, *, stood_in: bool) -> None:
+        """This step begins; if it is late, too, then because of whom its replica waited for in the one before."""
         if self._asked is not None:  # its words are used again
             self._any_late(*self._asked)
             self._asked = None
         self._num_steps, self._step = self._num_steps + 1, step
-        self._inside.begin()
+        self._inside.begin(goes_on=stood_in)
 
     def __call__(self, own: bool, at: int) -> bool:
         """Whether a rank of the replica was late at the place before this one."""

@@ -86,12 +86,17 @@ class Inside:
         self._waited_s = 0.0
         self._since: float | None = None  # it is in a collective
 
-    def begin(self) -> None:
-        """A step begins."""
-        self._waited_s, self.factor = 0.0, 1.0
+    def begin(self, *, goes_on: bool) -> None:
+        """A step begins; ``goes_on``: what it waits in it is of the one before."""
+        self.factor = 1.0
+        if not goes_on:
+            self._waited_s = 0.0
 
     def waited_s(self) -> float:
-        """Seconds that it was in FSDP's collectives in this step: the rank that the others wait for has the fewest."""
+        """Seconds that it was in FSDP's collectives in this step, and in those before it that this one goes on.
+
+        The rank that the others wait for has the fewest.
+        """
         since = self._since
         return self._waited_s + (0.0 if since is None else self._clock() - since)
 

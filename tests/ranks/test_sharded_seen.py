@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 
 import pytest
+import torch
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
-from ranks import run_ranks, staged
+from ranks import logged, run_ranks, staged
 from sharding import batch, pair
 from training import Signals
 
@@ -80,3 +82,28 @@ def test_metrics_are_of_replicas_and_count_for_the_rank_that_made_its_replica_la
     assert late[:2] == [0, 0]
     assert late[2] == late[3] > UNTIL - STUCK_AT
     assert made_late == [0, 0, 0, late[3]]
+
+
+def odd_one(rank: int) -> list[str]:
+    """Rank 3 has no finite gradient in one step, and does not step its optimizer in another; what is logged."""
+    both = pair()
+    with logged("straggle.loop.step_warnings") as lines, staged(both.net, mesh=both.mesh["dp_replicate"]) as model:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(NUM_STEPS):
+            with model.step():
+                (model(batch(number, rank)).square().mean() * (math.nan if (rank, number) == (3, 2) else 1)).backward()
+            if (rank, number) != (3, 4):
+                optimizer.step()
+            optimizer.zero_grad()
+    return lines
+
+
+def test_warnings_name_ranks_and_not_their_replicas() -> None:
+    for rank, lines in enumerate(run_ranks(odd_one, 4)):
+        nan = [line for line in lines if "were not finite" in line]
+        assert [line.partition(" were")[0] for line in nan] == [f"step 2: gradients of ranks [{rank + 2}]"] * (
+            rank < 2
+        )  # the first of those with the same shards reports it
+        unlike = [line for line in lines if "have not stepped as often" in line]
+        assert len(unlike) == (rank in (1, 3))  # rank 0 holds no shards of rank 3
+        assert all(line.startswith("step 5: the optimizers of ranks [3] have not stepped") for line in unlike)

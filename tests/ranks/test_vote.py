@@ -19,7 +19,7 @@ def step_of_a_replica(rank, asked_after, voted_at):
     words, module = [], Chain(4)
 
     class Vote:
-        def begin(self, _step):
+        def begin(self, _step, **_):
             words.clear()
 
         def __call__(self, own, _at):
@@ -70,17 +70,17 @@ class Inside:
 
     factor = 1.0
 
-    def begin(self):
-        self.factor = 1.0
+    def begin(self, *, goes_on):
+        self.factor = 1.0 + goes_on
 
 
 def votes_of_two(rank):
     """The ranks of a replica, of two replicas: ranks 0 and 1, 2 and 3, ask three times, weigh and agree."""
     channel, inside = Channel(None, give_up_s=20.0), Inside()
     vote = UnitVote(channel, str, inside, [[0, 2], [1, 3]], tell=channel.post_failure)
-    vote.begin(0)
+    vote.begin(0, stood_in=False)
     answers = [vote(rank == 1 and number == 1, at=number) for number in range(3)]
-    vote.begin(1)
+    vote.begin(1, stood_in=False)
     again = vote(own=False, at=0)
     mean = vote.weigh(2.0 * rank + 1)
     scalars = {7.0: 1.0 + rank} | ({9.0: 5.0} if rank else {})
@@ -116,9 +116,9 @@ def places_while_stuck(rank):
 
     vote = UnitVote(channel, "before unit {}".format, Inside(), [[0, 2], [1, 3]], tell)
     for step in range(4):
-        vote.begin(step)
+        vote.begin(step, stood_in=False)
         vote(own=False, at=5)
-    vote.begin(4)
+    vote.begin(4, stood_in=False)
     vote(own=False, at=6 + rank)
     assert told.wait(20.0)
     with pytest.raises(RuntimeError, match="is before unit"):
@@ -145,7 +145,7 @@ def threads_of_votes(_rank):
     watched = SimpleNamespace(groups=SimpleNamespace(control=Control()), wait=channel.wait, close=channel.close)
     watched.rank, watched.world_size, watched.name = 0, 1, 0
     vote = UnitVote(watched, str, Inside(), [[0]], tell=channel.post_failure)
-    vote.begin(0)
+    vote.begin(0, stood_in=False)
     vote(own=False, at=0)
     vote.weigh(1.0)
     vote.agree([True], [0.0], [], {})

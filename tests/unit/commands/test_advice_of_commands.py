@@ -128,7 +128,7 @@ COMMANDS = {
         train("work=pulled", "num_microbatches=2"),
     ),
     "{} and parallel=sharded exclude each other: {}; leave {} out": (
-        train("parallel=sharded", "resume=auto"),
+        train("parallel=sharded", "members=elastic"),
         train("parallel=sharded"),
     ),
     "shards is {}; give at least 2 ranks for a copy, or parallel=none": (
