@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
@@ -24,7 +24,7 @@ def save(new: Path, module: nn.Module, optimizer: Optimizer) -> list[str]:
 
     Collective. Raises ``OSError``, on all ranks, if they cannot be written.
     """
-    _together(lambda: dcp.save(_parts(module, optimizer), checkpoint_id=new / _FOLDER), OSError)
+    _together(lambda: state_dict_saver.save(_parts(module, optimizer), checkpoint_id=new / _FOLDER), OSError)
     own = sorted(path.name for path in (new / _FOLDER).glob(f"__{dist.get_rank()}_*"))
     about_all = [".metadata"] if dist.get_rank() == 0 else []
     return [f"{_FOLDER}/{name}" for name in (*own, *about_all)]
@@ -33,7 +33,7 @@ def save(new: Path, module: nn.Module, optimizer: Optimizer) -> list[str]:
 def load(found: Path, module: nn.Module, optimizer: Optimizer) -> None:
     """Read what is this rank's of it. Collective; raises ``RuntimeError``, on all ranks, for another model's."""
     parts = _parts(module, optimizer)
-    _together(lambda: dcp.load(parts, checkpoint_id=found / _FOLDER), RuntimeError)
+    _together(lambda: state_dict_loader.load(parts, checkpoint_id=found / _FOLDER), RuntimeError)
     set_state_dict(module, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
 from ranks import run_ranks, staged
-from sharding import Blocks, Pair, batch, pair
+from sharding import Blocks, Pair, batch, mesh_of, pair, shard
 from torch import Tensor, nn
 
 from straggle import LastMerged, StagedDataParallel, Step, Zero
@@ -148,6 +150,98 @@ def test_replica_is_cut_between_two_units_and_its_next_pass_is_exact(
         assert given == CASES[case][3]
         assert gap < EXACT
         assert next_gap < EXACT
+
+
+class BetweenBlocks(Blocks):
+    """Calls ``act`` when a block's forward or backward pass is over, which is in no compiled code."""
+
+    act: Callable[[], None] | None = None
+    backward = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if self.act is not None and number == 2:
+                x.register_hook(lambda _: self.act()) if self.backward else self.act()
+        return self.last(x)
+
+
+def compiled(net: nn.Module) -> None:
+    for block in net.blocks:  # type: ignore[union-attr]
+        block.compile(backend="eager")
+
+
+def prefetching(net: nn.Module) -> None:
+    for before, after in pairwise(net.blocks):  # type: ignore[arg-type]
+        before.set_modules_to_forward_prefetch([after])
+        after.set_modules_to_backward_prefetch([before])
+
+
+def as_it_is(_net: nn.Module) -> None:
+    pass
+
+
+def cut_passes(
+    rank: int, backward: bool, fails: bool, accumulates: bool, before: Callable, after: Callable
+) -> list[tuple[set[float], float]]:
+    """Every second of five steps is left by replica 1 after its third block; of each what `weights_of_replica1` gives.
+
+    ``accumulates``: two passes are reduced as one. ``before`` and ``after`` sharding, the model is prepared by these.
+    """
+    torch.manual_seed(0)
+    net, mesh, results = BetweenBlocks(DEPTH), mesh_of(), []
+    both = Pair(net, copy.deepcopy(net), mesh)
+    before(net)
+    shard(net, mesh["dp_shard"])
+    after(net)
+    net.backward = backward
+    passes = 1 + accumulates
+    with staged(net, mesh=mesh["dp_replicate"]) as model:
+        for number in range(5):
+            with model.step() as step:
+                for micro in range(passes):
+                    net.set_requires_gradient_sync(micro == passes - 1)
+                    leaves = number % 2 and micro == passes - 1
+                    net.act = partial(leave, step, rank, fails) if leaves else None
+                    with suppress(Failed):
+                        model(batch(number, 10 * micro + rank)).square().mean().backward()
+            weights, gap = weights_of_replica1(both, number, passes)
+            results.append((set(weights.values()), gap))
+            model.zero_grad()
+    return results
+
+
+def leave(step: Step, rank: int, fails: bool) -> None:
+    if fails and rank >= 2:
+        raise Failed
+    if rank == 3 and not fails:
+        step.stop()
+
+
+USES = {
+    "compiled": (False, compiled, as_it_is),
+    "prefetching": (False, as_it_is, prefetching),
+    "accumulating": (True, as_it_is, as_it_is),
+}
+
+
+def all_uses(rank: int) -> list[list[tuple[set[float], float]]]:
+    return [
+        cut_passes(rank, backward, fails, *use)
+        for use in USES.values()
+        for backward in (False, True)
+        for fails in (False, True)
+    ]
+
+
+@pytest.mark.slow
+def test_cuts_and_errors_are_exact_with_compiled_blocks_prefetching_and_accumulation_inside_of_fsdp() -> None:
+    for of_rank in run_ranks(all_uses, 4, timeout_s=180.0):
+        assert max(gap for results in of_rank for _, gap in results) < EXACT
+        for number, results in enumerate(of_rank):
+            assert [weights for weights, _ in results[::2]] == [{1.0}] * 3
+            assert [weights for weights, _ in results[1::2]] == [{0.0, 1.0} if number % 4 > 1 else {0.0}] * 2
 
 
 def with_an_estimator(rank: int) -> list[float]:
