@@ -47,6 +47,9 @@ ELSEWHERE = {
     "no checkpoint in {}: start without resume=true first": (
         "tests/ranks/test_checkpoint.py::test_loading_what_is_not_there_is_refused"
     ),
+    "and this run's is one {}: give the parallel= that it was made with": (
+        "tests/ranks/test_sharded_saved.py::test_checkpoint_that_is_damaged_or_of_another_kind_of_model_is_refused"
+    ),
     "run_dir must be on storage that all ranks see": (
         "tests/ranks/test_checkpoint.py::test_ranks_that_do_not_see_the_same_checkpoint_are_refused"
     ),
