@@ -23,9 +23,7 @@ TARGETS = [
     for panel in board["panels"]
     for target in panel.get("targets", [])
 ]
-ASKED = re.findall(
-    r"`([^`]+)`", (ROOT / "docs" / "see.md").read_text().split("| ask |")[1].split("## Grafana")[0]
-)
+ASKED = re.findall(r"`([^`]+)`", (ROOT / "docs" / "see.md").read_text().split("| ask |")[1].split("## Grafana")[0])
 CHOSEN = {"$__rate_interval": "15s", "$job": "straggle", "$run": ".*"}
 needs_prometheus = pytest.mark.skipif(bool(missing("prometheus", "promtool")), reason=str(missing("prometheus")))
 
