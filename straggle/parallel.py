@@ -229,6 +229,7 @@ class StagedDataParallel(nn.Module):
             optimizer=optimizer,
             draw=refuse_pull if self._options.sharded else self.pulling.numbers,
             expect=self._open.expect,
+            departure=self._wings.departure,
         )
 
     def _check_stepped_early(self, optimizer: Optimizer) -> None:

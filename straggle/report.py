@@ -274,10 +274,11 @@ class StepReport:
         return plain
 
 
-ChangeKind = Literal["ended", "silent", "raised", "restarted", "link", "joined"]
+ChangeKind = Literal["ended", "silent", "raised", "restarted", "link", "notice", "joined"]
 CHANGE_KINDS: tuple[ChangeKind, ...] = get_args(ChangeKind)
-# done: its loop is over; ended: its process; returns: it asks to be let in again at once; link: its link is too slow
-LeavingKind = Literal["done", "ended", "silent", "raised", "restarted", "returns", "link"]
+# done: its loop is over; ended: its process; returns: it asks to be let in again at once; link: its link is too slow;
+# notice: it was told that its process is to end
+LeavingKind = Literal["done", "ended", "silent", "raised", "restarted", "returns", "link", "notice"]
 LEAVING_KINDS: tuple[LeavingKind, ...] = get_args(LeavingKind)
 _COUNTED_AS: dict[LeavingKind, ChangeKind] = {
     "done": "ended",
@@ -287,6 +288,7 @@ _COUNTED_AS: dict[LeavingKind, ChangeKind] = {
     "restarted": "restarted",
     "returns": "restarted",
     "link": "link",
+    "notice": "notice",
 }
 
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from straggle.backward.compiled import not_compiled
 from straggle.backward.hooks import DeadlineReached
 from straggle.merge.coordinator import Coordinator
+from straggle.merge.departure import Departure
 from straggle.merge.names import ScalarNames
 from straggle.merge.telemetry import MAX_SCALARS
 
@@ -29,7 +30,7 @@ class Step:
     returns whether the error, if any, was only the deadline. ``release`` frees the memory of a pass that was left late.
     ``optimizer`` is stepped as the gradients are merged. ``draw(weights)`` yields the numbers of this rank's
     micro-batches, of shared ones with these weights, each with those after it. ``expect`` is called with the number of
-    passes of an open step.
+    passes of an open step. ``departure``: how this rank may end before the others, if it may.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Step:
         draw: Callable[[tuple[float, ...]], Iterator[tuple[int, Sequence[int]]]],
         expect: Callable[[int], None],
         optimizer: Optimizer | None = None,
+        departure: Departure | None = None,
     ) -> None:
         self._coordinator = coordinator
         self._names = names
@@ -51,7 +53,7 @@ class Step:
         self._draw, self._expect = draw, expect
         self._is_open = self._pulls = False
         self._num_microbatches = num_microbatches
-        self.optimizer = optimizer
+        self.optimizer, self.departure = optimizer, departure
         self.scalars: dict[str, float] = {}
         self.on_device: dict[str, Tensor] = {}  # scalars that the host does not wait for
         self.late = False  # whether this rank has been stopped in this step so far

@@ -16,6 +16,7 @@ import sys
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -27,7 +28,7 @@ from straggle.commands.launching.restarting import RestartRules
 from straggle.commands.launching.store_host import LOOPBACK, StoreAddress, answers, connect, serve_store
 from straggle.commands.launching.worker_process import ForkServer, Program, Starter, new_process
 from straggle.members import agents
-from straggle.merge.store import JobStore
+from straggle.merge.store import JobStore, StoreUnreachable
 
 OF_ONE_RANK = ("RANK", "LOCAL_RANK", "ROLE_RANK")  # of a node's workers; the rest of their environment is the same
 _JOIN_POLL_S = 0.5
@@ -143,8 +144,15 @@ def _run(given: argparse.Namespace, endpoint: StoreAddress, store: JobStore, eve
             events,
             Nodes(store, node_rank=job.node_rank, num_nodes=job.num_nodes),
             grace_s=given.grace_s,
+            before_stop=partial(_post_all_told, store) if job.num_nodes == 1 else lambda: None,
         )
         return launcher.run(serves=serves)
+
+
+def _post_all_told(store: JobStore) -> None:
+    """Let each worker know, before it gets SIGTERM, that it is not the only one: they end after the same step."""
+    with contextlib.suppress(StoreUnreachable):
+        store.ask(agents.post_all_told)
 
 
 def _store_only(words: Sequence[str]) -> int:

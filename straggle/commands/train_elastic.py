@@ -62,8 +62,14 @@ def train_elastic(config: DictConfig, *, resumes: Callable[[Checkpoint], bool]) 
         try:
             with ExitStack() as observed:
                 _train(job, config, checkpoint, first_step, observed)
-            told.set("over", "")
-            _end(job, config, checkpoint, told)
+            if stop.peers_go_on:
+                _say_left(job)
+            else:
+                told.set("over", "")
+                _end(job, config, checkpoint, told)
+                if job.report.step + 1 < config.steps and not stop.requested:
+                    sys.stderr.write("others were told to end, and too few ranks would be left\n")
+                    exit_at_once(DO_NOT_RESTART)
         except JobDone as error:
             sys.stdout.write(f"{error}: there is nothing left to do for this rank\n")
         except TooFewRanks as error:
@@ -157,6 +163,11 @@ def _end(job: StagedJob, config: DictConfig, checkpoint: Checkpoint, told: Any) 
     finish(job, run_dir, list(read_reports(run_dir / "trace.jsonl")), job.evaluate(), _hashes(told, members))
     if config.report:
         write_page(run_dir)
+
+
+def _say_left(job: StagedJob) -> None:
+    step = job.report.step
+    sys.stdout.write(f"rank {job.model.rank} was told to end: it has left after step {step}, and the others go on\n")
 
 
 def _hashes(told: Any, members: list[int]) -> list[str]:

@@ -51,12 +51,14 @@ class Deal:
 class Parts:
     """What the ranks brought in a merged step: ``brought`` by rank.
 
-    ``absent``: they are no members. ``stood_in``: they did not take part by themselves.
+    ``absent``: they are no members. ``stood_in``: they did not take part by themselves. ``leaving``: they leave after
+    this step.
     """
 
     brought: tuple[bool, ...]
     absent: frozenset[int] = frozenset()
     stood_in: frozenset[int] = frozenset()
+    leaving: frozenset[int] = frozenset()
 
     def active(self, before: frozenset[int], world_size: int) -> frozenset[int]:
         """The ranks to which something is dealt from here on, where these had something ``before``.
@@ -64,8 +66,9 @@ class Parts:
         One that comes back does from when it takes part by itself: it has the state of the others by then. None is
         left out where none would be there.
         """
-        itself = frozenset(range(world_size)) - self.absent - self.stood_in
-        return (before - self.absent) | itself or before
+        gone = self.absent | self.leaving
+        itself = frozenset(range(world_size)) - gone - self.stood_in
+        return (before - gone) | itself or before
 
 
 def parts_of(record: StepRecord, repeat_up_to: float = 0.0) -> Parts:
@@ -74,7 +77,7 @@ def parts_of(record: StepRecord, repeat_up_to: float = 0.0) -> Parts:
     if not all(finished):
         ranks = record.report.ranks
         finished = [not (own.absent or own.idle) and own.reach > repeat_up_to for own in ranks]
-    return Parts(tuple(finished), table.absent_ranks(), table.stood_in_ranks())
+    return Parts(tuple(finished), table.absent_ranks(), table.stood_in_ranks(), table.leaving_ranks())
 
 
 class Ledger:

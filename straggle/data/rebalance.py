@@ -170,7 +170,8 @@ class Rebalance:
         if self._replayed is not None:
             self._follow(record.step + 1)
             return
-        parts = Parts((), record.table.absent_ranks(), record.table.stood_in_ranks())
+        table = record.table
+        parts = Parts((), table.absent_ranks(), table.stood_in_ranks(), table.leaving_ranks())
         if self._rank in parts.absent:  # it does not know what the others do, and is given their state
             return
         weights = self._weights(record.table)

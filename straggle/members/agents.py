@@ -88,6 +88,16 @@ def over(store: Any) -> str | None:
     return _said(store, "over")
 
 
+def post_all_told(store: Any) -> None:
+    """Report that all ranks of the job are being told to end."""
+    _agents(store).set("told", "")
+
+
+def all_told(store: Any) -> bool:
+    """Whether all ranks of the job have been told to end."""
+    return bool(_agents(store).check(["told"]))
+
+
 def exited(store: Any, rank: int) -> Exited | None:
     """How the last ended process of this rank ended; ``None`` if none has.
 

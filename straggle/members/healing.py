@@ -85,6 +85,8 @@ class Healing:
             self._make_room()
         while self._rank.merging.takes_part_from > step or self._arrival is not None:
             self._rank.check_ended()
+            if self._member.notice.asked and self._member.is_out:  # it is not to come back
+                break
             self._member.is_back = True
             arrival, begins = self._arrival, self._rank.merging.takes_part_from
             if step < begins and (begins < sys.maxsize or step < self._membership.detector.furthest_step):
@@ -104,7 +106,11 @@ class Healing:
         """
         member, following = self._member, self._coordinator.training.step
         say_at = time.monotonic() + _SAY_S
-        while self._rank.merging.takes_part_from >= following and not self._is_made(following):
+        while (
+            self._rank.merging.takes_part_from >= following
+            and not self._is_made(following)
+            and not (member.notice.asked and member.is_out)
+        ):
             self._rank.check_ended()
             member.is_back = member.awaits_state = True
             if time.monotonic() > say_at:

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from straggle.members.membership import Membership
 from straggle.members.moved_round import Notes, freeze, go_on, notes_of
+from straggle.members.notice import Notice
 from straggle.members.put_out import PutOut
 from straggle.members.view import MergeProgress, Repair, View
+from straggle.members.view_chain import Hold
 from straggle.merge.groups import ProcessGroups
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.round import Round
@@ -39,6 +41,7 @@ class Member:
         self._rank = rank
         self._lock = rank.merging.lock
         self._membership = membership
+        self.notice = Notice(membership, is_out=lambda: self.is_out)
         self.links: PutOut | None = None  # who is put out because of its link; `None`: no rank
         self.changed_in = -1  # the step in which the members changed last, the same on all of them
         self.fell_behind = False  # a member that needs a state, because more steps were merged than may wait for it
@@ -219,10 +222,15 @@ class Member:
         """
         return (
             bool(self._membership.joins.wanted)
+            and not self.notice.asked
             and self.has_room()
             and self._rank.stand_in.started
             and not current.stood_in
         )
+
+    def leaves(self) -> int:
+        """As this rank's row has it, for a step that it submits; before the stages are planned no rank leaves."""
+        return self.notice.needs if self._rank.stand_in.started else 0
 
     def rows_merged(self, current: Round) -> None:
         """Clear the rows of ranks that were no members when rows were merged; the members may have changed since."""
@@ -253,11 +261,23 @@ class Member:
             self._judge_links(step, table)
         if self._catch_up is not None and stood_in >= set(self._rank.rounds.ranks):
             self._end_healing()  # the others have ended or are no further: none of them waits for this rank
-        if table.admits() and not self.notes_of(current).complete:
+        self.notice.merged(step, table, place)
+        if leaving := table.leaving_ranks():
+            self._leave(step, leaving, complete=self.notes_of(current).complete)
+        elif table.admits() and not self.notes_of(current).complete:
             if table.admits_of(place):
                 self._gives_at = step + 1
             self._freeze()  # so that nothing of the next step is in flight when newcomers come in
-            membership.chain.hold(step + 1, leads=table.admits_of(place))
+            membership.chain.hold(Hold(step + 1, leads=table.admits_of(place)))
+
+    def _leave(self, step: int, leaving: frozenset[int], *, complete: bool) -> None:
+        """These ranks leave after ``step``: the others form their groups while they compute the next one.
+
+        ``complete``: another member had this step earlier, and the members have changed since.
+        """
+        if not complete:
+            self._freeze()
+        self._membership.chain.hold(Hold(step + 1, leaving=leaving))
 
     def _judge_links(self, step: int, table: Table) -> None:
         if self.links is not None:

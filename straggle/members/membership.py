@@ -26,7 +26,7 @@ from straggle.members.heartbeat import Heartbeat, signs_of, step_in
 from straggle.members.join_requests import JoinRequests
 from straggle.members.refill import Refill
 from straggle.members.stored_view import StoredView, StoreEmptied
-from straggle.members.view import DONE, Elastic, Leaving, Seal, View
+from straggle.members.view import DONE, NOTICE, Elastic, Leaving, Seal, View
 from straggle.members.view_chain import ViewChain
 from straggle.merge.channel import PeerFailed
 from straggle.merge.store import ANSWER_S, peek
@@ -76,6 +76,7 @@ class Membership:
         self.step = -1  # the step of this rank's merge; sent with its signs of life
         self.admitted: View | None = None  # the last view in which this rank let others in
         self.left_for_good = False  # it left by its own will, and does not ask to be let in again
+        self.why_it_ends = DONE  # what the others are told when its loop is over
         self._seal = Seal(os.environ.get("STRAGGLE_JOB_SECRET", ""))
         self.connections = Connections(connect)
         self.joins = JoinRequests(rank, world_size, self.incarnation, self._seal)
@@ -187,6 +188,15 @@ class Membership:
         if self.chain.propose(store, view, following):
             self.admitted = following
 
+    def let_go(self, ranks: frozenset[int]) -> None:
+        """Write the view without these ranks, which have announced that they leave."""
+        store = self.connections.own()
+        for _ in range(5):
+            view = self.view
+            gone = dict.fromkeys(ranks & set(view.members), NOTICE)
+            if not gone or self.chain.propose(store, view, view.without(gone)):
+                return
+
     def leave(self, why: Leaving, *, for_good: bool = True, if_spared: bool = False) -> None:
         """This rank leaves the members, for good or until it is let in again.
 
@@ -235,7 +245,7 @@ class Membership:
                     if min(map(step_in, signs.values())) >= self.step:
                         break
                     time.sleep(0.02)
-            self.leave(DONE)
+            self.leave(self.why_it_ends)
         except (RuntimeError, OSError, ValueError) as error:
             _log.info("rank %d left without notice: %s", self.rank, error)
 

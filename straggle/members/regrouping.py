@@ -15,6 +15,7 @@ from straggle.members.elastic import ElasticChannel
 from straggle.members.member import Member
 from straggle.members.membership import TooFewRanks
 from straggle.members.view import Leaving, MergeProgress, Silence, View, progress_length, repair
+from straggle.members.view_chain import Hold
 from straggle.merge.channel import GroupsChanged
 from straggle.merge.store import StoreUnreachable
 from straggle.report import MembersReport
@@ -69,7 +70,7 @@ class Regrouping:
 
     def ask_anew(self) -> None:
         """Ask to be let in, if this rank left with an error and its loop goes on all the same."""
-        if self._membership.left_for_good:
+        if self._membership.left_for_good and not self._member.notice.asked:
             self._membership.left_for_good = False
             self.ask()
 
@@ -93,6 +94,7 @@ class Regrouping:
         """Do what is due now, or wait for a moment."""
         if self._membership.is_member and self.leaves is not None:
             self.leaves()
+        self._member.notice.look(self._membership.connections.own)
         asks = self._asked_at is not None and not self._membership.is_member
         if asks:
             with contextlib.suppress(ValueError):  # a view of another job, which `FailureDetector` reports
@@ -131,9 +133,12 @@ class Regrouping:
         """Follow the newest view."""
         membership = self._membership
         if membership.chain.held is not None:
-            self._let_in(*membership.chain.held)
+            self._await_view(membership.chain.held)
         view = membership.view
         if view.generation <= self._channel.generation:
+            return
+        if self._member.notice.has_left:  # its training thread has yet to take its last step
+            self._channel.generation = view.generation
             return
         self._check_number(view, with_returning=True)
         if not membership.is_member:
@@ -215,12 +220,20 @@ class Regrouping:
             channel.wait_in(view, channel.groups.control.broadcast(telemetry, view.ranks.index(way.giver)))
         self._member.regroup(channel.groups, view, way, telemetry)
 
-    def _let_in(self, step: int, leads: bool) -> None:
-        """Wait for the view in which newcomers come in; this rank writes it if it leads."""
-        self._membership.chain.held = None
+    def _await_view(self, held: Hold) -> None:
+        """Wait for the view in which newcomers come in or others are gone; this rank writes it if it leads."""
+        membership = self._membership
+        membership.chain.held = None
         until = time.monotonic() + 5.0
-        if leads:
-            self._membership.admit(step)
-        while self._membership.view.generation <= self._channel.generation and time.monotonic() < until:
+        if held.leaving:
+            membership.let_go(held.leaving)
+        elif held.leads:
+            membership.admit(held.step)
+        while not self._has_come(held) and time.monotonic() < until:
             time.sleep(0.002)
-            self._membership.look()
+            membership.look()
+
+    def _has_come(self, held: Hold) -> bool:
+        if held.leaving:
+            return not held.leaving & set(self._membership.view.members)
+        return self._membership.view.generation > self._channel.generation

@@ -59,6 +59,7 @@ class Leaving:
 
 
 DONE = Leaving("done", "ended")  # its loop is over
+NOTICE = Leaving("notice", "was told to end, and handed its place over")
 STARTED_AGAIN = Leaving("restarted", "was started again")
 TOO_FAR_BEHIND = "it fell behind by more merged steps than may wait for it (max_lag)"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 from straggle.members.stored_view import StoredView, StoreEmptied
 from straggle.members.view import Change, View
@@ -12,12 +12,23 @@ from straggle.members.view import Change, View
 _log = logging.getLogger(__name__)
 
 
+class Hold(NamedTuple):
+    """The members wait before ``step`` for a view in which others are let in, or those that are ``leaving`` are gone.
+
+    ``leads``: this rank writes the former; the latter is the same whoever writes it.
+    """
+
+    step: int
+    leads: bool = False
+    leaving: frozenset[int] = frozenset()
+
+
 class ViewChain:
     """The views of one incarnation of one rank; any thread may use it. ``store`` is a connection to the job's store."""
 
     def __init__(self, rank: int, incarnation: str, stored: StoredView) -> None:
         self.rank, self.incarnation = rank, incarnation
-        self.held: tuple[int, bool] | None = None  # the step before which others are let in; whether this rank leads
+        self.held: Hold | None = None  # what the members wait for before they begin their next step
         self.annulled = ""  # the job of a first view that was given up before it had begun
         self.changes: dict[tuple[int, bool], Change] = {}  # how each rank left and joined last, in views that were seen
         self._stored = stored
@@ -44,14 +55,14 @@ class ViewChain:
         """Whether this incarnation is a member in that view."""
         return view.members.get(self.rank) == self.incarnation
 
-    def hold(self, step: int, *, leads: bool) -> None:
-        """The members wait before ``step`` for a view in which others are let in; this rank ``leads``, or another."""
+    def hold(self, held: Hold) -> None:
+        """Wait for a view that the members know to come."""
         with self._changed:
-            self.held = step, leads
+            self.held = held
             self._changed.notify_all()
 
     def wait_newer(self, generation: int, seconds: float) -> bool:
-        """Wait for a view after ``generation``, or until newcomers are to be let in."""
+        """Wait for a view after ``generation``, or until one is known to come."""
         with self._changed:
             return self._changed.wait_for(lambda: self.view.generation > generation or self.held is not None, seconds)
 

@@ -13,6 +13,7 @@ from straggle.members.healing import Healing
 from straggle.members.member import Member
 from straggle.members.put_out import PutOut
 from straggle.members.regrouping import Regrouping
+from straggle.members.view import NOTICE
 from straggle.merge.coordinator import Coordinator
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.round import Round
@@ -37,6 +38,7 @@ class Members(Wing):
         self.channel, self._rank = channel, rank
         self.member = Member(rank, channel.membership)
         self.completion = MembersCompletion(rank, self.member)
+        self.departure = self.member.notice
         self.comes_late = channel.comes_late
         rank.stand_in.waits_for_room = False  # a rank that is far behind takes a state instead, so no peer waits for it
 
@@ -109,7 +111,9 @@ class Members(Wing):
         self.member.fall_behind_if_full()
 
     def submit(self, current: Round, row: Row) -> Row:
-        """Add to the row whether newcomers may come in after this step."""
+        """Add to the row whether newcomers may come in after this step, and whether this rank is to leave."""
+        if leaves := self.member.leaves():
+            return row._replace(leaves=leaves)
         return row._replace(admits=True) if self.member.admits(current) else row
 
     def leave(self) -> None:
@@ -128,9 +132,13 @@ class Members(Wing):
         """A healed rank has caught up by one step."""
         self.member.taken()
 
-    def last(self, current: Round) -> None:  # noqa: ARG002
+    def last(self, current: Round) -> None:
         """Wait until it is known whether this rank's loop goes on."""
-        self.healing.after_step()
+        notice = self.member.notice
+        if notice.has_left and notice.ends_after(current.step):
+            self.member.put_out()
+        else:
+            self.healing.after_step()
 
     def failed(self, what: str) -> None:
         """Leave the members, so that the peers go on."""
@@ -142,4 +150,6 @@ class Members(Wing):
 
     def close(self) -> None:
         """End the thread that follows the members."""
+        if self.member.notice.peers_go_on:
+            self.channel.membership.why_it_ends = NOTICE
         self.regrouping.close()

@@ -63,6 +63,7 @@ class Row(NamedTuple):
     replans: bool = False  # it has other parameters, and reports only that
     without_store: bool = False  # the job's store did not answer it
     admits: bool = False  # it lets others in after this step
+    leaves: int = 0  # it is to leave after this step, if so many others are left; 0: it stays
     pool_parts: int = 0  # as `StepReport` has it, which takes the largest of all ranks,
     pool_weight: float = 0.0  # and this
     counts_behind: int = 0  # as `StepReport` has it
@@ -101,7 +102,7 @@ class Row(NamedTuple):
             or self.stepped != 1
             or self.cause >= 0
             or (reported.late or reported.stood_in or reported.idle or reported.absent)
-            or (self.failed or self.replans or self.without_store or self.admits)
+            or (self.failed or self.replans or self.without_store or self.admits or self.leaves)
             or (self.kept != NONE or self.frozen != NONE)
             or self.skipped_before
             or (self.fingerprint >= 0 or self.pool_parts > 0 or self.cost == self.cost)

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from straggle.merge.completion import Completion
+    from straggle.merge.departure import Departure
     from straggle.merge.round import Round
     from straggle.merge.sides import Entry
     from straggle.merge.telemetry import Row
@@ -38,12 +39,13 @@ class Wing:
     """An optional part: it overrides the phases in which it has something to do.
 
     ``option``: the argument that asked for it, for errors. ``completion``: what waits for the merge of a round, if that
-    is more than for its messages. ``goes_on``: the peers go on without a rank that fails. ``keeps_stages``: while it is
-    there, the stages stay as they were planned.
+    is more than for its messages. ``departure``: how this rank may end before the others. ``goes_on``: the peers go on
+    without a rank that fails. ``keeps_stages``: while it is there, the stages stay as they were planned.
     """
 
     option = ""
     completion: Completion | None = None
+    departure: Departure | None = None
     goes_on = False
     keeps_stages = False
 
@@ -116,6 +118,7 @@ class Wings:
         self.failed = _of(wings, Wing.failed)
         self.close = _of(wings, Wing.close)
         self.completion = next((wing.completion for wing in wings if wing.completion is not None), None)
+        self.departure = next((wing.departure for wing in wings if wing.departure is not None), None)
         self.go_on = any(wing.goes_on for wing in wings)
         self.keeps_stages = next((wing.option for wing in wings if wing.keeps_stages), "")
 

@@ -7,14 +7,14 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from queue import SimpleQueue
 
 from straggle.commands.launching.agent import Agent, say
 from straggle.commands.launching.nodes import BEAT_S, Nodes
 from straggle.members.agents import WRONG_CONFIGURATION
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last is Slurm's, by --signal
 _POLL_S = 0.5
 _KILLED_S = 5.0  # a process that SIGKILL has not ended by then hangs in the kernel
 
@@ -43,14 +43,22 @@ def next_event(events: Events, timeout_s: float) -> Agent | signal.Signals | Non
 
 
 class Launcher:
-    """Waits for its agents, and tells them when the launcher itself is told to end."""
+    """Waits for its agents, and tells them when the launcher itself is told to end; ``before_stop()`` comes first."""
 
-    def __init__(self, agents: Sequence[Agent], events: Events, nodes: Nodes, *, grace_s: float) -> None:
+    def __init__(
+        self,
+        agents: Sequence[Agent],
+        events: Events,
+        nodes: Nodes,
+        *,
+        grace_s: float,
+        before_stop: Callable[[], object] = lambda: None,
+    ) -> None:
         self._agents = agents
         self._running = set(agents)
         self._events = events
         self._nodes = nodes
-        self._grace_s = grace_s
+        self._grace_s, self._before_stop = grace_s, before_stop
 
     def run(self, *, serves: bool) -> int:
         """Start all workers, and wait until they stay down; returns the launcher's exit status.
@@ -80,6 +88,7 @@ class Launcher:
 
     def _stop(self, number: signal.Signals) -> int:
         say(f"{number.name}: its workers get SIGTERM, and SIGKILL after {self._grace_s:g} s")
+        self._before_stop()
         for agent in self._agents:
             agent.stop()
         until = time.monotonic() + self._grace_s

@@ -66,7 +66,7 @@ USUAL = {"stepped": 1.0, "kept": NONE, "frozen": NONE, "state": UNCHANGED, "comp
             for name in ("late", "stood_in", "idle", "absent", "failed", "replans", "without_store", "admits")
         ),
         *({"stepped": stepped} for stepped in (0.0, 2.0, math.nan)),
-        *({name: 1} for name in ("kept", "frozen", "fingerprint", "state", "pool_parts", "nonfinite")),
+        *({name: 1} for name in ("kept", "frozen", "fingerprint", "state", "pool_parts", "nonfinite", "leaves")),
         {"cause": 0},
         {"cost": 3.0},
     ],

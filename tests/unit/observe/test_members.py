@@ -30,6 +30,7 @@ def test_who_was_a_member_before_writes_a_change(ranks, joined, writer):
         ("restarted", "restarted"),
         ("returns", "restarted"),
         ("link", "link"),
+        ("notice", "notice"),
     ],
 )
 def test_leaving_is_counted_as_one_of_a_few_kinds_whatever_the_words(kind, counted):
