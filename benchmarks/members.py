@@ -1,6 +1,7 @@
 """What ranks that die, freeze and come back cost their peers: real processes under `straggle launch`.
 
-python benchmarks/members.py faults --turns 20                    # SIGKILL, and SIGSTOP for 4 s, of one rank, in turns
+python benchmarks/members.py faults --turns 20                    # SIGSTOP for 4 s, SIGKILL, SIGTERM of a rank in turns
+python benchmarks/members.py faults --how told                    # SIGTERM alone: it leaves, and comes back
 python benchmarks/members.py faults --ranks 2                     # on two cores: one for each rank
 python benchmarks/members.py soak --minutes 180 --ranks 8         # thousands of faults; status 1 if anything is wrong
 
@@ -27,7 +28,8 @@ def arguments():
     options = kinds.add_parser("faults")
     options.add_argument("--ranks", type=int, default=4)
     options.add_argument("--turns", type=int, default=20)
-    options.add_argument("--quick", action="store_true", help="4 turns")
+    options.add_argument("--quick", action="store_true", help="two turns of each")
+    options.add_argument("--how", nargs="+", choices=members_faults.HOW, default=members_faults.HOW, help="in turns")
     options.add_argument("--preload", action="store_true", help="workers are forked, and need not load torch")
     for_ranks = kinds.add_parser("faults-rank")
     for_ranks.add_argument("--folder", type=Path)

@@ -1,15 +1,17 @@
-"""What a rank that is killed or stopped costs its peers, and its healing; see `benchmarks/members.py`.
+"""What a rank that is killed, stopped or told to end costs its peers, and its healing; see `benchmarks/members.py`.
 
-In one run a rank is stopped and goes on, or is killed and comes back, in turns. So a drift of the machine meets all
-phases of a turn: all ranks take part; the rank is missed, which takes at most the suspicion time; the peers are without
-it; it is a member again and waits for its state. In the first step of the last phase new groups are formed, and the
-state is copied. Times are those of rank 0, which gives the state.
+In one run a rank is stopped and goes on, is killed and comes back, or gets SIGTERM, leaves and comes back, in turns.
+So a drift of the machine meets all phases of a turn: all ranks take part; the rank is missed, which takes at most the
+suspicion time; the peers are without it; it is a member again and waits for its state. In the first step of the last
+phase new groups are formed, and the state is copied. Times are those of rank 0, which gives the state.
 """
 
 import itertools
+import math
 import os
 import signal
 import statistics
+import sys
 import time
 from pathlib import Path
 
@@ -17,7 +19,9 @@ from members_job import End, Job, Lines, digest
 
 USUAL_STEPS = 40
 STOPPED_S = 4.0  # longer than the suspicion time
-HOW = ("stopped", "killed")
+HOW = ("stopped", "killed", "told")
+START_AGAIN = 75  # so that the launcher starts a rank again that was told to end and has left
+SIGNALS = {"stopped": signal.SIGSTOP, "killed": signal.SIGKILL, "told": signal.SIGTERM}
 PHASES = {
     "without it": ("without",),
     "while it heals": ("let in", "healing"),
@@ -34,6 +38,7 @@ def rank_main(folder, sleep_s, width, ballast_mb):
     from torch import nn
 
     import straggle
+    from straggle.stop_signal import StopSignal
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -49,15 +54,20 @@ def rank_main(folder, sleep_s, width, ballast_mb):
     step = model.register_state(optimizer=optimizer, ballast=ballast)
     inputs = torch.ones(2, width)
     end = End(folder)
-    while not end.reached(step):
-        with model.step():
-            model(inputs).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        report = model.last_report
-        absent = [own.rank for own in report.ranks if own.absent]
-        lines.write(report.step, absent, [own.rank for own in report.ranks if own.reach == 0 and not own.absent])
-        step = report.step + 1
+    with StopSignal() as stop:
+        while not end.reached(step):
+            with model.step() as current:
+                stop.tell(current)
+                model(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            report = model.last_report
+            absent = [own.rank for own in report.ranks if own.absent]
+            lines.write(report.step, absent, [own.rank for own in report.ranks if own.reach == 0 and not own.absent])
+            step = report.step + 1
+            if stop.agreed(report):
+                model.close()
+                sys.exit(START_AGAIN)
     (folder / f"hash.{rank}").write_text(digest(net))
     model.close()
 
@@ -72,8 +82,8 @@ def faults(given):
     found = {how: [] for how in HOW}
     try:
         _wait_for(job, USUAL_STEPS)
-        for turn in range(4 if given.quick else given.turns):
-            how, rank = HOW[turn % 2], 1 + turn % (given.ranks - 1)
+        for turn in range(2 * len(given.how) if given.quick else given.turns):
+            how, rank = given.how[turn % len(given.how)], 1 + turn % (given.ranks - 1)
             found[how].append(_turn(job, rank, how))
         job.end_at(job.lines(0)[-1][1] + 40)
         status, hashes = job.wait(), set(job.hashes().values())
@@ -110,6 +120,12 @@ def _wait_back(job, rank, hit):
     raise SystemExit(f"rank {rank} does not come back: {job.words()}")
 
 
+def _seconds_to_end(pid, at):
+    while Path(f"/proc/{pid}").exists():
+        time.sleep(0.002)
+    return time.time() - at
+
+
 def _turn(job, rank, how):
     """The durations of rank 0's steps in each phase.
 
@@ -119,7 +135,9 @@ def _turn(job, rank, how):
     _wait_for(job, begun + USUAL_STEPS)
     hit = job.lines(0)[-1][1]
     at = time.time()
-    job.signal(rank, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+    pid = job.pid(rank)
+    job.signal(rank, SIGNALS[how])
+    exit_s = _seconds_to_end(pid, at) if how == "told" else math.nan
     if how == "stopped":
         time.sleep(STOPPED_S)
         at = time.time()
@@ -127,6 +145,7 @@ def _turn(job, rank, how):
     back = _wait_back(job, rank, hit)
     lines = [line for line in job.lines(0)[1:] if begun < line[1] <= back]
     phases = {"usual": [], "missed": [], "without": [], "let in": [], "healing": [], "back": [lines[-1][0] - at]}
+    phases["exit"] = [exit_s]
     for before, after in itertools.pairwise(lines):
         _, step, absent, silent = after
         if step <= hit:
@@ -146,6 +165,13 @@ def _show(how, turns):
     print(f"\none rank {how}, {len(turns)} turns; the usual step takes {1000 * statistics.median(usual):.0f} ms")
     missed, back = (sorted(max(own[phase]) for own in turns) for phase in ("missed", "back"))
     print(f"  the longest step of a peer {statistics.median(missed):.2f} s ({missed[0]:.2f} to {missed[-1]:.2f})")
+    ratios = sorted(second / base for second, base in zip((max(own["missed"]) for own in turns), usual, strict=True))
+    print(f"  over the usual step {statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+    before = sorted(max(own["usual"][-len(own["missed"]) :]) / base for own, base in zip(turns, usual, strict=True))
+    print(f"  and of as many before {statistics.median(before):.2f} ({before[0]:.2f} to {before[-1]:.2f})")
+    if how == "told":
+        ends = sorted(own["exit"][0] for own in turns)
+        print(f"  its process has ended after {statistics.median(ends):.2f} s ({ends[0]:.2f} to {ends[-1]:.2f})")
     print(f"  it takes part again after {statistics.median(back):.2f} s ({back[0]:.2f} to {back[-1]:.2f})")
     for phase, names in PHASES.items():
         steps = [[second for name in names for second in own[name]] for own in turns]

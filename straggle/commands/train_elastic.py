@@ -64,6 +64,8 @@ def train_elastic(config: DictConfig, *, resumes: Callable[[Checkpoint], bool]) 
                 _train(job, config, checkpoint, first_step, observed)
             if stop.peers_go_on:
                 _say_left(job)
+                job.close()
+                exit_at_once()  # who sent the signal may not wait for long
             else:
                 told.set("over", "")
                 _end(job, config, checkpoint, told)

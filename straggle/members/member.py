@@ -269,6 +269,8 @@ class Member:
                 self._gives_at = step + 1
             self._freeze()  # so that nothing of the next step is in flight when newcomers come in
             membership.chain.hold(Hold(step + 1, leads=table.admits_of(place)))
+        # it has the connections of its groups, which take 10 ms each to close: not when the loop drops this round
+        self.notes_of(current).last_message = None
 
     def _leave(self, step: int, leaving: frozenset[int], *, complete: bool) -> None:
         """These ranks leave after ``step``: the others form their groups while they compute the next one.

@@ -199,15 +199,13 @@ def seen_samples(rank, dealt):
         else:
             epochs = Epochs(model, num_samples=600, batch_size=4)
             batches = epochs.batches(DataLoader(data, batch_sampler=epochs.sampler))
-        number = 0
-        for (own,) in batches:
+        for number, (own,) in enumerate(batches):
             if (rank, number) == (1, 4):
                 os.kill(os.getpid(), signal.SIGTERM)
             with model.step() as step:
                 stop.tell(step)
                 time.sleep(0.01)
                 model(features(rank, number)).sum().backward()
-            number += 1
             if model.last_report.ranks[rank].reach and not model.idle:
                 seen += own.tolist()
             if stop.agreed(model.last_report):
