@@ -279,7 +279,8 @@ class Member:
         """
         if not complete:
             self._freeze()
-        self._membership.chain.hold(Hold(step + 1, leaving=leaving))
+        leads = self._rank.channel.rank == min(set(self._rank.rounds.ranks) - leaving, default=-1)
+        self._membership.chain.hold(Hold(step + 1, leads, leaving))
 
     def _judge_links(self, step: int, table: Table) -> None:
         if self.links is not None:

@@ -25,6 +25,7 @@ _ASKED_LOOK_S = 0.02  # the same for a rank that asks to be let in: once it is, 
 _ASK_AGAIN_S = 2.0
 _STUCK_S = 12.0  # in one request to the store; connecting succeeds or fails in less
 _ANSWERS, _TURNS = 0, 1  # keys of the store's silence: its answers, and requests that end
+_LEADER_S = 0.1  # for the member that leads to write a view that all of them know
 _RETURN_S = 10.0  # within which a returning rank is not counted as missing
 
 _log = logging.getLogger(__name__)
@@ -224,12 +225,12 @@ class Regrouping:
         """Wait for the view in which newcomers come in or others are gone; this rank writes it if it leads."""
         membership = self._membership
         membership.chain.held = None
-        until = time.monotonic() + 5.0
-        if held.leaving:
-            membership.let_go(held.leaving)
-        elif held.leads:
+        began = time.monotonic()
+        if held.leads and not held.leaving:
             membership.admit(held.step)
-        while not self._has_come(held) and time.monotonic() < until:
+        while not self._has_come(held) and (waited_s := time.monotonic() - began) < 5.0:
+            if held.leaving and (held.leads or waited_s > _LEADER_S):
+                membership.let_go(held.leaving)
             time.sleep(0.002)
             membership.look()
 

@@ -15,11 +15,11 @@ _log = logging.getLogger(__name__)
 class Hold(NamedTuple):
     """The members wait before ``step`` for a view in which others are let in, or those that are ``leaving`` are gone.
 
-    ``leads``: this rank writes the former; the latter is the same whoever writes it.
+    ``leads``: this rank writes it.
     """
 
     step: int
-    leads: bool = False
+    leads: bool
     leaving: frozenset[int] = frozenset()
 
 

@@ -114,6 +114,54 @@ def test_rank_that_is_out_when_the_others_end_says_so_and_ends_without_an_error(
     assert len(json.loads((tmp_path / "run" / "summary.json").read_text())["parameters_sha256"]) == 1
 
 
+def wait_for_steps(folder: Path, number: int, job: Started) -> None:
+    trace, until = folder / "run" / "trace.jsonl", time.monotonic() + 200  # to start, however busy the machine is
+    while not trace.exists() or trace.read_text().count("\n") < number:
+        assert time.monotonic() < until, job.log.read_text()
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_worker_that_is_told_to_end_leaves_and_all_that_are_told_to_end_with_a_checkpoint(tmp_path: Path) -> None:
+    pace = "+faults.delay={_target_: straggle.lab.faults.RandomDelay, probability: 1, seconds: 0.05}"
+    few = (*KEYS, *TINY, "faults=none", pace, "members.suspect_s=30", "steps=100000", "run_dir=run")
+    launch = ("--nproc-per-node", 4, "--run-dir", "run", "--grace-s", 100, *PRELOAD, "-m", "straggle", "train", *few)
+    with started_command("launch", *launch, folder=tmp_path, environment=ALONE) as job:
+        wait_for_steps(tmp_path, 5, job)
+        told = int((tmp_path / "run" / "pids" / "rank0").read_text())  # which writes, until it leaves
+        os.kill(told, signal.SIGTERM)
+        while Path(f"/proc/{told}").exists():
+            time.sleep(0.02)
+        wait_for_steps(tmp_path, len(steps_of(tmp_path)) + 10, job)
+        assert not (tmp_path / "run" / "checkpoint").exists()
+        os.kill(job.pid, signal.SIGTERM)
+        status, printed = ended(job)
+    assert status == 128 + signal.SIGTERM, printed
+    (leaving,) = re.findall(r"rank 0 was told to end: it has left after step (\d+), and the others go on", printed)
+    reports = steps_of(tmp_path)
+    assert [report.step for report in reports] == list(range(len(reports)))
+    assert [report.step for report in reports if report.absent_ranks] == list(range(int(leaving) + 1, len(reports)))
+    assert {report.absent_ranks for report in reports[int(leaving) + 1 :]} == {(0,)}
+    ((_, change),) = read_members(tmp_path / "run")
+    assert (change.left_kinds, change.kinds, change.step) == ({0: "notice"}, ("notice",), int(leaving) + 1)
+    assert f"stopped after step {len(reports)} of 100000" in printed
+    assert "started again" not in printed
+    assert saved_step(tmp_path / "run") == len(reports)
+
+
+@pytest.mark.slow
+def test_worker_that_cannot_be_spared_ends_the_run_with_a_checkpoint_and_the_others_say_why(tmp_path: Path) -> None:
+    few = (*KEYS, *TINY, "faults=none", "members.suspect_s=30", "steps=100000", "run_dir=run")
+    launch = ("--nproc-per-node", 2, "--run-dir", "run", *PRELOAD, "-m", "straggle", "train", *few)
+    with started_command("launch", *launch, folder=tmp_path, environment=ALONE) as job:
+        wait_for_steps(tmp_path, 5, job)
+        os.kill(int((tmp_path / "run" / "pids" / "rank1").read_text()), signal.SIGTERM)
+        status, printed = ended(job)
+    assert status == DO_NOT_RESTART, printed
+    assert "others were told to end, and too few ranks would be left" in printed
+    assert saved_step(tmp_path / "run") == len(steps_of(tmp_path)) > 0
+
+
 def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))

@@ -671,6 +671,7 @@ def test_rank_that_left_is_named_and_counted_by_reason():
             "raised": 0,
             "restarted": 0,
             "link": 0,
+            "notice": 0,
             "joined": 0,
         }
         assert {absent: number for (name, _, absent), number in values.items() if name == "absent_rank"} == (
