@@ -144,13 +144,13 @@ def _run(given: argparse.Namespace, endpoint: StoreAddress, store: JobStore, eve
             events,
             Nodes(store, node_rank=job.node_rank, num_nodes=job.num_nodes),
             grace_s=given.grace_s,
-            before_stop=partial(_post_all_told, store) if job.num_nodes == 1 else lambda: None,
+            before_stop=partial(_post_all_told, store) if serves or job.num_nodes == 1 else lambda: None,
         )
         return launcher.run(serves=serves)
 
 
 def _post_all_told(store: JobStore) -> None:
-    """Let each worker know, before it gets SIGTERM, that it is not the only one: they end after the same step."""
+    """Let each worker know, before it gets SIGTERM, that all are to end: there is no other node, or soon no store."""
     with contextlib.suppress(StoreUnreachable):
         store.ask(agents.post_all_told)
 

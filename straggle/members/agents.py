@@ -89,12 +89,12 @@ def over(store: Any) -> str | None:
 
 
 def post_all_told(store: Any) -> None:
-    """Report that all ranks of the job are being told to end."""
+    """Report that all ranks of the job are to end: those that get SIGTERM do not leave alone."""
     _agents(store).set("told", "")
 
 
 def all_told(store: Any) -> bool:
-    """Whether all ranks of the job have been told to end."""
+    """Whether all ranks of the job are to end."""
     return bool(_agents(store).check(["told"]))
 
 

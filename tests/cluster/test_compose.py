@@ -377,7 +377,7 @@ def test_cluster_trains_is_scraped_survives_and_stops(cluster: Cluster, record_p
 
 
 class Members(Cluster):
-    """Workers that are killed, paused and cut off, without a Prometheus; the last one is left alone, and is asked."""
+    """Workers that are killed, paused, cut off and stopped, without a Prometheus; the last one is the one asked."""
 
     ranks = tuple(f"rank{rank}" for rank in range(NUM_WORKERS))
 
@@ -405,7 +405,9 @@ class Members(Cluster):
 @pytest.mark.docker
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_worker_that_is_killed_paused_or_cut_off_comes_back_while_the_others_go_on(image: dict[str, str]) -> None:
+def test_worker_that_is_killed_paused_cut_off_or_stopped_comes_back_while_the_others_go_on(
+    image: dict[str, str],
+) -> None:
     with made(Members(image, *MEMBERS)) as cluster:
         keys = "steps=100000 merge.check_every=5"
         cluster.compose("up", "--detach", "--no-build", "store", *cluster.ranks, keys=keys)
@@ -426,7 +428,29 @@ def test_worker_that_is_killed_paused_or_cut_off_comes_back_while_the_others_go_
             cluster.wait_more_steps()
         steps = cluster.lines("trace.jsonl")
         changes = cluster.lines("members.jsonl")
+        stopped = f"{cluster.name}-rank1-1"
+        run("docker", "stop", stopped)  # SIGTERM: it leaves
+        cluster.wait_changed(1, "left")
+        assert run("docker", "inspect", "-f", "{{.State.ExitCode}}", stopped) == str(STOPPED_BY_SIGTERM)  # not SIGKILL
+        cluster.wait_more_steps()
+        (told,) = cluster.lines("members.jsonl")[len(changes) :]
+        seen, asked = (f"{cluster.name}-rank{rank}-1" for rank in (0, NUM_WORKERS - 1))
+        metrics = "import urllib.request as r; print(r.urlopen('http://127.0.0.1:9640/metrics').read().decode())"
+        served = run("docker", "exec", seen, "python", "-c", metrics)
+        run("docker", "exec", asked, "straggle", "report", "/runs/latest")
+        page = run("docker", "exec", asked, "cat", "/runs/latest/report.html")
+        run("docker", "start", stopped)
+        cluster.wait_changed(1, "joined")
         cluster.compose("stop", *cluster.ranks)
+        codes = {
+            run("docker", "inspect", "-f", "{{.State.ExitCode}}", f"{cluster.name}-{name}-1") for name in cluster.ranks
+        }
+        saved = json.loads(cluster.file("checkpoint/step*/state.json"))["step"]
+    assert codes == {str(STOPPED_BY_SIGTERM)}  # all were told, and the last of them left a checkpoint
+    assert saved > told["step"]
+    assert told["left_kinds"] == {"1": "notice"}
+    assert re.search(r'straggle_members_changes_total\{.*reason="notice".*\} 1\.0', served), served
+    assert "rank 1 left: was told to end, and handed its place over" in page
     assert [step["step"] for step in steps] == list(range(len(steps)))
     # nobody else was taken for dead, and nobody was started again beside the one that was killed
     assert [(list(change["left"]), list(change["joined"])) for change in changes] == [

@@ -312,6 +312,9 @@ def test_pods_of_members_are_restarted_one_by_one_while_the_others_go_on(tmp_pat
             workers[rank].send_signal(number)
             assert workers[rank].wait(60.0) == status
             pods.wait(f"rank {rank} to leave", lambda: changes()[-1:] == [([str(rank)], [])])  # noqa: B023
+        kinds = [kind for change in lines(run_dir / "members.jsonl") for kind in change["left_kinds"].values()]
+        assert kinds[0] == "notice"
+        assert kinds[1] in ("silent", "ended")
         workers[:2] = [pods.start_worker(rank, *keys) for rank in range(2)]
         pods.wait("both to come back", lambda: sorted(rank for _, joined in changes() for rank in joined) == ["0", "1"])
         so_far = len(lines(run_dir / "trace.jsonl"))

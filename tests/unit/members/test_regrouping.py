@@ -1,6 +1,7 @@
 """How a rank follows the views of its members."""
 
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from straggle.members.view import Leaving, MergeProgress, View
 class FollowedOnce:
     """A rank whose members have changed to ``view``, and what the thread that follows them does with it."""
 
-    def __init__(self, view, *, is_out):
+    def __init__(self, view, *, is_out, has_left=False):
         self.done = []
         self.over = threading.Event()
         chain = SimpleNamespace(held=None, changes={}, wait_newer=lambda generation, _: generation < view.generation)
@@ -27,7 +28,8 @@ class FollowedOnce:
             check_done=lambda: None,
         )
         self.channel = SimpleNamespace(membership=membership, generation=0, rank=1, give_up_s=60.0, form=self._form)
-        self.member = SimpleNamespace(is_out=is_out, put_out=self._put_out, freeze=self._freeze)
+        notice = SimpleNamespace(look=lambda _: None, has_left=has_left, asked=has_left)
+        self.member = SimpleNamespace(is_out=is_out, put_out=self._put_out, freeze=self._freeze, notice=notice)
         self.regrouping = Regrouping(self.channel, self.member, max_buckets=1)
 
     def _put_out(self):
@@ -64,3 +66,13 @@ def test_rank_that_was_put_out_and_let_in_at_once_goes_on_as_a_newcomer(is_out, 
 
 def test_rank_that_has_not_asked_goes_on_with_what_it_has_begun():
     assert FollowedOnce(OF_BOTH.again(), is_out=False).follow() == ["freeze"]
+
+
+def test_rank_that_has_left_follows_no_view_any_more():
+    rank = FollowedOnce(OF_BOTH.again(), is_out=False, has_left=True)
+    rank.regrouping.start()
+    until = time.monotonic() + 10.0
+    while rank.channel.generation == 0 and time.monotonic() < until:
+        time.sleep(0.01)
+    rank.regrouping.close()
+    assert (rank.channel.generation, rank.done) == (1, [])
