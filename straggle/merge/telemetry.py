@@ -102,7 +102,7 @@ class Row(NamedTuple):
             or self.stepped != 1
             or self.cause >= 0
             or (reported.late or reported.stood_in or reported.idle or reported.absent)
-            or (self.failed or self.replans or self.without_store or self.admits or self.leaves)
+            or (self.failed or self.replans or self.without_store or self.admits or self.leaves > 0)
             or (self.kept != NONE or self.frozen != NONE)
             or self.skipped_before
             or (self.fingerprint >= 0 or self.pool_parts > 0 or self.cost == self.cost)

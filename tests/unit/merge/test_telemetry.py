@@ -77,3 +77,24 @@ def test_a_step_is_usual_only_if_no_row_tells_anything_else(unusual: dict[str, f
     assert Table(torch.stack(rows), 0).is_usual
     rows[1] = row_of(**{**USUAL, **unusual}).encode()
     assert not Table(torch.stack(rows), 0).is_usual
+
+
+@pytest.mark.parametrize(
+    ("rows", "leaving", "ends"),
+    [
+        ([{}, {}, {"leaves": 2}], {2}, False),
+        ([{}, {"leaves": 2}, {"leaves": 2}], (), True),  # each could go, but not both
+        ([{}, {"absent": True}, {"leaves": 2}], (), True),
+        ([{"leaves": 1}, {"leaves": 1}, {}], {0, 1}, False),
+        ([{"leaves": 3}, {}, {}], (), True),  # all were told to end, and this one heard it first
+        ([{"stood_in": True}, {"stood_in": True}, {"leaves": 2}], (), False),  # later: who stays may lack the state
+        ([{"stood_in": True}, {}, {"leaves": 2, "stood_in": True}], {2}, False),
+        ([{}, {}, {}], (), False),
+        ([{"late": True}, {}, {}], (), False),
+    ],
+)
+def test_ranks_that_are_to_end_leave_if_the_others_go_on_without_them_and_otherwise_all_end(
+    rows: list[dict[str, float]], leaving: set[int], ends: bool
+) -> None:
+    table = Table(torch.stack([row_of(**{**USUAL, **own}).encode() for own in rows]), 0)
+    assert (table.leaving_ranks(), table.ends()) == (frozenset(leaving), ends)
