@@ -49,6 +49,7 @@ from straggle.members.agents import over
 from straggle.members.elastic import ElasticChannel
 from straggle.members.pace import Pace
 from straggle.members.view import Leaving, Repair
+from straggle.members.view_chain import Hold
 from straggle.members.wing import Members
 from straggle.merge.buffers import StageBuffers
 from straggle.merge.coordinator import Coordinator
@@ -667,7 +668,7 @@ def finish_steps_while_others_ask(rank):
 
 def test_step_that_another_member_gave_holds_nobody_for_newcomers():
     # who was to come in after it has, or has not: a rank that waited for that would wait for ever
-    assert run_ranks(finish_steps_while_others_ask, 1) == [[(1, True), None]]
+    assert run_ranks(finish_steps_while_others_ask, 1) == [[Hold(1, leads=True), None]]
 
 
 def change_members_on_a_device(rank):

@@ -189,7 +189,7 @@ def test_file_that_appears_is_a_signal(tmp_path):
 
 
 def seen_samples(rank, dealt):
-    """Which samples this rank brought in the first epoch; rank 1 leaves in it."""
+    """Which samples this rank brought in each step of the first epoch; rank 1 leaves in it."""
     seen = []
     with staged(mlp(), members=Elastic(suspect_s=30.0)) as model, StopSignal() as stop:
         data = TensorDataset(torch.arange(600))
@@ -206,8 +206,8 @@ def seen_samples(rank, dealt):
                 stop.tell(step)
                 time.sleep(0.01)
                 model(features(rank, number)).sum().backward()
-            if model.last_report.ranks[rank].reach and not model.idle:
-                seen += own.tolist()
+            took_part = model.last_report.ranks[rank].reach and not model.last_report.ranks[rank].idle
+            seen.append(own.tolist() if took_part else [])
             if stop.agreed(model.last_report):
                 break
         return seen, stop.peers_go_on
@@ -215,7 +215,11 @@ def seen_samples(rank, dealt):
 
 @pytest.mark.parametrize("dealt", [False, True], ids=["Epochs", "DealtLoader"])
 def test_samples_of_a_rank_that_leaves_go_to_the_others_each_exactly_once(dealt):
-    outcomes = run_ranks(seen_samples, 3, dealt)
-    assert [gone for _, gone in outcomes] == [False, True, False]
-    assert sorted(sample for seen, _ in outcomes for sample in seen) == list(range(600))
-    assert 0 < len(outcomes[1][0]) < 150
+    (first, gone, last), went_on = zip(*run_ranks(seen_samples, 3, dealt), strict=True)
+    assert went_on == (False, True, False)
+    assert sorted(sample for seen in (first, gone, last) for own in seen for sample in own) == list(range(600))
+    assert 4 < len(gone) < 50 - 1
+    if dealt:  # from its last step on the others have its part of each
+        gone += [[]] * (len(first) - len(gone))
+        sizes = [sum(map(len, own)) for own in zip(first, gone, last, strict=True)]
+        assert set(sizes[:-1]) == {12}
