@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from hydra.utils import instantiate
@@ -64,14 +64,11 @@ def train_elastic(config: DictConfig, *, resumes: Callable[[Checkpoint], bool]) 
                 _train(job, config, checkpoint, first_step, observed)
             if stop.peers_go_on:
                 _say_left(job)
-                job.close()
-                exit_at_once()  # who sent the signal may not wait for long
             else:
                 told.set("over", "")
                 _end(job, config, checkpoint, told)
-                if job.report.step + 1 < config.steps and not stop.requested:
-                    sys.stderr.write("others were told to end, and too few ranks would be left\n")
-                    exit_at_once(DO_NOT_RESTART)
+            if job.report.step + 1 < config.steps:
+                _end_early(job, stop)
         except JobDone as error:
             sys.stdout.write(f"{error}: there is nothing left to do for this rank\n")
         except TooFewRanks as error:
@@ -165,6 +162,14 @@ def _end(job: StagedJob, config: DictConfig, checkpoint: Checkpoint, told: Any) 
     finish(job, run_dir, list(read_reports(run_dir / "trace.jsonl")), job.evaluate(), _hashes(told, members))
     if config.report:
         write_page(run_dir)
+
+
+def _end_early(job: StagedJob, stop: StopSignal) -> NoReturn:
+    """End the process at once: who sent the signal may not wait for long."""
+    job.close()
+    if not stop.requested:
+        sys.stderr.write("others were told to end, and too few ranks would be left\n")
+    exit_at_once(0 if stop.requested else DO_NOT_RESTART)
 
 
 def _say_left(job: StagedJob) -> None:
