@@ -116,21 +116,24 @@ def refuse(error: Exception, status: int = 2) -> NoReturn:
 def complain_and_exit(name: str, arguments: Sequence[str]) -> DictConfig:
     """Load the configuration; if the command line is wrong, end the program with a message from rank 0.
 
-    It is also wrong if ``run_dir`` cannot be written, or another run writes into it; rank 0 checks that, unless it was
-    started again: then the run that it comes back to may be the one that writes.
+    It is also wrong if ``run_dir`` cannot be written, or another run writes into it; rank 0 checks that. The run that
+    writes may be the one that a member comes back to, whose other ranks share the folder.
     """
     try:
         config = load(name, arguments)
-        if os.environ.get("RANK", "0") == "0" and config.get("run_dir") and not _started_again():
-            check_run_dir(Path(config.run_dir))
+        if os.environ.get("RANK", "0") == "0" and config.get("run_dir"):
+            check_run_dir(Path(config.run_dir), comes_back=_may_come_back(config))
     except ValueError as error:
         refuse(error)
     return config
 
 
-def _started_again() -> bool:
-    """Whether `straggle launch` has started this worker before."""
-    return "STRAGGLE_ELASTIC" in os.environ and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+def _may_come_back(config: DictConfig) -> bool:
+    """Whether others may train already in the job that `straggle launch` starts this worker for.
+
+    The number of its starts does not tell: a store that was lost with this machine has forgotten it.
+    """
+    return "STRAGGLE_ELASTIC" in os.environ and bool(config.get("members"))
 
 
 def _check_command(words: Sequence[str]) -> int:

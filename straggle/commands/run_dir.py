@@ -15,8 +15,12 @@ _LOCK = "lock"
 _log = logging.getLogger(__name__)
 
 
-def check_run_dir(run_dir: Path) -> None:
-    """Raise ``ValueError`` if ``run_dir`` cannot be written, or another run writes into it; leaves no file there."""
+def check_run_dir(run_dir: Path, *, comes_back: bool = False) -> None:
+    """Raise ``ValueError`` if ``run_dir`` cannot be written, or another run writes into it; leaves no file there.
+
+    For a rank that ``comes_back``, ranks that share the folder are those of its own run; if they are not, the run is
+    refused when it begins.
+    """
     place = run_dir.absolute()
     while not place.exists():
         place = place.parent
@@ -26,7 +30,7 @@ def check_run_dir(run_dir: Path) -> None:
     except OSError as error:
         raise _unwritable(run_dir, f"{place}: {error.strerror}") from None
     if (run_dir / _LOCK).exists():
-        with one_run(run_dir):
+        with one_run_of_members(run_dir, begins=False) if comes_back else one_run(run_dir):
             pass
 
 

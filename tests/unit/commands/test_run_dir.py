@@ -108,15 +108,20 @@ def test_run_that_begins_is_refused_where_another_has_the_folder_and_so_is_who_j
         end(other)
 
 
-def test_rank_0_that_is_started_again_does_not_take_its_own_run_for_another(tmp_path, monkeypatch, capsys):
+def test_rank_0_that_comes_back_does_not_take_its_own_run_for_another(tmp_path, monkeypatch, capsys):
+    """Even if it is its launcher's first start, with a store that knows of none: their machine was started again."""
     monkeypatch.setenv("RANK", "0")
-    other = holder(tmp_path / "run", holds=functools.partial(one_run_of_members, begins=True))
+    monkeypatch.setenv("STRAGGLE_ELASTIC", "1")
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    words = [f"run_dir={tmp_path / 'run'}"]
+    peer = holder(tmp_path / "run", holds=functools.partial(one_run_of_members, begins=True))
     try:
         with pytest.raises(SystemExit):
-            complain_and_exit("train", [f"run_dir={tmp_path / 'run'}"])
+            complain_and_exit("train", words)
         assert "is in use by" in capsys.readouterr().err
-        monkeypatch.setenv("STRAGGLE_ELASTIC", "1")
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-        complain_and_exit("train", [f"run_dir={tmp_path / 'run'}"])
+        complain_and_exit("train", [*words, "members=elastic"])
+        monkeypatch.delenv("STRAGGLE_ELASTIC")
+        with pytest.raises(SystemExit):  # launch.sh's own look, before it starts anything
+            complain_and_exit("train", [*words, "members=elastic"])
     finally:
-        end(other)
+        end(peer)
