@@ -23,15 +23,17 @@ Environment
 On a cluster, start it on every node; it takes torchrun's rendezvous from
   NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT     one node is the master, or
   NNODES, RDZV_ENDPOINT, RDZV_ID                  c10d rendezvous at host:port
+  PET_NNODES, PET_NPROC_PER_NODE, ...             torchrun's own names for these, as Kubeflow sets them
 and under `srun` (one task a node) the same from Slurm's variables.
 HELP
 }
 
 # install EXTRA: the package with an extra, pinned, into .venv; does nothing if that is already there
 install() {
-  local stamp python=$venv/bin/python
-  stamp=$venv/.installed-$1-$(cat "$here/pyproject.toml" "$here/constraints.txt" | cksum | cut -d' ' -f1)
-  [ -e "$stamp" ] && return
+  local stamp pins python=$venv/bin/python
+  pins=$(cat "$here/pyproject.toml" "$here/constraints.txt" | cksum | cut -d' ' -f1)
+  stamp=$venv/.installed-$1-$pins
+  if [ -e "$stamp" ] || [ -e "$venv/.installed-dev-$pins" ]; then return; fi # dev has all extras
   if ! [ -x "$python" ]; then
     echo "setting up $venv (once, a minute or two)" >&2
     "${PYTHON:-python3}" -m venv "$venv"
@@ -55,6 +57,16 @@ pip_install() {
 # what was installed, on all cores; pip would do it on one. Some packages have files that are no Python of this version
 compile() {
   "$venv/bin/python" -m compileall -qq -j 0 "$venv/lib" >&2 || true
+}
+
+# torchrun reads PET_NNODES and so on only for options that it is not given, and launch.sh gives it all of them
+from_torchruns_variables() {
+  local name given
+  for name in NNODES NODE_RANK MASTER_ADDR MASTER_PORT RDZV_ENDPOINT RDZV_ID; do
+    given=PET_$name
+    if [ -z "${!name:-}" ] && [ -n "${!given:-}" ]; then declare -g "$name=${!given}"; fi
+  done
+  case ${PET_NPROC_PER_NODE:-auto} in *[!0-9]*) ;; *) WORKERS=${WORKERS:-$PET_NPROC_PER_NODE} ;; esac
 }
 
 # torchrun's arguments: this machine alone, or this node of a cluster
@@ -95,9 +107,11 @@ launch_options() {
 
 # run MODULE key=value ...: check the configuration once, then start the workers
 run() {
-  local name=$1 workers cores where nodes=${NNODES:-1} ranks='' word folder='' preload=''
+  local name=$1 workers cores where nodes ranks='' word folder='' preload=''
   shift
   install train
+  from_torchruns_variables
+  nodes=${NNODES:-1}
   case " $* " in *" --"* | *" -h "*) exec "$venv/bin/python" -m straggle "$name" "$@" ;; esac
   workers=$( (nvidia-smi --list-gpus 2>/dev/null || true) | grep -c . || true)
   workers=${WORKERS:-$((workers > 0 ? workers : 4))}

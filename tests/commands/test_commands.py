@@ -201,7 +201,7 @@ def launch_of(folder: Path, *words: str, **environment: str) -> str:
         (folder / ".venv" / "bin" / name).write_text(f'#!/bin/sh\necho {name} "${{WORLD_SIZE:-none}}" "$@"\n')
         (folder / ".venv" / "bin" / name).chmod(0o755)
     (folder / "launch.sh").chmod(0o755)
-    plain = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "RDZV", "NNODES"))}
+    plain = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "RDZV", "NNODES", "PET_"))}
     command = [str(folder / "launch.sh"), *words]
     done = subprocess.run(command, env={**plain, **environment}, capture_output=True, text=True, timeout=30, check=True)
     return done.stdout
@@ -217,10 +217,31 @@ def test_launch_checks_the_configuration_for_its_number_of_workers(tmp_path: Pat
         assert "torchrun none" in printed  # it sets the variable itself
 
 
+KUBEFLOW = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "node0", "PET_MASTER_PORT": "29"}
+
+
+def test_launch_takes_torchruns_variables_and_its_own_come_first(tmp_path: Path) -> None:
+    printed = launch_of(tmp_path, "steps=2", PET_NPROC_PER_NODE="3", **KUBEFLOW)
+    node = "--nnodes 2 --node-rank 1 --master-addr node0 --master-port 29"
+    assert f"torchrun none {node} --nproc-per-node 3 -m straggle train" in printed
+    assert "python 6 -m straggle check train" in printed
+    printed = launch_of(tmp_path, "steps=2", NODE_RANK="0", WORKERS="2", PET_NPROC_PER_NODE="auto", **KUBEFLOW)
+    assert "--node-rank 0 --master-addr node0 --master-port 29 --nproc-per-node 2 -m" in printed
+
+
+def test_what_is_installed_with_the_extra_dev_is_not_installed_again(tmp_path: Path) -> None:
+    launch_of(tmp_path, "steps=2")
+    (stamp,) = (tmp_path / ".venv").glob(".installed-train-*")
+    stamp.rename(stamp.with_name(stamp.name.replace("-train-", "-dev-")))
+    assert "pip" not in launch_of(tmp_path, "steps=2")
+    assert not stamp.exists()
+
+
 @pytest.mark.parametrize(
     ("environment", "where"),
     [
         ({}, "--standalone"),
+        (KUBEFLOW, "--nnodes 2 --node-rank 1 --rdzv-endpoint node0:29"),
         (
             {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29"},
             "--nnodes 2 --node-rank 1 --rdzv-endpoint node0:29",

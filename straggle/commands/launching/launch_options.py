@@ -15,6 +15,7 @@ from straggle.commands.launching.store_host import StoreAddress
 
 SECRET = "STRAGGLE_JOB_SECRET"
 PIDS_DIR = "STRAGGLE_PIDS_DIR"
+_OF_TORCHRUN = ("nproc_per_node", "nnodes", "node_rank", "rdzv_endpoint", "rdzv_id", "max_restarts", "log_dir")
 _EXAMPLES = """\
 examples:
   straggle launch --nproc-per-node 4 train.py --steps 1000
@@ -33,7 +34,14 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    _add(options, "--nproc-per-node", type=_num_workers, default=1, metavar="N", help="workers on this node, or gpu")
+    _add(
+        options,
+        "--nproc-per-node",
+        type=_num_workers,
+        default=1,
+        metavar="N",
+        help="workers on this node, gpu, cpu or auto",
+    )
     _add(options, "--nnodes", type=_positive, default=1, metavar="M", help="nodes of the job (1)")
     _add(options, "--node-rank", type=int, default=None, metavar="K", help="this one: 0, which hosts the store, 1, ...")
     _add(
@@ -64,8 +72,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def arguments(words: Sequence[str], environment: Mapping[str, str] = os.environ) -> argparse.Namespace:
-    """Read the command line; one that is wrong ends the program with status 2 and says what is."""
+    """Read the command line; one that is wrong ends the program with status 2 and says what is.
+
+    The environment's PET_NNODES and so on are the options' defaults, as they are torchrun's.
+    """
     options = parser()
+    options.set_defaults(**_torchruns_variables(environment))
     given = options.parse_args(words)
     if given.nnodes == 1 and given.node_rank is None:
         given.node_rank = 0
@@ -82,6 +94,13 @@ def arguments(words: Sequence[str], environment: Mapping[str, str] = os.environ)
             f"several nodes need the same {SECRET} in the environment of each launcher: `openssl rand -hex 16`"
         )
     return given
+
+
+def _torchruns_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    found = {name: environment[key] for name in _OF_TORCHRUN if (key := f"PET_{name.upper()}") in environment}
+    if host := environment.get("PET_MASTER_ADDR"):
+        found.setdefault("rdzv_endpoint", f"{host}:{environment.get('PET_MASTER_PORT', '29500')}")
+    return found
 
 
 def _add(options: argparse.ArgumentParser, name: str, **settings: Any) -> None:
@@ -131,8 +150,9 @@ def _endpoint(text: str) -> StoreAddress:
 
 
 def _num_workers(text: str) -> int:
-    if text != "gpu":
+    if text not in ("gpu", "cpu", "auto"):
         return _positive(text)
-    if not (num_gpus := torch.cuda.device_count()):
+    num_gpus = torch.cuda.device_count()
+    if text == "gpu" and not num_gpus:
         raise argparse.ArgumentTypeError("gpu: there is none")
-    return num_gpus
+    return num_gpus if num_gpus and text != "cpu" else os.cpu_count() or 1

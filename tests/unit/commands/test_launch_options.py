@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,9 +25,26 @@ def test_options_end_at_the_script_and_may_be_written_with_underscores() -> None
     assert (given.module, given.script, given.log_dir) == (True, "package.train", Path("logs"))
 
 
+def test_torchruns_variables_are_the_defaults_as_kubeflow_sets_them() -> None:
+    variables = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "3", "PET_NODE_RANK": "1", "PET_MAX_RESTARTS": "4"}
+    place = {"PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": "29400"}
+    given = arguments(["a.py"], {**SECRET, **variables, **place})
+    assert (given.nnodes, given.nproc_per_node, given.node_rank, given.max_restarts) == (2, 3, 1, 4)
+    assert given.rdzv_endpoint == StoreAddress("job-node-0-0.job", 29400)
+    given = arguments(
+        [*TWO_NODES, "--node_rank", "0", "--nproc-per-node", "1", "a.py"], {**SECRET, **variables, **place}
+    )
+    assert (given.nproc_per_node, given.node_rank, given.rdzv_endpoint) == (1, 0, StoreAddress("node0", 29500))
+    given = arguments(["a.py"], {**SECRET, **variables, **place, "PET_RDZV_ENDPOINT": "store:1"})
+    assert given.rdzv_endpoint == StoreAddress("store", 1)
+    assert arguments(["--nproc-per-node", "cpu", "a.py"], {}).nproc_per_node == os.cpu_count()
+
+
 @pytest.mark.parametrize(
     ("words", "environment", "said"),
     [
+        (["a.py"], {"PET_NNODES": "1:2"}, "1:2: must be an integer of at least 1"),
+        (["a.py"], {"PET_MASTER_ADDR": "node0", "PET_MASTER_PORT": "x"}, "'node0:x' is no HOST:PORT"),
         ([], {}, "the following arguments are required: script"),
         (["--nproc-per-node", "0", "a.py"], {}, "0: must be an integer of at least 1"),
         (["--nproc-per-node", "many", "a.py"], {}, "many: must be an integer of at least 1"),
