@@ -59,11 +59,13 @@ exit $status
 """
 
 
-def slurm(folder: Path, *keys: str, script: str = "train", **variables: str) -> subprocess.CompletedProcess[str]:
+def slurm(
+    folder: Path, *keys: str, script: str = "train", srun: str = SRUN, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run a batch script as Slurm does on two nodes, with these variables of the environment."""
     programs = folder / "bin"
     programs.mkdir(exist_ok=True)
-    for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
+    for name, text in (("scontrol", SCONTROL), ("srun", srun)):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     with socket.socket() as listener:  # the script adds 20000
@@ -156,6 +158,41 @@ def test_batch_script_of_members_goes_on_without_a_node_that_is_lost(tmp_path: P
     assert len(set(json.loads((tmp_path / "run" / "summary.json").read_text())["parameters_sha256"])) == 1
 
 
+# one task for each rank; what pyxis would make of its options is left out
+SRUN_OF_TASKS = """#!/bin/bash
+while [[ $1 == --* ]]; do echo "$1" >>srun; shift; done
+pids=()
+for ((task = 0; task < SLURM_NTASKS; task++)); do
+  SLURM_PROCID=$task SLURM_LOCALID=0 SLURM_NODEID=$task "$@" & pids+=($!)
+done
+status=0
+for pid in "${pids[@]}"; do wait "$pid" || status=$?; done
+exit $status
+"""
+
+
+@pytest.mark.slow
+def test_each_task_of_the_script_with_a_container_is_a_rank(tmp_path: Path) -> None:
+    variables = {"SLURM_NTASKS": "2", "IMAGE": "straggle.sqsh"}
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python3"  # the container's
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    keys = (*TINY, "faults=none", "metrics=none", "report=false", "steps=4", "run_dir=run")
+    done = slurm(tmp_path, *keys, script="container", srun=SRUN_OF_TASKS, **variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    options = (tmp_path / "srun").read_text().splitlines()
+    assert "--container-image=straggle.sqsh" in options
+    assert f"--container-mounts={tmp_path}/runs:/runs" in options
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 4
+    assert len(summary["parameters_sha256"]) == 2
+    assert len(set(summary["parameters_sha256"])) == 1
+    done = slurm(tmp_path, script="container", srun=SRUN_OF_TASKS, SLURM_NTASKS="2")
+    assert done.returncode
+    assert "IMAGE: the container" in done.stderr
+
+
 # -- Kubernetes
 
 
@@ -213,6 +250,28 @@ def test_manifests_follow_the_schemas_of_kubernetes() -> None:
     made[0]["spec"]["paralelism"] = 4
     with pytest.raises(validation.ValidationError):
         validation.validate(made[0], KUBERNETES, strict=True)
+
+
+def test_trainjob_follows_the_types_of_kubeflow_and_leaves_to_its_runtime_what_that_sets() -> None:
+    api = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is in the extra deploy")
+    kinds = manifests("trainjob")
+    assert kinds["PersistentVolumeClaim"] == manifests()["PersistentVolumeClaim"]
+    job = kinds["TrainJob"]
+    assert api.TrainerV1alpha1TrainJob.from_dict(job).to_dict() == job  # a field that it does not know gets lost
+    (patch,) = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pods = patch["template"]["spec"]["template"]
+    assert (patch["name"], pods["spec"]["containers"][0]["name"]) == ("node", "node")  # as in torch-distributed
+    trainer = job["spec"]["trainer"]
+    assert not [word for word in trainer["command"] if word.startswith("--")]  # an option would override PET_NNODES
+    assert "env" not in trainer
+    config = load("train", trainer["args"])
+    assert config.resume == "auto"
+    (mount,), (volume,) = pods["spec"]["containers"][0]["volumeMounts"], pods["spec"]["volumes"]
+    assert Path(mount["mountPath"]) in Path(config.run_dir).parents
+    assert volume["persistentVolumeClaim"]["claimName"] == kinds["PersistentVolumeClaim"]["metadata"]["name"]
+    assert manifests()["PodMonitor"]["spec"]["selector"]["matchLabels"].items() <= pods["metadata"]["labels"].items()
+    trainer["numNodez"] = 4
+    assert api.TrainerV1alpha1TrainJob.from_dict(job).to_dict() != job
 
 
 def test_members_and_their_store_find_each_other() -> None:

@@ -43,8 +43,17 @@ class Network:
 
 
 @contextlib.contextmanager
-def made_network(num_hosts: int, slow: dict[int, dict[str, float]] | None = None) -> Iterator[Network]:
-    """So many hosts; what those in ``slow`` send and get is so. Skips the test where this machine cannot have them."""
+def made_network(
+    num_hosts: int,
+    slow: dict[int, dict[str, float]] | None = None,
+    *,
+    default: dict[str, float] | None = None,
+    mtu: int = 1500,
+) -> Iterator[Network]:
+    """So many hosts; what those in ``slow`` send and get is so, and for all others ``default`` holds.
+
+    Skips the test where this machine cannot have them.
+    """
     names = [f"straggle-{os.getpid()}-{number}" for number in range(num_hosts)]
     if not SLOWNET.exists() or shutil.which("ip") is None or not os.access("/dev/net/tun", os.R_OK | os.W_OK):
         pytest.skip("needs slownet.py, the command ip and a TUN device")
@@ -64,7 +73,11 @@ def made_network(num_hosts: int, slow: dict[int, dict[str, float]] | None = None
                 ]
         hosts = [{"ns": name, "ip": address} for name, address in zip(names, addresses, strict=True)]
         process = subprocess.Popen(
-            [sys.executable, SLOWNET, json.dumps({"hosts": hosts, "links": links})],
+            [
+                sys.executable,
+                SLOWNET,
+                json.dumps({"hosts": hosts, "links": links, "default": default or {}, "mtu": mtu}),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

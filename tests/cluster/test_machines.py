@@ -1,0 +1,194 @@
+"""Two machines, as far as one can be two: the cluster commands of docs/launch.md, behind its firewall."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from machines import Machine, made_machines
+from network import Network
+from repository import ROOT
+from training import TINY
+
+SECRET = "0123456789abcdef" * 2
+KEYS = (*TINY, "faults=none", "metrics=none", "report=false")
+TRAINJOB = ROOT / "deploy" / "kubernetes" / "trainjob.yaml"
+
+
+def lines_of(page: str, heading: str, language: str) -> list[str]:
+    """The lines of the first block of this language under a heading."""
+    section = (ROOT / page).read_text().partition(f"\n## {heading}\n")[2]
+    return (section.partition(f"\n```{language}\n")[2].partition("\n```\n")[0]).splitlines()
+
+
+def commands_of_several_nodes() -> list[str]:
+    found = lines_of("docs/launch.md", "Several machines", "bash")
+    assert len(found) == 3
+    (by_hand,) = re.findall(r"`(torchrun --nnodes 2 .*?)`", (ROOT / "deploy" / "README.md").read_text())
+    return [*found, by_hand]
+
+
+@contextlib.contextmanager
+def fire_walled(folder: Path) -> Iterator[tuple[Network, list[Machine]]]:
+    """Two machines with nothing open but what the page says; at the end nothing else has been asked for."""
+    rules = lines_of("docs/launch.md", "Several machines", "text")
+    assert any("--dports" in rule for rule in rules)
+    with made_machines(folder) as (network, machines):
+        for machine in machines:
+            for rule in rules:
+                machine.run(rule)
+            machine.count_refused()
+        yield network, machines
+        assert [machine.refused() for machine in machines] == [0, 0]
+
+
+def slurm_on(number: int, folder: Path) -> dict[str, str]:
+    """What `srun` gives a task of this node, and Slurm's other command that launch.sh asks."""
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "bin" / "scontrol").write_text("#!/bin/sh\nprintf 'node0\\nnode1\\n'\n")
+    (folder / "bin" / "scontrol").chmod(0o755)
+    job = {"SLURM_JOB_ID": "9500", "SLURM_STEP_ID": "0", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[0-1]"}
+    return {**job, "SLURM_NODEID": str(number)}
+
+
+def kubeflow_on(number: int) -> dict[str, str]:
+    """What the runtime torch-distributed gives the pod with this number."""
+    place = {"PET_MASTER_ADDR": "node0", "PET_MASTER_PORT": "29500"}
+    return {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(number), **place}
+
+
+def trainjob() -> str:
+    (job,) = [one for one in yaml.safe_load_all(TRAINJOB.read_text()) if one["kind"] == "TrainJob"]
+    return " ".join(job["spec"]["trainer"]["command"])
+
+
+def start(command: str, number: int, machine: Machine, folder: Path, *keys: str) -> subprocess.Popen[bytes]:
+    """A command of a page as it is given on this machine, with one worker there."""
+    variables = {"WORKERS": "1"}
+    if command.startswith("srun "):
+        command = re.sub(r"srun (--\S+ )*", "", command)
+        variables |= slurm_on(number, folder)
+        command = f'PATH="{folder}/bin:$PATH" {command}'
+    elif command == trainjob():
+        variables |= kubeflow_on(number)
+    command = re.sub(r"(NODE_RANK=|--node-rank )0", rf"\g<1>{number}", command)
+    command = re.sub(r"--nproc-per-node \d+", "--nproc-per-node 1", command)
+    return machine.start(["bash", "-c", " ".join([command, *keys])], folder / f"{machine.host}.log", **variables)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("command", [*commands_of_several_nodes(), trainjob()])
+def test_cluster_commands_train_on_two_machines_behind_the_documented_firewall(command: str, tmp_path: Path) -> None:
+    if "launch.sh" in command and not [*ROOT.glob(".venv/.installed-dev-*"), *ROOT.glob(".venv/.installed-train-*")]:
+        pytest.skip("launch.sh would install its environment, and no registry is reached from there")
+    run_dir = tmp_path / "run"
+    keys = (*KEYS, "steps=6", f"run_dir={run_dir}")
+    with fire_walled(tmp_path) as (_, machines):
+        started = [start(command, number, machine, tmp_path, *keys) for number, machine in enumerate(machines)]
+        ended = [process.wait(400.0) for process in started]
+        said = "".join(path.read_text() for path in tmp_path.glob("*.log"))
+        assert ended == [0, 0], said
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["steps"] == 6
+    assert len(summary["parameters_sha256"]) == 2  # one of each rank
+    assert len(set(summary["parameters_sha256"])) == 1
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The complete lines of a file of a run; none if there is no such file yet."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+class Job:
+    """A run with members: a launcher with one worker on each machine, and the store on the first."""
+
+    def __init__(self, machines: list[Machine], folder: Path) -> None:
+        self.machines, self.folder, self.run_dir = machines, folder, folder / "run"
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start_store(self) -> None:
+        words = ["straggle", "launch", "--store-only", "--port", "29500"]
+        self.processes.append(self.machines[0].start(words, self.folder / "store.log"))
+
+    def start(self, number: int) -> None:
+        """The launcher of a machine: the same command at first and after each of its ends."""
+        words = ["straggle", "launch", "--nnodes", "2", "--node-rank", str(number), "--external-store"]
+        words += ["--rdzv-endpoint", "node0:29500", "--nproc-per-node", "1", "-m", "straggle", "train"]
+        words += [*KEYS, "members=elastic", "members.min_ranks=1", "resume=auto", "merge.check_every=5"]
+        words += ["faults=pace", "faults.pace.factor=6", "steps=1000000", f"run_dir={self.run_dir}"]
+        machine = self.machines[number]
+        self.processes.append(machine.start(words, self.folder / f"{machine.host}.log", STRAGGLE_JOB_SECRET=SECRET))
+
+    def reboot(self, number: int) -> None:
+        """All processes of a machine are gone, and then its commands are given again."""
+        self.machines[number].kill_all()
+        if number == 0:
+            self.start_store()
+        self.start(number)
+
+    def changes(self) -> list[tuple[list[str], list[str]]]:
+        """Who left and who joined, in the order in which it happened."""
+        return [(list(one["left"]), list(one["joined"])) for one in lines(self.run_dir / "members.jsonl")]
+
+    def wait(self, what: str, done: Callable[[], bool]) -> None:
+        until = time.monotonic() + 240.0
+        while not done():
+            if time.monotonic() > until:
+                logs = "".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
+                raise AssertionError(f"waited in vain for {what}: {self.changes()}\n{logs}")
+            time.sleep(0.1)
+
+    def wait_to_leave(self, rank: int) -> None:
+        self.wait(f"rank {rank} to leave", lambda: self.changes()[-1:] == [([str(rank)], [])])
+
+    def wait_to_join(self, rank: int) -> None:
+        self.wait(f"rank {rank} to come back", lambda: self.changes()[-1:] == [([], [str(rank)])])
+
+    def wait_for_steps(self, num_steps: int) -> None:
+        before = len(lines(self.run_dir / "trace.jsonl"))
+        self.wait("more steps", lambda: len(lines(self.run_dir / "trace.jsonl")) >= before + num_steps)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_host_that_is_cut_off_or_rebooted_comes_back_and_the_other_goes_on(tmp_path: Path) -> None:
+    with fire_walled(tmp_path) as (network, machines):
+        job = Job(machines, tmp_path)
+        job.start_store()
+        job.start(0)
+        job.start(1)
+        job.wait_for_steps(5)
+
+        network.cut(1)
+        job.wait_to_leave(1)
+        job.wait_for_steps(5)  # without it
+        network.heal(1)
+        job.wait_to_join(1)
+        job.wait_for_steps(10)  # a comparison of both ranks' parameters among them
+
+        job.reboot(1)
+        job.wait_to_leave(1)
+        job.wait_for_steps(5)
+        job.wait_to_join(1)
+        job.wait_for_steps(10)
+
+        job.reboot(0)  # with the store: the other waits until that is back, and gives it what it knows
+        job.wait_to_leave(0)
+        job.wait_for_steps(5)
+        job.wait_to_join(0)
+        job.wait_for_steps(10)
+    steps = lines(tmp_path / "run" / "trace.jsonl")
+    assert [step["step"] for step in steps] == list(range(len(steps)))
+    compared = [step["different_ranks"] for step in steps if step["different_ranks"] is not None]
+    assert compared
+    assert not any(compared)
