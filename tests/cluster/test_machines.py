@@ -187,6 +187,8 @@ def test_host_that_is_cut_off_or_rebooted_comes_back_and_the_other_goes_on(tmp_p
         job.wait_for_steps(5)
         job.wait_to_join(0)
         job.wait_for_steps(10)
+    for process in job.processes:
+        process.wait()
     steps = lines(tmp_path / "run" / "trace.jsonl")
     assert [step["step"] for step in steps] == list(range(len(steps)))
     compared = [step["different_ranks"] for step in steps if step["different_ranks"] is not None]
