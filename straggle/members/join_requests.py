@@ -68,9 +68,9 @@ class JoinRequests:
     def take(self, store: Any, view: View) -> dict[int, str]:
         """Take the requests of ranks that are no members and are to be let in now."""
         new = {rank: own for rank, own in self.wanted.items() if view.members.get(rank) != own}
-        self.wanted = {}
         for rank in new:  # or the next leader would let it in again after it has left, without a new request
             store.delete_key(f"join/{rank}")
+        self.wanted = {}  # not before: with a connection that broke they are taken again
         return new
 
 

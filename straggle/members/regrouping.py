@@ -224,15 +224,17 @@ class Regrouping:
     def _await_view(self, held: Hold) -> None:
         """Wait for the view in which newcomers come in or others are gone; this rank writes it if it leads."""
         membership = self._membership
-        membership.chain.held = None
         began = time.monotonic()
-        if held.leads and not held.leaving:
+        if held.leads and not held.leaving and not self._has_come(held):
             membership.admit(held.step)
         while not self._has_come(held) and (waited_s := time.monotonic() - began) < 5.0:
             if held.leaving and (held.leads or waited_s > _LEADER_S):
                 membership.let_go(held.leaving)
             time.sleep(0.002)
             membership.look()
+        # not before: if this thread's connection broke with the store that it led to, all members would wait in vain
+        if membership.chain.held is held:
+            membership.chain.held = None
 
     def _has_come(self, held: Hold) -> bool:
         if held.leaving:

@@ -5,9 +5,12 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
+from straggle.members.join_requests import JoinRequests
 from straggle.members.regrouping import Regrouping
-from straggle.members.view import Leaving, MergeProgress, View
+from straggle.members.view import Leaving, MergeProgress, Seal, View
+from straggle.members.view_chain import Hold
 
 
 class FollowedOnce:
@@ -76,3 +79,37 @@ def test_rank_that_has_left_follows_no_view_any_more():
         time.sleep(0.01)
     rank.regrouping.close()
     assert (rank.channel.generation, rank.done) == (1, [])
+
+
+def test_rank_whose_connection_broke_with_the_store_lets_newcomers_in_by_another_one():
+    """Its first use of it after the store was started again is in a step before which all members wait for its view."""
+    rank = FollowedOnce(OF_BOTH, is_out=False)
+    membership = rank.channel.membership
+    membership.chain.held = Hold(9, leads=True)
+    membership.chain.wait_newer = lambda generation, _: (
+        membership.chain.held is not None or generation < membership.view.generation
+    )
+    membership.connections.forget_own = lambda: rank.done.append("another connection")
+
+    def admit(step):
+        rank.done.append(f"admit before {step}")
+        if len(rank.done) == 1:
+            raise dist.DistNetworkError("connection reset by peer")
+        membership.view = OF_BOTH.again()
+
+    membership.admit = admit
+    assert rank.follow() == ["admit before 9", "another connection", "admit before 9", "freeze"]
+    assert membership.chain.held is None
+
+
+def test_request_is_taken_again_if_the_connection_breaks():
+    class Broken:
+        def delete_key(self, _):
+            raise dist.DistNetworkError("connection reset by peer")
+
+    joins = JoinRequests(0, 2, "a", Seal(""))
+    joins.wanted = {1: "c"}
+    with pytest.raises(dist.DistNetworkError):
+        joins.take(Broken(), OF_BOTH)
+    assert joins.take(SimpleNamespace(delete_key=lambda _: True), OF_BOTH) == {1: "c"}
+    assert joins.wanted == {}
