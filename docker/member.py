@@ -3,8 +3,8 @@
 
 STORE=host:port NODES=4 NODE_RANK=2 STRAGGLE_JOB_SECRET=... straggle-member key=value ...
 
-STORE is where `straggle launch --store-only` runs. NODE_RANK is this worker's number, from 0: it has the same one when
-it comes back. KEYS may have more keys, "steps=600 members.min_ranks=2". On SIGTERM this worker leaves after its step, or
+STORE is where `straggle launch --store-only` runs. NODE_RANK is this worker's number, from 0: the same one when
+it comes back. KEYS may have more keys, "steps=600 members.min_ranks=2". On SIGTERM it leaves after its step, or
 the run ends with a checkpoint if too few would be left; GRACE_S is the time for that.
 """
 
