@@ -19,7 +19,7 @@ from straggle.observe.replicas import Replicas
 from straggle.observe.run import Array, read_reports
 from straggle.observe.trace import read_trace
 from straggle.observe.warmup import num_warmup_steps
-from straggle.observe.watch import FOLDER, watched_files
+from straggle.observe.watch_file import FOLDER, watched_files
 from straggle.observe.watched_links import links_of_lines
 from straggle.policies.rank_links import links_of
 from straggle.policies.untruncated import untruncated_stages

@@ -20,7 +20,7 @@ from straggle.observe.members import read_members
 from straggle.observe.replicas import Replicas
 from straggle.observe.trace import read_trace, whole_lines
 from straggle.observe.warmup import num_warmup_steps
-from straggle.observe.watch import watched_files
+from straggle.observe.watch_file import watched_files
 from straggle.observe.watched_links import links_of_lines
 from straggle.policies.rank_links import RankLink
 from straggle.report import CAUSES, PHASES, MembersReport, RankReport, ShadowReport, StageReport, StepReport

@@ -141,6 +141,16 @@ def _plain(collective: Any) -> Any:
     return collective._collective if isinstance(collective, Watched) else collective
 
 
+def waits_of(units: Iterable[nn.Module]) -> list[tuple[Any, str]]:
+    """Where FSDP waits for other ranks, or lets a device wait: objects, and the names of their methods.
+
+    Only the unit's own part of a pass is between these calls, whatever is fetched ahead, nested or computed again.
+    """
+    check_version()
+    names = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
+    return [(group, name) for unit in units for group in _groups_of(unit) for name in names]
+
+
 def offloads(units: Iterable[nn.Module]) -> bool:
     """Whether shards are kept on the CPU while a device computes."""
     groups = (group for unit in units for group in _groups_of(unit))

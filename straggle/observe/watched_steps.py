@@ -1,0 +1,202 @@
+"""The phases of one rank's steps, by clocks that hooks read; at most one phase runs at a time.
+
+What is waiting is told by the caller. The rest of a step is the rank's own work.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from straggle.backward.hooks import tensors_in
+from straggle.backward.passes import in_backward
+from straggle.observe.pauses import PauseDetector
+from straggle.observe.stage_ends import StageEnds
+
+_BETWEEN = "between"  # after a backward pass: what comes next tells what it was
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """A step's moments: seconds of the host's clock, or events that the device may not have reached yet.
+
+    ``phases``: for each name the spans in which it ran. ``began``: its first forward pass; ``finished``: moments at
+    which parameters had their gradients; ``microbatches``: the ends of its backward passes.
+    """
+
+    before: Any
+    end: Any
+    began: Any
+    phases: dict[str, list[tuple[Any, Any]]]
+    microbatches: list[Any]
+    finished: list[tuple[int, Any]]
+    pauses: dict[str, dict[str, float]]
+
+
+class Recorder:
+    """The running step of one rank, which ``written`` gets when it is over. It does not hold the model.
+
+    ``merge``: what the time between a step's last backward pass and the optimizer's step is. ``pass``: nothing, as the
+    gradients are merged when the pass ends, and with that the step does. ``wait``: the merge. ``outside``: the rank's
+    own work. In these two cases a step ends where an optimizer begins.
+    """
+
+    def __init__(self, now: Callable[[], Any], written: Callable[[StepTimes], None], merge: str) -> None:
+        self._now, self._written, self._merge = now, written, merge
+        self._thread = threading.get_ident()
+        self.phase, self._since = "outside", now()
+        self._before = self._since
+        self._phases: dict[str, list[tuple[Any, Any]]] = {}
+        self._began: Any = None
+        self._microbatches: list[Any] = []
+        self._in_pass = self._synced = False
+        self.ends = StageEnds(now)
+        self._detector = PauseDetector()
+        self._detector.start()
+
+    def close(self) -> None:
+        """End the thread that looks for pauses."""
+        self._detector.close()
+
+    # -- a pass
+
+    def before_ddp(self, *, synced: bool) -> None:
+        """DDP's own part of a forward pass begins: it copies buffers, for which ranks wait."""
+        if torch.is_grad_enabled():
+            self._synced, self._in_pass = synced, False
+            self._mark("wait")
+        else:
+            self._evaluation()
+
+    def forward(self) -> None:
+        """A forward pass begins."""
+        if in_backward():  # a checkpoint's
+            return
+        if not torch.is_grad_enabled():
+            self._evaluation()
+            return
+        self._in_pass = False
+        self._was("data")
+        self._mark("forward")
+        if self._began is None:
+            self._began = self._since
+
+    def _evaluation(self) -> None:
+        if self.phase != "outside":
+            self._was(self._merge)
+            self._mark("outside")
+
+    def leave(self, output: Any) -> None:
+        """A forward pass is over; its backward pass begins with a gradient of one of these tensors."""
+        if torch.is_grad_enabled() and not in_backward():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
+
+    def _backward_begins(self, _gradient: Tensor | None) -> None:
+        if not self._in_pass:
+            self._in_pass = True
+            self.ends.begin()
+            self._mark("backward")
+            # callbacks run in their order when the graph is done: this one before DDP's, which is queued later
+            _queue_callback(self._computed)
+
+    def gradient(self, index: int, _parameter: Tensor) -> None:
+        """Parameter ``index`` has its gradient."""
+        if self._began is not None:
+            self._backward_begins(None)
+            self.ends.gradient(index)
+
+    def _computed(self) -> None:
+        """This rank's own work of the pass is done."""
+        if not self._in_pass:
+            return
+        self._in_pass = False
+        self.ends.over()
+        if self._merge != "pass":
+            self._mark(_BETWEEN)
+        else:
+            self._mark("wait" if self._synced else "data")
+        self._microbatches.append(self._since)
+        if self.phase == "wait":
+            _queue_callback(self._merged)  # after DDP's
+
+    def _merged(self) -> None:
+        self._mark("outside")
+        self._end_step()
+
+    # -- the optimizer, and waiting
+
+    def optimizer_begins(self, _optimizer: Optimizer) -> None:
+        """Its step; with a closure it may have passes in it."""
+        if self._merge != "pass" and self._microbatches:
+            self._was(self._merge)
+            self._mark("optimizer")
+            self._end_step()
+        elif self.phase in ("outside", "optimizer"):
+            self._mark("optimizer")
+
+    def optimizer_ends(self, _optimizer: Optimizer) -> None:
+        """What comes now is loading, if a forward pass is next."""
+        if self._merge != "pass" and self._microbatches:  # the passes were in a closure
+            self._was(self._merge)
+            self._mark("data")
+            self._end_step()
+        elif self.phase in ("outside", "optimizer"):
+            self._mark("data")
+
+    def wait(self, call: Callable[[], Any]) -> Any:
+        """Do that, in which this rank waits for others."""
+        phase = self.phase
+        if phase in ("wait", "outside") or not (threading.get_ident() == self._thread or in_backward()):
+            return call()
+        self._span("wait")
+        try:
+            return call()
+        finally:
+            if self.phase == "wait":
+                self._span(phase)
+
+    # -- what they gather
+
+    def _mark(self, phase: str) -> None:
+        """End the running phase and begin another."""
+        ended = self.phase
+        self._span(phase)
+        if ended != _BETWEEN:
+            self._detector.credit(ended)
+
+    def _span(self, phase: str) -> None:
+        now = self._now()
+        self._phases.setdefault(self.phase, []).append((self._since, now))
+        self.phase, self._since = phase, now
+
+    def _was(self, phase: str) -> None:
+        """If it was not clear yet what the running phase is: it was this."""
+        if self.phase == _BETWEEN:
+            self._phases.setdefault(phase, []).extend(self._phases.pop(_BETWEEN, ()))
+            self.phase = phase
+
+    def _end_step(self) -> None:
+        times = StepTimes(
+            before=self._before,
+            end=self._since,
+            began=self._began,
+            phases=self._phases,
+            microbatches=self._microbatches,
+            finished=self.ends.moments,
+            pauses=self._detector.take(),
+        )
+        self._before, self._began, self._synced = self._since, None, False
+        self._phases, self._microbatches = {}, []
+        self._written(times)
+
+
+def _queue_callback(callback: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
