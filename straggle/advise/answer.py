@@ -34,6 +34,7 @@ _PLACES: Mapping[str, str] = {
 }
 _STEADY = 0.5  # of its steps: a rank is persistently slow, not just sometimes
 _CONFIG = "config.yaml"  # that `straggle train` leaves
+_NAMED = 0.005  # of a step, from which on a phase of it is named
 _NETWORK = 0.1  # of a step, from which on it is worth a sentence
 
 
@@ -54,18 +55,25 @@ class Answer:
     sentences: tuple[str, ...]
 
     def __str__(self) -> str:
+        if self.timings.num_ranks == 1:
+            return _of_one(self.timings)
         parts = [_headline(self.timings, self.slowness), *(_about(rank, self.timings) for rank in self.slowness.ranks)]
-        parts += _summed_up(self.slowness, self.timings.slow_links)
+        parts += _summed_up(self.slowness, self.timings)
         parts = [self.timings.replicas.words(part) for part in parts]
-        parts.append(_table(self._listed, self.timings, self.slowness))
-        parts += [
+        parts += self._what_helps() if self.timings.is_predictable else _of_sharded(self.slowness, self.timings)
+        if self.timings.unknown:
+            parts.append("\n".join(("What these files do not tell:", *(f"- {one}" for one in self.timings.unknown))))
+        if self.sentences:
+            parts += ["As the run was:", *(f"- {sentence}" for sentence in self.sentences)]
+        return "\n\n".join(parts) + "\n"
+
+    def _what_helps(self) -> list[str]:
+        return [
+            _table(self._listed, self.timings, self.slowness),
             *_to_draw(self.pulled, self.timings),
             *_what_to_do(self.best, self.slowness, self.timings, draws=self._is_pulling_worth_it),
             *_always_slow(self.slowness, self.by_speed, self.timings),
         ]
-        if self.sentences:
-            parts += ["As the run was:", *(f"- {sentence}" for sentence in self.sentences)]
-        return "\n\n".join(parts) + "\n"
 
     @property
     def _is_pulling_worth_it(self) -> bool:
@@ -85,6 +93,8 @@ class Answer:
                     "steps": timings.num_steps,
                     "first_step": int(timings.step[0]),
                     "ranks": timings.num_ranks,
+                    "job": timings.job,
+                    "unknown": timings.unknown,
                     **asdict(self.slowness),
                     "slow_ranks": [asdict(rank) for rank in self.slowness.ranks],
                     "policies": [asdict(gain) for gain in self.gains],
@@ -104,6 +114,8 @@ def answer(path: Path) -> Answer:
     timings = read_timings(path)
     run_dir = timings.source.parent
     slowness = find_slow_ranks(timings)
+    if not timings.is_predictable or timings.num_ranks == 1:
+        return Answer(timings, slowness, (), None, None, None, ())
     late_handling = None if timings.watched else configured_late_handling(run_dir)
     first = _present(timings, slowness)
     found = tuple(gains(timings, late_handling, first))
@@ -180,7 +192,32 @@ def _about(rank: SlowRank, timings: Timings) -> str:
     )
 
 
-def _summed_up(slowness: Slowness, slow_links: Sequence[LinkSpell]) -> Iterator[str]:
+def _of_one(timings: Timings) -> str:
+    """Where the time of a job of one process goes."""
+    own_s, step_s = timings.own_s.mean(), timings.seconds.mean()
+    shares = sorted(((float(values.mean() / step_s), phase) for phase, values in timings.phases.items()), reverse=True)
+    where = ", ".join(f"{share:.0%} {_PLACES[phase]}" for share, phase in shares if share >= _NAMED)
+    return (
+        f"{timings.source}: {timings.num_steps} steps of one rank, which waits for no other, from step "
+        f"{int(timings.step[0])} on. A step took {ms(step_s)} on average and {ms(timings.seconds.max())} at most, of "
+        f"which {ms(own_s)} are its own work: {where}.\n"
+    )
+
+
+def _of_sharded(slowness: Slowness, timings: Timings) -> Iterator[str]:
+    """What to do, as far as that is known, if ranks wait for one another inside of their passes."""
+    for one in slowness.ranks:
+        if one.until is None:
+            yield f"Look at the machine of rank {one.rank}."
+    if slowness.ranks and 1 < timings.replica_ranks < timings.num_ranks:
+        yield (
+            f"{timings.replica_ranks} ranks have one copy of the model, and are late together. To let the other copies go "
+            'on without them: straggle.StagedDataParallel(model, mesh=mesh["dp_replicate"], '
+            "deadline=straggle.AutoDeadline()) (docs/sharded.md)."
+        )
+
+
+def _summed_up(slowness: Slowness, timings: Timings) -> Iterator[str]:
     if slowness.ranks:
         yield (
             f"That explains {slowness.attributed:.0%} of what the job loses to the slowest rank of each step; the rest "
@@ -192,11 +229,13 @@ def _summed_up(slowness: Slowness, slow_links: Sequence[LinkSpell]) -> Iterator[
             f"the others. {_held_up(slowness)}"
         )
     if slowness.network_s >= _NETWORK * slowness.step_s:
+        share = f"{slowness.network_s / slowness.step_s:.0%} of a step ({ms(slowness.network_s)}) is"
         yield (
-            f"{slowness.network_s / slowness.step_s:.0%} of a step ({ms(slowness.network_s)}) is the network: it comes "
-            "after the slowest rank's own work, and no deadline changes it."
+            f"{share} the network: it comes after the slowest rank's own work, and no deadline changes it."
+            if timings.is_predictable
+            else f"{share} not the slowest rank's own work: the network, and its own waits for others."
         )
-    yield from (f"{spell.words}." for spell in slow_links)
+    yield from (f"{spell.words}." for spell in timings.slow_links)
 
 
 def _held_up(slowness: Slowness) -> str:
@@ -312,9 +351,10 @@ def _why_nothing(slowness: Slowness) -> str:
 def _to_paste(one: Gain, timings: Timings) -> str:
     """The code to paste into a program of the user's own."""
     microbatches = timings.num_microbatches
+    wrapper = "DistributedDataParallel(model)" if timings.job == "DDP" else "what merges the gradients now"
     step = f"model.step(num_microbatches={microbatches})" if microbatches > 1 else "model.step()"
     return (
-        f"To use it, in place of DistributedDataParallel(model), and `with {step}:` around the passes of each step:\n"
+        f"To use it, in place of {wrapper}, and `with {step}:` around the passes of each step:\n"
         "  import straggle\n"
         f"  model = straggle.StagedDataParallel(model, deadline={one.code})\n"
         "To see before that, on the real cluster, what it would do without doing it:\n"

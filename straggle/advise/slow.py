@@ -86,6 +86,8 @@ class Slowness:
 def find_slow_ranks(timings: Timings) -> Slowness:
     """Which ranks are slow, since when and in which phase."""
     own = timings.own_s
+    if timings.num_ranks == 1:
+        return Slowness((), float(timings.seconds.mean()), 0.0, 0.0, float(timings.network_s.mean()), 0.0)
     excess = own - _others(own)
     slowest = own.argmax(axis=1)
     lost = np.maximum(0.0, excess[np.arange(len(own)), slowest])

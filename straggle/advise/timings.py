@@ -20,6 +20,7 @@ from straggle.observe.run import Array, read_reports
 from straggle.observe.trace import read_trace
 from straggle.observe.warmup import num_warmup_steps
 from straggle.observe.watch_file import FOLDER, watched_files
+from straggle.observe.watched_job import DATA_PARALLEL
 from straggle.observe.watched_links import links_of_lines
 from straggle.policies.rank_links import links_of
 from straggle.policies.untruncated import untruncated_stages
@@ -38,7 +39,9 @@ class Timings:
     ``unit_s``, of shape (steps, ranks, units), is when each unit of its gradients was done, from then on.
     ``unit_share``, of the same shape, is the unit's share of the gradients. Stages are the last units; ``stage_share``
     is each stage's share of the model. ``slow_links`` are those of the entire run. ``pulled``: the ranks drew the
-    micro-batches of these steps from pools. If a model is sharded, the ranks here are ``replicas``.
+    micro-batches of these steps from pools. If a model is sharded, the ranks here are ``replicas``, but not if it was
+    watched: ``job`` is then its kind (`Job.kind`), ``replica_ranks`` how many ranks have one copy of the model, and
+    ``unknown`` what the files do not tell.
     """
 
     source: Path
@@ -55,6 +58,14 @@ class Timings:
     slow_links: tuple[LinkSpell, ...] = ()
     pulled: bool = False
     replicas: Replicas = field(default_factory=Replicas)
+    job: str = "DDP"
+    replica_ranks: int = 1
+    unknown: tuple[str, ...] = ()
+
+    @property
+    def is_predictable(self) -> bool:
+        """Whether each rank works by itself until the merge, so that a step with a policy can be predicted."""
+        return self.job in DATA_PARALLEL
 
     @property
     def num_steps(self) -> int:
@@ -109,7 +120,7 @@ def read_timings(path: Path) -> Timings:
 def _without_warmup(timings: Timings) -> Timings:
     if timings.num_steps < LEAST_STEPS:
         raise ValueError(f"{timings.source}: {timings.num_steps} steps are too few; {LEAST_STEPS} are needed at least")
-    if timings.num_ranks < 2:
+    if timings.num_ranks < 2 and not timings.watched:
         raise ValueError(f"{timings.source}: one rank waits for no other; at least two are needed")
     return timings.select(slice(num_warmup_steps(timings.num_steps), None))
 
@@ -159,6 +170,9 @@ def _from_watch(folder: Path, files: list[Path]) -> Timings:
         stage_share=stage_share,
         stages=tuple(stage["name"] for stage in stages),
         slow_links=_links_of_watch(lines, steps, heads[0]),
+        job=heads[0].get("job", "DDP"),
+        replica_ranks=heads[0].get("replica_ranks", 1),
+        unknown=tuple(heads[0].get("unknown", ())),
     )
 
 
