@@ -2,11 +2,14 @@
 
 OMP_NUM_THREADS=1 python benchmarks/sharded.py            # peak memory, each way in processes of its own; Linux only
 OMP_NUM_THREADS=1 python benchmarks/sharded.py --time     # of a step, in turns; each pass of a unit sleeps for 20 ms
+
+``watched``: FSDP2 with `straggle.watch`.
 """
 
 import argparse
 import contextlib
 import statistics
+import tempfile
 import time
 
 import torch
@@ -21,6 +24,7 @@ from straggle.lab.local_ranks import run_on_ranks
 from straggle.report import text_table
 
 WIDTH, DEPTH, UNIT_S, WAYS = 1024, 10, 0.02, ("FSDP2", "straggle")
+WATCHED = "watched"
 AFTER = (14, 50, 100)  # steps
 
 
@@ -39,9 +43,11 @@ def one_step(way):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     model = nn.Sequential(*(Block(WIDTH, WIDTH) for _ in range(DEPTH)), nn.Linear(WIDTH, 3))
     for unit in (*model[:-1], model):
-        fully_shard(unit, mesh=mesh if way == "FSDP2" else mesh["dp_shard"])
+        fully_shard(unit, mesh=mesh["dp_shard"] if way == "straggle" else mesh)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no mean
     wrapped = straggle.StagedDataParallel(model, mesh=mesh["dp_replicate"]) if way == "straggle" else model
+    if way == WATCHED:
+        straggle.watch(model, tempfile.mkdtemp())
     optimizer, x = torch.optim.AdamW(model.parameters(), foreach=True), torch.randn(32, WIDTH)
 
     def step():
@@ -63,7 +69,7 @@ def memory(_rank, way):
 
 def times(_rank, rounds):
     Block.sleep_s = UNIT_S
-    return in_turns({way: one_step(way) for way in WAYS}, rounds, 4)
+    return in_turns({way: one_step(way) for way in (*WAYS, WATCHED)}, rounds, 4)
 
 
 def table(rounds):
@@ -78,8 +84,9 @@ if __name__ == "__main__":
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     if (options := parser.parse_args()).time:
-        native, ours = run_on_ranks(times, 4, options.rounds)[0].values()
-        medians = [f"{1e3 * statistics.median(own):.1f} ms" for own in (native, ours)]
-        print(text_table([(*WAYS, "ratio", "quartiles"), (*medians, *median_ratio(ours, native))]))
+        native, *others = run_on_ranks(times, 4, options.rounds)[0].items()
+        print(f"FSDP2: {1e3 * statistics.median(native[1]):.1f} ms")
+        rows = [(way, f"{1e3 * statistics.median(own):.1f} ms", *median_ratio(own, native[1])) for way, own in others]
+        print(text_table([("", "step", "ratio", "quartiles"), *rows]))
     else:
         print(text_table([("steps", *WAYS, "ratio"), *table(options.rounds)]))

@@ -5,6 +5,7 @@ OMP_NUM_THREADS=1 python benchmarks/step_time.py text small --rounds 60
 OMP_NUM_THREADS=1 python benchmarks/step_time.py text small --cpu          # CPU time of the thread that trains
 OMP_NUM_THREADS=1 python benchmarks/step_time.py small --ends              # CPU time of entering and leaving a step
 OMP_NUM_THREADS=1 python benchmarks/step_time.py synthetic --members       # beside straggle with members, too
+OMP_NUM_THREADS=1 python benchmarks/step_time.py text small --watched      # beside DDP with straggle.watch, too
 OMP_NUM_THREADS=1 python benchmarks/step_time.py sleeping --ranks 16       # 0.4 s of sleep, as cores are few
 
 DDP is the faster of its kinds, with ``gradient_as_bucket_view=True``. The deadline is never reached.
@@ -14,6 +15,7 @@ import argparse
 import contextlib
 import os
 import statistics
+import tempfile
 import time
 
 import torch
@@ -30,7 +32,7 @@ from straggle.lab.workloads.text import GPT, Text
 from straggle.report import text_table
 
 WAYS = ("DDP", "DDP again", "straggle")
-MEMBERS = "straggle, members"
+MEMBERS, WATCHED = "straggle, members", "DDP, watched"
 
 
 def small():
@@ -73,7 +75,10 @@ COMPUTING = [name for name in MODELS if name != "sleeping"]
 
 def wrap(way, model):
     if way.startswith("DDP"):
-        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        if way == WATCHED:
+            straggle.watch(model, tempfile.mkdtemp())
+        return model
     return straggle.StagedDataParallel(model, deadline=1000.0, members=straggle.Elastic() if way == MEMBERS else None)
 
 
@@ -97,7 +102,7 @@ def one_step(model, compute_loss, num_microbatches, clock=time.perf_counter):
 
 def measure(rank, options):
     clock = time.thread_time if options.cpu else time.perf_counter
-    ways = (*WAYS, MEMBERS) if options.members else WAYS
+    ways = (*WAYS, *((MEMBERS,) if options.members else ()), *((WATCHED,) if options.watched else ()))
     rows = [("model", "DDP", *(title for way in ways[1:] for title in (way, "over DDP", "quartiles")))]
     for name in options.models:
         make, num_microbatches = MODELS[name]
@@ -111,7 +116,7 @@ def measure(rank, options):
         cells = {way: f"{1000 * statistics.median(own):.2f} ms" for way, own in seconds.items()}
         ratios = (cell for way in ways[1:] for cell in (cells[way], *median_ratio(seconds[way], seconds["DDP"])))
         rows.append((name, cells["DDP"], *ratios))
-        for way in set(ways) - set(WAYS[:2]):
+        for way in {MEMBERS, WAYS[-1]} & set(ways):
             models[way].close()
     if rank == 0:
         print(f"{dist.get_world_size()} ranks, {options.rounds} rounds of {options.steps} steps of each on rank 0")
@@ -150,6 +155,7 @@ def main():
     parser.add_argument("--steps", type=int, default=5, help="of each round and way")
     parser.add_argument("--cpu", action="store_true", help="CPU time of the thread that trains instead of the time")
     parser.add_argument("--members", action="store_true", help="beside straggle with members, too")
+    parser.add_argument("--watched", action="store_true", help="beside DDP with straggle.watch, too")
     parser.add_argument("--ends", action="store_true", help="CPU time of entering and leaving a step, and nothing else")
     options = parser.parse_args()
     options.models = options.models or COMPUTING

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from straggle.advise.timings import LEAST_STEPS, Timings, read_timings
 from straggle.observe.findings import PLACES, ms
 from straggle.observe.findings import advise as sentences_of_run
 from straggle.observe.intervals import LEVEL, Interval
-from straggle.observe.link_spells import LinkSpell
 from straggle.observe.run import read_run
 from straggle.observe.run_numbers import numbers_of
 from straggle.policies.deadline import LateHandling
@@ -211,8 +210,8 @@ def _of_sharded(slowness: Slowness, timings: Timings) -> Iterator[str]:
             yield f"Look at the machine of rank {one.rank}."
     if slowness.ranks and 1 < timings.replica_ranks < timings.num_ranks:
         yield (
-            f"{timings.replica_ranks} ranks have one copy of the model, and are late together. To let the other copies go "
-            'on without them: straggle.StagedDataParallel(model, mesh=mesh["dp_replicate"], '
+            f"{timings.replica_ranks} ranks have one copy of the model, and are late together. To let the other copies "
+            'go on without them: straggle.StagedDataParallel(model, mesh=mesh["dp_replicate"], '
             "deadline=straggle.AutoDeadline()) (docs/sharded.md)."
         )
 

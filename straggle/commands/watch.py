@@ -1,4 +1,4 @@
-"""Run a DDP script as it is, and record where each rank's time goes, without a changed line.
+"""Run a training script as it is, and record where each rank's time goes, without a changed line.
 
 torchrun --nproc-per-node 4 -m straggle watch train.py --epochs 1
 python -m straggle advise runs/watch
@@ -15,14 +15,19 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from straggle.observe.watch import watch, watched_files
+from straggle.observe.watch import Watch, watch
+from straggle.observe.watch_file import watched_files
 
 _USAGE = """\
 torchrun ... -m straggle watch [run_dir=DIR] SCRIPT ...
-  SCRIPT ...    your DDP script and its own words, as after torchrun; it is not changed
+  SCRIPT ...    your script and its own words, as after torchrun; it is not changed
   run_dir=DIR   where each rank's times go; default: runs/watch. A second DDP model has DIR-2, and so on
+Without DDP, the first model that is called with gradients is watched: a plain one, or what fully_shard() has sharded.
 then: python -m straggle advise DIR
 
 torchrun --nproc-per-node 4 -m straggle watch train.py --epochs 1
@@ -42,19 +47,36 @@ def arguments(words: Sequence[str]) -> tuple[Path, list[str]]:
 
 
 def watching(run_dir: Path) -> Callable[[], None]:
-    """Have each ``DistributedDataParallel`` of this process watched from its making on; gives how to end that."""
+    """Have each ``DistributedDataParallel`` of this process watched from its making on, and if there is none, the first
+    model that is called; gives how to end that.
+    """
     wrapper: Any = DistributedDataParallel
-    make, numbers = wrapper.__init__, count(1)
+    make, numbers, first = wrapper.__init__, count(1), list[Watch]()
 
     @wraps(make)
     def made(model: DistributedDataParallel, *positional: Any, **words: Any) -> None:
         make(model, *positional, **words)
+        called.remove()
+        while first:
+            first.pop().close()  # it was called before it was wrapped
         number = next(numbers)
         watch(model, run_dir if number == 1 else run_dir.with_name(f"{run_dir.name}-{number}"))
 
+    def before_call(module: nn.Module, _args: Any) -> None:
+        if torch.is_grad_enabled() and any(own.requires_grad for own in module.parameters()):
+            called.remove()
+            try:
+                first.append(watch(module, run_dir))
+            except TypeError as error:  # training goes on
+                sys.stderr.write(f"straggle watch: {error}\n")
+            else:
+                first[0].forward_begins()  # the hooks of a running call are known already
+
+    called = register_module_forward_pre_hook(before_call)
     wrapper.__init__ = made
 
     def end() -> None:
+        called.remove()
         wrapper.__init__ = make
 
     return end
@@ -73,7 +95,7 @@ def run_watched(words: Sequence[str]) -> int:
         sys.argv[:] = before
     if os.environ.get("RANK", "0") == "0":
         made = bool(watched_files(run_dir))
-        found = f"python -m straggle advise {run_dir}" if made else "the script made no DistributedDataParallel"
+        found = f"python -m straggle advise {run_dir}" if made else "the script trained no model"
         sys.stderr.write(f"straggle watch: {found}\n")
     return 0
 

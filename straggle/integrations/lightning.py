@@ -2,7 +2,8 @@
 
 trainer = Trainer(strategy=StagedStrategy(deadline=straggle.AutoDeadline()))  # was: strategy="ddp"
 
-Importing this module also registers ``strategy="straggle"``, which has an `AutoDeadline`.
+Importing this module also registers ``strategy="straggle"``, which has an `AutoDeadline`. `WatchCallback` is for any
+strategy.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +23,7 @@ from torch.optim import Optimizer
 from straggle.extras import needs_extra
 from straggle.integrations.options import Accumulation, take_options, wrapped
 from straggle.observe.scalars import log_scalars
+from straggle.observe.watch import Watch, watch
 from straggle.parallel import StagedDataParallel
 from straggle.policies.auto_deadline import AutoDeadline
 
@@ -251,6 +254,46 @@ class _InFit(Callback):
         """Keep the state for a model that is wrapped later; one wrapped now, in the middle of a fit, keeps its own."""
         if not isinstance(self._strategy.model, StagedDataParallel):
             self._loaded = dict(state_dict) or None
+
+
+class WatchCallback(Callback):
+    """`straggle.watch` of what a ``Trainer`` trains, as it is: ``Trainer(callbacks=[WatchCallback()])``."""
+
+    def __init__(self, run_dir: str | Path = "runs/watch") -> None:
+        self._run_dir = run_dir
+        self._watch: Watch | None = None
+        self._is_called = True  # the strategy calls a wrapper of the module, not its training_step
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Watch what the strategy trains; another fit of the same trainer begins the file again."""
+        self._close()
+        self._is_called = trainer.strategy.model is not pl_module
+        self._watch = watch(trainer.strategy.model, self._run_dir)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """A forward pass begins, or an evaluation."""
+        if self._watch is not None and not self._is_called:
+            self._watch.forward_begins()
+
+    on_validation_start = on_train_batch_start
+
+    def on_before_backward(self, _trainer: Any, _pl_module: Any, loss: Tensor) -> None:
+        """The forward pass gave this loss."""
+        if self._watch is not None and not self._is_called:
+            self._watch.forward_ends(loss)
+
+    def on_train_end(self, *_: Any) -> None:
+        """Close the file."""
+        self._close()
+
+    def on_exception(self, *_: Any) -> None:
+        """Close the file."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
 
 
 def _check_optimizers(optimizers: Iterable[Optimizer]) -> None:

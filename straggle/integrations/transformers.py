@@ -1,4 +1,4 @@
-"""`StagedTrainer`: the Trainer of Hugging Face's transformers, with straggle in place of DDP.
+"""`StagedTrainer`: the Trainer of Hugging Face's transformers, with straggle in place of DDP; and `WatchCallback`.
 
 trainer = StagedTrainer(model, args, train_dataset=data, deadline=straggle.AutoDeadline())  # was: Trainer(...)
 trainer.train()
@@ -18,10 +18,11 @@ from straggle.extras import needs_extra
 from straggle.integrations.options import Accumulation, take_options, wrapped
 from straggle.merge.step_record import StepRecord
 from straggle.observe.scalars import StepScalars
+from straggle.observe.watch import Watch, watch
 from straggle.parallel import StagedDataParallel
 
 with needs_extra("transformers"):
-    from transformers import Trainer
+    from transformers import Trainer, TrainerCallback
     from transformers.training_args import ParallelMode
 
 _LOSS = "weighted_loss", "weight"  # scalars of a rank's step; the ratio of their means is logged
@@ -213,3 +214,21 @@ class StagedTrainerMixin:
 
 class StagedTrainer(StagedTrainerMixin, Trainer):
     """``transformers.Trainer`` with `StagedDataParallel`; see `StagedTrainerMixin`."""
+
+
+class WatchCallback(TrainerCallback):
+    """`straggle.watch` of what a ``Trainer`` trains, as it is: ``Trainer(..., callbacks=[WatchCallback()])``."""
+
+    def __init__(self, run_dir: str | Path = "runs/watch") -> None:
+        self._run_dir = run_dir
+        self._watch: Watch | None = None
+
+    def on_train_begin(self, *_: Any, model: nn.Module, **__: Any) -> None:
+        """Watch it; another run of the same trainer begins the file again."""
+        self.on_train_end()
+        self._watch = watch(model, self._run_dir)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Close the file."""
+        if self._watch is not None:
+            self._watch.close()

@@ -84,7 +84,7 @@ class Watch:
 
 
 class _Watched:
-    """The hooks of one watch, and what becomes of its steps. It does not hold the model, which is freed as without it."""
+    """The hooks of one watch, and its steps. It does not hold the model, which is freed as without it."""
 
     def __init__(self, model: nn.Module, job: Job, file: WatchFile, clock: Callable[[], float]) -> None:
         if units := units_of(job.module):

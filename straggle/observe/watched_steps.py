@@ -100,7 +100,7 @@ class Recorder:
                     tensor.register_hook(self._backward_begins)  # type: ignore[no-untyped-call]
 
     def _backward_begins(self, _gradient: Tensor | None) -> None:
-        if not self._in_pass:
+        if not self._in_pass and self._began is not None:
             self._in_pass = True
             self.ends.begin()
             self._mark("backward")

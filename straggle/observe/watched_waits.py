@@ -52,7 +52,10 @@ class Bracket:
         owner = self._owner()
         if owner is None or vars(owner).get(self._name) is not self:
             return
-        if self._before is None:
+        before = self._before
+        while isinstance(before, Bracket) and before._around is None:  # it was removed earlier
+            before = before._before
+        if before is None:
             delattr(owner, self._name)
         else:
-            setattr(owner, self._name, self._before)
+            setattr(owner, self._name, before)

@@ -98,9 +98,13 @@ ELSEWHERE |= dict.fromkeys(
     ),
     "tests/ranks/test_sharded_refused.py::test_what_the_refusals_of_sharded_models_say_to_write_trains",
 )
-ELSEWHERE["ranks of fully_shard() wait for one another inside of a pass"] = (
-    "tests/ranks/test_sharded_seen.py::test_watch_refuses_a_sharded_model_and_what_it_says_to_write_names_the_rank_that_"
-    "others_wait_for"
+ELSEWHERE |= dict.fromkeys(
+    (
+        "use fully_shard() instead of FullyShardedDataParallel",
+        "no parameter is trained; give the model that is",
+        "give the model, which is an nn.Module",
+    ),
+    "tests/ranks/test_watched_jobs.py::test_what_cannot_be_watched_is_refused_with_what_to_do",
 )
 # of gradients by hand and of parameters that change: the tests that do as the texts say
 ELSEWHERE |= {

@@ -477,7 +477,7 @@ POLICIES = {
         trains(deadline=None),
     ),
     "watched": case(
-        "give the model that DistributedDataParallel wraps; StagedDataParallel has reports of its own",
+        "it has reports of its own; use model.last_report, or give advise the trace of straggle train",
         watch_another,
         watched,
         reported,

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections import Counter
 
-import pytest
 import torch
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,7 +11,6 @@ from ranks import logged, run_ranks, staged
 from sharding import batch, pair
 from training import Signals
 
-import straggle
 from straggle import FixedDeadline, LateHandling
 from straggle.observe.metrics import MetricsExporter
 
@@ -42,32 +38,6 @@ def train(rank: int) -> list[tuple[str, dict[str, str], float]]:
     return [
         (own.name, own.labels, own.value) for family in text_string_to_metric_families(text) for own in family.samples
     ]
-
-
-def watch(rank: int, replicas: int, shards: int) -> tuple[str, Counter[int]]:
-    """What a sharded model is refused with, and for whom its replica waits if the loop does as that says."""
-    both = pair(replicas=replicas, shards=shards)
-    with pytest.raises(TypeError) as refused:
-        straggle.watch(both.net)
-    if rank == 3:
-        both.net.blocks[1].register_forward_hook(lambda *_: time.sleep(0.2))
-    slowest = Counter[int]()
-    with staged(both.net, mesh=both.mesh["dp_replicate"], deadline=straggle.WaitForAll()) as model:
-        for number in range(NUM_STEPS):
-            with model.step():
-                model(batch(number, rank)).square().mean().backward()
-            assert not model.last_report.late_ranks
-            slowest[model.last_report.slowest_ranks[3 // shards]] += 1
-    return str(refused.value), slowest
-
-
-@pytest.mark.parametrize(("replicas", "shards"), [(2, 2), (1, 4)])
-def test_watch_refuses_a_sharded_model_and_what_it_says_to_write_names_the_rank_that_others_wait_for(
-    replicas: int, shards: int
-) -> None:
-    for refused, slowest in run_ranks(watch, 4, replicas, shards):
-        assert refused.startswith("watch(FSDPBlocks): ranks of fully_shard() wait for one another inside of a pass")
-        assert slowest.most_common(1)[0][0] == 3
 
 
 def test_metrics_are_of_replicas_and_count_for_the_rank_that_made_its_replica_late() -> None:
