@@ -1,4 +1,4 @@
-"""Links under plain DDP: the same pings, and what they measured in the lines of `straggle.watch`.
+"""Links of a watched job: the same pings, and what they measured in the lines of `straggle.watch`.
 
 There is no merge of straggle's that could carry what one rank measured to the others, so that goes through the job's
 store.

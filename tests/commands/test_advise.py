@@ -24,6 +24,13 @@ def test_command_prints_sentences_or_json(tmp_path):
     assert content["best"]["keys"].startswith("deadline=")
 
 
+def test_one_watched_process_is_told_where_its_time_goes(tmp_path):
+    given = answer(write_watch(tmp_path, ranks=1, extra=when(0, range(1000), data=0.1)))
+    assert "steps of one rank, which waits for no other" in str(given)
+    assert "50% while it loaded data, 29% in the backward pass, 14% in the forward pass, 2% in the" in str(given)
+    assert json.loads(given.as_json())["policies"] == []
+
+
 def test_wrong_input_is_refused_with_the_remedy(tmp_path):
     def refusal(path):
         with pytest.raises(ValueError) as error:  # noqa: PT011
@@ -34,8 +41,8 @@ def test_wrong_input_is_refused_with_the_remedy(tmp_path):
     assert "neither trace.jsonl nor watch/rank*.jsonl" in refusal(tmp_path)
     write_watch(tmp_path / "short", steps=5)
     assert "5 steps are too few" in refusal(tmp_path / "short")
-    write_watch(tmp_path / "one", ranks=1)
-    assert "one rank waits for no other" in refusal(tmp_path / "one")
+    one = write_trace(tmp_path / "one", 9.0, ranks=1) / "trace.jsonl"
+    assert "one rank waits for no other" in refusal(one)
     folder = write_watch(tmp_path / "three") / "watch"
     assert "give the folder" in refusal(folder / "rank0.jsonl")
     (folder / "rank2.jsonl").unlink()

@@ -1,5 +1,7 @@
 """`straggle watch`: a DDP script as it is, whose times can be asked about afterwards."""
 
+import io
+import json
 import os
 import sys
 from pathlib import Path
@@ -37,6 +39,63 @@ def test_a_script_that_knows_nothing_of_it_is_recorded(tmp_path, capsys):
     assert run_ranks(watched, 2, str(tmp_path), timeout_s=120) == [33, 33]  # a line for each step, and the first
     assert advise([str(tmp_path / "run")]) == 0
     assert "steps of 2 ranks" in capsys.readouterr().out
+
+
+SHARDED = """\
+import sys, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+if sys.argv[1] == "sharded":
+    fully_shard(net, mesh=init_device_mesh("cpu", (2,))).set_force_sum_reduction_for_comms(True)
+if sys.argv[1] == "staged":
+    import straggle
+    net = straggle.StagedDataParallel(net)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for _ in range(5):
+    if sys.argv[1] == "staged":
+        with net.step():
+            net(torch.randn(3, 4)).square().mean().backward()
+    else:
+        net(torch.randn(3, 4)).square().mean().backward()
+        for parameter in net.parameters() if sys.argv[1] == "loop" else ():
+            dist.all_reduce(parameter.grad)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def watched_without_ddp(rank, folder, kind):
+    os.environ.update({"RANK": str(rank), "WORLD_SIZE": "2"})
+    script = Path(folder, f"script{rank}.py")
+    script.write_text(SHARDED)
+    words, said = ["straggle", f"run_dir={folder}/run", str(script), kind], io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", words),
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(sys, "stderr", said),
+    ):
+        assert watch.main() == 0
+    return [
+        json.loads(line) for path in Path(folder).glob(f"run/watch/rank{rank}.jsonl") for line in open(path)
+    ], said.getvalue()
+
+
+@pytest.mark.parametrize(("kind", "job"), [("loop", "loop"), ("sharded", "FSDP2")])
+def test_without_ddp_the_first_model_that_is_called_is_recorded_from_its_first_step_on(kind, job, tmp_path):
+    for (head, *lines), _ in run_ranks(watched_without_ddp, 2, str(tmp_path), kind):
+        assert head["job"] == job
+        assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+        assert all(line["forward_s"] > 0 and line["backward_s"] > 0 for line in lines)
+
+
+def test_a_model_that_cannot_be_watched_trains_on_and_it_is_told_why(tmp_path):
+    for lines, said in run_ranks(watched_without_ddp, 2, str(tmp_path), "staged"):
+        assert lines == []
+        assert said.startswith("straggle watch: watch(StagedDataParallel): it has reports of its own")
 
 
 @pytest.mark.parametrize(

@@ -77,11 +77,12 @@ def a_rank(rank: int, pace: float, stop_s: float) -> RankReport:
     )
 
 
-def write_trace(folder: Path, stop_s: float) -> Path:
+def write_trace(folder: Path, stop_s: float, ranks: int = 4) -> Path:
+    folder.mkdir(exist_ok=True)
     with TraceWriter(folder / "trace.jsonl") as trace:
         for step in range(60):
-            paces = [1.0, 1.01, 2.0, 1.02]
-            ranks = tuple(a_rank(rank, pace, stop_s) for rank, pace in enumerate(paces))
-            seconds = max(rank.compute_s for rank in ranks) + NETWORK_S
-            trace.write(StepReport(step, seconds, stop_s, ranks, STAGES))
+            paces = [1.0, 1.01, 2.0, 1.02][:ranks]
+            rows = tuple(a_rank(rank, pace, stop_s) for rank, pace in enumerate(paces))
+            seconds = max(row.compute_s for row in rows) + NETWORK_S
+            trace.write(StepReport(step, seconds, stop_s, rows, STAGES))
     return folder
