@@ -38,7 +38,10 @@ class PauseDetector:
 
     def credit(self, phase: str) -> None:
         """Count the pauses since the last call in this phase."""
-        self._poll()
+        if self._now() - self._polled_at > _POLL_S + _PAUSE_S:  # sooner there is nothing to find
+            self._poll()
+        if not (self._gc_s or self._stopped_s):
+            return
         with self._lock:
             found, self._gc_s, self._stopped_s = {"gc_s": self._gc_s, "stopped_s": self._stopped_s}, 0.0, 0.0
         for kind, seconds in found.items():

@@ -156,25 +156,21 @@ class Recorder:
         phase = self.phase
         if phase in ("wait", "outside") or not (threading.get_ident() == self._thread or in_backward()):
             return call()
-        self._span("wait")
+        self._mark("wait")
         try:
             return call()
         finally:
             if self.phase == "wait":
-                self._span(phase)
+                self._mark(phase)
 
     # -- what they gather
 
     def _mark(self, phase: str) -> None:
         """End the running phase and begin another."""
-        ended = self.phase
-        self._span(phase)
-        if ended != _BETWEEN:
-            self._detector.credit(ended)
-
-    def _span(self, phase: str) -> None:
         now = self._now()
         self._phases.setdefault(self.phase, []).append((self._since, now))
+        if self.phase != _BETWEEN:
+            self._detector.credit(self.phase)
         self.phase, self._since = phase, now
 
     def _was(self, phase: str) -> None:
