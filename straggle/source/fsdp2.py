@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -141,14 +141,15 @@ def _plain(collective: Any) -> Any:
     return collective._collective if isinstance(collective, Watched) else collective
 
 
-def waits_of(units: Iterable[nn.Module]) -> list[tuple[Any, str]]:
+def waits_of(units: Sequence[Any]) -> list[tuple[Any, str]]:
     """Where FSDP waits for other ranks, or lets a device wait: objects, and the names of their methods.
 
     Only the unit's own part of a pass is between these calls, whatever is fetched ahead, nested or computed again.
     """
     check_version()
-    names = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
-    return [(group, name) for unit in units for group in _groups_of(unit) for name in names]
+    names = ("pre_forward", "pre_backward", "post_backward", "unshard", "wait_for_unshard")
+    roots = [(unit._get_fsdp_state(), "_root_post_backward_final_callback") for unit in units]
+    return [*roots, *((group, name) for unit in units for group in _groups_of(unit) for name in names)]
 
 
 def offloads(units: Iterable[nn.Module]) -> bool:
