@@ -189,7 +189,10 @@ def _links_of_watch(lines: tuple[Any, ...], steps: int, head: dict[str, Any]) ->
 def _read_rank(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     records = list(read_trace(path))
     if not records:
-        raise ValueError(f"{path}: there is no complete step in it yet")
+        raise ValueError(
+            f"{path}: there is no complete step in it yet; a step ends as an optimizer of torch begins its own, and "
+            "under DDP with the merge"
+        )
     if not isinstance(records[0], dict) or records[0].get("watch") != 1:
         raise ValueError(f"{path}: not written by straggle.watch, or by another version of it")
     return records[0], records[1:]
