@@ -39,6 +39,7 @@ from straggle.pools.pulling import Pulling
 from straggle.replay.wing import Replay
 from straggle.report import MembersReport
 from straggle.source.replicated import ReplicatedSource
+from straggle.stuck.wing import StuckWatch
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,14 @@ class OptionalParts:
     replay: Replay
     pulling: Pulling
     pings: JobPings
+    stuck: StuckWatch
     members: Members | None
 
     def all_of_them(self) -> Wings:
         """As the core has them: in each phase they come in this order."""
         members = [] if self.members is None else [self.members]
         pings = [self.pings] if self.pings.has_peers else []
-        return Wings(self.replay, self.pulling, *pings, *members)
+        return Wings(self.replay, self.pulling, *pings, *members, self.stuck)
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,8 @@ def build(
     state = ModuleState(module, options.merge.buffers, channel.rank, source.slots[0].device)
     rank = rank_parts(module, options, source, channel, replica, state)
     member = Members(rank, channel) if isinstance(channel, ElasticChannel) else None
-    wings = _wings(rank, member, merged_bytes=bytes_on_wire(source.slots, options.merge.dtype_on_wire))
+    stuck = StuckWatch(rank, registers, options.late_handling.stuck_after_s)
+    wings = _wings(rank, member, stuck, merged_bytes=bytes_on_wire(source.slots, options.merge.dtype_on_wire))
     parts = model_parts(options, source, rank, state, wings.all_of_them(), registers)
     wings.pulling.attach(parts.opened)
     built = _with_the_loop(module, parts, wings, registers)
@@ -119,7 +122,7 @@ def build(
     return built
 
 
-def _wings(rank: RankParts, members: Members | None, *, merged_bytes: int) -> OptionalParts:
+def _wings(rank: RankParts, members: Members | None, stuck: StuckWatch, *, merged_bytes: int) -> OptionalParts:
     pings = JobPings(
         rank,
         merged_bytes=merged_bytes,
@@ -127,7 +130,7 @@ def _wings(rank: RankParts, members: Members | None, *, merged_bytes: int) -> Op
         out=frozenset if members is None else members.out_by_link,
         on_long=_nothing if members is None else members.member.judge_long_merge,
     )
-    return OptionalParts(Replay(rank, rank.channel), Pulling(rank), pings, members)
+    return OptionalParts(Replay(rank, rank.channel), Pulling(rank), pings, stuck, members)
 
 
 def _nothing(_links: Sequence[RankLink]) -> None:
@@ -171,7 +174,7 @@ def _attach(members: Members, module: nn.Module, built: Built, hooks: MembersHoo
         module,
         parts.state,
         max_buckets=len(parts.source.slots),
-        on_changed=partial(_members_changed, weakref.ref(hooks)),
+        on_changed=partial(_members_changed, weakref.ref(hooks), built.wings.stuck),
         begin_with_plan=built.planning.begin_with,
         shared={
             "straggle.joins": built.joins,
@@ -221,7 +224,8 @@ def _meet_replica(
     return source, channel, replica
 
 
-def _members_changed(reference: weakref.ref[MembersHooks], report: MembersReport) -> None:
+def _members_changed(reference: weakref.ref[MembersHooks], stuck: StuckWatch, report: MembersReport) -> None:
+    stuck.members_changed(report)
     if (hooks := reference()) is not None:
         hooks.changed(report)
 

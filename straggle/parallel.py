@@ -45,7 +45,7 @@ from straggle.policies.estimators import Abstain, Estimator
 from straggle.policies.history import History
 from straggle.replay.decision import Decision, Recording
 from straggle.replay.wing import decision_of
-from straggle.report import HealingReport, MembersReport, StepReport
+from straggle.report import HealingReport, MembersReport, StepReport, StuckReport
 from straggle.source.source import named_tensors
 from straggle.step import Pause, Step
 
@@ -306,6 +306,14 @@ class StagedDataParallel(nn.Module):
         submitted for this rank.
         """
         return add_hook(self._registers.submit, hook)
+
+    def register_stuck_hook(self, hook: Callable[[StuckReport], object]) -> RemovableHandle:
+        """Call ``hook(report)`` when this rank is stuck and waited for, or stood in for, and when a stuck one goes on.
+
+        On a thread of the library's. The report has the line of code. A rank that cannot speak is reported by the
+        lowest one that waits for it.
+        """
+        return add_hook(self._registers.stuck, hook)
 
     @property
     def last_members_report(self) -> MembersReport | None:

@@ -339,6 +339,33 @@ class MembersReport:
 
 
 @dataclass(frozen=True)
+class StuckReport:
+    """Where a rank's training thread was when the rank did not go on, or when it was stood in for.
+
+    ``rank`` was in ``step``, or before it (not ``entered``), for ``seconds``. ``where``: the innermost frame of the
+    user's code, in words; ``line``: its function, file and line. ``stack``: all frames, innermost first. ``waiting``:
+    the ranks that waited for it, as far as was known. ``collective``: torch's last one that was not over. ``stood_in``:
+    it was only stood in for, and this is the number of times in which it was there. ``over``: it goes on again.
+    """
+
+    rank: int
+    step: int
+    entered: bool
+    seconds: float
+    where: str
+    line: str = ""
+    stack: tuple[str, ...] = ()
+    waiting: tuple[int, ...] = ()
+    collective: str = ""
+    stood_in: int = 0
+    over: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report as plain JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
 class HealingReport:
     """The states that this rank has taken from its peers until now: their number, bytes, and seconds of waiting."""
 

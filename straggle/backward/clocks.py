@@ -38,6 +38,11 @@ class Stopwatch:
         self._seconds[self.phase] += max(0.0, now - self._since)
         self._since, self.phase = max(self._since, now), phase
 
+    @property
+    def moved_at(self) -> float:
+        """When the running phase began, or its last gradient was finished; from any thread."""
+        return max(self._since, self.last_gradient_at)
+
     def read(self) -> dict[Phase, float]:
         """Seconds in each phase so far, the running one included; safe from another thread."""
         seconds = dict(self._seconds)

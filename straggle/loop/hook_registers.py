@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from straggle.merge.round import Round
 from straggle.merge.step_record import StepRecord
+from straggle.report import StuckReport
 
 Hook = TypeVar("Hook")
 
@@ -20,6 +21,7 @@ class HookRegisters:
     def __init__(self) -> None:
         self.step: OrderedDict[int, Callable[[StepRecord], None]] = OrderedDict()
         self.submit: OrderedDict[int, Callable[[int], object]] = OrderedDict()
+        self.stuck: OrderedDict[int, Callable[[StuckReport], object]] = OrderedDict()
 
     def merged(self, current: Round) -> None:
         """The training thread has left a step."""

@@ -98,6 +98,18 @@ def all_told(store: Any) -> bool:
     return bool(_agents(store).check(["told"]))
 
 
+def post_silent(store: Any, rank: int, why: str) -> None:
+    """Ask this rank's agent to look at its process, which gives no word of itself."""
+    _agents(store).set(f"silent/{rank}", why)
+
+
+def take_silent(store: Any, rank: int) -> str | None:
+    """Why the agent is to look at this rank's process, once; ``None``: it is not."""
+    if (said := _said(store, f"silent/{rank}")) is not None:
+        _agents(store).delete_key(f"silent/{rank}")
+    return said
+
+
 def exited(store: Any, rank: int) -> Exited | None:
     """How the last ended process of this rank ended; ``None`` if none has.
 

@@ -71,6 +71,12 @@ class StandIn:
         self._unposted = False  # the stand-in has yet to report that this rank has finished, if that is needed
         self._posted_stuck_s = 0  # for how long the training thread is stuck, as last reported
         self.error: BaseException | None = None  # what ended the thread
+        self.place: Callable[[], str] = str  # where the training thread is, in words; called without the lock
+
+    @property
+    def watches(self) -> bool:
+        """Whether it watches for what the training thread does; from any thread."""
+        return not (self._paused or self._rests or self.gives_nothing or self._closing)
 
     @property
     def started(self) -> bool:
@@ -242,7 +248,7 @@ class StandIn:
             if action.finished:
                 self._channel.post_finished(step)
             if changed:
-                self._channel.post_doing(words)
+                self._channel.post_doing(words and words + self.place())
         return not isinstance(action, End)
 
     def _give_back(self) -> None:

@@ -157,6 +157,9 @@ class LateHandling:
     for a CUDA device, and a rank is late if its loop is. With "device" it is late if its device is: times are the
     device's, and the host of a rank that is expected to be late stays at most one stage ahead, so that there is
     something to stop.
+
+    ``stuck_after_s``: a rank that has not gone on for so long, and is waited for, is reported with the line of code
+    that it is in; infinite: none is.
     """
 
     quorum: int | None = None
@@ -165,6 +168,7 @@ class LateHandling:
     give_up_s: float = 300.0
     granularity: Granularity = "stage"
     late_by: LateBy = "host"
+    stuck_after_s: float = 10.0
 
     def __post_init__(self) -> None:
         if self.quorum is not None:
@@ -177,6 +181,11 @@ class LateHandling:
         check_granularity(self.granularity)
         if self.late_by not in get_args(LateBy):
             raise ValueError(f"late_by={self.late_by!r}: choose one of {', '.join(get_args(LateBy))}")
+        if not is_number(self.stuck_after_s) or not self.stuck_after_s > 0:
+            raise ValueError(
+                f"stuck_after_s={self.stuck_after_s}: must be a positive number of seconds, such as 10 (infinite: no "
+                "rank is reported as stuck)"
+            )
 
     def quorum_of(self, world_size: int, wanted: int | None = None) -> int:
         """The number of ranks that must have finished; ``wanted``: a policy's quorum, which takes precedence.

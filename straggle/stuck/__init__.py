@@ -1,0 +1,1 @@
+"""Which rank is stuck, and where in the user's code."""
