@@ -28,6 +28,7 @@ from straggle.members.wing import Members
 from straggle.merge.alike import Wrapped
 from straggle.merge.buffers import bytes_on_wire
 from straggle.merge.channel import Channel
+from straggle.merge.groups import OWN_GROUP
 from straggle.merge.phases import Phase, when_left
 from straggle.merge.rank_parts import RankParts
 from straggle.merge.replica import Replica
@@ -213,7 +214,9 @@ def _meet_replica(
     if wrapped.refusal:  # all ranks have the same module
         raise ValueError(wrapped.refusal)
     ranks, give_up_s = ranks_of_replica(module, mesh), options.late_handling.give_up_s
-    inside = Channel(dist.new_group(ranks, use_local_synchronization=True), give_up_s=give_up_s, names=ranks)
+    inside = Channel(
+        dist.new_group(ranks, use_local_synchronization=True, group_desc=OWN_GROUP), give_up_s=give_up_s, names=ranks
+    )
     copies = mesh.get_group()
     channel = Channel(copies, give_up_s=give_up_s, names=dist.get_process_group_ranks(copies))
     for name, tensor in copied_inside(module, len(ranks)):

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from straggle.merge.groups import (
+    OWN_GROUP,
     GlooCollectives,
     Group,
     JobGroup,
@@ -125,7 +126,7 @@ class Channel:
         backend = backend_of(parent)
         check_answers(default_store(), give_up_s)
         try:
-            control = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+            control = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True, group_desc=OWN_GROUP)
             corner, wide = f"straggle/{control.group_name}", None
             if backend == "gloo":
                 number = messages_at_a_time(JobGroup(control), self.world_size)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from straggle.policies.merge_time import MESSAGES_AT_A_TIME, QUICK_AT_A_TIME, QUICK_S
 
+OWN_GROUP = "straggle"  # the description of its groups, in torch's records of collectives
 # of which some is in each error of gloo's transport, and of torch's about a peer that is gone or too slow
 _WORDS_OF_TRANSPORT = ("gloo/transport", "connect", "socket", "closure", "closed", "timed out", "timeout")
 _WATCHDOG_S = 60.0  # beyond twice the time that ranks wait for each other
@@ -82,7 +83,9 @@ class QueuedGroup(JobGroup):
 
         The backend's own watchdog, which ends the process without a word of ours, gives up long after ranks do.
         """
-        group = dist.new_group(list(ranks), timedelta(seconds=limit_s), backend, use_local_synchronization=True)
+        group = dist.new_group(
+            list(ranks), timedelta(seconds=limit_s), backend, use_local_synchronization=True, group_desc=OWN_GROUP
+        )
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2 * limit_s + _WATCHDOG_S), group)
         return cls(group)
 

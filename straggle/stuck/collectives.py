@@ -6,22 +6,27 @@ Read from a dump as JSON, by a pure function. Tried with gloo's collectives; tho
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from straggle.merge.groups import OWN_GROUP
 
-def newest_open(dump: Mapping[str, Any], leave_out: Sequence[str] = ()) -> str:
-    """The last collective that was begun and is not over, in words; empty if there is none.
 
-    ``leave_out``: the names of process groups that are not the user's.
-    """
-    entries = [entry for entry in dump.get("entries", ()) if _is_open(entry) and _group(entry)[0] not in leave_out]
+def newest_open(dump: Mapping[str, Any]) -> str:
+    """The last collective that was begun and is not over, in words; empty if there is none. None of straggle's own."""
+    entries = [entry for entry in dump.get("entries", ()) if _is_open(entry) and _is_users(entry)]
     return _words(max(entries, key=lambda entry: entry["record_id"])) if entries else ""
 
 
 def _is_open(entry: Mapping[str, Any]) -> bool:
     """gloo only notes that a collective is ``retired``, and leaves its state as it was."""
     return entry.get("state") != "completed" and not entry.get("retired", False)
+
+
+def _is_users(entry: Mapping[str, Any]) -> bool:
+    """Some groups of straggle's are unknown to torch.distributed, and have no name."""
+    name, description = _group(entry)
+    return bool(name) and description != OWN_GROUP
 
 
 def _group(entry: Mapping[str, Any]) -> tuple[str, str]:
