@@ -25,6 +25,7 @@ from straggle.commands.launching.launch_options import PIDS_DIR, SECRET, argumen
 from straggle.commands.launching.launcher import Events, Launcher, next_event, serve_until_signal, signals_into
 from straggle.commands.launching.nodes import Nodes
 from straggle.commands.launching.restarting import RestartRules
+from straggle.commands.launching.stopped_process import SilentWorkers
 from straggle.commands.launching.store_host import LOOPBACK, StoreAddress, answers, connect, serve_store
 from straggle.commands.launching.worker_process import ForkServer, Program, Starter, new_process
 from straggle.members import agents
@@ -139,8 +140,11 @@ def _run(given: argparse.Namespace, endpoint: StoreAddress, store: JobStore, eve
             for environment in environments
         ]
         rules = RestartRules(given.max_restarts, given.restart_delay_s)
+        started = [Agent(worker, rules, store, world_size=job.world_size, ended=events) for worker in workers]
+        silent = stack.enter_context(contextlib.closing(SilentWorkers(started, store)))
+        silent.start()
         launcher = Launcher(
-            [Agent(worker, rules, store, world_size=job.world_size, ended=events) for worker in workers],
+            started,
             events,
             Nodes(store, node_rank=job.node_rank, num_nodes=job.num_nodes),
             grace_s=given.grace_s,

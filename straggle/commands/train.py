@@ -41,6 +41,7 @@ from straggle.commands.config import refuse, run_configured
 from straggle.commands.run_dir import one_run
 from straggle.lab.jobs import StagedJob, gather, process_group
 from straggle.observe.recording import DecisionWriter, file_of
+from straggle.observe.stuck import StuckWriter
 from straggle.observe.trace import TraceWriter
 from straggle.report import StepReport
 from straggle.stop_signal import StopSignal, exit_at_once
@@ -123,6 +124,7 @@ def _train(job: StagedJob, config: DictConfig, first_step: int) -> list[StepRepo
     with ExitStack() as opened:
         decisions = DecisionWriter(file_of(decisions_of(run_dir), rank), first_step=first_step)
         opened.enter_context(decisions)
+        opened.enter_context(StuckWriter(job.model, run_dir, begins=rank == 0 and not first_step))
         if rank == 0:
             trace = opened.enter_context(TraceWriter(run_dir / "trace.jsonl", first_step=first_step))
             view = opened.enter_context(LiveView(config.steps, first_step=first_step))

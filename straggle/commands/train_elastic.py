@@ -31,6 +31,7 @@ from straggle.observe.console import LiveView
 from straggle.observe.members import HandedOnTrace, MembersWriter, writer_of
 from straggle.observe.recording import DecisionWriter, file_of
 from straggle.observe.run import read_reports
+from straggle.observe.stuck import StuckWriter
 from straggle.report import StepReport
 from straggle.stop_signal import StopSignal, exit_at_once
 
@@ -101,6 +102,7 @@ def _train(job: StagedJob, config: DictConfig, checkpoint: Checkpoint, first_ste
     trace = HandedOnTrace(rank, run_dir / "trace.jsonl", first_step=first_step, begins=begins)
     observed.callback(trace.close)
     observed.enter_context(MembersWriter(job.model, run_dir, begins=begins))
+    observed.enter_context(StuckWriter(job.model, run_dir, begins=begins))
     decisions: DecisionWriter | None = None
     if first_step == 0 and not job.model.comes_late:  # the other ranks' random states are in no checkpoint
         decisions = observed.enter_context(DecisionWriter(file_of(decisions_of(run_dir), rank)))

@@ -15,6 +15,7 @@ from straggle.links.network_event import TIMES
 from straggle.observe.link_spells import long_merges
 from straggle.observe.run import Run
 from straggle.observe.run_numbers import RankInRun, RunNumbers
+from straggle.observe.stuck import stuck_sentences
 
 ALWAYS = 0.5  # a rank that is late in at least this share of its steps is persistently slow
 SOMETIMES = 0.01  # below this share it is not worth a sentence
@@ -59,7 +60,7 @@ def advise(run: Run, numbers: RunNumbers) -> list[str]:
         *_out_of_data(run),
         *_absent(run, numbers),
     )
-    return [run.replicas.words(sentence) for sentence in sentences]
+    return [*stuck_sentences(run.stuck), *map(run.replicas.words, sentences)]
 
 
 def _replicas(run: Run) -> Iterator[str]:

@@ -39,6 +39,7 @@ from straggle.report import (
     RankReport,
     StageReport,
     StepReport,
+    StuckReport,
 )
 from straggle.version import __version__
 
@@ -82,6 +83,7 @@ class MetricsExporter:
         self._thread.start()
         self._hook = model.register_step_hook(self._records.put)
         self._members_hook = model.register_members_hook(self._metrics.count_change)
+        self._stuck_hook = model.register_stuck_hook(self._metrics.show_stuck)
 
     @property
     def url(self) -> str | None:
@@ -98,6 +100,7 @@ class MetricsExporter:
             return
         self._hook.remove()
         self._members_hook.remove()
+        self._stuck_hook.remove()
         self._closing.set()
         self._records.put(None)
         self._thread.join()
@@ -196,6 +199,14 @@ class StepMetrics:
             return
         for kind in report.kinds:
             self._of("members_changes", kind).inc()
+
+    def show_stuck(self, report: StuckReport) -> None:
+        """Show where this rank is stuck, or that it waits for one which cannot speak; nothing once it goes on."""
+        if report.stood_in:
+            return
+        self._series.clear("stuck_info")
+        if not report.over:
+            self._of("stuck_info", report.line or f"rank {report.rank}: {report.where}").set(1)
 
     def _show_absent(self, report: StepReport) -> None:
         """Say of each rank whether it is absent: on the lowest member only, because all members know the same."""

@@ -18,12 +18,22 @@ from straggle.observe.fairness import Contributions, Fairness
 from straggle.observe.link_spells import LinkSpell, link_spells
 from straggle.observe.members import read_members
 from straggle.observe.replicas import Replicas
+from straggle.observe.stuck import read_stuck
 from straggle.observe.trace import read_trace, whole_lines
 from straggle.observe.warmup import num_warmup_steps
 from straggle.observe.watch_file import watched_files
 from straggle.observe.watched_links import links_of_lines
 from straggle.policies.rank_links import RankLink
-from straggle.report import CAUSES, PHASES, MembersReport, RankReport, ShadowReport, StageReport, StepReport
+from straggle.report import (
+    CAUSES,
+    PHASES,
+    MembersReport,
+    RankReport,
+    ShadowReport,
+    StageReport,
+    StepReport,
+    StuckReport,
+)
 from straggle.schema import numbers_of
 
 Array: TypeAlias = NDArray[np.float64]
@@ -45,7 +55,8 @@ class Run:
     shape (stages, ranks), is the mean share of each stage that each rank computed, over the ``num_stage_steps`` last
     steps, which have this plan. ``pool_parts``: the micro-batches in each step's pool; 0: the ranks did not draw.
     ``dropped``: the share of each step's gradients that did not come in. ``changes`` of the members, and when they
-    were in seconds since 1970, are those of ``members.jsonl``. If a model is sharded, the ranks here are ``replicas``.
+    were in seconds since 1970, are those of ``members.jsonl``; ``stuck`` is what ``stuck.jsonl`` has. If a model is
+    sharded, the ranks here are ``replicas``.
     """
 
     name: str
@@ -68,6 +79,7 @@ class Run:
     fairness: Fairness
     changes: tuple[tuple[float, MembersReport], ...] = ()
     replicas: Replicas = field(default_factory=Replicas)
+    stuck: tuple[StuckReport, ...] = ()
 
     @property
     def num_steps(self) -> int:
@@ -112,7 +124,8 @@ def read_run(run_dir: Path, *, name: str | None = None) -> Run:
     config = _config(run_dir / "config.yaml")
     summary = _summary(run_dir / "summary.json", last_step=int(columns.steps[-1][0]))
     run = columns.run(name or run_dir.resolve().name, run_dir, config, summary)
-    return replace(run, changes=tuple(read_members(run_dir)))
+    stuck = tuple(report for _, report in read_stuck(run_dir))
+    return replace(run, changes=tuple(read_members(run_dir)), stuck=stuck)
 
 
 def run_of(reports: Iterable[StepReport]) -> Run:

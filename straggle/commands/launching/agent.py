@@ -62,7 +62,14 @@ class Agent:
         self._stopping = threading.Event()
         self._lock = threading.Lock()  # a process is started either before the launcher stops all, or not at all
         self._process: Process | None = None  # under the lock
+        self._runs = False  # that process; under the lock
         self._thread = threading.Thread(target=self._run, name=f"agent of rank {worker.rank}", daemon=True)
+
+    @property
+    def pid(self) -> int | None:
+        """The worker's process, while it runs; from any thread."""
+        with self._lock:
+            return self._process.pid if self._process is not None and self._runs else None
 
     def start(self) -> None:
         """Start the worker, and keep it running."""
@@ -149,6 +156,8 @@ class Agent:
             if process is None:
                 return None
             status = process.wait()
+            with self._lock:
+                self._runs = False  # its number may soon be another process's
         exited = Exited.of(status, count=count, ran_s=round(time.monotonic() - since, 3))
         self._ask(lambda store: agents.post_exited(store, self.rank, exited))
         self._clean_up(status)
@@ -169,6 +178,7 @@ class Agent:
             except ServerEnded as error:
                 say(f"rank {self.rank}: {error}; a new process loads everything itself")
                 self._process = new_process(worker.program, environment, output)
+            self._runs = True
         self._write_pid(self._process.pid)
         return self._process
 

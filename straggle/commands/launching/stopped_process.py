@@ -1,0 +1,109 @@
+"""What a node knows of a worker's process that gives no word of itself: the kernel's view of it, and its stack."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from straggle.commands.launching.agent import Agent, say
+from straggle.members import agents
+from straggle.merge.store import JobStore, StoreUnreachable
+
+_LOOK_S = 1.0
+_PY_SPY_S = 20.0
+_STATES: Mapping[str, str] = {
+    "R": "running: something may hold its GIL, or it is starved",
+    "S": "sleeping: in a call that holds the GIL, or its threads wait for each other",
+    "D": "waiting in the kernel for a device or a file system, such as a server that does not answer",
+    "T": "stopped by a signal",
+    "t": "stopped by a debugger",
+    "Z": "ended, and not yet waited for",
+}
+
+
+def state_of(stat: str) -> str:
+    """The state in the text of ``/proc/PID/stat``; the command in it may have blanks and parentheses."""
+    return stat.rpartition(")")[2].split()[0]
+
+
+def described(pid: int, stat: str, wchan: str) -> str:
+    """A process in words, and what may help."""
+    state = state_of(stat)
+    words = f"process {pid}: state {state} ({_STATES.get(state, 'see proc(5)')})"
+    if wchan not in ("", "0"):
+        words += f", in the kernel's {wchan}"
+    return f"{words}; `kill -CONT {pid}` lets it go on" if state == "T" else words
+
+
+def look_at(pid: int, proc: Path = Path("/proc")) -> str:
+    """The process in words, and its Python stack where ``py-spy`` is installed."""
+    try:
+        stat = (proc / str(pid) / "stat").read_text()
+    except OSError as error:
+        return f"process {pid}: {error.strerror or error}"
+    try:
+        wchan = (proc / str(pid) / "wchan").read_text()
+    except OSError:  # without the right to see it
+        wchan = ""
+    return f"{described(pid, stat, wchan)}{_stack_of(pid)}"
+
+
+def _stack_of(pid: int) -> str:
+    """What py-spy prints; a process that is stopped is read as it is."""
+    if (program := shutil.which("py-spy", path=_programs())) is None:
+        return "; for its Python stack: pip install py-spy"
+    try:
+        words = [program, "dump", "--nonblocking", "--pid", str(pid)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_PY_SPY_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"; py-spy: {error}"
+    return f"\n{done.stdout.rstrip()}" if done.returncode == 0 else f"; py-spy: {done.stderr.strip()}"
+
+
+def _programs() -> str | None:
+    """Where programs are: also beside this Python, whose folder may not be in PATH."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+
+
+class SilentWorkers:
+    """Looks at those of a node's workers that their peers miss, on a thread of its own, until the launcher ends."""
+
+    def __init__(
+        self,
+        workers: Sequence[Agent],
+        store: JobStore,
+        look: Callable[[int], str] = look_at,
+        *,
+        look_s: float = _LOOK_S,
+    ) -> None:
+        self._workers, self._store, self._look = workers, store, look
+        self._look_s = look_s
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="straggle-silent-workers", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Look no more."""
+        self._closing.set()
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._look_s):
+            for worker in self._workers:
+                if (pid := worker.pid) is not None and (why := self._asked(worker.rank)) is not None:
+                    say(f"rank {worker.rank} gives no word of itself ({why}); {self._look(pid)}")
+
+    def _asked(self, rank: int) -> str | None:
+        try:
+            said: Any = self._store.ask(lambda store: agents.take_silent(store, rank))
+        except StoreUnreachable:
+            return None
+        return None if said is None else str(said)
