@@ -107,6 +107,11 @@ def silent_words(silent: Sequence[int], waiting: Sequence[int], step: int, secon
     return f"{named(waiting)} {_has(waiting)} waited for {named(silent)} in step {step} for {duration(seconds)}; {they}"
 
 
+def blind_words(seconds: float) -> str:
+    """What is added of a rank that could not look at itself before."""
+    return f" (now: for {duration(seconds)} nothing ran in this process: its GIL was held, or it was stopped)"
+
+
 def named(ranks: Iterable[int]) -> str:
     """These ranks in words."""
     listed = list(ranks)

@@ -28,7 +28,7 @@ from straggle.report import MembersReport, StuckReport
 from straggle.stuck.collectives import newest_open, own_dump
 from straggle.stuck.debug_server import DebugServer
 from straggle.stuck.frames import Frame, frames_of_thread, place_of, text_of
-from straggle.stuck.states import SILENT, Finding, RankState, duration, finding, silent_words
+from straggle.stuck.states import SILENT, Finding, RankState, blind_words, duration, finding, silent_words
 
 _KEY = "stuck"
 _LOOK_S = 1.0
@@ -58,6 +58,7 @@ class StuckWatch(Wing):
         self._heard: dict[int, tuple[int, float]] = {}  # the number of each rank's state, and since when it is that
         self._open: StuckReport | None = None  # that was reported and is not over
         self._opened_at = 0.0
+        self._blind_s = 0.0  # for which this thread could not run while the rank did not go on
         self._known = False  # what there is to say of this rank now has been said
         self._logged: dict[str, float] = {}  # by line, for how long a rank was stuck there when that was logged
         self._stood_in: tuple[int, tuple[Frame, ...]] | None = None  # by the stand-in, as a whole
@@ -111,11 +112,17 @@ class StuckWatch(Wing):
     # -- the thread
 
     def _run(self) -> None:
-        while not self._closing.wait(min(_LOOK_S, self._limit_s / 4)):
+        every_s = min(_LOOK_S, self._limit_s / 4)
+        slept_at = time.monotonic()
+        while not self._closing.wait(every_s):
+            late_s = time.monotonic() - slept_at - every_s
+            if late_s >= self._limit_s / 2:
+                self._blind_s = late_s
             self._debug_server.offer()
             self._report_stood_in()
             with contextlib.suppress(StoreUnreachable):  # which others say
                 self._look()
+            slept_at = time.monotonic()
 
     def _look(self) -> None:
         if (state := self._state()) is None:
@@ -129,7 +136,7 @@ class StuckWatch(Wing):
         state = replace(
             state,
             kind=place.kind,
-            where=place.words(text_of(place.own)),
+            where=place.words(text_of(place.own)) + (blind_words(self._blind_s) if self._blind_s else ""),
             line=str(place.own),
             collective=self._open_collective() if place.kind == "collective" else "",
             number=self._posted + 1,
@@ -156,7 +163,7 @@ class StuckWatch(Wing):
     def _goes_on(self) -> None:
         if self._posted:
             self._post("")
-        self._posted, self._known = 0, False
+        self._posted, self._known, self._blind_s = 0, False, 0.0
         self._heard.clear()
         if self._open is not None:
             seconds = round(self._open.seconds + time.monotonic() - self._opened_at, 3)

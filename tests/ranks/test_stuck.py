@@ -108,6 +108,9 @@ def test_a_rank_that_cannot_speak_is_named_by_one_that_waits(hang):
     ]
     assert (others, none, last) == ([], [], 5)
     assert all(f"in {hang.__name__} ({HERE}:" in said for said in own_lines)  # when it can speak again
+    assert all(
+        "nothing ran in this process: its GIL was held, or it was stopped); ranks 0, 2" in said for said in own_lines
+    )
 
 
 def test_a_rank_that_is_stood_in_for_names_its_line_and_how_far_the_others_are():

@@ -63,7 +63,13 @@ def _stack_of(pid: int) -> str:
         done = subprocess.run(words, capture_output=True, text=True, timeout=_PY_SPY_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"; py-spy: {error}"
-    return f"\n{done.stdout.rstrip()}" if done.returncode == 0 else f"; py-spy: {done.stderr.strip()}"
+    return f"\n{without_own_threads(done.stdout)}" if done.returncode == 0 else f"; py-spy: {done.stderr.strip()}"
+
+
+def without_own_threads(dump: str) -> str:
+    """A dump of py-spy's without the threads of straggle, which wait."""
+    head, *threads = dump.rstrip().split("\nThread ")
+    return "\nThread ".join([head, *(thread for thread in threads if '"straggle-' not in thread.partition("\n")[0])])
 
 
 def _programs() -> str | None:

@@ -1,0 +1,81 @@
+"""Where a thread is: the innermost frame of the user's code, and whether it waits for others there."""
+
+import sys
+import sysconfig
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import straggle
+from straggle.stuck.frames import Frame, Place, frames_of, frames_of_thread, place_of, short_path, text_of
+
+HERE = "tests/unit/stuck/test_frames.py"
+TORCH, STRAGGLE = Path(torch.__file__).parent, Path(straggle.__file__).parent
+STDLIB = sysconfig.get_path("stdlib")
+USER, NUMPY = Frame("/home/me/train.py", 41, "load_batch"), Frame("/v/site-packages/numpy/npyio.py", 4, "load")
+LOADER = Frame(f"{TORCH}/utils/data/dataloader.py", 1275, "_try_get_data")
+SELECT = Frame(f"{STDLIB}/selectors.py", 415, "select")
+BARRIER = Frame(f"{TORCH}/distributed/distributed_c10d.py", 5000, "barrier")
+PRIVATE = Frame(f"{TORCH}/distributed/distributed_c10d.py", 80, "_wait")
+LOGGER = Frame(f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper")
+MERGE, LAB = Frame(f"{STRAGGLE}/merge/channel.py", 3, "wait"), Frame(f"{STRAGGLE}/lab/faults.py", 5, "stall")
+FROZEN = Frame("<frozen runpy>", 88, "_run_code")
+
+
+@pytest.mark.parametrize(
+    ("frames", "expected"),
+    [
+        ([], None),
+        ([USER, FROZEN], Place(USER, USER)),
+        ([SELECT, LOADER, USER, FROZEN], Place(USER, LOADER)),
+        ([SELECT, NUMPY, USER], Place(USER, SELECT)),
+        ([SELECT, NUMPY, LOADER], Place(NUMPY, SELECT)),
+        ([SELECT, MERGE, USER], Place(USER, SELECT, "waits")),
+        ([USER, MERGE, USER._replace(line=9)], Place(USER, USER)),
+        ([PRIVATE, BARRIER, LOGGER, USER], Place(USER, PRIVATE, "collective", "barrier")),
+        ([BARRIER, MERGE, USER], Place(USER, BARRIER, "waits")),
+        ([SELECT, LAB, MERGE], Place(LAB, SELECT)),
+        ([SELECT, FROZEN], Place(SELECT, SELECT)),
+    ],
+)
+def test_place_is_the_innermost_frame_of_the_users_code(frames, expected):
+    assert place_of(frames) == expected
+
+
+def test_words_have_the_users_line_and_what_it_called():
+    assert Place(USER, USER).words() == "in load_batch (/home/me/train.py:41)"
+    assert Place(USER, LOADER).words("next(batches)") == (
+        "in load_batch (/home/me/train.py:41: next(batches)), inside of _try_get_data "
+        "(torch/utils/data/dataloader.py:1275)"
+    )
+
+
+def test_frames_of_another_thread_are_found_with_the_line_of_code():
+    entered, leave = threading.Event(), threading.Event()
+
+    def hangs():
+        entered.set()
+        leave.wait()  # here it hangs
+
+    thread = threading.Thread(target=hangs)
+    thread.start()
+    entered.wait()
+    place = place_of(frames_of_thread(thread.ident))
+    leave.set()
+    thread.join()
+    assert (place.own.function, short_path(place.own.file)) == ("hangs", HERE)
+    if place.inner != place.own:  # it has come to the wait
+        assert text_of(place.own) == "leave.wait()  # here it hangs"
+    assert frames_of_thread(thread.ident)[-1] == frames_of(sys._getframe())[-1]  # the main thread, as it has ended
+
+
+def test_paths_are_short_and_long_lines_are_cut(tmp_path):
+    assert short_path("/usr/lib/dist-packages/a/b.py") == "a/b.py"
+    assert short_path(f"{Path.cwd()}/c/d.py") == "c/d.py"
+    assert short_path(SELECT.file) == "selectors.py"
+    code = tmp_path / "code.py"
+    code.write_text(f"{'x' * 101}\n")
+    assert text_of(Frame(str(code), 1, "f")) == "x" * 100 + "..."
+    assert text_of(Frame(str(tmp_path / "gone.py"), 1, "f")) == ""
