@@ -60,6 +60,25 @@ def test_environment_of_a_worker_is_that_of_torchrun(tmp_path: Path) -> None:
         assert ours["MASTER_ADDR"] == "127.0.0.1"
 
 
+def test_a_worker_that_peers_miss_is_looked_at_by_its_agent(tmp_path: Path) -> None:
+    body = """
+    if rank == "1":
+        leave("pid", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    wait_for("end")
+    """
+    with launched(tmp_path, body, "--nproc-per-node", 2) as job:
+        wait_for(job, tmp_path, "environment.0.0", "pid.1.0")
+        pid = int(left(tmp_path, "pid", 1))
+        wait_until(job, lambda: " T " in Path(f"/proc/{pid}/stat").read_text())
+        agents.post_silent(store_of(tmp_path), 1, "rank 0 has waited for it for 12 s")
+        wait_until(job, lambda: f"process {pid}: state T (stopped by a signal)" in job.log.read_text())
+        assert "rank 1 gives no word of itself (rank 0 has waited for it for 12 s); process" in job.log.read_text()
+        os.kill(pid, signal.SIGCONT)
+        (tmp_path / "end").touch()
+        assert job.status() == 0
+
+
 def test_workers_share_a_secret_that_is_drawn_for_each_job(tmp_path: Path) -> None:
     secrets = []
     for name in ("one", "two"):

@@ -1,6 +1,7 @@
 """A rank that hangs is named once, with the line of the user's code that it is in, whatever it hangs in."""
 
 import ctypes
+import json
 import math
 import multiprocessing as mp
 import os
@@ -8,14 +9,19 @@ import signal
 import subprocess
 import threading
 import time
+import urllib.request
 
 import pytest
 import torch.distributed as dist
+import torch.distributed.debug as debug
 from ranks import logged, run_ranks, staged
+from torch._C._distributed_c10d import _WorkerServer
 from torch.utils.data import DataLoader, Dataset
 from training import features, mlp
 
 from straggle import LateHandling
+from straggle.members import agents
+from straggle.observe.metrics import MetricsExporter
 
 pytestmark = pytest.mark.slow
 
@@ -76,6 +82,8 @@ def train(rank, hang, steps=6, deadline=None, inside=False, of_rank=1, late_hand
                 model(features(rank, number)).sum().backward()
         while reports and not reports[-1].over:
             time.sleep(0.01)
+        if rank == 0:
+            lines += filter(None, [agents.take_silent(dist.distributed_c10d._get_default_store(), 1)])
         return lines, reports, model.last_report.step
 
 
@@ -99,8 +107,9 @@ def test_a_rank_that_hangs_between_two_steps_names_its_line_and_who_waits(hang):
 @pytest.mark.parametrize("hang", [with_the_gil, stopped])
 def test_a_rank_that_cannot_speak_is_named_by_one_that_waits(hang):
     (lines, reports, _), (own_lines, _, last), (others, none, _) = run_ranks(train, 3, hang)
-    (line,) = lines
+    line, to_the_agent = lines
     assert line.startswith("ranks 0, 2 have waited for rank 1 in step 3 for ")
+    assert to_the_agent.startswith("rank 0 has waited for it for ")
     assert "its process is stopped, something holds its GIL, or its host is gone" in line
     assert [(report.rank, report.step, report.waiting, report.over) for report in reports] == [
         (1, 3, (0, 2), False),
@@ -157,3 +166,53 @@ def test_nobody_warns_while_all_ranks_are_at_work_between_two_steps():
 def test_infinite_stuck_after_s_watches_nothing():
     results = run_ranks(train, 2, in_sleep, 6, None, False, 1, LateHandling(stuck_after_s=math.inf))
     assert [(lines, reports) for lines, reports, _ in results] == [([], []), ([], [])]
+
+
+def asks_debug_server(url):
+    with urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=30) as answer:
+        return json.loads(answer.read())
+
+
+def seen_from_outside(rank):
+    """What rank 1's metrics and its debug server say while it hangs, and when it goes on again."""
+    debug._WORKER_SERVER = server = _WorkerServer("127.0.0.1", 0)  # as `start_debug_server` does on each rank
+    seen, url = [], f"http://127.0.0.1:{server.port}/handler/straggle_stuck"
+
+    def look():
+        where = exporter.registry.restricted_registry(["straggle_stuck_info"]).collect()
+        samples = [sample for family in where for sample in family.samples]
+        seen.append((samples, asks_debug_server(url)))
+
+    def hang():
+        looks = threading.Timer(0.8 * HANG_S, look)
+        looks.start()
+        time.sleep(HANG_S)
+        looks.join()
+
+    with staged(mlp(), late_handling=LATE) as model, MetricsExporter(model, port=None) as exporter:
+        over = threading.Event()
+        model.register_stuck_hook(lambda report: over.set() if report.over else None)
+        for number in range(4):
+            if (rank, number) == (1, 3):
+                hang()
+            with model.step():
+                model(features(rank, number)).sum().backward()
+        if rank == 1:
+            over.wait()
+            look()
+    closed = asks_debug_server(url)
+    server.shutdown()
+    return seen, closed
+
+
+def test_metrics_and_the_debug_server_of_torch_say_where_a_rank_is_stuck():
+    (none, _), (((samples, described), (no_samples, goes_on)), closed) = run_ranks(seen_from_outside, 2)
+    assert none == []
+    (sample,) = samples
+    assert (sample.name, sample.value, sample.labels["rank"]) == ("straggle_stuck_info", 1.0, "1")
+    assert sample.labels["where"].startswith(f"hang ({HERE}:")
+    assert (described["rank"], described["step"], described["goes_on"]) == (1, 3, False)
+    assert described["for_s"] >= LATE.stuck_after_s
+    assert f"in hang ({HERE}:" in described["where"]
+    assert any(frame.startswith(f"seen_from_outside ({HERE}:") for frame in described["stack"])
+    assert (no_samples, goes_on["goes_on"], closed) == ([], True, {"closed": True})

@@ -101,6 +101,10 @@ class SilentWorkers:
         """Look no more."""
         self._closing.set()
 
+    def join(self) -> None:
+        """Wait for the end of a last look."""
+        self._thread.join()
+
     def _run(self) -> None:
         while not self._closing.wait(self._look_s):
             for worker in self._workers:
