@@ -12,10 +12,11 @@ FLOORS = [
     {"data": "which samples each rank has"},
     {"parallel, building": "the wrapped model, of the core and the wings that its arguments ask for"},
     {
-        "members": "ranks that die and return",
+        "members": "ranks that return",
         "pools": "drawn micro-batches",
         "links": "pings",
         "replay": "a run again",
+        "stuck": "who hangs, and where",
     },
     {"step, loop": "a step of a training loop"},
     {"merge": "rounds, buffers, coordinator, stand-in, rows"},
@@ -25,7 +26,7 @@ FLOORS = [
     {"report": "what happened in a step"},
 ]
 CORE = {"step, loop", "merge", "source", "backward"}
-WINGS = {"members", "pools", "links", "replay"}
+WINGS = {"members", "pools", "links", "replay", "stuck"}
 WIDTH, HEIGHT, GAP = 760, 42, 6
 STYLE = """
     .page { fill: #ffffff } .name { fill: #1f2328; font-weight: 600 } .text { fill: #59636e }

@@ -18,7 +18,7 @@ DOCS = ROOT.parent / "docs"
 PACKAGES = [("report",), ("policies",), ("backward",), ("source",), ("merge",)]
 PACKAGES += [
     ("step", "loop"),
-    ("replay", "pools", "links", "members"),
+    ("replay", "pools", "links", "members", "stuck"),
     ("parallel", "building", "garbage", "stop_signal"),
     ("data",),
 ]

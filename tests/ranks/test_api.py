@@ -86,7 +86,7 @@ def test_public_names_are_pinned():
         (straggle.LastMerged, "weight"),
         (straggle.MovingAverage, "decay weight"),
         (straggle.OptimizerMomentum, "optimizer weight"),
-        (straggle.LateHandling, "quorum grace_s max_lag give_up_s granularity late_by"),
+        (straggle.LateHandling, "quorum grace_s max_lag give_up_s granularity late_by stuck_after_s"),
     ],
 )
 def test_arguments_are_pinned(owner, arguments):

@@ -181,6 +181,11 @@ VALUES = {
         lambda _: LateHandling(late_by="clock"),
         *(lambda _, choice=choice: LateHandling(late_by=choice) for choice in ("host", "device")),
     ),
+    "stuck_after_s={}: must be a positive number of seconds, such as 10 (infinite: no rank is reported as stuck)": (
+        lambda _: LateHandling(stuck_after_s=0),
+        lambda _: LateHandling(stuck_after_s=10),
+        lambda _: LateHandling(stuck_after_s=math.inf),
+    ),
     "decay={}: must be at least 0 and below 1, such as 0.9": (
         lambda _: straggle.MovingAverage(1),
         lambda _: straggle.MovingAverage(0.9),
