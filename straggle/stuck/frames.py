@@ -15,11 +15,12 @@ import torch
 
 import straggle
 
-Kind = Literal["stuck", "collective", "waits"]
+Kind = Literal["stuck", "collective", "inside", "waits"]
 
 _TEXT_S = 1.0  # the file system of the source may hang, too
 _LONGEST = 100  # characters of a line of code
 _DEEPEST = 200  # frames
+_TYPED = ("<stdin", "<ipython")  # the user's, too
 _PACKAGES = ("site-packages", "dist-packages")
 _USER, _INSTALLED, _STRAGGLE, _LIBRARY = range(4)  # whose code a frame is of; the lower, the more it says
 _OF_STRAGGLE = str(Path(straggle.__file__).parent) + "/"
@@ -43,8 +44,8 @@ class Frame(NamedTuple):
 class Place(NamedTuple):
     """Where a thread is: the innermost frame of the user's code, and inside of that the innermost of torch, or of all.
 
-    ``kind``: it waits in straggle for other ranks, is in a ``collective`` of torch's that the user's code called (with
-    this name), or is stuck in neither.
+    ``kind``: it is ``inside`` of straggle, is in a ``collective`` of torch's that the user's code called (with this
+    name), or is stuck in neither.
     """
 
     own: Frame
@@ -85,13 +86,13 @@ def place_of(frames: Sequence[Frame]) -> Place | None:
     at = min(range(len(frames)), key=lambda index: (kinds[index], index))
     inner = next((frame for frame in frames[:at] if frame.file.startswith(_OF_TORCH)), frames[0])
     if _STRAGGLE in kinds[:at]:
-        return Place(frames[at], inner, "waits")
+        return Place(frames[at], inner, "inside")
     names = [frame.function for frame in frames[:at] if frame.file == _COLLECTIVES and frame.function[0] != "_"]
     return Place(frames[at], inner, "collective" if names else "stuck", names[-1] if names else "")
 
 
 def _whose(file: str) -> int:
-    if file.startswith("<"):
+    if file.startswith("<") and not file.startswith(_TYPED):
         return _LIBRARY  # frozen modules, and what torch compiles
     if file.startswith(_OF_STRAGGLE) and not file.startswith(_PROGRAMS):
         return _STRAGGLE

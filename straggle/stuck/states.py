@@ -17,6 +17,9 @@ _MANY = 8  # ranks that are named one by one
 class RankState:
     """A rank that has been in the same step, or before it, for a while.
 
+    ``kind``: it is stuck in its own code, or in a collective of its own; it ``waits`` for a merge of this model; or it
+    is ``inside`` of straggle for another reason, such as another rank of its replica.
+
     ``quiet_s``: for how long it has begun no phase and finished no gradient. ``where``: in words. ``line``: function,
     file and line of the user's code. ``lag``: merged steps that it has not taken. ``number``: of reports in a row.
     """

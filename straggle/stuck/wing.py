@@ -27,7 +27,7 @@ from straggle.merge.wing import Wing
 from straggle.report import MembersReport, StuckReport
 from straggle.stuck.collectives import newest_open, own_dump
 from straggle.stuck.debug_server import DebugServer
-from straggle.stuck.frames import Frame, frames_of_thread, place_of, text_of
+from straggle.stuck.frames import Frame, Kind, Place, frames_of_thread, place_of, text_of
 from straggle.stuck.states import SILENT, Finding, RankState, blind_words, duration, finding, silent_words
 
 _KEY = "stuck"
@@ -83,6 +83,8 @@ class StuckWatch(Wing):
     def close(self) -> None:
         """Watch no more; the thread ends by itself."""
         self._closing.set()
+        if self._posted:
+            self._post("")
         self._debug_server.close()
 
     # -- any thread
@@ -94,7 +96,7 @@ class StuckWatch(Wing):
         return {
             "rank": self._channel.name,
             "step": self._rank.training.step,
-            "goes_on": state is None,
+            "goes_on": state is None or state.quiet_s < self._limit_s,
             "for_s": 0.0 if state is None else state.quiet_s,
             "where": "" if place is None else place.words(text_of(place.own)),
             "stack": list(map(str, frames)),
@@ -131,21 +133,27 @@ class StuckWatch(Wing):
         place = place_of(frames_of_thread(self._ident))
         if place is None:
             return
-        if self._rank.training.taking:
-            place = place._replace(kind="waits")
+        kind = self._kind(place)
         state = replace(
             state,
-            kind=place.kind,
+            kind=kind,
             where=place.words(text_of(place.own)) + (blind_words(self._blind_s) if self._blind_s else ""),
             line=str(place.own),
-            collective=self._open_collective() if place.kind == "collective" else "",
+            collective=self._open_collective() if kind == "collective" else "",
             number=self._posted + 1,
         )
         self._post(state.as_json())
-        if state.kind == "waits":
+        if kind == "waits":
             self._look_for_silent(state)
-        elif state.quiet_s >= self._limit_s and not self._known:
+        elif kind != "inside" and state.quiet_s >= self._limit_s and not self._known:
             self._look_at_own(state)
+
+    def _kind(self, place: Place) -> Kind:
+        if self._rank.training.taking:
+            return "waits"
+        if place.kind == "collective" and self._rank.replica.vote is not None:
+            return "inside"  # it may be one of its replica, of which the ranks of this channel know nothing
+        return place.kind
 
     def _state(self) -> RankState | None:
         """What is known of this rank without its frames; ``None`` if it goes on, or nobody should wait for it."""
@@ -245,7 +253,7 @@ class StuckWatch(Wing):
             return
         self._stood_in = None
         step, frames = noted
-        if (place := place_of(frames)) is None or place.kind == "waits":
+        if (place := place_of(frames)) is None or place.kind == "inside":
             return
         self._times[line := str(place.own)] += 1
         if (times := self._times[line]) & (times - 1):
@@ -262,7 +270,10 @@ class StuckWatch(Wing):
     def _report(self, report: StuckReport) -> None:
         registers = self._hooks()
         for hook in () if registers is None else tuple(registers.stuck.values()):
-            hook(report)
+            try:
+                hook(report)
+            except Exception as error:  # what others do with it is no reason to look no more
+                _log.warning("rank %d: a hook of register_stuck_hook raised %r", self._channel.name, error)
 
     def _open_collective(self) -> str:
         """The last collective of the user's that is not over, as torch's Flight Recorder has it."""

@@ -21,6 +21,7 @@ BARRIER = Frame(f"{TORCH}/distributed/distributed_c10d.py", 5000, "barrier")
 PRIVATE = Frame(f"{TORCH}/distributed/distributed_c10d.py", 80, "_wait")
 LOGGER = Frame(f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper")
 MERGE, LAB = Frame(f"{STRAGGLE}/merge/channel.py", 3, "wait"), Frame(f"{STRAGGLE}/lab/faults.py", 5, "stall")
+TYPED = Frame("<stdin>", 1, "<module>")
 FROZEN = Frame("<frozen runpy>", 88, "_run_code")
 
 
@@ -32,12 +33,13 @@ FROZEN = Frame("<frozen runpy>", 88, "_run_code")
         ([SELECT, LOADER, USER, FROZEN], Place(USER, LOADER)),
         ([SELECT, NUMPY, USER], Place(USER, SELECT)),
         ([SELECT, NUMPY, LOADER], Place(NUMPY, SELECT)),
-        ([SELECT, MERGE, USER], Place(USER, SELECT, "waits")),
+        ([SELECT, MERGE, USER], Place(USER, SELECT, "inside")),
         ([USER, MERGE, USER._replace(line=9)], Place(USER, USER)),
         ([PRIVATE, BARRIER, LOGGER, USER], Place(USER, PRIVATE, "collective", "barrier")),
-        ([BARRIER, MERGE, USER], Place(USER, BARRIER, "waits")),
+        ([BARRIER, MERGE, USER], Place(USER, BARRIER, "inside")),
         ([SELECT, LAB, MERGE], Place(LAB, SELECT)),
         ([SELECT, FROZEN], Place(SELECT, SELECT)),
+        ([SELECT, TYPED, LAB], Place(TYPED, SELECT)),
     ],
 )
 def test_place_is_the_innermost_frame_of_the_users_code(frames, expected):

@@ -42,6 +42,7 @@ def test_the_lowest_of_several_at_the_same_line_says_it_for_all():
         ({1: STUCK, 0: STUCK}, False),  # all of them, and nobody waits: an evaluation
         ({1: STUCK, 0: WAITS}, True),
         ({1: state(lag=3)}, True),
+        ({1: STUCK, 0: state("inside")}, None),  # it may be in a step of another model
     ],
 )
 def test_a_rank_is_reported_if_it_is_waited_for_or_all_ranks_stand_still(states, expected):
