@@ -52,7 +52,7 @@ GAUGES = {own.name: own.text for own in _DECLARED if own.kind == "gauge"} | {
     "since_step_seconds": "Seconds since this rank's training thread last finished a step.",
     "store_reachable": "Whether the job's store answers this rank, 1 or 0, now.",
     "members": "Ranks that are members now, as far as this rank knows.",
-    "stuck_info": "1 while this rank is stuck, or waits for one that cannot speak: where, in the label.",
+    "stuck_info": "Where this rank is stuck, or that it waits for one which cannot speak: 1; 0 while it goes on.",
 }
 HISTOGRAMS = {
     "step_seconds": "Seconds of a step, from merge to merge.",
@@ -74,7 +74,7 @@ LABELS: dict[str, tuple[str, tuple[str, ...]]] = {
     "absent_rank": ("absent", ()),
     "stage_contributions": ("stage", ()),
     "estimates": ("stage", ()),
-    "stuck_info": ("where", ()),
+    "stuck_info": ("where", ("",)),
 }
 # which have no series before their first value
 _LATER = ("samples", "loss", "predicted_dropped_ratio")

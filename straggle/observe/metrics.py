@@ -201,12 +201,12 @@ class StepMetrics:
             self._of("members_changes", kind).inc()
 
     def show_stuck(self, report: StuckReport) -> None:
-        """Show where this rank is stuck, or that it waits for one which cannot speak; nothing once it goes on."""
+        """Show where this rank is stuck, or that it waits for one which cannot speak; or that it goes on."""
         if report.stood_in:
             return
         self._series.clear("stuck_info")
-        if not report.over:
-            self._of("stuck_info", report.line or f"rank {report.rank}: {report.where}").set(1)
+        where = "" if report.over else report.line or f"rank {report.rank}: {report.where}"
+        self._of("stuck_info", where).set(not report.over)
 
     def _show_absent(self, report: StepReport) -> None:
         """Say of each rank whether it is absent: on the lowest member only, because all members know the same."""

@@ -199,7 +199,7 @@ def test_names_and_help_follow_the_conventions(text):
         assert all(sample.labels["rank"] == "0" for sample in family.samples)
         labels = {label for sample in family.samples for label in sample.labels}
         if family.name != "straggle_run_info":
-            assert labels <= {"rank", "stage", "phase", "cause", "le", "reason", "absent", "direction", "what"}
+            assert labels <= {"rank", "stage", "phase", "cause", "le", "reason", "absent", "direction", "what", "where"}
         assert not re.search(r"_(ms|s|millis|kb|percent|share)(_|$)", family.name)
     assert not re.search(r"^\w+_created", text, re.MULTILINE)
 

@@ -223,7 +223,7 @@ def seen_from_outside(rank):
 
 
 def test_metrics_and_the_debug_server_of_torch_say_where_a_rank_is_stuck():
-    (none, _), (((samples, described), (no_samples, _)), closed) = run_ranks(seen_from_outside, 2)
+    (none, _), (((samples, described), (over, _)), closed) = run_ranks(seen_from_outside, 2)
     assert none == []
     (sample,) = samples
     assert (sample.name, sample.value, sample.labels["rank"]) == ("straggle_stuck_info", 1.0, "1")
@@ -232,4 +232,5 @@ def test_metrics_and_the_debug_server_of_torch_say_where_a_rank_is_stuck():
     assert described["for_s"] >= LATE.stuck_after_s
     assert f"in hang ({HERE}:" in described["where"]
     assert any(frame.startswith(f"seen_from_outside ({HERE}:") for frame in described["stack"])
-    assert (no_samples, closed) == ([], {"closed": True})
+    assert [(one.value, one.labels["where"]) for one in over] == [(0.0, "")]
+    assert closed == {"closed": True}
