@@ -13,8 +13,6 @@ from typing import Literal, NamedTuple
 
 import torch
 
-import straggle
-
 Kind = Literal["stuck", "collective", "inside", "waits"]
 
 _TEXT_S = 1.0  # the file system of the source may hang, too
@@ -23,7 +21,7 @@ _DEEPEST = 200  # frames
 _TYPED = ("<stdin", "<ipython")  # the user's, too
 _PACKAGES = ("site-packages", "dist-packages")
 _USER, _INSTALLED, _STRAGGLE, _LIBRARY = range(4)  # whose code a frame is of; the lower, the more it says
-_OF_STRAGGLE = str(Path(straggle.__file__).parent) + "/"
+_OF_STRAGGLE = str(Path(__file__).parents[1]) + "/"
 _PROGRAMS = (f"{_OF_STRAGGLE}lab/", f"{_OF_STRAGGLE}commands/")  # these use straggle as a user does
 _OF_TORCH = str(Path(torch.__file__).parent) + "/"
 _OF_PYTHON = tuple({sysconfig.get_path(name) + "/" for name in ("stdlib", "platstdlib")})
@@ -87,7 +85,7 @@ def place_of(frames: Sequence[Frame]) -> Place | None:
     inner = next((frame for frame in frames[:at] if frame.file.startswith(_OF_TORCH)), frames[0])
     if _STRAGGLE in kinds[:at]:
         return Place(frames[at], inner, "inside")
-    names = [frame.function for frame in frames[:at] if frame.file == _COLLECTIVES and frame.function[0] != "_"]
+    names = [frame.function for frame in frames[:at] if frame.file == _COLLECTIVES]
     return Place(frames[at], inner, "collective" if names else "stuck", names[-1] if names else "")
 
 

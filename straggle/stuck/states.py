@@ -95,7 +95,9 @@ def _words(me: RankState, group: Sequence[int], waiting: Sequence[int], others: 
     if me.kind == "collective":
         last = f" ({me.collective})" if me.collective else ""
         if not others:
-            return f"{words}, a collective{last} that all ranks have begun and that does not end: look at the network"
+            return (
+                f"{words}, a collective{last} that all ranks have begun and that does not end: the network is in doubt"
+            )
         return f"{words}, a collective of the loop's own{last} that {named(others)} {_has(others)} not begun"
     if waiting:
         return f"{words}; {named(waiting)} {'waits' if len(waiting) == 1 else 'wait'} for {_it(group)}"

@@ -64,7 +64,7 @@ class Hangs(Dataset):
 
 
 def in_loader():
-    mp.current_process()._config["daemon"] = False  # python lets no process of run_ranks have workers
+    mp.current_process().daemon = False  # python lets no process of run_ranks have workers
     next(iter(DataLoader(Hangs(), num_workers=1, multiprocessing_context="fork")))  # in_loader
 
 

@@ -20,7 +20,7 @@ _PY_SPY_S = 20.0
 _STATES: Mapping[str, str] = {
     "R": "running: something may hold its GIL, or it is starved",
     "S": "sleeping: in a call that holds the GIL, or its threads wait for each other",
-    "D": "waiting in the kernel for a device or a file system, such as a server that does not answer",
+    "D": "waiting in the kernel for a device or a file system that does not answer",
     "T": "stopped by a signal",
     "t": "stopped by a debugger",
     "Z": "ended, and not yet waited for",
@@ -57,7 +57,7 @@ def look_at(pid: int, proc: Path = Path("/proc")) -> str:
 def _stack_of(pid: int) -> str:
     """What py-spy prints; a process that is stopped is read as it is."""
     if (program := shutil.which("py-spy", path=_programs())) is None:
-        return "; for its Python stack: pip install py-spy"
+        return "; py-spy, which shows its Python stack, is not installed"
     try:
         words = [program, "dump", "--nonblocking", "--pid", str(pid)]
         done = subprocess.run(words, capture_output=True, text=True, timeout=_PY_SPY_S, check=False)

@@ -1,9 +1,5 @@
 """What a node's launcher says of a worker's process that gives no word of itself."""
 
-import os
-import signal
-import subprocess
-import sys
 import threading
 from types import SimpleNamespace
 
@@ -17,7 +13,7 @@ from straggle.commands.launching.stopped_process import (
     state_of,
     without_own_threads,
 )
-from straggle.members.agents import post_silent
+from straggle.members.agents import post_silent, take_silent
 
 STAT = "4731 (python (a) b) {} 1 4731 4731 0 -1 4194560 5000"
 
@@ -29,7 +25,7 @@ STAT = "4731 (python (a) b) {} 1 4731 4731 0 -1 4194560 5000"
         (
             "D",
             "rpc_wait_bit_killable",
-            "file system, such as a server that does not answer), in the kernel's rpc_wait_bit_killable",
+            "file system that does not answer), in the kernel's rpc_wait_bit_killable",
         ),
         ("R", "0", "(running: something may hold its GIL, or it is starved)"),
         ("X", "", "(see proc(5))"),
@@ -45,16 +41,16 @@ def test_a_command_with_blanks_and_parentheses_hides_no_state():
     assert state_of(STAT.format("S")) == "S"
 
 
-def test_a_real_process_that_is_stopped_is_looked_at():
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    try:
-        process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-        assert f"process {process.pid}: state T (stopped by a signal)" in look_at(process.pid)
-    finally:
-        process.kill()
-        process.communicate()
-    assert look_at(process.pid) == f"process {process.pid}: No such file or directory"
+def test_a_process_is_looked_at_in_proc(tmp_path):
+    process = tmp_path / "4731"
+    process.mkdir()
+    (process / "stat").write_text(STAT.format("T"))
+    assert look_at(4731, tmp_path).startswith(
+        "process 4731: state T (stopped by a signal); `kill -CONT 4731` lets it go on"
+    )
+    (process / "wchan").write_text("do_signal_stop")
+    assert "(stopped by a signal), in the kernel's do_signal_stop; `kill" in look_at(4731, tmp_path)
+    assert look_at(7, tmp_path) == "process 7: No such file or directory"
 
 
 def test_a_dump_has_no_threads_that_only_wait():
@@ -94,6 +90,7 @@ def test_workers_that_peers_miss_are_looked_at_once_and_no_others(capfd):
     assert looked.wait(30)
     silent.close()
     silent.join()
+    assert take_silent(store.store, 1) is None
     assert capfd.readouterr().err == (
         "straggle launch: rank 1 gives no word of itself (rank 0 has waited for it for 12 s); process 11: state T\n"
     )

@@ -48,6 +48,10 @@ def test_what_is_over_and_what_is_straggles_own_is_left_out():
         "nccl:all_reduce number 42 of group default_pg ([3, 4], started)"
     )
     assert newest_open({"entries": [over, *own]}) == newest_open({}) == ""
+    assert newest_open({"entries": GLOO["entries"][:1]}) == ""
+    assert newest_open({"entries": [entry(), entry(record_id=4, collective_seq_id=41)]}).startswith(
+        "nccl:all_reduce number 42"
+    )
 
 
 def test_sends_have_numbers_of_their_own_and_groups_without_a_description_their_name():

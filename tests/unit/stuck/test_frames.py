@@ -38,6 +38,7 @@ FROZEN = Frame("<frozen runpy>", 88, "_run_code")
         ([PRIVATE, BARRIER, LOGGER, USER], Place(USER, PRIVATE, "collective", "barrier")),
         ([BARRIER, MERGE, USER], Place(USER, BARRIER, "inside")),
         ([SELECT, LAB, MERGE], Place(LAB, SELECT)),
+        ([MERGE, LAB], Place(LAB, MERGE, "inside")),
         ([SELECT, FROZEN], Place(SELECT, SELECT)),
         ([SELECT, TYPED, LAB], Place(TYPED, SELECT)),
     ],

@@ -69,7 +69,7 @@ def test_ranks_in_a_collective_that_others_have_not_begun_name_these():
 
 
 def test_a_collective_that_all_have_begun_is_the_networks():
-    assert finding(0, {0: BARRIER, 1: BARRIER}, range(2), 10.0).words.endswith("does not end: look at the network")
+    assert finding(0, {0: BARRIER, 1: BARRIER}, range(2), 10.0).words.endswith("does not end: the network is in doubt")
 
 
 @pytest.mark.parametrize("quiet_s", [12.0, 6.0])
