@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -29,7 +30,10 @@ class DebugServer:
         from torch._C import _distributed_c10d as c10d
 
         if (register := getattr(c10d, "_register_handler", None)) is not None:
-            register(NAME, self._answer)
+            answer = self._answer
+            # torch lets go of it when the process ends, without the GIL: if it were freed then, Python would abort
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(answer))
+            register(NAME, answer)
         self._offered = True
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ import multiprocessing as mp
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -15,6 +16,7 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.debug as debug
 from ranks import logged, run_ranks, staged
+from repository import ROOT
 from torch._C._distributed_c10d import _WorkerServer
 from torch.utils.data import DataLoader, Dataset
 from training import features, mlp
@@ -220,6 +222,14 @@ def seen_from_outside(rank):
     closed = asks_debug_server(url)
     server.shutdown()
     return seen, closed
+
+
+def test_a_process_with_the_handler_of_the_debug_server_ends_as_any_other():
+    code = "import torch.distributed.debug as debug; from straggle.stuck.debug_server import DebugServer\n"
+    code += "debug._WORKER_SERVER = object(); DebugServer(dict).offer()"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_metrics_and_the_debug_server_of_torch_say_where_a_rank_is_stuck():
