@@ -97,6 +97,7 @@ class StuckWatch(Wing):
             "rank": self._channel.name,
             "step": self._rank.training.step,
             "goes_on": state is None or state.quiet_s < self._limit_s,
+            "kind": None if place is None else self._kind(place),
             "for_s": 0.0 if state is None else state.quiet_s,
             "where": "" if place is None else place.words(text_of(place.own)),
             "stack": list(map(str, frames)),

@@ -239,6 +239,7 @@ def test_metrics_and_the_debug_server_of_torch_say_where_a_rank_is_stuck():
     assert (sample.name, sample.value, sample.labels["rank"]) == ("straggle_stuck_info", 1.0, "1")
     assert sample.labels["where"].startswith(f"hang ({HERE}:")
     assert (described["rank"], described["step"], described["goes_on"]) == (1, 3, False)
+    assert described["kind"] == "stuck"
     assert described["for_s"] >= LATE.stuck_after_s
     assert f"in hang ({HERE}:" in described["where"]
     assert any(frame.startswith(f"seen_from_outside ({HERE}:") for frame in described["stack"])
