@@ -11,6 +11,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,14 @@ class StuckWriter:
     def __init__(self, model: StagedDataParallel, run_dir: Path, *, begins: bool = False) -> None:
         self._path = run_dir / FILE
         self._failed = False
+        self._open: tuple[StuckReport, float] | None = None  # of this rank, and when it came
         if begins:
             self._path.unlink(missing_ok=True)
         self._hook = model.register_stuck_hook(self._write)
 
     def _write(self, report: StuckReport) -> None:
+        if report.line and not report.stood_in:
+            self._open = None if report.over else (report, time.monotonic())
         line = json.dumps({"time": time.time(), **report.as_dict()}) + "\n"
         try:
             file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
@@ -51,8 +55,11 @@ class StuckWriter:
             self._failed = True
 
     def close(self) -> None:
-        """Write no more."""
+        """Write no more. A rank that comes here goes on, before that is reported."""
         self._hook.remove()
+        if self._open is not None:
+            report, since = self._open
+            self._write(replace(report, over=True, seconds=round(report.seconds + time.monotonic() - since, 3)))
 
     def __enter__(self) -> StuckWriter:
         return self

@@ -56,6 +56,7 @@ class StuckWatch(Wing):
         # by the thread
         self._posted = 0  # states in a row
         self._heard: dict[int, tuple[int, float]] = {}  # the number of each rank's state, and since when it is that
+        self._silent: dict[int, float] = {}  # ranks that are waited for and have said nothing, and since when
         self._open: StuckReport | None = None  # that was reported and is not over
         self._opened_at = 0.0
         self._blind_s = 0.0  # for which this thread could not run while the rank did not go on
@@ -174,6 +175,7 @@ class StuckWatch(Wing):
             self._post("")
         self._posted, self._known, self._blind_s = 0, False, 0.0
         self._heard.clear()
+        self._silent.clear()
         if self._open is not None:
             seconds = round(self._open.seconds + time.monotonic() - self._opened_at, 3)
             self._report(replace(self._open, over=True, seconds=seconds))
@@ -230,14 +232,16 @@ class StuckWatch(Wing):
             _log.log(level, found.words)
 
     def _look_for_silent(self, state: RankState) -> None:
-        """This rank waits: is it for ranks that cannot say anything?"""
-        waits_s = self._rank.merging.on_its_way()[1]
-        if waits_s < self._limit_s or self._known:
+        """This rank waits: is it for ranks that cannot say anything, and not for some that have just gone on?"""
+        waits_s, now = self._rank.merging.on_its_way()[1], time.monotonic()
+        if waits_s < self._limit_s / 2 or self._known:
             return
         states = {**self._states(), self._channel.name: state}
-        silent = [name for name in self._channel.named(self._channel.awaited) if name not in states]
+        names = [name for name in self._channel.named(self._channel.awaited) if name not in states]
+        self._silent = {name: self._silent.get(name, now) for name in names}
+        silent = [name for name, since in self._silent.items() if now - since >= self._limit_s / 2]
         waiting = sorted(name for name, other in states.items() if other.kind == "waits")
-        if not silent or waiting[0] != self._channel.name:
+        if waits_s < self._limit_s or not silent or waiting[0] != self._channel.name:
             return
         self._known = True
         _log.warning(silent_words(silent, waiting, state.step, waits_s))

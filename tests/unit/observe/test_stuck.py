@@ -35,6 +35,14 @@ def test_reports_come_back_as_they_were_and_a_line_of_another_rank_stays(tmp_pat
         assert read_stuck(tmp_path) == []
 
 
+def test_a_rank_that_closes_the_file_goes_on(tmp_path):
+    model = Told()
+    with StuckWriter(model, tmp_path):
+        model.stuck(BEGAN)
+    (_, began), (_, over) = read_stuck(tmp_path)
+    assert (began.over, over.over, over.seconds >= BEGAN.seconds) == (False, True, True)
+
+
 def test_a_file_that_cannot_be_written_is_said_once(tmp_path, caplog):
     model = Told()
     StuckWriter(model, tmp_path / "gone")
