@@ -1,4 +1,4 @@
-"""Two machines, as far as one can be two: the cluster commands of docs/launch.md, behind its firewall."""
+"""Two machines, as far as one can be two: the cluster commands of docs/cluster.md, behind its firewall."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def lines_of(page: str, heading: str, language: str) -> list[str]:
 
 
 def commands_of_several_nodes() -> list[str]:
-    found = lines_of("docs/launch.md", "Several machines", "bash")
+    found = lines_of("docs/cluster.md", "Several machines", "bash")
     assert len(found) == 3
     (by_hand,) = re.findall(r"`(torchrun --nnodes 2 .*?)`", (ROOT / "deploy" / "README.md").read_text())
     return [*found, by_hand]
@@ -39,7 +39,7 @@ def commands_of_several_nodes() -> list[str]:
 @contextlib.contextmanager
 def fire_walled(folder: Path) -> Iterator[tuple[Network, list[Machine]]]:
     """Two machines with nothing open but what the page says; at the end nothing else has been asked for."""
-    rules = lines_of("docs/launch.md", "Several machines", "text")
+    rules = lines_of("docs/cluster.md", "Several machines", "text")
     assert any("--dports" in rule for rule in rules)
     with made_machines(folder) as (network, machines):
         for machine in machines:

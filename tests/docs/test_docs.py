@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
-import difflib
 import functools
 import inspect
 import io
@@ -145,24 +144,6 @@ def check_command(words: list[str]) -> None:
     else:
         script = next((word for word in arguments if word.endswith(".py")), program)
         assert (ROOT / script).exists() or program.startswith(".venv/bin/"), script
-
-
-def differences(name: str) -> str:
-    """Of the two forms of an example below their docstrings, but for indentation and empty lines."""
-    forms = [(ROOT / "examples" / name / f"{kind}.py").read_text() for kind in ("ddp", "straggled")]
-    before, after = (form.partition('"""\n\n')[2].splitlines() for form in forms)
-    stripped = [[line.strip() for line in lines] for lines in (before, after)]
-    found = []
-    for kind, i, j, k, m in difflib.SequenceMatcher(None, *stripped, autojunk=False).get_opcodes():
-        if kind != "equal":
-            changed = [f"-{line}" for line in before[i:j]] + [f"+{line}" for line in after[k:m]]
-            found += [line for line in changed if line[1:].strip()]
-    return "\n".join(found)
-
-
-@pytest.mark.parametrize("name", ["gpt", "images"])
-def test_page_has_the_differences_of_the_two_forms_of_an_example(name: str) -> None:
-    assert f"```diff\n{differences(name)}\n```" in (ROOT / "docs" / "integrations.md").read_text()
 
 
 def record_a_run(folder: Path) -> None:
